@@ -87,6 +87,11 @@ def _upload(ids: Ids, device: torch.device) -> torch.Tensor:
     return torch.as_tensor(ids.astype(np.int64)).pin_memory().to(device, non_blocking=True)
 
 
+def launching_on(stream: Any) -> Any:
+    """A context in which device work is launched on the stream; None: on the current one."""
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
 class _Place(ctypes.Structure):
     """`cudaMemLocation`; zeros: the driver finds out where an address lies."""
 
@@ -252,7 +257,7 @@ class PageMover:
         return [_Mark(side, mains[device]) for device, side in self._sides.items()]
 
     def _main(self, device: torch.device) -> Any:
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+        with launching_on(self._stream):
             return torch.cuda.current_stream(device)
 
 

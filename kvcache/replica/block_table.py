@@ -123,6 +123,10 @@ class ImportPart:
         return self.copy_from(token, page_size, src_page_size)
 
 
+def _nothing() -> None:
+    """Follows an import of pages alone."""
+
+
 @dataclass(eq=False, slots=True)
 class PendingImport:
     """An import of another manager's block table that is being copied. Made by `import_block_table`."""
@@ -138,7 +142,7 @@ class PendingImport:
     # The hasher of the request's tokens, in the table's page size and algorithm; None if the table has no digests.
     hasher: PrefixHasher | None = None
     closed: bool = False  # committed or cancelled
-    on_free: Callable[[], None] | None = None  # called when a cancelled import has given its pages back
+    on_free: Callable[[], None] = _nothing  # called when a cancelled import has given its pages back
     told: list[BlockTable] = field(default_factory=list[BlockTable])  # tables whose pages no copier has taken yet
     others: tuple[BlockTable, ...] = ()  # tables of further managers that hold some of the same tokens
 

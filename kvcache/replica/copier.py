@@ -215,8 +215,7 @@ class ImportBook:
 
     def _give_back(self, pending: PendingImport) -> None:
         self._free(pending)
-        if pending.on_free is not None:
-            pending.on_free()
+        pending.on_free()
 
     def _free(self, pending: PendingImport) -> None:
         self.each.remove(pending)

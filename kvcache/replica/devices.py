@@ -1,13 +1,12 @@
 """A replica on its devices: the page tensors of its shards, and the tables that each device reads."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 
-from kvcache.copies import copy_pages, page_rows
+from kvcache.copies import copy_pages, launching_on, page_rows
 from kvcache.layout import PageLayout, allocate_blocks, scales_of
 from kvcache.replica.batch import BatchState
 from kvcache.replica.inputs import DeviceTables, StepTables, build_inputs
@@ -56,7 +55,7 @@ class PageMemory:
 
     def on_stream(self) -> Any:
         """A context in which device work is launched on the stream."""
-        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+        return launching_on(self.stream)
 
 
 class PlacedReplica:
@@ -71,11 +70,12 @@ class PlacedReplica:
         self._tables = [per_device[device] for device in memory.devices]
         self._of_steps: dict[int, list[StepTables]] = {}  # by set number: the tables of each shard
         self._mirrored = [table for device, table in per_device.items() if device.type != "cpu"]
+        self._is_plain = memory.stream is None and not self._mirrored  # nothing is to be ordered or uploaded
 
     def inputs(self, state: BatchState, num_steps: int, number: int | None = None) -> list[RaggedKVCacheInputs]:
         """The model's inputs for this batch, one entry a shard. `number`: build them in that set of tables."""
         rows, tables = self.replica.rows, self._tables if number is None else self._of_steps[number]
-        if self.memory.stream is None and not self._mirrored:  # nothing to order or to upload
+        if self._is_plain:
             return build_inputs(self._pools, tables, state, self.replica.page_size, num_steps)
         with self.memory.on_stream():
             if self._mirrored:

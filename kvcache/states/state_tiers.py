@@ -22,7 +22,6 @@ from kvcache.replica.rows import Pages
 from kvcache.states.state_memory import kind_offsets, state_layouts
 from kvcache.states.state_pages import StatePages
 from kvcache.tiers.host_tier import HostTier, ReplicaTier
-from kvcache.tiers.object_tier import ObjectTier
 from kvcache.tiers.tiers import Kept, TierRoom, Tiers, make_tiers
 
 _GB = 2**30
@@ -83,7 +82,7 @@ def state_tiers(
         share=_SHARE,
     )
 
-    def sides(host: HostTier, _objects: ObjectTier | None) -> list[ReplicaTier]:
+    def sides(host: HostTier) -> list[ReplicaTier]:
         for one in states:
             one.below = StateTier(host, one.pool, state_mover(one, host))
             made.append(one.below)

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -146,10 +146,15 @@ class FileTier(LowerTier):
         self._take_up_reads()  # frees the slots of the last reads
         self._writer.shutdown()
 
-    @property
-    def files_refused(self) -> int:
-        """Files in the folder that were not accepted. `PageFolder.refusals` has the reasons."""
-        return self._folder.refusals.total()
+    def counts(self, noun: str) -> Mapping[str, int]:
+        reasons = FileRefusal if noun == "blocks" else ()
+        return {
+            f"file_{noun}_written": self.written,
+            f"file_{noun}_read": self.read,
+            f"file_{noun}_refused": self.refusals.total(),
+            **{f"file_{noun}_{why}": self.refusals[why] for why in reasons},
+            "files_refused": self._folder.refusals.total(),
+        }
 
     @property
     def index(self) -> PrefixIndex:

@@ -8,7 +8,7 @@ held by a copy, or idle, and evicts idle ones least recently used first.
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -103,6 +103,7 @@ class LowerTier:
     """
 
     asks = False  # whether a remote store has to be asked which pages it has
+    longest_tail = 0  # the most pages that are kept only as the end of a run after which there is a state
 
     def __init__(self, host: HostTier, of: str) -> None:
         self._host = host
@@ -115,6 +116,10 @@ class LowerTier:
         self.written: int = 0  # pages so far
         self.read: int = 0  # pages so far
         self.refusals = FileRefusals()  # pages that were wrong, cut short or gone when they were read
+
+    @abstractmethod
+    def counts(self, noun: str) -> Mapping[str, int]:
+        """The values of the tier's fields of `KVCacheMetrics`. `noun`: what it keeps, "blocks" or "states"."""
 
     # ---- up, to host slots
 
@@ -241,6 +246,10 @@ def nothing() -> None:
     """The rest of work that leaves nothing to do."""
 
 
+def _of_one_table(digests: Digests) -> Digests:
+    return digests[None]
+
+
 class ReplicaTier(PagesBelow, PageReader):
     """One replica's side of the host tier: the pages to be copied there, and those being copied back.
 
@@ -255,19 +264,13 @@ class ReplicaTier(PagesBelow, PageReader):
         host: HostTier,
         pool: PagePool,
         mover: PageMover,
-        *,
-        every: Callable[[Digests], Digests] | None = None,
-        longest_tail: int = 0,
+        every: Callable[[Digests], Digests] = _of_one_table,
     ) -> None:
-        """`every`, `longest_tail`: given if there are objects, which are written when a request ends.
-
-        `every` returns the digests of all tables' pages, given those of the first table. `longest_tail`: the most pages
-        of a tail object, which ends at a page after which there is a state; 0 if there are no such objects.
-        """
+        """`every` returns the digests of all tables' pages, given those of the first table."""
         self.host = host
         self.pool = pool
         self.lower = host.lower
-        self._every, self.longest_tail = every, longest_tail
+        self._every = every
         self.mover = mover
         self._no_digests: Digests = pool.index.digests_of(NO_SLOTS)
         self.storing = np.zeros(pool.num_pages + 1, np.bool_)  # by page: its copy is queued or runs
@@ -359,7 +362,7 @@ class ReplicaTier(PagesBelow, PageReader):
                 self._end(load)
         if pages.size:
             self.waiting.append((NO_SLOTS, self.pool.index.digests_of(pages)))
-            if self._every is not None and len(names):
+            if self.asks and len(names):
                 every, stops = self._every(names), [len(names)]
                 if self.longest_tail:
                     stops = [*(np.flatnonzero(ends(names)) + 1).tolist(), *stops]
@@ -404,6 +407,10 @@ class ReplicaTier(PagesBelow, PageReader):
     @property
     def asks(self) -> bool:
         return any(lower.asks for lower in self.lower)
+
+    @property
+    def longest_tail(self) -> int:
+        return max((lower.longest_tail for lower in self.lower), default=0)
 
     @property
     def is_bringing(self) -> bool:

@@ -21,7 +21,7 @@ import logging
 import math
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -120,6 +120,7 @@ class ObjectTier(LowerTier):
     ) -> None:
         super().__init__(host, "object")
         self._layout = layout
+        self.longest_tail = layout.count - 1 if layout.tails else 0
         self._windows = np.array(windows)
         self._tables, self._apart = len(windows), apart
         self._answers = 0
@@ -250,10 +251,13 @@ class ObjectTier(LowerTier):
         self._read_io.close()
         self._write_io.close()
 
-    @property
-    def longest_tail(self) -> int:
-        """The most pages of a tail object; 0 if there are none."""
-        return self._layout.count - 1 if self._layout.tails else 0
+    def counts(self, noun: str) -> Mapping[str, int]:
+        return {
+            f"object_{noun}_written": self.written,
+            f"object_{noun}_read": self.read,
+            f"object_{noun}_refused": self.refusals.total(),
+            "object_store_failures": self.failures,
+        }
 
     def mend(self) -> None:
         super().mend()

@@ -19,7 +19,7 @@ from kvcache.replica.rows import Ints
 from kvcache.tiers.file_tier import FileTier
 from kvcache.tiers.host_tier import HostTier, ReplicaTier
 from kvcache.tiers.object_tier import ObjectTier
-from kvcache.tiers.page_files import FileFormat, FileRefusal, SystemIO
+from kvcache.tiers.page_files import FileFormat, SystemIO
 from kvcache.tiers.page_folder import PageFolder, namespace_of
 from kvcache.tiers.page_objects import ObjectFormat
 from kvcache.types import KVCacheMetrics
@@ -50,7 +50,6 @@ class Tiers:
         host: HostTier,
         replicas: Sequence[ReplicaTier],
         files: FileTier | None = None,
-        objects: ObjectTier | None = None,
         *,
         share: float = _SHARE,
         counted_as: str = "blocks",
@@ -59,11 +58,8 @@ class Tiers:
         self.replicas = replicas
         self.files = files
         self.lower = host.lower  # the same list as the replicas have
-        self.lower += [tier for tier in (files, objects) if tier is not None]
         self._noun = counted_as  # in metrics: "blocks", or "states"
-        # For metrics, also after `close`.
-        self._counted = [] if files is None else [files]
-        self._counted_objects = [] if objects is None else [objects]
+        self._counted = [*self.lower]  # for metrics, also after `close`
         self._batch = max(1, _BATCH_BYTES // sum(memory.shape[1] for memory in host.memory))
         self.share = share
         self._credit = 0.0
@@ -72,21 +68,12 @@ class Tiers:
 
     @property
     def metrics(self) -> KVCacheMetrics:
-        noun, files, objects = self._noun, self._counted, self._counted_objects
         counts = {
-            f"h2d_{noun}_copied": sum(tier.mover.loaded for tier in self.replicas),
-            f"d2h_{noun}_copied": sum(tier.mover.stored for tier in self.replicas),
-            f"file_{noun}_written": sum(one.written for one in files),
-            f"file_{noun}_read": sum(one.read for one in files),
-            f"file_{noun}_refused": sum(one.refusals.total() for one in files),
-            "files_refused": sum(one.files_refused for one in files),
-            f"object_{noun}_written": sum(one.written for one in objects),
-            f"object_{noun}_read": sum(one.read for one in objects),
-            f"object_{noun}_refused": sum(one.refusals.total() for one in objects),
-            "object_store_failures": sum(one.failures for one in objects),
+            f"h2d_{self._noun}_copied": sum(tier.mover.loaded for tier in self.replicas),
+            f"d2h_{self._noun}_copied": sum(tier.mover.stored for tier in self.replicas),
         }
-        if noun == "blocks":
-            counts |= {f"file_blocks_{why}": sum(one.refusals[why] for one in files) for why in FileRefusal}
+        for lower in self._counted:
+            counts |= lower.counts(self._noun)
         return KVCacheMetrics(**counts)
 
     def tick(self) -> None:
@@ -214,8 +201,8 @@ class Kept(NamedTuple):
     share: float = _SHARE
 
 
-Sides = Callable[[HostTier, ObjectTier | None], Sequence[ReplicaTier]]
-"""Makes each replica's side of a host tier, given the objects below it if there are any."""
+Sides = Callable[[HostTier], Sequence[ReplicaTier]]
+"""Makes each replica's side of a host tier."""
 
 
 def make_tiers(params: KVCacheParams, kept: Kept, page_size: int, sides: Sides, *, pinned: bool) -> Tiers:
@@ -227,18 +214,19 @@ def make_tiers(params: KVCacheParams, kept: Kept, page_size: int, sides: Sides, 
         namespace = namespace_of(params.hash_algorithm, kept.fingerprint, params.file_tier_key, *fields)
         return FileFormat(namespace, sum(kept.shard_bytes), digest_bytes, tables)
 
-    files = objects = None
+    files = None
     if params.file_tier_dir is not None:
         of_files = layout(*kept.files_named, tables=len(kept.windows))
         folder = PageFolder(Path(params.file_tier_dir), of_files.namespace)
         files = FileTier(folder, of_files, kept.file_bytes, host, params.file_tier_io or (lambda _: SystemIO()))
+        host.lower.append(files)
     if params.object_tier_io is not None:
         of_objects = ObjectFormat(layout(*kept.objects_named), kept.an_object, kept.tails)
         speed = params.object_tier_tokens_per_s
         seconds = page_size / speed if speed else math.inf  # in which the model computes a page's tokens
         io, timeout = params.object_tier_io, params.object_tier_timeout_s
-        objects = ObjectTier(of_objects, host, io, timeout, seconds, kept.windows, apart=kept.apart)
-    return Tiers(host, sides(host, objects), files, objects, share=kept.share, counted_as=kept.noun)
+        host.lower.append(ObjectTier(of_objects, host, io, timeout, seconds, kept.windows, apart=kept.apart))
+    return Tiers(host, sides(host), files, share=kept.share, counted_as=kept.noun)
 
 
 def page_tiers(
@@ -271,13 +259,11 @@ def page_tiers(
         tails=params.states is not None and count > 1,
     )
 
-    def sides(host: HostTier, objects: ObjectTier | None) -> list[ReplicaTier]:
+    def sides(host: HostTier) -> list[ReplicaTier]:
         for place in placed:
             replica = place.replica
             mover = PageMover([*zip(place.memory.blocks, host.memory, strict=True)], stream)
-            every = replica.tables.every if objects is not None else None
-            tail = 0 if objects is None else objects.longest_tail
-            replica.tier = ReplicaTier(host, replica.pool, mover, every=every, longest_tail=tail)
+            replica.tier = ReplicaTier(host, replica.pool, mover, replica.tables.every)
             made.append(replica.tier)
         return made
 

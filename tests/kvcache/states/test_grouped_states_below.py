@@ -240,7 +240,7 @@ def test_an_end_that_a_table_cannot_go_on_from_is_none(table: int, end: int) -> 
     tables, (context, tier) = again._replicas.each[0].tables, (TextContext(PROMPT, 256), again._replicas.tiers)
     assert tier is not None
     digests = again._replicas.each[0].hasher(None, context).digests(context.tokens, 0, 9)
-    name, of_pages = tables.every(digests)[table, end - 1].tobytes().hex(), tier._counted_objects[0]._layout.epoch_key
+    name, of_pages = tables.every(digests)[table, end - 1].tobytes().hex(), tier._counted[-1]._layout.epoch_key
     (gone_now,) = [key for key in store.pages if key.endswith(name) and key[:32] == of_pages[:32]]
     del store.objects[gone_now]
     fetched(again, PROMPT)

@@ -93,7 +93,7 @@ def damaged(store: StoredObjects, key: str, how: str, rng: np.random.Generator) 
 
 def tiers_of(it: Served) -> list[ObjectTier]:
     """The object tiers of a manager: one for its pages, and one for its states if it has any."""
-    return [tiers._counted_objects[0] for tiers in it.manager._replicas._all_tiers]
+    return [tiers._counted[-1] for tiers in it.manager._replicas._all_tiers]
 
 
 def objects_of(it: Served) -> ObjectTier:

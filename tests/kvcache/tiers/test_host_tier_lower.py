@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import pytest
@@ -62,6 +62,9 @@ class Tier(LowerTier):
 
     def ended(self, digests: Digests) -> None:
         self.noted.append(("ended", digests[..., 0].tolist()))
+
+    def counts(self, noun: str) -> Mapping[str, int]:
+        return {f"file_{noun}_read": self.read}
 
     def tick(self) -> None: ...
     def flush(self) -> None: ...
@@ -164,9 +167,8 @@ def test_of_a_request_that_ends_every_tier_is_told_its_pages_and_with_tails_each
     tail: int, ends: list[list[int]]
 ) -> None:
     below = Below()
-    tier = ReplicaTier(
-        below.host, PagePool(8, 2), PageMover([], None), every=lambda digests: digests[None], longest_tail=tail
-    )
+    tier = ReplicaTier(below.host, PagePool(8, 2), PageMover([], None))
+    below.objects.longest_tail = tail
     pages = tier.pool.allocate(3)
     tier.pool.index.publish(pages, names(FILE, OBJECT, UNKNOWN)[0])
     tier.lower[:] = [below.objects]
