@@ -13,15 +13,24 @@ first and have one size, so each can be read alone. A file that was cut short ha
 A page's checksum covers the namespace, the digest and the page. So a page in another page's place, or of another model,
 is refused like a corrupted one. Checksums guard against accidents only: a user who may write to the folder can write
 anything, with matching checksums.
+
+Only their owner may access the files, and none is opened through a link. A draft is a file that is being written. No
+process reads it before it is whole. Its writer holds a lock on it, which the kernel releases when the process ends,
+however it ends. So a draft without a lock was left by a killed process.
 """
 
+import contextlib
 import errno
+import fcntl
+import itertools
 import os
+import re
 import secrets
 import stat
 import struct
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -32,7 +41,6 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvcache.pool.index import Digests
-from kvcache.tiers.drafts import OWN_FILE, open_draft, opened
 from kvcache.types import PageIO, Part
 
 _MAGIC = b"pgwire/1"
@@ -40,6 +48,15 @@ _FOOTER = struct.Struct("<8s16sQII16s")
 _SUM_BYTES = 16
 _Move = Callable[[int, Sequence[Part], int], int]
 _MOST_PARTS = 1024  # in one preadv or pwritev
+_OWN_FILE = 0o600
+"""Prompts can be derived from KV, so only the owner may access a file, whatever the umask."""
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
+# O_NONBLOCK: opening a pipe of that name must not wait.
+_TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+_TO_WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+_TO_LOCK = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+_DRAFT = re.compile(r"[0-9a-f]{16}-[0-9]+\.tmp")
+_ABANDONED_S = 3600.0  # on a file system without locks, an older draft counts as abandoned
 
 
 class FileRefusal(StrEnum):
@@ -186,7 +203,7 @@ def read_rows(path: Path, layout: FileFormat) -> Digests | FileRefusal:
         start = count * layout.page_bytes
         end = os.pread(file, status.st_size - start, start) if count else b""
         if count and status.st_mode & 0o077:
-            os.fchmod(file, OWN_FILE)
+            os.fchmod(file, _OWN_FILE)
     if refusal := _judge(layout, status, count, end):
         return refusal
     table = np.frombuffer(end[: count * layout.row_bytes], np.uint8).reshape(count, -1)
@@ -239,3 +256,68 @@ def _read_pages(
         layout.judge(rows[at * width : (at + 1) * width], name.tobytes(), parts)
         for at, (name, parts) in enumerate(zip(names, pages, strict=True))
     ]
+
+
+@contextlib.contextmanager
+def opened_folder(path: Path) -> Generator[int]:
+    """Open a folder that is not a link, and yield its descriptor. Raises `OSError`."""
+    folder = os.open(path, _FOLDER)
+    try:
+        yield folder
+    finally:
+        os.close(folder)
+
+
+@contextlib.contextmanager
+def opened(path: Path, flags: int = _TO_READ) -> Generator[int]:
+    """Open a file in a folder and yield its descriptor. Neither may be a link. Raises `OSError`."""
+    with opened_folder(path.parent) as folder:
+        file = os.open(path.name, flags, _OWN_FILE, dir_fd=folder)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def list_folder(path: Path) -> list[str]:
+    """The names in a folder that is not a link. Raises `OSError`."""
+    with opened_folder(path) as folder:
+        return os.listdir(folder)  # noqa: PTH208 - a path could name another folder by now
+
+
+def draft_names() -> Iterator[str]:
+    """Names that no process has used before. Any thread may draw from the iterator."""
+    return map(f"{secrets.token_hex(8)}-{{}}.tmp".format, itertools.count())
+
+
+@contextlib.contextmanager
+def open_draft(path: Path) -> Generator[int]:
+    """Create a file for its owner alone, and yield its descriptor. It counts as being written until it is closed.
+
+    A process that starts may take the draft for abandoned and remove it just before it is locked. Renaming it then
+    raises FileNotFoundError, and the writer begins again under another name. Raises `OSError` if it cannot be created.
+    """
+    with opened(path, _TO_WRITE) as file:
+        os.fchmod(file, _OWN_FILE)
+        _lock(file)
+        yield file
+
+
+def remove_abandoned(folder: Path, names: list[str]) -> None:
+    """Remove the drafts among these names of a folder whose writers have ended. Never raises."""
+    for path in [folder / name for name in names if _DRAFT.fullmatch(name)]:
+        with contextlib.suppress(OSError), opened(path, _TO_LOCK) as file:
+            locked = _lock(file)
+            if locked or (locked is None and time.time() - os.fstat(file).st_mtime > _ABANDONED_S):
+                path.unlink()
+
+
+def _lock(file: int) -> bool | None:
+    """Try to lock the file. Returns whether that succeeded, or None if the file system has no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True

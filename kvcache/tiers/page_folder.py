@@ -17,8 +17,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import InvalidParamsError
-from kvcache.tiers.drafts import draft_names, list_folder, open_draft, opened, opened_folder, remove_abandoned
-from kvcache.tiers.page_files import FileFormat, FileRefusal, FileRefusals, read_rows
+from kvcache.tiers.page_files import (
+    FileFormat,
+    FileRefusal,
+    FileRefusals,
+    draft_names,
+    list_folder,
+    open_draft,
+    opened,
+    opened_folder,
+    read_rows,
+    remove_abandoned,
+)
 
 _FILE = re.compile(r"[0-9a-f]{32}\.pages")
 _EPOCH = re.compile(r"epoch-[0-9a-f]{16}")

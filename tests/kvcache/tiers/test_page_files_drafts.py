@@ -12,9 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvcache.tiers import drafts, file_tier
-from kvcache.tiers.drafts import draft_names, open_draft, remove_abandoned
-from kvcache.tiers.page_files import FileFormat, FileRefusal, SystemIO, read_rows
+from kvcache.tiers import file_tier, page_files
+from kvcache.tiers.page_files import (
+    FileFormat,
+    FileRefusal,
+    SystemIO,
+    draft_names,
+    open_draft,
+    read_rows,
+    remove_abandoned,
+)
 from kvcache.tiers.page_folder import PageFolder
 from tests.kvcache.killed_writers import drafts_in
 
@@ -23,7 +30,7 @@ WRITER = """
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from kvcache.tiers.drafts import draft_names, open_draft
+from kvcache.tiers.page_files import draft_names, open_draft
 names = draft_names()
 with ExitStack() as drafts:
     for folder in sys.argv[1:]:
@@ -92,18 +99,18 @@ def test_a_draft_that_is_taken_for_abandoned_before_it_is_locked_is_written_agai
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every second time, a process starts after a draft is made and before it is locked."""
-    lock, taken = drafts._lock, []
+    lock, taken = page_files._lock, []
 
     def lock_late(file: int) -> bool | None:
         taken.append(Path(f"/proc/self/fd/{file}").readlink())
         if len(taken) % 2:
-            monkeypatch.setattr(drafts, "_lock", lock)
+            monkeypatch.setattr(page_files, "_lock", lock)
             remove_abandoned(taken[-1].parent, [taken[-1].name])
             assert not taken[-1].exists()
-            monkeypatch.setattr(drafts, "_lock", lock_late)
+            monkeypatch.setattr(page_files, "_lock", lock_late)
         return lock(file)
 
-    monkeypatch.setattr(drafts, "_lock", lock_late)
+    monkeypatch.setattr(page_files, "_lock", lock_late)
     folder = PageFolder(tmp_path, LAYOUT.namespace)
     assert len(taken) == 2
     assert (folder.path.parent / "current").read_text() == folder.path.name

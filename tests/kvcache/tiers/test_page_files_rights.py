@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcache.tiers.drafts import list_folder, open_draft, opened, opened_folder
+from kvcache.tiers.page_files import list_folder, open_draft, opened, opened_folder
 
 
 @pytest.fixture(params=[0o000, 0o077, 0o277])
