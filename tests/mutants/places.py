@@ -43,7 +43,6 @@ _DOORS: dict[str, dict[str, str]] = {
         "states/hybrid_replica": "million_moves states/grouped_states",
         "states/state_pages": "million_moves states/kept_states_hints states/state_pages",
         "states/state_memory": "million_moves states/state_pages",
-        "tiers/file_index": "tiers/file_tier",
         "tiers/page_folder": "tiers/file_tier tiers/page_files",
         "tiers/page_objects": "tiers/object_tier",
         "tiers/object_tier": "tiers/object_tier tiers/object_tables tiers/read_rates",

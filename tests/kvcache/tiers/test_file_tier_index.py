@@ -9,7 +9,7 @@ import pytest
 
 from kvcache.errors import InvariantError
 from kvcache.pool.index import Digests
-from kvcache.tiers.file_index import NO_ENTRY, FileIndex
+from kvcache.tiers.file_tier import NO_ENTRY, FileIndex
 
 
 def digests(*numbers: int) -> Digests:
