@@ -66,7 +66,7 @@ class Claims:
         return self._at(self._place(request_id, call))
 
     def own(self, context: Context, call: str) -> tuple[Replica, int, int]:
-        """`locate` for a call that reads or moves the context. Raises if the row is bound to another context."""
+        """As `locate`, for a call that reads or moves the context. Raises if the row is bound to another context."""
         place = self.bound.get(context if type(context) is TextContext else _key(context))
         return self._at(self._unbound(context, call) if place is None else place)
 

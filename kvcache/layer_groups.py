@@ -2,8 +2,7 @@
 
 As in vLLM, all groups take pages of one size in bytes from one pool: a page holds the KV of `page_size` tokens in
 `layers_per_page` layers of any group. So no memory is reserved for a group, and no free page fits only one group. A
-group with more layers has several block tables. A table with fewer layers leaves the rest of its pages empty, which is
-the loss.
+group with more layers has several block tables. If a table has fewer layers, the rest of each of its pages is lost.
 """
 
 from collections.abc import Sequence

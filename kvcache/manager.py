@@ -40,7 +40,7 @@ class PagedKVCacheManager:
     """A paged KV cache over data-parallel replicas of tensor-parallel shards.
 
     The life of a request: `external_claim`, then for each step `maybe_reserve`, `fetch`, the model, `context.update`,
-    `step`; at the end `release` (`with claim` is both ends). Not thread-safe: one serving loop owns it.
+    `step`; at the end `release` (`with claim` claims and releases). Not thread-safe: one serving loop owns it.
 
     Every error is a `KVCacheError` and leaves the state unchanged. An exception from elsewhere in the middle of a call
     (Ctrl-C, no memory) may leave the state half changed. Then every call raises `InterruptedCallError` until `recover`
@@ -106,7 +106,7 @@ class PagedKVCacheManager:
         self.layouts = shard_layouts(params, tables.layers_per_page, self.page_size)
         pages = sizing.pages_per_replica(params, sizes, tables, self.page_size, available_cache_memory, every)
         check_endpoint(zmq_endpoint_base)
-        sizing.warn_of_what_falls_short(params, sizes, tables, self.page_size, pages)
+        sizing.warn_of_shortages(params, sizes, tables, self.page_size, pages)
         self._replicas = place_replicas(params, sizes, self.layouts, devices_of, stream, pages, tables)
         self.fingerprint = self._replicas.fingerprint
         self._mark = self._replicas.mark  # the call that is changing the state
@@ -380,7 +380,8 @@ class PagedKVCacheManager:
     def block_table(self, request_id: RequestID, *, full_pages: bool = False, first_page: int = 0) -> BlockTable:
         """The pages that the request had computed by its last `step`. Valid while it is claimed or leased.
 
-        No device is waited for. Before a reader in another process is told of pages on a GPU, the model must have run.
+        The call waits for no device. If the pages are on a GPU, tell a reader in another process about them only after
+        the model has run.
 
         `full_pages` leaves out a last page that is not full yet. `first_page` (with one table) leaves out the pages
         before it.

@@ -406,8 +406,8 @@ class KVCacheParams:
         _check(not has_files or (most or 0) > 0, f"file_tier_max_gb is {most}: files need a size above 0")
         _check(
             bool(self.file_tier_key) or not (has_files or self.object_tier_io),
-            "file_tier_key is not given: without the name of the model and its weights, pages of another model "
-            "would be taken for this one's",
+            "file_tier_key is not given: the name of the model and its weights is needed, because pages of another "
+            "model could be mistaken for its pages",
         )
 
     def _check_states(self) -> None:
@@ -425,8 +425,8 @@ class KVCacheParams:
             )
         _check(
             self.partial_reuse_min_tokens == 0,
-            "partial_reuse_min_tokens is given, and states: a recurrent state is of whole pages, and none lies inside "
-            "one from which a part of it could be gone on from",
+            f"partial_reuse_min_tokens is {self.partial_reuse_min_tokens}: it must be 0 with states, because "
+            "a state is kept only after whole pages",
         )
 
 

@@ -80,6 +80,43 @@ def _refused_pages(all_of: Replicas) -> Iterator[Sample]:
     return (((why.value,), getattr(metrics, f"file_blocks_{why}")) for why in FileRefusal)
 
 
+# Counters over all replicas: the name without "pagewire_" and "_total", the field of `KVCacheMetrics`, and the text.
+_TOTALS = (
+    ("replica_copied_pages", "d2d_blocks_copied", "Pages copied from one replica to another."),
+    ("file_written_pages", "file_blocks_written", "Pages written to files."),
+    ("file_read_pages", "file_blocks_read", "Pages read from files into the host tier."),
+    ("object_written_pages", "object_blocks_written", "Pages written to the object store."),
+    ("object_read_pages", "object_blocks_read", "Pages read from the object store into the host tier."),
+    (
+        "object_refused_pages",
+        "object_blocks_refused",
+        "Pages of objects that were refused: damaged, cut short or gone.",
+    ),
+    ("object_store_failures", "object_store_failures", "Calls of the object store that failed or timed out."),
+    (
+        "refused_files",
+        "files_refused",
+        "Files in the file tier's folder that were refused: broken, or of another kind.",
+    ),
+    ("replica_copied_states", "d2d_states_copied", "Recurrent states copied from one replica to another."),
+    ("host_stored_states", "d2h_states_copied", "Recurrent states copied to the host tier."),
+    ("host_loaded_states", "h2d_states_copied", "Recurrent states copied back from the host tier."),
+    ("file_written_states", "file_states_written", "Recurrent states written to files."),
+    ("file_read_states", "file_states_read", "Recurrent states read from files into the host tier."),
+    (
+        "file_refused_states",
+        "file_states_refused",
+        "Recurrent states of files that were refused: wrong, cut short or gone.",
+    ),
+    ("object_written_states", "object_states_written", "Recurrent states written to the object store."),
+    ("object_read_states", "object_states_read", "Recurrent states read from the object store into the host tier."),
+    (
+        "object_refused_states",
+        "object_states_refused",
+        "Recurrent states of objects that were refused: wrong, cut short or gone.",
+    ),
+)
+
 FAMILIES = (
     Family(
         "pagewire_prompt_tokens_total",
@@ -145,13 +182,6 @@ FAMILIES = (
         _each(lambda replica: replica.hints.share),
     ),
     Family(
-        "pagewire_replica_copied_pages_total",
-        "counter",
-        "Pages copied from one replica to another.",
-        (),
-        _total("d2d_blocks_copied"),
-    ),
-    Family(
         "pagewire_host_stored_pages_total",
         "counter",
         "Pages copied to the host tier.",
@@ -167,20 +197,6 @@ FAMILIES = (
     ),
     Family("pagewire_host_pages", "gauge", "Pages that the host tier has room for.", (), _host_pages(0)),
     Family("pagewire_host_cached_pages", "gauge", "Pages of the host tier that can be found.", (), _host_pages(1)),
-    Family(
-        "pagewire_file_written_pages_total",
-        "counter",
-        "Pages written to files.",
-        (),
-        _total("file_blocks_written"),
-    ),
-    Family(
-        "pagewire_file_read_pages_total",
-        "counter",
-        "Pages read from files into the host tier.",
-        (),
-        _total("file_blocks_read"),
-    ),
     Family(
         "pagewire_file_refused_pages_total",
         "counter",
@@ -210,55 +226,7 @@ FAMILIES = (
         ("replica", "state"),
         _states,
     ),
-    *(
-        Family(f"pagewire_{what}_states_total", "counter", f"Recurrent states {text}.", (), _total(counter))
-        for what, text, counter in (
-            ("replica_copied", "copied from one replica to another", "d2d_states_copied"),
-            ("host_stored", "copied to the host tier", "d2h_states_copied"),
-            ("host_loaded", "copied back from the host tier", "h2d_states_copied"),
-            ("file_written", "written to files", "file_states_written"),
-            ("file_read", "read from files into the host tier", "file_states_read"),
-            ("file_refused", "of files that were not taken: wrong, cut short or gone", "file_states_refused"),
-            ("object_written", "written to the object store", "object_states_written"),
-            ("object_read", "read from the object store into the host tier", "object_states_read"),
-            ("object_refused", "of objects that were not taken: wrong, cut short or gone", "object_states_refused"),
-        )
-    ),
-    Family(
-        "pagewire_object_written_pages_total",
-        "counter",
-        "Pages written to the object store.",
-        (),
-        _total("object_blocks_written"),
-    ),
-    Family(
-        "pagewire_object_read_pages_total",
-        "counter",
-        "Pages read from the object store into the host tier.",
-        (),
-        _total("object_blocks_read"),
-    ),
-    Family(
-        "pagewire_object_refused_pages_total",
-        "counter",
-        "Pages of objects that were refused: damaged, cut short or gone.",
-        (),
-        _total("object_blocks_refused"),
-    ),
-    Family(
-        "pagewire_object_store_failures_total",
-        "counter",
-        "Calls of the object store that failed or timed out.",
-        (),
-        _total("object_store_failures"),
-    ),
-    Family(
-        "pagewire_refused_files_total",
-        "counter",
-        "Files in the file tier's folder that were refused: broken, or of another kind.",
-        (),
-        _total("files_refused"),
-    ),
+    *(Family(f"pagewire_{name}_total", "counter", text, (), _total(counter)) for name, counter, text in _TOTALS),
 )
 
 

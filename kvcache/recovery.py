@@ -30,7 +30,7 @@ class Recovered:
     """The result of `PagedKVCacheManager.recover`, and the state after it.
 
     The interrupted call has returned nothing. If a call was interrupted while it returned, the manager cannot know that
-    its result was lost. So the other fields list everything that is open. End whatever you do not know.
+    its result was lost. So the other fields list everything that is open. End all objects that you do not know.
     """
 
     call: str | None

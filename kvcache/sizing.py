@@ -1,8 +1,8 @@
 """How many pages, tokens and requests a memory budget holds, and whether the host can hold them. Allocates nothing.
 
-The page size is that of the params, else of the argument, as in the manager. With groups of layers, a request's pages
-are counted for one token running at a time; a longer chunk of a prompt takes more pages of windows. Keywords that the
-documented API may pass to another manager are refused, because nothing here would follow them.
+The page size is that of the params, or else of the argument, as in the manager. With groups of layers, the pages of a
+request are counted as if one token ran at a time. A longer chunk of a prompt takes more pages of windows. The
+documented API passes some keywords only to other managers. They are refused, because they would have no effect here.
 """
 
 import functools
@@ -162,7 +162,7 @@ def pages_per_replica(
         raise InvalidParamsError(
             f"available_cache_memory is {budget} bytes, {share // size} pages a replica: at most {MOST - 1} are allowed"
         )
-    _refuse_what_no_host_holds(params, sizes, tables, page_size, share // size, devices)
+    _refuse_more_than_the_host_holds(params, sizes, tables, page_size, share // size, devices)
     return share // size
 
 
@@ -178,7 +178,7 @@ def _bytes_apart(params: KVCacheParams, requests: int) -> int:
     return (count + 1) * state_bytes(layouts) if count else 0
 
 
-def _refuse_what_no_host_holds(
+def _refuse_more_than_the_host_holds(
     params: KVCacheParams,
     sizes: Sizes,
     tables: LayerTables,
@@ -206,9 +206,7 @@ def _refuse_what_no_host_holds(
         )
 
 
-def warn_of_what_falls_short(
-    params: KVCacheParams, sizes: Sizes, tables: LayerTables, page_size: int, pages: int
-) -> None:
+def warn_of_shortages(params: KVCacheParams, sizes: Sizes, tables: LayerTables, page_size: int, pages: int) -> None:
     """Log warnings about parameters without effect, and about sizes for which `pages` a replica are too few."""
     rows, longest = sizes.max_batch_size // params.data_parallel_degree, sizes.max_seq_len
     for sentence in params.without_effect():
@@ -218,8 +216,8 @@ def warn_of_what_falls_short(
     of_tokens = max(0, pages - _slab_pages(params, tables, page_size))
     if (most := _longest(tables, of_tokens, page_size)) < longest:
         _log.warning(
-            "a request of max_seq_len %d cannot run: a replica has %d pages of %d tokens, so that requests of up to %d "
-            "tokens can; a larger available_cache_memory, or a smaller max_seq_len, ends this warning",
+            "a request of max_seq_len %d cannot run: a replica has %d pages of %d tokens, enough for requests of up to "
+            "%d tokens; give a larger available_cache_memory or a smaller max_seq_len",
             *(longest, pages, page_size, most),
         )
 

@@ -125,7 +125,7 @@ def test_states_lie_among_the_pages_or_apart_with_two_copies_each_where_none_are
             {"state_copies": 3, "share_state_memory": True, "enable_prefix_caching": True},
             "state_copies is 3: with share",
         ),
-        ({**CACHED, "partial_reuse_min_tokens": 2}, "partial_reuse_min_tokens is given"),
+        ({**CACHED, "partial_reuse_min_tokens": 2}, "partial_reuse_min_tokens is 2: it must be 0 with states"),
     ],
 )
 def test_what_does_not_go_with_states_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
