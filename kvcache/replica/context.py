@@ -237,7 +237,8 @@ class TextContext:
 
     def run_from(self, start: int, active: int) -> None:
         """Set `start_idx` and `active_idx`, which are ordered within the tokens."""
-        self.leave()
+        if self._follows:
+            self.leave()
         self._start, self._active = start, active
 
     def decodes_within(self, most: int) -> bool:
@@ -452,7 +453,7 @@ class ReadContext:
         self.own = own
         self.request_id: RequestID = own.request_id
         self.start_idx, self.active_idx, self.end_idx = self._began = _indices_of(own)
-        self.tokens: NDArray[np.integer[Any]] = own.tokens
+        self.tokens: NDArray[np.integer[Any]] = own.tokens[: self.end_idx]
         self.named = salt_and_keys(own)
         hint: object = getattr(own, "retention", None)
         self.hint = hint if isinstance(hint, Retention) else None  # an invalid hint must not refuse a call

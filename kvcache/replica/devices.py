@@ -9,7 +9,7 @@ import torch
 from kvcache.copies import copy_pages, launching_on, page_rows
 from kvcache.layout import PageLayout, allocate_blocks, scales_of
 from kvcache.replica.batch import BatchState
-from kvcache.replica.inputs import DeviceTables, StepTables, build_inputs
+from kvcache.replica.inputs import DeviceTables, HostTables, StepTables, Tables, build_inputs
 from kvcache.replica.replica import Replica
 from kvcache.replica.rows import Pages
 from kvcache.types import RaggedKVCacheInputs
@@ -66,11 +66,13 @@ class PlacedReplica:
         scales = [scales_of(rows, layout) for rows, layout in zip(memory.rows, memory.layouts, strict=True)]
         self._pools = list(zip(memory.blocks, scales, strict=True))
         with memory.on_stream():
-            per_device = {device: DeviceTables(replica.rows.tensor, device) for device in memory.devices}
-        self._tables = [per_device[device] for device in memory.devices]
+            gpus = {device for device in memory.devices if device.type != "cpu"}
+            mirrors = {device: DeviceTables(replica.rows.tensor, device) for device in gpus}
+        of_host = HostTables(replica.rows.tensor)
+        self._tables: list[Tables] = [mirrors.get(device, of_host) for device in memory.devices]
         self._of_steps: dict[int, list[StepTables]] = {}  # by set number: the tables of each shard
-        self._mirrored = [table for device, table in per_device.items() if device.type != "cpu"]
-        self._is_plain = memory.stream is None and not self._mirrored  # nothing is to be ordered or uploaded
+        self._mirrored = [*mirrors.values()]
+        self._is_plain = memory.stream is None and not mirrors  # nothing is to be ordered or uploaded
 
     def inputs(self, state: BatchState, num_steps: int, number: int | None = None) -> list[RaggedKVCacheInputs]:
         """The model's inputs for this batch, one entry a shard. `number`: build them in that set of tables."""

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.arguments import shown, whole
+from kvcache.arguments import of_kind, whole
 from kvcache.errors import BlockTableMismatchError, InvalidRequestError
 from kvcache.params import HashAlgorithm, usable_hashes
 from kvcache.pool.index import Digests
@@ -81,8 +81,8 @@ def check_table(
     partly filled page may still be replaced. Returns the hasher of the context's tokens in the table's page size and
     algorithm; `hasher`, from an earlier call, is reused if it fits. Returns None if the table has no digests.
     """
-    if not isinstance(table, BlockTable):  # pyright: ignore[reportUnnecessaryIsInstance] - callers need no types
-        raise BlockTableMismatchError(f"request {context.request_id!r}: {shown(table)} is not a BlockTable")
+    name = f"request {context.request_id!r}: the block table"
+    of_kind(name, table, BlockTable, "a BlockTable", BlockTableMismatchError)
     try:  # a decoded table of a peer has the right types; a table made in this process may have any
         if not _has_types(table):
             table = msgspec.convert(msgspec.to_builtins(table), BlockTable)
@@ -332,10 +332,8 @@ def _named(context: SafeContext, pending: PendingImport, table: BlockTable, *, l
 
 def own_import(replicas: Sequence[Replica], pending: PendingImport, call: str, *, is_open: bool = False) -> Replica:
     """The replica that owns the import. Raises `InvalidRequestError` if none of these does, or if it must be open."""
-    if not isinstance(pending, PendingImport):  # pyright: ignore[reportUnnecessaryIsInstance] - callers need no types
-        raise InvalidRequestError(
-            f"{call}: {type(pending).__name__} is not an import: pass what import_block_table returned"
-        )
+    needed = "what import_block_table returned"
+    of_kind(f"{call}: the import", pending, PendingImport, needed, InvalidRequestError)
     owner = next((replica for replica in replicas if pending.owner is replica), None)
     if owner is None:
         raise InvalidRequestError(f"request {pending.request_id!r}: {call}: another manager made this import")

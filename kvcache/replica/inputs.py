@@ -32,34 +32,45 @@ class Tables(Protocol):
         ...
 
 
-class DeviceTables:
-    """Provides lookup tables on one device, of one block table, or of several with the same rows.
+class HostTables:
+    """Provides lookup tables on the CPU: views of the block table if the batch is a run of rows, and copies otherwise.
 
-    On the CPU they are views of the block table if the batch is a run of rows, and copies otherwise. On a GPU a copy of
-    the block table lives on the device. Only rows that changed since the last call are uploaded, from pinned memory on
-    the current stream. torch's pinned allocator keeps a staging buffer until the copy from it is done.
+    `tensor`: one block table, or several with the same rows.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._table: NDArray[np.int32] = tensor.numpy()  # `[..., rows, columns]`
+
+    def lookup(self, rows: Rows, columns: int) -> torch.Tensor:
+        return from_numpy(self._table[..., rows, :columns])
+
+    def upload(self, array: NDArray[Any]) -> torch.Tensor:
+        return from_numpy(array)
+
+
+class DeviceTables:
+    """Provides lookup tables on a GPU, where a copy of the block table lives.
+
+    Only rows that changed since the last call are uploaded, from pinned memory on the current stream. torch's pinned
+    allocator keeps a staging buffer until the copy from it is done.
     """
 
     def __init__(self, tensor: torch.Tensor, device: torch.device) -> None:
         self._table: NDArray[np.int32] = tensor.numpy()  # `[..., rows, columns]`
-        self._device = device
-        self._mirror = None if device.type == "cpu" else tensor.to(device)
+        self._mirror = tensor.to(device)
 
     def lookup(self, rows: Rows, columns: int) -> torch.Tensor:
-        if self._mirror is None:
-            return from_numpy(self._table[..., rows, :columns])
         if isinstance(rows, slice):
             return self._mirror[..., rows, :columns]
         return self._mirror[..., :columns].index_select(-2, self.upload(rows))
 
     def upload_changes(self, changed: NDArray[np.int64]) -> None:
         """Bring the device's copy up to date for the rows `changed`."""
-        if self._mirror is not None and changed.size:
+        if changed.size:
             self._mirror.index_copy_(-2, self.upload(changed), self.upload(self._table[..., changed, :]))
 
     def upload(self, array: NDArray[Any]) -> torch.Tensor:
-        tensor = from_numpy(array)
-        return tensor if self._mirror is None else tensor.pin_memory().to(self._device, non_blocking=True)
+        return from_numpy(array).pin_memory().to(self._mirror.device, non_blocking=True)
 
 
 class StepTables:
@@ -69,7 +80,7 @@ class StepTables:
     that was captured for more rows and columns may read them.
     """
 
-    def __init__(self, source: DeviceTables, tensor: torch.Tensor, device: torch.device) -> None:
+    def __init__(self, source: Tables, tensor: torch.Tensor, device: torch.device) -> None:
         self._source = source
         self._table = torch.zeros(tensor.shape, dtype=torch.int32, device=device)
         self._lengths = torch.zeros(tensor.shape[-2], dtype=torch.int32, device=device)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
+from kvcache.arguments import of_kind
 from kvcache.errors import InvalidRequestError, InvariantError
 from kvcache.pool.pages import PagePool
 from kvcache.replica.block_table import BlockTable
@@ -46,7 +47,8 @@ class PageLease:
     __slots__ = ("owner", "replica_idx", "request_id", "seal")
 
     def __init__(self, owner: "PageLeases", request_id: RequestID, replica_idx: int, seal: Seal | None = None) -> None:
-        self.owner: object = owner  # none of the manager's if a caller has made the lease
+        needed = "a manager, whose lease makes one,"
+        self.owner = of_kind("owner", owner, PageLeases, needed, InvalidRequestError)
         self.seal = seal
         self.request_id = request_id  # at the time of the lease; another request may have this id by now
         self.replica_idx = replica_idx
@@ -54,7 +56,7 @@ class PageLease:
     @property
     def is_over(self) -> bool:
         """Whether the lease has ended, or no manager has granted it."""
-        return not (isinstance(self.owner, PageLeases) and self in self.owner)
+        return self not in self.owner
 
     def __repr__(self) -> str:
         return f"PageLease({self.request_id!r}, replica_idx={self.replica_idx}, is_over={self.is_over})"
@@ -222,8 +224,7 @@ class PageLeases:
 
 def granted_by(lease: PageLease, books: Sequence[PageLeases]) -> int:
     """The index of the book, one a replica, that granted the lease. Raises `InvalidRequestError` if none did."""
-    if not isinstance(lease, PageLease):  # pyright: ignore[reportUnnecessaryIsInstance] - callers need no types
-        raise InvalidRequestError(f"end_lease: {type(lease).__name__} is not a lease: pass one that this manager made")
+    of_kind("end_lease: the lease", lease, PageLease, "what lease returned", InvalidRequestError)
     for at, each in enumerate(books):
         if lease.owner is each:
             return at

@@ -77,7 +77,7 @@ class Replica:
         self._always_fits = min(self.max_seq_len, (pool.num_pages - pool.beside) // self.tables.count * self.page_size)
         self.hints = ReplicaHints(pool, rows, self.tables, self.hasher, self.published_digests, self.salt, params)
         self.tier = PagesBelow()
-        self._run = self.tables.find  # the published pages after the first columns, see `published_run`
+        self._run = self.tables.find  # the published pages after the first columns, see `find`
         self.log: AnyLog = NoLog()  # the record for KV events
 
     @property
@@ -228,15 +228,15 @@ class Replica:
         The last known token is never covered, because it has to run to give the next one. `hasher`: the context's, if
         known.
         """
-        first = 0 if row is None else self.rows.committed.item(row)
-        last = (context.end_idx - 1) // self.page_size
+        first, tokens = 0 if row is None else self.rows.committed.item(row), context.tokens
+        last = (len(tokens) - 1) // self.page_size
         if not self.caching or last <= first:
             return self.tables.nothing(first)
         hasher, index = hasher or self.hasher(row, context), self.pool.index
         kept = hasher.matches.get(index)
         if kept is not None and kept[:3] == (index.generation, first, last):
             return kept[3]  # a waiting request is looked up again and again; the index has not changed since
-        found = self._run(first, hasher.digests(context.tokens, first, last))
+        found = self._run(first, hasher.digests(tokens, first, last))
         hasher.matches[index] = (index.generation, first, last, found)
         return found
 

@@ -242,7 +242,7 @@ def test_our_own_errors_leave_no_mark() -> None:
         "call maybe_reserve first": lambda: manager.fetch([TextContext([1], 9, "r")]),
         "'none': release: the request was never claimed": lambda: manager.release("none"),
         "'none': lease: the request was never claimed": lambda: manager.lease("none"),
-        "is not a BlockTable": lambda: manager.import_block_table(TextContext([1] * 9, 20, "r"), None),  # type: ignore[arg-type]
+        "a BlockTable is needed": lambda: manager.import_block_table(TextContext([1] * 9, 20, "r"), None),  # type: ignore[arg-type]
     }
     for message, call in wrong.items():
         with pytest.raises(KVCacheError, match=message):

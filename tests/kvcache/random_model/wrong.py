@@ -17,7 +17,6 @@ from kvcache import (
     KVCacheError,
     KVCacheParams,
     PagedKVCacheManager,
-    PageLease,
     RangeRetention,
     Retention,
     Routing,
@@ -296,9 +295,8 @@ class WrongCalls:
         return lambda: self.manager.lease(self.pick([*wrong, *([] if mine is None else [mine[1].request_id])]))
 
     def wrong_end_of_a_lease(self) -> Wrong:
-        """`end_lease` of something that is no lease, or of an unknown one."""
-        stray: Any = object()
-        return lambda: self.manager.end_lease(self.pick([*nothing_right(), None, PageLease(stray, "r1", 0)]))
+        """`end_lease` of something that is no lease."""
+        return lambda: self.manager.end_lease(self.pick([*nothing_right(), None]))
 
     def wrong_end_of_a_step(self) -> Wrong:
         """`end_step` of something that is no step, or of an unknown one."""

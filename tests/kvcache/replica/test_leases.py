@@ -617,5 +617,5 @@ def test_a_lease_is_looked_for_in_the_books_that_granted_it() -> None:
     assert granted_by(lease, [ours.leases, theirs.leases]) == 1
     with pytest.raises(InvalidRequestError, match="request 'r1': end_lease: another manager made this lease"):
         granted_by(lease, [ours.leases])
-    with pytest.raises(InvalidRequestError, match="end_lease: str is not a lease"):
+    with pytest.raises(InvalidRequestError, match="end_lease: the lease is .*: what lease returned is needed"):
         granted_by("lease", [ours.leases])  # type: ignore[arg-type]

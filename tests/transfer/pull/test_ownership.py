@@ -327,7 +327,7 @@ def test_a_lease_is_ended_by_its_own_manager_alone(sides: tuple[Side, Reader]) -
     lease = source.manager.lease("r")
     source.manager.release("r")
     for wrong in (lease.owner, None, "r"):
-        with pytest.raises(InvalidRequestError, match="is not a lease"):
+        with pytest.raises(InvalidRequestError, match="what lease returned is needed"):
             source.manager.end_lease(wrong)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match="'r': end_lease: another manager made this lease"):
         reader.manager.end_lease(lease)
@@ -430,7 +430,7 @@ def test_a_proof_is_good_for_its_own_import_and_once(sides: tuple[Side, Reader])
         (other, pending, proof, "'s': commit_import: this import belongs to another request"),
         (TextContext([*PROMPT, 1], 32, "r"), pending, proof, "'r': commit_import got another context object"),
         (context, copy.copy(pending), proof, "this import belongs to another request"),
-        (context, "pending", proof, "str is not an import"),
+        (context, "pending", proof, "what import_block_table returned is needed"),
     ]
     before = (reader.manager.num_free_blocks, context.start_idx, other.start_idx)
     for who, what, word, message in refused:
