@@ -208,7 +208,7 @@ async def _until_there(names: list[str], fleet: Fleet, frontend: Frontend) -> No
     while missing := [name for name in names if name not in frontend.members]:
         for name in missing:
             if fleet.has_ended(name):
-                raise ServiceError(f"the {name} process died {fleet.how_ended(name)}")
+                raise ServiceError(f"the {name} process {fleet.how_ended(name)}")
         if time.monotonic() > deadline:
             raise ServiceError(f"not ready after {_START_S:.0f} s: {', '.join(missing)}")
         await asyncio.sleep(_WATCH_S)
@@ -221,7 +221,7 @@ async def _watch(fleet: Fleet) -> None:
         for name in again:
             if fleet.status(name) and time.monotonic() > again[name]:
                 again[name] = time.monotonic() + _RESTART_S
-                log.warning("%s died %s; it is restarted", name, fleet.how_ended(name))
+                log.warning("%s %s; it is restarted", name, fleet.how_ended(name))
                 fleet.restart(name)
         await asyncio.sleep(_WATCH_S)
 

@@ -176,10 +176,10 @@ class Fleet:
         return self.status(name) is not None
 
     def how_ended(self, name: str) -> str:
-        """Returns how a server has ended: its status or signal, and the last line of its output."""
+        """Returns how a server has ended: "ended" or "died", its status or signal, and the last line of its output."""
         status = self.status(name)
         how = f"signal {-status}" if status is not None and status < 0 else f"status {status}"
-        return f"({how}){self._last_words(name)}"
+        return f"{'died' if status else 'ended'} ({how}){self._last_words(name)}"
 
     def receive(self, timeout_s: float) -> list[msg.AnyMessage]:
         """Receives messages from the servers. Waits up to `timeout_s` seconds for the first one.
@@ -276,7 +276,7 @@ class Fleet:
     def _check_alive(self) -> None:
         for name in self.running:
             if self.has_ended(name):
-                raise ServiceError(f"the {name} process died {self.how_ended(name)}")
+                raise ServiceError(f"the {name} process {self.how_ended(name)}")
 
     def _check_deadline(self, deadline: float, answered: set[str], timeout_s: float) -> None:
         if time.monotonic() > deadline:
@@ -307,7 +307,7 @@ class Fleet:
                 if self._try_to_send(name, msg.Stop()):
                     untold.remove(name)
                 elif self.has_ended(name):
-                    raise ServiceError(f"the {name} process died {self.how_ended(name)}")
+                    raise ServiceError(f"the {name} process {self.how_ended(name)}")
             if untold and time.monotonic() > deadline:
                 raise ServiceError(
                     f"the {untold[0]} process has accepted no message for {self._send_timeout_s:g} s: it is stopped"

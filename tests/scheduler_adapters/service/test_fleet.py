@@ -89,17 +89,20 @@ def processor_ticks(pid: int) -> int:
     return int(fields[11]) + int(fields[12])
 
 
-def test_a_killed_process_is_named_and_takes_the_other_along() -> None:
+@pytest.mark.parametrize(
+    ("number", "how"), [(signal.SIGKILL, r"died \(signal 9\)"), (signal.SIGTERM, r"ended \(status 0\)")]
+)
+def test_a_process_that_is_ended_is_named_and_takes_the_other_along(number: int, how: str) -> None:
     fleet = Fleet(CONFIGS)
-    with forked.fleets(), pytest.raises(ServiceError, match=r"the prefill process died \(signal 9\)"):
-        kill_and_listen(fleet)
+    with forked.fleets(), pytest.raises(ServiceError, match=f"the prefill process {how}"):
+        kill_and_listen(fleet, number)
     assert len(fleet.pids) == 2
     assert_gone_soon(list(fleet.pids.values()))
 
 
-def kill_and_listen(fleet: Fleet) -> None:
+def kill_and_listen(fleet: Fleet, number: int) -> None:
     with fleet:
-        os.kill(fleet.pids["prefill"], signal.SIGKILL)
+        os.kill(fleet.pids["prefill"], number)
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             fleet.receive(0.05)
