@@ -30,7 +30,7 @@ from kvcache.eviction_order import EvictionOrder
 from kvcache.layer_groups import GroupTable, LayerGroup, LayerTables
 from kvcache.layout import PageLayout
 from kvcache.manager import PagedKVCacheManager
-from kvcache.params import KVCacheParams, KVCacheQuantizationConfig, KVEvents, StateShape
+from kvcache.params import KVCacheParams, KVCacheQuantizationConfig, KVEvents, Routing, StateShape
 from kvcache.pool.lru_order import LruOrder
 from kvcache.recovery import Recovered
 from kvcache.replica.batch import Batch
@@ -41,7 +41,6 @@ from kvcache.replica.hashing import SHA256_BY
 from kvcache.replica.inputs import RaggedKVCacheInputSymbols
 from kvcache.replica.leases import PageLease
 from kvcache.retention import RangeRetention, Retention
-from kvcache.routing import Routing
 from kvcache.states.state_pages import StatePages
 from kvcache.steps_in_flight import StepInFlight
 from kvcache.types import Admission, KVCacheMetrics, RaggedKVCacheInputs, RequestID

@@ -1,10 +1,11 @@
 """`KVCacheParams`: shape, placement and policy of a KV cache, with every check on them in one place.
 
-Some parameters have parts of their own: `StateShape`, `KVCacheQuantizationConfig` and `KVEvents`.
+Some parameters have parts of their own: `StateShape`, `KVCacheQuantizationConfig`, `KVEvents` and `Routing`.
 """
 
 import functools
 import importlib.util
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,12 +18,12 @@ from kvcache.arguments import flag, number, of_kind, one_of, optional, refusal, 
 from kvcache.errors import InvalidParamsError
 from kvcache.eviction_order import EvictionOrder
 from kvcache.layer_groups import LayerGroup
-from kvcache.routing import Routing
 from kvcache.types import MakeObjectIO, PageIO
 
 HashAlgorithm = Literal["sha256", "blake3", "xxh3_128"]
 PageOrder = Literal["head,layer,side,token,dim", "layer,side,head,token,dim", "layer,side,token,head,dim"]
 ScaleOf = Literal["token and head", "page and head", "page"]
+RoutingRule = Literal["prefix", "least-loaded", "round-robin"]
 StateForm = Literal["mamba2", "gated_delta", "mamba1", "short_conv", "linear"]
 
 CONV_KINDS = ("conv.x", "conv.B", "conv.C")
@@ -169,6 +170,35 @@ def _of_rank(address: str, rank: int) -> str:
     if not address.startswith("tcp://"):
         return f"{address}_dp{rank}" if rank else address
     return f"{host}:{int(port) + rank}" if int(port) else address
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """The rule by which `get_or_recommend_replica` chooses, and whether replicas copy pages from each other.
+
+    `prefix`: the fewest pages to compute, weighed against recent load. `least-loaded`: the fewest claimed requests, the
+    lowest index among equals. `round-robin`: the replica after the one that took the last new request.
+
+    With the default load weight, 8 replicas get 93 and 98 % of the hits of one pool of the same total size (Mooncake's
+    conversation and synthetic traces). In windows of 500 requests the busiest replica computes 7 and 5 % more than its
+    share, and 17 and 7 % more in the worst window. Twice the weight costs 3 to 5 points of these hits. With
+    `copy_pages` they get 98 and 99 % of the hits, and 16 and 9 % more load in the worst window. A router that sees only
+    load, and places each request as it arrives, has 15 and 5 % there. Counting a page that another replica has as
+    cheaper costs hits, and balances no better.
+
+    Raises `InvalidParamsError` (a ValueError) on the first value that cannot work.
+    """
+
+    rule: RoutingRule = "prefix"  # see above
+    load_weight: float = 0.25  # for `prefix`: the weight of a recently computed page against a page to compute
+    load_decay: float = 0.995  # for `prefix`: the factor on the load at each admitted request
+    copy_pages: bool = False  # copy pages and states that a request misses on its replica from other replicas
+
+    def __post_init__(self) -> None:
+        one_of("rule", self.rule, get_args(RoutingRule))
+        number("load_weight", self.load_weight, 0.0)
+        number("load_decay", self.load_decay, 0.0, math.nextafter(1.0, 0.0))
+        flag("copy_pages", self.copy_pages)
 
 
 MAX_DEVICES = 1 << 10

@@ -17,7 +17,7 @@ from kvcache.events.publisher import EventPublisher, NoEvents
 from kvcache.events.wire import CacheSpec
 from kvcache.layer_groups import LayerGroup, LayerTables
 from kvcache.layout import PageLayout, replica_fingerprint
-from kvcache.params import KVCacheParams, KVEvents
+from kvcache.params import KVCacheParams, KVEvents, Routing
 from kvcache.pool.index import PrefixIndex
 from kvcache.pool.over_order import CheckedOrder
 from kvcache.pool.pages import PagePool
@@ -28,11 +28,10 @@ from kvcache.replica.devices import PageMemory, PlacedReplica
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
 from kvcache.replica.page_moves import ReplicaPageMoves
 from kvcache.replica.partial import PartialReuse
-from kvcache.replica.peer_copies import NoPeerCopies, PeerCopies
+from kvcache.replica.peer_copies import PeerCopies
 from kvcache.replica.replica import Filled, Replica
 from kvcache.replica.resume import Found
 from kvcache.replica.rows import NEVER, AllRows, BlockRows, Ints, rows_at
-from kvcache.routing import Router
 from kvcache.sizing import Sizes
 from kvcache.states.hybrid_replica import HybridReplica, step_drafted
 from kvcache.states.state_memory import room_apart, room_in_slabs, slab_pages_of, state_layouts
@@ -94,6 +93,40 @@ def place_replicas(
     return replicas
 
 
+class Router:
+    """Weighs the pages that a replica would have to compute against the pages that it computed recently."""
+
+    def __init__(self, replicas: int, routing: Routing) -> None:
+        self.routing = routing
+        self._loads = [0.0] * replicas
+        self._last = replicas - 1
+
+    def recommend(self, missing: Sequence[int], claimed: Sequence[int], fits: Sequence[bool]) -> int:
+        """The replica of least cost among those where the request fits, or among all if it fits on none.
+
+        Each argument has one entry per replica: pages of the request that are `missing` there, `claimed` requests, and
+        whether the request `fits` now. Ties go to the fewest claimed requests, then to the lowest index.
+        """
+        weight = self.routing.load_weight
+        costs = [miss + weight * load for miss, load in zip(missing, self._loads, strict=True)]
+        return min(range(len(costs)), key=lambda replica: (not fits[replica], costs[replica], claimed[replica]))
+
+    def without_looking(self, claimed: Sequence[int]) -> int:
+        """The replica by a rule without prefix lookup: `least-loaded` or `round-robin`."""
+        if self.routing.rule == "round-robin":
+            return (self._last + 1) % len(claimed)
+        return min(range(len(claimed)), key=claimed.__getitem__)
+
+    def admitted(self, replica: int, computed: int) -> None:
+        """Record that a request was admitted that computes `computed` pages on this replica."""
+        if len(self._loads) == 1:  # there is no choice
+            return
+        decay = self.routing.load_decay
+        self._loads = [load * decay for load in self._loads]
+        self._loads[replica] += computed
+        self._last = replica
+
+
 class Replicas:
     """All replicas of a manager. Its calls raise as those of `PagedKVCacheManager` that use them."""
 
@@ -118,8 +151,7 @@ class Replicas:
         self.mark = self.each[0].mark  # the call that is changing the state of all replicas
         self._most = self.each[0].max_seq_len
         self._router = Router(len(placed), params.routing)
-        copies = params.routing.copy_pages and len(placed) > 1
-        self._copies = PeerCopies(placed) if copies else NoPeerCopies()
+        self._copies = [PeerCopies(placed)] if params.routing.copy_pages and len(placed) > 1 else []
         least = params.partial_reuse_min_tokens
         self._partial = [PartialReuse(replica, least) for replica in self.each] if least else []
         self._events: EventPublisher | NoEvents = NoEvents()
@@ -134,7 +166,8 @@ class Replicas:
         below = sum((tiers.metrics for tiers in self._all_tiers), KVCacheMetrics())
         for replica in self.hybrid:
             below += KVCacheMetrics(state_hits=replica.states.hits, state_evictions=replica.states.evictions)
-        below += KVCacheMetrics(d2d_blocks_copied=self._copies.pages, d2d_states_copied=self._copies.states)
+        for copies in self._copies:
+            below += KVCacheMetrics(d2d_blocks_copied=copies.pages, d2d_states_copied=copies.states)
         return sum((replica.metrics for replica in self.each), below)
 
     def admission(self, context: SafeContext, num_steps: int = 1) -> Admission:
@@ -180,7 +213,8 @@ class Replicas:
         if first_time:
             if self._all_tiers:
                 self.take_up()
-            self._copies.bring(replica_idx, row, context, num_steps)
+            for copies in self._copies:
+                copies.bring(replica_idx, row, context, num_steps)
         new_pages = replica.reserve(row, context, num_steps)
         if new_pages is None:
             return False

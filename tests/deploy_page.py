@@ -28,7 +28,7 @@ OPTIONS = {
     "KVCacheParams": "kvcache/params.py",
     "KVCacheQuantizationConfig": "kvcache/params.py",
     "KVEvents": "kvcache/params.py",
-    "Routing": "kvcache/routing.py",
+    "Routing": "kvcache/params.py",
     "ManagerWatch": "kvcache/watch/endpoint.py",
     "ServerConfig": "scheduler_adapters/service/server.py",
 }

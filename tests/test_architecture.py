@@ -23,7 +23,7 @@ MAX_FILE, MAX_FUNCTION = 700, 60  # lines
 VALUES = {
     "kvcache": {
         *("arguments", "copies", "errors", "eviction_order", "families", "layer_groups", "layout"),
-        *("params", "retention", "routing", "sockets", "types"),
+        *("params", "retention", "sockets", "types"),
         *("under_way", "watched"),
     },
     "transfer": {"errors", "failures", "memory", "spans", "stats"},

@@ -21,15 +21,6 @@ from kvcache.replica.replica import Replica
 from kvcache.replica.resume import Asked, FromBelow
 
 
-class NoPeerCopies:
-    """Nothing is copied from other replicas."""
-
-    pages = states = 0
-
-    def bring(self, replica_idx: int, row: int, context: SafeContext, num_steps: int) -> None:
-        """Copy nothing."""
-
-
 class PeerCopies:
     """Copies published pages and states from other replicas. `pages`, `states`: the number copied so far."""
 

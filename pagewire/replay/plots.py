@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvcache.routing import RoutingRule
+from kvcache.params import RoutingRule
 from pagewire import plots
 from pagewire.replay.replay import WINDOW, ReplayResult, replay
 from pagewire.replay.trace_hints import Blocks

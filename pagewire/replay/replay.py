@@ -25,8 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvcache import KVCacheParams, PagedKVCacheManager, PoolTooSmallError, Retention, Routing, TextContext
-from kvcache.params import StateShape
-from kvcache.routing import RoutingRule
+from kvcache.params import RoutingRule, StateShape
 from pagewire.replay.trace_hints import Blocks, hints_for
 from scheduler_adapters.errors import ReplayError
 

@@ -10,9 +10,8 @@ import torch
 
 from kvcache import Admission, PagedKVCacheManager, PromptTooLongError, Routing, SequenceTooLongError, TextContext
 from kvcache.layer_groups import LayerGroup
-from kvcache.params import StateShape
+from kvcache.params import RoutingRule, StateShape
 from kvcache.replica.hashing import PrefixHasher
-from kvcache.routing import RoutingRule
 from tests.kvcache.build import manager_of, run_once
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from kvcache.errors import NoFreeStatePageError
+from kvcache.params import Routing
 from kvcache.prometheus import ManagerCollector
 from kvcache.replica.context import TextContext
-from kvcache.routing import Routing
 from scheduler_adapters.hf.runner import HFRunner, kv_params_of, manager_for, num_layers_of
 from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.loop import ServingLoop

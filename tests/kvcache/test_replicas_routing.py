@@ -5,13 +5,13 @@ import math
 import pytest
 
 from kvcache import InvalidParamsError, Routing
-from kvcache.routing import Router
+from kvcache.replicas import Router
 
 EVERYWHERE = [True] * 4
 
 
 def test_ties_go_to_the_fewest_claimed_then_the_lowest() -> None:
-    router = Router(3)
+    router = Router(3, Routing())
     assert router.recommend([4, 4, 4], [0, 0, 0], EVERYWHERE[:3]) == 0
     assert router.recommend([4, 4, 4], [2, 1, 1], EVERYWHERE[:3]) == 1
 
@@ -29,7 +29,7 @@ def test_missing_pages_are_weighed_against_recent_load() -> None:
 
 
 def test_a_shared_head_alone_does_not_draw_everything_to_one_replica() -> None:
-    router, counts = Router(4), [0] * 4
+    router, counts = Router(4, Routing()), [0] * 4
     cached = [1, 0, 0, 0]
     for _ in range(200):
         place = router.recommend([10 - hit for hit in cached], [0] * 4, EVERYWHERE)
@@ -39,7 +39,7 @@ def test_a_shared_head_alone_does_not_draw_everything_to_one_replica() -> None:
 
 
 def test_where_it_fits_comes_before_what_it_costs() -> None:
-    router = Router(3)
+    router = Router(3, Routing())
     assert router.recommend([1, 9, 8], [0, 0, 0], [False, True, True]) == 2
     assert router.recommend([1, 9, 8], [0, 0, 0], [False, False, False]) == 0
 
