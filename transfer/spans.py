@@ -17,12 +17,12 @@ from opentelemetry.trace import Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 PARTS = {
-    "queue": "it waits until somebody is there to compute its prompt",
-    "lease": "its prompt is computed elsewhere, until a lease stands",
-    "room": "it waits for pages here, while the lease is renewed",
-    "read": "READs are on their way, of what is computed by now",
-    "fence": "all data is here, and the lease words are read",
-    "commit": "it passed; until the loop has taken the pages up",
+    "queue": "the request waits for a prefill process",
+    "lease": "a prefill process computes the prompt, until the lease is granted",
+    "room": "the request waits for free pages here; its lease is renewed",
+    "read": "READs of the pages computed so far are under way",
+    "fence": "all data has arrived, and the lease words are being read",
+    "commit": "the fence has passed, and the loop has yet to publish the pages",
 }
 """The parts of a hand-over, in order.
 

@@ -55,10 +55,10 @@ class LoadedPeer:
 
 
 class Peers:
-    """Connections by engine name.
+    """The loaded peers, and those that are still draining.
 
     Attributes:
-        connected: connection by engine name, including dead ones.
+        connected: each loaded peer by engine name, including dead ones.
         sender: engine name and shard by agent name, for each agent of a connected peer.
     """
 

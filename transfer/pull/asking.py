@@ -23,12 +23,13 @@ if TYPE_CHECKING:
     from transfer.wire.handshake import HandshakeClient
     from transfer.wire.messages import Answer
 
-# Pause before a source that has not looked yet is asked again; doubled each time.
+# The pause before a source that has not looked for the pages yet is asked again. It doubles each time.
 _PAUSE_S, _MAX_PAUSE_S = 1e-4, 0.05
 _LATE_S = 10.0
 """In seconds. A source that has not answered in time is listened to for this long, to give back a lease that it grants.
 
-Otherwise the lease would hold pages there until it expires, and the source lends its reader no page twice at a time.
+Otherwise the lease would hold pages there until it expires. Meanwhile this reader could not get these pages, because a
+source lends a page to a reader once at a time.
 """
 
 
@@ -61,7 +62,7 @@ class _Question:
     at: float = -math.inf  # inf while an answer is awaited
     pause_s: float = _PAUSE_S
     waits_for: str = ""
-    is_told: bool = False  # its owner knows that it was in vain, so a lease that is still granted is given back
+    is_told: bool = False  # its owner was told that it failed; a lease that is granted later is given back
 
 
 class PageAsks:

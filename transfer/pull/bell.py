@@ -75,16 +75,16 @@ class Bell:
         with self._lock:
             if not self._rung and self._fd >= 0:
                 os.eventfd_write(self._fd, 1)
-                self._rung = True  # last: if a signal handler rings in between, it only rings once more than needed
+                self._rung = True  # last: a signal handler that rings in between then rings once too often, not never
 
     def hear(self) -> None:
-        """Acknowledge the bell: the caller now looks at all events so far, and a later event rings again."""
+        """Silences the bell until the next ring. The caller looks for events after this call."""
         if not self._rung:
             return
         with self._lock:
             if self._rung and self._fd >= 0:
                 os.eventfd_read(self._fd)
-                # Last: events of a signal handler in between are found by the caller, who looks after this call.
+                # Last: if a signal handler rings in between, the caller finds its events, because it looks after this.
                 self._rung = False
 
     def close(self) -> None:

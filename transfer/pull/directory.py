@@ -1,9 +1,9 @@
 """The engines that a replica reads from: found by address and engine id, watched during pulls, and finally forgotten.
 
-A request names its source, and may be wrong. A wrong name affects only the requests that use it. An engine's metadata
-is asked for at its first request. The engine is forgotten when it dies, is replaced, or stays idle. It is replaced only
-when it is known to be gone: another engine that answers under its id waits until the known one was pinged. Metadata
-that no key authenticates is loaded only if a process on this host vouches for it.
+A request names its source, and may be wrong. A wrong name affects only the requests that use it. The first request
+for an engine asks for its metadata. The engine is forgotten when it dies, is replaced, or stays idle. It is replaced
+only when it is known to be gone: another engine that answers under its id waits until the known one has been pinged.
+Metadata that no key authenticates is loaded only if a process on this host vouches for it.
 """
 
 from __future__ import annotations

@@ -52,7 +52,10 @@ if TYPE_CHECKING:
 _STUCK_S = 10.0
 """In seconds. READs of a stopped source may never end; until their agent is destroyed they hold pages and rows here."""
 _REFUSE_S = 5.0
-"""In seconds, to reach a source that this process has not talked to. Its lease also ends by itself."""
+"""In seconds. How long a refusal may take to reach a source that this process has not talked to yet.
+
+A lease whose refusal does not arrive expires.
+"""
 
 
 class ExchangeEvent(NamedTuple):

@@ -63,7 +63,9 @@ class _LentPages(NamedTuple):
 
 
 class PageLender:
-    """Leases pages of one replica to readers that ask by digest. Any thread may call `answer`; only the loop the rest.
+    """Leases pages of one replica to readers that ask by digest.
+
+    Any thread may call `answer`. All other calls are for the serving loop.
 
     Our own requests come first: at most a `share` of the pages, and of the pages for recurrent states, is lent at a
     time. Readers get fewer pages beyond that. These leases have lease words of their own, and a reader gets each page

@@ -29,16 +29,19 @@ from transfer.wire.messages import RankMetadata, ReaderNote, encode_message
 
 _SLICE_S = 0.3e-3
 LATELY_S = 1.0
-"""In seconds. NIXL may still be sending a message to a source for this long, for which its agent must be polled."""
+"""In seconds. NIXL may take this long to send a message to a source, and needs polls of its agent meanwhile."""
 _MOST_IN_FLIGHT = 8
-"""The most transfers of a pull at a time, if posts return early: 32 MiB on the wire, plus the background transfer."""
+"""The most transfers of a pull at a time, if posts return before the copy ends.
+
+They have 32 MiB on the wire, beside the background transfer.
+"""
 
 
 class Puller:
     """The pulls of one rank. Single-threaded: the thread that owns the agents makes all calls.
 
-    `identity` is the engine id, the rank and the number of ranks that sources are told. `slots` is the most fences at a
-    time.
+    `identity` is the engine id, the rank and the number of ranks, as notes to sources state them. `slots` is the most
+    fences at a time.
 
     Attributes:
         words: uint64 `[slots]`, the buffer for lease words that fences read. To be registered with every agent.
@@ -204,7 +207,7 @@ class Puller:
         self._advance(pull)
 
     def fail(self, key: str, failure: Failure) -> None:
-        """Gives a pull up. A no-op for an unknown pull, and for one that has failed."""
+        """Gives a pull up. A no-op if the pull is unknown or has failed."""
         if (pull := self._pulls.get(key)) is not None and not pull.error:
             self._fail(pull, failure)
             self._advance(pull)

@@ -65,8 +65,8 @@ class PullEvent(NamedTuple):
             READs.
         begins: the first token read of each group, for a pull that passed and whose source has named its blocks. A
             source whose window has moved on may have fewer tokens than were asked for. Empty otherwise.
-        stop: for a pull from several sources that passed, the end of the tokens that were read, if no source was left
-            that had those behind it; 0 if all were read.
+        stop: for a pull from several sources that passed: the end of the tokens that were read, if no source had the
+            tokens after it any more; 0 if all were read.
         shares: what each source of a pull from several has brought; empty for other pulls.
     """
 
@@ -158,7 +158,7 @@ class ReplicaPull:
         started: whether the ranks' pulls were opened.
         error: why it failed; None if it has not.
         told: whether the owner knows that it has failed.
-        refusal: the reason to refuse the source's lease, if that is the only purpose; it has no events.
+        refusal: why the source's lease is refused, for a pull that only tells the source so. Such a pull has no events.
         begins: the first token that is read of each group, if the source has named its blocks.
     """
 

@@ -134,7 +134,7 @@ class RemoteEngine:
             PullFailedError: the seal of a table is missing or does not match.
         """
         for table in tables:
-            try:  # a plain comparison suffices: the time of a refused pull hides that of the comparison
+            try:  # no constant-time comparison is needed: refusing a pull takes far longer, and varies more
                 is_sealed = self.seals is not None and self.seals.seal(lease.lease_id, table) in table.seals
             except (TypeError, ValueError, OverflowError, RecursionError):
                 is_sealed = False

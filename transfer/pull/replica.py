@@ -56,7 +56,7 @@ class Offered(NamedTuple):
     error: str
 
 
-_REFUSED = "\0refused "  # prefix of keys that no owner's pull has
+_REFUSED = "\0refused "  # prefix of the keys of pulls that only refuse a lease; no owner's key has it
 _PART = "\0part "  # prefix of the keys of the parts of a pull from several sources
 _MAX_PAUSE_S = 0.25  # in seconds, before a source is asked again: see `ReplicaPull`
 _SMALL_BYTES = 1 << 20
@@ -81,7 +81,7 @@ class ReplicaTransfer:
         events: events in order; the owner takes them.
         stats: counters, and records of the last pulls.
         directory: the engines that it reads from.
-        reads_expected: number of times that a reader could begin to read under a lease, if its READs need our polls.
+        reads_expected: how often a reader may have begun to read under a lease. Counted only if READs need our polls.
     """
 
     def __init__(

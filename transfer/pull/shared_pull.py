@@ -1,9 +1,9 @@
 """A pull that reads its pages from several sources at the same time, more of them from the faster ones.
 
 Each source has leased pages of its own that hold the same tokens. The pull has one *part* for each source: a pull of
-its own, under that source's lease. A part reads one run of pages at a time, with a fence after it. So the pages of a
-run count by the word of the lease under which they were read. A part that is through with its run gets the next one.
-So more is read from a faster source, and nobody has to know beforehand which one that is.
+its own, under that source's lease. A part reads one run of pages at a time, with a fence after it, so the lease word of
+that source proves the run. A part whose run has passed gets the next one. More is therefore read from a faster source,
+and nobody has to know beforehand which one that is.
 
 If a source fails, the run that it was reading goes to another source that has these pages, but only once nothing of it
 is in flight any more. If no source has them, the pull ends before them.
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 ONE_SOURCE_BYTES = 1 << 20
 """Up to this size one source is read, because a second one would save less than its first run takes."""
 _PROBE_BYTES = 256 << 10
-"""The first run of a source of unknown speed, beside another one."""
+"""The bytes of the first run of a source whose speed is unknown, if there are other sources."""
 _LEAST_S, _LEAST_BYTES = 0.01, 1 << 20
-"""The least that a run takes, so that its fence costs little: a round trip in which the source sends no page."""
+"""A run takes at least so long, or has so many bytes: its fence is a round trip in which the source sends no page."""
 _MOST_S = 0.25
-"""The most that a run should take: the time that is lost with it if the source fails."""
+"""A run should take at most so long, because this time is lost if the source fails."""
 _GROWTH = 4
-"""How much longer the next run of a source may be that was not read before."""
+"""The next run of a new source may have at most so many times the bytes of its last run."""
 _KNOWN_RATES = 256
 _TO_READ, _READING, _PASSED, _LOST = range(4)
 
@@ -93,8 +93,8 @@ class _SourcePart:
         key: names its pull.
         holding: the pages that it may read.
         has: bool `[columns]`: the columns that the source holds.
-        seen: bytes and seconds of its latest runs; older ones are halved with each further run. So a short run, which
-            the buffers on the way may hold, counts little.
+        seen: bytes and seconds of its latest runs; older ones are halved with each further run. A short run counts
+            little, because buffers on the way may hold all of it.
         most: bytes that its next run may have at most.
         run: the columns that are being read; None if it is idle.
         since: when this run was begun.

@@ -1,7 +1,7 @@
 """The origin of pages: a `Source`, or a `Wanted`, whose engine is first asked which pages it holds.
 
-Clients carry only a pointer, which decides nothing. The reader uses it to ask the source itself which pages its lease
-holds, and of which tokens. It reads them if the tokens are those of its own request, and else gives the lease back.
+Clients carry only a pointer to a lease. The reader asks the source itself which pages the lease holds, and of which
+tokens. If they are the tokens of its own request, the reader reads the pages; otherwise it gives the lease back.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Source(NamedTuple):
 
 
 def nothing_of(source: Source | Wanted) -> Source | Wanted:
-    """Returns `source` in a form that asks for no tokens, to tell a source only that nothing will be read."""
+    """Returns `source` without its tokens, which a refusal does not need."""
     return source if isinstance(source, Source) else source._replace(num_tokens=0, digest=b"")
 
 

@@ -58,9 +58,9 @@ def _bytes_at(address: int, num_bytes: int) -> NDArray[np.uint8]:
 
 
 class StagedPart(Part):
-    """A part that goes through a slab. It can be posted once it has one.
+    """A part that is read into a slab, and moved home from there. It can be posted once it has a slab.
 
-    Its addresses first count from the slab's start.
+    Until then its local addresses count from the slab's start.
     """
 
     __slots__ = ("_area", "_pages", "_rows", "_slab", "_staging")

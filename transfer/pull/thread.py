@@ -6,7 +6,7 @@ waking the thread, and being woken by it, would take about as long as reading th
 itself between two rounds of this thread, and the event is there when the call returns.
 
 NIXL offers a descriptor to sleep on only with a thread of its own that polls. But peers read only under a lease, and a
-lease or a pull begins with a command, which wakes this thread. Without either it sleeps.
+lease or a pull begins with a command, which wakes this thread. Without a lease or a pull, it sleeps.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ READ_SOON_S = 0.02
 IDLE_POLL_S = 0.25
 # The interval without a recent lease, while pulls wait for their owner to name pages. Only time limits matter then.
 AWAIT_POLL_S = 1e-2
-# The last two intervals apply only this long after the last lease or pull, because a reader may still wait for an
-# answer of NIXL.
+# The last two intervals begin this long after the last lease or pull. Until then a reader may still wait for an answer
+# of NIXL.
 LINGER_S = 1.0
 
 
@@ -239,7 +239,7 @@ class TransferThread:
             if not is_over or self._is_resting:
                 self._woken = begin
                 self._alarm.ring()
-        except BaseException as error:  # noqa: BLE001  (as in the thread; the caller must not think that nothing began)
+        except BaseException as error:  # noqa: BLE001  (as in the thread: the command may have begun)
             self._failure = error
             self._alarm.ring()
         finally:
