@@ -153,8 +153,7 @@ class ImportBook:
         row = self._rows.row_of.get(pending.request_id)
         if row is not None and self.of_row.get(row) is pending:
             self._given_up[row] = self._rows.counted.item(row)
-        copier = self.copiers.get(pending)
-        if copier is None or copier.is_over:
+        if not self._is_written(pending):
             self._give_back(pending)
 
     def is_given_up(self, row: int) -> bool:
@@ -203,8 +202,7 @@ class ImportBook:
 
     def check(self) -> None:
         for pending in self.each:
-            copier = self.copiers.get(pending)
-            if pending.closed and (copier is None or copier.is_over):
+            if pending.closed and not self._is_written(pending):
                 raise InvariantError(f"request {pending.request_id!r}: its import is closed, but still has its pages")
         for row in self.to_give_back:
             if self._rows.request_ids[row] is None or self._rows.capacity.item(row) >= 0:

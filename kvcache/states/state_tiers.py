@@ -81,15 +81,12 @@ def state_tiers(
         apart=True,
         share=_SHARE,
     )
-
-    def sides(host: HostTier) -> list[ReplicaTier]:
-        for one in states:
-            one.below = StateTier(host, one.pool, state_mover(one, host))
-            made.append(one.below)
-        return made
-
-    made, on_gpu = list[ReplicaTier](), any(one.device.type != "cpu" for one in chain.from_iterable(states[0].blocks))
-    return make_tiers(params, kept, pages[0].page_size, sides, pinned=on_gpu)
+    on_gpu = any(one.device.type != "cpu" for one in chain.from_iterable(states[0].blocks))
+    tiers = make_tiers(params, kept, pages[0].page_size, pinned=on_gpu)
+    for one in states:
+        one.below = StateTier(tiers.host, one.pool, state_mover(one, tiers.host))
+        tiers.replicas.append(one.below)
+    return tiers
 
 
 def state_mover(states: StatePages, host: HostTier) -> PageMover:

@@ -271,7 +271,7 @@ class ReplicaTier(PagesBelow, PageReader):
         self.pool = pool
         self.lower = host.lower
         self._every = every
-        self.mover = mover
+        self._mover = mover
         self._no_digests: Digests = pool.index.digests_of(NO_SLOTS)
         self.storing = np.zeros(pool.num_pages + 1, np.bool_)  # by page: its copy is queued or runs
         # Published pages to be copied to the host, oldest first, with their digests. An entry without pages says that
@@ -280,6 +280,7 @@ class ReplicaTier(PagesBelow, PageReader):
         self._loads: dict[int, list[HostCopy]] = {}  # by row: its pages that are to be copied back
         self._left: list[HostCopy] = []  # running copies for which no row waits any more
         self.stores: deque[HostCopy] = deque()  # running copies to the host, oldest first
+        self.stored = self.loaded = 0  # pages whose copies are over
         self.brought_at_once = max(1, _BROUGHT_BYTES // sum(memory.shape[1] for memory in host.memory))
         pool.journal.read(self, saves=True)
 
@@ -307,7 +308,7 @@ class ReplicaTier(PagesBelow, PageReader):
         if fits:
             slots = pool.allocate(fits)
             pool.index.say_tables(slots, self.pool.index.tables_of(new[:fits]))
-            self.stores.append(HostCopy(new[:fits], slots, names[:fits], self.mover.store(new[:fits], slots)))
+            self.stores.append(HostCopy(new[:fits], slots, names[:fits], self._mover.store(new[:fits], slots)))
         kept = np.ones(len(pages), np.bool_)
         kept[np.flatnonzero(absent)[:fits]] = False
         self.storing[pages[kept]] = False
@@ -333,6 +334,7 @@ class ReplicaTier(PagesBelow, PageReader):
         while self.stores and self.stores[0].copy.over():
             store = self.stores.popleft()
             self.storing[store.pages] = False
+            self.stored += len(store.pages)
             # If another replica has stored the same content meanwhile, this slot is free again.
             self.host.pool.index.publish(store.slots, store.digests)
             self.host.pool.release(store.slots)
@@ -340,6 +342,7 @@ class ReplicaTier(PagesBelow, PageReader):
                 lower.offer(store.digests)
         for load in [load for load in self._left if load.copy.over()]:
             self._left.remove(load)
+            self.loaded += len(load.pages)
             if load.digests.size:
                 self.pool.index.publish(load.pages, load.digests)  # if a row has brought the same, these are free
             self._end(load)
@@ -387,7 +390,7 @@ class ReplicaTier(PagesBelow, PageReader):
 
     def restore(self, row: int, pages: Pages, slots: Slots) -> None:
         self._keep(pages)
-        load = HostCopy(pages, slots, self._no_digests, self.mover.load(slots, pages))
+        load = HostCopy(pages, slots, self._no_digests, self._mover.load(slots, pages))
         self._loads.setdefault(row, []).append(load)
 
     # ---- the tiers below the host
@@ -456,7 +459,7 @@ class ReplicaTier(PagesBelow, PageReader):
 
     def bring(self, pages: Pages, slots: Slots, digests: Digests) -> None:
         self._keep(pages)
-        load = HostCopy(pages, slots, digests, self.mover.load(slots, pages))
+        load = HostCopy(pages, slots, digests, self._mover.load(slots, pages))
         load.copy.begin()
         self._left.append(load)
         self.poll()  # the copy is already over if the calling thread has made it

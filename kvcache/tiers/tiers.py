@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,17 +48,15 @@ class Tiers:
     def __init__(
         self,
         host: HostTier,
-        replicas: Sequence[ReplicaTier],
-        files: FileTier | None = None,
-        *,
-        share: float = _SHARE,
-        counted_as: str = "blocks",
+        files: FileTier | None,
+        noun: str,
+        share: float,
     ) -> None:
         self.host = host
-        self.replicas = replicas
+        self.replicas: list[ReplicaTier] = []  # the side of each replica
         self.files = files
         self.lower = host.lower  # the same list as the replicas have
-        self._noun = counted_as  # in metrics: "blocks", or "states"
+        self._noun = noun  # in metrics: "blocks", or "states"
         self._counted = [*self.lower]  # for metrics, also after `close`
         self._batch = max(1, _BATCH_BYTES // sum(memory.shape[1] for memory in host.memory))
         self.share = share
@@ -69,8 +67,8 @@ class Tiers:
     @property
     def metrics(self) -> KVCacheMetrics:
         counts = {
-            f"h2d_{self._noun}_copied": sum(tier.mover.loaded for tier in self.replicas),
-            f"d2h_{self._noun}_copied": sum(tier.mover.stored for tier in self.replicas),
+            f"h2d_{self._noun}_copied": sum(tier.loaded for tier in self.replicas),
+            f"d2h_{self._noun}_copied": sum(tier.stored for tier in self.replicas),
         }
         for lower in self._counted:
             counts |= lower.counts(self._noun)
@@ -201,12 +199,8 @@ class Kept(NamedTuple):
     share: float = _SHARE
 
 
-Sides = Callable[[HostTier], Sequence[ReplicaTier]]
-"""Makes each replica's side of a host tier."""
-
-
-def make_tiers(params: KVCacheParams, kept: Kept, page_size: int, sides: Sides, *, pinned: bool) -> Tiers:
-    """The tiers that the params ask for. `pinned`: GPUs copy from and to the host memory."""
+def make_tiers(params: KVCacheParams, kept: Kept, page_size: int, *, pinned: bool) -> Tiers:
+    """The tiers that the params ask for, still without replicas. `pinned`: GPUs copy from and to the host memory."""
     digest_bytes, several = DIGEST_BYTES[params.hash_algorithm], len(kept.windows) > 1
     host = HostTier(kept.shard_bytes, kept.slots, digest_bytes // 8, pinned=pinned, tables=several)
 
@@ -226,7 +220,7 @@ def make_tiers(params: KVCacheParams, kept: Kept, page_size: int, sides: Sides, 
         seconds = page_size / speed if speed else math.inf  # in which the model computes a page's tokens
         io, timeout = params.object_tier_io, params.object_tier_timeout_s
         host.lower.append(ObjectTier(of_objects, host, io, timeout, seconds, kept.windows, apart=kept.apart))
-    return Tiers(host, sides(host), files, share=kept.share, counted_as=kept.noun)
+    return Tiers(host, files, kept.noun, kept.share)
 
 
 def page_tiers(
@@ -258,14 +252,10 @@ def page_tiers(
         an_object=count,
         tails=params.states is not None and count > 1,
     )
-
-    def sides(host: HostTier) -> list[ReplicaTier]:
-        for place in placed:
-            replica = place.replica
-            mover = PageMover([*zip(place.memory.blocks, host.memory, strict=True)], stream)
-            replica.tier = ReplicaTier(host, replica.pool, mover, replica.tables.every)
-            made.append(replica.tier)
-        return made
-
-    made, on_gpu = list[ReplicaTier](), any(blocks.device.type != "cpu" for blocks in placed[0].memory.blocks)
-    return make_tiers(params, kept, layouts[0].page_size, sides, pinned=on_gpu)
+    on_gpu = any(blocks.device.type != "cpu" for blocks in placed[0].memory.blocks)
+    tiers = make_tiers(params, kept, layouts[0].page_size, pinned=on_gpu)
+    for replica, memory in ((place.replica, place.memory) for place in placed):
+        mover = PageMover([*zip(memory.blocks, tiers.host.memory, strict=True)], stream)
+        replica.tier = ReplicaTier(tiers.host, replica.pool, mover, replica.tables.every)
+        tiers.replicas.append(replica.tier)
+    return tiers

@@ -83,7 +83,7 @@ def test_prompts_that_were_evicted_come_back_from_the_host(device: str, own_stre
 def delay_copies(manager: PagedKVCacheManager) -> None:
     """Delays the copies to and from the host that are requested from now on."""
     assert manager._replicas.tiers is not None
-    (side,) = manager._replicas.tiers.replicas[0].mover._sides.values()
+    (side,) = manager._replicas.tiers.replicas[0]._mover._sides.values()
     with torch.cuda.stream(side):
         wait_on_device(torch.device("cuda"), 2_000_000_000)  # about a second
 

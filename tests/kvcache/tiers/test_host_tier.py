@@ -237,13 +237,13 @@ def test_a_use_counts_once_the_pages_before_it_are_there(served: Any, monkeypatc
     it = served(16, 40)
     tier, over = it.tiers.replicas[0], [False]
     below: Any = Below()
-    store = tier.mover.store
+    store = tier._mover.store
 
     def beside(pages: Any, slots: Any) -> Any:
         store(pages, slots)
         return SimpleNamespace(over=lambda: over[0], wait=lambda: None)
 
-    monkeypatch.setattr(tier, "mover", SimpleNamespace(store=beside, load=tier.mover.load))
+    monkeypatch.setattr(tier, "_mover", SimpleNamespace(store=beside, load=tier._mover.load))
     it.tiers.share = 0.0
     it.serve(PROMPT)
     monkeypatch.setattr(tier, "lower", (below,))

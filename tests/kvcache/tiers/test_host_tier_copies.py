@@ -87,7 +87,7 @@ def test_a_page_is_found_in_the_host_once_its_copy_is_over() -> None:
     assert (it.found(11, 12), it.tier.storing.nonzero()[0].tolist()) == ([False, False], [1, 2])
     it.mover.copies[0].ended = True
     it.tier.poll()
-    assert (it.found(11, 12), it.tier.storing.any()) == ([True, True], False)
+    assert (it.found(11, 12), it.tier.storing.any(), it.tier.stored) == ([True, True], False, 2)
 
 
 def test_pages_for_which_the_host_has_no_slot_are_not_copied_and_wait_for_nothing() -> None:
@@ -157,7 +157,7 @@ def test_pages_come_back_beside_the_model_and_are_kept_until_the_copy_is_over(le
     else:
         it.tier.load_all()
     assert not it.tier.is_loading
-    assert (it.pool.writers[2], it.host.pool.holders[1], it.pool.free_count) == (0, 0, 7)
+    assert (it.pool.writers[2], it.host.pool.holders[1], it.pool.free_count, it.tier.loaded) == (0, 0, 7, 1)
 
 
 def test_pages_that_are_brought_for_no_row_are_published_when_their_copy_is_over() -> None:
