@@ -241,14 +241,14 @@ _RULES: dict[str, Callable[[str, Any], object]] = {
     "object_tier_timeout_s": functools.partial(number, least=0.01, most=60.0),
     "object_tier_tokens_per_s": optional(functools.partial(number, least=1.0, most=1e12)),
 }
-# Each of these parameters, if it differs from its default, is refused without the other.
+# Each of these parameters is refused, unless it has its default or the other parameter is given.
 _REFUSED_WITHOUT = {
     "partial_reuse_min_tokens": _CACHING,
     _SWAPPING: _CACHING,
     "file_tier_dir": _SWAPPING,
     "object_tier_io": _SWAPPING,
 }
-# Each of these parameters has no effect without one of each tuple.
+# Each of these parameters has no effect unless one parameter of each tuple is given.
 _IDLE_WITHOUT = {
     "host_kvcache_swap_space_gb": ((_SWAPPING,),),
     "file_tier_max_gb": (("file_tier_dir",),),
@@ -322,7 +322,7 @@ class KVCacheParams:
     # written only if a state is kept after them (`states`). All processes that share objects need the same number.
     object_tier_pages: int = 8
     # Seconds that a call of the object store may take. After a longer call the store is not used for 10 s. A request
-    # waits at most so long to learn which objects exist, and then at most so long for their pages.
+    # waits at most this long to learn which objects exist, and then at most this long for their pages.
     object_tier_timeout_s: float = 2.0
     # Tokens that the model computes in a second. Objects are read if recent reads brought more tokens in a second.
     # None: objects are always read.
@@ -343,7 +343,7 @@ class KVCacheParams:
     # requests and `state_copies` more. None: True, unless `state_copies` is given.
     share_state_memory: bool | None = None
     state_copies: int | None = None  # copies in memory of their own; None: two for each request of a replica
-    # Keep a copy of a prompt's state after every so many pages of it, in addition to other copies; 0: none of these.
+    # The number of pages of a prompt after which a copy of its state is kept, in addition to other copies; 0: none.
     state_every_pages: int = 0
     # The share of host memory and of files for recurrent states, 0.0 to 1.0, if the model has any (see
     # `kvcache.states`); pages have the rest.

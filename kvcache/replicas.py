@@ -362,20 +362,20 @@ class Replicas:
         if gathered.slack < -1:  # a request may have run past its pages
             for share in gathered.split(len(self.each)):
                 self.each[share.replica].refuse_short(share.rows, computed[share.at], "step")
-        word = _STEP if settle is None else ("step", gathered.places)
+        call = _STEP if settle is None else ("step", gathered.places)
         if gathered.due > 0:  # no page is full
-            self.mark.call = word
+            self.mark.call = call
             self._computed(gathered)
         else:
-            self._publish(gathered, word)
+            self._publish(gathered, call)
         if settle is not None:
             settle()
         for share in gathered.split(len(self.each)) if self.hybrid else ():
             self.hybrid[share.replica].stepped(share.rows, computed[share.at])
         self.mark.call = None
 
-    def _publish(self, gathered: Gathered, word: tuple[str, object]) -> None:
-        """Publish pages that may be full of computed tokens. Leaves `word` set as the call that is under way."""
+    def _publish(self, gathered: Gathered, call: tuple[str, object]) -> None:
+        """Publish pages that may be full of computed tokens. Leaves `call` set as the call that is under way."""
         computed = gathered.computed
         # No page was full before the last token, so only requests whose page this token fills are looked at.
         looked = None if gathered.due else gathered.turning()
@@ -385,7 +385,7 @@ class Replicas:
             for share in (gathered.split(len(self.each)) if looked is None else looked)
             if (pages := self._filled(gathered, share)) is not None
         ]
-        self.mark.call = word
+        self.mark.call = call
         for share, pages in full:
             self.each[share.replica].publish(share.rows, computed[share.at], pages)
         if looked is not None or len(full) < len(self.each):  # otherwise `publish` has counted all

@@ -481,7 +481,7 @@ SUBSCRIPTIONS = Limits(message_bytes=_MAX_QUESTION_BYTES, peers=256, subscriptio
 
 
 class NoGate:
-    """In place of a gate where no stranger can connect: libzmq listens at the address itself."""
+    """Stands in for a gate where no stranger can connect. libzmq itself listens at the address."""
 
     def __init__(self, address: str = "") -> None:
         self.address = address  # empty: the socket is not bound

@@ -105,7 +105,7 @@ class ObjectIO(Protocol):
 
 
 MakeObjectIO = Callable[[int, float], ObjectIO]
-"""Makes an `ObjectIO` with so many bytes of memory, whose calls take at most so many seconds. Never raises."""
+"""Makes an `ObjectIO`, given the bytes of its memory and the seconds that a call may take. Never raises."""
 
 
 class KVCacheMetrics(msgspec.Struct, frozen=True):

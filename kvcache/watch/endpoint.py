@@ -44,7 +44,7 @@ _TURN_S = 0.1  # processor time for the answers of one look; the remaining watch
 _QUESTIONS = 256  # the most questions read at a time
 _REFUSAL = msgspec.msgpack.encode(
     WatchRefusal(
-        refused=f"{_MOST_WATCHERS} watch already, which is the most; a place is free {_FORGET_S:.0f} s after one goes"
+        refused=f"there are {_MOST_WATCHERS} watchers, the most allowed: ask again {_FORGET_S:.0f} s after one has left"
     )
 )
 _log = logging.getLogger("pagewire")

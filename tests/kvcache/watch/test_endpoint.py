@@ -489,12 +489,12 @@ def test_watchers_are_bounded_and_one_more_is_refused_at_once_with_the_reason(mo
                         followed[at].apply(frames)
                         looks[at] += 1
                     except WatchError as error:
-                        assert "the process refuses to be watched: 64 watch already" in str(error)  # noqa: PT017
+                        assert "the process refuses to be watched: there are 64 watchers" in str(error)  # noqa: PT017
                         refusals[at] += 1
                     client.ask(followed[at].ask)
         assert sum(map(bool, looks)) == 64
         assert sum(map(bool, refusals)) == 36
-        with pytest.raises(WatchError, match="64 watch already"):
+        with pytest.raises(WatchError, match="there are 64 watchers"):
             watcher.look()
         for client in crowd:
             client.close()
