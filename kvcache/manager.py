@@ -242,8 +242,9 @@ class PagedKVCacheManager:
                     return True
             elif place >= 0 and data.active_length == 1 and data.current_length <= most:
                 return True
+        else:
+            num_steps = arguments.steps(num_steps)
         _, replica_idx, row = self._claims.own(data, "maybe_reserve")
-        num_steps = arguments.steps(num_steps)
         if self._reset_endpoint.is_asked and (place < 0 or data.active_length > 1):
             self._look_for_reset()
         context = read_context(data)
@@ -402,7 +403,6 @@ class PagedKVCacheManager:
         """
         self._mark.check("lease")
         replica, replica_idx, row = self._claims.locate(request_id, "lease")
-        replica.refuse_lease(row)
         lease = PageLease(replica.leases, request_id, replica_idx, seal)
         with self._mark.changing("lease", lease):
             replica.grant(lease, row)

@@ -528,7 +528,7 @@ class Replicas:
         self._rows.cached[gathered.places] = gathered.computed
         for share in gathered.split(len(self.each)):
             counter = self.each[share.replica].counter
-            if counter.is_open:
+            if counter.open:
                 counter.run(share.rows, 0, gathered.computed[share.at])
 
     def _filled(self, gathered: Gathered, share: Share) -> Filled | None:

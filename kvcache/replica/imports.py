@@ -267,6 +267,10 @@ def _plan(
     def digests_of(last: int) -> Digests:
         return replica.hasher(row, context).digests(context.tokens, 0, last)
 
+    if tables.is_plain:
+        # Pages after the state from which it resumes are not used. If the import is cancelled, the request computes
+        # these tokens, and would overwrite shared pages.
+        return tables.plan(row, context.indices, length, here.end * size, here)
     plan = tables.plan_import(row, context.indices, length, num_tokens, here, digests_of, replica.tier.slots)
     if tables.in_chunks and not partial:
         _check_reach(context, table, tables.kinds, [at * size for at in tables.by_table(plan.ends_found)])

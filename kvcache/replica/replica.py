@@ -336,12 +336,9 @@ class Replica:
         self.counter.ran_elsewhere(row, computed)
         return copies if computed % self.page_size else []
 
-    def refuse_lease(self, row: int) -> None:
-        """Raise if the row's request cannot be leased now."""
-        self.refuse_pending(row, "lease")
-
     def grant(self, lease: PageLease, row: int) -> None:
-        """Open a lease of the request at this row. `refuse_lease` must have accepted it."""
+        """Open a lease of the request at this row. Raises, and changes nothing, if it cannot be leased now."""
+        self.refuse_pending(row, "lease")
         self.leases.grant(lease, row)
 
     def page_groups(self, row: int, num_tokens: int, *, first: int, full_pages: bool) -> tuple[tuple[int, ...], ...]:
@@ -604,7 +601,7 @@ class Replica:
         """Raise `InvalidRequestError` if one of `rows` may not run from its start, as in the two methods above."""
         if self.leases.of_row:
             self.leases.refuse_rewrite(rows, starts)
-        if self.counter.is_open:
+        if self.counter.open:
             self.counter.refuse_all_ahead(rows, starts)
 
     def refuse_pending(self, row: int, call: str) -> None:

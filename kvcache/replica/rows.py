@@ -193,11 +193,6 @@ class PromptCounter:
         self.ran = 0
         self.found = 0
 
-    @property
-    def is_open(self) -> bool:
-        """Whether some prompt is not fully counted."""
-        return bool(self.open)
-
     def admit(self, row: int, known: int) -> None:
         """Record that the `known` tokens of a request that is reserved for the first time are its prompt."""
         if self._rows.prompt.item(row) < 0:

@@ -588,20 +588,6 @@ class OneTable(RowTables):
             found.pages, (end,), _FIRST, ends, leaving, new, end, cost, start, active, cached, found.reached
         )
 
-    def plan_import(
-        self,
-        row: int,
-        indices: ContextIndices,
-        length: int,
-        num_tokens: int,  # noqa: ARG002 - one table needs only `here`
-        here: Found,
-        digests_of: DigestsTo,  # noqa: ARG002
-        host: Host,  # noqa: ARG002
-    ) -> Reservation:
-        # Pages after the state from which it resumes are not used. If the import is cancelled, the request computes
-        # these tokens, and would overwrite shared pages.
-        return self.plan(row, indices, length, here.end * self._page_size, here)
-
     def by_table(self, of_groups: Sequence[int]) -> list[int]:
         return [*of_groups]
 

@@ -240,12 +240,10 @@ class HybridReplica(Replica):
 
     # ---- leases, block tables and imports
 
-    def refuse_lease(self, row: int) -> None:
-        """As the base. Raises `StatePageError` if drafted tokens ran and no `step` has said which of them stay."""
-        super().refuse_lease(row)
-        self.states.drafts.check_booked(self._name(row))
-
     def grant(self, lease: PageLease, row: int) -> None:
+        """As the base. Raises `StatePageError` if drafted tokens ran and no `step` has said which of them stay."""
+        self.refuse_pending(row, "lease")
+        self.states.drafts.check_booked(self._name(row))
         self.leases.grant(lease, row, [self.states.held(self._name(row))])
 
     def page_groups(self, row: int, num_tokens: int, *, first: int, full_pages: bool) -> tuple[tuple[int, ...], ...]:
