@@ -64,7 +64,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def deal_out(items: Sequence[pytest.Item]) -> None:
-    """CI alone runs what is left of the cases of a test of which these marks choose some.
+    """Chooses some cases of a test by its marks `few` and `each_value`. Only CI runs the other cases.
 
     `few(count)` chooses the first ones, `each_value` cases that have each value of each parameter.
     """

@@ -16,7 +16,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LOOK_S = 0.005
 GRACE_S = 10.0
-"""In which the processes of a test file may end by themselves when its last test has."""
+"""Seconds in which the processes of a test file may end by themselves, after its last test."""
 
 
 def adopt() -> None:

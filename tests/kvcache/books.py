@@ -15,8 +15,8 @@ from kvcache import PagedKVCacheManager, TextContext
 
 Books = list[object]
 
-# The clock; answers that are remembered with what they hold for; the bounds of slabs' ages, which a look tightens; the
-# tables of steps in flight, which are made when they are first asked for.
+# Attributes that calls may change without changing the state: the clock, cached answers with their generation, bounds
+# of slabs' ages, and tables of steps in flight, which are made when they are first needed.
 _SKIPPED = {"_seen", "matches", "_credit", "_ages", "_ages_back", "_of_steps"}
 _PLAIN = {type(None), bool, int, float, str, bytes}
 _LEFT_OUT = (type, types.FunctionType, types.MethodType, TextContext, torch.Tensor)

@@ -41,7 +41,7 @@ class Said(NamedTuple):
     until: float = math.inf
 
     def rank(self, since: int, num_pages: int, now: float) -> int:
-        """The page's place in the order plus its hint's worth: each level counts as twice the pages of the pool."""
+        """Returns the page's place in the order, moved by its hint: each level counts as twice the pool's pages."""
         return since + (0 if self.until <= now else (self.level - 2) * 2 * num_pages)
 
 
@@ -50,9 +50,7 @@ SHARED = Said(lives=7)  # the page was hinted to go first but was used again, so
 
 
 def said_of(retention: Retention, page: int, page_size: int, now: float) -> Said:
-    """The hint of a request for one of its pages: that of the last range that contains the whole page, else that of the
-    request.
-    """
+    """Returns a request's hint for one of its pages: that of the last range that contains it, else its own."""
     spoken: Retention | RangeRetention = retention
     for one in retention.ranges:
         if one.start <= page * page_size and (one.end is None or (page + 1) * page_size <= one.end):

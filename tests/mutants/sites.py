@@ -127,7 +127,7 @@ def _placed(old: ast.expr | ast.stmt, text: str) -> str:
     """Formats a text to replace a node: an expression in brackets, a statement with its indentation."""
     if isinstance(old, ast.stmt):
         return textwrap.indent(text, " " * old.col_offset).lstrip(" ")
-    # brackets are needed because brackets are needed because `0.sum()` is no expression
+    # brackets are needed, because `0.sum()` is no expression
     return text if text.isidentifier() else f"({text})"
 
 

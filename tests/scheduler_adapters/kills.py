@@ -45,7 +45,7 @@ CANCELLED = 0.15
 NEW = 12
 PROGRAM = (sys.executable, "-m", "tests.scheduler_adapters.kill_worker")
 FETCHING, LENDING = ("fetching", "pulling"), ("asked", "lent")
-"""Phases of who reads pages of another prefill process, and of who has them."""
+"""Phases of a prefill process that reads pages of another one, and phases of the process that has them."""
 PHASES = {
     "prefill": [phase for phase in (*PREFILL_MOVES, "pulling", *LENDING) if phase not in ("queued", "over")],
     "decode": [phase for phase in DECODE_MOVES if phase not in ("waiting", "over")],

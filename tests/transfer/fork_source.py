@@ -91,11 +91,11 @@ def _take_pid(parent: int, pipe: Connection, life: Connection) -> None:
 
 
 def goes_on(pipe: Connection, how: str) -> None:
-    """A process with all that may be open forks; the fork ends, and the process still leases, pulls and ends.
+    """Forks a process with open engines and threads. The fork ends, and its parent can still lease, pull and end.
 
     Args:
-        pipe: to the test, which needs the status alone: 7.
-        how: what the fork does with what it has a copy of, before it ends as an interpreter ends.
+        pipe: the connection to the test, which needs only the exit status, 7.
+        how: how the fork treats its copies of the engines before it ends.
     """
     pipe.close()
     p, d, e = Engine("p"), Engine("d"), KVTransferEngine("e", [[torch.zeros(64)]], total_num_pages=4)
@@ -119,7 +119,7 @@ def goes_on(pipe: Connection, how: str) -> None:
 
 
 def locks_of_transfer() -> list[Any]:
-    """Every lock and condition that an object of `transfer` has."""
+    """Returns every lock and condition of the objects of `transfer`."""
     objects = [one for one in gc.get_objects() if type(one).__module__.startswith("transfer.")]
     found = [getattr(one, name, None) for one in objects for name in (*vars_of(one),)]
     return list({id(lock): lock for lock in found if isinstance(lock, _LOCKS)}.values())
@@ -162,7 +162,7 @@ def closes_while_locks_are_held(pipe: Connection) -> None:
 
 
 def _end(status: int) -> NoReturn:
-    """Ends the interpreter, where `multiprocessing` leaves it as it is."""
+    """Ends this process through the interpreter's own finalization, which `multiprocessing` skips."""
     ctypes.pythonapi.Py_Exit(status)
     raise SystemError("it goes on")
 

@@ -38,7 +38,7 @@ from tests.transfer.protocol_room import (
 )
 from tests.transfer.protocol_rules import ASSUMPTIONS, CASTS, RULES, SHOWN_BY, Cast, Part
 
-_BITS = 20  # bits bits of a room's index in a state
+_BITS = 20  # bits of a room's index in a state
 _MASK = (1 << _BITS) - 1
 _SOURCES = "PQ"
 

@@ -14,7 +14,7 @@ from transfer.failures import Failure, FailureKind
 
 TRANSFER = Path(failures.__file__).parent
 
-# The kind of a pull that each error ends. A new error needs a line here.
+# The kind of failure that each error gives to a pull. A new error needs a line here.
 KINDS = {
     "AgentError": FailureKind.TRANSPORT,
     "AlreadyConnectedError": FailureKind.OTHER,

@@ -319,7 +319,7 @@ class Engine:
         }
         mixers: dict[int, Any] = {}
         of_states: Any = caches.kv_cache_groups[-1].kv_cache_spec
-        # a page of a page of bytes, padded to the size of an attention layer's page
+        # a page of bytes, padded to the size of an attention layer's page
         for layer in range(LAYERS if shape.states else 0):
             views[_mixer(layer)] = torch.zeros(shape.blocks, 1, 1, tensors[0][0].nbytes, dtype=torch.int8)
             mixer = SimpleNamespace(get_state_shape=lambda: of_states.shapes, get_state_dtype=lambda: of_states.dtypes)

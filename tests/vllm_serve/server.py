@@ -23,10 +23,10 @@ from tests.vllm_serve.client import Answer, ask
 OURS = {"kv_connector": "PagewireConnector", "kv_connector_module_path": "scheduler_adapters.vllm"}
 THEIRS = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
 LEASE = 20
-"""Seconds that a lease of ours lasts without a word: so long blocks are kept that nobody fetches."""
+"""Duration of our leases in seconds: for this long prefill keeps blocks that no reader fetches."""
 START = 400
 ON_GPU = shutil.which("nvidia-smi") is not None
-"""vLLM's wheel for CUDA runs in place of that for CPUs: `make test-gpu`."""
+"""Whether vLLM's wheel for CUDA runs instead of the one for CPUs (`make test-gpu`)."""
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -32,10 +32,11 @@ _SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "TP 1 to 2, 32 to 64": ({}, {"tp": 2, "block_size": 64}),
 }
 _DEPENDS_ON_ITS_BATCH = {"deepseek"}
-"""Plain vLLM 0.32 on a CPU gives a prompt other tokens in a batch than alone (and others than transformers), and others
-where its last token is computed after the rest, as decode does: what vLLM's own connector makes of it counts."""
+"""Models whose tokens from plain vLLM 0.32 on a CPU depend on the batch, and on whether the last token is computed
+after the others, as at decode. They are compared with vLLM's own connector instead."""
 _WITHOUT_PREFIX_CACHE = {"granite"}
-"""With it vLLM 0.32 on a CPU ends in its Mamba 2 layer at prompts of more than a chunk, with no connector too."""
+"""Models that run without a prefix cache. With one, plain vLLM 0.32 on a CPU ends in its Mamba 2 layer if a prompt has
+more than a chunk."""
 _OFTEN = ("32 to 32", "32 to 64", "64 to 32")
 
 

@@ -31,7 +31,7 @@ from tests.kvcache.events.mirror import settled, worker_of
 
 PAGE, PAGES, SLOTS = 4, 48, 40
 PATIENCE_S = 20.0
-ANSWER_S = 60.0  # limit for the answer limit for the answer of a service to one question
+ANSWER_S = 60.0  # in seconds, for a service to answer one question
 
 
 class LossyWay:

@@ -1,4 +1,4 @@
-"""The log that all kinds of hint share has chunks for them, however their pages lie."""
+"""All kinds of hint share one log, which has enough chunks for them, wherever their pages lie in it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def append(order: HintedOrder, code: int, first: int, count: int) -> None:
 
 
 def skip(order: HintedOrder, code: int, first: int, count: int) -> None:
-    """Fill entries of the log that do not count any more: the pages are used again."""
+    """Fills entries of the log with pages that leave the order at once, so that the entries no longer count."""
     append(order, code, first, count)
     order.remove(np.arange(first, first + count, dtype=np.int32))
 

@@ -1,4 +1,4 @@
-"""Baselines of pools with little room, and the hinted one where no hint counts: it hits what plain LRU hits."""
+"""Baselines of small pools. If no hint is trusted, the order with hints has the same hits as plain LRU."""
 
 from __future__ import annotations
 

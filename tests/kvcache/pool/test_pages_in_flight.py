@@ -1,4 +1,4 @@
-"""Pages that are let go while steps are in flight; what a pool tells its order and its readers; counts after a mend."""
+"""A pool's pages that are released while steps are in flight, its calls of its order and readers, and its counts."""
 
 from __future__ import annotations
 

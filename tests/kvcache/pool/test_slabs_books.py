@@ -1,4 +1,4 @@
-"""Slabs whose pool nobody caches or moves anything in; the books of slabs after an interrupt, and broken ones."""
+"""Slabs without cached states and without movable pages, and the records of slabs after an interrupt or a fault."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_whoever_moves_pages_is_asked_from_then_on() -> None:
 
 
 class Cached(CachedSlabs):
-    """A slab that was last used at this time."""
+    """A substitute for cached states: one slab, last used at time `used`."""
 
     def __init__(self, pool: SlabPool, used: int) -> None:
         self.pool, self.slab, self.used, self.is_idle = pool, pool.take_slab(), used, True
@@ -172,7 +172,7 @@ def test_after_an_interrupt_slabs_that_are_held_or_found_are_taken_and_no_others
     pages = pool.allocate(9)
     publish(pool, pages[:6])
     pool.release(pages[3:8])
-    pool.taken[[held, lost, 1]] = False, False, True  # slab 1 has pages of requests, and nobody holds what `lost` has
+    pool.taken[[held, lost, 1]] = False, False, True  # slab 1 has pages of requests, and no request holds slab `lost`
     states._used[:] = 0  # pyright: ignore[reportPrivateUsage]
     pool._used[pages[3:6]] = 0  # pyright: ignore[reportPrivateUsage]
     pool._ages[:] = 1 << 40  # pyright: ignore[reportPrivateUsage]

@@ -30,7 +30,7 @@ class Import:
     table: BlockTable
     ends: set[int] | None  # ends of the prompt's chunks after the import
     copier: ImportCopier | None = None
-    is_taken: bool = False  # all of it was copied copied
+    is_taken: bool = False  # all of its pages were copied
 
 
 class ImportMoves(Moves):

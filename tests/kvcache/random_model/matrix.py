@@ -27,18 +27,18 @@ CALLED = ("hints", "drafts", "imports", "leases", "lends", "forks", "preemption"
 CALLED += ("own contexts", "resets", "hostile", "interrupts", "overlap")
 FEATURES = BUILT + CALLED
 NEEDED = {"files": "host", "objects": "host", "peer copies": "replicas"}
-"""Features that are nothing without another one: whoever asks for them gets both."""
+"""Features that need another one. If such a feature is wanted, both are used."""
 ONE_OF = tuple(
     frozenset(one)
     for one in (("states apart", "states in slabs"), ("overlap", "states apart"), ("overlap", "states in slabs"))
 )
-"""Features of which a manager has one: no pair. No step of states is fetched ahead."""
+"""Features that exclude each other. For example, steps cannot be fetched ahead with recurrent states."""
 
 _STATES = "partial_reuse_min_tokens is given, and states: a recurrent state is of whole pages"
 REFUSED: dict[frozenset[str], str] = {
     **{frozenset({"partial", one}): _STATES for one in ("states apart", "states in slabs")},
 }
-"""Sets that the product refuses today, with its words. One that is accepted fails the test: take it out of the list."""
+"""Sets of features that the manager refuses, with its message. If it accepts one, the test fails: remove the entry."""
 
 # By the number of pages that they take. A page has one layer, with keys and values of one head of two elements.
 SHAPES = {

@@ -127,7 +127,7 @@ class Replica:
     kept: dict[Digest, int] = field(default_factory=dict)  # copies of states, least recently used first
     requests: dict[str, Request] = field(default_factory=dict)
     beside: set[int] = field(default_factory=set)  # pages of leases, of imports, and of loads from lower tiers
-    slab_pages: int = 0  # pages pages that each request takes for its state
+    slab_pages: int = 0  # pages that each request takes for its state
     slabs: int = 0  # the number of held slabs
     evicted: int = 0
 

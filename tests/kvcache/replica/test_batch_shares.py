@@ -10,7 +10,7 @@ from kvcache.replica.rows import as_rows
 
 
 def listed(shares: list[Share]) -> dict[int, list[tuple[int, int]]]:
-    """Index in the batch and row of each request, by replica."""
+    """Returns for each replica its requests: the index in the batch, and the row."""
     return {
         share.replica: list(zip(as_rows(share.at).tolist(), as_rows(share.rows).tolist(), strict=True))
         for share in shares

@@ -40,8 +40,8 @@ def test_a_table_that_leaves_pages_out_follows_none_of_another_page_size_and_not
     [
         ((13, 14), [10, 11, 12, 13, 14]),
         ((12, 13, 14), [10, 11, 12, 13, 14]),
-        ((13, 13), None),  # twice in itself
-        ((13, 11), None),  # named named once more than before
+        ((13, 13), None),  # page 13 is named twice
+        ((13, 11), None),  # page 11 was named before
         ((12, 13, 10), None),
         ((11, 13, 14), None),  # a different page than before
     ],

@@ -147,7 +147,7 @@ def test_each_group_is_copied_from_its_own_first_missing_page_on() -> None:
     table = table_of(source, PROMPT)
     pulled(source, target, PROMPT, table)
     target.release("d")
-    gone(target, PROMPT, 0, 6)  # a page a page of the second full layer
+    gone(target, PROMPT, 0, 6)  # removes a page of the second full layer
     assert pulled(source, target, PROMPT, table, "e")[1] == [4, 4, 0]
 
 

@@ -1,4 +1,4 @@
-"""Leases of cached pages, and of what a request has beside the pages of its tokens: they count in their own pool."""
+"""Leases of cached pages and of states: each counts in its own pool, and ends with the lease."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvcache.replica.rows import AllRows, BlockRows
 
 
 class Books:
-    """The leases of a pool of pages, and a pool of states beside it."""
+    """The leases over a pool of pages and a pool of states."""
 
     def __init__(self) -> None:
         self.pages, self.states = PagePool(8, 1), PagePool(4, 1)
@@ -22,7 +22,7 @@ class Books:
         self.row = row
 
     def cached(self, pool: PagePool, count: int) -> HeldPages:
-        """Published pages that nobody holds."""
+        """Makes idle pages: they are published, and nothing holds them."""
         pages = pool.allocate(count)
         pool.index.publish(pages, np.arange(1, count + 1, dtype=np.uint64).reshape(-1, 1))
         pool.release(pages)
@@ -35,7 +35,7 @@ class Books:
         return [pages.tolist() for _, of_lease in self.leases.held() for pages in of_lease]
 
     def counts(self) -> tuple[int, int, int]:
-        """The pages that are leased by its own count, and the pages and the states that its recounts show."""
+        """Returns the running count of leased pages, and recounts of leased pages and of leased states."""
         leases = self.leases
         return leases.num_pages, int(leases.holders().sum()), int(leases.holders(self.states).sum())
 

@@ -1,4 +1,4 @@
-"""A replica below whose pool there is nothing: it finds nothing there, waits for nothing, and gets nothing back."""
+"""A replica without lower tiers finds nothing in them, waits for nothing, and gets no page back."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ GROUPS = {
 
 
 def first_seen(group: LayerGroup, token: int) -> int:
-    """The first page that the query at a token sees, whose own page comes after all that there are."""
+    """Returns the first page that the query at a token sees."""
     if group.kind == "full":
         return 0
     if group.kind == "chunked":
@@ -30,7 +30,10 @@ def first_seen(group: LayerGroup, token: int) -> int:
 
 
 def by_hand(there: np.ndarray, groups: Sequence[TableGroup], first: int, ends: np.ndarray | None) -> int:
-    """`there`, by table, from page `first` on; all have the pages before."""
+    """Returns the most pages after `first` from which every table can resume, by looking at each query.
+
+    `there` says for each table which pages it has, from page `first` on. Every table has the pages before.
+    """
     best = 0
     for end in range(1, there.shape[1] + 1):
         whole = all(

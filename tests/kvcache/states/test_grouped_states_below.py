@@ -14,7 +14,7 @@ from tests.kvcache.replica.test_further_tables import gone
 from tests.kvcache.states.test_grouped_states import PROMPT, SIZE, make, run, served, start, without_state_at
 from tests.kvcache.tiers.stored_objects import StoredObjects
 
-FOUND = 9 * SIZE  # the cached tokens the cached tokens of the prompt, whose last token has to run
+FOUND = 9 * SIZE  # the cached tokens of the prompt, whose last token has to run
 FORMS = pytest.mark.parametrize("copies", [20, None], ids=["apart", "among-pages"])
 
 

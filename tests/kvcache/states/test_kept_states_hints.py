@@ -302,7 +302,7 @@ def test_in_one_memory_a_tenants_copies_count_as_many_pages_as_they_take(slab_pa
     assert [found(manager, prompt(name)) for name in (*range(3), *range(201, more + 1))] == [2] * (3 + more - 200)
 
 
-HALF = 72  # number of number of prompts in each half of the rounds
+HALF = 72  # number of prompts in each half of the rounds
 
 
 def rounds(manager: PagedKVCacheManager, first: Retention | None, last: Retention | None) -> list[int]:

@@ -276,7 +276,7 @@ def test_a_step_copies_for_a_share_of_the_time_only(served: Any) -> None:
     assert copied[:6] == [1, 1, 2, 2, 3, 3]
     assert copied[-1] == 20
     it.tiers.tick()
-    assert before - waits(it) == 20  # no time has passed yet yet
+    assert before - waits(it) == 20  # no time has passed yet
 
 
 def test_a_long_pause_is_not_spent_at_once(served: Any) -> None:

@@ -1,4 +1,4 @@
-"""Copies between a device and the host that run beside the loop, as a GPU makes them: begun now, over later."""
+"""Copies between a device and the host that end some time after they were begun, as those of a GPU do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def names(*pages: int) -> Digests:
 
 
 class Copy:
-    """A copy that has begun. It is over when the test says so, or when somebody waits."""
+    """A copy that has begun. It ends when the test says so, or when the tier waits for it."""
 
     def __init__(self) -> None:
         self.begun, self.ended, self.ordered = True, False, False
@@ -40,7 +40,7 @@ class Copy:
 
 
 class Mover:
-    """Begins copies, and notes them."""
+    """A substitute for `PageMover` that records copies instead of making them."""
 
     def __init__(self) -> None:
         self.begun: list[tuple[str, list[int], list[int]]] = []
@@ -59,7 +59,7 @@ class Mover:
 
 
 class Beside:
-    """One replica of eight pages over a host of `slots`."""
+    """One replica with eight pages, over a host tier with `slots` slots."""
 
     def __init__(self, slots: int = 4) -> None:
         self.mover = Mover()
@@ -69,7 +69,7 @@ class Beside:
         self.tier = ReplicaTier(self.host, self.pool, mover)
 
     def publish(self, *pages: int) -> Pages:
-        """Pages that a request has computed, and still holds."""
+        """Publishes new pages, as a request does that has computed them. The pages stay held."""
         taken = self.pool.allocate(len(pages))
         self.pool.index.publish(taken, names(*pages))
         self.tier.came(taken, names(*pages))

@@ -16,14 +16,14 @@ from tests.kvcache.tiers.test_host_tier_lower import OBJECT, UNKNOWN, Tier, mask
 
 
 class Failing(Tier):
-    """Notes the errors after which it would pause."""
+    """A tier that records the errors after which a real one would pause."""
 
     def _fail(self, error: OSError) -> None:
         self.noted.append(("failed", str(error)))
 
 
 class Thread:
-    """Runs work when the test says so, in any order."""
+    """A substitute for a tier's threads: the test decides when each work runs, in any order."""
 
     def __init__(self) -> None:
         self.begun: list[tuple[Future[Any], Callable[[], Any]]] = []
@@ -34,7 +34,7 @@ class Thread:
 
 
 class Begun:
-    """One read or write."""
+    """One read or write that was begun and can be run."""
 
     def __init__(self, job: Job, work: Callable[[], Any]) -> None:
         self.job, self._work = job, work
@@ -47,7 +47,7 @@ class Begun:
 
 
 class Work:
-    """A tier over a host of five slots, whose work ends when the test says so."""
+    """A tier over a host tier with five slots. Its work ends when the test says so."""
 
     def __init__(self) -> None:
         self.host = HostTier([8, 4], 5, 2, pinned=False)
@@ -62,7 +62,7 @@ class Work:
         raises: Exception | None = None,
         take_raises: Exception | None = None,
     ) -> Begun:
-        """A read or a write that holds as many slots. `raises`, `take_raises`: raised by the work, or by `take`."""
+        """Begins a read or write that holds `slots` slots. The work may raise `raises`, `take` may `take_raises`."""
 
         def work() -> str:
             if raises is not None:
@@ -159,7 +159,7 @@ def test_work_is_waited_for_as_long_as_it_says() -> None:
 
 @pytest.mark.parametrize("taking", [True, False])
 def test_any_other_error_reaches_the_caller_and_frees_the_slots(taking: bool) -> None:
-    """An error of the system, too, if it comes of taking the result."""
+    """This includes an `OSError` that is raised while the result is taken."""
     work = Work()
     if taking:
         work.begin("raises", 2, take_raises=OSError("of a signal handler")).run()

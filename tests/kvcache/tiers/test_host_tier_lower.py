@@ -13,7 +13,7 @@ from kvcache.pool.pages import PagePool
 from kvcache.replica.resume import Asked
 from kvcache.tiers.host_tier import HostTier, LowerTier, ReplicaTier
 
-HOST, FILE, OBJECT, UNKNOWN, NOWHERE = 1, 2, 3, 4, 5  # pages by where they lie
+HOST, FILE, OBJECT, UNKNOWN, NOWHERE = 1, 2, 3, 4, 5  # pages, named by the tier that has them
 EVERY = (HOST, FILE, OBJECT, UNKNOWN, NOWHERE)
 
 
@@ -26,7 +26,7 @@ def mask(*pages: int) -> Asked:
 
 
 class Tier(LowerTier):
-    """Has these pages, may have others, and brings what it is asked to read."""
+    """A substitute for a lower tier. It has the pages `has`, may have those of `perhaps`, and records its calls."""
 
     def __init__(self, host: HostTier, has: Iterable[int], perhaps: Iterable[int] = (), *, asks: bool = False) -> None:
         super().__init__(host, "test")
@@ -76,7 +76,7 @@ class Tier(LowerTier):
 
 
 class Below:
-    """A replica's tier over a host that has one page, files, and objects of which not all is known."""
+    """A replica over a host tier with one page, a tier of files, and a tier of objects that is partly unknown."""
 
     def __init__(self) -> None:
         self.host = HostTier([8], 4, 2, pinned=False)

@@ -26,7 +26,7 @@ from tests.kvcache.tiers.stored_objects import (
     tiers_of,
 )
 
-# a window a window of 22 tokens: six pages, two objects
+# a window of 22 tokens: six pages, two objects
 LONG = LayerGroup("full", (0,)), LayerGroup("window", (1,), 22)
 Make = Callable[..., Served]
 

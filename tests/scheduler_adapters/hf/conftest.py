@@ -25,8 +25,8 @@ ONE_FORM_AT_HOME = {
     "test_conversations_that_the_device_has_no_room_for_come_back_from_the_host",
     "test_tokens_equal_when_requests_of_both_give_way",
 }
-"""Each form comes back from files, through the host, in the test beside these. The first compares shares of three
-managers, a store holds the bytes that files hold, and each form gives way on one replica."""
+"""Tests that run one form of cache in `make test`, and the others only in CI. The other forms add little: another test
+already brings each form back from files through host memory."""
 _RECURRENT = {
     *("test_hybrid", "test_kept_states", "test_states_below", "test_one_budget"),
     *("test_state_replicas", "test_speculation"),

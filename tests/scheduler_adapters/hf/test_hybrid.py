@@ -354,7 +354,7 @@ def test_state_pages_are_part_of_the_budget(model: Any) -> None:
     def built(memory: int) -> PagedKVCacheManager:
         return manager_for(model, params, 4, 128, ["cpu"], available_cache_memory=memory)
 
-    states = 5 * state  # one is nobody's
+    states = 5 * state  # four requests, and the null state page
     assert built(states + 20 * page).total_num_pages == 20
     with pytest.raises(
         PoolTooSmallError,

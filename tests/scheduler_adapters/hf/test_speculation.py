@@ -37,7 +37,7 @@ def test_tokens_are_the_models_own_whatever_is_guessed(
 ) -> None:
     engine = Engine(each_model, share, most, budget=budget, shards=shards, across=across)
     answers = engine.knows(PROMPTS)
-    for _ in range(2):  # the second time prefixes are found cached cached
+    for _ in range(2):  # the second time the prefixes are cached
         assert_equal(each_model, answers, engine.serve(PROMPTS))
     assert engine.manager.metrics.cache_tokens >= len(PROMPTS) * 4 * PAGE
     assert engine.drafted > 40

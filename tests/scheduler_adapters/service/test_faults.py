@@ -201,7 +201,7 @@ def test_a_prefill_process_that_dies_is_replaced_by_another(
     service = start(PREFILL._replace(count=2))
     connection = service.decode.connections[0]
     service.until(lambda: connection.welcome, "the first prefill process")
-    service.decode.connections[1].lose("not yet")  # so that so that the first one is asked
+    service.decode.connections[1].lose("not yet")  # so that the first one is asked
     service.decode.connections[1]._again_at = time.monotonic() + 60
     request = PHASES[phase](service)
     assert request.prefill is connection

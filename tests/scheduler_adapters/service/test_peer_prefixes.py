@@ -111,7 +111,7 @@ def test_each_replica_of_a_source_is_asked_and_shards_are_read(
     start: Callable[..., Service], expected: list[int], prefill: dict[str, int]
 ) -> None:
     service = start(**prefill)
-    service.loops["p0"].manager.external_claim("busy", 0)  # so that so that the prompt goes to the last replica
+    service.loops["p0"].manager.external_claim("busy", 0)  # so that the prompt goes to the last replica
     served(service, "first", FIRST, "p0")
     service.loops["p0"].manager.release("busy")
     assert served(service, "second", SECOND, "p1") == expected
@@ -122,7 +122,7 @@ def test_each_replica_of_a_source_is_asked_and_shards_are_read(
 def test_a_source_that_has_forgotten_costs_a_question(start: Callable[..., Service], expected: list[int]) -> None:
     service = start()
     served(service, "first", FIRST, "p0")
-    for name in ("p0", "d0"):  # otherwise otherwise decode would name itself as a source as a source
+    for name in ("p0", "d0"):  # otherwise decode would name itself as a source
         service.loops[name].manager.reset_prefix_cache()
     assert served(service, "second", SECOND, "p1") == expected
     assert outcome(service) == {"stale": 1}

@@ -146,5 +146,5 @@ def test_a_fork_closes_its_exchange_whatever_locks_threads_of_its_parent_held() 
     assert conn.poll(60), "the parent says nothing"
     held, status = conn.recv()
     parent.join(20)
-    assert held >= 4  # of the thread, the bell and the lending
+    assert held >= 4  # the locks of the thread, the bell and the lending
     assert status == 3

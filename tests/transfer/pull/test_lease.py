@@ -297,7 +297,7 @@ def test_the_times_of_a_lease_are_since_its_time_began_and_to_its_deadline(clock
     while not book.expire():
         clock.now += 4
         book.hear(note(6, verdict="renew"))
-    # three durations after its clock was started, whatever was renewed in between in between
+    # three durations after its clock was started, whatever was renewed in between
     assert 105 + 30 <= clock.now < 105 + 34
 
 

@@ -603,7 +603,7 @@ class Flood:
             kind=kv_kind(source.manager.layouts),
             page_size=wanted.page_size,
             hash_algorithm=wanted.hash_algorithm,
-            # the digest the digest of the first page
+            # the digest of the first page
             digests=wanted.digests[: len(wanted.digests) // (len(LONGER) // PAGE_SIZE)],
         )
         self.asked = 0

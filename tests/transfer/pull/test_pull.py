@@ -867,7 +867,7 @@ def test_a_part_that_is_posted_by_half_when_its_pull_fails_is_settled_once_all_o
 ) -> None:
     rig.agent.auto = False
     rig.open()
-    moving = long_part(1000)  # more than may be in flight at a time at a time
+    moving = long_part(1000)  # more than may be in flight at a time
     rig.add(moving)
     rig.puller.fail("r", why("late"))
     assert (moving.times, rig.puller.events[-1].safe) == (0, False)
