@@ -135,16 +135,6 @@ class Claims:
         self.unclaim(request_id)
         return self.claim(request_id, replica_idx)
 
-    def without_import(self, request_id: RequestID, replica_idx: int, row: int, place: int) -> tuple[int, int]:
-        """Prepare a reservation: free pages of a cancelled import in which the request cannot run, unless it is leased.
-
-        Returns its row and its place, which is -1 if it is not bound to a context.
-        """
-        replica = self._replicas[replica_idx]
-        if row not in replica.imports.to_give_back or row in replica.leases.of_row:
-            return row, place
-        return self.claim_anew(request_id, replica_idx), -1
-
     def mend(self) -> None:
         """Keep the requests that both this and a replica's rows have as claimed. Mends the rows accordingly."""
         claimed: dict[RequestID, int] = {}

@@ -244,14 +244,15 @@ class PagedKVCacheManager:
                 return True
         else:
             num_steps = arguments.steps(num_steps)
-        _, replica_idx, row = self._claims.own(data, "maybe_reserve")
+        replica, replica_idx, row = self._claims.own(data, "maybe_reserve")
         if self._reset_endpoint.is_asked and (place < 0 or data.active_length > 1):
             self._look_for_reset()
         context = read_context(data)
         mark.call, mark.context = ("maybe_reserve", context.request_id), context
         try:
-            if place < 0 or room < 0:  # no other row has pages of an import
-                row, place = self._claims.without_import(context.request_id, replica_idx, row, place)
+            # The request cannot run in the pages of its cancelled import. They are freed, unless they are leased.
+            if row in replica.imports.to_give_back and row not in replica.leases.of_row:
+                row, place = self._claims.claim_anew(context.request_id, replica_idx), -1
             reserved = self._replicas.reserve(replica_idx, row, context, num_steps)
         except Exception as error:
             mark.fail(error)
