@@ -8,14 +8,15 @@ from typing import NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
+import zmq
 
 from benchmarks.pools import LONGEST, Prompts, expect
 from benchmarks.rivals.lender import LenderProcess, Setting, exchange_of, manager_of, stamp_of, tokens_of, use_up
 from kvcache import TextContext
 from transfer import ExchangeEvent, Lent, PullEvent
 
-_PAUSE_S = 1e-4
-"""Between two polls; a pull that is over wakes the loop sooner. kvcr's script pauses as long."""
+_MOST_MS = 1
+"""The most milliseconds between two polls. An answer or the end of a pull wakes the loop sooner."""
 _TIMEOUT_S = 30.0
 _Happened = TypeVar("_Happened", Lent, PullEvent)
 
@@ -147,7 +148,7 @@ class Fetcher:
                 event = happened.event
                 if isinstance(event, kind) and wanted(event):
                     return event, happened
-            self.exchange.wait(replica=0, timeout_s=_PAUSE_S)
+            zmq.zmq_poll([(socket, zmq.POLLIN) for socket in self.exchange.sockets], _MOST_MS)
 
     def fetch(self, number: int, pages: int) -> tuple[FetchTimes, Fetch]:
         """Fetch a prompt. Returns the fetch, whose request is still claimed.

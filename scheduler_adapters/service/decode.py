@@ -136,7 +136,7 @@ class DecodeScheduler:
     @property
     def sockets(self) -> list[Awaited]:
         """The sockets to wait on while `poll` finds nothing to do."""
-        return [*(socket for prefill in self.connections for socket in prefill.sockets), self._exchange.bell]
+        return [*(socket for prefill in self.connections for socket in prefill.sockets), *self._exchange.sockets]
 
     # ---- messages from the frontend
 

@@ -19,6 +19,8 @@ from transfer.wire.messages import MAX_DIGEST_BYTES, ContentQuery, LeasedPages, 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    import zmq
+
     from transfer.pull.source import Place
     from transfer.wire.handshake import HandshakeClient
     from transfer.wire.messages import Answer
@@ -120,6 +122,11 @@ class PageAsks:
         )
         self._open[ask_id] = _Question(replica, key, place, query, query.digests, now + timeout_s)
         self._send(self._open[ask_id])
+
+    @property
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        """The sockets on which answers arrive."""
+        return self._client.sockets
 
     def poll(self) -> list[tuple[int, Lent]]:
         """Returns the answers since the last call, each with the number of the asking replica."""

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     import torch
+    import zmq
 
     from kvcache.replica.block_table import BlockTable, PageDigests
     from transfer.pull.page_owner import PageOwner, PendingPages
@@ -104,7 +105,8 @@ class PageExchange:
         address: the bound endpoint of the handshake server.
         incarnation: random, new with each start.
         cards: the description of each replica for peers.
-        bell: an object with a descriptor that is readable when `poll` has events or work.
+        bell: an object with a descriptor that is readable when `poll` has events or work. Answers to `ask` do not ring
+            it: see `sockets`.
         lending: the pages lent to readers that asked for them by content.
         threads: the transfer thread of each replica, which has its statistics.
         queries: counts of peers' queries, by outcome.
@@ -469,6 +471,14 @@ class PageExchange:
         self._thread(replica).call_soon(ReplicaTransfer.cancel, key, reason)
 
     # ---- what happened
+
+    @property
+    def sockets(self) -> list[zmq.Socket[bytes] | Bell]:
+        """The objects for `zmq.zmq_poll` to sleep on: one of them is readable when `poll` has events or work.
+
+        Ask for them before each sleep, because they change with the open questions.
+        """
+        return [self.bell, *self._asks.sockets]
 
     def poll(self) -> list[ExchangeEvent]:
         """Returns the events since the last call. The manager gets back pages whose lease or pull has ended.

@@ -376,6 +376,12 @@ class HandshakeClient:
         """Whether a question is open."""
         return bool(self._asked)
 
+    @property
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        """The sockets on which the answers to open questions arrive."""
+        addresses = {asked.address for asked in self._asked.values()}
+        return [self._sockets[address] for address in addresses if address in self._sockets]
+
     def poll(self) -> None:
         """Hands every answer and every time-out to the `done` callback of its question."""
         if not self._asked:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import zmq
 from msgspec.structs import replace
 
 from kvcache import BlockTableMismatchError, InvalidRequestError, PageDigests, TextContext
@@ -483,6 +484,25 @@ def test_a_question_wakes_a_loop_that_sleeps_and_one_turn_after_it_sleeps_again(
     reader.until(lambda: select.select([bell], [], [], 0.0)[0])
     source.until(lambda: lending.num_leases and not lending.is_asked)
     assert not select.select([bell], [], [], 0.0)[0]
+
+
+def test_an_answer_wakes_a_loop_that_sleeps_on_the_sockets(side: Any) -> None:
+    source, reader = side(Side, "p"), side(Reader, "d")
+    exchange = source.exchange
+    wanted = reader.manager.contents.digests(TextContext(LONGER, 32, "mine"))
+
+    def is_woken() -> bool:
+        return bool(zmq.zmq_poll([(one, zmq.POLLIN) for one in reader.exchange.sockets], 0))
+
+    assert not is_woken()
+    assert asked(reader, source, TextContext(LONGER, 32, "mine")).error == ""  # the two are connected now
+    assert reader.exchange.sockets == [reader.exchange.bell]
+    reader.exchange.ask(0, "k", exchange.address, exchange.engine_id(0), wanted)
+    assert not is_woken()
+    source.until(is_woken)  # only the source polls, because the reader's loop sleeps
+    reader.poll()
+    assert reader.of(Lent)[-1].event.key == "k"
+    assert not is_woken()
 
 
 def test_a_source_that_leases_other_pages_than_it_was_asked_for_is_not_read(side: Any) -> None:
