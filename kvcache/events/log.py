@@ -5,7 +5,7 @@ The loop looks up, encodes and copies no single pages here. `EventBook` makes ev
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,7 +45,6 @@ If one index holds pages of several block tables, the source is an array with a 
 """
 Entry = Change | Described | None
 """A change of an index; a description of pages, before they come; or None at the end of a call, when they have come."""
-AnyLog: TypeAlias = "EventLog | NoLog"
 
 
 class NoLog:
@@ -83,6 +82,9 @@ class EventLog:
         entries.append(None)
         if len(entries) > MOST_ENTRIES and self.full is not None:
             self.full()
+
+
+AnyLog = EventLog | NoLog
 
 
 class IndexChanges(PageReader):
