@@ -204,7 +204,7 @@ class FileTier(LowerTier):
     # ---- up: from files to host slots
 
     def has_of(self, digests: Digests, asked: Asked, *, perhaps: bool) -> Asked:  # noqa: ARG002 - all is known here
-        self._take_up_reads()
+        self._take_up(self._reader)
         found = np.zeros_like(asked)
         found[asked] = self._index.find(digests[asked]) != NO_ENTRY
         return found
@@ -216,12 +216,12 @@ class FileTier(LowerTier):
         absent = (self._host.pool.index.find(names) == NO_PAGE) & ~self._index.reading[entries]
         if absent.any():
             self._begin_reads(entries[absent], names[absent])
-        if wait and self._jobs:
+        if wait and self._reader.jobs:
             self._await_reads()
-            self._take_up_reads()
+            self._take_up(self._reader)
 
     def brings(self, digests: Digests, wanted: Asked) -> bool:
-        self._take_up_reads()
+        self._take_up(self._reader)
         return bool(self._index.reading[self._index.find(digests[wanted])].any())
 
     @property
@@ -245,8 +245,8 @@ class FileTier(LowerTier):
             self.offer(digests[~known])
 
     def tick(self) -> None:
-        self._take_up()
-        if self._writes:
+        self._take_up(self._reader, self._writer)
+        if self._writer.jobs:
             return
         if self._clock() - self._scanned > _RESCAN_S:
             self._scanned = self._clock()
@@ -259,20 +259,20 @@ class FileTier(LowerTier):
 
     def flush(self) -> None:
         """Write everything that was offered, and wait for it."""
-        while self._writes or self._queue:
-            if not self._writes:
+        while self._writer.jobs or self._queue:
+            if not self._writer.jobs:
                 self._begin_write()
-            for job in self._writes:
+            for job in self._writer.jobs:
                 job.wait()
-            self._take_up()
+            self._take_up(self._reader, self._writer)
 
     def reset(self) -> None:
         """Forget every file, and start a new epoch, so that no process finds the old files."""
         self._queue.clear()
         self.flush()
-        for job in self._jobs:
+        for job in self._reader.jobs:
             job.wait()
-        self._take_up_reads()
+        self._take_up(self._reader)
         for name in self._index.names:
             self._index.forget(name)
         self._writer.submit(self._folder.remove, self._folder.renew())
@@ -280,7 +280,7 @@ class FileTier(LowerTier):
     def close(self) -> None:
         """Finish everything that was begun, and end the threads. Safe to call twice."""
         self._reader.shutdown()
-        self._take_up_reads()  # frees the slots of the last reads
+        self._take_up(self._reader)  # frees the slots of the last reads
         self._writer.shutdown()
 
     def counts(self, noun: str) -> Mapping[str, int]:
@@ -307,7 +307,7 @@ class FileTier(LowerTier):
 
     def check(self) -> None:
         self._index.check()
-        reading, marked = sum(len(job.slots) for job in self._jobs), np.count_nonzero(self._index.reading)
+        reading, marked = sum(len(job.slots) for job in self._reader.jobs), np.count_nonzero(self._index.reading)
         if reading != marked:
             raise InvariantError(f"file tier: {reading} entries are being read, but {marked} are marked as such")
 
@@ -333,7 +333,7 @@ class FileTier(LowerTier):
         return refusals
 
     def _await_reads(self) -> None:
-        self._jobs[-1].wait(_LONGEST_WAIT_S)  # the thread reads in order
+        self._reader.jobs[-1].wait(_LONGEST_WAIT_S)  # the thread reads in order
 
     def _take_read(
         self,

@@ -95,6 +95,14 @@ class Job:
         self.names, self.dropped = (), True
 
 
+class Worker(ThreadPoolExecutor):
+    """A thread of a lower tier."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(1, f"pagewire-{name}")
+        self.jobs: deque[Job] = deque()  # in order, until the loop's thread has handled their results
+
+
 class LowerTier:
     """A tier below the host tier: files or objects, which outlive the process.
 
@@ -108,10 +116,7 @@ class LowerTier:
     def __init__(self, host: HostTier, of: str) -> None:
         self._host = host
         self._clock = time.monotonic
-        self._reader = ThreadPoolExecutor(1, f"pagewire-{of}-reads")
-        self._writer = ThreadPoolExecutor(1, f"pagewire-{of}-writes")
-        self._jobs: deque[Job] = deque()  # the jobs of the read thread, in order
-        self._writes: deque[Job] = deque()  # the jobs of the write thread, one at a time
+        self._reader, self._writer = Worker(f"{of}-reads"), Worker(f"{of}-writes")
         self._paused_until = 0.0  # set after a failure
         self.written: int = 0  # pages so far
         self.read: int = 0  # pages so far
@@ -179,18 +184,18 @@ class LowerTier:
     @property
     def held_slots(self) -> list[Slots]:
         """The host slots of each read and write under way."""
-        return [job.slots for job in (*self._jobs, *self._writes)]
+        return [job.slots for job in (*self._reader.jobs, *self._writer.jobs)]
 
-    def settle(self) -> None:
-        """Wait until both threads have done all their work."""
+    def stop(self) -> None:
+        """Return once both threads have done all their work."""
         for thread in (self._reader, self._writer):
             with suppress(RuntimeError):  # the thread has ended
                 thread.submit(nothing).result()
 
     def mend(self) -> None:
-        """Forget which pages the tier has. The threads must have settled."""
-        self._jobs.clear()
-        self._writes.clear()
+        """Forget which pages the tier has. `stop` must come before."""
+        self._reader.jobs.clear()
+        self._writer.jobs.clear()
 
     @abstractmethod
     def check(self) -> None:
@@ -198,29 +203,22 @@ class LowerTier:
 
     # ---- inside
 
-    def _take_up_reads(self) -> None:
-        self._take_up_from(self._jobs)
-
-    def _take_up(self) -> None:
-        """Handle all results of the threads."""
-        self._take_up_reads()
-        self._take_up_from(self._writes)
-
-    def _take_up_from(self, jobs: deque[Job]) -> None:
-        while jobs and jobs[0].over():
-            self._end(jobs.popleft())
+    def _take_up(self, *threads: Worker) -> None:
+        """Handle the results of these threads."""
+        for thread in threads:
+            while thread.jobs and thread.jobs[0].over():
+                self._end(thread.jobs.popleft())
 
     def _begin_job(
         self,
-        thread: ThreadPoolExecutor,
+        thread: Worker,
         work: Callable[[], _T],
         take: Callable[[_T], None],
         slots: Slots = NO_SLOTS,
         names: Sequence[bytes] = (),
     ) -> None:
         """Let a thread work. Then the loop's thread passes the result to `take`, or an `OSError` to `_fail`."""
-        jobs = self._jobs if thread is self._reader else self._writes
-        jobs.append(Job(thread.submit(self._work, work, take), slots, names))
+        thread.jobs.append(Job(thread.submit(self._work, work, take), slots, names))
 
     def _work(self, work: Callable[[], _T], take: Callable[[_T], None]) -> Callable[[], None]:
         """Runs in a thread of the tier."""

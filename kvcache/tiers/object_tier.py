@@ -146,7 +146,7 @@ class ObjectTier(LowerTier):
         return self._answers
 
     def has_of(self, digests: Digests, asked: Asked, *, perhaps: bool) -> Asked:
-        self._take_up()
+        self._take_up(self._reader, self._writer)
         found = np.zeros_like(asked)
         if self._clock() >= self._paused_until:
             over = self._over(asked)
@@ -212,29 +212,29 @@ class ObjectTier(LowerTier):
                     self._queue[name] = pages
 
     def tick(self) -> None:
-        self._take_up()
-        if self._writes or self._clock() < self._paused_until:
+        self._take_up(self._reader, self._writer)
+        if self._writer.jobs or self._clock() < self._paused_until:
             return
         if self._untold:
             self._begin_job(self._writer, partial(self._tell, self._epoch), self._take_told)
         elif self._queue and self._epoch:
             self._begin_write()
-        elif self._queue and not self._jobs:
+        elif self._queue and not self._reader.jobs:
             self._ask([])
 
     def flush(self) -> None:
         """Write the queued objects, and wait for that: at most `_LONGEST_FLUSH_S`, and only while the store answers."""
         deadline = self._clock() + _LONGEST_FLUSH_S
-        while (self._queue or self._untold or self._writes) and self._clock() < deadline:
+        while (self._queue or self._untold or self._writer.jobs) and self._clock() < deadline:
             self.tick()
             if self._clock() < self._paused_until:
                 return
-            if jobs := self._writes or self._jobs:
+            if jobs := self._writer.jobs or self._reader.jobs:
                 jobs[0].wait(max(0.0, deadline - self._clock()))
 
     def reset(self) -> None:
         """Forget all earlier objects. Processes that start later ignore them too, once the store has the new epoch."""
-        for job in (*self._jobs, *self._writes):
+        for job in (*self._reader.jobs, *self._writer.jobs):
             job.drop()
         self._epoch = secrets.token_hex(8)
         self._untold = True
@@ -247,7 +247,7 @@ class ObjectTier(LowerTier):
     def close(self) -> None:
         self._reader.shutdown(cancel_futures=True)
         self._writer.shutdown(cancel_futures=True)
-        self._take_up()
+        self._take_up(self._reader, self._writer)
         self._read_io.close()
         self._write_io.close()
 
@@ -266,7 +266,7 @@ class ObjectTier(LowerTier):
         self._answers += 1
 
     def check(self) -> None:
-        busy = {name for job in self._jobs for name in job.names}
+        busy = {name for job in self._reader.jobs for name in job.names}
         if busy != self._busy.keys():
             raise InvariantError(
                 f"object tier: {len(busy)} objects are being looked up or read, but {len(self._busy)} are marked as "

@@ -98,13 +98,14 @@ class Tiers:
             if tier.is_loading:
                 tier.poll()
 
-    def settle(self) -> None:
+    def store_all(self) -> None:
+        """Copy all published pages to the host, and wait for that."""
         for tier in self.replicas:
             tier.store_all()
 
     def flush(self) -> None:
-        """`settle`, and write what files and objects lack."""
-        self.settle()
+        """`store_all`, and write what files and objects lack."""
+        self.store_all()
         for lower in self.lower:
             lower.flush()
 
@@ -130,7 +131,7 @@ class Tiers:
     def stop(self) -> None:
         """Return once no copy, read or write of host memory is under way."""
         for lower in self.lower:
-            lower.settle()
+            lower.stop()
 
     def mend(self) -> None:
         """Rebuild the holders of slots after an interrupt. `stop`, and `mend` of the replicas' sides, must come before.

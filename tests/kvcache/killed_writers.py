@@ -54,7 +54,7 @@ def write(folder: Path) -> None:
     print("writing", flush=True)  # noqa: T201
     for number in range(PROMPTS):
         it.serve(prompt_of(number))
-        it.tiers.settle()
+        it.tiers.store_all()
         # the same pages again, in files of the same names, so that all of the time goes into writing
         for _ in range(10):
             for name in files._index.names:

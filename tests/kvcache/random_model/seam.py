@@ -127,7 +127,7 @@ def hold_copies(manager: PagedKVCacheManager) -> None:
 def copy_below(manager: PagedKVCacheManager) -> None:
     """Copies published pages to the host."""
     for tiers in _tiers(manager):
-        tiers.settle()
+        tiers.store_all()
 
 
 def in_host(manager: PagedKVCacheManager) -> dict[Digest, int]:

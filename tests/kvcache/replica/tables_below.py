@@ -15,7 +15,7 @@ Make = Callable[..., Served]
 
 def fill(it: Served, pages: int) -> None:
     """Evicts all idle pages, so that no page comes back."""
-    it.tiers.settle()
+    it.tiers.store_all()
     pool = it.manager._replicas.each[0].pool
     taken = pool.allocate(pages)
     pool.release(taken)

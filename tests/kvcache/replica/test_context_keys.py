@@ -36,7 +36,7 @@ def test_pages_of_other_keys_are_not_found(tmp_path: Path, tier: str, place: int
     image: Keys = ((place, b"image"),)
     it.serve(PROMPT, keys=image, chunk=chunk)
     if tier == "host":
-        it.tiers.settle()
+        it.tiers.store_all()
         it.fill(8)
     if tier == "files":
         it.manager.flush_tiers()

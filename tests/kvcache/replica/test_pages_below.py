@@ -31,7 +31,7 @@ def test_every_tables_pages_come_back_from_the_host(served: Make, groups: tuple[
 def test_only_what_is_missing_comes_back(served: Make) -> None:
     it = served(40)
     it.serve(PROMPT, chunk=8)
-    it.tiers.settle()
+    it.tiers.store_all()
     replica = it.manager._replicas.each[0]
     digests = it.digests(PROMPT)
     # removes one page of the first table and two of a window, as evictions would
@@ -116,7 +116,7 @@ def test_what_just_fits_comes_back(served: Make) -> None:
 def test_pages_that_nobody_holds_take_room_too_where_they_are_used(served: Make) -> None:
     it = served(22)
     it.serve(PROMPT, chunk=8)
-    it.tiers.settle()
+    it.tiers.store_all()
     lost(it, 9)
     beside(it, 9)
     pool, context = it.manager._replicas.each[0].pool, it.claim(PROMPT)
@@ -243,10 +243,10 @@ def test_what_a_request_used_of_all_tables_stays_longest_in_the_host(served: Mak
     it = served(60, 40)
     it.serve(PROMPT, chunk=8)  # 20 pages
     it.serve([7, *range(31)], chunk=8)  # 14 pages: 6 slots are left
-    it.tiers.settle()
+    it.tiers.store_all()
     it.serve(PROMPT)
     it.serve([8, *range(31)], chunk=8)  # 14 pages, which replace those that were not used since
-    it.tiers.settle()
+    it.tiers.store_all()
     fill(it, 60)
     assert it.serve(PROMPT) == 40
 
@@ -256,7 +256,7 @@ def test_an_import_copies_what_lies_nowhere_here() -> None:
     handed.computed(target, handed.PROMPT, "before", chunk=8)
     target.release("before")
     assert target._replicas.tiers is not None
-    target._replicas.tiers.settle()
+    target._replicas.tiers.store_all()
     pool = target._replicas.each[0].pool
     pool.release(pool.allocate(pool.free_count))
     _, counts = handed.pulled(source, target, handed.PROMPT, handed.table_of(source, handed.PROMPT))
@@ -283,7 +283,7 @@ def test_nothing_is_asked_for_before_the_first_full_page(served: Make) -> None:
 def one_of_window_lost(it: Served) -> None:
     """The device lacks one page of the window that the next query sees. The host has all pages."""
     it.serve(PROMPT, chunk=8)
-    it.tiers.settle()
+    it.tiers.store_all()
     replica = it.manager._replicas.each[0]
     page = replica.pool.index.find(replica.tables.every(it.digests(PROMPT))[1, 9:10])
     replica.pool.hold(page)

@@ -422,7 +422,7 @@ class Late:
     def __call__(self, digests: Any, asked: Any, *, perhaps: bool) -> Any:
         if perhaps:
             self._store.may.set()
-            for job in [*self._tier._jobs]:
+            for job in [*self._tier._reader.jobs]:
                 job.work.exception()
         return self._has_of(digests, asked, perhaps=perhaps)
 

@@ -106,7 +106,7 @@ def settled(it: Served) -> None:
     for _ in range(10_000):
         for tier in tiers_of(it):
             tier.tick()
-        if not any(tier._jobs or tier._writes or tier._queue for tier in tiers_of(it)):
+        if not any(tier._reader.jobs or tier._writer.jobs or tier._queue for tier in tiers_of(it)):
             return
         time.sleep(0.001)
     raise AssertionError("the threads are at work still")

@@ -62,7 +62,7 @@ def page_files(folder: Path) -> list[Path]:
 
 def down(it: Served) -> None:
     """Writes all published pages to files."""
-    it.tiers.settle()
+    it.tiers.store_all()
     files_of(it).flush()
 
 
@@ -100,20 +100,20 @@ def test_a_file_that_is_not_full_is_written_late(served: Make) -> None:
     now = 100.0
     files_of(it)._clock = lambda: now
     it.serve(PROMPT)
-    it.tiers.settle()
+    it.tiers.store_all()
     assert 4 < files_of(it).pages_a_file == 10
     for passed, writes in ((0.0, False), (0.99, False), (1.01, True)):
         now = 100.0 + passed
         files_of(it).tick()
-        assert bool(files_of(it)._writes) == writes
+        assert bool(files_of(it)._writer.jobs) == writes
     files_of(it).flush()
     assert it.manager.metrics.file_blocks_written == 4
     now = 200.0
     it.serve([7, *range(48)])
-    it.tiers.settle()
+    it.tiers.store_all()
     files_of(it).tick()
-    assert files_of(it)._writes  # a full file is written at once
-    assert len(files_of(it)._writes[0].slots) == 10
+    assert files_of(it)._writer.jobs  # a full file is written at once
+    assert len(files_of(it)._writer.jobs[0].slots) == 10
 
 
 def test_what_the_host_has_lost_comes_back_from_files(served: Make) -> None:
@@ -609,14 +609,14 @@ def test_a_page_found_wrong_costs_none_that_has_taken_its_place_meanwhile(served
     damage(files, path, "page", np.random.default_rng(0))
     SlowReads.may.clear()
     assert again.manager.prefetch(again.claim(PROMPT))
-    (job,) = files._jobs
+    (job,) = files._reader.jobs
     others = np.arange(16, dtype=np.uint64).reshape(4, 4) + 1
     size = files._layout.size_of(4)
     files._index.forget(path.name)  # it is removed for a file whose pages get its entries
     files._index.add("f" * 32 + ".pages", size, others)
     SlowReads.may.set()
     job.work.result()
-    files._take_up_reads()
+    files._take_up(files._reader)
     assert again.manager.metrics.file_blocks_refused == 1
     assert (files._index.find(others) > 0).all()
     assert files._index.bytes == size
@@ -633,7 +633,7 @@ def test_a_reservation_does_not_wait_long_and_a_later_chunk_takes_what_has_come(
     assert context.start_idx == 0
     again.run(context)
     SlowReads.may.set()
-    files_of(again)._jobs[0].work.result()
+    files_of(again)._reader.jobs[0].work.result()
     assert again.manager.maybe_reserve(context)
     assert context.start_idx == 16
     again.run(context)
@@ -759,7 +759,7 @@ def test_a_signal_handlers_timeout_is_no_failure_of_the_disk(
         it = served()
     tier = files_of(it)
     index = tier._index.pages if when == "written" else it.tiers.host.pool.index
-    it.tiers.settle()
+    it.tiers.store_all()
 
     def interrupted(*_: object) -> None:
         monkeypatch.undo()

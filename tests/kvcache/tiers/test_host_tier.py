@@ -53,7 +53,7 @@ def test_the_documented_counters(served: Any) -> None:
     assert it.manager.total_num_host_pages == 40
     assert it.manager.host_committed_block_pct == 0.0
     it.serve(PROMPT)
-    it.tiers.settle()
+    it.tiers.store_all()
     assert it.manager.host_committed_block_pct == 4 / 40
     assert it.manager.metrics.d2h_blocks_copied == 4
     it.manager.reset_metrics()
@@ -63,10 +63,10 @@ def test_the_documented_counters(served: Any) -> None:
 def test_what_the_host_has_is_not_copied_again(served: Any) -> None:
     it = served()
     it.serve(PROMPT)
-    it.tiers.settle()
+    it.tiers.store_all()
     it.fill(8)
     it.serve(PROMPT)
-    it.tiers.settle()
+    it.tiers.store_all()
     assert it.manager.metrics.d2h_blocks_copied == 4 + 7  # the seven full pages that `fill` computed
 
 
@@ -171,7 +171,7 @@ def test_salts_never_share_a_page(served: Any) -> None:
 def test_replicas_share_the_tier(served: Any) -> None:
     it = served(8, 40, dp=2, tp=2, heads=2)
     it.serve(PROMPT, replica=0)
-    it.tiers.settle()
+    it.tiers.store_all()
     assert it.serve(PROMPT, replica=1) == 16
     assert it.kv.compared == 32  # two shards
 
@@ -181,7 +181,7 @@ def test_the_same_content_stored_by_two_replicas_at_once_takes_one_slot(served: 
     it.tiers.share = 0.0
     it.serve(PROMPT, replica=0)
     it.serve(PROMPT, replica=1)
-    it.tiers.settle()
+    it.tiers.store_all()
     assert it.manager.host_committed_block_pct == 4 / 40
 
 
@@ -296,12 +296,12 @@ def test_the_least_recently_used_slot_goes_first_and_a_tail_before_its_head(serv
     it = served(8, 12)
     for first in (100, 200, 300):  # four full pages for each prompt
         it.serve([first, *range(16)])
-        it.tiers.settle()
+        it.tiers.store_all()
     it.serve([100, *range(16)])  # used again
     it.serve([400, *range(16)])  # takes the four slots of prompt 200
-    it.tiers.settle()
+    it.tiers.store_all()
     it.fill(8)  # seven full pages, which evict those of prompt 300 and the tail of prompt 100
-    it.tiers.settle()
+    it.tiers.store_all()
     it.manager._replicas.each[0].pool.forget_idle()  # nothing is on the device
     context = {first: it.claim([first, *range(16)]) for first in (100, 200, 300, 400)}
     found = {}
@@ -316,14 +316,14 @@ def test_a_long_prompt_copied_late_does_not_outlive_its_head(served: Any) -> Non
     it = served(16, 14)
     it.tiers.share = 0.0
     it.serve([*range(33)])
-    it.tiers.settle()
+    it.tiers.store_all()
     grown = it.claim([*range(41)])  # eight cached pages and two new ones
     assert it.manager.maybe_reserve(grown)
     it.run(grown)
     it.manager.release(grown.request_id)
-    it.tiers.settle()
+    it.tiers.store_all()
     it.fill(9)  # takes eight slots, four of them from the last pages of the prompt
-    it.tiers.settle()
+    it.tiers.store_all()
     it.manager._replicas.each[0].pool.forget_idle()
     assert it.serve([*range(41)]) == 6 * SIZE
 
@@ -404,13 +404,13 @@ def test_a_full_tier_of_held_slots_keeps_nothing_and_refuses_nothing(served: Any
     it.serve(PROMPT)
     it.fill(16)
     it.serve(PROMPT)
-    it.tiers.settle()
+    it.tiers.store_all()
     it.manager._replicas.each[0].pool.forget_idle()
     holder = it.claim(PROMPT)
     assert it.manager.maybe_reserve(holder)
     assert holder.start_idx == 16  # all four slots are held
     it.serve(range(50, 67))
-    it.tiers.settle()
+    it.tiers.store_all()
     it.run(holder)
 
 

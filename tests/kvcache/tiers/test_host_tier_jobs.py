@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvcache.replica.resume import Slots
-from kvcache.tiers.host_tier import HostTier, Job, LowerTier
+from kvcache.tiers.host_tier import HostTier, Job, LowerTier, Worker
 from tests.kvcache.tiers.test_host_tier_lower import OBJECT, UNKNOWN, Tier, mask, names
 
 
@@ -22,15 +22,16 @@ class Failing(Tier):
         self.noted.append(("failed", str(error)))
 
 
-class Thread:
+class Thread(Worker):
     """A substitute for a tier's threads: the test decides when each work runs, in any order."""
 
     def __init__(self) -> None:
-        self.begun: list[tuple[Future[Any], Callable[[], Any]]] = []
+        super().__init__("test")
+        self.begun: list[Callable[[], Any]] = []
 
     def submit(self, call: Callable[..., Any], *given: Any) -> Future[Any]:
-        self.begun.append((Future(), partial(call, *given)))
-        return self.begun[-1][0]
+        self.begun.append(partial(call, *given))
+        return Future()
 
 
 class Begun:
@@ -52,6 +53,8 @@ class Work:
     def __init__(self) -> None:
         self.host = HostTier([8, 4], 5, 2, pinned=False)
         self.tier = Failing(self.host, [])
+        self.threads = self.tier._reader, self.tier._writer
+        self.tier._reader, self.tier._writer = Thread(), Thread()
 
     def begin(
         self,
@@ -74,17 +77,12 @@ class Work:
             if take_raises is not None:
                 raise take_raises
 
-        thread: Any = Thread()
-        jobs = self.tier._jobs
-        if writes:
-            jobs, self.tier._writer = self.tier._writes, thread
-        else:
-            self.tier._reader = thread
+        thread: Any = self.tier._writer if writes else self.tier._reader
         self.tier._begin_job(thread, work, take, self.host.pool.allocate(slots))
-        return Begun(jobs[-1], thread.begun[0][1])
+        return Begun(thread.jobs[-1], thread.begun[-1])
 
     def take_up(self) -> None:
-        self.tier._take_up()
+        self.tier._take_up(self.tier._reader, self.tier._writer)
 
     @property
     def free(self) -> int:
@@ -174,21 +172,22 @@ def test_any_other_error_reaches_the_caller_and_frees_the_slots(taking: bool) ->
     assert work.free == 5
 
 
-def test_after_an_interrupt_work_is_forgotten_and_settling_needs_no_thread() -> None:
+def test_after_an_interrupt_work_is_forgotten_and_stopping_needs_no_thread() -> None:
     work = Work()
-    threads = work.tier._reader, work.tier._writer
     work.begin("read")
     work.begin("write", writes=True)
-    work.tier._reader, work.tier._writer = threads
+    for thread, ours in zip(work.threads, (work.tier._reader, work.tier._writer), strict=True):
+        thread.jobs.extend(ours.jobs)
+    work.tier._reader, work.tier._writer = work.threads
     ran: list[int] = []
     work.tier._reader.submit(ran.append, 1)
-    work.tier.settle()
+    work.tier.stop()
     assert ran == [1]
     work.tier.mend()
     assert work.tier.held_slots == []
-    for thread in threads:
+    for thread in work.threads:
         thread.shutdown()
-    work.tier.settle()
+    work.tier.stop()
 
 
 def test_a_slots_parts_are_the_memory_of_each_shard() -> None:

@@ -182,7 +182,7 @@ def test_the_objects_of_a_prompts_first_pages_are_written_first(
     settled(it)
     store.may.clear()
     it.serve(PROMPT, chunk=8)
-    it.tiers.settle()
+    it.tiers.store_all()
     tier = objects_of(it)
     queued = [tier._layout.key(tier._epoch, name) for name in tier._queue]
     assert queued == [key_of(it, table, number) for number in (0, 1) for table in (0, 1)]
@@ -209,7 +209,7 @@ def test_an_answer_that_comes_between_two_looks_is_another_question(
     def late(*given: Any) -> bool:
         coming = ask(*given)
         store.may.set()
-        for job in [*tier._jobs]:
+        for job in [*tier._reader.jobs]:
             job.work.exception()
         return coming
 
@@ -230,7 +230,7 @@ def test_reading_is_weighed_against_the_tokens_that_need_not_be_computed(
     written(served)
     again, weighed = served(), list[tuple[int, int]]()
     again.serve(PROMPT[:27], chunk=8)  # six pages in each table
-    again.tiers.settle()
+    again.tiers.store_all()
 
     def pays(pages: int, _before: int, gain: int, _now: float) -> bool:
         weighed.append((pages, gain))
@@ -303,7 +303,7 @@ def test_random_prompts_over_four_tiers(
     for move in range(200):
         now += 11.0  # absent objects are asked for again
         for it in both:
-            it.tiers.settle()
+            it.tiers.store_all()
             settled(it)
         it = both[int(rng.integers(2))]
         prompt = [int(rng.integers(9)), *range(int(rng.integers(1, 48)))]

@@ -79,10 +79,10 @@ def test_what_waits_to_be_written_is_given_up_with_a_store_that_fails(served: Ma
     store.may.clear()
     it = served()
     it.serve(PROMPT)
-    it.tiers.settle()
+    it.tiers.store_all()
     assert len(objects_of(it)._queue) == 2
     store.may.set()
-    objects_of(it)._jobs[0].work.exception()
+    objects_of(it)._reader.jobs[0].work.exception()
     objects_of(it).tick()
     assert not objects_of(it)._queue
 
@@ -192,7 +192,7 @@ def test_a_reset_drops_what_is_being_read(served: Make, store: StoredObjects) ->
     context = again.claim(PROMPT)
     store.may.clear()
     assert again.manager.prefetch(context)  # this call would have handled an immediate answer
-    asked = tier._jobs[0]
+    asked = tier._reader.jobs[0]
     store.may.set()
     asked.work.result()
     store.may.clear()
@@ -217,16 +217,16 @@ def test_an_answer_from_before_a_reset_leaves_what_was_asked_after_it(served: Ma
     store.may.clear()
     context = again.claim(PROMPT)
     assert again.manager.prefetch(context)
-    first = tier._jobs[0]
+    first = tier._reader.jobs[0]
     names = first.names
     again.manager.reset_prefix_cache()
     assert again.manager.prefetch(context)  # asks again, for the same objects
     busy = dict(tier._busy)
     assert busy
     assert names == [*busy]
-    assert [job.names for job in tier._jobs] == [(), names]
+    assert [job.names for job in tier._reader.jobs] == [(), names]
     again.manager.check()
-    held = tier._jobs.popleft()  # only the earlier answer arrives
+    held = tier._reader.jobs.popleft()  # only the earlier answer arrives
     store.may.set()
     held.work.result()
     tier._end(held)
@@ -313,7 +313,7 @@ def test_a_store_is_not_flooded(served: Make, store: StoredObjects, monkeypatch:
     store.may.clear()
     for first in range(4):
         it.serve([first, *PROMPT])
-    it.tiers.settle()
+    it.tiers.store_all()
     assert len(objects_of(it)._queue) <= 3
     store.may.set()
     it.manager.flush_tiers()

@@ -130,7 +130,7 @@ def test_a_store_that_is_slow_is_waited_for_no_longer_than_its_time(
     calls = len(store.calls)
     again.fetch([5, *kind.prompt], seconds=0.1)  # the store is not asked again
     serve(again, [5, *kind.prompt])
-    again.tiers.settle()
+    again.tiers.store_all()
     assert not any(tier._queue for tier in tiers_of(again))
     assert len(store.calls) == calls
     now = time.monotonic() + 10.1
@@ -146,7 +146,7 @@ def test_a_manager_closes_while_an_answer_is_on_its_way(served: Make, kind: Kind
     settled(again)
     store.may.clear()
     assert again.manager.maybe_reserve(again.claim(kind.prompt))
-    (job,) = objects_of(again)._jobs
+    (job,) = objects_of(again)._reader.jobs
     while not job.work.running():
         time.sleep(0.001)
     threading.Timer(0.05, store.may.set).start()
@@ -258,11 +258,11 @@ def test_an_object_of_which_the_host_has_lost_a_page_is_not_written(
     store.may.clear()
     it = served(kind.sizes[0], host_slots)
     serve(it, kind.prompt)
-    it.tiers.settle()
+    it.tiers.store_all()
     objects = len(objects_of(it)._queue)
     assert objects == len(kind.prompt) // 4 // COUNT * max(1, len(kind.groups))
     serve(it, [7, *range(14)])
-    it.tiers.settle()
+    it.tiers.store_all()
     store.may.set()
     it.manager.flush_tiers()
     assert 0 < len(store.pages) < objects

@@ -213,19 +213,20 @@ def test_a_full_host_keeps_no_state_and_refuses_nothing(model: Any) -> None:
     assert_nothing_held(manager)
 
 
-class SlowMark:
-    """The mark of a copy that is made at once, but does not report its end."""
+class SlowCopy:
+    """A copy that is made at once, but does not report its end."""
 
+    begun = True
     is_over = False
+
+    def begin(self) -> None: ...
+    def order(self) -> None: ...
 
     def over(self) -> bool:
         return self.is_over
 
     def wait(self) -> None:
-        SlowMark.is_over = True
-
-    def order(self) -> None:
-        pass
+        SlowCopy.is_over = True
 
 
 def test_a_page_and_a_slot_stay_with_a_slow_copy(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,8 +235,13 @@ def test_a_page_and_a_slot_stay_with_a_slow_copy(model: Any, monkeypatch: pytest
     serve(loop_of(manager, model), [Request("r", PROMPTS[1], NEW)])
     manager.flush_tiers()
     manager.states[0].forget_copies()
-    for mover in tier._movers:
-        mover.load = lambda *args, load=mover.load: [*load(*args), SlowMark()]
+    load = tier._mover.load
+
+    def slowly(*rows: Any) -> SlowCopy:
+        load(*rows).begin()
+        return SlowCopy()
+
+    tier._mover.load = slowly
     context = TextContext(PROMPTS[1], 4096, "a")
     manager.external_claim("a")
     assert manager.maybe_reserve(context)
@@ -247,7 +253,7 @@ def test_a_page_and_a_slot_stay_with_a_slow_copy(model: Any, monkeypatch: pytest
     manager.check()
     assert manager.states[0].num_held == 1
     assert tier.host.pool.holders.sum() == 1
-    monkeypatch.setattr(SlowMark, "is_over", True)
+    monkeypatch.setattr(SlowCopy, "is_over", True)
     manager._replicas.state_tiers.tick()
     assert tier.host.pool.holders.sum() == 0
     assert_nothing_held(manager)
