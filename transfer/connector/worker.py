@@ -165,7 +165,7 @@ class NixlConnectorWorker:
         Raises:
             TransferError: the engine does not fit ours; the message has both values. No part of it stays loaded.
         """
-        return self._running().add_engine(address, ranks)
+        return self._running().call(lambda replica: replica.directory.add(address, ranks))
 
     def start_load_kv(self, metadata: ConnectorMetadata) -> None:
         """Starts a step's work: leases to grant, start, end and give back; loads to begin, continue and give up.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -40,29 +40,19 @@ PageLists: TypeAlias = Sequence[PageCopy | BlocksOfGroup]
 NOTHING = PageCopy((), (), (0, 0))
 
 
-class _NamedBlocks(Protocol):
-    """The blocks that a source names for a request."""
-
-    @property
-    def num_tokens(self) -> int: ...
-
-    @property
-    def block_ids(self) -> Sequence[Sequence[int]]: ...
-
-
-def with_blocks(where: str, groups: PageLists, there: _NamedBlocks) -> PageLists:
+def with_blocks(where: str, groups: PageLists, block_ids: Sequence[Sequence[int]], num_tokens: int) -> PageLists:
     """Returns `groups` with the source's blocks filled in for each group that asks by blocks.
+
+    `num_tokens` is the number of tokens that the source has computed.
 
     Raises:
         InvalidTransferError: the source names blocks for another number of groups.
     """
-    if len(groups) != len(there.block_ids):
-        raise InvalidTransferError(
-            f"{where}: the source has {len(there.block_ids)} groups, this engine has {len(groups)}"
-        )
+    if len(groups) != len(block_ids):
+        raise InvalidTransferError(f"{where}: the source has {len(block_ids)} groups, this engine has {len(groups)}")
     return [
-        group._replace(blocks=blocks, end=there.num_tokens) if isinstance(group, BlocksOfGroup) else group
-        for group, blocks in zip(groups, there.block_ids, strict=True)
+        group._replace(blocks=blocks, end=num_tokens) if isinstance(group, BlocksOfGroup) else group
+        for group, blocks in zip(groups, block_ids, strict=True)
     ]
 
 

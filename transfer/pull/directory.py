@@ -127,7 +127,16 @@ class Directory:
         self._client.ask_metadata(*place, self._compatibility, done, self._times.handshake)
 
     def add(self, address: str, ranks: Sequence[bytes]) -> str:
-        """See `TransferThread.add_engine`."""
+        """Loads an engine whose metadata did not arrive through the handshake. Returns its id.
+
+        Args:
+            address: ZMQ endpoint where the engine answers pings, as requests will name it.
+            ranks: sealed metadata of each of its ranks.
+
+        Raises:
+            TransferError: the metadata is damaged, does not fit, or no key or process vouches for it. Nothing stays
+                loaded.
+        """
         first, remotes = self._open(address, ranks)
         if remotes and not self._has_key and not _is_vouched(remotes[0]):
             raise HandshakeError(f"engine {first.engine_id!r} at {address}: {_UNKNOWN}")

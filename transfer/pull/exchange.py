@@ -156,8 +156,10 @@ class PageExchange:
         ask = None if keyring is None else keyring.secure_client
         self.cards: list[EngineCard] = []
         self.bell = Bell()
-        calls = self._grant_lent, self.bell.ring, self._answered
-        self.lending = PageLending(manager, *calls, share=lend, key=self._key, seals=self._seals)
+        look_again = lambda: self._server.look_again()  # noqa: E731, PLW0108 - the server is made later
+        self.lending = PageLending(
+            manager, self._grant_lent, self.bell.ring, look_again, share=lend, key=self._key, seals=self._seals
+        )
         told = kv_kind(manager.layouts), len(tables.tables), tables.kinds_named, len(manager.further_groups[0])
         asker = HandshakeClient(ask, allowed=allowed)
         self._asks = PageAsks(asker, name, self._key, agreed, *told, give_back=self.refuse)
@@ -293,9 +295,6 @@ class PageExchange:
         pages = table.groups if self._verify else None
         slots, name = self._lent_slots, table.request_id
         return self._grant(held, slots, new_lease_id(), name, LENT_S, running=False, pages=pages)
-
-    def _answered(self) -> None:
-        self._server.look_again()
 
     def seal(self, replica: int, pages: Sequence[Sequence[int]]) -> None:
         """Makes the page checks of computed pages, a list for each group, if readers verify.

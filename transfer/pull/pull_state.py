@@ -197,7 +197,8 @@ class ReplicaPull:
         reading = self.waiting.popleft()
         if self.pages is None:
             return reading
-        return reading._replace(groups=with_blocks(f"request {key!r}", reading.groups, self.pages))
+        there = self.pages.block_ids, self.pages.num_tokens
+        return reading._replace(groups=with_blocks(f"request {key!r}", reading.groups, *there))
 
 
 def check_opening(key: str, engine: RemoteEngine, lease: LeaseRef, timeout_s: float, *, is_open: bool) -> None:

@@ -25,7 +25,7 @@ from transfer.pull.lease import LeaseRef
 from transfer.pull.pull_state import PullEvent, Reading, ReplicaPull
 from transfer.pull.rank import RankTransfer
 from transfer.pull.shared_pull import SharedPull, SharedPulls, SourcePages
-from transfer.pull.source import Place, Source, check_tokens, nothing_of, source_in
+from transfer.pull.source import Place, Source, check_tokens, source_in
 from transfer.stats import TransferStats
 from transfer.wire.handshake import HandshakeClient
 from transfer.wire.messages import Answer, LeaseReply, Wanted
@@ -280,7 +280,7 @@ class ReplicaTransfer:
         self._collect_pulls()
         return True
 
-    def is_small(self, source: Source | Wanted | None, groups: PageLists) -> bool:
+    def is_small(self, source: Source | Wanted, groups: PageLists) -> bool:
         """Whether reading these pages takes less time than waking a thread.
 
         That holds for few pages of a known source that are read into host memory.
@@ -360,11 +360,6 @@ class ReplicaTransfer:
         self._start(key, pull)
         self._collect_pulls()
 
-    def source_of(self, key: str) -> Source | Wanted | None:
-        """Returns the source of an open pull; None if there is no such pull."""
-        pull = self._pulls.get(key)
-        return None if pull is None else pull.source
-
     def cancel(self, key: str, reason: str) -> None:
         """Gives up an open pull. A source that has not answered yet is told when it does."""
         if key in self._shared:
@@ -390,7 +385,9 @@ class ReplicaTransfer:
         A reader may give back any lease that it can name. The tokens do not matter, because those of a rejected request
         are unknown.
         """
-        self.pull(f"{_REFUSED}{next(self._refusals)}", nothing_of(source), timeout_s, refusal=reason)
+        if isinstance(source, Wanted):
+            source = source._replace(num_tokens=0, digest=b"")
+        self.pull(f"{_REFUSED}{next(self._refusals)}", source, timeout_s, refusal=reason)
 
     def poll(self) -> bool:
         """Advances everything. Returns whether READs are under way or a source is waited for.

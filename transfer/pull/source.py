@@ -41,11 +41,6 @@ class Source(NamedTuple):
         return (self.address, self.engine_id)
 
 
-def nothing_of(source: Source | Wanted) -> Source | Wanted:
-    """Returns `source` without its tokens, which a refusal does not need."""
-    return source if isinstance(source, Source) else source._replace(num_tokens=0, digest=b"")
-
-
 def source_in(wanted: Wanted, data: bytes, key: bytes) -> tuple[Source, LeasedPages]:
     """Returns the source of a lease and its pages, from the source's sealed answer.
 

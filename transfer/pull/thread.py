@@ -79,7 +79,7 @@ LINGER_S = 1.0
 class TransferThread:
     """Runs the transfers of one replica.
 
-    Any thread may call any method; `call`, `add_engine`, `wait`, `snapshot` and `close` block.
+    Any thread may call any method; `call`, `wait`, `snapshot` and `close` block.
 
     Args:
         replica: used only here from now on.
@@ -129,19 +129,6 @@ class TransferThread:
         self._hand_over(run)
         return future.result(timeout_s)
 
-    def add_engine(self, address: str, ranks: Sequence[bytes]) -> str:
-        """Loads an engine whose metadata did not arrive through the handshake. Returns its id.
-
-        Args:
-            address: ZMQ endpoint where the engine answers pings, as requests will name it.
-            ranks: sealed metadata of each of its ranks.
-
-        Raises:
-            TransferError: the metadata is damaged, does not fit, or no key or process vouches for it. Nothing stays
-                loaded.
-        """
-        return self.call(lambda replica: replica.directory.add(address, ranks))
-
     def call_soon(
         self, method: Callable[Concatenate[ReplicaTransfer, P], object], *args: P.args, **options: P.kwargs
     ) -> None:
@@ -170,7 +157,11 @@ class TransferThread:
         def run() -> None:
             self.replica.add_pages(key, groups, last=last, tables=tables)
 
-        if not self._run_here(lambda: self.replica.is_small(self.replica.source_of(key), groups), run):
+        def is_small() -> bool:
+            pull = self.replica.look_up(key)
+            return pull is not None and self.replica.is_small(pull.source, groups)
+
+        if not self._run_here(is_small, run):
             self._hand_over(run)
 
     def snapshot(self) -> StatsSnapshot:

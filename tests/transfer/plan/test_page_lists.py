@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -160,8 +159,8 @@ def test_a_state_is_that_after_all_tokens_of_the_source_and_its_newest() -> None
 def test_blocks_that_the_source_has_named_are_those_of_each_group() -> None:
     blocks, fixed = BlocksOfGroup([1, 2], (0, 8), 0), PageCopy([3], [4], (0, 4))
     assert blocks.end == 0  # before the source has stated its number of tokens
-    there = SimpleNamespace(num_tokens=8, block_ids=[[5, 6], [7]])
-    found = with_blocks("request 'r'", [blocks, fixed], there)
+    there = [[5, 6], [7]], 8
+    found = with_blocks("request 'r'", [blocks, fixed], *there)
     assert found == [BlocksOfGroup([1, 2], (0, 8), 0, [5, 6], 8), fixed]
     with pytest.raises(InvalidTransferError, match="request 'r': the source has 2 groups, this engine has 1"):
-        with_blocks("request 'r'", [blocks], there)
+        with_blocks("request 'r'", [blocks], *there)

@@ -265,7 +265,7 @@ def test_a_source_on_another_host_is_refused_without_a_key(engine: Any, tp: int)
     assert d.pulls[-1].error.endswith(f"handshake with engine 'p' at {source.address}: {REFUSED}")
     thread = TransferThread(d.replica)
     with pytest.raises(HandshakeError, match=f"engine 'p' at {source.address}: {REFUSED}"):
-        thread.add_engine(source.address, p.card.ranks)
+        thread.call(lambda replica: replica.directory.add(source.address, p.card.ranks))
     thread.close()
 
 

@@ -17,6 +17,7 @@ import zmq
 from msgspec.structs import replace
 
 from kvcache import BlockTableMismatchError, InvalidRequestError, PageDigests, TextContext
+from kvcache.copies import PageMover
 from kvcache.layout import kv_kind
 from tests.kvcache import build
 from tests.transfer.pull.test_ownership import MINE, OTHERS, PAGE_SIZE, PROMPT, Reader, Side
@@ -244,18 +245,17 @@ class Endless:
         self.is_over = True
 
 
-def copied_beside(source: Side, monkeypatch: pytest.MonkeyPatch) -> Endless:
+def copied_beside(monkeypatch: pytest.MonkeyPatch) -> Endless:
     """Makes copies from the host take until the mark ends, as on a GPU."""
-    (tier,) = source.manager._replicas.tiers.replicas  # type: ignore[union-attr]
-    load, mark = tier.mover.load, Endless()
+    load, mark = PageMover.load, Endless()
 
-    def beside_us(slots: Any, pages: Any) -> Any:
-        copy = load(slots, pages)
+    def beside_us(mover: PageMover, slots: Any, pages: Any) -> Any:
+        copy = load(mover, slots, pages)
         copy.begin()
         copy._marks = [mark]
         return copy
 
-    monkeypatch.setattr(tier.mover, "load", beside_us)
+    monkeypatch.setattr(PageMover, "load", beside_us)
     return mark
 
 
@@ -282,7 +282,7 @@ def test_the_reader_is_told_of_a_load_and_what_is_late_makes_the_answer_shorter(
     side: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = below(side)
-    mark = copied_beside(source, monkeypatch)
+    mark = copied_beside(monkeypatch)
     monkeypatch.setattr(lending, "_LOAD_S", 0.3)
     (lender,) = source.exchange.lending.of
     wanted = source.manager.contents.digests(TextContext(LONGER, 32, "mine"))
