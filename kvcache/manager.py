@@ -104,9 +104,10 @@ class PagedKVCacheManager:
         self.devices_per_replica = devices_of = [every[first : first + tp] for first in range(0, len(every), tp)]
         self.layer_tables = tables = layer_tables(params.groups, self.num_layers)  # the layers of each block table
         self.layouts = shard_layouts(params, tables.layers_per_page, self.page_size)
-        pages = sizing.pages_per_replica(params, sizes, tables, self.page_size, available_cache_memory, every)
+        needs = sizing.Needs(params, tables, self.page_size)
+        pages = sizing.pages_per_replica(needs, sizes, available_cache_memory, every)
         check_endpoint(zmq_endpoint_base)
-        sizing.warn_of_shortages(params, sizes, tables, self.page_size, pages)
+        sizing.warn_of_shortages(needs, sizes, pages)
         self._replicas = place_replicas(params, sizes, self.layouts, devices_of, stream, pages, tables)
         self.fingerprint = self._replicas.fingerprint
         self._mark = self._replicas.mark  # the call that is changing the state

@@ -42,6 +42,42 @@ class Sizes(NamedTuple):
     num_layers: int
 
 
+class Needs(NamedTuple):
+    """The memory that pages and states need on each replica, on all its shards together."""
+
+    params: KVCacheParams
+    tables: LayerTables
+    page_size: int  # in tokens
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        return page_bytes(self.params, self.tables.layers_per_page, self.page_size)
+
+    @property
+    def slab_pages(self) -> int:
+        """Pages that a request takes for its state; 0 if it takes none."""
+        return slab_pages_of(self.params, shard_layouts(self.params, self.tables.layers_per_page, self.page_size))
+
+    def bytes_apart(self, requests: int) -> int:
+        """Bytes of the states of this number of requests in memory of their own, including page 0."""
+        count = self.params.states_apart(requests)
+        layouts = state_layouts(self.params.states, self.params.tensor_parallel_degree)
+        return (count + 1) * state_bytes(layouts) if count else 0
+
+    def bytes_of(self, longest: int, requests: int) -> int:
+        """Bytes of this number of requests of this length, including their states."""
+        pages, slab = self.tables.most_pages(longest, self.page_size), self.slab_pages
+        count = max(requests * (pages + slab), (requests + 1) * slab - 1)  # the slab with page 0 is not used
+        return count * self.page_bytes + self.bytes_apart(requests)
+
+    def longest(self, pages: int) -> int:
+        """Tokens of the longest request that this number of pages holds, a multiple of the page size."""
+        size, most = self.page_size, self.tables.most_pages
+        fits = bisect_right(range(pages + 1), pages, key=lambda columns: most(columns * size, size))
+        return (fits - 1) * size
+
+
 def estimated_memory_size(
     params: KVCacheParams,
     max_batch_size: int,
@@ -60,10 +96,9 @@ def estimated_memory_size(
     _refuse_unknown("estimated_memory_size", unknown)
     batch, longest, layers = check_sizes(params, max_batch_size, max_seq_len, num_layers)
     check_devices(params, devices)
-    size, memory = _each_replica(params, page_size, "available_cache_memory", available_cache_memory)
-    dp, tables = params.data_parallel_degree, layer_tables(params.groups, layers)
-    requests = -(-batch // dp)
-    return min(memory, _bytes_of(params, tables, size, longest, requests)) * dp
+    needs, memory = _each_replica(params, layers, page_size, "available_cache_memory", available_cache_memory)
+    dp = params.data_parallel_degree
+    return min(memory, needs.bytes_of(longest, -(-batch // dp))) * dp
 
 
 def infer_optimal_batch_size(
@@ -84,10 +119,8 @@ def infer_optimal_batch_size(
     dp = params.data_parallel_degree
     _, longest, layers = check_sizes(params, dp, max_seq_len, num_layers)
     check_devices(params, devices)
-    size, memory = _each_replica(params, page_size, "available_cache_memory", available_cache_memory)
-    tables = layer_tables(params.groups, layers)
-    needed = functools.partial(_bytes_of, params, tables, size, longest)
-    fits = bisect_right(range(1, MOST_REQUESTS + 1), memory, key=needed)
+    needs, memory = _each_replica(params, layers, page_size, "available_cache_memory", available_cache_memory)
+    fits = bisect_right(range(1, MOST_REQUESTS + 1), memory, key=functools.partial(needs.bytes_of, longest))
     return max(dp, min(MOST_REQUESTS, fits * dp))
 
 
@@ -96,29 +129,17 @@ def max_supported_sequence_length(
 ) -> int:
     """Tokens of the longest request that a replica can hold, in whole pages. Raises `InvalidParamsError`."""
     check_params(params)
-    tables = layer_tables(params.groups, check_layers(num_layers))
-    size, memory = _each_replica(params, page_size, "memory_available", memory_available)
-    pages = max(0, memory - _bytes_apart(params, 1)) // page_bytes(params, tables.layers_per_page, size)
-    slab = _slab_pages(params, tables, size)
-    return _longest(tables, pages - slab, size) if not slab or num_slabs(pages, slab) > 0 else 0
+    needs, memory = _each_replica(params, check_layers(num_layers), page_size, "memory_available", memory_available)
+    pages, slab = max(0, memory - needs.bytes_apart(1)) // needs.page_bytes, needs.slab_pages
+    return needs.longest(pages - slab) if not slab or num_slabs(pages, slab) > 0 else 0
 
 
-def _bytes_of(params: KVCacheParams, tables: LayerTables, page_size: int, longest: int, requests: int) -> int:
-    """Bytes of so many requests of this length on a replica, including their states."""
-    pages, slab = tables.most_pages(longest, page_size), _slab_pages(params, tables, page_size)
-    count = max(requests * (pages + slab), (requests + 1) * slab - 1)  # the slab with page 0 is not used
-    return count * page_bytes(params, tables.layers_per_page, page_size) + _bytes_apart(params, requests)
-
-
-def _longest(tables: LayerTables, pages: int, page_size: int) -> int:
-    """Tokens of the longest request that so many pages hold, a multiple of the page size."""
-    fits = bisect_right(range(pages + 1), pages, key=lambda columns: tables.most_pages(columns * page_size, page_size))
-    return (fits - 1) * page_size
-
-
-def _each_replica(params: KVCacheParams, page_size: int, name: str, memory: object) -> tuple[int, int]:
-    """The page size in tokens, and each replica's share of the memory in bytes."""
-    return resolve_page_size(params, page_size), whole(name, memory, 0, MOST_BYTES) // params.data_parallel_degree
+def _each_replica(
+    params: KVCacheParams, num_layers: int, page_size: int, name: str, memory: object
+) -> tuple[Needs, int]:
+    """The needs of each replica, and its share of the memory in bytes."""
+    needs = Needs(params, layer_tables(params.groups, num_layers), resolve_page_size(params, page_size))
+    return needs, whole(name, memory, 0, MOST_BYTES) // params.data_parallel_degree
 
 
 def page_bytes(params: KVCacheParams, num_layers: int, page_size: int) -> int:
@@ -126,14 +147,7 @@ def page_bytes(params: KVCacheParams, num_layers: int, page_size: int) -> int:
     return sum(layout.page_bytes for layout in shard_layouts(params, num_layers, page_size))
 
 
-def pages_per_replica(
-    params: KVCacheParams,
-    sizes: Sizes,
-    tables: LayerTables,
-    page_size: int,
-    memory: object,
-    devices: Sequence[torch.device],
-) -> int:
+def pages_per_replica(needs: Needs, sizes: Sizes, memory: object, devices: Sequence[torch.device]) -> int:
     """Pages of each replica when `memory` bytes are split over the replicas.
 
     Raises `InvalidParamsError` if `memory` is no number of bytes, or gives more pages than there are ids. Raises
@@ -141,11 +155,10 @@ def pages_per_replica(
     """
     if memory is None:
         raise InvalidParamsError("available_cache_memory is not given: a number of bytes is needed")
+    params, size = needs.params, needs.page_bytes
     budget = whole("available_cache_memory", memory, 0, MOST_BYTES)
-    share = budget // params.data_parallel_degree
-    size = page_bytes(params, tables.layers_per_page, page_size)
-    rows = sizes.max_batch_size // params.data_parallel_degree
-    apart = _bytes_apart(params, rows)
+    share, rows = budget // params.data_parallel_degree, sizes.max_batch_size // params.data_parallel_degree
+    apart = needs.bytes_apart(rows)
     if apart and share <= apart:
         count = params.states_apart(rows)
         raise PoolTooSmallError(
@@ -162,40 +175,20 @@ def pages_per_replica(
         raise InvalidParamsError(
             f"available_cache_memory is {budget} bytes, {share // size} pages a replica: at most {MOST - 1} are allowed"
         )
-    _refuse_more_than_the_host_holds(params, sizes, tables, page_size, share // size, devices)
+    _refuse_more_than_the_host_holds(needs, sizes, share // size, devices)
     return share // size
 
 
-def _slab_pages(params: KVCacheParams, tables: LayerTables, page_size: int) -> int:
-    """Pages that a request takes for its state; 0 if it takes none."""
-    return slab_pages_of(params, shard_layouts(params, tables.layers_per_page, page_size))
-
-
-def _bytes_apart(params: KVCacheParams, requests: int) -> int:
-    """Bytes of a replica's states in memory of their own, on all its shards, including page 0."""
-    count = params.states_apart(requests)
-    layouts = state_layouts(params.states, params.tensor_parallel_degree)
-    return (count + 1) * state_bytes(layouts) if count else 0
-
-
-def _refuse_more_than_the_host_holds(
-    params: KVCacheParams,
-    sizes: Sizes,
-    tables: LayerTables,
-    page_size: int,
-    pages: int,
-    devices: Sequence[torch.device],
-) -> None:
+def _refuse_more_than_the_host_holds(needs: Needs, sizes: Sizes, pages: int, devices: Sequence[torch.device]) -> None:
     """Raise `PoolTooSmallError` if the host's memory is too small for its part of `pages` a replica.
 
     The system often grants memory that it does not have, and then kills the process when the memory is touched.
     """
-    dp = params.data_parallel_degree
+    params, dp = needs.params, needs.params.data_parallel_degree
     on_host = sum(device.type == "cpu" for device in devices)
-    pool = (pages + 1) * page_bytes(params, tables.layers_per_page, page_size)
-    pool += _bytes_apart(params, sizes.max_batch_size // dp)
+    pool = (pages + 1) * needs.page_bytes + needs.bytes_apart(sizes.max_batch_size // dp)
     pool = pool * dp * on_host // len(devices)
-    table = sizes.max_batch_size * -(-sizes.max_seq_len // page_size) * 4 * len(tables.tables)
+    table = sizes.max_batch_size * -(-sizes.max_seq_len // needs.page_size) * 4 * len(needs.tables.tables)
     tier = int((params.host_kvcache_swap_space_gb or 0) * 2**30) if params.enable_kvcache_swapping_to_host else 0
     needed = pool + table + tier + pages * dp * _BOOK_BYTES
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -206,19 +199,18 @@ def _refuse_more_than_the_host_holds(
         )
 
 
-def warn_of_shortages(params: KVCacheParams, sizes: Sizes, tables: LayerTables, page_size: int, pages: int) -> None:
+def warn_of_shortages(needs: Needs, sizes: Sizes, pages: int) -> None:
     """Log warnings about parameters without effect, and about sizes for which `pages` a replica are too few."""
-    rows, longest = sizes.max_batch_size // params.data_parallel_degree, sizes.max_seq_len
-    for sentence in params.without_effect():
+    rows, longest = sizes.max_batch_size // needs.params.data_parallel_degree, sizes.max_seq_len
+    for sentence in needs.params.without_effect():
         _log.warning("%s", sentence)
     if pages < rows:
         _log.warning("%d pages a replica for up to %d requests", pages, rows)
-    of_tokens = max(0, pages - _slab_pages(params, tables, page_size))
-    if (most := _longest(tables, of_tokens, page_size)) < longest:
+    if (most := needs.longest(max(0, pages - needs.slab_pages))) < longest:
         _log.warning(
             "a request of max_seq_len %d cannot run: a replica has %d pages of %d tokens, enough for requests of up to "
             "%d tokens; give a larger available_cache_memory or a smaller max_seq_len",
-            *(longest, pages, page_size, most),
+            *(longest, pages, needs.page_size, most),
         )
 
 
