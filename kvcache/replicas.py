@@ -240,9 +240,7 @@ class Replicas:
         contexts = [read_context(context) for context in gathered.contexts]
         for (replica_idx, row), context in zip(places, contexts, strict=True):
             replica = self.each[replica_idx]
-            replica.refuse_pending(row, "reserve_batch")
-            replica.refuse_rewrite(row, context.start_idx)
-            replica.refuse_ahead(row, context.start_idx)
+            replica.refuse_reservation(row, context, "reserve_batch")
             replica.length_of(context, num_steps, replica.start_of(row, context))
         reserved = np.zeros(len(contexts), np.bool_)
         with self.mark.changing("reserve_batch", gathered.places) as mark:

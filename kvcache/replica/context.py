@@ -118,7 +118,7 @@ class TextContext:
         *("_start", "hint", "max_length", "named", "prefix_hasher", "request_id"),
     )
 
-    refused = False  # `set_token_indices` moves all indices, or raises an error of this package
+    refused = False  # `run_from` never raises
 
     def __init__(
         self,
@@ -236,7 +236,7 @@ class TextContext:
         return self._start, self._active, self._end
 
     def run_from(self, start: int, active: int) -> None:
-        """Set `start_idx` and `active_idx`, which are ordered within the tokens."""
+        """Set `start_idx` and `active_idx`, which must be ordered within the tokens."""
         if self._follows:
             self.leave()
         self._start, self._active = start, active
@@ -458,7 +458,8 @@ class ReadContext:
         hint: object = getattr(own, "retention", None)
         self.hint = hint if isinstance(hint, Retention) else None  # an invalid hint must not refuse a call
         self._carries_hasher = hasattr(own, "prefix_hasher")
-        self._hasher: object = getattr(own, "prefix_hasher", None)
+        hasher: object = getattr(own, "prefix_hasher", None)
+        self._hasher = hasher if isinstance(hasher, PrefixHasher) else None
         self.refused = False
 
     @property
@@ -468,17 +469,16 @@ class ReadContext:
     @property
     def prefix_hasher(self) -> PrefixHasher | None:
         """The hasher that the caller's context carries; None also if it cannot carry one."""
-        kept = self._hasher
-        return kept if self._carries_hasher and isinstance(kept, PrefixHasher) else None
+        return self._hasher
 
     @prefix_hasher.setter
     def prefix_hasher(self, hasher: PrefixHasher) -> None:
-        if self._carries_hasher:
-            try:
+        try:
+            if self._carries_hasher:
                 self.own.prefix_hasher = hasher  # pyright: ignore[reportAttributeAccessIssue] - an optional attribute
-            except Exception:  # noqa: BLE001 - the caller's code: if it cannot carry the hasher, the manager keeps it
-                self._carries_hasher = False
-        self._hasher = hasher
+                self._hasher = hasher
+        except Exception:  # noqa: BLE001 - the caller's code: if it cannot carry the hasher, the manager keeps it
+            self._carries_hasher, self._hasher = False, None
 
     def run_from(self, start: int, active: int) -> None:
         """Set `start_idx` and `active_idx`. Raises `InvalidRequestError` if the start is another afterwards."""

@@ -96,8 +96,9 @@ class PrefixHasher:
 
     def fits(self, algorithm: HashAlgorithm, page_size: int, named: tuple[str | None, ExtraKeys]) -> bool:
         """Whether it makes the digests of this algorithm, page size, and salt and keys."""
-        made_for = (self.algorithm, self.page_size, self.salt, self.extra_keys)
-        return made_for == (algorithm, page_size, *named)
+        salt, keys = named
+        same = self.salt == salt and self.extra_keys == keys
+        return same and self.page_size == page_size and self.algorithm == algorithm
 
     @property
     def num_tokens(self) -> int:

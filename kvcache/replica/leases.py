@@ -124,8 +124,7 @@ class PageLeases:
         leases = self.of_row.get(row)
         if leases is None:
             return
-        computed = -(-max(int(self._rows.cached[row]), int(self.told[row])) // self._rows.page_size)
-        computed = max(computed, int(self._rows.committed[row]))
+        computed = max(self.last_read(row), int(self._rows.committed[row]))
         held = HeldPages(self._pool, pages_before(row, computed).copy())
         for lease in leases:
             self._hold(lease, held)

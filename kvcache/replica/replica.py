@@ -48,8 +48,7 @@ class Filled(NamedTuple):
 class Replica:
     """State and rules of one replica, without tensors or devices. All that a request keeps is in its token pages.
 
-    `kvcache.states.hybrid_replica` adds the states of recurrent layers. This class itself has none,
-    and answers so.
+    `kvcache.states.hybrid_replica` adds the states of recurrent layers. This class itself has none, and answers so.
     """
 
     state_groups = 0  # groups of a block table in addition to those of token pages; each has one page
@@ -149,15 +148,14 @@ class Replica:
                 return 1
             if length <= rows.capacity.item(row):
                 return 0  # the row's last page has room; `fetch` and `step` check the context
-        self.refuse_pending(row, "maybe_reserve")
-        if have:  # a row without pages has no leases and nothing computed
+        self.refuse_reservation(row, context, "maybe_reserve")
+        if have:
             self.refuse_renamed(row, context)
-            self.refuse_rewrite(row, start)
-            self.refuse_ahead(row, start)
-            if decodes:  # one active token after computed ones: there is nothing to look up
-                found = self.tables.nothing(rows.committed.item(row))
-                return self.act(row, context, indices, self.tables.plan(row, indices, length, start, found))
-        return self.act(row, context, indices, self._plan(row, context, indices, length, start))
+        if have and decodes:  # one active token after computed ones: there is nothing to look up
+            plan = self.tables.plan(row, indices, length, start, self.tables.nothing(rows.committed.item(row)))
+        else:
+            plan = self._plan(row, context, indices, length, start)
+        return self.act(row, context, indices, plan)
 
     def act(self, row: int, context: SafeContext, indices: ContextIndices, plan: Reservation) -> int | None:
         """Carry out a reservation. Returns the number of new pages; None, and changes nothing, if too few are free.
@@ -571,6 +569,13 @@ class Replica:
         self.pool.check(*self.counted())
 
     # ---- refusals
+
+    def refuse_reservation(self, row: int, context: SafeContext, call: str) -> None:
+        """Raise if the request waits for an import, or may not run from the context's start."""
+        self.refuse_pending(row, call)
+        if self.rows.num_pages.item(row):  # a row without pages has no leases and nothing computed
+            self.refuse_rewrite(row, context.start_idx)
+            self.refuse_ahead(row, context.start_idx)
 
     def refuse_renamed(self, row: int, context: SafeContext) -> None:
         """Raise `InvalidRequestError` if the row's pages have another salt or other keys than the context."""

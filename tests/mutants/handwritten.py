@@ -41,7 +41,7 @@ HANDWRITTEN: tuple[Module, ...] = (
     Module(
         "kvcache.replica.hashing",
         [
-            Mutation("PrefixHasher.fits", "self.salt, self.extra_keys", "self.salt, named[1]"),
+            Mutation("PrefixHasher.fits", "self.salt == salt and self.extra_keys == keys", "self.salt == salt"),
             Mutation("PrefixHasher.copy", "_known(twin.running, self.known)", "bytearray(self.known)"),
             Mutation("_compiled", "except ImportError", "except OSError"),
         ],

@@ -137,6 +137,33 @@ def test_a_hasher_kept_for_other_keys_is_not_used() -> None:
         assert (other.digests(np.arange(8), 0, 2) == fresh).all()
 
 
+def test_a_callers_tokens_beyond_its_last_known_one_are_not_looked_up(make: Any) -> None:
+    manager = make(40, page_size=4)
+    first = TextContext(range(20), 64, "first")
+    manager.external_claim("first")
+    assert manager.maybe_reserve(first)
+    first.update(20)
+    manager.step([first])
+
+    class Buffered:
+        """A context whose `tokens` is its whole buffer."""
+
+        request_id, start_idx, active_idx, end_idx, active_length, current_length = "own", 0, 10, 10, 10, 10
+        tokens = np.arange(20)
+
+        def update(self, token: int) -> None:
+            raise NotImplementedError
+
+        def set_token_indices(self, **indices: int) -> None:
+            self.start_idx = indices["start_idx"]
+
+    own = Buffered()
+    manager.external_claim("own")
+    assert manager.admission(own).cached_pages == 2
+    assert manager.maybe_reserve(own)
+    assert own.start_idx == 8
+
+
 class Named(TextContext):
     """A subclass with an attribute of its own."""
 
