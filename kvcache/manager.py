@@ -108,7 +108,7 @@ class PagedKVCacheManager:
         pages = sizing.pages_per_replica(needs, sizes, available_cache_memory, every)
         check_endpoint(zmq_endpoint_base)
         sizing.warn_of_shortages(needs, sizes, pages)
-        self._replicas = place_replicas(params, sizes, self.layouts, devices_of, stream, pages, tables)
+        self._replicas = place_replicas(needs, sizes, self.layouts, devices_of, stream, pages)
         self.fingerprint = self._replicas.fingerprint
         self._mark = self._replicas.mark  # the call that is changing the state
         self.kv_event_endpoints: list[tuple[str, str | None]] = self._replicas.event_endpoints

@@ -32,7 +32,7 @@ from kvcache.replica.peer_copies import PeerCopies
 from kvcache.replica.replica import Filled, Replica
 from kvcache.replica.resume import Found
 from kvcache.replica.rows import NEVER, AllRows, BlockRows, Ints, rows_at
-from kvcache.sizing import Sizes
+from kvcache.sizing import Needs, Sizes
 from kvcache.states.hybrid_replica import HybridReplica, step_drafted
 from kvcache.states.state_memory import room_apart, room_in_slabs, slab_pages_of, state_layouts
 from kvcache.states.state_pages import StatePages
@@ -46,18 +46,17 @@ _FETCH, _STEP = ("fetch", None), ("step", None)
 
 
 def place_replicas(
-    params: KVCacheParams,
+    needs: Needs,
     sizes: Sizes,
     layouts: Sequence[PageLayout],
     devices: Sequence[Sequence[torch.device]],
     stream: Any,
     pages: int,
-    tables: LayerTables,
 ) -> "Replicas":
-    """Make replicas of `pages` pages each, on their `devices`, with block `tables`, and the tiers below them."""
+    """Make replicas of `pages` pages each, on their `devices`, and the tiers below them."""
+    params, tables, page_size = needs
     words = DIGEST_BYTES[params.hash_algorithm] // 8
     rows = sizes.max_batch_size // len(devices)
-    page_size = layouts[0].page_size
     slab_pages, room = slab_pages_of(params, layouts), divide_tiers(params, len(layouts))
     every, mark = AllRows(len(devices), rows, page_size), UnderWay()
     placed, hybrid = list[PlacedReplica](), list[HybridReplica]()
