@@ -305,35 +305,41 @@ def _faults(config: WorkerConfig) -> Iterator[str]:
         yield "an engine id, an incarnation and at least one group are needed"
     for name, rank, size in (("tp", config.tp_rank, config.tp_size), ("pp", config.pp_rank, config.pp_size)):
         if not 0 <= rank < size:
-            yield f"{name}_rank is {rank}, the range is 0 to {size - 1}"
+            yield f"{name}_rank is {rank}: 0 to {size - 1} is needed, because {name}_size is {size}"
     if not 0 <= config.verify <= 1:
-        yield f"verify is {config.verify}, the range is 0 to 1"
+        yield f"verify is {config.verify}: 0 to 1 is needed"
     for name in Timing.__struct_fields__:
         if not 0 < (seconds := getattr(config.timing, name)) < math.inf:
-            yield f"{name} is {seconds} s, above 0 is needed"
+            yield f"timing.{name} is {seconds} s: a finite time above 0 is needed"
     names: set[str] = set()
     for number, group in enumerate(config.groups):
         yield from (f"group {number}: {fault}" for fault in _faults_of_group(group))
         if shared := names & set(group.layers):
-            yield f"layer {min(shared)!r} is in two groups"
+            yield f"layer {min(shared)!r} is in two groups: each layer belongs to one"
         names |= set(group.layers)
 
 
 def _faults_of_group(group: GroupConfig) -> Iterator[str]:
     if not group.layers or len(set(group.layers.values())) != len(group.layers) or min(group.layers.values()) < 0:
-        yield "layers must have different numbers from 0 on, and be at least one"
+        yield "layers: at least one layer is needed, each with a number of its own, 0 or more"
     if group.block_size < 1 or group.kernel_block_size < 0 or group.block_size % max(group.page_size, 1):
-        yield f"blocks of {group.block_size} tokens, kernel blocks of {group.kernel_block_size}: must divide"
+        yield (
+            f"block_size is {group.block_size} and kernel_block_size {group.kernel_block_size}: "
+            "a positive size is needed, and a multiple of the kernel's unless that is 0"
+        )
     if (group.kind == "sliding_window") != (group.window > 0):
-        yield f"kind {group.kind!r} with a window of {group.window} tokens"
+        yield f"window is {group.window} with kind {group.kind!r}: 'sliding_window' needs more than 0, others need 0"
     if group.num_kv_heads < 1 or (group.kind == "mla" and group.num_kv_heads != 1):
-        yield f"{group.num_kv_heads} heads of kind {group.kind!r}"
+        yield f"num_kv_heads is {group.num_kv_heads} with kind {group.kind!r}: 1 or more is needed, and 1 for 'mla'"
     if not group.is_state and group.head_dim < 1:
-        yield f"heads of {group.head_dim} elements, at least 1 is needed"
+        yield f"head_dim is {group.head_dim}: 1 or more is needed"
     if not group.is_state and not {"page", "token"} <= set(group.axes.split(",")) <= _AXES:
-        yield f"layout {group.layout!r} is none of {', '.join(LAYOUTS)}, nor axes such as {SPLIT_HND!r}"
+        yield f"layout is {group.layout!r}: one of {', '.join(LAYOUTS)} is needed, or axes such as {SPLIT_HND!r}"
     if group.is_state != bool(group.state):
-        yield f"kind {group.kind!r} with {len(group.state)} parts of a state"
+        yield f"state has {len(group.state)} parts with kind {group.kind!r}: 'mamba' needs parts, others need none"
     for part in group.state:
         if part.units < 1 or part.width < 1 or part.tensor < 0:
-            yield f"{part.kind!r} has {part.units} units of {part.width} channels"
+            yield (
+                f"part {part.kind!r} has {part.units} units of {part.width} channels in tensor {part.tensor}: "
+                "at least 1 unit, 1 channel and tensor 0 are needed"
+            )

@@ -104,7 +104,7 @@ class WorkerBook:
         if set(sizes) != {len(self._groups)}:
             raise InvalidTransferError(f"{where}: got blocks for {sizes} groups; there are {len(self._groups)}")
         if start < 0:
-            raise InvalidTransferError(f"{where}: tokens {start} to {stop} are no range to load")
+            raise InvalidTransferError(f"{where}: the load starts at token {start}: 0 or more is needed")
         return [
             self._pages_of(f"{where}: group {number}", number, asked, start, stop)
             for number in range(len(self._groups))

@@ -405,7 +405,8 @@ class PageExchange:
         named = [(copies, copier.tables), *((copies, (table,)) for table, copies in copier.from_others())]
         if len(sources) != len(named):
             raise InvalidRequestError(
-                f"request {pending.request_id!r}: {len(sources)} sources, its import has tables of {len(named)}"
+                f"request {pending.request_id!r}: got {len(sources)} sources, but its import has the block tables of "
+                f"{len(named)}"
             )
         thread = self.threads[int(pending.replica_idx)]
         if len(sources) == 1:

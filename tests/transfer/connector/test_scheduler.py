@@ -408,5 +408,5 @@ def test_readers_are_told_the_name_they_can_reach(make: Any) -> None:
 def test_a_rank_that_there_is_not_is_refused(make: Any) -> None:
     with pytest.raises(InvalidTransferError, match="got the output of rank 1; there are ranks 0 to 0"):
         make().update(1, WorkerOutput())
-    with pytest.raises(InvalidEngineError, match="tp_rank is 0, the range is 0 to -1"):
+    with pytest.raises(InvalidEngineError, match="tp_rank is 0: 0 to -1 is needed"):
         make(tp=0)

@@ -119,7 +119,7 @@ def test_too_few_blocks_are_not_nothing() -> None:
     ("request_", "message"),
     [
         (asked(((1,), (2,)), (0, 8)), r"got blocks for \[2, 2\] groups; there are 1"),
-        (asked(((1,),), (-8, 8)), "tokens -8 to 8"),
+        (asked(((1,),), (-8, 8)), "the load starts at token -8"),
     ],
 )
 def test_what_does_not_fit_is_an_error_of_its_request(request_: LoadRequest, message: str) -> None:
