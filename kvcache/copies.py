@@ -154,10 +154,10 @@ class _Mark:
 
 
 class Copy:
-    """One copy of pages between memories. `PageMover` says when it begins.
+    """A copy of pages from one memory to another. A device may run it beside the calling thread.
 
-    `make` makes or launches the copy, and returns a mark for each device that runs it beside the calling thread. If an
-    exception interrupts it, the copy has not begun.
+    `make` makes or launches the copy, and returns a mark for each device that runs it. If an exception interrupts it,
+    the copy has not begun.
     """
 
     def __init__(self, make: Callable[[], Sequence[_Mark]]) -> None:
@@ -166,7 +166,7 @@ class Copy:
         self.begun = False
 
     def begin(self) -> None:
-        """Begin the copy. A no-op if it has begun. Returns after its end if no device runs it."""
+        """Begin the copy, which is over on return if no device runs it. A no-op if it has begun."""
         if not self.begun:
             self._marks = self._make()
             self.begun = True
@@ -195,11 +195,11 @@ class PageMover:
     the number of bytes copied for each page. Pages may lie further apart, and slots may be parts of larger ones, with
     other data between them.
 
-    A GPU copies between pages and pinned slots on a stream of its own, in order with `stream` (None: the current one),
-    beside the calling thread. So every copy begins at once.
+    A GPU copies between pages and pinned slots on a stream of its own, in order with `stream` (None: the current one).
+    Every copy begins at once, and runs beside the calling thread.
 
-    On the CPU the calling thread copies, at the rate of memcpy. Copies to pages begin only when they are needed, so
-    that those for a request which is given up cost nothing. A second thread was rejected: it releases the GIL while it
+    On the CPU the calling thread copies, at the rate of memcpy. A copy to pages begins only when it is needed, so that
+    it costs nothing if its request is given up. A second thread was rejected: it releases the GIL while it
     copies, but whenever it takes the GIL back, the loop may wait for a scheduler tick. One of a hundred steps of 0.2 ms
     then took 4.3 ms (two cores, decode steps of 64 and 1,024 requests). A thread also saves no work if the model runs
     on the same cores.

@@ -1,4 +1,4 @@
-"""The host tier: pages in host memory, and the part of one replica in it.
+"""The host tier: pages in host memory, the side of one replica, and the form of all tiers below.
 
 A page that a replica publishes is copied into a host slot soon after (write-through). If a prompt's pages have left the
 device, they are copied back from there. Slots are managed like device pages: a `PagePool` says which are published,
@@ -62,25 +62,25 @@ class HostTier:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class HostCopy:
-    """Pages that are copied into host slots, or back from there. Until that is over, both are held.
+    """Pages that are copied into host slots or back. Pages and slots are held until the copy is over.
 
-    Pages that come back for a row are found by no other request. Others are published when the copy is over.
+    No other request finds pages that come back for a row, and none may read them before.
     """
 
     pages: Pages
     slots: Slots
-    digests: Digests  # to be published when the copy is over; empty for pages that come back for a row
+    digests: Digests  # published when the copy is over; empty for pages that come back for a row
     copy: Copy
 
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """Work of a thread of a tier, which returns what the loop's thread does next."""
+    """A read, a write or a question of a lower tier, which one of its threads does."""
 
-    work: Future[Callable[[], None]]
+    work: Future[Callable[[], None]]  # returns what the loop's thread does with the result
     slots: Slots  # held until the work is over
     names: Sequence[bytes] = ()  # objects that are looked up or read
-    dropped: bool = False  # whether its result counts no more
+    dropped: bool = False  # whether the result is not wanted any more
 
     def over(self) -> bool:
         """Whether the work has ended. Never waits."""
@@ -91,7 +91,7 @@ class Job:
         wait([self.work], seconds)
 
     def drop(self) -> None:
-        """Do nothing with the result."""
+        """Let the result be ignored."""
         self.names, self.dropped = (), True
 
 
@@ -217,11 +217,11 @@ class LowerTier:
         slots: Slots = NO_SLOTS,
         names: Sequence[bytes] = (),
     ) -> None:
-        """Let a thread work. Then the loop's thread passes the result to `take`, or an `OSError` to `_fail`."""
+        """Let a thread run `work`. The loop's thread then passes the result to `take`, or an `OSError` to `_fail`."""
         thread.jobs.append(Job(thread.submit(self._work, work, take), slots, names))
 
     def _work(self, work: Callable[[], _T], take: Callable[[_T], None]) -> Callable[[], None]:
-        """Runs in a thread of the tier."""
+        """Runs in a thread of the tier, and returns what the loop's thread does next."""
         try:
             return partial(take, work())
         except OSError as error:
@@ -241,7 +241,7 @@ class LowerTier:
 
 
 def nothing() -> None:
-    """The rest of work that leaves nothing to do."""
+    """The work of a thread, or what the loop's thread does with its result, where there is nothing to do."""
 
 
 def _of_one_table(digests: Digests) -> Digests:

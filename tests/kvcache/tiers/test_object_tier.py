@@ -87,6 +87,17 @@ def test_what_waits_to_be_written_is_given_up_with_a_store_that_fails(served: Ma
     assert not objects_of(it)._queue
 
 
+def test_what_is_queued_behind_a_call_that_fails_is_not_tried(served: Make, store: StoredObjects) -> None:
+    store.fails = True
+    store.may.clear()
+    it = served()  # it asks for the epoch
+    objects_of(it)._ask([b"object"])
+    store.may.set()
+    settled(it)
+    assert store.calls == ["exist"]
+    assert (it.manager.metrics.object_store_failures, objects_of(it)._busy) == (1, {})
+
+
 def test_what_is_cut_short_is_not_taken_for_what_was_read_before(served: Make, store: StoredObjects) -> None:
     it = served()
     it.serve(PROMPT)
