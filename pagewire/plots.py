@@ -47,7 +47,7 @@ def pyplot() -> Any:
 
 
 def figure(columns: int, heights: Sequence[float] = (1.0,)) -> tuple[Any, Sequence[Sequence[Any]]]:
-    """Returns a figure and its panels, row by row, with the given heights. A row of height above 1 has one panel."""
+    """Returns a figure and its panels, row by row, with these heights. A row higher than 1 is a single panel."""
     plt = pyplot()
     made = plt.figure(figsize=(WIDTH, HEIGHT * sum(heights)), layout="constrained")
     grid = made.add_gridspec(len(heights), columns, height_ratios=heights)

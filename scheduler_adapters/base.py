@@ -155,8 +155,9 @@ class PagesAhead(Pages, Protocol):
 
 
 class PulledPages(Pages, Protocol):
-    """Pages that may also be filled from another process: claim, import, read, commit; then run like any request.
+    """Pages that may also be read from another process.
 
+    A request is claimed, its pages are imported and read, and the import is committed. It then runs like any other.
     An import never covers the request's last known token: decode runs that token itself to get its first logits. So the
     context must know at least one more token than the table covers, for example the one that prefill has sampled.
     """

@@ -2,7 +2,7 @@
 
 Each `step` does five things, in this order:
 
-    reserve   the pages that every running request adds; if pages are short, the newest request is preempted
+    reserve   pages for the next tokens of every running request; if pages are short, the newest one is preempted
     admit     waiting requests, oldest first, while rows and pages last
     plan      the tokens of each request: one if it decodes; prompts share the rest of the budget
     run       fetch, model, update, step

@@ -52,7 +52,7 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """Deal out cases before tests are selected by mark, and sort the selected tests.
+    """Chooses the cases of each test before tests are selected by mark, and sorts the selected tests.
 
     Workers begin with the files that have slow tests, so that no worker runs a slow file alone at the end.
     """

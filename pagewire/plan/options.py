@@ -30,7 +30,7 @@ class PlanOptions:
     memory: int = option(
         "BYTES", num_bytes(1, _MOST_BYTES), MISSING, "memory of each device for pages: 40GiB, 40e9, ...", required=True
     )
-    devices: int = option("N", whole(1, _MOST_DEVICES), 8, "devices of a host, divided in every TP x DP")
+    devices: int = option("N", whole(1, _MOST_DEVICES), 8, "devices of a host; every division into TP x DP is shown")
     tp: int | None = option("N", whole(1, _MOST_DEVICES), None, "devices of a replica (default: all of them)")
     prefill_tp: int | None = option(
         "N",

@@ -81,10 +81,10 @@ class TraceQuestion:
 
     @property
     def divided(self) -> BlockPages:
-        """The division of a block of the trace into pages.
+        """The number of pages into which the replay divides a block of the trace.
 
-        Without a state it is one page. With a state, it is the fewest pages for which rounding the state up to whole
-        pages adds at most 5 %, but no more than a block has in a server.
+        It is one page for a model without a state. A state takes whole pages. So with a state, a block is divided into
+        as few pages as make this rounding add at most 5 %, but never into more pages than a server has for a block.
         """
         block, most = self.choice.token_bytes * self.block_tokens, self.block_tokens // self.page_size
         if not self.choice.state_bytes:

@@ -30,7 +30,7 @@ class ReplayOptions:
         "KIND",
         str,
         "none",
-        "hints from the trace's future: none, true, inverted, wrong=SHARE",
+        "hints made from the trace's future: none, true, inverted, wrong=SHARE",
     )
     routing: Literal["prefix", "least-loaded", "round-robin"] = option(
         "RULE", str, "prefix", "prefix, least-loaded or round-robin", choices=("prefix", "least-loaded", "round-robin")

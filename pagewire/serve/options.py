@@ -66,7 +66,7 @@ class ServeOptions:
     name: str | None = option(
         "NAME", plain, None, "name of a prefill or decode process, unique in the fleet (default: made up)", rare=True
     )
-    secret: str | None = option("SECRET", plain, None, "secret of the fleet: file:PATH, env:NAME, or itself")
+    secret: str | None = option("SECRET", plain, None, "secret of the fleet: file:PATH, env:NAME or plain text")
     keyring: Path | None = option(
         "FILE", input_path, None, "file with this process's keys, in place of a secret", rare=True
     )

@@ -27,7 +27,7 @@ class TopOptions:
     json: Path | None = option("FILE", output_file, None, "write one look at each process to this file, and end")
     play: Path | None = option("FILE", input_path, None, "play a recording, in place of addresses")
     speed: float = option("X", number(0, 1000), 1.0, "speed of playing, in seconds per second", rare=True)
-    secret: str | None = option("SECRET", plain, None, "secret of the fleet: file:PATH, env:NAME, or itself")
+    secret: str | None = option("SECRET", plain, None, "secret of the fleet: file:PATH, env:NAME or plain text")
     keyring: Path | None = option(
         "FILE", input_path, None, "file with this process's keys, in place of a secret", rare=True
     )

@@ -90,7 +90,10 @@ def span_of(num_pages: int, places: int, zoom: int = 0, centre: float = 0.5) -> 
 
 @lru_cache
 def _packed(light: bool) -> NDArray[np.uint64]:
-    """Returns the colour for each value of a cell's low bits, 20 bits per channel; then those for hidden cells."""
+    """Returns a table of colours by a cell's low bits (state and age), packed with 20 bits per channel.
+
+    Its second half has the colours of cells that a filter hides.
+    """
     palette = LIGHT if light else DARK
     table, ground = np.zeros((2, _LOW, 3)), np.array(palette.ground)
     for state, colour in palette.states.items():

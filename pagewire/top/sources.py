@@ -109,9 +109,9 @@ class PlayedSource:
         return self._heard[first : self._next]
 
     def seek(self, seconds: float) -> None:
-        """Sets the position.
+        """Moves to another position. The next poll returns all looks from the beginning up to it.
 
-        The caller must start with new followed state; the next poll returns all looks up to it.
+        The caller must therefore forget what earlier looks have told it.
         """
         self.position = min(self.length, max(0.0, seconds))
         self._next = 0

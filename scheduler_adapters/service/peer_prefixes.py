@@ -46,9 +46,9 @@ others describe the last source: "stale" (it has no more than we have), "unanswe
 """
 FETCH_OUTCOMES: tuple[FetchOutcome, ...] = get_args(FetchOutcome)
 
-_ASK_S = 1.0  # the time for sources to answer between two stretches, because a source may be in the middle of a step
+_ASK_S = 1.0  # how long all sources of one stretch together may take to answer; a source may be busy with a step
 _AT_ONCE = 4  # sources asked at once
-# bounds of the time that the other sources get to answer once one has lent pages
+# once one source has lent pages, the others get a time within these bounds to answer
 _LEAST_WAIT_S, _MOST_WAIT_S = 5e-3, 0.05
 _PULL_S = 5.0  # in seconds, for one stretch
 _DROPPED, _USELESS = "its request was dropped", "its pages cannot be used here"
@@ -145,7 +145,7 @@ class PeerPrefixes:
     def begin(self, request: Request, context: TextContext, sources: Sequence[msg.KVSource]) -> bool:
         """Starts to ask for a prompt that is not claimed.
 
-        False if there is nothing to ask for or computing is quicker.
+        Returns False if there is nothing to ask for, or if computing is quicker.
         """
         if not sources:
             return False

@@ -26,7 +26,7 @@ def reserve(
     last: bool = True,
     others: Sequence[BlockTable] = (),
 ) -> PendingImport | None:
-    """Takes a row, and pages for what the source of `table` has by now. Returns None if either is short.
+    """Takes a row, and pages for the tokens in the source's `table`. Returns None if there are too few of either.
 
     Raises:
         BlockTableMismatchError, PromptTooLongError, SequenceTooLongError: the request can never be imported.

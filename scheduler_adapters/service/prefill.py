@@ -206,7 +206,7 @@ class PrefillScheduler:
             case msg.Prefill() | msg.Cancel():
                 self._send(sender, msg.Rejected(reason="say Hello first", stranger=True))
             case _:
-                pass  # `Rejected` is never answered, or two processes would reject each other for ever
+                pass  # `Rejected` is never answered; otherwise two processes could reject each other for ever
 
     def _reject(self, sender: bytes, reason: str) -> None:
         self.counts["malformed"] += 1

@@ -56,7 +56,7 @@ class TimeByTokens:
         self.taken_s = 0.0
         self.misjudged_s = 0.0
         self._terms = terms
-        # By bit length of the token count: token counts, terms, and the seconds that they usually take.
+        # For each bit length of a token count, the latest measurements: tokens, terms, and seconds at the usual speed.
         self._measured: dict[int, deque[tuple[int, tuple[float, ...], float]]] = {}
         self._fit: list[float] = []  # the coefficients; empty until they are needed
         # For the latest measurements: log(time / usual time), and |log(time / estimated time)|.

@@ -1,4 +1,4 @@
-"""The data of a service's process that watchers see beside its pages: phases, leases, pulls and totals."""
+"""Reports a process of the service to `pagewire top`: pages, phases of requests, leases, pulls and totals."""
 
 from __future__ import annotations
 

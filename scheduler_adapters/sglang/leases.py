@@ -1,4 +1,4 @@
-"""The prefill side: a lease over each room's pages, from their computation until decode has read them."""
+"""The prefill side of our SGLang transfer: leases each room's pages until decode has read them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decode side: asks prefill for each room, and reads its pages into those of this rank."""
+"""The decode side of our SGLang transfer: asks prefill for each room, and reads its pages into those of this rank."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class RoomPulls:
         self._told = told
         self._numbers = itertools.count()
         self._rooms: dict[int, _WantedRoom] = {}
-        # Rooms with a held or loading source, including those that were given up.
+        # Rooms whose lease at prefill is renewed or being read, also those that were given up meanwhile.
         self._open: dict[str, _WantedRoom] = {}
 
     @property

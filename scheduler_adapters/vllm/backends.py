@@ -152,7 +152,10 @@ def _contents(
 
 
 def _keys_and_values(spec: Any) -> str:
-    """Names the contents. If the sizes differ they are named too, because a head's content is then not split."""
+    """Returns a name for pages with keys and values, for comparison with the other side.
+
+    It includes the sizes of keys and values if these differ, because both sides then need the same sizes.
+    """
     values = getattr(spec, "head_size_v", None) or spec.head_size
     return "keys and values" if values == spec.head_size else f"keys of {spec.head_size} and values of {values}"
 

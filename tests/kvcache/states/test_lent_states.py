@@ -137,7 +137,7 @@ def test_what_was_imported_and_never_ran_here_is_found(slabs: bool) -> None:
 
 
 def brought(it: ServedStates) -> int:
-    """How often a reader has to ask until nothing is being loaded."""
+    """Asks as a reader does, until no page is being loaded any more. Returns how often it has asked."""
     asked, deadline = 0, time.monotonic() + 10
     while it.manager.contents.bring("theirs", 0, wanted(it), 100):
         it.manager.check()
