@@ -14,7 +14,7 @@ import msgspec
 
 from kvcache.arguments import integer, shown
 from kvcache.arguments import number as finite
-from transfer.errors import InvalidEngineError
+from transfer.errors import InvalidEngineError, InvalidTransferError
 from transfer.plan.shapes import (
     BLOCKS_FIRST_HND,
     BLOCKS_FIRST_NHD,
@@ -254,6 +254,13 @@ def check_config(config: WorkerConfig) -> WorkerConfig:
     AllowedPeers(config.allowed_peers)
     fleet_keys(where, config.secret, config.key)
     return config
+
+
+def check_groups(where: str, groups: Sequence[GroupConfig], *given: Sequence[object]) -> None:
+    """Raises `InvalidTransferError` unless each of these lists has one entry for each group."""
+    for one in given:
+        if len(one) != len(groups):
+            raise InvalidTransferError(f"{where}: got blocks for {len(one)} groups; there are {len(groups)}")
 
 
 def check_endpoint(name: str, value: object) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from transfer.connector.config import GroupConfig, WorkerConfig, check_config, check_endpoint
+from transfer.connector.config import GroupConfig, WorkerConfig, check_config, check_endpoint, check_groups
 from transfer.connector.metadata import ConnectorMetadata, LoadRequest, Progress, SendRequest, WorkerOutput, as_blocks
 from transfer.connector.transfer_params import TransferParams, params_of, pointer_in, read_params
 from transfer.errors import HandshakeError, InvalidLeaseError, InvalidTransferError, TransferParamsError
@@ -266,10 +266,7 @@ class NixlConnectorScheduler:
             raise InvalidLeaseError(f"request {request_id!r}: it has no valid lease: {reason}")
         groups = self.config.groups
         firsts = tuple(first_blocks) or (0,) * len(groups)
-        if len(block_ids) != len(groups) or len(firsts) != len(groups):
-            raise InvalidTransferError(
-                f"request {request_id!r}: got blocks for {len(block_ids)} groups; there are {len(groups)}"
-            )
+        check_groups(f"request {request_id!r}", groups, block_ids, firsts)
         if len(prompt.token_ids) < num_tokens:
             raise InvalidTransferError(
                 f"request {request_id!r}: got pages for {num_tokens} tokens, but its prompt has {len(prompt.token_ids)}"
@@ -373,10 +370,7 @@ class NixlConnectorScheduler:
         if load is not None and (load.asked.local_block_ids or load.failed):
             raise InvalidTransferError(f"request {request_id!r}: its load has not ended on every rank yet")
         firsts = tuple(first_blocks) or tuple(num_computed_tokens // group.block_size for group in groups)
-        if len(block_ids) != len(groups) or len(firsts) != len(groups):
-            raise InvalidTransferError(
-                f"request {request_id!r}: got blocks for {len(block_ids)} groups; there are {len(groups)}"
-            )
+        check_groups(f"request {request_id!r}", groups, block_ids, firsts)
         asked = LoadRequest(
             wanted=wanted,
             local_block_ids=as_blocks(block_ids),

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from transfer.connector.cache_layout import Cache, cache_layout
-from transfer.connector.config import WorkerConfig, check_config
+from transfer.connector.config import WorkerConfig, check_config, check_groups
 from transfer.connector.host_buffer import CopyBlocks, HostBuffers, needs_host_buffer
 from transfer.connector.metadata import ConnectorMetadata, LoadRequest, WorkerOutput
 from transfer.connector.worker_book import WorkerBook
@@ -234,10 +234,7 @@ class NixlConnectorWorker:
         if self._host is None:
             return
         for request_id, groups in metadata.reqs_to_save.items():
-            if len(groups) != len(self.config.groups):
-                raise InvalidTransferError(
-                    f"request {request_id!r}: got blocks for {len(groups)} groups; there are {len(self.config.groups)}"
-                )
+            check_groups(f"request {request_id!r}", self.config.groups, groups)
             for number, blocks in enumerate(groups):
                 self._host.save(number, self._pages(number, blocks))
 

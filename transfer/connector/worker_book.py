@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from transfer.connector.config import GroupConfig
+from transfer.connector.config import GroupConfig, check_groups
 from transfer.connector.metadata import ConnectorMetadata, LoadRequest, WorkerOutput
 from transfer.errors import InvalidTransferError
 from transfer.plan.page_lists import BlocksOfGroup, kernel_pages
@@ -100,9 +100,7 @@ class WorkerBook:
         return found
 
     def _pages(self, where: str, asked: LoadRequest, start: int, stop: int) -> list[BlocksOfGroup]:
-        sizes = [len(found) for found in (asked.local_block_ids, asked.first_blocks)]
-        if set(sizes) != {len(self._groups)}:
-            raise InvalidTransferError(f"{where}: got blocks for {sizes} groups; there are {len(self._groups)}")
+        check_groups(where, self._groups, asked.local_block_ids, asked.first_blocks)
         if start < 0:
             raise InvalidTransferError(f"{where}: the load starts at token {start}: 0 or more is needed")
         return [
