@@ -34,7 +34,7 @@ ONE_OF = tuple(
 )
 """Features that exclude each other. For example, steps cannot be fetched ahead with recurrent states."""
 
-_STATES = "partial_reuse_min_tokens is given, and states: a recurrent state is of whole pages"
+_STATES = "it must be 0 with states, because a state is kept only after whole pages"
 REFUSED: dict[frozenset[str], str] = {
     **{frozenset({"partial", one}): _STATES for one in ("states apart", "states in slabs")},
 }
