@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from kvcache import FUTURE_TOKEN, InvalidRequestError, Retention, SequenceTooLongError, TextContext
-from kvcache.replica.context import hasher_of, read_context
+from kvcache.replica.context import ReadContext, hasher_of, read_context
 from kvcache.replica.hashing import PrefixHasher
 
 
-def indices(context: TextContext) -> tuple[int, int, int]:
+def indices(context: Any) -> tuple[int, int, int]:
     return context.start_idx, context.active_idx, context.end_idx
 
 
@@ -135,6 +135,115 @@ def test_a_hasher_kept_for_other_keys_is_not_used() -> None:
         assert other.extra_keys == (keys or ())
         fresh = PrefixHasher("sha256", 4, None, keys).digests(np.arange(8), 0, 2)
         assert (other.digests(np.arange(8), 0, 2) == fresh).all()
+
+
+class Own:
+    """A caller's own context of ten tokens, which has the given attributes and moves as told."""
+
+    def __init__(self, moves: Callable[[Own, int, int], None] | None = None, **others: Any) -> None:
+        self.__dict__ |= {"request_id": "own", "tokens": np.arange(10), "start_idx": 2, "active_idx": 6, "end_idx": 10}
+        self.__dict__ |= others
+        self._moves = moves
+
+    def set_token_indices(self, start_idx: int, active_idx: int) -> None:
+        if self._moves is not None:
+            self._moves(self, start_idx, active_idx)
+        self.start_idx, self.active_idx = start_idx, active_idx
+
+
+def read_of(own: Own) -> ReadContext:
+    return ReadContext(own)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("hint", [None, "soon", Retention(True)])
+def test_a_snapshot_has_only_a_hint_that_is_one(hint: object) -> None:
+    assert read_of(Own(retention=hint)).hint == (hint if isinstance(hint, Retention) else None)
+    assert read_of(Own()).hint is None
+
+
+def test_a_snapshot_carries_a_hasher_as_its_context_does() -> None:
+    kept, other = PrefixHasher("sha256", 4, None, ()), PrefixHasher("sha256", 4, "a", ())
+    own = Own(prefix_hasher=kept)
+    read = read_of(own)
+    assert read.prefix_hasher is kept
+    read.prefix_hasher = other
+    assert read.prefix_hasher is own.prefix_hasher is other
+    assert read_of(Own(prefix_hasher="none")).prefix_hasher is None
+    without = read_of(Own())
+    without.prefix_hasher = kept
+    assert without.prefix_hasher is None
+    assert not hasattr(without.own, "prefix_hasher")
+
+    class Fixed(Own):
+        @property
+        def prefix_hasher(self) -> PrefixHasher:
+            return kept
+
+    fixed = read_of(Fixed())
+    assert fixed.prefix_hasher is kept
+    for _ in range(2):
+        fixed.prefix_hasher = other
+        assert fixed.prefix_hasher is None, "the manager has to keep it"
+
+
+def test_a_snapshot_moves_its_context() -> None:
+    own = Own()
+    read = read_of(own)
+    read.run_from(4, 8)
+    assert indices(read) == indices(own) == read.indices == (4, 8, 10)
+    assert not read.refused
+
+
+def refuses_at_once(_own: Own, _start: int, _active: int) -> None:
+    raise RuntimeError("not now")
+
+
+def refuses_half_moved(own: Own, start: int, _active: int) -> None:
+    if start != 2:
+        own.start_idx, own.active_idx = start, 9
+        raise RuntimeError("not now")
+
+
+def refuses_for_good(own: Own, start: int, _active: int) -> None:
+    if own.start_idx == 2:
+        own.start_idx = start
+        raise RuntimeError("not now")
+    raise ValueError("nor back")
+
+
+def test_a_context_that_refuses_to_move_is_set_back() -> None:
+    for refuses in (refuses_at_once, refuses_half_moved):
+        own = Own(refuses)
+        read = read_of(own)
+        with pytest.raises(RuntimeError, match="not now"):
+            read.run_from(4, 8)
+        assert indices(own) == (2, 6, 10)
+        assert read.refused
+    stuck = read_of(Own(refuses_for_good))
+    with pytest.raises(ValueError, match="nor back"):
+        stuck.run_from(4, 8)
+    assert not stuck.refused
+
+
+def test_a_context_that_moves_elsewhere_is_refused() -> None:
+    class Elsewhere(Own):
+        def set_token_indices(self, start_idx: int, active_idx: int) -> None:
+            self.start_idx, self.active_idx = start_idx + 1, active_idx
+
+    with pytest.raises(InvalidRequestError, match=r"'own': set_token_indices\(4\) left start_idx at 5"):
+        read_of(Elsewhere()).run_from(4, 8)
+
+
+def test_a_context_that_is_moved_leaves_its_batch() -> None:
+    tokens = [1, 2, 3]
+    leading, context = Leading({0: tokens}), TextContext(tokens, 64, "r")
+    leading.contexts[0] = context
+    context.follow(leading, 0)
+    tokens.append(4)
+    context.run_from(1, 3)
+    assert leading.lost == [(0, 3)]
+    tokens.append(5)
+    assert indices(context) == (1, 3, 4)
 
 
 def test_a_callers_tokens_beyond_its_last_known_one_are_not_looked_up(make: Any) -> None:

@@ -206,3 +206,22 @@ def test_whatever_hashers_take_in_whatever_way_agrees_with_hashlib(
     steps: list[tuple[str, int]], page_size: int, salt: str | None, keys: ExtraKeys, seed: int
 ) -> None:
     check_walk(steps, page_size, salt, keys, seed)
+
+
+def test_a_hasher_fits_only_what_it_was_made_for() -> None:
+    hasher, keys = PrefixHasher("sha256", 4, "a", ((1, b"k"),)), ((1, b"k"),)
+    assert hasher.fits("sha256", 4, ("a", keys))
+    assert not hasher.fits("xxh3_128", 4, ("a", keys))
+    assert not hasher.fits("sha256", 8, ("a", keys))
+    assert not hasher.fits("sha256", 4, (None, keys))
+    assert not hasher.fits("sha256", 4, ("a", ()))
+
+
+def test_an_interrupted_hasher_begins_anew() -> None:
+    hasher, tokens = PrefixHasher("sha256", 4, "a", ((5, b"k"),)), np.arange(16)
+    right = hasher.digests(tokens, 0, 4)
+    hasher.known[:] = hasher.known[:32]
+    hasher.running = None  # as if it was interrupted while it hashed the second page
+    assert (hasher.digests(tokens, 0, 4) == right).all()
+    hasher.running = None
+    assert (hasher.copy().digests(tokens, 0, 4) == right).all()
