@@ -122,7 +122,10 @@ class PagePool:
         return False
 
     def make_room(self, *, moving: bool) -> bool:  # noqa: ARG002 - all pages are here
-        """Whether a page can be allocated now, perhaps by evicting one. `moving`: pages of the other may be moved."""
+        """Whether a page can be allocated now, perhaps by evicting one.
+
+        `moving`: held pages of the other pool may be moved for it.
+        """
         return self.free_count > 0
 
     # ---- holders and writers

@@ -36,7 +36,7 @@ class NoQuotas:
         return order
 
     def ownerless(self, pages: Pages) -> NDArray[np.bool_]:
-        """Which of `pages` have no tenant, though a tenant may be named for them."""
+        """Which of `pages` still lack a tenant. Without quotas no page does."""
         return np.zeros(len(pages), np.bool_)
 
     def clear(self) -> None:
@@ -198,7 +198,7 @@ class TenantQuotas(NoQuotas):
 class QuotaOrder(OverOrder):
     """Wraps `order`: pages above the `quotas` are evicted before any page of `order`.
 
-    With `slab_pages` its pages are slabs of so many pages of another pool, whose quotas these are.
+    With `slab_pages` its pages are slabs, each of that many pages of another pool. The quotas are those of that pool.
     """
 
     def __init__(self, order: EvictionOrder, quotas: TenantQuotas, slab_pages: int = 0) -> None:

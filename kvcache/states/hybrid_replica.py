@@ -43,7 +43,8 @@ class HybridReplica(Replica):
     reads (from `fetch` to `step`), or that a lease, an import or a block table names, are never moved.
 
     Attributes:
-        moves: records which pages a slab of states must not move; with slabs, the caller sets it.
+        moves: moves held pages to make room for slabs, and records which ones must stay. The caller sets it if there
+            are slabs.
     """
 
     state_groups = 1

@@ -38,7 +38,7 @@ class KeptStates:
         self._stops: list[tuple[int, ...]] = [()] * len(replica.rows.request_ids)  # by row, see `Reservation.stops`
 
     def begin(self, row: int) -> None:
-        """Forget the former request of the row, or what was known about the present one."""
+        """Forget the stops of the row's request, or of the one before it."""
         self._stops[row] = ()
 
     def planned(self, row: int, context: SafeContext, plan: Reservation) -> Reservation:
