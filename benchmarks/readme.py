@@ -240,7 +240,7 @@ def asked(result: Row) -> str:
 
 PROCESSES = (
     Line(
-        "hits of two prefill processes on a trace: one cache of both / by decode's guess / by Dynamo / in turns",
+        "cached prompt tokens with two prefill processes: one cache / by decode's guess / by Dynamo / in turns",
         "count",
         "placement",
         placed,
@@ -251,27 +251,27 @@ PROCESSES = (
         "handover",
         handed("chunkwise"),
     ),
-    Line("the same, pulled when all has run", "minimum", "handover", handed("whole")),
+    Line("the same, pulled after the whole prompt has run", "minimum", "handover", handed("whole")),
     Line(
-        "what two processes add to the first token: in all / hand-over; to the second: in all / pull",
+        "time that two processes add to the first token / of it hand-over; to the second / of it pull",
         "median",
         "first_token",
         first_tokens,
     ),
     Line(
-        "first token of 256; 3,072 tokens that another prefill process has: computed / pulled",
+        "first token of a prompt of 256; 3,072 tokens cached at another prefill process: computed / pulled",
         "median",
         "prefix_peers",
         from_a_peer,
     ),
     Line(
-        "right choices, of those beyond noise, mean loss: one host; 100 Mbit/s",
+        "pull or compute: right choices, right clear choices, mean loss; on one host; over 100 Mbit/s",
         "share",
         "prefix_peers",
         chosen_ways,
     ),
     Line(
-        "to ask a process for 128; 8,192 pages by what they hold: processor time of its loop / of the asker's",
+        "question for 128; 8,192 pages by content: processor time of the source's loop / of the asker's loop",
         "median",
         "asking",
         asked,
@@ -290,22 +290,27 @@ PROCESSES = (
         columns_of("pagewire", "ratio", *_LARGE),
     ),
     Line("the same per second of processor time", "mean", "pull", columns_of("pagewire", "cpu_ratio", *_LARGE)),
-    Line("pull 256 / 16 pages of 64 KiB, times its rate", "minimum", "pull", columns_of("pagewire", "ratio", *_SMALL)),
+    Line(
+        "pull 256 / 16 pages of 64 KiB, times the rate of `process_vm_readv`",
+        "minimum",
+        "pull",
+        columns_of("pagewire", "ratio", *_SMALL),
+    ),
     Line("the same per second of processor time", "mean", "pull", columns_of("pagewire", "cpu_ratio", *_SMALL)),
     Line(
-        "NIXL by itself as shipped, no lease and no fence: 2,048 pages of 64 / 256 KiB, times the same rate",
+        "NIXL alone with default settings, no lease, no fence: 2,048 pages of 64 / 256 KiB, times the same rate",
         "minimum",
         "pull",
         columns_of("nixl as shipped", "ratio", *_LARGE),
     ),
     Line(
-        "NIXL by itself, set as ours is, no lease and no fence: the same",
+        "the same with our settings",
         "minimum",
         "pull",
         columns_of("nixl as ours", "ratio", *_LARGE),
     ),
     Line(
-        "pull one page of 64 KiB, fence included; of it the fence",
+        "pull one page of 64 KiB with the fence; the fence alone",
         "minimum",
         "pull",
         lambda result: (
@@ -314,13 +319,13 @@ PROCESSES = (
         ),
     ),
     Line(
-        "pull 2,048 pages of 64 KiB: what the fence adds",
+        "share that the fence adds to a pull of 2,048 pages",
         "minimum",
         "pull",
         lambda result: f"{figure(result, 'fence of 2,048 pages of 64 KiB'):.1f} %",
     ),
     Line(
-        "pull 2,048 blocks of 64 layers apart (131,072 runs): whole / until the call returns",
+        "pull 2,048 blocks of 64 separate layers (131,072 runs): whole pull / until the call returns",
         "minimum",
         "pull",
         lambda result: some(
@@ -329,9 +334,9 @@ PROCESSES = (
             unit="ms",
         ),
     ),
-    Line("the same by vLLM's connector, as it comes", "minimum", "pull", blocks("vLLM")),
-    Line("the same by vLLM's connector, in huge pages, too", "minimum", "pull", blocks("vLLM, huge pages")),
-    Line("the same by vLLM's connector, and UCX set as ours is", "minimum", "pull", blocks("vLLM, UCX as ours")),
+    Line("the same by vLLM's connector with default settings", "minimum", "pull", blocks("vLLM")),
+    Line("the same by vLLM's connector in huge pages", "minimum", "pull", blocks("vLLM, huge pages")),
+    Line("the same by vLLM's connector with our UCX settings", "minimum", "pull", blocks("vLLM, UCX as ours")),
 )
 
 
@@ -371,20 +376,25 @@ ALONE = (
         lambda result: " / ".join(f"{value / 1e3:.1f}" for value in priced(2048, "no fence", "fence")(result)) + " ms",
     ),
     Line(
-        "pull one page, likewise",
+        "pull one page, without / with the fence",
         "minimum",
         "verify_price",
         lambda result: some(*priced(1, "no fence", "fence")(result), unit="µs"),
     ),
     Line(
-        "page checks on all / on 5 % of 2,048 pages, times the pull",
+        "pull of 2,048 pages with checks of all / of 5 %, times the pull without checks",
         "minimum",
         "verify_price",
         lambda result: ratios(*priced(2048, "digest", "sample 5 %", column="ratio")(result)),
     ),
-    Line("choose among 8 replicas, 32 k tokens, cold / asked again", "minimum", "recommend", recommended),
-    Line("hits of 8 replicas, of one pool's: conversation / synthetic trace", "count", "trace_routing", routed),
-    Line("prompts of three times the pool, to the first token, without / with a host tier", "median", "tiers", served),
+    Line("choose among 8 replicas for a prompt of 32 k tokens: new / seen before", "minimum", "recommend", recommended),
+    Line(
+        "hits of 8 replicas as a share of one pool's hits: conversation / synthetic trace",
+        "count",
+        "trace_routing",
+        routed,
+    ),
+    Line("first token if the prompts fill three pools: without / with a host tier", "median", "tiers", served),
 )
 
 

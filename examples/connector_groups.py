@@ -84,7 +84,7 @@ def main() -> None:
         decode.caches["full"][:, 1:6].reshape(full.shape),
         decode.caches["near"][:, 6:9].reshape(2, 24, *near.shape[2:]),
     ]
-    print("layer of all tokens equal:", torch.equal(ours[0], full), "window equal:", torch.equal(ours[1][:, 5:], near))
+    print("full layer equal:", torch.equal(ours[0], full), "window layer equal:", torch.equal(ours[1][:, 5:], near))
     print("failed loads:", sorted(decode.told.failed))  # with the lease, its source and the reason
     print("how leases ended:", prefill.told.sent)
     for one in (prefill, decode):

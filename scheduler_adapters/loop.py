@@ -234,8 +234,8 @@ class ServingLoop(Generic[PagesT_co]):
 
         It finds its cached pages again when it is readmitted.
         """
-        # It is not readmitted and preempted again at once: it needs all the pages that it gave back, and an older
-        # request has taken some of them.
+        # This step cannot readmit the request and preempt it again: it needs as many pages as it gave back, and an
+        # older request has taken some of these.
         request_id = entry.request.request_id
         del self._running[request_id]
         self.manager.release(request_id)

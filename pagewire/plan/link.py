@@ -46,7 +46,7 @@ class LinkLoad(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a link is measured against: seconds to the first token, prefill tokens per second, and tokens of a chunk."""
+    """The demands on a link: seconds to the first token, prefill tokens per second, and tokens of a chunk."""
 
     first_token_s: float
     prefill_speed: float

@@ -42,7 +42,7 @@ def chunks_of(tokens: Sequence[int], cache_salt: str | None) -> list[int]:
 
 
 class PromptHistory:
-    """The latest chunks that one process was asked for: a guess at what it has cached."""
+    """The latest chunks of prompts that were sent to one process: a guess at what it has cached."""
 
     def __init__(self) -> None:
         self._chunks: OrderedDict[int, None] = OrderedDict()
@@ -51,12 +51,12 @@ class PromptHistory:
         return len(self._chunks)
 
     def tokens_of(self, chunks: Sequence[int]) -> int:
-        """Returns how many leading tokens of a prompt it was asked for before."""
+        """Returns how many leading tokens of a prompt were sent to the process before."""
         known = next((at for at, chunk in enumerate(chunks) if chunk not in self._chunks), len(chunks))
         return known * CHUNK
 
     def add(self, chunks: Sequence[int]) -> None:
-        """Record that it was asked for `chunks`. Forgets the oldest chunks, the end of a prompt before its head."""
+        """Records that `chunks` were sent to the process. Forgets the oldest, the end of a prompt before its head."""
         for chunk in reversed(chunks):
             self._chunks[chunk] = None
             self._chunks.move_to_end(chunk)
@@ -274,10 +274,10 @@ def route(
 def _sources(
     missing: Mapping[PrefillConnection, int], chosen: PrefillConnection, length: int, own: OwnPages | None
 ) -> tuple[msg.KVSource, ...]:
-    """Returns the sources that may have more of a prompt than the chosen process was asked for, most tokens first.
+    """Returns the sources that may have more of a prompt than the chosen process, most tokens first.
 
-    Two are possible: the process that was asked for most of the prompt, and the asking process, which knows its pages.
-    `missing` has, for each connected process, how many of the prompt's `length` tokens it was not asked for.
+    Two are possible: the process that was sent most of the prompt, and the asking process, which knows its pages.
+    `missing` has, for each connected process, the number of the prompt's `length` tokens that it has never been sent.
     """
     lacking: list[tuple[int, msg.KVSource]] = []
     best = min(missing, key=missing.__getitem__)

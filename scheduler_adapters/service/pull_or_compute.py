@@ -141,12 +141,12 @@ def _non_negative(products: Floats, aims: Floats) -> Floats:
 
 
 def _pull_terms(_: int, tokens: int) -> tuple[float, ...]:
-    """A pull takes a latency, and a time for each token."""
+    """Returns the terms of a pull's time: a latency, and a time for each token."""
     return 1.0, tokens / 1e3
 
 
 def _compute_terms(cached: int, tokens: int) -> tuple[float, ...]:
-    """A computation takes a latency, a time for each token, and one for each pair of tokens that attention compares."""
+    """Returns the terms of a computation's time: a latency, and times for each token and each pair in attention."""
     return 1.0, tokens / 1e3, tokens * (cached + tokens / 2) / 1e6
 
 

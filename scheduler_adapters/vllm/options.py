@@ -150,11 +150,11 @@ def _fault(name: str, value: Any) -> str:
         return expected
     match name:
         case "host" if not found or _is_every_address(found):
-            return f"readers are told it, and need an address of this one host; {expected}"
+            return f"readers connect to it, so it must be an address of this one host; {expected}"
         case "host" if not _HOST.fullmatch(found):
             return expected
         case "secret" if found and not found.startswith(("file:", "env:")):
-            return f"it is given itself, and vLLM writes its arguments to its log. Make a new one; {expected}"
+            return f"the secret itself was given, and vLLM writes its arguments to its log. Make a new one; {expected}"
         case "load_timeout" if found == math.inf:
             return expected
         case "allowed_peers":

@@ -21,7 +21,7 @@ decode runs tokens 96 to 97""",
     "give_up": r"""\['read', 'its client has gone', 'its client has gone'\]
 0 0 0 set\(\)""",
     "connector": r"equal on each rank: \[True, True\] failed: {}",
-    "connector_groups": r"""layer of all tokens equal: True window equal: True
+    "connector_groups": r"""full layer equal: True window layer equal: True
 failed loads: \['late'\]
 how leases ended: {'late': 'its client has gone', 'good': 'read'}""",
     "beams_and_drafts": r"""(a beam of log probability -\d+\.\d\d ends with \[\d+, \d+, \d+, \d+\]

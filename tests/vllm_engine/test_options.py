@@ -42,11 +42,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"host": "a b"}, "host is 'a b': a host name or an IPv4 address is expected"),
     ({"host": "::1"}, "host is '::1': a host name or an IPv4 address is expected"),
     *(
-        ({"host": host}, f"host is {host!r}: readers are told it, and need an address of this one host")
+        ({"host": host}, f"host is {host!r}: readers connect to it, so it must be an address of this one host")
         for host in ("", "0.0.0.0", "::", "[::]", "0:0:0:0:0:0:0:0", "*")  # noqa: S104  (nothing binds there)
     ),
     ({"keyring": 5}, "keyring is 5: the path of a file is expected"),
-    ({"secret": PHRASE}, "secret: it is given itself, and vLLM writes its arguments to its log. Make a new one; "),
+    ({"secret": PHRASE}, "secret: the secret itself was given, and vLLM writes its arguments to its log. Make a "),
     ({"secret": 12345678901234567890}, "secret: file:PATH or env:NAME is expected"),
     ({"secret": [PHRASE]}, "secret: file:PATH or env:NAME is expected"),
     ({"allowed_peers": ["10.0.0.0/99"]}, "allowed_peers is ['10.0.0.0/99']: '10.0.0.0/99' is not a host name"),
@@ -128,7 +128,7 @@ def test_a_host_that_means_every_address_in_another_spelling_is_refused(host: st
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("HOST", "0.0.0.0", "VLLM_NIXL_SIDE_CHANNEL_HOST is '0.0.0.0': readers are told it"),  # noqa: S104
+        ("HOST", "0.0.0.0", "VLLM_NIXL_SIDE_CHANNEL_HOST is '0.0.0.0': readers connect to it"),  # noqa: S104
         ("PORT", "many", "VLLM_NIXL_SIDE_CHANNEL_PORT is 'many': a whole number from 0 to 65535 is expected"),
     ],
 )
