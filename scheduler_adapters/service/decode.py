@@ -257,7 +257,7 @@ class DecodeScheduler:
 
     def _on_message(self, prefill: PrefillConnection, message: msg.ToDecode) -> None:
         if not isinstance(message, msg.PagesOffer | msg.Failed):
-            return  # the connection has handled it; after a `Rejected`, the deadline of our message passes
+            return  # the connection has handled it; an attempt that was `Rejected` ends at its deadline
         request = self._requests.get(message.request_id)
         now = (message.attempt, prefill)
         if request is None or (request.attempt, request.prefill) != now or request.phase == "decoding":

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.base.conn import KVArgs
 
 building: ContextVar[Any] = ContextVar("building")
-"""The SGLang queue that is making its manager. SGLang gives a manager only pointers; the queue has the pools."""
+"""The SGLang queue whose manager is being made. A manager needs it, because SGLang passes it pointers but no pools."""
 
 
 def check_supported(queue: Any, args: KVArgs) -> None:

@@ -70,7 +70,7 @@ class SchedulerSide:
         self._sources: set[str] = set()  # requests with a lease that still run
         self._unsaved: dict[str, Request] = {}  # sources whose blocks are not in host buffers yet
         self._waiting: dict[str, Wanted] = {}  # readers' requests that have no blocks yet
-        self._refused: set[str] = set()  # readers' requests that cannot be loaded, until they get blocks
+        self._refused: set[str] = set()  # readers' requests that cannot be loaded; vLLM still has to give them blocks
         self._next = StepMetadata()
         self._counts = Counter[str]()  # since the last stats
         self._spans: dict[str, HandoverSpan] = {}  # spans of traced readers' requests, until they are loaded
