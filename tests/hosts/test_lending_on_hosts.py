@@ -37,7 +37,7 @@ def test_what_another_host_holds_is_lent_and_read(pair: Pair) -> None:
 
 
 OUTAGES = [1, pytest.param(12, marks=pytest.mark.long)]
-"""In seconds: a short one, and one of more than a lent lease lasts without a read or a renewal."""
+"""Outages in seconds: a short one, and one that outlasts a lent lease without a read or a renewal."""
 
 
 @pytest.mark.parametrize("seconds", OUTAGES)

@@ -11,7 +11,7 @@ from pathlib import Path
 PATIENCE_S = 30.0
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 MORE_RSS = 32 << 20
-"""What a flood may add to the memory of the process; without a gate each one here adds more than five times that."""
+"""Bytes that a flood may add to the memory of the process. Without a gate each adds more than five times as much."""
 
 
 def frame(flags: int, body: bytes) -> bytes:

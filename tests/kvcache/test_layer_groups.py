@@ -1,4 +1,4 @@
-"""How groups of layers share pages of one size, and which groups are refused."""
+"""Groups of layers share pages of one size. Groups that cannot are refused."""
 
 from __future__ import annotations
 

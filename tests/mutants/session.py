@@ -65,7 +65,7 @@ class Session:
 
     @property
     def seconds(self) -> float:
-        """How long all tests take."""
+        """Seconds that all tests take."""
         return sum(self._reach["seconds"].values())
 
     def tests_of(self, path: Path, function: str) -> list[str]:
@@ -81,7 +81,7 @@ class Session:
         return [test for test in order if test not in self.failed and test.partition("::")[0] not in self._but]
 
     def run(self, path: Path, function: str, before: str, after: str) -> Run:
-        """Tries a changed source of a file with the tests that may notice it, up to the first that does.
+        """Tries a changed source file with the tests that may notice the change, until one of them does.
 
         Returns:
             The outcome; "cold" if only `run_cold` can try it.

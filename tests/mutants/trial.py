@@ -41,7 +41,7 @@ class Tried(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """Where it was noticed; "survived beside" if only the tests beside its file were run."""
+        """The tests that noticed it, in words; "survived beside" if only the tests beside its file were run."""
         if self.beside.outcome == "broken":
             return BROKEN
         if self.beside.outcome != "passed":

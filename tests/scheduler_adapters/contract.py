@@ -67,7 +67,7 @@ class Adapter(Protocol):
     """A driver: an adapter with its engines, the model and its peers, if any."""
 
     phases: ClassVar[Sequence[str]]
-    """Where a request may be cancelled, in the order in which it gets there."""
+    """The phases in which a request may be cancelled, in their order."""
     peers: ClassVar[Sequence[str]]
     """Kinds of processes that may die; none where nothing crosses processes."""
     survives: ClassVar[Collection[str]]

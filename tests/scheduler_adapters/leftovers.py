@@ -101,7 +101,7 @@ class Run:
         left = [f"process {pid}: {line}" for pid, line in self.descendants().items()]
         left += [f"file {path}" for path in self.folder.rglob("*") if files]
         for line in Path("/proc/sysvipc/shm").read_text().splitlines()[1:]:
-            if line.split()[4] in self._shared:  # who made it
+            if line.split()[4] in self._shared:  # the id of the process that made it
                 left.append(f"shared memory: {line}")
         left += [f"shared memory: {path}" for path in self._memory.glob("*")]
         return left

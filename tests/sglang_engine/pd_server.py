@@ -142,7 +142,7 @@ class Tokenizer:
         self.say(held=on)
 
     def reads(self) -> None:
-        """How often a held READ was checked."""
+        """The number of times that a held READ was checked."""
         self.say(reads=HELD["reads"])
 
     def usage(self) -> None:

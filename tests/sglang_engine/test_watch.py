@@ -1,4 +1,4 @@
-"""With SGLang's real scheduler, `pagewire top` is told the same of our cache as SGLang's own state and ours say."""
+"""`pagewire top` over SGLang's real scheduler shows our cache as SGLang's state and ours describe it."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ MIDDLE = (6, 45)
 
 @dataclass(frozen=True, order=True)
 class Held:
-    """What a shard holds of a model."""
+    """The part of a model that a shard holds."""
 
     sides: int
     layers: tuple[int, int]

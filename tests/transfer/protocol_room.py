@@ -148,7 +148,7 @@ class Protocol:
         yield from self._set_words(name, room)
 
     def pages_of(self, size: int, room: Room) -> int:
-        """How many pages a reader takes that has asked for `size`."""
+        """Returns how many pages a reader takes after it has asked for `size` pages."""
         return room.found if room.found > 0 and self.has("take-what-is-held") else size
 
     def _lend(self, name: str, size: int, room: Room, view: View) -> Iterator[Move]:

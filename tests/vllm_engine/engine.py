@@ -297,7 +297,7 @@ class Engine:
         self.outputs: list[Any] = []
         self.scheduled: list[dict[str, int]] = []
         self.preempted = self.peak_blocks = 0  # requests preempted in the last step; most blocks in use
-        self.stats: list[Any] = []  # of the workers
+        self.stats: list[Any] = []  # stats of the workers
         # includes the scheduler's stats, in the form in which they leave the engine
         self.reported: list[dict[str, Any]] = []
         self.free_at_start = self.free_blocks

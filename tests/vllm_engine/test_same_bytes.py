@@ -11,7 +11,7 @@ from tests.vllm_engine.test_engine import PREFILL, PROMPT
 
 Make = Callable[..., Engine]
 THEIRS = ("NixlConnector", None)
-WHOLE = PROMPT[:96]  # for the last block, ours reads only its tokens, and theirs reads the whole block
+WHOLE = PROMPT[:96]  # whole blocks only: ours would read only the tokens of a partial one
 
 
 class _Backend:

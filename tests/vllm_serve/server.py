@@ -171,7 +171,7 @@ class Server(Process):
         return f"http://127.0.0.1:{self.port}"
 
     def wait(self) -> None:
-        """Until it answers."""
+        """Waits until it answers."""
         while time.monotonic() < self.started + START:
             if not self.alive:
                 break

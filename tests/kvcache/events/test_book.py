@@ -1,4 +1,4 @@
-"""The records behind the events: what is known of a page, for how long, and what subscribers are told."""
+"""The records from which events are made: the known content of pages, how long it is kept, and the events."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def test_tiers_tell_what_comes_and_goes(tmp_path: Path) -> None:
                 mirror.settle(manager, rank)
                 mirror.check_same(manager, rank)
         assert one.there["CPU"] == other.there["CPU"]
-        run_once(manager, [*range(1, 25)], 1)  # from the files, or the host, on another replica
+        run_once(manager, [*range(1, 25)], 1)  # the pages come from files or the host, to another replica
         for rank, mirror in enumerate((one, other)):
             mirror.settle(manager, rank)
             mirror.check_same(manager, rank)

@@ -217,7 +217,7 @@ def peer_of(stream: _Stream, first: int) -> zmq.Socket[bytes]:
 
 
 def asking(stream: _Stream, first: int) -> zmq.Socket[bytes]:
-    """Such a peer while it is being answered."""
+    """Yields such a peer while it is being answered."""
     socket = peer_of(stream, first)
     assert stream.answer(EventBook(1, 8, 4, CacheSpec("full_attention")))
     return socket
@@ -537,7 +537,7 @@ def test_a_replay_too_old_is_healed_for_all_while_somebody_connects_all_the_time
 def test_followers_that_are_back_one_after_the_other_are_told_each_without_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As after SIGKILL, with a cache that is so large that its state may be sent only every 10 seconds."""
+    """The followers reconnect as after SIGKILL. The cache is so large that its state may be sent only every 10 s."""
     monkeypatch.setattr("kvcache.events.publisher._LEAST_ANEW_S", 10.0)
     options = {"kv_events": KVEvents(ANY)}
     made = manager_of(32, max_seq_len=120, params=options)

@@ -206,7 +206,7 @@ def test_what_is_handed_out_is_a_copy_and_the_first_pages_are_the_lowest() -> No
     pool.release(first)
     again = pool.allocate(2)
     assert again.tolist() == [1, 2]
-    first[:] = again[:] = 0  # as a caller is allowed to
+    first[:] = again[:] = 0  # a caller may overwrite what it gets
     assert pool.allocate(6).tolist() == [3, 4, 5, 6, 7, 8]
     assert pool.free_count == 0
 
@@ -335,8 +335,8 @@ def test_a_page_whose_transfer_ends_while_a_step_is_in_flight_waits_for_the_step
     pool.add_writer(held[:2])
     pool.release(held[:1])
     pool.begin_step()
-    pool.drop_writer(held[:1])  # of nobody now
-    pool.drop_writer(held[1:2])  # of the request
+    pool.drop_writer(held[:1])  # this page then has no holder and no writer
+    pool.drop_writer(held[1:2])  # the request still holds this page
     assert pool.free_count == SIZE - 3
     assert [one.tolist() for one in pool.parked[0]] == [held[:1].tolist()]
     pool.end_step(0)

@@ -131,7 +131,7 @@ def test_readers_are_told_the_reason_that_the_order_gives_for_each_page() -> Non
 def test_writers_that_an_interrupt_left_uncounted_keep_their_pages() -> None:
     pool = PagePool(SIZE, 2)
     pages = published(pool, 2)
-    pool.writers[pages] += 1  # as far as an interrupted `add_writer` may come
+    pool.writers[pages] += 1  # the state after an interrupted `add_writer`
     holders, writers = np.zeros(SIZE + 1, np.int64), np.zeros(SIZE + 1, np.int64)
     holders[pages] = writers[pages] = 1
     pool.mend(holders, writers)

@@ -42,7 +42,7 @@ def test_pages_in_use_count_for_no_quota() -> None:
     owned(order, quotas, "a", 1, 2, 3, 4, 5)
     owned(order, quotas, "b", 6)
     order.remove(pages(1, 2))
-    assert order.pop(1).tolist() == [3]  # by age: "a" has three left
+    assert order.pop(1).tolist() == [3]  # evicted by age, because "a" has only three pages left
     owned(order, quotas, "a", 1, 2)
     gone, why = order.pop_explained(1)
     assert (gone.tolist(), why.tolist()) == ([4], [BY_QUOTA])

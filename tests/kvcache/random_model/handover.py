@@ -18,7 +18,7 @@ from tests.kvcache.random_model.moves import WEIGHTS, Moves, SeededChooser
 from tests.kvcache.random_model.plain import Request
 
 _OTHERS = {*BUILT} - {"host", "files", "objects", "quotas", "replicas", "peer copies", "partial"}
-"""What a manager has to have in common with another one that takes its pages."""
+"""The features that a manager must share with another one to which it hands pages over."""
 
 
 @dataclass(eq=False)

@@ -295,7 +295,7 @@ class WrongCalls:
         return lambda: self.manager.lease(self.pick([*wrong, *([] if mine is None else [mine[1].request_id])]))
 
     def wrong_end_of_a_lease(self) -> Wrong:
-        """`end_lease` of something that is no lease."""
+        """Ends something that is no lease."""
         return lambda: self.manager.end_lease(self.pick([*nothing_right(), None]))
 
     def wrong_end_of_a_step(self) -> Wrong:

@@ -304,7 +304,7 @@ def test_a_context_that_others_move_is_read_anew(make: Any) -> None:
         assert manager.maybe_reserve(contexts[token % 3])
         contexts[token % 3].update(90)  # by itself
         assert manager.reserve_batch(part).all()
-        part.update([91, 92])  # by another batch
+        part.update([91, 92])  # moves the contexts by another batch
         manager.step(part)
     assert contexts[0].tokens.tolist()[-4:] == [28, 91, 29, 91]
     assert contexts[2].tokens.tolist()[-2:] == [29, 90]

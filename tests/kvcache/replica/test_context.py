@@ -343,7 +343,7 @@ def test_a_copy_is_another_object_of_its_request(make: Any) -> None:
         manager.maybe_reserve(twin)
     manager.release("r")
     manager.external_claim("r")
-    assert manager.maybe_reserve(twin)  # as another process may do that has received it
+    assert manager.maybe_reserve(twin)  # another process may do the same with a context that it has received
 
 
 def test_dataclasses_have_no_way_to_replace_a_part() -> None:

@@ -19,7 +19,7 @@ def wanted(it: Served, first_page: int = 0) -> PageDigests:
 
 
 def leased(it: Served, most: int = 100) -> list[int]:
-    """How many pages of each table are leased to a reader that asks for the prompt's pages."""
+    """Returns how many pages of each table are leased to a reader that asks for the prompt's pages."""
     found = it.manager.contents.lease("theirs", 0, wanted(it), most)
     if found is None:
         return []

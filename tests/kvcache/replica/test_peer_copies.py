@@ -59,7 +59,7 @@ def test_pages_come_from_the_replica_that_has_most() -> None:
     manager = of(20, dp=3)
     prompt = [*range(1, 30)]
     serve(manager, prompt[:13], 1)
-    assert serve(manager, prompt, 2) == 12  # of replica 1
+    assert serve(manager, prompt, 2) == 12  # from replica 1
     assert serve(manager, prompt, 0) == 28
     assert manager.metrics.d2d_blocks_copied == 3 + 7
     assert manager.metrics.cache_tokens == 12 + 28
@@ -161,7 +161,7 @@ def test_pages_that_a_window_drops_where_the_host_lets_the_request_resume_are_no
     run_once(manager, prompt, 1)
     manager.flush_tiers()
     manager._replicas.each[1].forget_idle()
-    assert run_once(manager, prompt[:13], 1) == 12  # of the host: three pages of the full layer, two of the window
+    assert run_once(manager, prompt[:13], 1) == 12  # from the host: three pages of the full layer, two of the window
     before = manager.metrics
     assert (before.d2d_blocks_copied, before.h2d_blocks_copied) == (0, 5)
     assert run_once(manager, prompt, 0) == 28  # four pages further in the full layer, and two of a window there

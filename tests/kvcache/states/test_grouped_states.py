@@ -27,7 +27,7 @@ SIZE, NEXT = 4, 7
 # the first query after a page sees that page and the one before it
 GROUPS = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6)
 SHAPE = StateShape(2, 2, 1, 1, 1, 2, torch.int64, torch.int64)
-LARGE = StateShape(2, 20, 1, 1, 1, 2, torch.int64, torch.int64)  # of 6 pages
+LARGE = StateShape(2, 20, 1, 1, 1, 2, torch.int64, torch.int64)  # as large as 6 pages
 PROMPT = [*range(100, 140)]
 
 

@@ -175,7 +175,7 @@ def test_a_leased_page_outlives_its_request_and_is_not_run_on_once_it_was_told()
     second.release()
     states.check(["b"])
     assert states.allocate("a") == page
-    assert states.pages_at(["a"], [0]).tolist() == [page]  # what readers were told of the page before is forgotten
+    assert states.pages_at(["a"], [0]).tolist() == [page]  # the page no longer counts as known to readers
 
 
 def test_a_lease_that_ends_first_lets_the_request_go_on() -> None:

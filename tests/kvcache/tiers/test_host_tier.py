@@ -415,7 +415,7 @@ def test_a_full_tier_of_held_slots_keeps_nothing_and_refuses_nothing(served: Any
 
 
 def test_random_prompts_with_copies_by_the_clock(served: Any) -> None:
-    """As in a server, nothing waits for the copies. Every cached token is compared."""
+    """Nothing waits for the copies, as in a server. Every cached token is compared."""
     rng = np.random.default_rng(3)
     for seed in range(6):
         it = served(20, 60, dp=1 + seed % 2, checks=False)

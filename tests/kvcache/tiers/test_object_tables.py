@@ -177,7 +177,7 @@ def test_pages_that_come_up_are_their_tables(served: Make) -> None:
 def test_the_objects_of_a_prompts_first_pages_are_written_first(
     served: Make, store: StoredObjects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MOST_QUEUED", 2)  # of each table
+    monkeypatch.setattr(module, "MOST_QUEUED", 2)  # for each table
     it = served()
     settled(it)
     store.may.clear()
@@ -239,7 +239,7 @@ def test_reading_is_weighed_against_the_tokens_that_need_not_be_computed(
     with monkeypatch.context() as patched:
         patched.setattr(objects_of(again).rates, "pays", pays)
         assert again.again(PROMPT) == 24
-    assert set(weighed) == {(6 + 2, 6)}  # six pages of the full layers and two of the window save six pages of tokens
+    assert set(weighed) == {(6 + 2, 6)}  # (pages to read, pages of tokens that this saves)
 
 
 def test_what_lies_in_a_store_is_brought_for_whoever_asks(served: Make) -> None:

@@ -145,7 +145,7 @@ def test_shards_lie_side_by_side_in_an_object(served: Make) -> None:
     assert again.kv.compared == 64
 
 
-# An object that is longer at its end has every page right: they are read, and it stays.
+# In an object with extra bytes at its end every page is right: the pages are read, and the object stays.
 @pytest.mark.few(3)
 @pytest.mark.parametrize("how", DAMAGE)
 def test_who_wrote_an_object_replaces_it_when_it_finds_it_damaged(served: Make, store: StoredObjects, how: str) -> None:

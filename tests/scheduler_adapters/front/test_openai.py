@@ -1,4 +1,4 @@
-"""How request bodies become requests, and tokens become answers."""
+"""Request bodies become requests or errors, and tokens become answers."""
 
 import json
 from typing import Any

@@ -1,6 +1,6 @@
 """Loops with preemption answer all requests like the model's own `generate`.
 
-One of them is as short as a newcomer would write it.
+One of the loops is as short as a first attempt would be.
 """
 
 from __future__ import annotations

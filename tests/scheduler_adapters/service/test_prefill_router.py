@@ -133,9 +133,9 @@ def test_who_was_asked_for_more_of_a_prompt_is_named_as_its_source(fleet: Fleet)
         return heard_of.kv_sources
 
     assert sources(names[0]) == ()  # no process was asked before
-    assert sources(names[0]) == ()  # nobody else was
+    assert sources(names[0]) == ()  # no other process was asked
     assert sources(names[1]) == (msg.KVSource(f"at {id(routers[0])}", ("e",), 5 * CHUNK),)
-    assert sources(names[1]) == ()  # it has been asked for as much now
+    assert sources(names[1]) == ()  # by now it was asked for just as much
     named = (msg.KVSource("elsewhere", ("x",)),)
     assert sources(names[1], kv_sources=named) == named  # sources that the client names take precedence
 

@@ -54,7 +54,7 @@ def test_what_the_system_refuses_is_an_os_error(io: NixlFileIO, memory: torch.Te
             io.read(file.fileno(), [rows[0]], 0)  # longer than the file
         with pytest.raises(OSError, match="WRITE of 1 parts"):
             io.write(file.fileno(), [rows[0]], 0)  # open for reading only
-        io.read(file.fileno(), [rows[0][:100]], 0)  # it works on
+        io.read(file.fileno(), [rows[0][:100]], 0)  # the plugin still works
     elsewhere = np.zeros(64, np.uint8)
     file = os.open(path, os.O_RDWR)
     try:

@@ -123,7 +123,7 @@ def meet(remote: Remote) -> Iterator[Callable[[int], Here]]:
 
 
 def shuffled(pages: int) -> Order:
-    return np.random.default_rng(0).permutation(pages)  # in order, they would be a single run
+    return np.random.default_rng(0).permutation(pages)  # pages in ascending order would be a single run
 
 
 def test_a_run_that_fails_amid_others_is_not_reported(meet: Callable[[int], Here]):

@@ -450,7 +450,7 @@ def test_a_source_that_is_gone_or_does_not_look_is_given_up(side: Any) -> None:
     computed(source)
     wanted = reader.manager.contents.digests(context)
     reader.exchange.ask(0, "idle", source.exchange.address, source.exchange.engine_id(0), wanted, timeout_s=0.3)
-    reader.until(lambda: reader.of(Lent))  # its loop stands still
+    reader.until(lambda: reader.of(Lent))  # the source's loop does not run meanwhile
     (idle,) = reader.of(Lent)
     assert "waited in vain for its serving loop to look" in idle.event.error
     source.exchange.close()

@@ -1,4 +1,4 @@
-"""How many of a source's recurrent states are lent at a time, with two managers, their exchanges and real NIXL."""
+"""The number of recurrent states that a source lends at a time is limited. Two managers, exchanges and real NIXL."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Pair:
         raise TimeoutError
 
     def lent(self, first: int) -> tuple[int, ...]:
-        """How many pages of each group are lent for this prompt; empty if none."""
+        """Returns how many pages of each group are lent for this prompt; empty if none."""
         found = self.ask(first)
         assert not found.error
         return () if found.table is None else tuple(map(len, found.table.groups))

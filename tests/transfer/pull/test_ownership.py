@@ -202,7 +202,7 @@ def test_the_cache_is_reset_and_filled_with_others(sides: tuple[Side, Reader]) -
 
 
 def test_released_in_the_midst_of_its_prompt(sides: tuple[Side, Reader]) -> None:
-    """Readers were told of a chunk, and the rest never comes."""
+    """The source has offered a chunk, and the rest is never computed."""
     source, reader = sides
     context = TextContext(PROMPT, 32, "r")
     source.manager.external_claim("r")

@@ -1,4 +1,4 @@
-"""How parts are divided into transfers, and that a pull of many parts makes all of them."""
+"""Parts are divided into transfers, and a pull of many parts makes all of them."""
 
 from __future__ import annotations
 

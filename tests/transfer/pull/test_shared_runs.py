@@ -1,4 +1,4 @@
-"""How a pull is divided between sources, in a simulation of links of any speed and failing sources."""
+"""The division of a pull between sources, simulated with links of any speed and with sources that fail."""
 
 from __future__ import annotations
 

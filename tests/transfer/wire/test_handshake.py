@@ -525,7 +525,7 @@ def test_a_question_for_pages_is_answered_when_there_is_more_to_say_than_what_is
     lender = Lender(server, client)
     lender.ask(1)
     lender.until(lambda: lender.looks)
-    server.look_again()  # for another question
+    server.look_again()  # the answer to this call belongs to another question
     lender.until(lambda: lender.looks >= 2)
     client.poll()
     assert not lender.answers
