@@ -431,7 +431,7 @@ def installed_table() -> list[str]:
 def engines_table() -> list[str]:
     """The table that compares our connector with vLLM's."""
     rows: list[Row] = load("vllm_serve")["rows"]
-    ways = {"ours": "pagewire", "theirs": "vLLM's connector", "theirs-ucx": "the same, UCX set as ours is"}
+    ways = {"ours": "pagewire", "theirs": "vLLM's connector", "theirs-ucx": "the same with our UCX settings"}
     ways = {way: title for way, title in ways.items() if any(row["connector"] == way for row in rows)}
     made = [["", *ways.values()]]
     for size in dict.fromkeys(row["tokens"] for row in rows if "first p50" in row):
@@ -534,7 +534,7 @@ FIGURES = (
 
 def six_figures() -> list[str]:
     """The README's table: each figure of ours, and the best one of others."""
-    made = [["what", "pagewire", "the best other one"]]
+    made = [["what", "pagewire", "best of the others"]]
     for each in FIGURES:
         try:
             ours, peers = each.ours(), each.peers()

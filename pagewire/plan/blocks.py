@@ -21,7 +21,7 @@ class BlockTables:
     """The block tables for layers of one kind.
 
     Attributes:
-        one: the layers.
+        one: the layers, which have equal caches.
         tables: number of block tables.
         block_size: tokens of a block.
     """

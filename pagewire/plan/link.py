@@ -71,8 +71,8 @@ def pulls(
         size, count = pages * of_page + states, -(-pages * runs // _PAGES)
         left = target.first_token_s - length / target.prefill_speed
         part = min(1.0, target.chunk / length)
-        # With chunks, the data left when a chunk ends is due by the same deadline. The need is highest after the first
-        # chunk, when most data is left, or after the last.
+        # With chunks, the pages that are left when a chunk ends are due by the same deadline. The speed must be highest
+        # after the first chunk, when most pages are left, or after the last one, when least time is left.
         ahead = target.first_token_s - part * length / target.prefill_speed
         after = None if left <= 0 else 1 / left
         chunks = None if left <= 0 else max(1 / ahead, part / left)

@@ -39,7 +39,7 @@ class MemoryPlan(msgspec.Struct, frozen=True):
     chosen: Choice
     prefill_tp: int
     pulls: list[LinkLoad]
-    made_gbps: float  # GB/s of keys and values that a busy prefill replica computes; reading is worth it only if faster
+    made_gbps: float  # GB/s of keys and values that a busy prefill replica computes; reading pays only above this rate
     trace: TracePlan | None = None
 
 

@@ -31,7 +31,7 @@ from scheduler_adapters.errors import ReplayError
 
 PAGE_SIZE = 2  # a page is (block id, 0): with pages of one token, the token after the prompt would be published too
 WINDOW = 500  # requests over which the loads of the replicas are compared
-_STATE_UNIT = 16  # bytes of a page if there are states, which take multiples of this
+_STATE_UNIT = 16  # bytes of a page of a model with states; a state takes a multiple of this
 _NEVER = 1 << 60
 _LONGEST_LINE = 64 << 20  # in bytes; a file without line ends must not fill the memory
 

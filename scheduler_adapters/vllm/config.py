@@ -35,8 +35,8 @@ def worker_config(
 ) -> WorkerConfig:
     """Returns the config of one rank; the scheduler's side uses that of rank 0.
 
-    `kernel_block_sizes` has the tokens of a page of the tensors, by layer; a missing layer has the scheduler's block
-    size. It is None at the scheduler, which has no layers whose backends could tell the contents of pages.
+    `kernel_block_sizes` has for each layer the number of tokens in a page of its tensor. A layer that it lacks has the
+    scheduler's block size. It is None at the scheduler, where there are no layers, so page contents are unknown.
     """
     parallel, options, transfer = vllm_config.parallel_config, read_options(vllm_config), _transfer_config(vllm_config)
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
