@@ -129,7 +129,7 @@ class Pulse:
 
 def monitor_of(socket: Socket, events: int) -> Socket:
     """Returns a socket that becomes readable once one of these events has happened to `socket`."""
-    # A unique name: pyzmq's own, from the file descriptor, may still be in use by an earlier socket that closes.
+    # A unique name, because pyzmq's own (from the file descriptor) may still belong to a socket that is being closed.
     return socket.get_monitor_socket(events, f"inproc://pagewire-monitor-{next(_monitors)}")
 
 
