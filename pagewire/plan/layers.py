@@ -199,7 +199,7 @@ def _state(file: Path, own: Any, number: int, config: Any) -> StateShape:
 
 
 def _of_channels(file: Path, config: Any, form: StateForm, channels: int, elements: int, kernel: int) -> StateShape:
-    """Returns the state of a layer in which each channel counts as a head. `elements` is the size of a channel's matrix."""
+    """Returns the state of a layer in which each channel counts as a head, with a matrix of `elements` elements."""
     try:
         return StateShape(1, channels, 1, 1, elements, kernel, _config_dtype(file, config), form=form)
     except InvalidParamsError as error:

@@ -14,7 +14,7 @@ _LONGEST = 1 << 40  # in tokens, the end of the search for the longest request
 
 
 class RoomPart(msgspec.Struct, frozen=True):
-    """The part of a request in block tables of one kind, or its state; the figures of a `ways.LaidPart`.
+    """The memory of one part of a request: its block tables of one kind, or its state (see `ways.LaidPart`).
 
     Attributes:
         kind: the kind of the layers, and their window; "all" for several kinds in one table.

@@ -38,7 +38,7 @@ class MemoryAsked:
 
 @dataclass(frozen=True, slots=True)
 class LaidPart:
-    """The part of a request in block tables of one kind, or its state.
+    """One part of a request's memory: its block tables of one kind, or its state.
 
     Attributes:
         kind: the kind of the layers, and their window; "all" for several kinds in one table.

@@ -212,7 +212,8 @@ class PeerPrefixes:
     def _ask(self, fetch: _Fetch, cached: int, missing: int) -> None:
         """Asks the next source, or several if they would be read at once.
 
-        They share the remaining time with the sources after them, as if each was asked in its turn.
+        All sources of a stretch share its time. Those that are asked at once get the time that they would have got one
+        after another.
         """
         context, now = fetch.waiting.context, self._clock()
         wanted = self._manager.contents.digests(context, cached // self._manager.page_size)

@@ -89,7 +89,7 @@ class RoomPulls:
         self._told = told
         self._numbers = itertools.count()
         self._rooms: dict[int, _WantedRoom] = {}
-        # Rooms whose lease at prefill is renewed or being read, also those that were given up meanwhile.
+        # Rooms whose lease at prefill is renewed or whose pages are read, also if they were given up meanwhile.
         self._open: dict[str, _WantedRoom] = {}
 
     @property
