@@ -23,12 +23,15 @@ class HostedFleet(Fleet):
     Args:
         configs: one for each server, with its name.
         rate: rate of each link, in the notation of `tc`.
+
+    Attributes:
+        hosts: the host of each server, by name.
     """
 
     def __init__(self, configs: Sequence[ServerConfig], rate: str) -> None:
         self._rate = rate
         self._names = [config.name for config in configs]
-        self._hosts: dict[str, Host] = {}
+        self.hosts: dict[str, Host] = {}
         self._links = ExitStack()
         allowed = (f"{SUBNET}.0/24",)
         super().__init__([msgspec.structs.replace(one, allowed_peers=allowed) for one in configs], WORKER, curve=True)
@@ -36,7 +39,7 @@ class HostedFleet(Fleet):
     def __enter__(self) -> Self:
         for host in self._links.enter_context(network(*self._names)):
             host.shape(self._rate)
-            self._hosts[host.name] = host
+            self.hosts[host.name] = host
         try:
             return super().__enter__()
         except BaseException:
@@ -50,10 +53,10 @@ class HostedFleet(Fleet):
             super().__exit__(kind, error, trace)
 
     def _filled_in(self, config: ServerConfig) -> ServerConfig:
-        at = self._hosts[config.name].address
+        at = self.hosts[config.name].address
         return msgspec.structs.replace(super()._filled_in(config), handshake=f"tcp://{at}:0")
 
     def _start_one(self, name: str) -> None:
         variables = ("UCX_TLS=tcp,self", "UCX_NET_DEVICES=net0")
-        self._program = self._hosts[name].command("env", *variables, *WORKER)
+        self._program = self.hosts[name].command("env", *variables, *WORKER)
         super()._start_one(name)

@@ -52,7 +52,7 @@ PAIRS = 10
 _PAGE = 16
 _END = 8  # tokens of a prompt after its head
 _LONGEST_WAIT_S = 120.0
-_CONFIG = ServerConfig(
+PAIR_CONFIG = ServerConfig(
     model=None,
     seed=0,
     page_size=_PAGE,
@@ -107,8 +107,8 @@ def pairs_of(prefills: int, decodes: int, count: int, seed: int, link: str = "")
     """Serve `count` pairs of each length, and check that nothing is held at the end."""
     numbers = random.Random(seed)  # noqa: S311  (guards nothing)
     names = [f"p{number}" for number in range(prefills)]
-    configs = [msgspec.structs.replace(_CONFIG, name=name) for name in names]
-    configs += [msgspec.structs.replace(_CONFIG, name=f"d{number}", role="decode") for number in range(decodes)]
+    configs = [msgspec.structs.replace(PAIR_CONFIG, name=name) for name in names]
+    configs += [msgspec.structs.replace(PAIR_CONFIG, name=f"d{number}", role="decode") for number in range(decodes)]
     lengths = [length for length in LENGTHS for _ in range(count)]
     numbers.shuffle(lengths)
     found: list[Pair] = []
@@ -117,16 +117,16 @@ def pairs_of(prefills: int, decodes: int, count: int, seed: int, link: str = "")
         def both(decode: str, length: int, first: str, second: str) -> tuple[Heard, Heard, str]:
             """Serves two requests with one head at two prefill processes. Also returns the outcome of the question."""
             owner, other = numbers.sample(names, 2)
-            head = _tokens(numbers, length)
-            computed = ask(fleet, decode, owner, first, head + _tokens(numbers, _END))
+            head = tokens(numbers, length)
+            computed = ask(fleet, decode, owner, first, head + tokens(numbers, _END))
             before = Counter(fleet.stats()[other].prefixes)
-            heard = ask(fleet, decode, other, second, head + _tokens(numbers, _END))
+            heard = ask(fleet, decode, other, second, head + tokens(numbers, _END))
             came = Counter(fleet.stats()[other].prefixes) - before
             return computed, heard, ", ".join(came) or "nobody asked"
 
         for decode in range(decodes):
             for name in names * 2:  # makes the first contacts, which are not measured
-                ask(fleet, f"d{decode}", name, f"hello {decode} {name} {numbers.random()}", _tokens(numbers, 48))
+                ask(fleet, f"d{decode}", name, f"hello {decode} {name} {numbers.random()}", tokens(numbers, 48))
         for number, length in enumerate(lengths):
             decode = f"d{number % decodes}"
             computed, second, outcome = both(decode, length, f"first {number}", f"second {number}")
@@ -244,7 +244,8 @@ def _percentiles(name: str, times: list[float]) -> Row:
     return {f"{name}_ms_p{at}": round(float(np.percentile(times, at)), 1) for at in (50, 99)}
 
 
-def _tokens(numbers: random.Random, count: int) -> list[int]:
+def tokens(numbers: random.Random, count: int) -> list[int]:
+    """Returns random tokens."""
     return [numbers.randrange(256) for _ in range(count)]
 
 

@@ -1,4 +1,4 @@
-"""A server that always pulls the head of a prompt if the request's name begins with `PULLED`.
+"""A server that brings the head of a prompt in the way that the request's name begins with: see `WAYS`.
 
 `python -m benchmarks.prefix_worker`, started by `Fleet` in place of `scheduler_adapters.service.program`.
 """
@@ -20,36 +20,40 @@ if TYPE_CHECKING:
     from scheduler_adapters.loop import Request
     from scheduler_adapters.service import messages as msg
 
-PULLED = "pulled "
-"""The beginning of the names of requests whose heads are pulled in any case."""
+PULLED, COMPUTED, SPLIT = WAYS = ("pulled ", "computed ", "split ")
+"""The beginnings of the names of requests that are served in one way in any case."""
 
 
-class AlwaysPull(PullOrCompute):
-    """Shares the times of another estimate, but always chooses to pull."""
+class OneWay(PullOrCompute):
+    """Shares the times of another estimate, but always chooses this way."""
 
-    def __init__(self, estimate: PullOrCompute) -> None:
+    def __init__(self, estimate: PullOrCompute, way: str) -> None:
         super().__init__()
-        self.pull, self.compute = estimate.pull, estimate.compute
+        self.pull, self.compute, self._way = estimate.pull, estimate.compute, way
 
     def pays(self, cached: int, tokens: int, rest: int) -> bool:  # noqa: ARG002
-        """True."""
-        return True
+        """Whether to pull everything."""
+        return self._way == PULLED
+
+    def splits(self, cached: int, tokens: int, rest: int, page_size: int) -> bool:  # noqa: ARG002
+        """Whether to pull from the end."""
+        return self._way == SPLIT
 
 
 class DirectedPrefixes(PeerPrefixes):
-    """Always pulls for requests with such names."""
+    """Serves requests with such names in their way."""
 
     estimate: PullOrCompute
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._own: PullOrCompute = self.estimate
-        self._always: PullOrCompute = AlwaysPull(self._own)
+        self._ways: dict[str, PullOrCompute] = {way: OneWay(self._own, way) for way in WAYS}
 
     def begin(self, request: Request, context: TextContext, sources: Sequence[msg.KVSource]) -> bool:
         """Begins with the estimate that the request's name selects. Requests come one at a time."""
-        is_named = request.request_id.partition("/")[2].startswith(PULLED)
-        self.estimate = self._always if is_named else self._own
+        name = request.request_id.partition("/")[2]
+        self.estimate = next((self._ways[way] for way in WAYS if name.startswith(way)), self._own)
         return super().begin(request, context, sources)
 
 

@@ -82,6 +82,8 @@ def _close_unknown(replicas: Replicas, claims: Claims, mark: UnderWay, call: str
         if (pending := replica.imports.of_row.get(row)) is not None:
             pending.closed = True
             mark.leaving.append(request_id)
+    if call == "contents.import_pages":
+        cast("PendingImport", about).closed = True
     if call == "copier":
         for replica in replicas.each:
             replica.imports.copiers.pop(cast("PendingImport", about), None)

@@ -73,6 +73,7 @@ class Entry:
     context: TextContext
     replica: int = 0
     fetching_since: float | None = None  # when a fetch of its pages was first seen
+    meets: int = 0  # the token from which pages have come while the prompt runs
 
 
 class ServingLoop(Generic[PagesT_co]):
@@ -189,6 +190,12 @@ class ServingLoop(Generic[PagesT_co]):
             return True
         return self._waiting.pop(request_id, None) is not None
 
+    def meet(self, request_id: str, token: int) -> None:
+        """Pages of a running prompt have come from `token` on. A chunk ends there, and the next one finds the pages."""
+        entry = self._running.get(request_id)
+        if entry is not None:
+            entry.meets = token
+
     def step(self) -> list[Output]:
         """Runs the model once if any request can run. Returns the outputs, oldest request first."""
         outputs = self._reserve_running()
@@ -219,7 +226,7 @@ class ServingLoop(Generic[PagesT_co]):
         outputs = list[Output]()
         for entry in list(self._running.values()):
             while entry.request.request_id in self._running:
-                self._choose_chunk(entry.context)
+                self._choose_chunk(entry)
                 try:
                     if self.manager.maybe_reserve(entry.context):
                         break
@@ -292,8 +299,14 @@ class ServingLoop(Generic[PagesT_co]):
                 self.manager.release(context.request_id)
         return reserved
 
-    def _choose_chunk(self, context: TextContext) -> None:
-        """Limits the part of a prompt that runs in one step: with several block tables, only that part gets pages."""
+    def _choose_chunk(self, entry: Entry) -> None:
+        """Limits the part of a prompt that runs in one step.
+
+        With several block tables, only that part gets pages. No chunk runs into pages that have come.
+        """
+        context = entry.context
+        if context.start_idx < entry.meets < context.active_idx:
+            context.set_token_indices(active_idx=entry.meets)
         if self._has_windows and context.active_length > 1:
             # A single token would count as a decode step, which looks up no prefix.
             most = context.start_idx + max(2, self.token_budget)

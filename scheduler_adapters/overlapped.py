@@ -166,7 +166,7 @@ class OverlappedLoop(ServingLoop[PagesAheadT_co]):
     def _fits_ahead(self) -> bool:
         """Whether every running request gets pages for its next step without a preemption."""
         for entry in self._going():
-            self._choose_chunk(entry.context)
+            self._choose_chunk(entry)
             try:
                 if not self.manager.maybe_reserve(entry.context):
                     return False

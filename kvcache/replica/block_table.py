@@ -7,7 +7,7 @@ table is a group. For layers with a window, only the pages that the next token s
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -16,6 +16,9 @@ from numpy.typing import ArrayLike, NDArray
 from kvcache.errors import InvalidRequestError
 from kvcache.replica.hashing import PrefixHasher
 from kvcache.types import RequestID
+
+if TYPE_CHECKING:
+    from kvcache.replica.context import SafeContext
 
 Pages = NDArray[np.int32]
 
@@ -129,7 +132,10 @@ def _nothing() -> None:
 
 @dataclass(eq=False, slots=True)
 class PendingImport:
-    """An import of another manager's block table that is being copied. Made by `import_block_table`."""
+    """An import of another manager's block table that is being copied.
+
+    Made by `import_block_table` and by `PageContents.import_pages`.
+    """
 
     request_id: RequestID  # the request that receives the pages
     owner: object  # the `Replica` of the manager that made this import
@@ -145,6 +151,7 @@ class PendingImport:
     on_free: Callable[[], None] = _nothing  # called when a cancelled import has given its pages back
     told: list[BlockTable] = field(default_factory=list[BlockTable])  # tables whose pages no copier has taken yet
     others: tuple[BlockTable, ...] = ()  # tables of further managers that hold some of the same tokens
+    prompt: "SafeContext | None" = None  # of pages that no request waits for (`PageContents.import_pages`)
 
     @property
     def tokens(self) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Pages by content: those that a prompt needs, and leases of cached pages, whatever request computed them."""
+"""Pages by content, whatever request computed them: those that a prompt needs, leases of them, and imports."""
 
 from collections.abc import Sequence
 
@@ -6,8 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import BlockTableMismatchError
-from kvcache.replica.block_table import BlockTable, PageDigests
+from kvcache.replica import imports
+from kvcache.replica.block_table import BlockTable, PageDigests, PendingImport
 from kvcache.replica.context import Context, check_context, hasher_of, read_context
+from kvcache.replica.copier import ImportProof
 from kvcache.replica.hashing import DIGEST_BYTES
 from kvcache.replica.leases import PageLease
 from kvcache.replica.replica import Replica
@@ -93,6 +95,38 @@ class PageContents:
         replica, digests = self._wanted(name, replica_idx, wanted)
         with self._mark.changing("contents.bring"):
             return _bring(replica, digests[: max(0, most)], wanted.first_page)
+
+    @property
+    def takes_any_part(self) -> bool:
+        """Whether `import_pages` is possible: only with caching, one table of full attention and no states."""
+        return imports.takes_any_part(self._replicas[0])
+
+    def import_pages(
+        self, context: Context, replica_idx: int, table: BlockTable, others: Sequence[BlockTable] = ()
+    ) -> PendingImport | None:
+        """Reserve pages for full pages of a prompt that may begin anywhere in it. No request waits for them.
+
+        The import is copied like any other, and ends with `commit_pages`, or with the manager's `cancel_import`. A
+        request that computes the prompt meanwhile finds the pages when it has computed all pages before them. `table`
+        and `others` are as for `import_block_table`, in pages of our size and digests of our algorithm. Returns None if
+        the import would take more than half of the free pages. Raises `BlockTableMismatchError`.
+        """
+        self._mark.check("contents.import_pages")
+        check_context(context, "contents.import_pages")
+        replica = self._replicas[replica_idx]
+        pending = imports.check_pages(replica, replica_idx, read_context(context), table, others)
+        with self._mark.changing("contents.import_pages", pending):
+            return pending if imports.begin_pages(replica, pending, table) else None
+
+    def commit_pages(self, pending: PendingImport, proof: ImportProof | None) -> None:
+        """Commit an import of `import_pages` whose pages have all been copied: they are published, and idle.
+
+        `proof` is as for `commit_import`.
+        """
+        self._mark.check("contents.commit_pages")
+        replica = imports.own_import(self._replicas, pending, "commit_pages", is_open=True)
+        with self._mark.changing("contents.commit_pages", pending):
+            imports.finish_pages(replica, pending, proof)
 
     def _wanted(self, name: RequestID, replica_idx: int, wanted: PageDigests) -> tuple[Replica, NDArray[np.uint64]]:
         """The replica and the digests. Raises `BlockTableMismatchError` if its pages cannot be compared with these."""

@@ -119,6 +119,11 @@ class ImportBook:
         self.of_row[row] = pending
         self.each.append(pending)
 
+    def begin_for_nobody(self, pending: PendingImport) -> None:
+        """Begin an import that no request waits for. From now on its pages have a writer."""
+        self._pool.add_writer(pending.written)
+        self.each.append(pending)
+
     def refuse_taken(self, pending: PendingImport) -> None:
         """Raise `InvalidRequestError` if the copier of this import was already handed out."""
         if pending in self.copiers:

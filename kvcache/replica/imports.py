@@ -26,6 +26,8 @@ from kvcache.replica.replica import Replica
 from kvcache.replica.resume import Reservation
 from kvcache.replica.rows import Ints, Pages
 
+_NO_PAGES: Pages = np.zeros(0, np.int32)
+
 
 def export_table(
     replica: Replica,
@@ -319,6 +321,80 @@ def extend_import(
     pending.hasher = hasher
     pending.take_up(table, named, last=last)
     return parts[0].copy_from(before, pending.page_size, pending.src_page_size)
+
+
+def takes_any_part(replica: Replica) -> bool:
+    """Whether pages of a prompt may be cached here before the pages in front of them."""
+    return replica.caching and replica.lends_any_part
+
+
+def check_pages(
+    replica: Replica, replica_idx: int, context: SafeContext, table: BlockTable, others: Sequence[BlockTable]
+) -> PendingImport:
+    """The import, without pages so far, of full pages that no request waits for. They may begin anywhere in a prompt.
+
+    Raises `BlockTableMismatchError` unless all tables hold pages of the context's tokens, by digests of our algorithm.
+    """
+    if not takes_any_part(replica):
+        raise _mismatch(context, "is of pages that no request waits for: only one cached block table can use these")
+    hasher = check_table(replica, context, table, last=True)
+    check_others(replica, context, table, others, partial=False)
+    size, algorithm = replica.page_size, replica.hash_algorithm
+    if (table.page_size, table.hash_algorithm) != (size, algorithm) or table.num_tokens % size:
+        raise _mismatch(
+            context,
+            f"covers {table.num_tokens} tokens in pages of {table.page_size} by {table.hash_algorithm!r}; "
+            f"full pages of {size} by {algorithm!r} are needed",
+        )
+    return PendingImport(
+        request_id=context.request_id,
+        owner=replica,
+        page_size=size,
+        src_page_size=size,
+        replica_idx=replica_idx,
+        src_replica_idx=table.replica_idx,
+        parts=[ImportPart(table.first_page * size, _NO_PAGES)],
+        hasher=hasher,
+        others=tuple(others),
+        prompt=context,
+    )
+
+
+def begin_pages(replica: Replica, pending: PendingImport, table: BlockTable) -> bool:
+    """Give a new import its pages, at most half of the free ones. Returns False, and takes none, if it needs more."""
+    pool, pages = replica.pool, table.groups[0]
+    if len(pages) > pool.free_count // 2:
+        return False
+    pending.parts[0].dst_pages = allocated = pool.allocate(len(pages))
+    pending.take_up(table, [np.array(pages, np.int32)], last=True)
+    replica.imports.begin_for_nobody(pending)
+    pool.release(allocated)
+    return True
+
+
+def finish_pages(replica: Replica, pending: PendingImport, proof: ImportProof | None) -> None:
+    """End an import that no request waits for and whose bytes have all arrived. Its pages are published, and idle."""
+    hasher, prompt, pool, size = pending.hasher, pending.prompt, replica.pool, replica.page_size
+    if hasher is None or prompt is None:
+        raise InvalidRequestError(
+            f"request {pending.request_id!r}: commit_pages: the request waits for this import: call commit_import"
+        )
+    _check_proof(replica, pending, proof)
+    first, stop = (token // size for token in pending.tokens)
+    names = hasher.digests(prompt.tokens, first, stop)
+    if replica.log.is_read:
+        run = token_bytes(prompt.tokens[first * size : stop * size])
+        replica.log.describe(([hasher], np.array([first]), np.array([stop]), [run]))
+    written = pending.written[: stop - first]
+    is_new = pool.index.publish(written, names) == written
+    pages, names = written[is_new], names[is_new]
+    pool.hold(pages)
+    replica.hints.brought(pages, hasher.salt, names[:, 0])
+    replica.imports.commit(pending)
+    pool.release(pages)
+    for tell in pool.journal.came:
+        tell(pages, names)
+    replica.log.end_call()
 
 
 def _named(context: SafeContext, pending: PendingImport, table: BlockTable, *, last: bool) -> list[Pages]:

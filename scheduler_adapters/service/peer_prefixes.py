@@ -2,15 +2,16 @@
 
 The request names the processes that may have pages. Such a process may have evicted them, be busy, or be gone. The
 prompt is then computed as if no process had been named, after the answer or after the time limit of a question or a
-pull. Pulled pages are cached like any others: the request finds them when it is admitted, in its turn.
+pull. Pulled pages are cached like any others: the request finds them when it is admitted, in its turn. If pulling takes
+about as long as computing, the request runs at once, and the pages are pulled from the end of the prompt
+(`scheduler_adapters.service.stretches`).
 
 The pages come in *stretches*. A long stretch is read from several sources at once (`transfer.pull.shared_pull`), so
 they are asked at once. Once one of them has lent pages, the others have about as long again to answer: waiting longer
 costs more than another source saves. Pages that they lend later are given back. A short stretch is read from one
 source, so its sources are asked one after another: if all were asked, the others would hold pages that nobody reads.
 
-Each stretch is published before the next one is asked for, behind it. So there is never a gap, and a stretch that fails
-leaves the earlier ones intact.
+Each stretch is published before the next one is asked for, so a stretch that fails leaves the earlier ones intact.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ from kvcache.replica.copier import ImportProof
 from scheduler_adapters.base import PulledPages
 from scheduler_adapters.loop import Request
 from scheduler_adapters.service import messages as msg
-from scheduler_adapters.service.places import reserve
 from scheduler_adapters.service.pull_or_compute import PullOrCompute
 from scheduler_adapters.service.requests import Recent
+from scheduler_adapters.service.stretches import FromTheEnd, FromTheFront, NextPages, Stretches
 from transfer.pull.asking import Lent
 from transfer.pull.exchange import ExchangeEvent, PageExchange
 from transfer.pull.pull_state import PullEvent, PullShare
 from transfer.pull.source import Place, Source
 
-FetchOutcome = Literal["pulled", "computed", "stale", "unanswered", "no_room", "failed"]
+FetchOutcome = Literal["pulled", "split", "computed", "stale", "unanswered", "no_room", "failed"]
 """The outcome for a prompt with a named source.
 
-"pulled" means that at least one stretch was pulled, and "computed" that computing was estimated to be quicker. The
-others describe the last source: "stale" (it has no more than we have), "unanswered", "no_room" (no free pages here) or
-"failed" (the pull).
+"pulled" means that at least one stretch was pulled, and "split" that this was while the prompt was computed. "computed"
+means that computing was estimated to be quicker. The others describe the last source: "stale" (it has no more than we
+have), "unanswered", "no_room" (no free pages here) or "failed" (the pull).
 """
 FETCH_OUTCOMES: tuple[FetchOutcome, ...] = get_args(FetchOutcome)
 
@@ -53,7 +54,6 @@ _LEAST_WAIT_S, _MOST_WAIT_S = 5e-3, 0.05
 _PULL_S = 5.0  # in seconds, for one stretch
 _DROPPED, _USELESS = "its request was dropped", "its pages cannot be used here"
 _LATE = "its answer was no longer awaited"
-_MOST_STRETCHES = 8  # the most stretches of one prompt; if sources hold alternate pages, computing is quicker
 
 
 class Waiting(NamedTuple):
@@ -75,11 +75,12 @@ class _Fetch:
     """A prompt that sources are asked for, or a stretch of its pages that is being pulled.
 
     Attributes:
-        waiting: the request of the prompt.
+        context: the context of the prompt's request.
+        waiting: the request if it waits for the pages; None if it runs meanwhile.
         replica: the replica that asks, where the pages will be cached.
+        stretches: says what to ask for, and imports it.
         places: the sources that have not failed. Those asked last are at the end.
         to_ask: those that are to be asked for the current stretch.
-        most: most tokens that any source is known to have.
         since: when the current stretch was first asked for.
         asked: keys of the questions whose answers are awaited. An answer to another question is late.
         asked_at: when these questions were asked.
@@ -88,14 +89,15 @@ class _Fetch:
         lent: the answers with pages.
         outcome: the outcome of the latest answer without pages.
         pending: the import of the stretch that is being pulled from the sources of `lent`.
-        stretches: stretches pulled so far.
+        pulled: stretches pulled so far.
     """
 
-    waiting: Waiting
+    context: TextContext
+    waiting: Waiting | None
     replica: int
+    stretches: Stretches
     places: list[Place]
     to_ask: deque[Place]
-    most: int
     since: float
     asked: set[str] = field(default_factory=set[str])
     asked_at: float = 0.0
@@ -104,7 +106,7 @@ class _Fetch:
     lent: list[_LentStretch] = field(default_factory=list[_LentStretch])
     outcome: FetchOutcome = "unanswered"
     pending: PendingImport | None = None
-    stretches: int = 0
+    pulled: int = 0
 
 
 class _PromptQuestion(NamedTuple):
@@ -141,28 +143,55 @@ class PeerPrefixes:
         self._questions: dict[str, _PromptQuestion] = {}  # by key, until the source has answered or its time is over
         self._serial = itertools.count()
         self._met: Recent[str] = Recent()
+        # Called when pages of a running prompt have come, with its request's id and the first token of these pages.
+        self.on_pages: Callable[[str, int], None] = lambda _key, _token: None
+        self._split: set[str] = set()  # requests that run and whose pages have come from the end
 
     def begin(self, request: Request, context: TextContext, sources: Sequence[msg.KVSource]) -> bool:
-        """Starts to ask for a prompt that is not claimed.
+        """Starts to ask for a prompt that is not claimed. Returns whether the request is to wait for the pages.
 
-        Returns False if there is nothing to ask for, or if computing is quicker.
+        Otherwise it is to run at once: there is nothing to ask for, computing is quicker, or it finds pages that come
+        meanwhile.
         """
         if not sources:
             return False
-        replica = self._manager.get_or_recommend_replica(context)
+        manager, estimate = self._manager, self.estimate
+        replica = manager.get_or_recommend_replica(context)
         places = list(dict.fromkeys((source.address, engine) for source in sources for engine in source.engines))
         tokens = [source.tokens for source in sources]
         most = max(tokens) if all(tokens) else context.current_length
-        fetch = _Fetch(Waiting(request, context), replica, places, deque(places), most, self._clock())
-        cached, missing = self._missing(fetch)
+        stretches: Stretches = FromTheFront(manager, context, replica, most, estimate)
+        cached, missing = stretches.missing()
         if missing <= 0 or not places:
             return False
-        if not self.estimate.pays(cached, missing, context.current_length - cached - missing):
+        waiting, rest = Waiting(request, context), context.current_length - cached - missing
+        if manager.contents.takes_any_part and estimate.splits(cached, missing, rest, manager.page_size):
+            tokens_of = range(cached, cached + missing)
+            stretches, waiting = FromTheEnd(manager, context, replica, tokens_of, estimate, self._clock), None
+        wanted = stretches.next()
+        if wanted is None:
             self.counts["computed"] += 1
             return False
+        fetch = _Fetch(context, waiting, replica, stretches, places, deque(places), self._clock())
         self._open[context.request_id] = fetch
-        self._ask(fetch, cached, missing)
-        return True
+        self._ask(fetch, wanted)
+        return waiting is not None
+
+    def admitted(self, key: str, replica: int, cached: int) -> None:
+        """A prompt begins to run on a replica, behind `cached` tokens. Pages come for it only if they come there."""
+        fetch = self._open.get(key)
+        if fetch is None or not isinstance(fetch.stretches, FromTheEnd):
+            return
+        if fetch.replica == replica:
+            fetch.stretches.admitted(cached)
+        else:
+            self.drop(key)
+
+    def computed(self, key: str, tokens: int, seconds: float, cached: int) -> None:
+        """A prompt has ended. It ran these tokens behind `cached` ones, unless pages have come meanwhile."""
+        if key not in self._split:
+            self.estimate.compute.add(tokens, seconds, cached)
+        self.drop(key)
 
     def on_event(self, happened: ExchangeEvent) -> Waiting | None:
         """Handles a source's answer or the outcome of a pull.
@@ -190,6 +219,7 @@ class PeerPrefixes:
 
     def drop(self, key: str) -> None:
         """Give up a prompt that is no longer wanted. A no-op if the prompt is not open."""
+        self._split.discard(key)
         fetch = self._open.pop(key, None)
         if fetch is None:
             return
@@ -200,24 +230,14 @@ class PeerPrefixes:
             self._exchange.cancel_pull(fetch.replica, key, _DROPPED)
             self._give_back(fetch)
 
-    def _missing(self, fetch: _Fetch) -> tuple[int, int]:
-        """Returns the leading tokens of full pages that are cached here, and the tokens that a source may have."""
-        contents, context, size = self._manager.contents, fetch.waiting.context, self._manager.page_size
-        wanted = contents.digests(context)
-        if not wanted.digests:
-            return 0, 0
-        cached = contents.cached(fetch.replica, wanted)
-        return cached, min(context.current_length - 1, fetch.most) // size * size - cached
-
-    def _ask(self, fetch: _Fetch, cached: int, missing: int) -> None:
+    def _ask(self, fetch: _Fetch, wanted: NextPages) -> None:
         """Asks the next source, or several if they would be read at once.
 
         All sources of a stretch share its time. Those that are asked at once get the time that they would have got one
         after another.
         """
-        context, now = fetch.waiting.context, self._clock()
-        wanted = self._manager.contents.digests(context, cached // self._manager.page_size)
-        count = min(_AT_ONCE, len(fetch.to_ask)) if self._exchange.reads_several(missing) else 1
+        context, now = fetch.context, self._clock()
+        count = min(_AT_ONCE, len(fetch.to_ask)) if self._exchange.reads_several(wanted.tokens) else 1
         fetch.share_s = max(0.0, fetch.since + _ASK_S - now) / len(fetch.to_ask)
         fetch.asked_at, fetch.wait_until = now, now + fetch.share_s * count
         fetch.lent.clear()
@@ -227,7 +247,7 @@ class PeerPrefixes:
             fetch.places.append(place)
             fetch.asked.add(key)
             self._questions[key] = _PromptQuestion(fetch, place)
-            self._exchange.ask(fetch.replica, key, *place, wanted, fetch.share_s * count)
+            self._exchange.ask(fetch.replica, key, *place, wanted.digests, fetch.share_s * count)
 
     def _on_lent(self, replica: int, lent: Lent) -> Waiting | None:
         question = self._questions.pop(lent.key, None)
@@ -261,9 +281,9 @@ class PeerPrefixes:
             return self._go_on(fetch, "unanswered" if is_silent else fetch.outcome)
         fetch.lent.sort(key=lambda lent: -lent.table.num_tokens)  # the first table of an import must be the longest
         sources, tables = zip(*fetch.lent, strict=True)
-        context, places = fetch.waiting.context, [source.place for source in sources]
+        context, places = fetch.context, [source.place for source in sources]
         try:
-            fetch.pending = reserve(self._manager, context, fetch.replica, tables[0], others=tables[1:])
+            fetch.pending = fetch.stretches.reserve(tables)
         except KVCacheError:  # an answer does not fit our cache, or the pages before it were evicted here
             self._refuse(fetch, _USELESS)
             self._give_up(fetch, places)
@@ -279,11 +299,11 @@ class PeerPrefixes:
 
         The request, or the next stretch, finds its pages in the cache.
         """
-        context, pending = fetch.waiting.context, fetch.pending
+        pending = fetch.pending
         if pending is None:
             return None
         now, (begin, end) = self._clock(), pending.tokens
-        self._manager.commit_import(context, pending, proof)
+        fetch.stretches.commit(pending, proof)
         fetch.pending = None
         failed = [share.place for share in shares if share.error]
         if proof is not None:
@@ -292,25 +312,29 @@ class PeerPrefixes:
             # The first contact with a source is not representative, nor is a pull in which one has failed.
             if not any(are_new) and not failed:
                 self.estimate.pull.add(end - begin, now - fetch.since)
-        self._manager.release(context.request_id)
-        fetch.stretches, fetch.since = fetch.stretches + 1, now
+        if not fetch.pulled:
+            self.counts[fetch.stretches.outcome] += 1
+        if fetch.waiting is None:
+            self._split.add(fetch.context.request_id)
+            self.on_pages(fetch.context.request_id, begin)
+        fetch.pulled, fetch.since = fetch.pulled + 1, now
         self._give_up(fetch, failed)
-        # A source without pages before this stretch may have later ones. One that has lent all of it has no more.
-        left_out = {lent.source.place for lent in fetch.lent if lent.table.num_tokens >= end}
+        left_out = {lent.source.place for lent in fetch.lent if not fetch.stretches.has_more(lent.table, end)}
         left_out.update(question.place for question in self._questions.values() if question.fetch is fetch)
         fetch.to_ask = deque(place for place in fetch.places if place not in left_out)
         return self._go_on(fetch, "pulled")
 
     def _go_on(self, fetch: _Fetch, outcome: FetchOutcome) -> Waiting | None:
         """Asks the next sources for the pages that are still missing if that is worthwhile; else ends the fetch."""
-        context = fetch.waiting.context
-        if not fetch.to_ask or fetch.stretches == _MOST_STRETCHES or self._clock() >= fetch.since + _ASK_S:
+        if not fetch.to_ask and fetch.stretches.skip():
+            fetch.to_ask = deque(fetch.places)
+        if not fetch.to_ask or fetch.pulled >= fetch.stretches.most or self._clock() >= fetch.since + _ASK_S:
             return self._end(fetch, outcome)
         self._give_back(fetch)
-        cached, missing = self._missing(fetch)
-        if missing <= 0 or not self.estimate.pays(cached, missing, context.current_length - cached - missing):
+        wanted = fetch.stretches.next()
+        if wanted is None:
             return self._end(fetch, outcome)
-        self._ask(fetch, cached, missing)
+        self._ask(fetch, wanted)
         return None
 
     def _give_up(self, fetch: _Fetch, places: Sequence[Place]) -> None:
@@ -323,10 +347,10 @@ class PeerPrefixes:
         for lent in fetch.lent:
             self._exchange.refuse(fetch.replica, lent.source, reason)
 
-    def _end(self, fetch: _Fetch, outcome: FetchOutcome) -> Waiting:
-        context = fetch.waiting.context
-        self.counts["pulled" if fetch.stretches else outcome] += 1
-        del self._open[context.request_id]
+    def _end(self, fetch: _Fetch, outcome: FetchOutcome) -> Waiting | None:
+        if not fetch.pulled:
+            self.counts[outcome] += 1
+        del self._open[fetch.context.request_id]
         self._give_back(fetch)
         return fetch.waiting
 
@@ -334,5 +358,4 @@ class PeerPrefixes:
         """Cancels the current import, if any. Its pages are free once nothing of the pull is in flight."""
         pending, fetch.pending = fetch.pending, None
         if pending is not None:
-            self._manager.release(fetch.waiting.context.request_id)
-            self._manager.cancel_import(pending)
+            fetch.stretches.cancel(pending)

@@ -92,7 +92,7 @@ class PrefillScheduler:
         # requests with pages, some of which the reader has not been told of
         self._untold: dict[str, PrefillRequest] = {}
         self._expire_at = 0.0
-        loop.on_admit = self._on_admit
+        loop.on_admit, self.peers.on_pages = self._on_admit, loop.meet
         replicas = range(loop.manager.num_replicas)
         self._welcome = msg.Welcome(
             name=name,
@@ -300,6 +300,7 @@ class PrefillScheduler:
             return  # the request belongs to another user of the loop
         self._untold[key] = request
         request.replica, request.cached_tokens, request.admitted = replica, cached, self._clock()
+        self.peers.admitted(key, replica, cached)
         request.source = self._exchange.offer(key, self._times.lease_s, running=True)
         if request.source is None:  # every request of ours has a word, so another user of the exchange has leases too
             self._fail(request, f"prefill process {self.name!r} has no lease word free on replica {replica}")
@@ -321,7 +322,7 @@ class PrefillScheduler:
             self._offer(request)
         # The reader waits, so it is told first. If it is gone, the request has been given up by now.
         self._loop.abort(request.key)
-        self.peers.estimate.compute.add(computed, took_s, request.cached_tokens)
+        self.peers.computed(request.key, computed, took_s, request.cached_tokens)
 
     def _offer_chunks(self) -> None:
         """Offers the pages that are full by now, for prompts that still run."""

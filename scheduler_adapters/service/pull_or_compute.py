@@ -39,6 +39,8 @@ _ROUNDS = 3  # rounds of a fit; each takes its weights from the previous one
 # pulled if the loss is at most the share `_MOST_LOSS` of the time that computing them took. One of `_TRY_ANYWAY`
 # prompts is always pulled.
 _TRY_AGAIN, _MOST_LOSS, _TRY_ANYWAY = 32, 1 / 8, 128
+# A prompt is pulled from its end while it is computed from its front if that takes at most this share of either alone.
+_MOST_OF_ONE_WAY = 0.9
 
 
 class TimeByTokens:
@@ -180,6 +182,37 @@ class PullOrCompute:
             return False
         self._refused, self._spare_s = 0, 0.0
         return True
+
+    def splits(self, cached: int, tokens: int, rest: int, page_size: int) -> bool:
+        """Whether to pull the end of `tokens` tokens while their front is computed. Arguments as for `pays`."""
+        share = self.meets(cached, cached + tokens, page_size)
+        pull, whole = self.pull.seconds(tokens), self.compute.seconds(tokens + rest, cached)
+        behind, front = self.compute.seconds(rest, cached + tokens), self.compute.seconds(tokens - share, cached)
+        if not share or pull is None or whole is None or behind is None or front is None:
+            return False
+        return front + behind < _MOST_OF_ONE_WAY * min(pull + behind, whole)
+
+    def meets(self, at: int, stop: int, page_size: int) -> int:
+        """Returns how many tokens before `stop` a pull brings before a computation from token `at` comes to them.
+
+        They are those of full pages. 0 if there are none, or a time is not known.
+        """
+        low, high = 0, max(0, stop - at) // page_size
+        while low < high:
+            pages = (low + high + 1) // 2
+            pull = self.pull.seconds(pages * page_size)
+            compute = self.compute.seconds(stop - at - pages * page_size, at)
+            if pull is None or compute is None:
+                return 0
+            low, high = (pages, high) if pull <= compute else (low, pages - 1)
+        return low * page_size
+
+    def pulled_within(self, seconds: float, tokens: int, page_size: int) -> int:
+        """Returns how many of `tokens` tokens of full pages a pull brings in so many seconds, at least one page."""
+        takes = self.pull.seconds(tokens)
+        if takes is None or takes <= seconds:
+            return tokens
+        return max(page_size, int(tokens * seconds / takes) // page_size * page_size)
 
     @property
     def taken_s(self) -> dict[str, float]:

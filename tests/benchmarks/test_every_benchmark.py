@@ -53,7 +53,8 @@ ELSEWHERE = {
     "vllm_serve": "needs vLLM's servers: its parts are those of tests/vllm_serve, `make test-engines`",
     "pulls/vllm_worker": "needs vLLM's environment and shared scripts: others.vllm says what is missing",
     "fleet_worker": "is what fleet, first_token and handover start",
-    "prefix_worker": "is what prefix_peers starts",
+    "both_ends": "needs network namespaces: tests/hosts/test_both_ends_on_hosts.py runs it, `make test-hosts`",
+    "prefix_worker": "is what prefix_peers and both_ends start",
     "pulls/as_shipped": "is what others.nixl starts",
     "__main__": "starts the others",
 }

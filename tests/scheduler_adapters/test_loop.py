@@ -342,3 +342,19 @@ def test_with_windows_a_budget_of_one_token_still_finds_cached_prefixes(make_mod
         assert tokens_of(serve(loop, requests_of([prompt], new=4))) == wanted
     assert admitted == [0, 56]
     assert_nothing_held(loop.manager)
+
+
+def test_no_chunk_runs_into_pages_that_have_come(model: Any) -> None:
+    prompt = [at % 250 for at in range(16 * 12 + 3)]
+    loop = new_loop(model, page_size=16, budget=40)
+    loop.add(Request("r", prompt, 1))
+    loop.meet("stranger", 64)
+    loop.step()
+    starts, context = [40], loop._running["r"].context
+    assert context.start_idx == 40
+    loop.meet("r", 64)
+    while loop.has_work:
+        loop.step()
+        starts.append(context.start_idx)
+    assert starts[:4] == [40, 64, 104, 144], "a chunk ends there, and the next is as long as ever"
+    assert_nothing_held(loop.manager)

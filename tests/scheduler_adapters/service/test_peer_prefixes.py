@@ -19,6 +19,7 @@ from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.fleet import Fleet
 from scheduler_adapters.service.peer_prefixes import PeerPrefixes
 from scheduler_adapters.service.pull_or_compute import PullOrCompute
+from scheduler_adapters.service.stretches import FromTheFront
 from tests import forked
 from tests.scheduler_adapters.server_config import server_config
 from tests.scheduler_adapters.service.processes import DEFAULT, NEW, Service, Side
@@ -334,7 +335,7 @@ def test_a_tail_whose_head_is_gone_meanwhile_is_given_back(
 def test_two_that_have_every_other_page_are_not_asked_for_ever(
     start: Callable[..., Service], expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("scheduler_adapters.service.peer_prefixes._MOST_STRETCHES", 3)
+    monkeypatch.setattr(FromTheFront, "most", 3)
     service = start(count=3)
     for name in ("p0", "p2"):
         served(service, f"all {name}", FIRST, name)

@@ -231,3 +231,55 @@ def test_a_way_that_is_slower_is_tried_now_and_then() -> None:
     assert sum(tries) == 20
     assert choice.taken_s["pull"] == pytest.approx(0.131)
     assert set(choice.misjudged_s) == {"pull", "compute"}
+
+
+def both(pull_s: float, compute_s: float, latency_s: float = 0.001) -> PullOrCompute:
+    """A pull and a computation that take this long for each thousand tokens."""
+    made = PullOrCompute()
+    for tokens in (100, 1000, 4000):
+        made.pull.add(tokens, latency_s + pull_s * tokens / 1e3)
+        made.compute.add(tokens, latency_s + compute_s * tokens / 1e3)
+    return made
+
+
+@pytest.mark.parametrize(("pull_s", "share"), [(0.1, 0.5), (0.3, 0.25), (0.1 / 3, 0.75)])
+def test_a_pull_from_the_end_meets_the_computation_where_both_arrive_at_once(pull_s: float, share: float) -> None:
+    made = both(pull_s, 0.1)
+    assert made.meets(0, 3200, 16) == pytest.approx(3200 * share, abs=16)
+    assert made.meets(800, 3200 + 800, 16) == pytest.approx(3200 * share, abs=16)
+    assert made.meets(0, 3200, 16) % 16 == 0
+
+
+def test_the_last_pages_are_computed_if_a_question_takes_longer() -> None:
+    made = both(0.01, 0.1, latency_s=0.02)
+    assert made.meets(0, 3200, 16) > 2000
+    assert made.meets(3100, 3200, 16) > 0
+    slow = both(0.01, 0.1)
+    slow.pull = measured({tokens: 0.05 + 1e-5 * tokens for tokens in (100, 1000, 4000)})
+    assert slow.meets(3000, 3200, 16) == 0
+    assert slow.meets(3200, 3200, 16) == slow.meets(3201, 3200, 16) == slow.meets(0, 15, 16) == 0
+
+
+@pytest.mark.parametrize(
+    ("pull_s", "compute_s", "splits"), [(0.1, 0.1, True), (0.1, 0.3, True), (0.1, 3.0, False), (3.0, 0.1, False)]
+)
+def test_a_prompt_is_split_if_neither_way_is_far_quicker(pull_s: float, compute_s: float, splits: bool) -> None:
+    assert both(pull_s, compute_s).splits(0, 3200, 8, 16) == splits
+
+
+def test_nothing_is_split_before_both_times_are_known() -> None:
+    known = both(0.1, 0.1)
+    for made in (PullOrCompute(), PullOrCompute(), PullOrCompute()):
+        assert not made.splits(0, 3200, 8, 16)
+        made.pull = known.pull
+        assert not made.splits(0, 3200, 8, 16)
+        assert made.meets(0, 3200, 16) == 0
+    assert PullOrCompute().pulled_within(1.0, 3200, 16) == 3200
+
+
+def test_a_stretch_is_as_long_as_its_time_allows() -> None:
+    made = both(0.1, 0.1)
+    assert made.pulled_within(1.0, 3200, 16) == 3200
+    assert made.pulled_within(0.16, 3200, 16) == pytest.approx(1600, abs=32)
+    assert made.pulled_within(0.16, 3200, 16) % 16 == 0
+    assert made.pulled_within(1e-6, 3200, 16) == 16

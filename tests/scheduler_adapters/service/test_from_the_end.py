@@ -1,0 +1,374 @@
+"""A prefill process computes a prompt from its front, and pulls its end from another meanwhile: tokens and failures."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcache import TextContext
+from kvcache.replica.contents import PageContents
+from scheduler_adapters.loop import Output, Request
+from scheduler_adapters.overlapped import ThreadedRunner
+from scheduler_adapters.service import messages as msg
+from scheduler_adapters.service.pull_or_compute import PullOrCompute
+from scheduler_adapters.service.stretches import FromTheEnd
+from tests.scheduler_adapters.service.processes import NEW, Service, Side
+from tests.scheduler_adapters.serving import own_tokens
+from transfer.pull.lending import LENT_S
+from transfer.pull.pull_state import PullEvent
+
+SIZE, PAGES = 16, 40
+PROMPT = [(7 * at + at * at // 5) % 250 for at in range(SIZE * PAGES + 5)]
+
+
+class Fixed(PullOrCompute):
+    """Splits every prompt, and always believes that a pull brings the later half of what is missing."""
+
+    def __init__(self, share: float = 0.5) -> None:
+        super().__init__()
+        self._share = share
+
+    def splits(self, cached: int, tokens: int, rest: int, page_size: int) -> bool:  # noqa: ARG002
+        return True
+
+    def meets(self, at: int, stop: int, page_size: int) -> int:
+        return int(max(0, stop - at) * self._share) // page_size * page_size
+
+
+class Paced:
+    """Holds up a process's loop: it runs no step more than were allowed."""
+
+    def __init__(self, service: Service, name: str = "p1") -> None:
+        self.left = 0.0
+        loop = service.loops[name]
+        step = loop.step
+
+        def paced() -> list[Output]:
+            if self.left <= 0:
+                return []
+            self.left -= loop.has_work
+            return step()
+
+        loop.step = paced  # type: ignore[method-assign]
+
+    def go(self, steps: float = float("inf")) -> None:
+        self.left += steps
+
+
+@pytest.fixture(scope="module")
+def expected(model: Any) -> list[int]:
+    return own_tokens(model, PROMPT, NEW)
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives the sources more time to answer: the test machine may be busy."""
+    monkeypatch.setattr("scheduler_adapters.service.peer_prefixes._ASK_S", 15.0)
+
+
+@pytest.fixture
+def start(model: Any, tmp_path: Path) -> Iterator[Callable[..., Service]]:
+    services = []
+
+    def make(**prefill: Any) -> Service:
+        """Two prefill processes. The first has the prompt, and the second has been in contact with it."""
+        side = Side(**{"count": 2, "pages": 160, "budget": 32, **prefill})
+        service = Service(model, tmp_path, side, Side(pages=160))
+        services.append(service)
+        links = [one for decode in service.decodes.values() for one in decode.connections]
+        service.until(lambda: all(one.welcome for one in links), "the connections")
+        for name in ("p0", "p1"):
+            run(service, f"meets {name}", [1, *PROMPT[:40]], name)
+        run(service, "first", PROMPT, "p0")
+        peers = service.prefills["p1"].peers
+        peers.estimate, peers.pages_pulled = Fixed(), 0
+        return service
+
+    yield make
+    for service in services:
+        service.close()
+
+
+def submit(service: Service, name: str, prompt: list[int], prefill: str) -> None:
+    sources = (msg.KVSource(service.exchanges["p0"].address, ("p0/0",)),) if prefill == "p1" else ()
+    service.tokens[name] = []
+    service.decode.submit(
+        msg.Submit(
+            request_id=name, prompt=tuple(prompt), max_new_tokens=NEW, prefill=prefill, kv_sources=sources
+        )
+    )  # fmt: skip
+
+
+def run(service: Service, name: str, prompt: list[int], prefill: str) -> list[int]:
+    submit(service, name, prompt, prefill)
+    service.until(lambda: name in service.ended, "the end")
+    assert service.ended[name].error == ""
+    return service.tokens[name]
+
+
+def finish(service: Service, expected: list[int]) -> msg.Stats:
+    service.until(lambda: "second" in service.ended, "the end")
+    assert service.ended["second"].error == ""
+    assert service.tokens["second"] == expected
+    asks, lending = service.exchanges["p1"]._asks, service.exchanges.get("p0")
+    service.until(lambda: not asks._open and not (lending and lending.lending.num_leases), "the last lease")
+    service.assert_nothing_held()
+    assert not service.prefills["p1"].peers._open
+    assert not service.prefills["p1"].peers._split
+    return service.prefills["p1"].stats()
+
+
+def split(service: Service) -> Paced:
+    """Submits the prompt, and computes its first 64 tokens."""
+    paced = Paced(service)
+    submit(service, "second", PROMPT, "p1")
+    paced.go(2)
+    service.until(lambda: service.prefills["p1"].peers.counts["split"], "the first stretch")
+    return paced
+
+
+def done(service: Service) -> bool:
+    return not service.prefills["p1"].peers._open
+
+
+SIDES: list[dict[str, Any]] = [{}, {"tp": 2}, {"overlap": ThreadedRunner}]
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("side", SIDES)
+def test_both_ends_meet_and_the_tokens_are_those_of_the_model(
+    start: Callable[..., Service], expected: list[int], side: dict[str, Any]
+) -> None:
+    service = start(**side)
+    before = service.prefills["p1"].stats()
+    paced = split(service)
+    service.until(lambda: done(service), "the last stretch")
+    paced.go()
+    stats = finish(service, expected)
+    assert stats.prefixes["split"] == 1
+    assert stats.pages_pulled > 30, "each stretch is a share of what was estimated to come, down to single pages"
+    assert stats.cached_tokens - before.cached_tokens >= SIZE * (stats.pages_pulled - 6), "steps reach beyond"
+    assert stats.cached_tokens - before.cached_tokens <= SIZE * stats.pages_pulled
+    assert stats.prompt_tokens - before.prompt_tokens == len(PROMPT)
+    served = service.loops["p1"].manager
+    assert served.contents.cached(0, served.contents.digests(service.loops["p1"].context_for(asked()))) == SIZE * PAGES
+
+
+def asked() -> Request:
+    return Request("again", PROMPT, 1)
+
+
+def test_stretches_come_from_the_end_and_get_shorter(
+    start: Callable[..., Service], expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = start()
+    exchange, pulled = service.exchanges["p1"], list[tuple[int, int]]()
+    pull = exchange.pull
+
+    def spied(key: str, sources: Any, pending: Any, timeout_s: float) -> None:
+        pulled.append(pending.tokens)
+        pull(key, sources, pending, timeout_s)
+
+    monkeypatch.setattr(exchange, "pull", spied)
+    paced = split(service)
+    service.until(lambda: done(service), "the last stretch")
+    paced.go()
+    finish(service, expected)
+    assert pulled[0] == (SIZE * 25, SIZE * 40), "three quarters of the later half"
+    assert all(earlier[0] == later[1] for earlier, later in itertools.pairwise(pulled))
+    lengths = [stop - first for first, stop in pulled]
+    assert lengths == sorted(lengths, reverse=True)
+
+
+def test_the_computation_does_not_wait_for_the_pull(
+    start: Callable[..., Service], expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = start()
+    monkeypatch.setattr("scheduler_adapters.service.peer_prefixes._ASK_S", 1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(service.prefills["p0"], "poll", lambda: False)  # it answers nothing
+        submit(service, "second", PROMPT, "p1")
+        service.until(lambda: service.tokens["second"], "the first token")
+        assert not service.prefills["p1"].peers._open, "nobody waits for the answer any more"
+    assert finish(service, expected).pages_pulled == 0
+
+
+def test_a_source_that_has_only_the_head_is_asked_for_earlier_pages(
+    start: Callable[..., Service], expected: list[int]
+) -> None:
+    service = start()
+    service.loops["p0"].manager.reset_prefix_cache()
+    service.loops["d0"].manager.reset_prefix_cache()
+    run(service, "head", [*PROMPT[: SIZE * 24], 3], "p0")
+    paced = split(service)
+    service.until(lambda: done(service), "the last stretch")
+    paced.go()
+    stats = finish(service, expected)
+    assert 10 < stats.pages_pulled <= 24
+
+
+def test_a_source_without_the_head_is_read_from_the_end(start: Callable[..., Service], expected: list[int]) -> None:
+    service = start()
+    manager = service.loops["p0"].manager
+    service.assert_nothing_held()
+    context = service.loops["p0"].context_for(asked())
+    held, _ = manager.contents.lease("tail", 0, manager.contents.digests(context, 20), 100)
+    manager.reset_prefix_cache()
+    manager.end_lease(held)
+    paced = split(service)
+    service.until(lambda: done(service), "the last stretch")
+    paced.go()
+    stats = finish(service, expected)
+    assert 10 < stats.pages_pulled <= 20
+
+
+def pulling(service: Service) -> bool:
+    return any(fetch.pending is not None for fetch in service.prefills["p1"].peers._open.values())
+
+
+@pytest.mark.parametrize("phase", ["asked", "pulling"])
+@pytest.mark.parametrize("fault", ["killed", "revoked"])
+def test_a_source_that_fails_costs_no_token_and_no_page(
+    start: Callable[..., Service], expected: list[int], phase: str, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = start()
+    p0, p1 = service.exchanges["p0"], service.exchanges["p1"]
+    pull, faults = p1.pull, list[str]()
+
+    def revoked(key: str, sources: Any, *rest: Any) -> None:
+        faults.append(key)
+        if len(faults) > 1:
+            p0.revoke(sources[0], "stopped")
+            service.until(lambda: not p0.lending.num_leases, "the end of the lease", poll=service.prefills["p0"].poll)
+        pull(key, sources, *rest)
+
+    if fault == "revoked":
+        monkeypatch.setattr(p1, "pull", revoked)
+        paced = split(service)
+    else:
+        monkeypatch.setattr("scheduler_adapters.service.peer_prefixes._ASK_S", 1.0)
+        paced = Paced(service)
+        submit(service, "second", PROMPT, "p1")
+        paced.go(2)
+        open_fetches = service.prefills["p1"].peers._open
+        service.until(lambda: pulling(service) if phase == "pulling" else bool(open_fetches), phase)
+        service.stop_prefill("p0")
+    paced.go()
+    stats = finish(service, expected)
+    if fault == "revoked":
+        assert (stats.prefixes["split"], p1.totals()[1]) == (1, 1)
+        assert stats.pages_pulled == 15, "what had come before stays"
+
+
+@pytest.mark.parametrize("phase", ["asked", "pulling"])
+def test_a_request_that_is_cancelled_meanwhile_leaves_nothing_held(start: Callable[..., Service], phase: str) -> None:
+    service = start()
+    paced = Paced(service)
+    submit(service, "second", PROMPT, "p1")
+    paced.go(2)
+    peers = service.prefills["p1"].peers
+    service.until(lambda: pulling(service) if phase == "pulling" else bool(peers._open), phase)
+    service.decode.abort("second")
+    service.until(lambda: "second" in service.ended, "the end")
+    began, asks, lending = time.monotonic(), service.exchanges["p1"]._asks, service.exchanges["p0"].lending
+    service.until(lambda: not (asks._open or lending.num_leases), "the answer, and what comes of it")
+    assert time.monotonic() - began < LENT_S / 2
+    service.assert_nothing_held()
+    assert not peers._open
+
+
+def test_without_room_the_rest_is_computed(start: Callable[..., Service], expected: list[int]) -> None:
+    service = start()
+    manager = service.loops["p1"].manager
+    taken = (manager.total_num_pages - PAGES - 8) * SIZE
+    hog = TextContext(range(taken), taken, "hog")
+    manager.external_claim(hog.request_id)
+    assert manager.maybe_reserve(hog)
+    run(service, "second", PROMPT, "p1")
+    assert service.tokens["second"] == expected
+    assert service.prefills["p1"].peers.counts["no_room"] == 1
+    manager.release(hog.request_id)
+    finish(service, expected)
+
+
+def test_pages_that_would_come_to_another_replica_are_not_pulled(
+    start: Callable[..., Service], expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = start(dp=2)
+    manager = service.loops["p1"].manager
+    recommend = manager.get_or_recommend_replica
+    advice = iter([0])
+    monkeypatch.setattr(manager, "get_or_recommend_replica", lambda context: next(advice, 1))
+    submit(service, "second", PROMPT, "p1")
+    service.until(lambda: "second" in service.ended, "the end")
+    monkeypatch.setattr(manager, "get_or_recommend_replica", recommend)
+    assert finish(service, expected).pages_pulled == 0
+
+
+def test_a_cache_that_takes_no_later_pages_pulls_from_the_front(
+    start: Callable[..., Service], expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = start()
+    monkeypatch.setattr(PageContents, "takes_any_part", False)
+    run(service, "second", PROMPT, "p1")
+    stats = finish(service, expected)
+    assert "split" not in stats.prefixes
+    assert stats.pages_pulled == PAGES
+
+
+def polled(service: Service, but: Any) -> None:
+    for one in (*service.prefills.values(), *service.decodes.values()):
+        if one is not but:
+            one.poll()
+
+
+@pytest.mark.parametrize("runs_first", [True, False])
+def test_the_speed_of_the_model_is_measured_before_the_first_page_is_found(
+    start: Callable[..., Service], runs_first: bool
+) -> None:
+    service = start()
+    compute = service.prefills["p1"].peers.estimate.compute
+    measured: list[tuple[int, int]] = []
+    add = compute.add
+
+    def spied(tokens: int, seconds: float, cached: int = 0) -> None:
+        measured.append((tokens, cached))
+        add(tokens, seconds, cached)
+
+    compute.add = spied  # type: ignore[method-assign]
+    p0 = service.prefills["p0"]
+    paced = Paced(service)
+    submit(service, "second", PROMPT, "p1")
+    if runs_first:
+        paced.go(2)
+        service.until(lambda: paced.left == 0, "two steps", poll=lambda: polled(service, p0))
+    service.until(lambda: service.prefills["p1"].peers.counts["split"], "the first stretch")
+    paced.go()
+    service.until(lambda: "second" in service.ended, "the end")
+    # Not at its end, because by then it has left out tokens.
+    assert measured == ([(64, 0)] if runs_first else [])
+
+
+def test_a_late_event_of_a_pull_finds_no_fetch(start: Callable[..., Service], expected: list[int]) -> None:
+    service = start()
+    heard: list[PullEvent] = []
+    peers = service.prefills["p1"].peers
+    on_event = peers.on_event
+
+    def spied(happened: Any) -> Any:
+        if isinstance(happened.event, PullEvent):
+            heard.append(happened.event)
+        assert on_event(happened) is None, "a request that runs does not join again"
+
+    peers.on_event = spied  # type: ignore[method-assign]
+    paced = split(service)
+    service.until(lambda: done(service), "the last stretch")
+    paced.go()
+    finish(service, expected)
+    assert heard
+    assert FromTheEnd.outcome == "split"
