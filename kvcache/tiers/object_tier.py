@@ -80,9 +80,11 @@ class ReadRates:
     def pays(self, pages: int, before: int, gain: int, now: float) -> bool:
         """Whether reading `pages`, after `before` others that are under way, is faster than computing `gain` pages.
 
-        Returns True every `_TRY_S` seconds even if reading is slower, as the store may have become faster.
+        Returns True until a read has been measured, and every `_TRY_S` seconds even if reading is slower, as the store
+        may have become faster.
         """
-        if (self.answer_s + (before + pages) * self.page_s) / self._compute_page_s < gain:
+        is_measured = self.page_s > 0
+        if not is_measured or (self.answer_s + (before + pages) * self.page_s) / self._compute_page_s < gain:
             return True
         if now - self._tried < _TRY_S:
             return False
