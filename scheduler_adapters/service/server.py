@@ -51,7 +51,7 @@ from transfer.pull.exchange import PageExchange
 from transfer.wire.keys import Keyring, load_keyring
 from transfer.wire.secret import read_secret
 
-# How long the main loop sleeps without a message. Leases, pulls and deadlines have no socket that would wake it.
+# How long the main loop sleeps without a message or an event. Deadlines have no socket that would wake it.
 _WAIT_MS = 1
 _IDLE_MS = 100  # the interval of a process without requests, for signals and for reconnecting
 # Python code releases the GIL after this long when another thread wants it; the transfer thread polls every

@@ -37,11 +37,11 @@ ONE_SOURCE_BYTES = 1 << 20
 _PROBE_BYTES = 256 << 10
 """The bytes of the first run of a source whose speed is unknown, if there are other sources."""
 _LEAST_S, _LEAST_BYTES = 0.01, 1 << 20
-"""A run takes at least so long, or has so many bytes: its fence is a round trip in which the source sends no page."""
+"""A run takes at least this long or has this many bytes, because its fence costs a round trip without pages."""
 _MOST_S = 0.25
-"""A run should take at most so long, because this time is lost if the source fails."""
+"""A run should take at most this long, because this time is lost if the source fails."""
 _GROWTH = 4
-"""The next run of a new source may have at most so many times the bytes of its last run."""
+"""The next run of a new source may have at most this many times the bytes of its last run."""
 _KNOWN_RATES = 256
 _TO_READ, _READING, _PASSED, _LOST = range(4)
 
