@@ -1,4 +1,4 @@
-"""A speculating engine, built as the docstring of `drafted_pages` says.
+"""A speculating engine, built as the docstring of `DraftedPages` says.
 
 It drives a manager and a runner with guessed tokens.
 """
