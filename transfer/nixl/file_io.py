@@ -21,7 +21,7 @@ from transfer.nixl.agent import Agent, Descriptors, nixl_errors
 if TYPE_CHECKING:
     import torch
 
-Part = npt.NDArray[np.uint8]
+_Bytes = npt.NDArray[np.uint8]
 
 _POLL_S = 20e-6
 
@@ -41,21 +41,21 @@ class NixlFileIO:
         self._memory = list(memory)  # keeps the memory mapped while it is registered
         self._agent.register([(region.data_ptr(), region.numel(), 0) for region in self._memory])
 
-    def write(self, file: int, parts: Sequence[Part], offset: int) -> None:
+    def write(self, file: int, parts: Sequence[_Bytes], offset: int) -> None:
         """Writes the parts, one after another, starting at `offset`.
 
         Raises `OSError` if not all of them are written.
         """
         self._move("WRITE", file, parts, offset)
 
-    def read(self, file: int, parts: Sequence[Part], offset: int) -> None:
+    def read(self, file: int, parts: Sequence[_Bytes], offset: int) -> None:
         """Fills the parts, one after another, from the file at `offset`.
 
         Raises `OSError` if the file has too few bytes.
         """
         self._move("READ", file, parts, offset)
 
-    def _move(self, operation: Literal["READ", "WRITE"], file: int, parts: Sequence[Part], offset: int) -> None:
+    def _move(self, operation: Literal["READ", "WRITE"], file: int, parts: Sequence[_Bytes], offset: int) -> None:
         lengths = np.array([len(part) for part in parts], np.uint64)
         ends = np.cumsum(lengths) + np.uint64(offset)
         here, there = np.zeros((2, len(parts), 3), np.uint64)
