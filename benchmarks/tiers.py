@@ -173,7 +173,10 @@ def manager_steps(batch: int, windows: int) -> list[Row]:
     contexts = [claimed(manager, prompts.tokens(100 + at % PAGE)) for at in range(batch - 1)]
     for context in contexts:
         expect(manager.maybe_reserve(context), "the pool has room")
+    manager.fetch(contexts)
+    for context in contexts:
         context.update(1)
+    manager.step(contexts)
     bound, tokens = manager.batch(contexts), np.ones(len(contexts), np.int32)
 
     def step() -> None:
