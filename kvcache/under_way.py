@@ -100,7 +100,7 @@ class UnderWay:
         if isinstance(error, KVCacheError):
             nothing_changed = error.nothing_changed
         else:
-            nothing_changed = isinstance(error, Exception) and bool(self.context and self.context.refused)
+            nothing_changed = isinstance(error, Exception) and self.context is not None and self.context.refused
         self.context = None
         if nothing_changed:
             self.call = self._rest
