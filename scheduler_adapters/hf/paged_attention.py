@@ -272,11 +272,11 @@ class PagedLatents:
         return latent, rotated
 
     def get_query_offset(self, layer_idx: int) -> int:  # noqa: ARG002  (of the interface)
-        """Part of the interface; only a mask would need it, and none is made."""
+        """Required by the interface of caches. Only a mask would use it, and no mask is made here."""
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:  # noqa: ARG002
-        """Part of the interface; only a mask would need it, and none is made."""
+        """Required by the interface of caches. Only a mask would use it, and no mask is made here."""
         return query_length, 0
 
 

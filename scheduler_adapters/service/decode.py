@@ -364,9 +364,9 @@ class DecodeScheduler:
             self._read(request, importing, last=last, new=start < pending.tokens[1])
 
     def _read(self, request: DecodeRequest, importing: Importing, *, last: bool, new: bool) -> None:
-        """Reads `new` pages, and fences after the `last`.
+        """Reads the `new` pages. If they are the `last`, the fence follows them.
 
-        If no page was to be read at all, the request joins at once.
+        If no page had to be read at all, the request joins the loop at once.
         """
         if last and not importing.pending.needs_copy:
             self._give_up_source(request, "all of it was cached here", tell_prefill=True)
