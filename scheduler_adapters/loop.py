@@ -191,7 +191,10 @@ class ServingLoop(Generic[PagesT_co]):
         return self._waiting.pop(request_id, None) is not None
 
     def meet(self, request_id: str, token: int) -> None:
-        """Pages of a running prompt have come from `token` on. A chunk ends there, and the next one finds the pages."""
+        """Reports that pages of a running prompt have come, from `token` on.
+
+        A chunk ends at that token, and the next chunk finds the pages.
+        """
         entry = self._running.get(request_id)
         if entry is not None:
             entry.meets = token

@@ -208,7 +208,7 @@ class PullOrCompute:
         return low * page_size
 
     def pulled_within(self, seconds: float, tokens: int, page_size: int) -> int:
-        """Returns how many of `tokens` tokens of full pages a pull brings in so many seconds, at least one page."""
+        """Returns how many of `tokens` tokens a pull brings in `seconds` seconds: full pages, at least one."""
         takes = self.pull.seconds(tokens)
         if takes is None or takes <= seconds:
             return tokens

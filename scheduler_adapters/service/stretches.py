@@ -1,12 +1,14 @@
-"""Which pages of a prompt are asked for next, and how they are imported: from the front, or from the end.
+"""Chooses the pages of a prompt that are asked for next, and imports them: from its front, or from its end.
 
-From the front, each stretch follows the pages that are cached by then, and the request waits for all of them. From the
-end, the request computes its prompt meanwhile. Each stretch ends where the previous one began, so that both ends move
-towards each other. When the computation reaches the first page that has come, the request finds the pages from there
-on, as the loop looks them up before every chunk. Whatever has not come by then is computed.
+From the front, each stretch follows the pages that are cached by then, and the request waits for all stretches. From
+the end, the request computes its prompt meanwhile. Each stretch ends where the previous one began, so the pulled pages
+and the computed ones grow towards each other. When the computation reaches the first pulled page, the request finds
+all pages from there on, because the loop looks them up before every chunk. Pages that have not come by then are
+computed.
 
-A stretch from the end is a share of what a pull can bring before the computation arrives. So the last stretches are
-short, and correct what was estimated before the first one. If a stretch comes late, the computation has gone on.
+A stretch from the end is a share of the pages that a pull can bring before the computation arrives. So the last
+stretches are short, and errors of the first estimate hardly matter. A late stretch costs nothing: the computation
+continues.
 """
 
 from __future__ import annotations
@@ -42,20 +44,20 @@ class Stretches(Protocol):
     """The stretches of one prompt, and their imports."""
 
     outcome: Literal["pulled", "split"]
-    """The outcome for the prompt once a stretch was pulled."""
+    """The outcome that is counted for the prompt if at least one stretch was pulled."""
     most: float
-    """The most stretches of a prompt."""
+    """The highest number of stretches of a prompt."""
 
     def next(self) -> NextPages | None:
         """Returns the pages to ask for now. None if computing is estimated to be quicker, or nothing is missing."""
         ...
 
     def skip(self) -> bool:
-        """Leaves out the current stretch, which no source has. Returns whether a next one is of use without it."""
+        """Leaves out the current stretch, which no source has. Returns whether later ones are useful without it."""
         ...
 
     def has_more(self, table: BlockTable, end: int) -> bool:
-        """Whether the source of `table` may have the next stretch too. The current one was pulled up to token `end`."""
+        """Returns whether the source of `table` may also have the next stretch. `end` is the end of the pulled one."""
         ...
 
     def reserve(self, tables: Sequence[BlockTable]) -> PendingImport | None:
@@ -72,7 +74,7 @@ class Stretches(Protocol):
 
 
 class FromTheFront:
-    """Stretches that follow the pages that are cached here. The request is not claimed meanwhile.
+    """Stretches from the front of a prompt: each follows the cached pages. The request is not claimed meanwhile.
 
     Args:
         manager: the manager whose pages are filled.
@@ -132,7 +134,7 @@ class FromTheFront:
 
 
 class FromTheEnd:
-    """Stretches that end where the previous one began, while the request computes its prompt.
+    """Stretches from the end of a prompt: each ends where the previous one began. The request computes meanwhile.
 
     Args:
         manager: the manager whose pages are filled. Its contents take any part of a prompt.
@@ -163,7 +165,7 @@ class FromTheEnd:
         self._ran_since = math.inf  # when the request began to run, if that was before the first stretch came
 
     def admitted(self, cached: int) -> None:
-        """The request begins to run, behind `cached` tokens."""
+        """Reports that the request begins to run, behind `cached` tokens."""
         self._cached = cached
         if not self._has_come:
             self._ran_since = self._clock()
