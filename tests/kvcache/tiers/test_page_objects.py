@@ -73,7 +73,7 @@ class Packed:
         FORMAT.pack(self.records, self.digests, parts_of(self.content))
 
     def unpack(self, digests: Digests | None = None) -> list[FileRefusal | None]:
-        """The faults; a page without one is compared."""
+        """Returns the fault of each page, or None. A page without a fault must equal the original."""
         read = np.full_like(self.content, 0xAA)
         found = FORMAT.unpack(self.records, self.digests if digests is None else digests, parts_of(read))
         for at, fault in enumerate(found):

@@ -523,7 +523,7 @@ def test_one_look_is_for_all_who_wait_and_who_has_had_none_is_first(monkeypatch:
         monkeypatch.setattr(worker, "_answer", held_back)
 
         def asked_by(*who: tuple[WatchClient, Followed]) -> None:
-            """All questions are read before any is answered."""
+            """Lets these clients ask at once, so that all questions are read before any is answered."""
             held[0] = True
             for client, one in who:
                 client.ask(one.ask)

@@ -20,7 +20,7 @@ MODEL = "bamba"
 def ready(model: Any, wrong: bool = True, **engine: Any) -> tuple[Engine, TextContext, int]:
     """A request whose drafted tokens have run but are not recorded.
 
-    The first is right; with `wrong` a later one is wrong.
+    The first draft is right; with `wrong` a later one is wrong.
     """
     made = Engine(model, 1.0, 0, **engine)
     made.knows(PROMPTS[:1])
