@@ -1,4 +1,4 @@
-"""`Batch`: the requests of a step, looked up once and moved together. `Gathered`: the same for one call."""
+"""`Batch`: the requests of a step, looked up once and moved together. `Gathered`: the data of requests for one call."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -43,7 +43,7 @@ _STEPS_KEPT = 256  # updates that a batch keeps before it passes them to the con
 
 
 class Gathered:
-    """The data that one call needs of its requests, as arrays `[len]` in batch order."""
+    """What one call needs to know about its requests, as arrays `[len]` in batch order."""
 
     __slots__ = (
         *("_shares", "actives", "computed", "contexts", "due", "ends", "places", "replicas", "rows", "slack"),
@@ -56,25 +56,27 @@ class Gathered:
         self.contexts: Sequence[Context] = contexts
         self.replicas = replicas  # the replica of each request
         self.rows = rows  # its row in that replica
-        self.places: Rows = as_run(places)  # its row among the rows of all replicas
+        self.places: Rows = as_run(places)  # the row of each request in that replica
         self._shares: list[Share] = []
-        self.unbound = False  # whether some requests have no pages yet, so that no context is bound to their rows
+        self.unbound = False  # Whether some requests have no pages yet, so that no context is bound to their rows.
         self.gather(starts_only=starts_only)
 
     def gather(self, *, starts_only: bool = False) -> None:
         """Read the indices of every context. `starts_only`: do not read `actives` and `ends`."""
         contexts, count = self.contexts, len(self.contexts)
         self.starts: Ints = np.fromiter([context.start_idx for context in contexts], np.int64, count)
-        self.computed: Ints = self.starts  # with steps in flight `read_computed` corrects it
-        self.slack = UNKNOWN  # tokens by which every request can surely grow on its pages; one fewer after each update
-        self.due = UNKNOWN  # tokens that every request can surely compute before one fills a page; also one fewer
+        self.computed: Ints = self.starts  # corrected by `read_computed` if steps are in flight
+        # A lower bound of the tokens by which every request can grow on its pages; each update subtracts one.
+        self.slack = UNKNOWN
+        # A lower bound of the tokens that every request can compute before one fills a page; also minus one an update.
+        self.due = UNKNOWN
         if starts_only:
             return
         self.actives: Ints = np.fromiter([context.active_idx for context in contexts], np.int64, count)
         self.ends: Ints = np.fromiter([context.current_length for context in contexts], np.int64, count)
 
     def read_computed(self) -> None:
-        """Read how many tokens are computed, if steps may be in flight: the tokens that they run are not."""
+        """If steps may be in flight, read how many tokens are computed, without the tokens that these steps run."""
         contexts = self.contexts
         self.computed = np.fromiter([computed_of(context) for context in contexts], np.int64, len(contexts))
 
@@ -85,11 +87,11 @@ class Gathered:
 
     @property
     def looks_up(self) -> bool:
-        """Whether some requests need a prefix lookup: all but those with pages and one token to run."""
+        """Whether some requests need a prefix lookup. Requests that have pages and only one token to run need none."""
         return self.unbound or bool((self.actives - self.starts > 1).any())
 
     def split(self, count: int) -> list[Share]:
-        """The share of each of `count` replicas in the batch."""
+        """The share of each of the `count` replicas in the batch."""
         if not self._shares:
             if count == 1:
                 self._shares = [Share(0, slice(0, len(self.rows)), self.places)]
@@ -98,7 +100,7 @@ class Gathered:
         return self._shares
 
     def turning(self, most: int = NEVER) -> list[Share] | None:  # noqa: ARG002 - `Batch` uses it
-        """The requests whose newest token is the first of a page; None if the caller has to test each request.
+        """The requests whose newest token is the first of a page. None means that the caller must test each request.
 
         `most`: the most tokens that a request may have. If one has more, the result is None.
         """
@@ -110,7 +112,7 @@ class Gathered:
         starts, actives, ends = self.starts[at], self.actives[at], self.ends[at]
         if not len(starts):
             return BatchState(rows, starts, actives, ends, 0, 0, 0)
-        if len(starts) == 1:  # a tenth of the cost
+        if len(starts) == 1:  # for a single request this takes a tenth of the time
             start, active, end = starts.item(0), actives.item(0), ends.item(0)
             return BatchState(rows, starts, actives, ends, active - start, active, end)
         return BatchState(
@@ -120,7 +122,7 @@ class Gathered:
     def digests(self, places: Ints, firsts: Ints, lasts: Ints, hasher_of: HasherOf, log: AnyLog) -> NDArray[np.uint64]:
         """The digests of pages `firsts` to `lasts` of each context at `places`, one after another.
 
-        `log`: also record the request of each digest, and its tokens.
+        `log`: where the request of each digest and its tokens are recorded, if the log wants them.
         """
         at, pages = places.tolist(), list(zip(firsts.tolist(), lasts.tolist(), strict=True))
         hashers = self.hashers(at, hasher_of)
@@ -168,8 +170,9 @@ class Gathered:
 class Batch(Gathered, Sequence[Context]):
     """Contexts bound to their rows and moved together by `update`. Made by `PagedKVCacheManager.batch`.
 
-    The indices live in arrays of the batch. A `TextContext` catches up when it is read. If a caller moves it directly,
-    it leaves the batch, which then reads it again. A batch is valid until one of its requests is released.
+    The batch keeps the indices of its contexts in arrays. A `TextContext` catches up when it is read. If a caller moves
+    such a context directly, the context leaves the batch, and the batch reads it again at its next call. A batch is
+    valid until one of its requests is released.
     """
 
     def __init__(
@@ -177,19 +180,23 @@ class Batch(Gathered, Sequence[Context]):
     ) -> None:
         self._page_size = page_size
         self.owner = owner  # the owner of the rows
-        # One row a step, with a token of each context: first the last page's worth of known tokens, then the updates.
+        # One row for each step, with a token of each context. The first rows are the known tokens of the last page; the
+        # updates come after them.
         self._log = np.zeros((page_size + _STEPS_KEPT, len(contexts)), np.int32)
         self._hashers: dict[int, PrefixHasher] = {}  # by place
-        self.checked_at = -1  # the number of releases when the claims were last compared
-        # All contexts, unless some are of another class. Only then do they follow the batch.
+        self.checked_at = -1  # how many releases there had been when the claims were last compared
+        # All contexts if all are of class `TextContext`, else none. Only these contexts can follow the batch.
         self._own = [context for context in contexts if isinstance(context, TextContext)]
         super().__init__(tuple(contexts), replicas, rows, places)
 
     def found_right(self, releases: int, *, unbound: bool) -> None:
-        """Record that the rows are right as of this number of `releases`. `unbound`: some have no pages yet."""
+        """Record that the rows were valid after this number of `releases`.
+
+        `unbound`: some requests have no pages yet.
+        """
         self.unbound = unbound
-        self.slack = self.due = UNKNOWN  # a request may have been claimed again, with other pages
-        self.checked_at = releases  # last, so that the claims are compared again after an interrupt
+        self.slack = self.due = UNKNOWN  # a request may have been claimed again and have other pages
+        self.checked_at = releases  # set last: after an interrupt the claims are compared again
 
     @overload
     def __getitem__(self, index: int) -> Context: ...
@@ -205,12 +212,13 @@ class Batch(Gathered, Sequence[Context]):
         return iter(self.contexts)
 
     def gather(self, *, starts_only: bool = False) -> None:
-        self._stale = True  # until all contexts follow, so that they are read again after an interrupt
+        self._stale = True  # cleared only when all contexts follow: after an interrupt they are read again
         super().gather(starts_only=starts_only)
         self._begin_log()
         self._hashers = {}
-        self._turning: dict[int, list[Share]] = {}  # by the place of the first request's newest token in its page
-        self._behind: dict[int, int] = {}  # by replica: the longest request of all, minus its own longest
+        self._turning: dict[int, list[Share]] = {}  # by the position in its page of the first request's newest token
+        # By replica: the longest request of the batch minus the longest of this replica.
+        self._behind: dict[int, int] = {}
         self._updated = False
         own = self._own
         self._together = len(own) == len(self.contexts) and bool((self.actives == self.ends).all())
@@ -224,10 +232,10 @@ class Batch(Gathered, Sequence[Context]):
                 last = context.tokens[-self._page_size :]
                 self._log[self._page_size - len(last) : self._page_size, place] = last
                 context.follow(self, place)
-        self._stale = False  # last: contexts that already followed this batch leave it first, which sets it
+        self._stale = False  # Cleared last, because it is set when a context leaves another batch.
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuse `copy` and `pickle`: two batches would each move the same contexts as if there were no other."""
+        """Refuse `copy` and `pickle`: two batches would each move the same contexts, unaware of the other."""
         raise InvalidRequestError(
             f"batch of {len(self)} requests: a batch cannot be copied; call manager.batch to make another"
         )
@@ -240,7 +248,7 @@ class Batch(Gathered, Sequence[Context]):
 
     @property
     def last_tokens(self) -> NDArray[np.integer[Any]]:
-        """The last token of each request, `[len]`. A loop that streams tokens need not read the contexts."""
+        """The last token of each request, `[len]`. It saves a loop that streams tokens from reading the contexts."""
         self.refresh()
         if self._together:
             return self._log[self._count - 1]
@@ -251,7 +259,7 @@ class Batch(Gathered, Sequence[Context]):
             return None
         at = self.ends.item(0) % self._page_size
         shares = self._turning.get(at)
-        if shares is None:  # all grow by one token a step, so these are the same requests a page later
+        if shares is None:  # all requests grow by one token a step, so one page later it is the same requests
             places = (self.ends % self._page_size == 1 % self._page_size).nonzero()[0]
             shares = self._turning[at] = shares_at(self.replicas, self.rows, places)
         return shares
@@ -280,9 +288,10 @@ class Batch(Gathered, Sequence[Context]):
     def update(self, tokens: Sequence[int] | NDArray[np.integer]) -> None:
         """Give each request its next token, int `[len]`, as `TextContext.update` does.
 
-        Raises `InvalidRequestError` unless there is one integer from 0 to 2**31 - 1 a request, and
-        `SequenceTooLongError` if a request has its `max_length` already. Nothing has changed then. Contexts of another
-        class are updated one by one; an interrupt (Ctrl-C) leaves some with their token, which their lengths show.
+        Raises `InvalidRequestError` unless there is one integer from 0 to 2**31 - 1 for each request, and
+        `SequenceTooLongError` if a request already has `max_length` tokens. In both cases nothing changes. Contexts of
+        another class are updated one by one. An interrupt (Ctrl-C) may leave some of these with their token and others
+        without; their lengths show which.
         """
         array = self._checked(tokens)
         self.refresh()
@@ -302,9 +311,10 @@ class Batch(Gathered, Sequence[Context]):
         self._stale = False
 
     def update_with_future_tokens(self) -> None:
-        """As `update`, while the step that runs these requests is in flight: see `TextContext`. Raises as `update`.
+        """Do the same as `update` while the step that runs these requests is in flight: see `TextContext`.
 
-        Raises `InvalidRequestError` if a request already has a future token, or is no `TextContext`.
+        Raises the same errors as `update`, and `InvalidRequestError` if a request already has a future token, or is no
+        `TextContext`.
         """
         self.refresh()
         if self._futures or len(self._own) < len(self.contexts):
@@ -322,14 +332,14 @@ class Batch(Gathered, Sequence[Context]):
         if self._count == len(self._log):
             self._hand_over()
         self._had_futures, self._future_row = True, self._count
-        self._append(FUTURE_TOKEN)  # `computed` stays as it is
+        self._append(FUTURE_TOKEN)  # `computed` does not change
         self._futures = len(self.contexts)
         self._stale = False
 
     def realize_future_tokens(self, tokens: Sequence[int] | NDArray[np.integer]) -> None:
-        """Replace the future tokens by those of the step in flight, int `[len]`, one for each request.
+        """Replace the future tokens by the tokens of the step in flight, int `[len]`, one for each request.
 
-        Also works if the batch is no longer valid for the manager because a request was released. Raises
+        This also works after a request was released, when the manager accepts the batch no more. Raises
         `InvalidRequestError`, and changes nothing, unless every request has a future token.
         """
         array = self._checked(tokens)
@@ -343,7 +353,7 @@ class Batch(Gathered, Sequence[Context]):
             return
         self._log[self._count - 1] = array
         self._stale = True
-        self._future_row = -1  # all tokens are known now; a context with the future token replaces it when it is read
+        self._future_row = -1  # all tokens are known now; a context with a future token replaces it when it is read
         self._futures = 0
         self.computed = self.starts
         self._stale = False
@@ -354,7 +364,8 @@ class Batch(Gathered, Sequence[Context]):
         differ = np.count_nonzero(steps != step) or np.count_nonzero(lasts - firsts != 1)
         if not self._together or step < 0 or differ:
             return super().digests(places, firsts, lasts, hasher_of, log)
-        # The usual step: all these requests fill one page at this token. The log has its tokens, so no context is read.
+        # The usual case: all these requests fill a page with the same token. The log has the tokens of that page, so no
+        # context is read.
         tokens = np.ascontiguousarray(self._log[step : step + self._page_size].take(places, axis=1).T)
         at = places.tolist()
         hashers = self.hashers(at, hasher_of)
@@ -386,7 +397,7 @@ class Batch(Gathered, Sequence[Context]):
             context.append(self._log[count - behind : count, place], end - 1, end)
 
     def _catch_up_with_futures(self, place: int, end: int, behind: int) -> int:
-        """`catch_up`, if the context may have a future token, or is to get one. Returns how many tokens it lacks."""
+        """`catch_up` for a context that may have a future token or get one. Returns how many tokens it lacks."""
         context, count = self._own[place], self._count
         if self._future_row != count - behind - 1:
             context.realize(self._log.item(count - behind - 1, place))
@@ -403,9 +414,10 @@ class Batch(Gathered, Sequence[Context]):
         self._stale = True
 
     def _begin_log(self) -> None:
-        """Begin a new log. All contexts have caught up, so the next token is the first that they lack."""
-        self._count = self._page_size  # first, so that a context which is read meanwhile has nothing to catch up with
-        self._had_futures = False  # whether this log had future tokens, which contexts may have taken
+        """Begin a new log. All contexts have caught up, so the next token is the first one that they lack."""
+        # Set first, so that a context that is read meanwhile finds nothing to catch up with.
+        self._count = self._page_size
+        self._had_futures = False  # whether this log had future tokens, which contexts may have copied
         # The number of tokens that each context knew, and the log's row for the next token.
         self._began: tuple[list[int], int] = (self.ends.tolist(), self._page_size)
 
@@ -415,7 +427,7 @@ class Batch(Gathered, Sequence[Context]):
         if self._count == len(self._log):
             self._hand_over()
         self._log[self._count] = tokens
-        self._count += 1  # from here on each request has its token
+        self._count += 1  # from here on each request counts as having its token
         self._updated = True
         self._longest += 1
         self._updates_left -= 1
@@ -426,7 +438,10 @@ class Batch(Gathered, Sequence[Context]):
         self.starts = self.ends - 1
 
     def _read_futures(self) -> None:
-        """Find future tokens. The batch moves its contexts together only if all, or none, end with one."""
+        """Find which contexts end with a future token.
+
+        Only if all or none do, the batch moves its contexts together.
+        """
         own = self._own
         waiting = [context for context in own if context.has_future_token]
         self._futures, self._future_row = len(waiting), -1
@@ -439,7 +454,7 @@ class Batch(Gathered, Sequence[Context]):
             self._had_futures = True  # the contexts have their future tokens themselves
 
     def _refuse_futures(self, call: str, *, waiting: bool) -> NoReturn:
-        """Raise for the first request that has a future token, if `waiting`, else for the first that has none."""
+        """Raise for the first request with a future token if `waiting`, else for the first request without one."""
         for context in self.contexts:
             if not isinstance(context, TextContext):
                 raise InvalidRequestError(
@@ -475,7 +490,7 @@ class Batch(Gathered, Sequence[Context]):
                 f"batch of {len(self.contexts)} requests: got tokens of shape {array.shape} and dtype {array.dtype}; "
                 "one integer for each request is needed"
             )
-        # Viewed as unsigned, a negative token is a huge number, so one pass finds both kinds of error.
+        # Read as unsigned, a negative token is a huge number, so one pass finds both kinds of error.
         if array.size and array.view(_UNSIGNED[array.itemsize]).max() >= 1 << 31:
             at = int(np.flatnonzero((array < 0) | (array >= 1 << 31))[0])
             raise InvalidRequestError(
@@ -485,7 +500,10 @@ class Batch(Gathered, Sequence[Context]):
 
 
 def shares_of_all(replicas: Ints, rows: Ints, count: int) -> list[Share]:
-    """The share of each of `count` replicas, including empty ones. `replicas`, `rows`: by request, in batch order."""
+    """The share of each of `count` replicas, empty ones included.
+
+    `replicas`, `rows`: of each request, in batch order.
+    """
     order = np.argsort(replicas, kind="stable")
     bounds = np.searchsorted(replicas[order], np.arange(count + 1)).tolist()
     rows = rows[order]

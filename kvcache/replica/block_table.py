@@ -1,8 +1,8 @@
 """`BlockTable`, by which a manager describes a request's pages to another manager, and the types of an import.
 
 A table states where the KV of a request lies. The manager that accepts a table makes a `PendingImport` of it, and the
-copier receives a `PageCopy` for each group of layers. If layers keep different tokens (`params.groups`), each block
-table is a group. For layers with a window, only the pages that the next token sees are copied.
+copier receives a `PageCopy` for each group of layers. If the model has several groups of layers (`params.groups`), each
+has a list of pages in the table. For layers with a window, only the pages that the next token sees are copied.
 """
 
 from collections.abc import Callable
@@ -35,21 +35,22 @@ class BlockTable(msgspec.Struct, frozen=True, tag="block_table/1", omit_defaults
     replica_idx: int  # the maker's replica that holds the pages
     num_tokens: int  # tokens whose KV the pages hold; the last page may be partly filled
     page_size: int  # tokens of a page
-    # The page ids of each group of layers in logical order, up to the page of the last token. A window may lack its
-    # first pages, and lacks all while the prompt still runs: pages that no query sees any more are given back.
+    # The page ids of each group of layers in logical order, up to the page of the last token. A group with a window may
+    # lack its first pages, because pages that no query sees any more are freed. It has none while the prompt still
+    # runs.
     groups: tuple[tuple[int, ...], ...]
     fingerprint: str  # identifies the geometry of the pages on all shards
-    hash_algorithm: str = ""  # of `digests`; empty if prefix caching is off
+    hash_algorithm: str = ""  # the algorithm of `digests`; empty if prefix caching is off
     digests: bytes = b""  # the digests of all full pages, one after another; empty if prefix caching is off
-    # The kind of each group (`LayerTables.kinds_named`), without a first group of full attention.
+    # The kind of each group (`LayerTables.kinds_named`), except a first group of full attention.
     kinds: tuple[str, ...] = ()
-    first_page: int = 0  # the logical page of the first id and digest: the importer already has the pages before it
-    # A seal from each lease of the request, which shows readers that the lease names these pages. The manager that
-    # grants the lease makes it (`manager.lease`), and a reader compares it (`transfer.pull.seals`). Empty without one.
+    first_page: int = 0  # the logical page of the first id and digest; the importer already has all pages before it
+    # One seal for each lease of the request. The manager that grants a lease makes its seal (`manager.lease`). A reader
+    # compares it (`transfer.pull.seals`) to see that the lease holds these pages. Empty without a lease.
     seals: tuple[bytes, ...] = ()
 
     def follows(self, before: "BlockTable | None") -> bool:
-        """Whether the table omits only pages that `before`, an earlier table of the same request, has named."""
+        """Whether this table leaves out only pages that `before`, an earlier table of the same request, has named."""
         if self.first_page <= 0:
             return True
         if before is None or before.page_size != self.page_size or self.page_size <= 0:
@@ -58,38 +59,41 @@ class BlockTable(msgspec.Struct, frozen=True, tag="block_table/1", omit_defaults
 
 
 class PageDigests(NamedTuple):
-    """Names of full pages by content. Equal digests mean equal tokens from the first on, salt and extra keys."""
+    """Full pages named by content. Equal digests mean equal tokens from the first one on, equal salt and extra keys."""
 
     page_size: int  # tokens
     hash_algorithm: str
-    digests: bytes  # one after another, from `first_page` on
-    first_page: int = 0  # a logical page; each digest also covers all pages before its own
+    digests: bytes  # the digests one after another, from `first_page` on
+    first_page: int = 0  # the logical page of the first digest; each digest also covers all earlier pages
 
 
 class PageCopy(NamedTuple):
-    """Pages of one group of layers to copy from another manager: the logical pages that `tokens` touch."""
+    """Pages of one group of layers to copy from another manager. They are the logical pages that hold `tokens`."""
 
-    dst_pages: ArrayLike  # int32, of this manager and its page size; the last ones may be unused
-    src_pages: ArrayLike  # int32, of the other manager and its page size
-    tokens: tuple[int, int]  # the first token to copy, and the end; nothing before the first may be written
+    dst_pages: ArrayLike  # int32, pages of this manager, of its page size; the last ones may be unused
+    src_pages: ArrayLike  # int32, pages of the other manager, of its page size
+    tokens: tuple[int, int]  # the first token to copy, and the end; tokens before the first must not be overwritten
 
 
 @dataclass(eq=False, slots=True)
 class ImportPart:
     """The part of a `PendingImport` for one block table of a request, or for its recurrent state."""
 
-    first: int  # the first token to copy; the tokens before it that are needed are here already
-    dst_pages: Pages  # this manager's, from the page of that token on; owned by the transfer until it is closed
-    at_end: bool = False  # True for a window: the source may still give back its pages while the prompt runs
-    is_state: bool = False  # one page for the whole request, from the pool of states
-    src_pages: Pages = field(default_factory=lambda: np.zeros(0, np.int32))  # the other manager's, likewise
-    stop: int = 0  # the end of the tokens that can be copied by now
-    taken: int = 0  # the end of the tokens that the copier has taken
+    first: int  # the first token to copy; earlier tokens that are needed are cached here
+    # This manager's pages, from the page of token `first` on. The transfer owns them until the import is closed.
+    dst_pages: Pages
+    at_end: bool = False  # True for a window: while the prompt runs, the source may still free these pages
+    is_state: bool = False  # True for a recurrent state: one page for the whole request, from the pool of states
+    # The other manager's pages, also from token `first` on.
+    src_pages: Pages = field(default_factory=lambda: np.zeros(0, np.int32))
+    stop: int = 0  # the end of the tokens that can be copied so far
+    taken: int = 0  # the end of the tokens that the copier has taken so far
 
     def named(self, pages: tuple[int, ...], num_tokens: int, page_size: int) -> Pages | None:
-        """The other manager's pages to copy: those of its new table, after those that the table leaves out as known.
+        """The other manager's pages to copy: pages that an earlier table named, followed by `pages` of its new table.
 
-        None if an omitted page was never named, a page differs from an earlier table, or one occurs twice.
+        Returns None if the new table leaves out a page that was never named, if a page differs from an earlier table,
+        or if a page occurs twice.
         """
         if self.is_state:
             new = np.array(pages, np.int32)
@@ -115,19 +119,19 @@ class ImportPart:
         self.src_pages, self.stop = pages, max(self.first, num_tokens)
 
     def copy_from(self, token: int, page_size: int, src_page_size: int) -> PageCopy:
-        """The pages to copy by now, from `token` on, which is not before `first`."""
+        """The pages that can be copied by now, from `token` on. `token` is not before `first`."""
         dst = self.dst_pages[token // page_size - self.first // page_size :]
         src = self.src_pages[token // src_page_size - self.first // src_page_size :]
         return PageCopy(dst, src, (token, self.stop))
 
     def take(self, page_size: int, src_page_size: int) -> PageCopy:
-        """The pages to copy by now that were not taken before."""
+        """The pages that can be copied by now and were not taken before."""
         token, self.taken = max(self.first, self.taken), self.stop
         return self.copy_from(token, page_size, src_page_size)
 
 
 def _nothing() -> None:
-    """Follows an import of pages alone."""
+    """Do nothing. The default of `PendingImport.on_free`."""
 
 
 @dataclass(eq=False, slots=True)
@@ -148,35 +152,38 @@ class PendingImport:
     # The hasher of the request's tokens, in the table's page size and algorithm; None if the table has no digests.
     hasher: PrefixHasher | None = None
     closed: bool = False  # committed or cancelled
-    on_free: Callable[[], None] = _nothing  # called when a cancelled import has given its pages back
+    on_free: Callable[[], None] = _nothing  # called after the pages of the cancelled import were freed
     told: list[BlockTable] = field(default_factory=list[BlockTable])  # tables whose pages no copier has taken yet
-    others: tuple[BlockTable, ...] = ()  # tables of further managers that hold some of the same tokens
-    prompt: "SafeContext | None" = None  # of pages that no request waits for (`PageContents.import_pages`)
+    others: tuple[BlockTable, ...] = ()  # tables of other managers that hold some of the same tokens
+    prompt: "SafeContext | None" = None  # the prompt, if no request waits for the pages (`PageContents.import_pages`)
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """The range of tokens to import: from the first that the first block table lacks to the end of the table."""
+        """The tokens to import: from the first that this manager lacks in its first block table to the table's end."""
         first = self.parts[0].first
         return first, max(first, self.num_tokens)
 
     @property
     def needs_copy(self) -> bool:
-        """Whether anything is to be copied by now: False if all was cached here."""
+        """Whether anything has to be copied by now. False if everything was cached here."""
         return any(part.is_state or part.first < part.stop for part in self.parts)
 
     @property
     def written(self) -> Pages:
-        """This manager's pages that are written, of all block tables: int32 `[pages]`."""
+        """This manager's pages that are overwritten, in all block tables: int32 `[pages]`."""
         pages = [part.dst_pages for part in self.parts if not part.is_state]
         return pages[0] if len(pages) == 1 else np.concatenate(pages)
 
     @property
     def can_shorten(self) -> bool:
-        """Whether the import may end before its table does: pages of a window or a state are those of its end."""
+        """Whether the import may end earlier than its table.
+
+        False with a window or a state, because their pages belong to the end of the table.
+        """
         return len(self.parts) == 1 and not self.parts[0].at_end
 
     def shorten(self, num_tokens: int) -> None:
-        """End the import at a page that was copied, in place of the end of the table."""
+        """End the import at `num_tokens`, where a copied page ends, and not at the end of the table."""
         first, stop = self.tokens
         if not self.can_shorten or num_tokens % self.page_size or not first < num_tokens <= stop:
             raise InvalidRequestError(
@@ -186,7 +193,10 @@ class PendingImport:
         self.num_tokens = self.parts[0].stop = num_tokens
 
     def copies_from(self, table: BlockTable) -> list[PageCopy]:
-        """The pages to copy, as another table names them: those that it has. Its pages have our tables' page size."""
+        """The pages to copy, named by another table as far as it has them.
+
+        `table` must have the page size of the first one.
+        """
         copies: list[PageCopy] = []
         for part, pages in zip(self.parts, table.groups, strict=True):
             begin = (-(-table.num_tokens // table.page_size) - len(pages)) * table.page_size
@@ -205,7 +215,7 @@ class PendingImport:
     def named(self, table: BlockTable, *, last: bool) -> list[Pages] | None:
         """The other manager's pages to copy by now, for each block table. `last`: the table will not grow any more.
 
-        None if they contradict earlier tables.
+        Returns None if they contradict earlier tables.
         """
         found: list[Pages] = []
         for part, pages in zip(self.parts, table.groups, strict=True):
@@ -216,7 +226,10 @@ class PendingImport:
         return found
 
     def take_up(self, table: BlockTable, named: list[Pages], *, last: bool) -> None:
-        """Record the tokens that the other manager's table covers now, and its pages. `last`: it will not grow."""
+        """Record which tokens the other manager's table covers now, and its pages.
+
+        `last`: the table will not grow any more.
+        """
         self.num_tokens = table.num_tokens
         self.told.append(table)
         for part, pages in zip(self.parts, named, strict=True):
@@ -224,7 +237,10 @@ class PendingImport:
                 part.take_up(pages, 0 if part.is_state else table.num_tokens)
 
     def take(self, *, last: bool) -> list[PageCopy]:
-        """The pages to copy by now that were not taken before. A state is copied only when all tokens have run."""
+        """The pages that can be copied by now and were not taken before.
+
+        A state is copied only when all tokens have run.
+        """
         for part in self.parts:
             if part.is_state and last:
                 part.take_up(part.src_pages, self.num_tokens)

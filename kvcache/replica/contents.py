@@ -1,4 +1,4 @@
-"""Pages by content, whatever request computed them: those that a prompt needs, leases of them, and imports."""
+"""Pages by content, whichever request computed them: lookups for a prompt, leases, and imports."""
 
 from collections.abc import Sequence
 
@@ -28,9 +28,10 @@ class PageContents:
     def digests(self, context: Context, first_page: int = 0) -> PageDigests:
         """The digests of all full pages that a request may get from elsewhere, from logical page `first_page` on.
 
-        They never cover its last known token. The result is empty if prefix caching is off: pulled pages could not be
-        found again. With windows, chunks or states `first_page` is ignored: a longer prefix needs other pages of a
-        window, or another state. Raises `InvalidRequestError` if `context` is no request context.
+        The last known token is never covered, because it has to run. The result is empty if prefix caching is off:
+        pulled pages could not be found again. With windows, chunks or states `first_page` is ignored: a longer prefix
+        needs other pages of a window, or another state. Raises `InvalidRequestError` if `context` is no request
+        context.
         """
         check_context(context, "digests")
         one, read = self._replicas[0], read_context(context)
@@ -43,7 +44,7 @@ class PageContents:
     def cached(self, replica_idx: int, wanted: PageDigests) -> int:
         """The number of tokens from which a request could resume with the wanted pages, from the first page on.
 
-        Pages count if the replica's devices have them; a recurrent state also if host memory has it.
+        A page counts if the replica's devices have it. A recurrent state counts if the devices or host memory have it.
         """
         replica = self._replicas[replica_idx]
         digests = np.frombuffer(wanted.digests, np.uint64).reshape(-1, DIGEST_BYTES[replica.hash_algorithm] // 8)
@@ -54,11 +55,11 @@ class PageContents:
     ) -> tuple[PageLease, BlockTable] | None:
         """Lease the longest run of wanted pages, from the first on, that a replica's devices have, until `end_lease`.
 
-        The lease holds at most `most` pages, including those of a slab with a state. Returns None if there are none.
-        With several block tables it is the longest run from which all tables can resume, with the pages that each needs
-        for it. With recurrent states the run ends after a page whose state the device keeps; the lease holds that state
-        too. `name` identifies the reader in lists of leases. Raises `BlockTableMismatchError` if the wanted pages
-        cannot be compared with those of the replica.
+        The lease holds at most `most` pages, including the pages of a slab with a state. Returns None if the devices
+        have none of the wanted pages. With several block tables the run ends where all tables can resume, and the lease
+        holds the pages that each table needs for that. With recurrent states the run ends after a page whose state the
+        device keeps, and the lease holds that state, too. `name` identifies the reader in lists of leases. Raises
+        `BlockTableMismatchError` if the wanted pages cannot be compared with the pages of the replica.
         """
         self._mark.check("contents.lease")
         replica, digests = self._wanted(name, replica_idx, wanted)
@@ -87,9 +88,9 @@ class PageContents:
     def bring(self, name: RequestID, replica_idx: int, wanted: PageDigests, most: int) -> bool:
         """Bring wanted pages that only lower tiers have to the devices, so that `lease` can hold them.
 
-        Each call brings a few, and uses at most half of the free pages, including pages that are already there:
-        requests that run here come first. Returns whether some are on their way; until then `lease` may find fewer.
-        Raises as `lease`.
+        Each call brings a few pages. Together with the wanted pages that are already on the devices they take at most
+        half of the free pages, because this manager's own requests come first. Returns whether some pages are on their
+        way; until they arrive, `lease` may find fewer pages. Raises the same errors as `lease`.
         """
         self._mark.check("contents.bring")
         replica, digests = self._wanted(name, replica_idx, wanted)
@@ -98,7 +99,10 @@ class PageContents:
 
     @property
     def takes_any_part(self) -> bool:
-        """Whether `import_pages` is possible: only with caching, one table of full attention and no states."""
+        """Whether `import_pages` can be used.
+
+        It needs prefix caching, one table of full attention, and no recurrent states.
+        """
         return imports.takes_any_part(self._replicas[0])
 
     def import_pages(
@@ -106,10 +110,11 @@ class PageContents:
     ) -> PendingImport | None:
         """Reserve pages for full pages of a prompt that may begin anywhere in it. No request waits for them.
 
-        The import is copied like any other, and ends with `commit_pages`, or with the manager's `cancel_import`. A
-        request that computes the prompt meanwhile finds the pages when it has computed all pages before them. `table`
-        and `others` are as for `import_block_table`, in pages of our size and digests of our algorithm. Returns None if
-        the import would take more than half of the free pages. Raises `BlockTableMismatchError`.
+        The import is copied like any other, and ends with `commit_pages`, or with the manager's `cancel_import`. If a
+        request computes the prompt meanwhile, it finds the imported pages once it has computed all pages before them.
+        `table` and `others` are as for `import_block_table`; their pages must have this manager's page size, and their
+        digests its algorithm. Returns None if the import would take more than half of the free pages. Raises
+        `BlockTableMismatchError` if a table does not fit the context.
         """
         self._mark.check("contents.import_pages")
         check_context(context, "contents.import_pages")
@@ -119,7 +124,7 @@ class PageContents:
             return pending if imports.begin_pages(replica, pending, table) else None
 
     def commit_pages(self, pending: PendingImport, proof: ImportProof | None) -> None:
-        """Commit an import of `import_pages` whose pages have all been copied: they are published, and idle.
+        """Commit an import of `import_pages` whose pages have all been copied. The pages are then published and idle.
 
         `proof` is as for `commit_import`.
         """
@@ -129,7 +134,10 @@ class PageContents:
             imports.finish_pages(replica, pending, proof)
 
     def _wanted(self, name: RequestID, replica_idx: int, wanted: PageDigests) -> tuple[Replica, NDArray[np.uint64]]:
-        """The replica and the digests. Raises `BlockTableMismatchError` if its pages cannot be compared with these."""
+        """The replica, and the wanted digests as an array.
+
+        Raises `BlockTableMismatchError` if they cannot be compared.
+        """
         replica = self._replicas[replica_idx]
         if wanted.first_page and not replica.lends_any_part:
             kept = "recurrent states (params.states)" if replica.tables.is_plain else "(params.groups)"
@@ -149,12 +157,12 @@ class PageContents:
 
 
 def _bring(replica: Replica, digests: NDArray[np.uint64], first: int) -> bool:
-    """Bring a few more of these pages, which begin at page `first` of a prompt, to the device, and publish them."""
+    """Bring some more of these pages to the device, and publish them. They begin at page `first` of a prompt."""
     tables, tier, pool = replica.tables, replica.tier, replica.pool
     if not tier.keeps or not len(digests):
         return False
     if tier.is_bringing:
-        return True  # few at a time: a copy may take time of the caller, whose own requests come first
+        return True  # only a few at a time, because a copy takes time from the caller's own requests
     before = tier.generation
     digests = np.concatenate((np.zeros((first, digests.shape[1]), np.uint64), digests))
     coming = replica.fetch_prefix(digests, first, wait=False)
@@ -164,7 +172,7 @@ def _bring(replica: Replica, digests: NDArray[np.uint64], first: int) -> bool:
     if count:
         names = wanted.digests[:count]
         tier.hold(slots := tier.slots(names))  # so that evictions by `allocate` do not reuse these slots
-        pool.hold(wanted.here)  # `allocate` must not evict the pages that are needed with the others
+        pool.hold(wanted.here)  # `allocate` must not evict the pages that are here already
         pages = pool.allocate(count)
         pool.index.say_tables(pages, wanted.tables[:count])
         tier.bring(pages, slots, names)

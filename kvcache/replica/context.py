@@ -19,23 +19,28 @@ _NO_KEYS: ExtraKeys = ()
 ContextIndices = tuple[int, int, int]
 """`start_idx`, `active_idx` and `end_idx` of a context."""
 FUTURE_TOKEN = -999
-"""Stands at the end of a request's tokens for the token of a step in flight."""
+"""A placeholder at the end of a request's tokens for the token that a step in flight will give."""
 
 
 class Context(Protocol):
     """The interface of a request that the manager reads and writes. `TextContext` documents each member.
 
     An object may also have these optional attributes: `cache_salt` (str), `extra_keys` (`ExtraKeys`), `retention`
-    (`Retention`), `computed_idx`, and `prefix_hasher`, None at first, in which the manager keeps the page hashes of a
-    request that waits or is preempted. Salt and keys may change until the request gets pages, and are then fixed until
-    its release: `maybe_reserve`, `step` and imports refuse a context whose salt or keys differ from those its pages
-    were reserved with. Known tokens never change. A context that drops tokens from its end (such as a rejected draft)
-    must have `prefix_hasher` and set it to None then. Otherwise its later pages would be found by the digests of the
-    dropped tokens. If a step in flight has yet to compute tokens before `start_idx`, `computed_idx` is the number of
-    tokens that are computed; `step` publishes no page beyond it.
+    (`Retention`), `computed_idx`, and `prefix_hasher`. The last is None at first; in it the manager keeps the page
+    hashes of a request that waits or is preempted.
+
+    Salt and keys may change until the request gets pages, and are then fixed until its release. If they have changed
+    since the pages were reserved, `maybe_reserve`, `step` and imports refuse the context.
+
+    Known tokens never change. A context that drops tokens from its end (such as a rejected draft) must have
+    `prefix_hasher`, and must set it to None at that moment. Otherwise its later pages would be found by the digests of
+    the dropped tokens.
+
+    If a step in flight has yet to compute tokens before `start_idx`, `computed_idx` is the number of tokens that are
+    computed; `step` publishes no page beyond it.
 
     The manager knows how much of a request is computed. When the request gets its first pages, the manager moves
-    `start_idx` there by `set_token_indices`: forward to the end of a prefix hit, or back if the request gave up pages
+    `start_idx` by `set_token_indices`: forward to the end of a prefix hit, or back if the request has lost the pages
     that it had before.
     """
 
@@ -60,9 +65,9 @@ class Context(Protocol):
 
 
 class Leader(Protocol):
-    """A `Batch`: moves many contexts at once, and lets each catch up when it is read.
+    """A `Batch`: moves many contexts at once, and lets each context catch up when it is read.
 
-    `end`: the number of tokens that the context at `place` has at present.
+    `end`: the number of tokens that the context at `place` has so far.
     """
 
     def catch_up(self, place: int, end: int) -> None: ...
@@ -70,16 +75,16 @@ class Leader(Protocol):
 
 
 class _NoLeader:
-    """Leads contexts that move alone."""
+    """The leader of contexts that move alone."""
 
     def catch_up(self, place: int, end: int) -> None:
-        """They lack nothing."""
+        """Do nothing: these contexts lack nothing."""
 
     def lose(self, place: int, end: int) -> None:
-        """Nothing is lost."""
+        """Do nothing: no leader has to know."""
 
     def __reduce__(self) -> str:
-        """Let a copied or unpickled context have this same object."""
+        """Make a copied or unpickled context refer to this same object."""
         return "NO_LEADER"
 
 
@@ -118,7 +123,7 @@ class TextContext:
         *("_start", "hint", "max_length", "named", "prefix_hasher", "request_id"),
     )
 
-    refused = False  # `run_from` never raises
+    refused = False  # as in `ReadContext`; here `run_from` never raises
 
     def __init__(
         self,
@@ -136,10 +141,11 @@ class TextContext:
         self._follows = False
         self._leader: Leader = NO_LEADER
         self._place = 0
-        self._in_flight = False  # whether a step is in flight whose token has not come yet
-        self._flight = 0  # the start of that step
+        self._in_flight = False  # whether a step is in flight whose token is not known yet
+        self._flight = 0  # the token from which that step runs
         self.prefix_hasher: PrefixHasher | None = None
-        # Salt and keys, on which pages depend besides tokens. In one tuple, so that an identity test usually suffices.
+        # The salt and keys. Pages depend on them as well as on tokens. Both are in one tuple, so that one identity test
+        # usually shows that neither has changed.
         self.named = (checked_salt(self.request_id, cache_salt), checked_keys(self.request_id, extra_keys))
         self.retention = retention
         self._buffer = checked_tokens(self.request_id, tokens)
@@ -159,7 +165,7 @@ class TextContext:
     @cache_salt.setter
     def cache_salt(self, salt: str | None) -> None:
         self.named = (checked_salt(self.request_id, salt), self.named[1])
-        self.leave()  # a batch caches the hashers of its requests
+        self.leave()  # because a batch keeps the hashers of its requests
 
     @property
     def extra_keys(self) -> ExtraKeys:
@@ -178,7 +184,7 @@ class TextContext:
     def retention(self, retention: Retention | None) -> None:
         name = f"request {self.request_id!r}: retention"
         kinds = (Retention, type(None))
-        # The manager reads this attribute, at a third of the cost of the property.
+        # The manager reads this attribute, because the property takes three times as long.
         self.hint = of_kind(name, retention, kinds, "a Retention or None", InvalidRequestError)
 
     @property
@@ -196,14 +202,14 @@ class TextContext:
 
     @property
     def computed_idx(self) -> int:
-        """The number of computed tokens: those before `start_idx`, without those that a step in flight computes."""
+        """The number of computed tokens: those before `start_idx`, except those that a step in flight is computing."""
         if self._follows:
             self._leader.catch_up(self._place, self._end)
         return min(self._start, self._flight) if self._in_flight else self._start
 
     @property
     def has_future_token(self) -> bool:
-        """Whether `realize_future_token` has yet to be called for a step in flight."""
+        """Whether a step is in flight for which `realize_future_token` has not been called yet."""
         if self._follows:
             self._leader.catch_up(self._place, self._end)
         return self._in_flight
@@ -230,7 +236,7 @@ class TextContext:
 
     @property
     def indices(self) -> ContextIndices:
-        """`start_idx`, `active_idx` and `end_idx`, at the cost of one of them."""
+        """`start_idx`, `active_idx` and `end_idx`, for the price of reading one of them."""
         if self._follows:
             self._leader.catch_up(self._place, self._end)
         return self._start, self._active, self._end
@@ -250,9 +256,10 @@ class TextContext:
     def update(self, token: int) -> None:
         """Record the model's result for the active tokens.
 
-        After the chunk that ends the known tokens, `token` is appended. After an earlier chunk the model's output is
-        meaningless: `token` is dropped, and the rest of the known tokens becomes active. Raises `InvalidRequestError`
-        if the token is out of range, `SequenceTooLongError` if the request has `max_length` tokens already.
+        If the active tokens reach the end of the known tokens, `token` is appended. Otherwise a chunk of the prompt has
+        run, and the model's output means nothing: `token` is dropped, and the other known tokens become active. Raises
+        `InvalidRequestError` if the token is out of range, and `SequenceTooLongError` if the request already has
+        `max_length` tokens.
         """
         if self._follows:
             self.leave()
@@ -272,27 +279,28 @@ class TextContext:
         self._active = self._end
 
     def update_with_future_token(self) -> None:
-        """As `update`, while the step that runs the active tokens is in flight (`fetch_ahead`).
+        """Do the same as `update` while the step that runs the active tokens is in flight (`fetch_ahead`).
 
         `FUTURE_TOKEN` stands for the step's token, so that the next step can be planned. `realize_future_token` must be
-        called before another update. Raises as `update`.
+        called before another update. Raises the same errors as `update`.
         """
         self.leave()
         if self._in_flight:
             self._refuse_future("update_with_future_token")
         if self._active == self._end:
             self._refuse_full()
-            self._flight, self._in_flight = self._start, True  # first, as a future token must never be without a flight
+            # Set first, because a future token without a step in flight would be an error.
+            self._flight, self._in_flight = self._start, True
             self.append_one(FUTURE_TOKEN, self._active, self._end + 1)
         else:
             self._flight, self._in_flight = self._start, True
             self._start, self._active = self._active, self._end
 
     def realize_future_token(self, token: int) -> None:
-        """Record the token of the step in flight: the tokens that it ran are computed.
+        """Record the token of the step in flight. The tokens that the step ran then count as computed.
 
-        After a chunk other than the last, `token` is dropped. The request may have been released meanwhile. Raises
-        `InvalidRequestError` if the token is out of range, or if there is no step in flight.
+        `token` is dropped if the step ran a chunk other than the last. The request may have been released meanwhile.
+        Raises `InvalidRequestError` if the token is out of range, or if no step is in flight.
         """
         self.leave()
         if not self._in_flight:
@@ -323,16 +331,16 @@ class TextContext:
         if end < self._end and self._in_flight and self._buffer[self._end - 1] == FUTURE_TOKEN:
             self._refuse_future(f"set_token_indices with end_idx {end} of {self._end}")
         if end < self._end and self.prefix_hasher is not None and self.prefix_hasher.num_tokens > end:
-            self.prefix_hasher = None  # its pages cover dropped tokens
+            self.prefix_hasher = None  # its pages include dropped tokens
         self._start, self._active, self._end = start, active, end
 
     def reset(self) -> None:
-        """Make every known token active. Not needed after preemption: `maybe_reserve` moves the start."""
+        """Make every known token active. Not needed after preemption, because `maybe_reserve` moves the start."""
         self.leave()
         self._start, self._active = 0, self._end
 
     def __getstate__(self) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-        tokens = self.tokens.copy()  # first, because this catches up with a batch that the copy does not follow
+        tokens = self.tokens.copy()  # first, because this catches up with a batch; the copy does not follow that batch
         if self._in_flight:
             self._refuse_future("a copy")
         plain, slots = cast("tuple[dict[str, Any] | None, dict[str, Any]]", super().__getstate__())
@@ -341,7 +349,8 @@ class TextContext:
     def fork(self, request_id: RequestID | None = None) -> "TextContext":
         """A context of another request with the same tokens, indices, salt and keys (beam search, several answers).
 
-        While a step is in flight, it has only the known tokens, and runs from the end of the computed ones.
+        While a step is in flight, the new context has only the known tokens, and runs from the end of the computed
+        ones.
         """
         tokens, start, active = self.tokens, self.computed_idx, self.active_idx
         if tokens[-1] == FUTURE_TOKEN:
@@ -352,10 +361,13 @@ class TextContext:
         return twin
 
     def follow(self, leader: "Leader", place: int) -> None:
-        """Let `leader` move this context, at `place` in it, until `leave`. A previous leader loses it."""
+        """Let `leader` move this context until `leave`. A previous leader loses it.
+
+        `place`: its place in the leader.
+        """
         self.leave()
         self._place, self._leader = place, leader
-        self._follows = True  # last, as a leader needs the place
+        self._follows = True  # set last, because a leader needs the place
 
     def catch_up(self, leader: "Leader", place: int) -> None:
         """Apply the updates of `leader`, if this context follows it."""
@@ -365,7 +377,7 @@ class TextContext:
     def leave(self) -> None:
         """Catch up with the leader, if any, and stop following it."""
         self._leader.lose(self._place, self._end)
-        self._leader = NO_LEADER  # after the line above, so that it catches up again after an interrupt
+        self._leader = NO_LEADER  # cleared after catching up, so that an interrupt before this line only repeats it
         self._follows = False
 
     def append_one(self, token: int, start: int, active: int) -> None:
@@ -376,7 +388,7 @@ class TextContext:
         self._start, self._active, self._end = start, active, self._end + 1
 
     def append(self, tokens: NDArray[np.int32], start: int, active: int) -> None:
-        """Apply the leader's updates: add `tokens` at the end, and set the indices."""
+        """Apply the leader's updates: append `tokens`, and set the indices."""
         end = self._end + len(tokens)
         if end > len(self._buffer):
             self._grow(len(tokens))
@@ -392,7 +404,7 @@ class TextContext:
         self.append_one(FUTURE_TOKEN, end - 1, end)
 
     def realize(self, token: int) -> None:
-        """Replace the future token, if there is one, by the token that the leader knows."""
+        """Replace the future token, if there is one, with the token that the leader knows."""
         if self._in_flight:
             self._buffer[self._end - 1] = token
             self._in_flight = False
@@ -429,7 +441,7 @@ class TextContext:
 
 
 def chunk_end(indices: ContextIndices, start: int) -> int:
-    """The end of the chunk that runs from `start`. If a hit covers the whole chunk, the next one is as long.
+    """The end of the chunk that runs from `start`. If a hit covers the whole chunk, the next chunk has the same length.
 
     `indices`: those of the context, with its own start.
     """
@@ -438,10 +450,10 @@ def chunk_end(indices: ContextIndices, start: int) -> int:
 
 
 class ReadContext:
-    """A snapshot of a caller's own context at the start of a call, so that the call cannot fail on it later.
+    """A snapshot of a caller's own context at the start of a call, so that reading it later in the call cannot fail.
 
-    `run_from` reaches the caller's context. If that raises, its indices are set back. `refused` says whether they are
-    back where they were.
+    `run_from` sets the indices of the caller's context. If the context raises, its old indices are set again. `refused`
+    says whether that has worked.
     """
 
     __slots__ = (
@@ -456,7 +468,7 @@ class ReadContext:
         self.tokens: NDArray[np.integer[Any]] = own.tokens[: self.end_idx]
         self.named = salt_and_keys(own)
         hint: object = getattr(own, "retention", None)
-        self.hint = hint if isinstance(hint, Retention) else None  # an invalid hint must not refuse a call
+        self.hint = hint if isinstance(hint, Retention) else None  # an invalid hint is no reason to refuse the call
         self._carries_hasher = hasattr(own, "prefix_hasher")
         hasher: object = getattr(own, "prefix_hasher", None)
         self._hasher = hasher if isinstance(hasher, PrefixHasher) else None
@@ -468,7 +480,7 @@ class ReadContext:
 
     @property
     def prefix_hasher(self) -> PrefixHasher | None:
-        """The hasher that the caller's context carries; None also if it cannot carry one."""
+        """The hasher that the caller's context carries. None if it has none, or cannot carry one."""
         return self._hasher
 
     @prefix_hasher.setter
@@ -481,7 +493,7 @@ class ReadContext:
             self._carries_hasher, self._hasher = False, None
 
     def run_from(self, start: int, active: int) -> None:
-        """Set `start_idx` and `active_idx`. Raises `InvalidRequestError` if the start is another afterwards."""
+        """Set `start_idx` and `active_idx`. Raises `InvalidRequestError` if the context then has another start."""
         own = self.own
         try:
             own.set_token_indices(start_idx=start, active_idx=active)
@@ -498,7 +510,7 @@ class ReadContext:
 
 
 SafeContext = TextContext | ReadContext
-"""A context that a call may read while it changes state: reading it cannot raise."""
+"""A context that a call may read at any point, even while it changes state: reading cannot raise."""
 
 
 def computed_of(context: Context) -> int:
@@ -507,7 +519,7 @@ def computed_of(context: Context) -> int:
 
 
 def read_context(context: Context) -> SafeContext:
-    """The context itself, or a snapshot of a caller's own."""
+    """The context itself if it is a `TextContext`, else a snapshot of it."""
     return context if type(context) is TextContext else ReadContext(context)
 
 
@@ -516,7 +528,7 @@ def _indices_of(context: Context) -> ContextIndices:
 
 
 def checked_tokens(request_id: str, tokens: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int32]:
-    """A private int32 copy of `tokens`. Raises `InvalidRequestError` if it is empty or no list of token ids."""
+    """A private int32 copy of `tokens`. Raises `InvalidRequestError` unless it is a non-empty list of token ids."""
     try:
         array = np.asarray(tokens)
     except (TypeError, ValueError, OverflowError) as error:
@@ -548,8 +560,11 @@ def checked_salt(request_id: str, salt: object) -> str | None:
 
 
 def checked_keys(request_id: str, keys: object) -> ExtraKeys:
-    """`keys` as a tuple of `(position, bytes)`, position and length below 2**31. Raises `InvalidRequestError`."""
-    if keys is _NO_KEYS:  # nearly always: Python has one empty tuple
+    """`keys` as a tuple of `(position, bytes)`.
+
+    Raises `InvalidRequestError` unless positions and lengths are below 2**31.
+    """
+    if keys is _NO_KEYS:  # nearly always true: Python has only one empty tuple
         return _NO_KEYS
     found: list[tuple[int, bytes]] = []
     try:
@@ -580,7 +595,10 @@ def salt_and_keys(context: Context) -> tuple[str | None, ExtraKeys]:
 
 
 def hasher_of(context: SafeContext, algorithm: HashAlgorithm, page_size: int) -> PrefixHasher:
-    """The hasher that the context carries, if it fits, else a new one, which the context then carries if it can."""
+    """The hasher that the context carries, if it fits.
+
+    Otherwise a new one, which is stored in the context if possible.
+    """
     kept = context.prefix_hasher
     if kept is None or not kept.fits(algorithm, page_size, context.named):
         kept = context.prefix_hasher = PrefixHasher(algorithm, page_size, *context.named)

@@ -1,8 +1,8 @@
 """The right to write an import's pages (`ImportCopier`), the proof of the copy (`ImportProof`), and the open imports.
 
 `commit_import` publishes pages that hold another manager's content. Only the copier knows whether the copy is good: a
-READ may have failed, or the source may have given the pages away meanwhile. So each import has one copier, which is
-handed out once, and its proof counts once.
+READ may have failed, or the source may have given the pages away meanwhile. So each import has exactly one copier, and
+accepts its proof once.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from kvcache.under_way import UnderWay
 class ImportProof:
     """Proves that the pages of one import were copied while their source held them. Made by `ImportCopier.prove`.
 
-    It is valid once, for that import, as long as the import is not extended. A copy of the proof is invalid.
+    The proof is valid once, only for this import, and until the import is extended. A copy of the proof is invalid.
     """
 
     request_id: str  # the request that owns the import
@@ -30,9 +30,9 @@ class ImportProof:
 class ImportCopier:
     """Copies the pages of one import. Its user calls `take` and copies, repeatedly, then calls `prove` or `give_up`.
 
-    Until then the copier owns the pages: `cancel_import` gives none of them to another request. The user of the copier
-    vouches for the bytes. An exchange, which reads under a lease (`transfer.pull.exchange`), proves reads that passed
-    its fence. A program that copies tensors in its own process proves its own copies.
+    Until `prove` or `give_up` the copier owns the pages: `cancel_import` gives none of them to another request. The
+    user of the copier vouches for the bytes. For example, a pull that reads under a lease (`transfer.pull.exchange`)
+    proves the reads that passed its fence. A program that copies tensors in its own process proves its own copies.
 
     Made by `PagedKVCacheManager.copier`.
     """
@@ -44,15 +44,16 @@ class ImportCopier:
         self._ended = ended
         self._taken = pending.tokens[0]
         self._has_all = False
-        self.is_over = False  # True once it writes to no page any more
+        self.is_over = False  # True once the copier has stopped writing
         self.proof: ImportProof | None = None
         self.tables: tuple[BlockTable, ...] = ()  # the tables of the pages that the last `take` returned
 
     def take(self, *, last: bool = True) -> list[PageCopy]:
-        """The pages to copy by now that were not taken before, as an entry for each group of layers.
+        """Return the pages that can be copied by now and were not taken before, as an entry for each group of layers.
 
-        `last`: this is the last call. Only then is a recurrent state copied, which stands for the whole request. Raises
-        `InvalidRequestError` if the import is closed, this copier has ended, or the last pages were taken.
+        `last`: this is the last call. A recurrent state covers all tokens of the request, so it is only copied in the
+        last call. Raises `InvalidRequestError` if the import is closed, this copier has ended, or the last pages were
+        taken.
         """
         pending = self.pending
         if self.is_over or self._has_all or pending.closed:
@@ -66,14 +67,15 @@ class ImportCopier:
         return copies
 
     def from_others(self) -> list[tuple[BlockTable, list[PageCopy]]]:
-        """The pages that `take` has returned as each further table names them, as far as it has them."""
+        """The pages that `take` has returned, as page ids of each further table. A table has only some of the pages."""
         return [(table, self.pending.copies_from(table)) for table in self.pending.others]
 
     def prove(self, num_tokens: int = 0) -> ImportProof:
         """Declare that everything taken was copied while its source held it, and return the proof for `commit_import`.
 
-        With `num_tokens` only the tokens before that were copied, and the import ends there. Raises
-        `InvalidRequestError` if it cannot end there, or if this copier has ended or has not taken everything.
+        With `num_tokens`, only the tokens before that number were copied, and the import ends there. Raises
+        `InvalidRequestError` if the import cannot end there, if this copier has ended, or if it has not taken
+        everything.
         """
         pending = self.pending
         if self.is_over or not self._has_all:
@@ -87,9 +89,9 @@ class ImportCopier:
         return self.proof
 
     def give_up(self) -> None:
-        """Declare that this copier writes to no page any more. That frees the pages of a cancelled import. Safe twice.
+        """Declare that this copier has stopped writing. This frees the pages of a cancelled import. Safe to call twice.
 
-        If the manager waits for `recover`, the pages are freed by that.
+        If the manager waits for `recover`, `recover` frees the pages.
         """
         if not self.is_over:
             self._ended()
@@ -98,18 +100,20 @@ class ImportCopier:
 class ImportBook:
     """The imports of a replica, from their beginning until no copier writes to their pages any more.
 
-    `shares_ahead`: an import may share cached pages after the point from which its request could resume by itself. Then
-    the request must not run in the pages of a cancelled import, because it would overwrite shared pages.
+    `shares_ahead`: whether an import may share cached pages after the point from which its request could resume by
+    itself. If so, the request must not run in the pages of a cancelled import, because it would overwrite shared pages.
     """
 
     def __init__(self, pool: PagePool, rows: BlockRows, mark: UnderWay, *, shares_ahead: bool) -> None:
         self._mark = mark
         self._shares_ahead = shares_ahead
-        self.to_give_back: set[int] = set()  # rows that must not run in the pages of their cancelled import
-        self.each: list[PendingImport] = []  # open imports, and cancelled ones while their copier may still write
-        self.of_row: dict[int, PendingImport] = {}  # by row: the import for which its request waits
-        self.copiers: dict[PendingImport, ImportCopier] = {}  # the copiers that were handed out
-        self._given_up: dict[int, int] = {}  # by row whose import was cancelled: its counted tokens at that time
+        # Rows that still have the pages of a cancelled import and must give them back before they run.
+        self.to_give_back: set[int] = set()
+        self.each: list[PendingImport] = []  # open imports, and cancelled imports whose copier may still write
+        self.of_row: dict[int, PendingImport] = {}  # by row: the pending import of its request
+        self.copiers: dict[PendingImport, ImportCopier] = {}  # the copier of each import, once it is handed out
+        # By row with a cancelled import: how many of its tokens were counted when the import was cancelled.
+        self._given_up: dict[int, int] = {}
         self._pool = pool
         self._rows = rows
 
@@ -120,7 +124,7 @@ class ImportBook:
         self.each.append(pending)
 
     def begin_for_nobody(self, pending: PendingImport) -> None:
-        """Begin an import that no request waits for. From now on its pages have a writer."""
+        """Begin an import of cached pages that no request waits for. From now on its pages have a writer."""
         self._pool.add_writer(pending.written)
         self.each.append(pending)
 
@@ -162,7 +166,7 @@ class ImportBook:
             self._give_back(pending)
 
     def is_given_up(self, row: int) -> bool:
-        """Whether all pages of the row are those of a cancelled import, so that nothing has run in them."""
+        """Whether the row has only pages of a cancelled import, and no model has run in them."""
         if row in self.of_row:
             return False
         return row in self.to_give_back or self._given_up.get(row) == self._rows.counted.item(row)
@@ -178,7 +182,7 @@ class ImportBook:
         self.to_give_back.discard(row)
 
     def refuse_unknown(self, pending: PendingImport) -> None:
-        """Raise `InvalidRequestError` if an open import is a copy of one of these, not the object itself."""
+        """Raise `InvalidRequestError` if `pending` is a copy of an open import, and not the object itself."""
         if not pending.closed and not any(one is pending for one in self.each):
             raise InvalidRequestError(
                 f"request {pending.request_id!r}: got a copy of the import; pass the object that "
@@ -186,7 +190,7 @@ class ImportBook:
             )
 
     def mend(self) -> list[RequestID]:
-        """After the rows are mended: drop the imports that are over, and free their pages. Returns their requests."""
+        """After the rows are repaired: drop the imports that are over, and free their pages. Returns their requests."""
         self._given_up.clear()
         over = [pending for pending in self.each if pending.closed and not self._is_written(pending)]
         self.each[:] = [pending for pending in dict.fromkeys(self.each) if pending not in over]

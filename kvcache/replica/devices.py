@@ -16,16 +16,16 @@ from kvcache.types import RaggedKVCacheInputs
 
 
 class PageMemory:
-    """The page tensors of a replica's shards, and the copies between whole pages. `num_pages`: without the null page.
+    """The page tensors of a replica's shards, and copies of whole pages. `num_pages` does not count the null page.
 
-    Device work is ordered by `stream`; None means the current one.
+    Device work runs on `stream`, or on the current stream if that is None.
     """
 
     def __init__(
         self, layouts: Sequence[PageLayout], num_pages: int, devices: Sequence[torch.device], stream: Any
     ) -> None:
         self.layouts, self.devices, self.stream = layouts, devices, stream
-        pages = num_pages + 1  # the null page, 0, comes on top of the budget
+        pages = num_pages + 1  # the null page, 0, is not part of the budget
         # Per shard `[pages + 1, sides, layers, page_size, heads, head_dim]`.
         self.blocks = [allocate_blocks(layout, pages, device) for layout, device in zip(layouts, devices, strict=True)]
         self.rows = [page_rows(blocks) for blocks in self.blocks]  # whole pages, including their scales
@@ -42,10 +42,10 @@ class PageMemory:
                 rows[target].copy_(rows[source], non_blocking=True)
 
     def copy_pages_of(self, other: "PageMemory", sources: Pages, targets: Pages) -> None:
-        """Copy pages of a replica of this process to as many distinct pages here, shard by shard.
+        """Copy pages of another replica of this process to as many distinct pages here, shard by shard.
 
-        The copy runs on the devices after all work launched before on either replica. It is over on return, because the
-        pages are published then, and a reader in another process does not wait for our devices.
+        The copy runs on the devices after all work that either replica has launched before. The call waits for its end,
+        because the pages are published next, and a reader in another process does not wait for our devices.
         """
         with self.on_stream():
             for theirs, ours in zip(other.rows, self.rows, strict=True):
@@ -54,12 +54,12 @@ class PageMemory:
                 torch.cuda.current_stream(device).synchronize()
 
     def on_stream(self) -> Any:
-        """A context in which device work is launched on the stream."""
+        """A context manager in which device work is launched on the stream."""
         return launching_on(self.stream)
 
 
 class PlacedReplica:
-    """A replica, which itself knows no devices, with its page tensors and lookup tables."""
+    """A replica together with its page tensors and lookup tables. `Replica` itself does not know devices."""
 
     def __init__(self, replica: Replica, memory: PageMemory) -> None:
         self.replica, self.memory = replica, memory
@@ -72,10 +72,10 @@ class PlacedReplica:
         self._tables: list[Tables] = [mirrors.get(device, of_host) for device in memory.devices]
         self._of_steps: dict[int, list[StepTables]] = {}  # by set number: the tables of each shard
         self._mirrored = [*mirrors.values()]
-        self._is_plain = memory.stream is None and not mirrors  # nothing is to be ordered or uploaded
+        self._is_plain = memory.stream is None and not mirrors  # no streams to order, and no tables to upload
 
     def inputs(self, state: BatchState, num_steps: int, number: int | None = None) -> list[RaggedKVCacheInputs]:
-        """The model's inputs for this batch, one entry a shard. `number`: build them in that set of tables."""
+        """The model's inputs for this batch, one entry a shard. `number`: the set of tables in which to build them."""
         rows, tables = self.replica.rows, self._tables if number is None else self._of_steps[number]
         if self._is_plain:
             return build_inputs(self._pools, tables, state, self.replica.page_size, num_steps)
@@ -88,7 +88,7 @@ class PlacedReplica:
             return build_inputs(self._pools, tables, state, self.replica.page_size, num_steps)
 
     def step_tables(self, number: int) -> list[StepTables]:
-        """The set of tables with this number, one entry a shard. Shards on one device share theirs."""
+        """The set of tables with this number, one entry a shard. Shards on the same device share a table."""
         if number not in self._of_steps:
             tensor = self.replica.rows.tensor
             with self.memory.on_stream():

@@ -1,10 +1,11 @@
 """Page hashes: the digest of page `i` covers every token from the first to the end of page `i`.
 
 A running hash takes the pages in turn and gives a digest after each. So digests form a chain (equal digests mean equal
-prefixes) at the cost of one update and one digest a page. Hashing `parent + page` each time takes sha256 60 % longer.
+prefixes) at the cost of one update and one digest a page. Hashing `parent + page` for each page takes 60 % longer with
+sha256.
 
 hashlib needs two calls and an allocation for each page. If `chained.c` was compiled, it hashes all pages of a call, or
-of a step, at once, with the sha256 of hashlib's libcrypto. The digests are the same.
+all pages of a step, at once. It uses the sha256 of hashlib's libcrypto, and gives the same digests.
 """
 
 import functools
@@ -23,19 +24,23 @@ from numpy.typing import NDArray
 from kvcache.params import HashAlgorithm
 
 ExtraKeys = tuple[tuple[int, bytes], ...]
-"""`(position, key)`: an input besides tokens on which the KV from this token on depends."""
+"""`(position, key)`: an input other than tokens. The KV depends on it from the token at `position` on."""
 DIGEST_BYTES: dict[HashAlgorithm, int] = {"sha256": 32, "blake3": 32, "xxh3_128": 16}
 _TOKEN, _WORD = np.dtype("<i4"), np.dtype(np.uint64)
 _AT_ONCE = 1 << 17
-"""Tokens that C hashes in one go, a digest counted as 16. No other thread runs meanwhile. Even without SHA instructions
-it takes less than 5 ms, the interval in which Python switches threads.
+"""The most tokens that C hashes in one go. Making a digest counts as 16 tokens. No other Python thread runs meanwhile,
+so this must be short: even without SHA instructions it takes less than 5 ms, the interval in which Python switches
+threads.
 """
 PLAIN = "PAGEWIRE_PLAIN_SHA256"
 """An environment variable. If it is set to anything, hashlib computes every sha256."""
 
 
 def _compiled() -> tuple[type[Any], str]:
-    """The class of `chained.c` if it exists, is enabled and agrees with hashlib; and the name of the implementation."""
+    """The class of `chained.c`, or `_NotCompiled`, and the name of the implementation of sha256 that is used.
+
+    `chained.c` is used if it was compiled, is not switched off, and gives the same digests as hashlib.
+    """
     if os.environ.get(PLAIN):
         return _NotCompiled, f"hashlib: {PLAIN} is set"
     try:
@@ -50,19 +55,19 @@ def _compiled() -> tuple[type[Any], str]:
 
 
 class _NotCompiled:
-    """Stands for `Sha256Chain` if that is not used. No object is an instance of it."""
+    """Takes the place of `Sha256Chain` if that is not used. It has no instances."""
 
 
 _Chain, SHA256_BY = _compiled()
-"""`SHA256_BY`: the implementation of sha256 in this process, "chained.c", or "hashlib: " and the reason."""
+"""`SHA256_BY`: the implementation of sha256 in this process: "chained.c", or "hashlib: " and why C is not used."""
 
 
 class PrefixHasher:
     """The page digests of one request. They are extended as it grows, and never computed twice.
 
-    The digests of a page agree exactly if algorithm, page size, salt (None is a salt, too), and all tokens and extra
-    keys up to its end agree. That holds in any process, so digests may be compared across hosts. Collisions can be
-    crafted for `xxh3_128`, and not for sha256 and blake3.
+    Two pages have the same digest exactly if algorithm, page size, salt, and all tokens and extra keys up to the end of
+    the page are the same. No salt (None) differs from every salt. Digests are the same in any process, so they may be
+    compared across hosts. An attacker can craft collisions of `xxh3_128`, but not of sha256 and blake3.
     """
 
     __slots__ = ("algorithm", "extra_keys", "keys_left", "known", "matches", "page_size", "running", "salt", "width")
@@ -76,26 +81,26 @@ class PrefixHasher:
         self.extra_keys = extra_keys
         self.width = DIGEST_BYTES[algorithm]
         self._begin()
-        # By index: its generation, the first and last page, and the result of the lookup (see `Replica.find`).
+        # By index: the index's generation, the first and last page, and the result of the lookup (see `Replica.find`).
         self.matches: dict[object, tuple[int, int, int, Any]] = {}
 
     def _begin(self) -> None:
         """Start over, with no page hashed."""
         running = _seeded(self.algorithm, self.page_size, self.salt).copy()
-        # The extra keys of later pages as `(page, bytes to hash)`, the next one last. -1 is no token: it marks a key
-        # in the place of a token, and the length says where the key ends.
+        # The extra keys that are not hashed yet as `(page, bytes to hash)`, the next one last. Each key is marked by
+        # -1, which is never a token, and has its length, which says where the key ends.
         self.keys_left = self._keys_to_come() if self.extra_keys else []
         self.known = _known(running, b"")  # the digests, one after another
         # The running hash after all pages in `known`. It is None while pages are hashed.
         self.running: Any = running
 
     def begin_if_interrupted(self) -> None:
-        """Start over if hashing was interrupted, which has left `running` at None."""
+        """Start over if hashing was interrupted. In that case `running` is None."""
         if self.running is None:
             self._begin()
 
     def fits(self, algorithm: HashAlgorithm, page_size: int, named: tuple[str | None, ExtraKeys]) -> bool:
-        """Whether it makes the digests of this algorithm, page size, and salt and keys."""
+        """Whether this hasher uses this algorithm and page size, and this salt and these keys (`named`)."""
         salt, keys = named
         same = self.salt == salt and self.extra_keys == keys
         return same and self.page_size == page_size and self.algorithm == algorithm
@@ -120,7 +125,10 @@ class PrefixHasher:
         return twin
 
     def digests(self, tokens: NDArray[np.integer[Any]], first: int, last: int) -> NDArray[np.uint64]:
-        """Digests of pages `first` to `last` (excluded) of all known `tokens`: uint64 `[pages, DIGEST_BYTES / 8]`."""
+        """The digests of pages `first` to `last` (excluded), uint64 `[pages, DIGEST_BYTES / 8]`.
+
+        `tokens`: all known tokens of the request.
+        """
         width = self.width
         if len(self.known) < last * width:
             self._extend(tokens, last)
@@ -128,7 +136,7 @@ class PrefixHasher:
         return np.ndarray((last - first, width // 8), _WORD, wanted)
 
     def _extend(self, tokens: NDArray[np.integer[Any]], last: int) -> None:
-        """Hash the pages from the first unknown one to `last`, given all known `tokens`."""
+        """Hash the pages from the first one without a digest to `last`. `tokens`: all known tokens."""
         self.begin_if_interrupted()
         running, self.running = self.running, None
         size, keys, page = self.page_size, self.keys_left, len(self.known) // self.width
@@ -150,14 +158,14 @@ class PrefixHasher:
                 running.extend(part, size * _TOKEN.itemsize)
             return
         digest = running.digest
-        # Only these two calls a page: a prompt has thousands of pages.
+        # Only two Python calls for each page, because a prompt may have thousands of pages.
         self.known += b"".join([digest() for _ in map(running.update, page_rows(tokens, size))])
 
 
 @functools.lru_cache(maxsize=256)
 def _seeded(algorithm: HashAlgorithm, page_size: int, salt: str | None) -> Any:
-    """The running hash before the first page. Callers copy it, and never update it."""
-    # Each field comes with its length, so that no two choices of fields give the same bytes.
+    """The running hash before the first page. Callers copy it and must not update it."""
+    # Each field comes with its length, so that different fields never give the same bytes.
     fields = (algorithm.encode(), str(page_size).encode(), b"" if salt is None else b"=" + salt.encode())
     seed = b"pagewire/1" + b"".join(struct.pack("<I", len(field)) + field for field in fields)
     if algorithm == "blake3":
@@ -170,7 +178,7 @@ def _seeded(algorithm: HashAlgorithm, page_size: int, salt: str | None) -> Any:
 
 
 def _known(running: Any, digests: bytes | bytearray) -> bytearray:
-    """The array in which a hasher with this `running` keeps its digests, with the content `digests`."""
+    """A byte array with the content `digests`, of the type in which a hasher with this `running` keeps its digests."""
     return running.known if type(running) is _Chain else bytearray(digests)
 
 
@@ -180,8 +188,8 @@ def token_bytes(tokens: NDArray[np.integer[Any]]) -> bytes:
 
 
 def page_rows(tokens: NDArray[np.integer[Any]], page_size: int) -> list[bytes]:
-    """The bytes of each page of `tokens`, a whole number of pages, in the form in which they are hashed."""
-    # One call makes bytes objects of a view of raw bytes, at half the cost of slicing a memoryview page by page.
+    """The bytes of each page of `tokens`, in the form in which they are hashed. `tokens` must fill whole pages."""
+    # One call turns a view of the raw bytes into bytes objects. Slicing a memoryview page by page takes twice as long.
     return np.ascontiguousarray(tokens, _TOKEN).reshape(-1).view(_page_type(page_size)).tolist()
 
 
@@ -196,10 +204,11 @@ def next_digests(
     pages: NDArray[np.integer[Any]],
     slow: Callable[[int], bytes],
 ) -> NDArray[np.uint64]:
-    """The digest of one page of each request: page `firsts[i]` of request i, with the tokens `pages[i]`.
+    """The digest of one page of each request: page `firsts[i]` of request i, which has the tokens `pages[i]`.
 
-    `pages` is `[requests, page_size]`; the result is uint64 `[requests, words]`. `slow(i)` must return the digest if
-    earlier pages of request i are not hashed yet, or if it has an extra key to come.
+    `pages` is `[requests, page_size]`; the result is uint64 `[requests, words]`. `slow(i)` computes the digest of
+    request i in the ordinary way. It is called if an earlier page of the request is not hashed yet, or if the request
+    has extra keys that are not hashed yet.
     """
     hashers[0].begin_if_interrupted()
     if type(hashers[0].running) is _Chain:

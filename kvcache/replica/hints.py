@@ -1,4 +1,4 @@
-"""`ReplicaHints`: applies requests' retention hints to the pages that they release, and measures their worth."""
+"""`ReplicaHints`: applies requests' retention hints to the pages that they release, and measures how well they work."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -19,21 +19,21 @@ from kvcache.retention import PageHints, page_hints
 
 
 class HintFollower(Protocol):
-    """Something else that requests leave cached, and that hints and quotas apply to as well."""
+    """Another cache of the replica to which hints and quotas also apply, such as the cache of recurrent states."""
 
     def begin(self, quotas: NoQuotas) -> None:
         """Apply hints and `quotas` from now on."""
         ...
 
     def clear(self) -> None:
-        """After an interrupt: forget what is idle of each tenant, because the pool reports it next."""
+        """After an interrupt: forget which entries of each tenant are idle. The pool reports all of them again."""
         ...
 
     def leave(self, row: int, digests: Digests, hints: PageHints | None, ends: Sequence[int], share: float) -> None:
-        """The row's request is about to be released, with `hints` for its published columns, or None.
+        """Called before the row's request is released. `hints`: those of its published columns, or None.
 
-        `digests`: of these columns. `ends`: the end columns of hinted ranges. `share`: the share of cached pages that
-        follows hints.
+        `digests`: the digests of these columns. `ends`: the end columns of hinted ranges. `share`: the share of cached
+        pages that follows hints.
         """
         ...
 
@@ -41,13 +41,13 @@ class HintFollower(Protocol):
 class ReplicaHints(PageReader):
     """The hints and quotas of one replica.
 
-    Until a request brings a hint, there is only the plain LRU order, without baselines. The first hint costs a pass
-    over the pool. Without prefix caching no page is ever idle, and nothing is counted.
+    Until a request brings a hint, there is only the plain LRU order, and no baselines are kept. The first hint costs a
+    pass over the pool. Without prefix caching no page is ever idle, and nothing is counted.
 
-    With further block tables, a hint for a prefix applies to every page that is needed to resume from its end; for a
-    window these are the last pages. The baselines know only the pages of the first table, in a pool that is smaller by
-    what the other tables hold. A hint for a prefix also applies to the cached recurrent states after it, as far as
-    hints prove right for pages.
+    With several block tables, a hint for a prefix applies to every page that a request needs to resume from the end of
+    the prefix. In a table with a window, these are the last pages. The baselines simulate only the pages of the first
+    table, in a pool that is smaller by the share of the other tables. A hint for a prefix also applies to the recurrent
+    states that are cached after it, as far as hints prove right for pages.
     """
 
     def __init__(
@@ -65,16 +65,17 @@ class ReplicaHints(PageReader):
         self._rows = rows
         self._hasher_of = hasher_of
         self._digests_of = digests_of  # the digests of the row's published pages
-        self._salt_of = salt_of  # the salt of the row's pages, whatever its context says by now
+        self._salt_of = salt_of  # the salt of the row's pages, even if its context has changed its salt since
         caching = params.enable_prefix_caching
-        # A caller's own order gets the hints, and decides alone what they are worth.
+        # A caller's own eviction order receives the hints, and decides by itself how far it follows them.
         self._has_own = params.eviction_order is not None
         self._most_hinted = params.max_hint_share if caching and not self._has_own else 0.0
         self._tables = tables
         self._followers: list[HintFollower] = []
-        # By row: the pages that plain LRU would have found, those that hints would, and those that were looked up.
+        # By row: the pages that plain LRU would have found, the pages that hints would have found, and all that were
+        # looked up.
         self._expected: dict[int, tuple[int, int, int]] = {}
-        # The pages that plain LRU, and hints at their largest share, would hold; they exist from the first hint on.
+        # Simulated caches of plain LRU and of hints at their largest share. They exist from the first hint on.
         self._baselines: tuple[LruBaseline, HintedBaseline] | tuple[()] = ()
         self.has_begun = False  # whether the baselines exist
         self._share = HintShare(pool.num_pages, params.max_hint_share)
@@ -90,12 +91,12 @@ class ReplicaHints(PageReader):
             self._pool.idle.own(pages[rows == row], self._salt_of(row))
 
     def gone(self, pages: Pages, why: Reasons | int) -> None:
-        """The baselines forget pages that a tenant's quota has evicted: quotas would have evicted them there, too."""
+        """Let the baselines forget pages that a tenant's quota has evicted: it would evict them there, too."""
         if self._baselines:
             self._forget(self._pool.index.words_of(pages[np.broadcast_to(why == BY_QUOTA, len(pages))]))
 
     def lead(self, follower: HintFollower) -> None:
-        """Apply hints and quotas to this as well."""
+        """Apply hints and quotas to `follower`, too."""
         self._followers.append(follower)
         if self._quotas.limited:
             follower.begin(self._quotas)
@@ -106,9 +107,9 @@ class ReplicaHints(PageReader):
         return self._share.value if self._baselines else 0.0
 
     def come(self, row: int, context: SafeContext, found: int) -> None:
-        """The row's request asks for pages, of which `found` were published.
+        """Called when the row's request asks for pages. `found` of them were already published.
 
-        The call may be left out until `has_begun`, for a request without a hint.
+        For a request without a hint, the call may be left out until `has_begun` is True.
         """
         self._found[row] += found
         if self._rows.prompt.item(row) >= 0:  # the request has asked before
@@ -126,14 +127,15 @@ class ReplicaHints(PageReader):
             self._expected[row] = (plain.visit(words, room), hinted.visit(words, room), len(words))
 
     def share_pages(self, rows: Ints) -> None:
-        """Each of `rows` has found one of its pages published by another request."""
+        """Count one more published page for each of `rows`: each shares a page that another request has published."""
         for row in rows.tolist():
             self._found[row] += 1
 
     def brought(self, pages: Pages, salt: str | None, words: Words) -> None:
-        """Held `pages` were copied from elsewhere for a request with this salt, whose tenant has them.
+        """Record that held `pages` were copied here for a request. They belong to the tenant with this `salt`.
 
-        `words`: of all the pages of the prompt that it finds. Plain LRU would have these now, too.
+        `words`: the first words of the digests of all pages that the request finds of its prompt. The baselines get
+        these pages as well, because plain LRU would have them now, too.
         """
         if self._quotas.limited:
             self._pool.idle.own(pages, salt)
@@ -157,7 +159,7 @@ class ReplicaHints(PageReader):
             self._follow_hints()
 
     def mend(self) -> None:
-        """After the pool is mended: restart the baselines with its pages, and forget what was expected of each row."""
+        """After the pool is repaired: restart the baselines with its pages, and forget each row's expected hits."""
         self._expected.clear()
         free = [row for row, request_id in enumerate(self._rows.request_ids) if request_id is None]
         for row in free:
@@ -167,7 +169,7 @@ class ReplicaHints(PageReader):
             self._begin_with_what_is_there()
 
     def leave(self, row: int, context: SafeContext | None) -> None:
-        """The row is about to be released. `context` is None if it never got pages."""
+        """Called before the row is released. `context` is None if the request never got pages."""
         self._found[row], found = 0, self._found[row]
         if context is None:
             return
@@ -194,7 +196,10 @@ class ReplicaHints(PageReader):
             follower.leave(row, digests, hints, of_ranges, self.share)
 
     def _learn(self, row: int, context: SafeContext, words: Words, hints: PageHints | None, found: int) -> None:
-        """Update the baselines: the row leaves pages of these digests with `hints`; the first `found` were hits."""
+        """Update the baselines: the row releases pages with these digests and `hints`.
+
+        The first `found` pages were hits.
+        """
         if not self._baselines:
             return
         plain, hinted = self._baselines
@@ -215,7 +220,7 @@ class ReplicaHints(PageReader):
         self._pool.idle.trust(self._share.value)
 
     def _forget_given_up(self, row: int, context: SafeContext, computed: int) -> None:
-        """Forget pages of a prompt that was given up half computed: the baselines have them, but the pool does not."""
+        """Forget pages of a prompt that was abandoned half computed. The baselines have them, but the pool does not."""
         last = (int(self._rows.prompt[row]) - 1) // self._rows.page_size
         if computed < last:
             self._forget(self._hasher_of(row, context).digests(context.tokens, computed, last)[:, 0])
@@ -225,7 +230,7 @@ class ReplicaHints(PageReader):
             baseline.forget(words)
 
     def _unfindable(self) -> int:
-        """Pages that running requests hold and that no baseline has: those after their prompts that are not full."""
+        """Pages of running requests that no baseline has: pages after the prompt, and partly filled pages."""
         rows = self._rows
         findable = np.maximum(rows.committed, (rows.prompt - 1) // rows.page_size)
         past = int(np.maximum(rows.num_pages - findable, 0).sum())
@@ -236,7 +241,7 @@ class ReplicaHints(PageReader):
         return self._pool.width * self._tables.width()
 
     def _start(self) -> None:
-        """Begin with the first hint."""
+        """Start to follow hints, at the first hint."""
         if not self._most_hinted:
             return
         self._begin_baselines()
@@ -263,7 +268,7 @@ class ReplicaHints(PageReader):
             baseline.touch(pool.index.words_of(sampled[used]))
 
     def _follow_hints(self) -> None:
-        """Let pages and states follow hints, if they do not yet."""
+        """Let pages and states follow hints, unless they do so already."""
         pool = self._pool
         if pool.idle.by_age:
             pool.follow(HintedOrder(pool.num_pages, pool.idle))

@@ -1,9 +1,10 @@
 """Pages from elsewhere: export a request's block table, reserve pages for one, and publish the copied pages.
 
-Until `commit_import` the pages are in no index and no batch, so bytes that never arrived are never read.
+Until `commit_import` the pages are in no index and no batch, so bytes that have not arrived are never read.
 
-With several tables (`params.groups`) each table reuses the pages that it finds in the local cache, from the first token
-on or for its last window. Only the rest is copied. A prefix whose window was evicted needs only the window's pages.
+With several tables (`params.groups`) each table reuses the pages that it finds in the local cache: from the first token
+on, or for its last window. Only the other pages are copied. If only the window of a prefix was evicted, only its pages
+are copied.
 """
 
 from collections.abc import Sequence
@@ -39,9 +40,10 @@ def export_table(
     full_pages: bool,
     first_page: int = 0,
 ) -> BlockTable:
-    """The block table of the tokens that were computed by the request's last `step`, or of its full pages only.
+    """The block table of the tokens that the request had computed at its last `step`, or of its full pages only.
 
-    It begins with `first_page` if there is one table, of full attention. Otherwise each table is exported whole.
+    The table begins with `first_page` if the model has one block table, of full attention. Otherwise each table is
+    exported whole.
     """
     rows, size = replica.rows, replica.page_size
     request_id = rows.request_ids[row] or ""
@@ -79,13 +81,14 @@ def check_table(
 ) -> PrefixHasher | None:
     """Raise `BlockTableMismatchError` unless the table holds a proper prefix of the context's tokens.
 
-    The transfer checks the geometry. Without `last` the prompt is still running, and only full pages count, because a
-    partly filled page may still be replaced. Returns the hasher of the context's tokens in the table's page size and
-    algorithm; `hasher`, from an earlier call, is reused if it fits. Returns None if the table has no digests.
+    The transfer checks the geometry of the pages. If `last` is False, the prompt is still running, and only full pages
+    count, because a partly filled page may still be replaced. Returns the hasher of the context's tokens in the table's
+    page size and algorithm, or None if the table has no digests. `hasher`: the result of an earlier call, reused if it
+    fits.
     """
     name = f"request {context.request_id!r}: the block table"
     of_kind(name, table, BlockTable, "a BlockTable", BlockTableMismatchError)
-    try:  # a decoded table of a peer has the right types; a table made in this process may have any
+    try:  # A table that a peer sent was decoded with the right types. A table made in this process may have any types.
         if not _has_types(table):
             table = msgspec.convert(msgspec.to_builtins(table), BlockTable)
     except (TypeError, ValueError, OverflowError) as error:
@@ -112,7 +115,7 @@ def check_table(
 def check_others(
     replica: Replica, context: SafeContext, table: BlockTable, others: Sequence[BlockTable], *, partial: bool
 ) -> None:
-    """Raise `BlockTableMismatchError` unless the further tables hold a prefix of the context too, in equal pages."""
+    """Raise `BlockTableMismatchError` unless `others` hold a prefix of the context, too, in pages of the same size."""
     hasher: PrefixHasher | None = None
     for other in others:
         hasher = check_table(replica, context, other, hasher, last=True)
@@ -122,7 +125,7 @@ def check_others(
 
 
 def _has_types(table: BlockTable) -> bool:
-    """Whether every field has the right type. For thousands of pages this test is faster than a conversion."""
+    """Whether every field has the right type. For thousands of pages this test is faster than `msgspec.convert`."""
     every: list[Any] = [table.groups, table.kinds, table.digests]
     of_each = [type(value) for value in every] == [tuple, tuple, bytes]
     names = (table.request_id, table.fingerprint, table.hash_algorithm, *(table.kinds if of_each else ()))
@@ -133,7 +136,7 @@ def _has_types(table: BlockTable) -> bool:
 
 
 def _check_pages(replica: Replica, context: SafeContext, table: BlockTable) -> None:
-    """Raise unless the table names the pages of our groups of layers: all for its tokens, or fewer of a window."""
+    """Raise unless the table names pages for our groups of layers: for all its tokens, or for the end of a window."""
     kinds, named = replica.tables.kinds, replica.tables.kinds_named
     beside = table.groups[len(kinds) :]
     if len(table.groups) != len(kinds) + replica.state_groups or any(len(pages) != 1 for pages in beside):
@@ -172,11 +175,11 @@ def _check_digests(
 ) -> PrefixHasher | None:
     """Raise unless the digests are those of the context's own tokens, so that the pages hold this prompt.
 
-    Digests of another page size or algorithm are compared too, which costs another hash of the tokens. Otherwise
-    nothing would show that the pages belong to this prompt and salt before they are published here.
+    Digests by another page size or algorithm are compared too, at the cost of hashing the tokens once more. Without
+    this check, pages of another prompt or salt could be published here.
     """
     if not table.hash_algorithm:
-        return None  # made without prefix caching, so none of its pages was ever shared
+        return None  # made without prefix caching: no page was ever shared, so none can hold another prompt
     algorithm: HashAlgorithm | None = next((known for known in usable_hashes() if known == table.hash_algorithm), None)
     if algorithm is None:
         raise _mismatch(
@@ -204,7 +207,7 @@ def _check_digests(
 
 
 def _refuse_hole(replica: Replica, row: int, context: SafeContext, table: BlockTable) -> None:
-    """Raise if pages that the table leaves out are not here: pages after a hole are no prefix."""
+    """Raise unless the pages that the table leaves out are cached here, because a prefix must have no hole."""
     here = replica.find(context, row).end * replica.page_size
     if here < table.first_page * table.page_size:
         first = table.first_page * table.page_size
@@ -222,7 +225,10 @@ def begin_import(
     partial: bool,
     others: Sequence[BlockTable] = (),
 ) -> PendingImport | None:
-    """Reserve the request's pages, and determine which are to be copied. Returns None if there are too few pages."""
+    """Reserve the request's pages, and find which of them have to be copied.
+
+    Returns None if there are too few pages.
+    """
     hasher = check_table(replica, context, table, last=not partial)
     if others:
         check_others(replica, context, table, others, partial=partial)
@@ -260,7 +266,7 @@ def begin_import(
 def _plan(
     replica: Replica, row: int, context: SafeContext, table: BlockTable, num_steps: int, *, partial: bool
 ) -> Reservation:
-    """Plan the reservation of an import: each table's own hits, and pages for the tokens that it sees after them."""
+    """Plan the reservation of an import. Each table has its own hits, and needs pages for the tokens after them."""
     tables, size = replica.tables, replica.page_size
     num_tokens = context.end_idx if partial else table.num_tokens
     length = replica.length_of(context, num_steps, num_tokens)
@@ -270,8 +276,8 @@ def _plan(
         return replica.hasher(row, context).digests(context.tokens, 0, last)
 
     if tables.is_plain:
-        # Pages after the state from which it resumes are not used. If the import is cancelled, the request computes
-        # these tokens, and would overwrite shared pages.
+        # Pages after the state from which the request resumes are not shared. If the import is cancelled, the request
+        # computes these tokens itself, and would overwrite shared pages.
         return tables.plan(row, context.indices, length, here.end * size, here)
     plan = tables.plan_import(row, context.indices, length, num_tokens, here, digests_of, replica.tier.slots)
     if tables.in_chunks and not partial:
@@ -280,7 +286,7 @@ def _plan(
 
 
 def _check_reach(context: SafeContext, table: BlockTable, kinds: Sequence[str], firsts: Sequence[int]) -> None:
-    """Raise unless the pages named for each window hold all tokens from the first one to copy."""
+    """Raise unless the pages named for each window hold all tokens from the first one that has to be copied."""
     wanted = -(-table.num_tokens // table.page_size)
     for kind, pages, first in zip(kinds, table.groups[: len(kinds)], firsts, strict=True):
         begins = (wanted - len(pages)) * table.page_size
@@ -331,9 +337,10 @@ def takes_any_part(replica: Replica) -> bool:
 def check_pages(
     replica: Replica, replica_idx: int, context: SafeContext, table: BlockTable, others: Sequence[BlockTable]
 ) -> PendingImport:
-    """The import, without pages so far, of full pages that no request waits for. They may begin anywhere in a prompt.
+    """Make an import of full pages that no request waits for. It has no pages yet.
 
-    Raises `BlockTableMismatchError` unless all tables hold pages of the context's tokens, by digests of our algorithm.
+    The pages may begin anywhere in a prompt. Raises `BlockTableMismatchError` unless all tables hold pages of the
+    context's tokens, with digests by this manager's algorithm.
     """
     if not takes_any_part(replica):
         raise _mismatch(context, "is of pages that no request waits for: only one cached block table can use these")
@@ -361,7 +368,7 @@ def check_pages(
 
 
 def begin_pages(replica: Replica, pending: PendingImport, table: BlockTable) -> bool:
-    """Give a new import its pages, at most half of the free ones. Returns False, and takes none, if it needs more."""
+    """Give a new import its pages. Returns False, and takes none, if it needs more than half of the free pages."""
     pool, pages = replica.pool, table.groups[0]
     if len(pages) > pool.free_count // 2:
         return False
@@ -373,7 +380,10 @@ def begin_pages(replica: Replica, pending: PendingImport, table: BlockTable) -> 
 
 
 def finish_pages(replica: Replica, pending: PendingImport, proof: ImportProof | None) -> None:
-    """End an import that no request waits for and whose bytes have all arrived. Its pages are published, and idle."""
+    """End an import of pages that no request waits for, after all bytes have arrived.
+
+    The pages become published and idle.
+    """
     hasher, prompt, pool, size = pending.hasher, pending.prompt, replica.pool, replica.page_size
     if hasher is None or prompt is None:
         raise InvalidRequestError(
@@ -398,7 +408,7 @@ def finish_pages(replica: Replica, pending: PendingImport, proof: ImportProof | 
 
 
 def _named(context: SafeContext, pending: PendingImport, table: BlockTable, *, last: bool) -> list[Pages]:
-    """The other manager's pages to copy by now. Raises if they differ from those that its earlier tables named."""
+    """The other manager's pages that can be copied by now. Raises if they differ from the pages of earlier tables."""
     named = pending.named(table, last=last) if pending.src_replica_idx == table.replica_idx else None
     if named is None:
         for part, pages in zip(pending.parts, table.groups, strict=True):
@@ -411,7 +421,10 @@ def _named(context: SafeContext, pending: PendingImport, table: BlockTable, *, l
 
 
 def own_import(replicas: Sequence[Replica], pending: PendingImport, call: str, *, is_open: bool = False) -> Replica:
-    """The replica that owns the import. Raises `InvalidRequestError` if none of these does, or if it must be open."""
+    """The replica that owns the import. Raises `InvalidRequestError` if none of `replicas` does.
+
+    `is_open`: also raise if the import is closed.
+    """
     needed = "what import_block_table returned"
     of_kind(f"{call}: the import", pending, PendingImport, needed, InvalidRequestError)
     owner = next((replica for replica in replicas if pending.owner is replica), None)
@@ -432,7 +445,7 @@ def _check_open(replica: Replica, row: int, context: SafeContext, pending: Pendi
 
 
 def _check_proof(replica: Replica, pending: PendingImport, proof: ImportProof | None) -> None:
-    """Raise unless the copier has proved that the bytes arrived and are those of the table."""
+    """Raise unless the copier has proved that the bytes arrived and belong to the table."""
     start = f"request {pending.request_id!r}: commit_import"
     copier = replica.imports.copiers.get(pending)
     if proof is None:
@@ -480,9 +493,9 @@ def finish_import(
 
 
 def _publish_plain(replica: Replica, row: int, context: SafeContext, cached: int) -> None:
-    """As `publish`, if only the row records the pages. It avoids arrays of one item, and takes half the time.
+    """Do the same as `publish`, in half the time, for a row whose pages nothing else records.
 
-    Leases know no page of the row yet, because no block table is exported while its import is pending.
+    The leases know no page of the row, because no block table is exported while its import is pending.
     """
     rows = replica.rows
     if replica.caching and cached >= rows.commit_at.item(row):

@@ -1,4 +1,4 @@
-"""The inputs of a model's attention: built from the rows of a batch, described as symbols, advanced by a step."""
+"""The inputs of a model's attention: how they are built from a batch, described to `torch.export`, and advanced."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, cast
@@ -17,7 +17,7 @@ from kvcache.replica.rows import Ints, Rows
 from kvcache.types import RaggedKVCacheInputs
 
 from_numpy = cast("Callable[[NDArray[Any]], torch.Tensor]", torch.from_numpy)  # pyright: ignore[reportUnknownMemberType]
-"""torch's own function, which has no types. It costs a third of `torch.as_tensor`."""
+"""torch's own function with types added. It takes a third of the time of `torch.as_tensor`."""
 
 
 class Tables(Protocol):
@@ -28,14 +28,15 @@ class Tables(Protocol):
         ...
 
     def upload(self, array: NDArray[np.int32]) -> torch.Tensor:
-        """The length of each row, int32 `[len(rows)]`, on the device."""
+        """A copy of `array` on the device, such as the length of each row, int32 `[len(rows)]`."""
         ...
 
 
 class HostTables:
-    """Provides lookup tables on the CPU: views of the block table if the batch is a run of rows, and copies otherwise.
+    """Provides lookup tables on the CPU.
 
-    `tensor`: one block table, or several with the same rows.
+    They are views of the block table if the batch's rows are consecutive, and copies otherwise. `tensor`: one block
+    table, or several with the same rows.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -74,10 +75,10 @@ class DeviceTables:
 
 
 class StepTables:
-    """The tables of one step in flight: copies in their own memory, at the same address for each step.
+    """The tables of one step in flight. They are copies in memory of their own, at the same address for each step.
 
-    Rows after those of the batch have length 0, and all entries after those of the batch name the null page. So a graph
-    that was captured for more rows and columns may read them.
+    Rows and columns after those of the batch are cleared: such rows have length 0, and such entries name the null page.
+    So a CUDA graph that was captured for more rows and columns may read the tables.
     """
 
     def __init__(self, source: Tables, tensor: torch.Tensor, device: torch.device) -> None:
@@ -92,7 +93,7 @@ class StepTables:
         self._used = (
             max(count, had_rows),
             max(columns, had_columns),
-        )  # an interrupted call is cleared by the next
+        )  # before the copy: the next call clears what an interrupted one wrote
         table = self._table[..., :count, :columns]
         table.copy_(found)
         if count < had_rows:
@@ -109,7 +110,7 @@ class StepTables:
         return lengths
 
     def padded(self, inputs: RaggedKVCacheInputs, rows: int) -> RaggedKVCacheInputs:
-        """The step's `inputs` with `rows` rows and all columns."""
+        """The step's `inputs`, extended to `rows` rows and to all columns."""
         return inputs._replace(cache_lengths=self._lengths[:rows], lookup_table=self._table[..., :rows, :])
 
     def pages(self) -> NDArray[np.int32]:
@@ -128,7 +129,7 @@ def build_inputs(
 ) -> list[RaggedKVCacheInputs]:
     """The inputs of a replica, one entry a shard. `pools`: the values and scales of each shard.
 
-    An empty batch gives tables without rows, and one row of zero lengths.
+    For an empty batch the tables have no rows, and there is one row of zero lengths.
     """
     lengths = max_lengths(state, num_steps)
     columns = -(-(state.longest + num_steps - 1) // page_size) if state.longest else 0
@@ -146,7 +147,10 @@ def build_inputs(
 
 
 def max_lengths(state: BatchState, num_steps: int) -> torch.Tensor:
-    """int32 `[num_steps, 2]`: the longest active run and the longest context of each step. Later runs are one token."""
+    """int32 `[num_steps, 2]`: the longest active run and the longest context of each step.
+
+    From the second step on, each request runs one token.
+    """
     run, context = state.longest_run, state.longest_context
     if not run:
         return torch.zeros((1, 2), dtype=torch.int32)
@@ -158,7 +162,7 @@ def max_lengths(state: BatchState, num_steps: int) -> torch.Tensor:
 def increment_cache_lengths(
     kv_cache_inputs: Sequence[RaggedKVCacheInputs], prev_model_inputs: Any, *, replicas: int
 ) -> Sequence[RaggedKVCacheInputs]:
-    """As `PagedKVCacheManager.increment_cache_lengths`. Copies no tables or pages, and does not wait for a device."""
+    """See `PagedKVCacheManager.increment_cache_lengths`. Copies no tables or pages, and does not wait for a device."""
     try:
         advanced = _advanced(kv_cache_inputs, prev_model_inputs, replicas)
     except KVCacheError:
@@ -206,7 +210,7 @@ def _advanced(
 
 
 def data_parallel_splits(replicas: Ints, count: int) -> torch.Tensor:
-    """The ends of the requests of each of `count` replicas, after a 0, given the replica of each request of a batch."""
+    """0, followed by the end of each replica's requests in the batch. `replicas`: the replica of each request."""
     if (np.diff(replicas) < 0).any():
         raise InvalidRequestError(f"the replicas of the batch are {replicas.tolist()}: order its requests by replica")
     counts = np.bincount(replicas, minlength=count)
@@ -223,7 +227,10 @@ class RaggedKVCacheInputSymbols(NamedTuple):
 def input_symbols(
     params: KVCacheParams, num_layers: int, page_size: int, num_pages: Sequence[int]
 ) -> list[RaggedKVCacheInputSymbols]:
-    """The symbols of each shard of each replica, whose pool has `num_pages` pages. Shards share their dimensions."""
+    """The symbols for each shard of each replica. `num_pages`: the pages of each replica's pool.
+
+    Shards of a replica share their dimensions.
+    """
     tables = layer_tables(params.groups, num_layers)
     layouts = shard_layouts(params, tables.layers_per_page, page_size)
     count = len(tables.tables)
@@ -239,7 +246,7 @@ def input_symbols(
             rows = torch.empty((total, layout.page_bytes), dtype=torch.uint8, device="meta")
             blocks = as_blocks(rows.view(getattr(torch, layout.dtype)), layout, total)
             scales = scales_of(rows, layout)
-            # Example sizes above 1, as export treats 0 and 1 as constants.
+            # Examples have sizes above 1, because `torch.export` treats 0 and 1 as constants.
             lengths, table, steps_left = (
                 torch.empty(shape, dtype=torch.int32, device="meta") for shape in ((2,), (2, 3), (4, 2))
             )

@@ -1,8 +1,8 @@
 """`PageLease`: a hold on pages that outlives their request, for readers of the pages.
 
-While the request is claimed, its row holds the pages. When the request is released, for whatever reason, they pass to
-each of its open leases, and are freed when the last of these ends. So a caller need not keep a request for its readers.
-If a page leaves the row earlier because equal content was found, it passes to the leases as well.
+While the request is claimed, its row holds the pages. When the request is released, for whatever reason, its open
+leases take over the pages, which are freed when the last of these leases ends. So a caller need not keep a request for
+its readers. If a page leaves the row earlier because equal content was found, the leases take it over as well.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,13 +21,13 @@ from kvcache.types import RequestID
 PagesBefore = Callable[[int, int], Pages]
 """Maps row and column to the pages of the row before that column."""
 Seal = Callable[[BlockTable], bytes]
-"""Makes a lease's statement about a block table whose pages it holds. Readers compare it."""
+"""Makes the mark by which readers recognise that a lease holds the pages of this block table."""
 
 _NEVER = 1 << 62
 
 
 class HeldPages(NamedTuple):
-    """Held pages of a pool: those of a replica's tokens, or of its states."""
+    """Pages held in one pool: the pool of token pages of a replica, or that of its states."""
 
     pool: PagePool
     pages: Pages
@@ -40,8 +40,7 @@ class HeldPages(NamedTuple):
 class PageLease:
     """A hold on the pages of one request. Made by `PagedKVCacheManager.lease`, ended by `end_lease`.
 
-    It covers every page with computed tokens of the request between the two calls, including pages that are still to
-    come.
+    It covers every page with computed tokens that the request has at any time between these two calls.
     """
 
     __slots__ = ("owner", "replica_idx", "request_id", "seal")
@@ -50,12 +49,12 @@ class PageLease:
         needed = "a manager, whose lease makes one,"
         self.owner = of_kind("owner", owner, PageLeases, needed, InvalidRequestError)
         self.seal = seal
-        self.request_id = request_id  # at the time of the lease; another request may have this id by now
+        self.request_id = request_id  # the id at the time of the lease; by now another request may have it
         self.replica_idx = replica_idx
 
     @property
     def is_over(self) -> bool:
-        """Whether the lease has ended, or no manager has granted it."""
+        """Whether the lease has ended, or was never granted by a manager."""
         return self not in self.owner
 
     def __repr__(self) -> str:
@@ -66,35 +65,37 @@ class PageLeases:
     """The open leases of one replica, and the pages that each holds."""
 
     def __init__(self, pool: PagePool, rows: BlockRows) -> None:
-        self.of_row: dict[int, list[PageLease]] = {}  # by claimed row; empty while there are no leases, at no cost
-        self.told = np.zeros(len(rows.request_ids), np.int64)  # by row: tokens that readers may know
+        # By claimed row; empty without leases, so that rows without them cost nothing.
+        self.of_row: dict[int, list[PageLease]] = {}
+        self.told = np.zeros(len(rows.request_ids), np.int64)  # by row: how many tokens readers may know
         # By row: the lowest token whose window readers may know.
         self.kept = np.full(len(rows.request_ids), _NEVER, np.int64)
         self._pool = pool
         self._rows = rows
-        self._held: dict[PageLease, list[HeldPages]] = {}  # by lease: pages that it holds in addition to its row's
-        self._row_of: dict[PageLease, int] = {}  # leases whose request is claimed
+        # By lease: the pages that it holds itself, in addition to the pages of its row.
+        self._held: dict[PageLease, list[HeldPages]] = {}
+        self._row_of: dict[PageLease, int] = {}  # the row of each lease whose request is still claimed
 
     def __contains__(self, lease: PageLease) -> bool:
         return lease in self._held
 
     def grant(self, lease: PageLease, row: int, besides: Sequence[HeldPages] = ()) -> None:
-        """Open a lease of the request at this row, and of the pages that it has `besides` those of its tokens."""
+        """Open a lease of the request at this row. `besides`: pages to hold in addition to its token pages."""
         self.of_row.setdefault(row, []).append(lease)
         self._row_of[lease] = row
         self._held[lease] = []
         for held in besides:
             self._hold(lease, held)
-        self.tell(row, int(self._rows.cached[row]))  # a block table may have been exported before
+        self.tell(row, int(self._rows.cached[row]))  # readers may have a block table that was exported earlier
 
     def grant_pages(self, lease: PageLease, pages: Pages, besides: Sequence[HeldPages] = ()) -> None:
-        """Open a lease of published pages, whatever request computed them, and of the states with them."""
+        """Open a lease of published pages, whichever request computed them. `besides`: their states."""
         self._held[lease] = []
         for held in (HeldPages(self._pool, pages), *besides):
             self._hold(lease, held)
 
     def tell(self, row: int, tokens: int, *, windows: bool = True) -> None:
-        """Record that readers may know the pages of a leased row's first `tokens` tokens, which are not written again.
+        """Record that readers may know the first `tokens` tokens of a leased row. Their pages must not be rewritten.
 
         `windows`: readers may also know the pages of windows that a query after these tokens sees.
         """
@@ -104,7 +105,7 @@ class PageLeases:
                 self.kept[row] = min(tokens, int(self.kept[row]))
 
     def sealed(self, row: int, table: BlockTable) -> BlockTable:
-        """The table of a row with the seal of each of its leases."""
+        """The row's table, with the seal of each of its leases."""
         seals = [lease.seal for lease in self.of_row.get(row, ()) if lease.seal is not None]
         return replace(table, seals=tuple(seal(table) for seal in seals)) if seals else table
 
@@ -120,7 +121,7 @@ class PageLeases:
             )
 
     def leave(self, row: int, pages_before: PagesBefore) -> None:
-        """The row is about to be released: its pages with computed tokens pass to its leases."""
+        """Called before the row is released: its leases take over its pages with computed tokens."""
         leases = self.of_row.get(row)
         if leases is None:
             return
@@ -128,7 +129,7 @@ class PageLeases:
         held = HeldPages(self._pool, pages_before(row, computed).copy())
         for lease in leases:
             self._hold(lease, held)
-        # Last: if the call is interrupted before this line, `mend` and a repeated release do all of it again.
+        # Last: after an interrupt before this line, `mend` and a repeated release do everything above again.
         for lease in leases:
             del self._row_of[lease]
         del self.of_row[row]
@@ -137,16 +138,17 @@ class PageLeases:
     def last_read(self, row: int) -> int:
         """The end of a leased row's columns with computed tokens; 0 without a lease.
 
-        Leases keep the pages in these columns when the pages leave the row.
+        When pages in these columns leave the row, the leases take them over.
         """
         if row not in self.of_row:
             return 0
         return -(-max(int(self._rows.cached[row]), int(self.told[row])) // self._rows.page_size)
 
     def replace(self, row: int, first: int, pages: Pages, cached: int) -> None:
-        """`pages`, from logical page `first` on, are about to leave the row, while the request stays.
+        """Let the leases take over `pages`, which are about to leave the row while the request stays.
 
-        `cached`: tokens that the request had computed when its table was last exported.
+        `first`: the logical page of the first of them. `cached`: the tokens that the request had computed when its
+        table was last exported.
         """
         seen = pages[: max(0, -(-max(cached, int(self.told[row])) // self._rows.page_size) - first)]
         for lease in self.of_row.get(row, ()):
@@ -164,7 +166,10 @@ class PageLeases:
                 self.told[row], self.kept[row] = 0, _NEVER
 
     def held(self) -> list[tuple[PageLease, list[Pages]]]:
-        """The open leases, and the token pages that each holds in addition to its row's. Any thread may call this."""
+        """The open leases, and the token pages that each holds itself, without those of its row.
+
+        Any thread may call this.
+        """
         return [
             (lease, [pages for pool, pages in list(held) if pool is self._pool])
             for lease, held in list(self._held.items())
@@ -172,21 +177,24 @@ class PageLeases:
 
     @property
     def num_pages(self) -> int:
-        """The number of pages that leases hold, each counted once, whatever other holders they have."""
+        """The number of pages that leases hold. Each is counted once, whoever else holds it."""
         return int(np.count_nonzero(self.holders())) if self._held else 0
 
     def holders(self, pool: PagePool | None = None) -> Ints:
-        """The number of leases that hold each token page, or each page of another pool: int64 `[num_pages + 1]`."""
+        """The number of leases that hold each page: int64 `[num_pages + 1]`.
+
+        `pool`: None for token pages, else the pool whose pages are counted.
+        """
         asked = pool or self._pool
         counts = np.zeros(asked.num_pages + 1, np.int64)
-        for held in list(self._held.values()):  # a copy: another thread reads this for metrics
+        for held in list(self._held.values()):  # copied, because another thread may read this for metrics
             for of_pool, pages in list(held):
                 if of_pool is asked:
                     np.add.at(counts, pages, 1)
         return counts
 
     def mend(self, over: object) -> None:
-        """After the rows are mended: restore the leases of each row. A lease is no longer open if it is `over`."""
+        """After the rows are repaired: restore the leases of each row. `over`: a lease that has ended."""
         self._held = {lease: held for lease, held in self._held.items() if lease is not over}
         rows = self._rows.request_ids
         self._row_of = {
@@ -222,7 +230,7 @@ class PageLeases:
 
 
 def granted_by(lease: PageLease, books: Sequence[PageLeases]) -> int:
-    """The index of the book, one a replica, that granted the lease. Raises `InvalidRequestError` if none did."""
+    """The index of the replica whose leases include this one. Raises `InvalidRequestError` if no replica granted it."""
     of_kind("end_lease: the lease", lease, PageLease, "what lease returned", InvalidRequestError)
     for at, each in enumerate(books):
         if lease.owner is each:

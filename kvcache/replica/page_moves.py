@@ -11,9 +11,9 @@ from kvcache.replica.rows import Pages, Rows
 
 
 class ReplicaPageMoves(PageMoves):
-    """The moves of pages in one replica, in all its block tables. `copy` copies pages to other pages, on all shards.
+    """Moves pages of one replica, in all its block tables. `copy` copies pages to other pages, on all shards.
 
-    A page is not moved while its id is known elsewhere: to a running model, or to a reader of a block table.
+    A page is not moved while something else knows its id: a running model, or a reader of a block table.
     """
 
     def __init__(self, replica: Replica, copy: Callable[[Pages, Pages], None]) -> None:
@@ -35,7 +35,7 @@ class ReplicaPageMoves(PageMoves):
         self._told[row] = True
 
     def staying(self) -> NDArray[np.bool_]:
-        """A mask of pages that cannot be moved: others hold them, or their row has a step, lease or import."""
+        """A mask of pages that cannot be moved: pages with other holders, or of a row with a step, lease or import."""
         pool = self._replica.pool
         by_rows = np.bincount(np.concatenate(self._pages_of_rows()), minlength=pool.num_pages + 1)
         stays = (pool.holders != by_rows) | (pool.writers > 0)
@@ -67,7 +67,7 @@ class ReplicaPageMoves(PageMoves):
         index.rename(sources[published], targets[published])
 
     def _pages_of_rows(self) -> list[Pages]:
-        """The pages of each claimed row, after an empty array."""
+        """The pages of each claimed row, preceded by an empty array."""
         return [np.zeros(0, np.int32), *map(self._pages_of, self._replica.rows.row_of.values())]
 
     def _pages_of(self, row: int) -> Pages:

@@ -10,18 +10,19 @@ from kvcache.replica.rows import Pages, Rows
 
 
 class PagesBelow:
-    """Stores published pages where evictions do not reach them. This base stores none, so none come back.
+    """Stores published pages in lower tiers, where they survive evictions. This base class stores nothing.
 
-    `kvcache.tiers.host_tier` has the implementation that does.
+    `kvcache.tiers.host_tier` has the class that does.
     """
 
-    keeps = False  # whether pages may come back
+    keeps = False  # whether stored pages may be restored
     generation = 0  # changes whenever pages come or go
-    answers = 0  # changes whenever more is known about the tiers below the host
-    brought_at_once = 0  # the most pages that one call of `bring` should bring
+    answers = 0  # changes whenever something new is known about the contents of the tiers below the host
+    brought_at_once = 0  # the most pages that a caller should pass to one call of `bring`
     fetches = False  # whether there are tiers below the host
-    asks = False  # whether a remote store has to be asked which pages it has
-    longest_tail = 0  # pages that may be there in a tail, beyond those found by asking for the whole prompt
+    asks = False  # whether a remote store must be asked which pages it has
+    # The most pages beyond the found ones that a tier may have stored together as the tail of a prompt.
+    longest_tail = 0
     is_bringing = False  # whether `bring` has copies under way
 
     def has(self, digests: Digests, asked: Asked) -> Asked:  # noqa: ARG002 - there is nothing to look in
@@ -29,7 +30,7 @@ class PagesBelow:
         return np.zeros_like(asked)
 
     def may_have(self, digests: Digests, asked: Asked) -> Asked:
-        """`has`, plus pages that are not known to be absent."""
+        """Which pages `has` reports, or are not known to be absent."""
         return self.has(digests, asked)
 
     def host_has(self, digests: Digests, asked: Asked) -> Asked:
@@ -37,47 +38,48 @@ class PagesBelow:
         return self.has(digests, asked)
 
     def ask(self, digests: Digests, perhaps: Asked) -> bool:  # noqa: ARG002 - as above
-        """Begin to ask for pages that are not known. Returns whether an answer is on its way."""
+        """Begin to ask for pages whose presence is not known. Returns whether an answer is on its way."""
         return False
 
     def to_host(self, digests: Digests, wanted: Asked, gain: int, *, wait: bool) -> bool:  # noqa: ARG002 - as above
-        """Bring the `wanted` pages, which are all below, to the host. Returns whether some are on their way.
+        """Bring the `wanted` pages, all of which lower tiers have, to the host. Returns whether some are on their way.
 
-        `gain`: the number of pages whose tokens then need not be computed. `wait`: wait a while for them.
+        `gain`: the number of pages whose tokens then need not be computed. `wait`: wait a while for the pages.
         """
         return False
 
     def bring(self, pages: Pages, slots: Slots, digests: Digests) -> None:
-        """Copy held `slots` to held `pages` that no row has. They are published when the copy is over."""
+        """Copy held `slots` to held `pages` that belong to no row. The pages are published when the copy is over."""
 
     def slots(self, digests: Digests) -> Slots:
         """The host slot of each of these pages, 0 if there is none."""
         return np.zeros(len(digests), np.int32)
 
     def touch(self, digests: Digests) -> None:
-        """Mark the host's copies of these pages, in logical order, as just used. Lower tiers are not told."""
+        """Mark the host's copies of these pages, in logical order, as just used. Lower tiers do not learn of it."""
 
     def hold(self, slots: Slots) -> None:
-        """Hold `slots` until `restore` takes them over."""
+        """Hold `slots` until `restore` takes over the hold."""
 
     def restore(self, row: int, pages: Pages, slots: Slots) -> None:
-        """Copy held `slots` to `pages`, which only the row holds. They may be read after `arrive`."""
+        """Copy held `slots` to `pages`, which only the row holds. The pages may be read after `arrive`."""
 
     def arrive(self, rows: Rows) -> None:
         """Make later reads of the pages of `rows` see the restored data."""
 
     def coming(self, row: int | None = None) -> list[Pages]:  # noqa: ARG002 - as above
-        """The pages being copied to the device: those for the row, or all."""
+        """The pages that are being copied to the device: for this row, or for all if `row` is None."""
         return []
 
     def mend(self, rows: Iterable[int]) -> None:
-        """Rebuild the state after an interrupt, given the claimed rows. No copy is in flight any more."""
+        """Rebuild the state after an interrupt, for these claimed rows. No copy is in flight any more."""
 
     def used(self, digests: Digests) -> None:
-        """A request has just used these pages, in logical order, in whatever tier they are."""
+        """Record that a request has just used these pages, in logical order, whichever tier has them."""
 
     def leave(self, row: int, pages: Pages, names: Digests, ends: Callable[[Digests], Asked]) -> None:
-        """The row releases its pages, and has just used the published `pages`, in logical order.
+        """Called when the row releases its pages, after it used the published `pages`, in logical order.
 
-        `names`: the digests of its published columns. `ends`: returns after which of them other requests may resume.
+        `names`: the digests of its published columns. `ends`: returns after which of these columns other requests may
+        resume.
         """

@@ -1,9 +1,10 @@
 """Partial reuse: a prompt that ends or diverges within a cached page gets a copy of that page, and continues in it.
 
-It is off by default. On public traces it gains less than one point of hit rate, and it costs a few hundred bytes of
-Python objects for each published page. It is meant for long pages and short prompts.
+It is off by default, because on public traces it gains less than one point of hit rate, and it costs a few hundred
+bytes of Python objects for each published page. It helps with long pages and short prompts.
 
-With several block tables the page is copied in each table, if each still has it. The first table's page stands for all.
+With several block tables the page is copied in each table, if each still has it. Only the first table's page is
+recorded.
 """
 
 from itertools import islice
@@ -20,10 +21,11 @@ _MOST_SIBLINGS = 64  # pages after one prefix that are compared, the latest firs
 
 
 class PartialReuse:
-    """The published pages of one replica by the prefix that they continue. Fewer than `min_tokens` are not copied.
+    """The published pages of one replica, by the prefix that they continue.
 
-    An entry stays when its page is evicted. It counts only while the page is published under the same digest, and is
-    replaced when the page is published again. So evictions need not know of it.
+    A part of fewer than `min_tokens` tokens is not copied. An entry is not removed when its page is evicted. It counts
+    only while the page is published under the same digest, and is replaced when the page is published again. So
+    evictions do not have to look for entries.
     """
 
     def __init__(self, replica: Replica, min_tokens: int) -> None:
@@ -33,7 +35,7 @@ class PartialReuse:
         self._prefix_of: dict[int, bytes] = {}
 
     def learn(self, row: int, context: SafeContext, first: int, last: int) -> None:
-        """Pages `first` to `last` of the row were published."""
+        """Record that pages `first` to `last` of the row were published."""
         size, index = self._replica.page_size, self._replica.pool.index
         for at in range(first, last):
             if _has_key(context, at, size):
@@ -59,8 +61,8 @@ class PartialReuse:
         if int(rows.committed[row]) != at or _has_key(context, at, size):
             return None
         own, pool, tables = rows.table[:, row, at].copy(), self._replica.pool, self._replica.tables
-        # The last token has to run; with chunks the last of the chunk, as windows have no pages for more. A shared or
-        # published page of the row must not be overwritten.
+        # The last token has to run. With chunks that is the last token of the chunk, because windows have no pages
+        # after it. A shared or published page of the row must not be overwritten.
         last = (context.active_idx if tables.in_chunks else context.end_idx) - 1
         wanted = np.asarray(context.tokens[at * size : min((at + 1) * size, last)])
         if len(wanted) < self._min_tokens or (pool.holders[own] != 1).any() or pool.index.published[own].any():
@@ -74,7 +76,10 @@ class PartialReuse:
         return None if best is None else (best, own, at * size + length)
 
     def _prefix(self, row: int, context: SafeContext, at: int) -> bytes:
-        """A name for what page `at` continues: the digest of the page before, or the salt. Empty if unknown."""
+        """A name for the prefix that page `at` continues: the digest of the page before, or the salt.
+
+        Empty if unknown.
+        """
         if at:
             return self._replica.published_digests(row, context, at - 1, at).tobytes()
         salt, _ = context.named
@@ -87,5 +92,5 @@ def _common(tokens: NDArray[np.int32], wanted: NDArray[np.integer[Any]]) -> int:
 
 
 def _has_key(context: SafeContext, page: int, page_size: int) -> bool:
-    """Whether the KV of this page depends on an extra key in it, so that equal tokens do not suffice."""
+    """Whether an extra key lies in this page. Then its KV depends on the key, too, and equal tokens do not suffice."""
     return any(position // page_size == page for position, _ in context.named[1])

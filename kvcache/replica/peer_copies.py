@@ -1,13 +1,15 @@
 """`PeerCopies`: copies pages that a request misses from other replicas of this process that have them.
 
-With recurrent states, pages are copied up to the last one after which some replica has the state; so is that state.
+With recurrent states, the copy ends at the last page after which some replica has the state, and includes that state.
 If the host has later pages, the request resumes after those, and only pages that it needs there are copied. A page that
-both have is copied from the replica, as devices are connected faster to each other than to the host.
+both a replica and the host have is copied from the replica, because the link between devices is faster.
 
 It is off by default (`Routing.copy_pages`). A copy takes room from the pages of other prompts, and a router that
-follows prefixes leaves little to copy. It is for cases that routing cannot solve: a busy owner, or a head that all
-prompts share. Rejected: the other replicas give up copied pages. They would have more room, but pages would move back
-and forth: in a simulation on public traces hits stayed the same, and up to three times as many pages were copied.
+follows prefixes leaves little to copy. It helps where routing cannot: if the replica with the pages is busy, or if all
+prompts share a head.
+
+Rejected: removing copied pages from the replica they came from. It saves room, but pages move back and forth: in a
+simulation on public traces hits stayed the same, and up to three times as many pages were copied.
 """
 
 from collections.abc import Sequence
@@ -22,17 +24,21 @@ from kvcache.replica.resume import Asked, FromBelow
 
 
 class PeerCopies:
-    """Copies published pages and states from other replicas. `pages`, `states`: the number copied so far."""
+    """Copies published pages and states from other replicas.
+
+    `pages`, `states`: how many were copied so far.
+    """
 
     def __init__(self, placed: Sequence[PlacedReplica]) -> None:
         self._placed = placed
         self.pages = self.states = 0
 
     def bring(self, replica_idx: int, row: int, context: SafeContext, num_steps: int) -> None:
-        """Copy what the row's new request will look up, if other replicas have more of it. Reserves nothing.
+        """Copy the pages that the row's new request will look up, if other replicas have more of them.
 
-        Copies only if the request then fits, because a refused request must leave everything as it was. Raises as
-        `reserve` if the request fits no pool, even if a longer hit would let it fit.
+        Reserves nothing. Copies only if the request fits afterwards, because a refused request must leave everything as
+        it was. If the request fits no pool, it raises the same errors as `reserve`, even if a longer hit would let the
+        request fit.
         """
         place = self._placed[replica_idx]
         mine, others = place.replica, [other for other in self._placed if other is not place]
@@ -64,9 +70,10 @@ class PeerCopies:
         after: Digests,
         salt: str | None,
     ) -> bool:
-        """Copy the `wanted` pages, and the state `after` the last, which another device has. False if they do not fit.
+        """Copy the `wanted` pages, and the state after the last of them, which another device has.
 
-        The state comes first, because pages may have to be evicted for it.
+        `after`: the digest of that last page. Returns False if pages and state do not fit. The state comes first,
+        because pages may have to be evicted for it.
         """
         mine = place.replica
         if not mine.has_state_room or not _fits(mine, context, num_steps, wanted, mine.pool.beside):
@@ -123,7 +130,7 @@ def _wanted(mine: Replica, others: Sequence[PlacedReplica], digests: Digests, en
 
     wanted = mine.tables.from_below(digests, anywhere, ends)
     copied = on_others(wanted.every, wanted.lacking)
-    # A copy may evict a page, which may need a host slot: the pages that are restored later must stay.
+    # A copy may evict a page, and that page may need a host slot. It must not take the slots that are restored later.
     mine.tier.touch(wanted._replace(lacking=wanted.lacking & ~copied).digests)
     return wanted._replace(lacking=copied)
 
@@ -131,7 +138,7 @@ def _wanted(mine: Replica, others: Sequence[PlacedReplica], digests: Digests, en
 def _fits(replica: Replica, context: SafeContext, num_steps: int, wanted: FromBelow, beside: int = 0) -> bool:
     """Whether a request without pages could be reserved if the `wanted` pages were on the device.
 
-    `beside`: pages that are taken before that.
+    `beside`: how many further pages are taken before.
     """
     start, pool = wanted.pages * replica.page_size, replica.pool
     needed = replica.tables.least(context.indices, context.end_idx + num_steps - 1, start) - len(wanted.here)

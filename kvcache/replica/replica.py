@@ -37,7 +37,7 @@ _NO_PAGES: Pages = np.zeros(0, np.int32)
 
 
 class Filled(NamedTuple):
-    """Full pages of computed tokens: pages `firsts[i]` to `lasts[i]` of `rows[i]`, and the digests of all."""
+    """Full pages of computed tokens: pages `firsts[i]` to `lasts[i]` of `rows[i]`, and the digests of these pages."""
 
     rows: Ints
     firsts: Ints
@@ -46,17 +46,17 @@ class Filled(NamedTuple):
 
 
 class Replica:
-    """State and rules of one replica, without tensors or devices. All that a request keeps is in its token pages.
+    """State and rules of one replica, without tensors or devices. A request's state is entirely in its token pages.
 
-    `kvcache.states.hybrid_replica` adds the states of recurrent layers. This class itself has none, and answers so.
+    `kvcache.states.hybrid_replica` adds the states of recurrent layers. The methods about states do nothing here.
     """
 
-    state_groups = 0  # groups of a block table in addition to those of token pages; each has one page
+    state_groups = 0  # the groups of a block table after those of token pages; each has one page
 
     def __init__(
         self, params: KVCacheParams, tables: LayerTables, rows: BlockRows, pool: PagePool, mark: UnderWay
     ) -> None:
-        self.mark = mark  # the manager's
+        self.mark = mark  # the manager's mark
         self.page_size = rows.page_size
         self.max_seq_len = rows.max_seq_len
         self.caching = params.enable_prefix_caching
@@ -66,17 +66,17 @@ class Replica:
         one = tables.kinds == ("full",)
         self.imports = ImportBook(self.pool, rows, self.mark, shares_ahead=not one)
         self.leases = PageLeases(self.pool, rows)
-        # By row: hashers of contexts that cannot carry them, and the salt and keys of the request's pages. There is
-        # never an entry for None, which stands for a request without a row.
+        # By row: the hashers of contexts that cannot carry them, and the salt and keys of the request's pages. A
+        # request without a row is looked up as None, which never has an entry.
         self._hashers: dict[int | None, PrefixHasher] = {}
         self._named: dict[int | None, tuple[str | None, ExtraKeys]] = {}
         self.counter = PromptCounter(rows)
         self.tables = (OneTable if one else RowTables)(tables, pool, rows, self.leases, caching=self.caching)
-        # A request of up to so many tokens fits in any case, so that its pages need not be counted.
+        # A request of up to this many tokens always fits, so that its pages need not be counted.
         self._always_fits = min(self.max_seq_len, (pool.num_pages - pool.beside) // self.tables.count * self.page_size)
         self.hints = ReplicaHints(pool, rows, self.tables, self.hasher, self.published_digests, self.salt, params)
         self.tier = PagesBelow()
-        self._run = self.tables.find  # the published pages after the first columns, see `find`
+        self._run = self.tables.find  # finds the published pages after the first columns, see `find`
         self.log: AnyLog = NoLog()  # the record for KV events
 
     @property
@@ -85,7 +85,7 @@ class Replica:
 
     @property
     def lends_any_part(self) -> bool:
-        """Whether a reader can use pages of a prompt from any page on, if it has those before."""
+        """Whether a reader that has the earlier pages of a prompt can use pages from any page on."""
         return self.tables.is_plain
 
     @property
@@ -102,14 +102,14 @@ class Replica:
     def hit_may_change(self) -> bool:
         """Whether a new request may resume from another token than `find` says.
 
-        Lower tiers are looked up only when the request reserves. With their pages it resumes from a later token, where
-        windows need other pages.
+        Lower tiers are looked up only when the request reserves pages. If they have more pages, the request resumes
+        from a later token, where windows need other pages.
         """
         return self.tier.keeps and not self.tables.is_plain
 
     @property
     def generation(self) -> int:
-        """Changes whenever pages come or go, on the device or below it."""
+        """A number that changes whenever pages come or go, on the device or below it."""
         return self.pool.index.generation + self.tier.generation
 
     def check_free(self, request_id: RequestID) -> None:
@@ -126,7 +126,7 @@ class Replica:
     def reserve(self, row: int, context: SafeContext, num_steps: int) -> int | None:
         """Give the row pages for all known tokens and `num_steps` steps. Cached pages are used if they match.
 
-        Returns the number of newly allocated pages, or None, with nothing changed, if there are too few.
+        Returns the number of newly allocated pages. If there are too few, returns None and changes nothing.
         """
         rows, size = self.rows, self.page_size
         have = rows.num_pages.item(row)
@@ -137,8 +137,9 @@ class Replica:
         if length > self._always_fits:
             self.refuse_long(context, length, start)
         if have and decodes:
-            if -(-length // size) == have + 1 and self.tables.is_plain:  # it needs one more page
-                if start > rows.capacity.item(row):  # also true in the pages of an import, whose capacity is -1
+            if -(-length // size) == have + 1 and self.tables.is_plain:  # the request needs one more page
+                # Also true for the pages of an import, because their capacity is -1.
+                if start > rows.capacity.item(row):
                     self.refuse_pending(row, "maybe_reserve")
                     self.refuse_ahead(row, start)
                 if not self.pool.free_count:
@@ -158,7 +159,7 @@ class Replica:
         return self.act(row, context, indices, plan)
 
     def act(self, row: int, context: SafeContext, indices: ContextIndices, plan: Reservation) -> int | None:
-        """Carry out a reservation. Returns the number of new pages; None, and changes nothing, if too few are free.
+        """Carry out a reservation. Returns the number of new pages, or None, and changes nothing, if too few are free.
 
         `indices`: the context's.
         """
@@ -166,11 +167,11 @@ class Replica:
         if plan.cost > free and not self.tables.fits(row, plan, free):
             return None
         if plan.start != before or plan.active != active:
-            # First, because a caller's own context may refuse. Nothing after this raises.
+            # First, because a caller's own context may refuse by raising an error. Nothing after this raises.
             context.run_from(plan.start, plan.active)
         if not self.rows.num_pages.item(row):
             before = 0
-        if plan.slots.size:  # first, as evictions below may need host slots
+        if plan.slots.size:  # before the evictions below, which may need host slots
             self.tier.hold(plan.slots)
         found = plan.found[0].shape[-1] if self.tables.keeps_prefix else plan.committed - self.rows.committed.item(row)
         restored = self.take(row, plan)
@@ -185,7 +186,7 @@ class Replica:
         return plan.new
 
     def take(self, row: int, plan: Reservation) -> Pages:
-        """Give the row the planned pages. Returns those for the content of the plan's slots."""
+        """Give the row the planned pages. Returns the pages that get the content of the plan's slots."""
         return self.tables.take(row, plan)
 
     def start_of(self, row: int, context: SafeContext) -> int:
@@ -206,7 +207,7 @@ class Replica:
         return length
 
     def refuse_long(self, context: SafeContext, length: int, start: int) -> None:
-        """Raise if a request that runs from token `start` can never have so many tokens."""
+        """Raise if a request that runs from token `start` can never have `length` tokens."""
         if length > self.max_seq_len:
             steps = length + 1 - context.end_idx
             raise SequenceTooLongError(
@@ -221,7 +222,7 @@ class Replica:
             )
 
     def find(self, context: SafeContext, row: int | None = None, hasher: PrefixHasher | None = None) -> Found:
-        """The published pages with which a request can resume, after those that its row has published.
+        """The published pages with which a request can resume, after the pages that its row has published.
 
         The last known token is never covered, because it has to run to give the next one. `hasher`: the context's, if
         known.
@@ -233,7 +234,7 @@ class Replica:
         hasher, index = hasher or self.hasher(row, context), self.pool.index
         kept = hasher.matches.get(index)
         if kept is not None and kept[:3] == (index.generation, first, last):
-            return kept[3]  # a waiting request is looked up again and again; the index has not changed since
+            return kept[3]  # for a waiting request, which is looked up again and again: the index has not changed since
         found = self._run(first, hasher.digests(tokens, first, last))
         hasher.matches[index] = (index.generation, first, last, found)
         return found
@@ -241,28 +242,29 @@ class Replica:
     def look_up(self, row: int, context: SafeContext, start: int) -> Found:
         """Find the pages, on the device and below it, with which the row's request can resume.
 
-        `start`: the token from which it runs so far. The pages come after the row's own columns.
+        `start`: the token from which the request would run without them. The pages come after the row's own columns.
         """
         found = self.find(context, row)
-        if self.tier.keeps and (self.tables.is_plain or not self.rows.num_pages.item(row)):  # else after `step`
+        # Otherwise looked up after `step`.
+        if self.tier.keeps and (self.tables.is_plain or not self.rows.num_pages.item(row)):
             last = (context.end_idx - 1) // self.page_size
             if found.end < last:
                 below = self._with_below(row, context, max(found.first, start // self.page_size), last)
-                return below or self.find(context, row)  # again, as a state may have come to the host
+                return below or self.find(context, row)  # looked up again, because a state may have come to the host
         return found
 
     def ends(self, digests: Digests, request_id: RequestID | None = None, *, anywhere: bool = False) -> Asked:  # noqa: ARG002
-        """After which of these consecutive found pages the request, or with None another one, may resume: a mask.
+        """A mask: after which of these consecutive found pages the request may resume. None stands for another request.
 
-        `anywhere`: also with a state that only the tiers below the host have, as far as is known.
+        `anywhere`: also count states that, as far as is known, only the tiers below the host have.
         """
         return np.ones(len(digests), np.bool_)
 
     def fetch_prefix(self, digests: Digests, first: int = 0, *, wait: bool) -> bool:
         """Bring the pages that the longest prefix of these digests needs to the host. Returns whether any are coming.
 
-        The caller already has the `first` pages. With recurrent states the prefix ends after a page with a cached
-        state, in any tier, and that state is brought as well. `wait`: wait a while for reads that are running, but not
+        The caller already has the `first` pages. With recurrent states the prefix ends after a page whose state is
+        cached in some tier, and that state is brought as well. `wait`: wait a while for reads that are running, but not
         for answers.
 
         If a tier has to be asked for its contents, it is asked for the longest prefix that may exist.
@@ -279,11 +281,12 @@ class Replica:
         wanted = tables.from_below(digests, tier.has, self.ends(digests, anywhere=True), first)
         there = tables.from_below(digests, tier.host_has, self.ends(digests), first)
         if wanted.pages > there.pages:
-            # A request that does not wait resumes with what is there, so that must not be evicted for what is brought.
+            # A request that does not wait resumes with the pages that are there. These must not be evicted to make room
+            # for others.
             tier.touch(there.digests)
             coming |= self._bring_state(digests[: wanted.pages], there.pages, wait=wait)
             coming |= tier.to_host(wanted.every, wanted.lacking, wanted.pages - there.pages, wait=wait)
-        # An answer that has just come may allow a further question.
+        # an answer that has just come may allow a further question
         return coming or (tier.asks and tier.generation != before)
 
     @property
@@ -292,25 +295,26 @@ class Replica:
         return self.tier.fetches
 
     def _ask(self, digests: Digests, first: int, *, wait: bool) -> tuple[bool, Digests | None]:  # noqa: ARG002
-        """Ask for pages that are not known. Returns whether an answer is on its way, and the pages that may exist.
+        """Ask for pages whose presence is not known.
 
-        Returns None instead of these pages if the answer decides which of them are wanted.
+        Returns whether an answer is on its way, and the pages that may exist. The second value is None if which pages
+        are wanted depends on the answer.
         """
         perhaps = self.tables.from_below(digests, self.tier.may_have, None, first)
         return self.tier.ask(perhaps.every, perhaps.lacking), digests
 
     def _bring_state(self, digests: Digests, there: int, *, wait: bool) -> bool:  # noqa: ARG002 - there are no states
-        """Bring the last state that a lower tier has, after one of these pages, to the host.
+        """Bring the last state that a lower tier has after one of these pages to the host.
 
-        `there`: the pages of a request that does not wait, whose last state must stay on the host. Returns whether a
+        `there`: the pages of a request that does not wait. Their last state must stay on the host. Returns whether a
         state is on its way. `wait`: wait a while for it.
         """
         return False
 
     def plan_fork(self, parent: int, child: SafeContext, num_steps: int) -> int | None:
-        """The columns of a request that shares the computed pages of row `parent`. Returns None if pages are too few.
+        """The number of columns of a request that shares the computed pages of row `parent`.
 
-        Changes nothing.
+        None if there are too few pages. Changes nothing.
         """
         self.refuse_pending(parent, "fork")
         self.refuse_renamed(parent, child)
@@ -322,8 +326,8 @@ class Replica:
     def fork(self, parent: int, row: int, end: int) -> list[tuple[int, int]]:
         """Let `row` share the computed pages of row `parent`, and give it the columns that `plan_fork` returned.
 
-        Returns each partly filled page and the page to copy it to. It is copied now, not at the next write, because
-        both requests write to it in their next step.
+        Returns each partly filled page and the page to copy it to. The caller copies it now, not at the next write,
+        because both requests write to this page in their next step.
         """
         rows, computed = self.rows, self.rows.cached.item(parent)
         full = computed // self.page_size
@@ -342,7 +346,7 @@ class Replica:
     def page_groups(self, row: int, num_tokens: int, *, first: int, full_pages: bool) -> tuple[tuple[int, ...], ...]:
         """The page ids of each group of a block table for these tokens, from column `first` on.
 
-        With `full_pages` the pages of windows, and states, are not reported to readers yet.
+        With `full_pages`, the result leaves out the pages of windows, and states.
         """
         return self.tables.lists(row, num_tokens, first=first, windows=not full_pages)
 
@@ -364,23 +368,29 @@ class Replica:
         return False
 
     def copy_of(self, digest: Digests) -> StateCopy | None:  # noqa: ARG002 - as above
-        """The state that the device keeps under this digest, `[1, words]`, for another replica to copy."""
+        """The state that the device keeps under this digest, `[1, words]`, for another replica to copy.
+
+        Returns None if it keeps none.
+        """
         return None
 
     def take_copy(self, copy: StateCopy, digest: Digests) -> HeldPages | None:  # noqa: ARG002 - as above
-        """Keep another replica's copy here, too. Returns its page, held for the caller; None if no page is left."""
+        """Keep a copy of another replica's state here, too.
+
+        Returns its page, held for the caller; None if no page is free.
+        """
         return None
 
     def begin_state_import(self, context: SafeContext, pending: PendingImport) -> None:
-        """Import also the state that the last group of a block table names."""
+        """Also import the state that the last group of a block table names."""
 
     def commit_state_import(self, request_id: RequestID, tokens: int) -> None:
-        """The request's state has arrived. It covers `tokens` tokens."""
+        """Record that the request's state has arrived, and covers `tokens` tokens."""
 
     def reserve_decoding(self, rows: Rows, lengths: Ints) -> bool:
-        """Give each of `rows`, which have one token to run, pages for `lengths` tokens: all of them or none.
+        """Give each of `rows`, which have one token to run, pages for `lengths` tokens: all rows or none.
 
-        Returns False also if the case is not simple. The caller then calls `reserve` for each row.
+        Returns False also if the case is not simple. In either case the caller calls `reserve` for each row.
         """
         state = self.rows
         beyond = lengths - state.capacity[rows]
@@ -395,7 +405,7 @@ class Replica:
         return not (longest or self.imports.of_row) and self.tables.append(lacking)
 
     def filled(self, rows: Rows, computed: Ints, digests_of: DigestsOf) -> Filled | None:
-        """The pages for `publish`, or None if there are none. Changes nothing.
+        """The pages to pass to `publish`, or None if there are none. Changes nothing.
 
         `digests_of(at, firsts, lasts)` returns the digests of pages `firsts` to `lasts` of the rows at indices `at`. It
         may raise, so `filled` is called before any change.
@@ -412,7 +422,7 @@ class Replica:
     def publish(self, rows: Rows, computed: Ints, full: Filled | None) -> None:
         """Publish each row's full pages of computed tokens. Content that is already published is shared instead."""
         state = self.rows
-        # The computed tokens when block tables of leased rows were last exported.
+        # How many tokens were computed when the block tables of leased rows were last exported.
         told = state.cached.copy() if self.leases.of_row else None
         self.counter.computed(rows, computed)
         if full is None:
@@ -426,14 +436,17 @@ class Replica:
             columns = np.arange(len(flat_rows)) + np.repeat(firsts - np.cumsum(counts) + counts, counts)
         if len(filled) == 1 or len(set(digests[:, 0].tolist())) == len(digests):
             self._publish(flat_rows, columns, digests, told)
-        else:  # if the same new content occurs twice in a step, the second row finds the page of the first
+        else:  # if the same new content occurs twice in a step, the second row shares the page of the first
             for row in filled:
                 mine = flat_rows == row
                 self._publish(flat_rows[mine], columns[mine], digests[mine], told)
         state.commit(filled, lasts)
 
     def publish_one(self, row: int, first: int, digests: NDArray[np.uint64]) -> None:
-        """`publish` for a row without leases, whose pages from `first` on have these digests, at half the cost."""
+        """Do the same as `publish`, in half the time, for a row without leases.
+
+        `digests`: of its pages from `first` on.
+        """
         count = len(digests)
         if count == 1:
             rows, columns = np.array((row,)), np.array((first,))
@@ -444,8 +457,8 @@ class Replica:
         self.rows.commit(row, first + count)
 
     def hasher(self, row: int | None, context: SafeContext) -> PrefixHasher:
-        """The hasher of the request: an attribute of its context, or kept here if the context cannot carry one."""
-        # Before its first pages a request may get another salt or other keys; later `refuse_renamed` refuses that.
+        """The hasher of the request. The context carries it, or it is kept here if the context cannot."""
+        # Before its first pages a request may get another salt or other keys. `refuse_renamed` refuses it later.
         named = self._named.get(row, context.named)
         kept = context.prefix_hasher or self._hashers.get(row)
         if kept is None or not kept.fits(self.hash_algorithm, self.page_size, named):
@@ -457,7 +470,8 @@ class Replica:
     def published_digests(self, row: int, context: SafeContext | None, first: int = 0, last: int = NEVER) -> Digests:
         """The digests of tokens of the row's published columns `first` to `last`.
 
-        If no table keeps all pages, they come from the context; the result is empty if that has fewer tokens by now.
+        If no table keeps all pages, they are computed from the context. The result is empty if the context has too few
+        tokens by now.
         """
         last = max(first, min(last, self.rows.committed.item(row)))
         if self.tables.keeps_prefix:
@@ -496,16 +510,16 @@ class Replica:
         self.hints.reset()
 
     def move_start(self, row: int, context: SafeContext, start: int) -> None:
-        """Move the context, whose row has pages, to run from `start`: the tokens before it need not run."""
+        """Let the context run from `start`, because the tokens before it need not run. Its row has pages."""
         indices = context.indices
         context.run_from(start, chunk_end(indices, start))
         self.counter.hit(row, indices[0], start)
 
     def mend(self, over: object) -> list[RequestID]:
-        """After an interrupt, with the claims and rows mended: restore everything that follows from rows and leases.
+        """After an interrupt, with claims and rows repaired: restore everything that follows from rows and leases.
 
-        A published page stays published if its row counts it as committed. `over`: a lease that is no longer open.
-        Returns the requests that cannot continue. The pool is mended last, by `mend_pool`.
+        A published page stays published if its row counts it as committed. `over`: a lease that has ended. Returns the
+        requests that cannot continue. The caller repairs the pool last, by `mend_pool`.
         """
         rows, published = self.rows, self.pool.index.published
         claimed = [*rows.row_of.values()]
@@ -537,8 +551,8 @@ class Replica:
     def counted(self) -> tuple[Ints, Ints]:
         """The number of holders and of writers of each page: int64 `[num_pages + 1]`.
 
-        Holders are counted by walking rows and leases, writers by walking open imports, pages on their way from a
-        lower tier, and pages that are parked for steps in flight.
+        Holders are counted from rows and leases. Writers are counted from open imports, pages that come from a lower
+        tier, and pages that are kept back for steps in flight.
         """
         holders, writers = (np.zeros(self.pool.num_pages + 1, np.int64) for _ in range(2))
         for row in self.rows.row_of.values():
@@ -554,7 +568,7 @@ class Replica:
         return holders, writers
 
     def goes_on(self, row: int, start: int) -> bool:
-        """Whether the row's pages surely hold everything before `start` that the next token sees."""
+        """Whether the row's pages surely hold everything that the token at `start` sees before itself."""
         rows = self.rows
         there = max(rows.cached.item(row), rows.committed.item(row) * self.page_size)
         if not start <= there <= rows.num_pages.item(row) * self.page_size:
@@ -562,7 +576,7 @@ class Replica:
         return rows.request_ids[row] is not None and self.tables.sees(row, start)
 
     def check(self) -> None:
-        """Recount what belongs to the rows together. Raises `InvariantError` at the first discrepancy."""
+        """Recompute the counts of all rows together. Raises `InvariantError` at the first discrepancy."""
         self.tables.check()
         self.leases.check()
         self.imports.check()
@@ -573,7 +587,7 @@ class Replica:
     def refuse_reservation(self, row: int, context: SafeContext, call: str) -> None:
         """Raise if the request waits for an import, or may not run from the context's start."""
         self.refuse_pending(row, call)
-        if self.rows.num_pages.item(row):  # a row without pages has no leases and nothing computed
+        if self.rows.num_pages.item(row):  # a row without pages has no leases and no computed tokens
             self.refuse_rewrite(row, context.start_idx)
             self.refuse_ahead(row, context.start_idx)
 
@@ -589,21 +603,22 @@ class Replica:
             )
 
     def refuse_rewrite(self, row: int, start: int) -> None:
-        """Raise `InvalidRequestError` if the row would recompute tokens that a lease promises to its readers."""
+        """Raise `InvalidRequestError` if the row would recompute tokens that readers of a lease may know."""
         if row in self.leases.of_row:
             self.leases.refuse_rewrite(np.array([row]), np.array([start]))
 
     def refuse_ahead(self, row: int, start: int) -> None:
-        """Raise `InvalidRequestError` if `start` is after all tokens that the row can have computed.
+        """Raise `InvalidRequestError` if `start` is beyond all tokens that the row can have computed.
 
-        In a prompt these are the tokens that were found, fetched or stepped; later, those for which it has pages.
+        Within a prompt these are the tokens that were found, fetched or stepped. After the prompt they are the tokens
+        for which the row has pages.
         """
         if start > self.rows.capacity.item(row) and self.rows.num_pages.item(row):
             raise self.counter.ahead(row, start, self.rows.capacity.item(row))
         self.counter.refuse_ahead(row, start)
 
     def refuse_starts(self, rows: Rows, starts: Ints) -> None:
-        """Raise `InvalidRequestError` if one of `rows` may not run from its start, as in the two methods above."""
+        """Do the same as the two methods above, for each of `rows`."""
         if self.leases.of_row:
             self.leases.refuse_rewrite(rows, starts)
         if self.counter.open:
@@ -622,9 +637,9 @@ class Replica:
             )
 
     def refuse_short(self, rows: Rows, lengths: Ints, call: str) -> None:
-        """Raise unless each of `rows` has pages for `lengths` tokens, which are to run or were computed."""
+        """Raise unless each of `rows` has pages for `lengths` tokens. The tokens are about to run or were computed."""
         room = self.rows.capacity[rows]
-        if not np.count_nonzero(lengths > room):  # for few rows a fourth of the cost of `any`
+        if not np.count_nonzero(lengths > room):  # for few rows this takes a fourth of the time of `any`
             return
         at = int(np.flatnonzero(lengths > room)[0])
         row = int(as_rows(rows)[at])
@@ -641,23 +656,23 @@ class Replica:
     def _plan(self, row: int, context: SafeContext, indices: ContextIndices, length: int, start: int) -> Reservation:
         """The reservation that gives the row pages for `length` tokens, after a lookup.
 
-        `start`: the token from which it runs if no more pages are found.
+        `start`: the token from which the request runs if no more pages are found.
         """
         found = self.look_up(row, context, start)
         if found.end * self.page_size > start:
             start = found.end * self.page_size
-        elif found.end > found.first:  # the hit saves no token; `step` will find the duplicates
+        elif found.end > found.first:  # the hit saves no token, and `step` will find the duplicates
             found = self.tables.nothing(found.first)
         return self.tables.plan(row, indices, length, start, found)
 
     def _with_below(self, row: int, context: SafeContext, first: int, last: int) -> Found | None:
-        """`look_up` for pages `first` to `last`. Returns None if the request needs none from below the device."""
+        """`look_up` for pages `first` to `last`. Returns None if the request needs no pages from lower tiers."""
         tables, tier, hasher = self.tables, self.tier, self.hasher(row, context)
         now = self.generation, first, last
         if (kept := hasher.matches.get(tier)) is not None and kept[:3] == now:
-            return None  # a waiting request is looked up again and again; nothing has changed since
+            return None  # for a waiting request, which is looked up again and again: nothing has changed since
         if self.rows.num_pages.item(row):
-            tier.arrive(np.array([row]))  # its restored pages may be replaced now
+            tier.arrive(np.array([row]))  # because its restored pages may be replaced now
         digests = hasher.digests(context.tokens, 0, last)
         coming = self.fetch_prefix(digests, first, wait=self.rows.prompt.item(row) < 0)
         wanted = tables.from_below(digests, tier.host_has, self.ends(digests, self.rows.request_ids[row]), first)
@@ -669,7 +684,10 @@ class Replica:
         return None
 
     def _publish(self, rows: Ints, columns: Ints, digests: NDArray[np.uint64], told: Ints | None) -> None:
-        """Publish the pages at `rows`, `columns`. `digests` are distinct. `told`: by row, tokens that readers know."""
+        """Publish the pages at `rows`, `columns`. `digests` are distinct.
+
+        `told`: by row, how many tokens readers know.
+        """
         pages, names, shared = self.tables.publish(rows, columns, digests, told)
         if shared.size:
             self.hints.share_pages(shared)

@@ -1,7 +1,7 @@
 """Where a request resumes: the pages that are found for it (`Found`, `FromBelow`), and the `Reservation` made of them.
 
-`resume` gives the last end of a prefix from which every block table of a request can resume. Its callers differ only in
-where they look for pages: the device, the host and the tiers below it, other replicas, a peer.
+`resume` computes the last end of a prefix from which every block table of a request can resume. Its callers look for
+pages in different places: the device, the host and the tiers below it, other replicas, a peer.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,15 +14,17 @@ from kvcache.layer_groups import TableGroup
 from kvcache.pool.index import Digests, Pages
 
 Slots = NDArray[np.int32]
-"""Places of pages in a lower tier; the tier defines the numbers."""
+"""Places of pages in a lower tier. The tier decides what the numbers mean."""
 
 NO_SLOTS: Slots = np.zeros(0, np.int32)
 NO_STATE: Digests = np.zeros((0, 1), np.uint64)
 
 Asked = NDArray[np.bool_]
-"""A mask over the pages of block tables, `[tables, pages]`: pages that are asked for, or that are found."""
+"""A mask over the pages of block tables, `[tables, pages]`. It marks pages to look for, or pages that were found."""
 Below = Callable[[Digests, Asked], Asked]
-"""Maps digests of pages, `[tables, pages, words]`, and a mask of those to look for, to the mask of those found."""
+"""Takes the digests of pages, `[tables, pages, words]`, and a mask of pages to look for. Returns the mask of those
+found.
+"""
 
 Host = Callable[[Digests], Slots]
 """Maps digests to the host slots of these pages, 0 if there is none."""
@@ -52,10 +54,10 @@ class Found(NamedTuple):
 
 
 class FromBelow(NamedTuple):
-    """The pages that a request needs to resume from the end of a prefix, and that only a lower tier has."""
+    """The pages that a request needs to resume from the end of a prefix and that only a lower tier has."""
 
-    pages: int  # columns up to that end
-    reach: int  # columns up to which the tables that keep all pages have them, without regard to windows
+    pages: int  # the number of columns of the prefix
+    reach: int  # the number of columns that the tables which keep all pages have, whatever windows lack
     every: Digests  # the digest of each page in each table, `[tables, pages, words]`
     lacking: Asked  # marks pages that only the tier has
     found: tuple[Pages, ...]  # by group of tables: the needed pages, `NO_PAGE` if the tier has them
@@ -63,7 +65,7 @@ class FromBelow(NamedTuple):
 
     @property
     def digests(self) -> Digests:
-        """The digests of the pages that only the tier has, by column."""
+        """The digests of the pages that only the tier has, ordered by column."""
         return self.every.swapaxes(0, 1)[self.lacking.T]
 
     @property
@@ -112,7 +114,7 @@ class Reservation(NamedTuple):
 
 
 def last_end(ends: Asked) -> int:
-    """The number of pages up to the last one after which a request may resume. `ends`: `[pages]`."""
+    """The number of pages before the last place where a request may resume. `ends`: `[pages]`."""
     found = ends.nonzero()[0]
     return int(found[-1]) + 1 if found.size else 0
 
@@ -122,8 +124,8 @@ def resume(
 ) -> int:
     """The number of pages, after the first `first` ones, up to the last end from which every table can resume.
 
-    `there`: the pages that each table has, `[tables, pages]`; all have the first `first` ones. `ends`: after which
-    pages a request may resume for other reasons, `[pages]`; None: after each.
+    `there`: the pages that each table has, `[tables, pages]`; all tables have the first `first` pages. `ends`: after
+    which pages a request may resume for other reasons (such as its state), `[pages]`; None means after any page.
     """
     columns = np.arange(first, first + there.shape[1], dtype=np.int64)
     fits = np.ones(len(columns), np.bool_) if ends is None else ends[: len(columns)].copy()

@@ -25,7 +25,7 @@ def as_rows(rows: Rows) -> Ints:
 
 
 def rows_at(rows: Rows, at: NDArray[np.intp]) -> Ints:
-    """The rows at indices `at` of `rows`."""
+    """The rows at the positions `at` in `rows`."""
     if isinstance(rows, slice):
         return at + rows.start if rows.start else at
     return rows[at]
@@ -35,29 +35,29 @@ class AllRows:
     """Arrays over the rows of all replicas, for steps of a batch. Indexed by place: `replica × rows + row`."""
 
     def __init__(self, replicas: int, rows: int, page_size: int) -> None:
-        # Tokens for which a row has pages; -1 while they may not be used (an import is pending). Rows write it by
-        # numpy. Calls for one request read the Python array, which is faster. The last entry, place -1, belongs to no
-        # row.
+        # Tokens for which a row has pages; -1 while an import is pending, because they may not be used then. numpy code
+        # writes it. Calls for one request read the Python array, which is faster. The last entry, at place -1, belongs
+        # to no row.
         self.capacity_of = array("q", bytes(8 * (replicas * rows + 1)))
         self.capacity: Ints = np.frombuffer(self.capacity_of, np.int64)[:-1]
-        self.cached: Ints = np.zeros(replicas * rows, np.int64)  # tokens with KV as of the last `step`
+        self.cached: Ints = np.zeros(replicas * rows, np.int64)  # tokens whose KV was cached at the last `step`
         # The number of computed tokens at which the next page is full.
         self.commit_at: Ints = np.full(replicas * rows, page_size, np.int64)
 
     def slack(self, places: Rows, ends: Ints) -> int:
-        """Tokens by which every request at `places` can grow on its pages."""
+        """How many tokens every request at `places` can still get before one of them needs a new page."""
         return int((self.capacity[places] - ends).min()) if len(ends) else NEVER
 
     def due(self, places: Rows, starts: Ints) -> int:
-        """Tokens that every request at `places` can compute before one of them fills a page."""
+        """How many tokens every request at `places` can still compute before one of them fills a page."""
         return int((self.commit_at[places] - starts).min()) if len(starts) else NEVER
 
 
 class BlockRows:
     """One row for each running request: its page ids in each block table, and its progress.
 
-    The tables of all groups lie in one tensor. Entries without a page name the null page. Groups of full attention come
-    first. No table has pages after those of the first group, or fewer columns than the last.
+    The tables of all groups lie in one tensor. Entries without a page hold the null page. Groups of full attention come
+    first. In each row the pages of the first group end last, and those of the last group end first.
     """
 
     def __init__(
@@ -80,14 +80,14 @@ class BlockRows:
         self.tensor = torch.zeros(shape if shape[0] > 1 else shape[1:], dtype=torch.int32, pin_memory=pinned)
         self.table: Pages = self.tensor.numpy().reshape(shape)  # a view
         self._first_table: Pages = self.table[0]
-        # By group and row: the first column with a page, and the column after the last.
+        # a view of `tensor`
         self._bounds = np.zeros((2, len(groups), rows), np.int64)
         self.firsts, self.ends = self._bounds
         self.num_pages: Ints = self.ends[0]  # columns of the longest tables
         self._shortest: Ints = self.ends[-1]
-        self.changed = np.zeros(rows, np.bool_)  # set if a row has changed; cleared by the copies to devices
+        self.changed = np.zeros(rows, np.bool_)  # the end of the first group's pages, which is the last of all groups
         self.committed = np.zeros(rows, np.int64)  # the number of published pages, from the first on
-        self.prompt = np.full(rows, -1, np.int64)  # tokens of the request when it was first reserved, -1 before
+        self.prompt = np.full(rows, -1, np.int64)  # tokens of the request at its first reservation; -1 before
         self.counted = np.zeros(rows, np.int64)  # tokens that metrics have counted
         # Views of the arrays of all replicas.
         self.capacity, self.cached, self.commit_at = every.capacity[own], every.cached[own], every.commit_at[own]
@@ -112,7 +112,7 @@ class BlockRows:
         self.capacity[row] = min(end * self.page_size, self.max_seq_len)
 
     def append(self, rows: Ints, pages: Pages) -> None:
-        """Append one page, `[rows]` or `[tables, rows]`, to each of `rows`, which are distinct, in each table."""
+        """Append one page to each of `rows` in each table: `[rows]` or `[tables, rows]`. The rows are distinct."""
         counts = self.num_pages[rows]
         if pages.ndim == 1:
             self._first_table[rows, counts] = pages
@@ -135,14 +135,14 @@ class BlockRows:
     def mend(self, row_of: dict[RequestID, int]) -> None:
         """Bind exactly these requests to rows, and cut their tables at holes.
 
-        The caller must call `measure` and `commit` next, as it knows more about each row.
+        The caller knows more about each row, and must call `measure` and `commit` next.
         """
         taken = np.zeros(len(self.request_ids), np.bool_)
         taken[list(row_of.values())] = True
         names: list[RequestID | None] = [None] * len(taken)
         for request_id, row in row_of.items():
             names[row] = request_id
-        # In one statement each: an interrupt here must not mix up the owners of rows.
+        # In one statement, so that an interrupt never leaves two of these lists in contradiction.
         self.row_of, self.request_ids[:] = row_of, names
         self.free[:] = np.flatnonzero(~taken).tolist()  # ascending: a heap
         for counts in (self.cached, self.counted):
@@ -153,7 +153,10 @@ class BlockRows:
         self.changed[:] = True
 
     def _mend_tables(self) -> None:
-        """Cut all tables before the first hole of those that keep all pages. The others begin after their last hole."""
+        """Cut all tables at the first hole of a table that keeps all pages.
+
+        Other tables begin after their last hole.
+        """
         columns = np.arange(self.table.shape[2], dtype=np.int64)
         for number, (group, tables) in enumerate(self.groups):
             ends, firsts = self.ends[number], self.firsts[number]
@@ -185,16 +188,16 @@ class BlockRows:
 
 
 class PromptCounter:
-    """Counts each prompt token of a replica once, as `ran` or as `found`."""
+    """Counts each prompt token of a replica once, either as `ran` or as `found`."""
 
     def __init__(self, rows: BlockRows) -> None:
         self._rows = rows
-        self.open: set[int] = set()  # rows whose prompt is not fully counted; decode steps have none of them
+        self.open: set[int] = set()  # Rows whose prompt is not fully counted. Rows that decode are not among them.
         self.ran = 0
         self.found = 0
 
     def admit(self, row: int, known: int) -> None:
-        """Record that the `known` tokens of a request that is reserved for the first time are its prompt."""
+        """Record a request at its first reservation: its `known` tokens are its prompt."""
         if self._rows.prompt.item(row) < 0:
             self._rows.prompt[row] = known
             self.open.add(row)
@@ -217,7 +220,7 @@ class PromptCounter:
         self.open.difference_update(as_rows(rows)[counted >= prompts].tolist())
 
     def run_one(self, row: int, start: int, end: int) -> None:
-        """`run` for one of the `open` rows, at a tenth of the cost."""
+        """Do the same as `run` for one of the `open` rows, in a tenth of the time."""
         counted, prompt = self._rows.counted, self._rows.prompt.item(row)
         seen = max(counted.item(row), start)
         self.ran += max(0, min(end, prompt) - seen)
@@ -226,7 +229,7 @@ class PromptCounter:
             self.open.remove(row)
 
     def refuse_ahead(self, row: int, start: int) -> None:
-        """Raise `InvalidRequestError` if the row is in its prompt, and would run from beyond its counted tokens."""
+        """Raise `InvalidRequestError` if the row is in its prompt and would run from beyond its counted tokens."""
         if row in self.open and start > (seen := self._rows.counted.item(row)):
             raise self.ahead(row, start, seen)
 
@@ -239,7 +242,7 @@ class PromptCounter:
             self.refuse_ahead(int(as_rows(rows)[at]), int(starts[at]))
 
     def ahead(self, row: int, start: int, most: int) -> InvalidRequestError:
-        """The error for a context that claims more computed tokens than there can be."""
+        """The error for a context that claims more computed tokens than are possible."""
         return InvalidRequestError(
             f"request {self._rows.request_ids[row]!r}: its start_idx is {start}, but {most} tokens at most are "
             "computed: set it back, or release the request and claim it anew"
@@ -251,12 +254,15 @@ class PromptCounter:
         self.run(rows, 0, tokens)
 
     def ran_elsewhere(self, row: int, tokens: int) -> None:
-        """The first `tokens` tokens of the request were computed elsewhere, and do not count as its prompt."""
+        """Record that the first `tokens` tokens of the request were computed elsewhere.
+
+        They do not count as its prompt.
+        """
         self._rows.prompt[row] = self._rows.counted[row] = tokens
         self.open.discard(row)
 
     def mend(self) -> None:
-        """Derive from the counts which prompts are not fully counted."""
+        """Find from the counts which prompts are not fully counted."""
         self.open = {*np.flatnonzero(self._rows.counted < self._rows.prompt).tolist()}
 
     def forget(self, row: int) -> None:

@@ -1,16 +1,16 @@
 """`RowTables`: the block tables of a replica's rows: their pages, reservations and publication.
 
-A row has one column a page of tokens in each table. A table has pages from the first column that the request's next
-query sees. That is column 0 for full attention, and otherwise the first of the window or chunk. Earlier columns name
-the null page. Pages that fall out of a window are given back when the request asks for more. If they are published,
-they are idle then, and age by themselves: a page is found by the digest of its tokens mixed with its table's number, so
-no table finds pages of another.
+In each table, a row has one column for each page of tokens. A table has pages from the first column that the request's
+next query sees: column 0 for full attention, otherwise the first column of the window or chunk. Earlier columns hold
+the null page. Pages that fall out of a window are freed when the request next asks for pages. Published pages stay
+cached then, idle, and are evicted independently of the request. A page is found by the digest of its tokens mixed with
+the number of its table, so no table finds the pages of another.
 
 A request may resume after a page if each table has the pages that the next query sees (`resume`). Tables of full
-attention have pages for all known tokens. The others have them up to the end of the chunk that runs, so a long prompt
-takes only a window and a chunk of them.
+attention have pages for all known tokens. Tables with a window have pages up to the end of the chunk that runs, so a
+long prompt takes only a window and a chunk of them.
 
-If a request is leased, pages that fall out of a window and that readers know pass to the leases.
+If a request is leased, its leases take over the pages that fall out of a window and that readers know.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -69,7 +69,7 @@ class RowTables:
     # ---- lookups
 
     def run(self, first: int, digests: Digests) -> Found:
-        """The columns in which `find` has to look: the longest published run of the first table, after `first` ones.
+        """The columns in which `find` has to look: the longest published run of the first table, after `first` columns.
 
         If no table keeps all pages, these are all columns.
         """
@@ -88,13 +88,13 @@ class RowTables:
         return Found(first, first, self._no_pages, first)
 
     def shortened(self, run: Found, digests: Digests, ends: Asked) -> Found:
-        """The part of a run with these `digests` that `find` would return."""
+        """The part of the found `run` that `find` would return. `digests`: those of the run's pages."""
         return self.find(run.first, digests, ends)._replace(reached=run.reached)
 
     def find(self, first: int, digests: Digests, ends: Asked | None = None) -> Found:
-        """The pages of the longest prefix from which all tables can resume. `digests`: of the pages after `first` ones.
+        """The pages of the longest prefix from which all tables can resume.
 
-        `ends`: see `resume`.
+        `digests`: of the pages after the `first` ones. `ends`: see `resume`.
         """
         digests = digests[: self.run(first, digests).num_columns]
         digests = digests if ends is None else digests[: last_end(ends[: len(digests)])]
@@ -117,7 +117,7 @@ class RowTables:
     def from_below(self, digests: Digests, below: Below, ends: Asked | None = None, first: int = 0) -> FromBelow:
         """The longest prefix of pages with these digests from which all tables can resume, given the pages `below`.
 
-        The caller already has the `first` pages. Pages that a window has dropped are not requested. `ends`: see
+        The caller already has the `first` pages. Pages that have fallen out of a window are not requested. `ends`: see
         `resume`.
         """
         every = self.every(digests)
@@ -135,10 +135,10 @@ class RowTables:
         return FromBelow(end, reach, every, needed & absent, tuple(found), pages.T[(needed & ~absent).T])
 
     def whole(self, digests: Digests, most: int, ends: Asked | None = None) -> tuple[int, list[Pages]]:
-        """The columns of the longest prefix from which all tables can resume, and each table's pages, at most `most`.
+        """The longest prefix from which all tables can resume with at most `most` pages.
 
-        Returns no column if resuming there needs no page and no state, as there is nothing to lend then. `ends`: see
-        `resume`.
+        Returns the number of its columns, and the pages of each table. Returns 0 columns if resuming there needs no
+        page and no state, because then there is nothing to lend. `ends`: see `resume`.
         """
         end = len(digests)
         while end := self.find(0, digests[:end], ends).end:
@@ -152,15 +152,15 @@ class RowTables:
     # ---- reservations
 
     def plan(self, row: int | None, indices: ContextIndices, length: int, start: int, found: Found) -> Reservation:
-        """The reservation with which the row, or with None a future one, runs from token `start`. Changes nothing.
+        """Plan the reservation with which a request runs from token `start`. `row` is None if it has no row yet.
 
-        `indices`: the context's. `length`: the number of tokens that need pages. `found`: after the row's published
-        columns. A chunk that would end before `start` keeps its length.
+        Changes nothing. `indices`: the context's. `length`: the number of tokens that need pages. `found`: the pages
+        found after the row's published columns. A chunk that would end before `start` keeps its length.
         """
         firsts: list[int] = []
         for number, (group, _) in enumerate(self.groups):
             before, now = 0 if row is None else self._rows.firsts.item(number, row), self._seen(group, start)
-            # Pages that are not published yet stay for `step`.
+            # Pages that are not published yet stay until `step` publishes them.
             firsts.append(max(before, min(now, found.end) if self._caching else now))
         ends_found = [max(now, found.end) for now in firsts]
         until = [self._to_hold(group, indices, length, start) for group, _ in self.groups]
@@ -181,12 +181,12 @@ class RowTables:
         digests_of: DigestsTo,
         host: Host,
     ) -> Reservation:
-        """`plan` for a row without pages, if the tokens before `num_tokens` come from elsewhere or are `here`.
+        """Plan an import, for a row without pages.
 
-        Each group itself looks up which of these pages the device or the `host` has. No group takes pages that no
-        query sees.
+        The tokens before `num_tokens` come from elsewhere, or are cached `here`. Each group looks up which of these
+        pages the device or the `host` has. No group takes pages that no query sees.
         """
-        cached = here.end * self._page_size  # all tables have these tokens, so nothing before them is copied
+        cached = here.end * self._page_size  # all tables have these tokens cached, so none of them is copied
         start = max(num_tokens, cached)
         digests = digests_of(min(start, indices[2] - 1) // self._page_size if self._caching else 0)
         found, slots, firsts = list[Pages](), list[Slots](), list[int]()
@@ -195,7 +195,7 @@ class RowTables:
             names = self._mix(tables, digests[firsts[-1] :])
             pages = self._find_each(names)
             below = np.where(pages == NO_PAGE, host(names.reshape(-1, names.shape[2])).reshape(pages.shape), NO_PAGE)
-            missing = (pages == below).any(axis=0).nonzero()[0]  # both are `NO_PAGE`
+            missing = (pages == below).any(axis=0).nonzero()[0]  # equal only if both are `NO_PAGE`
             end = missing[0] if missing.size else pages.shape[1]
             found.append(pages[:, :end])
             slots.append(below[:, :end][pages[:, :end] == NO_PAGE])
@@ -227,7 +227,8 @@ class RowTables:
                 leaves[tables, :now] = True
                 own = mine.T[tables, at - pages.shape[1] : at]
                 come = pages[:, : own.shape[1]]
-                # A page from below is restored into the row's own page, if there is one. A found page may be its own.
+                # A page from a lower tier is restored into the row's own page, if it has one. A found page may be the
+                # row's own.
                 leaves[tables, at - pages.shape[1] : at] |= (come != NO_PAGE) & (come != own)
                 new -= int(np.count_nonzero((come == NO_PAGE) & (own != NO_PAGE)))
             leaves &= mine.T != NO_PAGE
@@ -241,18 +242,18 @@ class RowTables:
         return Reservation(found, tuple(ends_found), tuple(firsts), tuple(ends), gone, new, committed, cost, 0, 0)
 
     def fits(self, row: int | None, plan: Reservation, free: int) -> bool:  # noqa: ARG002 - `cost` is exact here
-        """Whether `free` pages are enough for the plan. `cost` free pages always are."""
+        """Whether `free` pages are enough for the plan. If at least `plan.cost` pages are free, they always are."""
         return plan.cost <= free
 
     def least(self, indices: ContextIndices, length: int, start: int) -> int:
-        """The pages that the request takes if nothing is found, and it runs from `start`."""
+        """The pages that the request takes if it runs from `start` and no cached page is found."""
         return sum(
             tables.num_tables * (self._to_hold(tables.group, indices, length, start) - self._seen(tables.group, start))
             for tables in self.groups
         )
 
     def most(self, indices: ContextIndices, length: int) -> int:
-        """The most pages that a request without pages takes, over all ends from which it may resume."""
+        """The most pages that a request without pages may take, over all tokens from which it may resume."""
         size, (start, active, known) = self._page_size, indices
         starts: Ints = np.arange(0, known, size)
         active = np.where(starts < active, active, np.minimum(known, starts + active - start))
@@ -264,7 +265,7 @@ class RowTables:
         return pages
 
     def take(self, row: int, plan: Reservation) -> Pages:
-        """Carry out a plan for which there is room. Returns the pages for the content of its `slots`."""
+        """Carry out a plan for which there is room. Returns the pages that get the content of the plan's `slots`."""
         rows, pool = self._rows, self._pool
         parts = [
             (rows.table[tables, row, at - pages.shape[1] : at], pages)
@@ -301,9 +302,9 @@ class RowTables:
         return np.concatenate([mine[pages == NO_PAGE] for mine, pages in parts])
 
     def append(self, rows: Ints) -> bool:
-        """Append a page to each of `rows` in each table, and give back pages that fall out of windows.
+        """Append a page to each of `rows` in each table, and free the pages that fall out of windows.
 
-        Returns False, with nothing changed, if pages are too few or a row is within a chunk.
+        Returns False, and changes nothing, if there are too few pages or a row is within a chunk.
         """
         ends = self._rows.ends
         if (ends[-1, rows] != ends[0, rows]).any() or len(rows) * self.count > self._pool.free_count:
@@ -313,15 +314,15 @@ class RowTables:
         return True
 
     def publish(self, rows: Ints, columns: Ints, digests: Digests, told: Ints | None) -> tuple[Pages, Digests, Ints]:
-        """Publish the full pages at `rows`, `columns`, whose tokens have these `digests`, all distinct.
+        """Publish the full pages at `rows`, `columns`. `digests`: those of their tokens, all distinct.
 
-        If content is already published, its page is shared instead. `told`: by row, the tokens that readers may know;
-        None without leases. Returns the pages that are new in the index, their digests, and the row of each page that
-        the first table shares.
+        If the same content is already published, the row shares that page instead. `told`: by row, how many tokens
+        readers may know; None without leases. Returns the pages that are new in the index, their digests, and for each
+        page that was shared in the first table, its row.
         """
         table = self._rows.table
         at = table[:, rows, columns]
-        there = (at != NO_PAGE) & ~self._pool.index.published[at]  # others were found later
+        there = (at != NO_PAGE) & ~self._pool.index.published[at]  # pages that were found were published before
         own, names = at[there], self.every(digests)[there]
         of_table, places = there.nonzero()
         self._numbers[own] = of_table
@@ -346,13 +347,19 @@ class RowTables:
         return own, names, shared
 
     def _pass_to_readers(self, rows: Ints, columns: Ints, pages: Pages, told: Ints | None) -> None:
-        """Pass these pages, which leave their leased rows, to the leases. `told`: by row, tokens that readers know."""
+        """Let the leases take over these pages, which leave their leased rows.
+
+        `told`: by row, how many tokens readers may know.
+        """
         if told is not None:
             for row, column, page in zip(rows.tolist(), columns.tolist(), pages[:, None], strict=True):
                 self._leases.replace(row, column, page, int(told[row]))
 
     def fork(self, parent: int, row: int, full: int, end: int) -> list[tuple[int, int]]:
-        """Let `row` share the first `full` pages, and get pages up to `end`. Returns pages to copy, with targets."""
+        """Let `row` share the first `full` pages, and get pages up to `end`.
+
+        Returns the pages to copy, each with its target.
+        """
         rows, table = self._rows, self._rows.table
         shared = table[:, parent, :full]
         self._pool.hold(shared[shared != NO_PAGE])
@@ -366,9 +373,9 @@ class RowTables:
     # ---- the pages of rows
 
     def lists(self, row: int, tokens: int, *, first: int, windows: bool) -> tuple[tuple[int, ...], ...]:
-        """The row's pages of its first `tokens` tokens from column `first` on, by table.
+        """The pages of the row's first `tokens` tokens, by table, from column `first` on.
 
-        A window is listed only as far as the next query sees it, and without `windows` not at all.
+        In a table with a window only the pages that the next query sees are listed, or none if `windows` is False.
         """
         end, named = -(-tokens // self._page_size), list[tuple[int, ...]]()
         for number, (group, tables) in enumerate(self.groups):
@@ -378,13 +385,13 @@ class RowTables:
         return tuple(named)
 
     def by_table(self, of_groups: Sequence[int]) -> list[int]:
-        """The value for each table, given that for each group."""
+        """Repeat the value of each group for each of its tables."""
         return [one for group, one in zip(self.groups, of_groups, strict=True) for _ in range(group.num_tables)]
 
     def needed(self, row: int, digests: Digests, ends: Sequence[int]) -> tuple[Ints, Pages]:
-        """The pages of the row's published columns, with these `digests`, and those needed to resume from `ends`.
+        """The pages of the row's published columns, and the pages needed to resume from `ends`.
 
-        Returns the column of each cached page, and the page, without duplicates.
+        `digests`: those of the columns. Returns the column of each cached page, and the page, without duplicates.
         """
         wanted = self._rows.table[:, row, : len(digests)] != NO_PAGE
         for group, tables in self.groups:
@@ -395,7 +402,7 @@ class RowTables:
         return at[1], pages[at]
 
     def width(self) -> float:
-        """The number of published pages for each published page of the first table."""
+        """The number of published pages in all tables, divided by the number in the first table."""
         published = self._pool.index.published
         every = np.count_nonzero(published)
         first = every - np.count_nonzero(published & (self._numbers != 0))
@@ -408,7 +415,7 @@ class RowTables:
         return every[every != NO_PAGE]
 
     def refuse_lost(self, rows: Rows, starts: Ints) -> None:
-        """Raise `InvalidRequestError` if one of `rows` would run from a token whose window was given back."""
+        """Raise `InvalidRequestError` if one of `rows` would run from a token whose window has been freed."""
         for number, (group, _) in enumerate(self.groups):
             first = self._rows.firsts[number, rows]
             behind = (group.first_seen(starts) // self._page_size < first).nonzero()[0]
@@ -428,7 +435,7 @@ class RowTables:
         )
 
     def check(self) -> None:
-        """Raise `InvariantError` if a table lacks pages of a row, or has pages that it should not."""
+        """Raise `InvariantError` if a table lacks pages of a row, or has pages that it should not have."""
         rows = self._rows
         columns = np.arange(rows.table.shape[2], dtype=np.int64)
         for number, (group, tables) in enumerate(self.groups):
@@ -444,7 +451,7 @@ class RowTables:
     # ---- inside
 
     def _slide(self, rows: Ints) -> None:
-        """Give back pages that the next queries of `rows` do not see. The first row's pages are released first."""
+        """Free the pages that the next queries of `rows` do not see, those of the first row first."""
         size, state, published = self._page_size, self._rows, self._rows.committed[rows]
         of_row = self._leases.of_row
         leased = [at for at, row in enumerate(rows.tolist()) if row in of_row] if of_row else []
@@ -463,7 +470,7 @@ class RowTables:
             if not at.size:
                 continue
             columns = before[at]
-            if np.count_nonzero(counts[at] != 1):  # in nearly all steps each of these rows gives back one page
+            if np.count_nonzero(counts[at] != 1):  # in nearly all steps each of these rows frees one page
                 at = np.repeat(np.arange(len(rows)), counts)
                 columns = np.arange(len(at)) + np.repeat(before - np.cumsum(counts) + counts, counts)
             mine = state.table[tables]
@@ -485,8 +492,8 @@ class RowTables:
     ) -> Iterator[tuple[TableGroup, int, int]]:
         """The ranges of columns of a leased row whose pages pass to its leases, as `(group, first, last)`.
 
-        There are two ranges a group: pages known to readers that fall out of a window, and computed pages that cached
-        ones replace.
+        Each group has two ranges: pages known to readers that fall out of a window, and computed pages that are
+        replaced by cached ones.
         """
         if row not in self._leases.of_row:
             return
@@ -497,7 +504,7 @@ class RowTables:
             yield of, max(at - pages.shape[1], told), min(at, last)
 
     def _told(self, group: LayerGroup, row: int) -> tuple[int, int]:
-        """The first column of a leased row's window that readers may know, and the end of those columns."""
+        """The columns of a leased row's window that readers may know: the first, and the end."""
         behind = -(-int(self._leases.told[row]) // self._page_size)
         return self._seen(group, int(self._leases.kept[row])), behind
 
@@ -507,11 +514,11 @@ class RowTables:
             self._leases.replace(row, first, pages, int(self._rows.cached[row]))
 
     def _seen(self, group: LayerGroup, position: int) -> int:
-        """The first column with tokens that the query at `position` sees."""
+        """The first column that the query at `position` sees."""
         return group.first_seen(position) // self._page_size
 
     def _seen_pages(self, first: int, end: int, digests: Digests) -> tuple[Pages, ...]:
-        """By group, the published pages that are seen from column `end`, for `digests` from column `first` on."""
+        """By group, the published pages that a query at column `end` sees. `digests` begin at column `first`."""
         return tuple(
             self._find(tables, digests[max(0, self._seen(group, end * self._page_size) - first) : end - first])
             for group, tables in self.groups
@@ -522,7 +529,7 @@ class RowTables:
         return self._find_each(self._mix(tables, digests))
 
     def _find_each(self, mixed: Digests) -> Pages:
-        """The published page of each of these digests, `[tables, pages, words]`."""
+        """The published page of each of these digests, which are mixed already: `[tables, pages, words]`."""
         return self._pool.index.find(mixed.reshape(-1, mixed.shape[2])).reshape(mixed.shape[:2])
 
     def _mix(self, tables: slice, digests: Digests) -> Digests:
@@ -532,7 +539,10 @@ class RowTables:
         return mixed
 
     def _to_hold(self, group: LayerGroup, indices: ContextIndices, length: int, start: int) -> int:
-        """Columns that need pages if the request runs from `start`: for `length` tokens, or in windows for a chunk."""
+        """The number of columns that need pages if the request runs from `start`.
+
+        With full attention they hold `length` tokens; with a window, the tokens up to the end of the chunk.
+        """
         if not group.keeps_all:
             active = chunk_end(indices, start)
             length = active if active < indices[2] else length
@@ -540,18 +550,21 @@ class RowTables:
 
 
 def _before_hole(pages: Pages, end: int) -> int:
-    """The column of the first hole in these pages, `[tables, pages]`, which end at column `end`; `end` if none."""
+    """The column of the first hole in these pages, `[tables, pages]`, the last of which is before column `end`.
+
+    Returns `end` if there is no hole.
+    """
     holes = (pages == NO_PAGE).any(axis=0).nonzero()[0]
     return end - pages.shape[1] + int(holes[0]) if holes.size else end
 
 
 class OneTable(RowTables):
-    """One table of full attention. It has pages in all columns, so most of the work can be left out."""
+    """One table of full attention. It has pages in all columns, so it can skip most of the work."""
 
     is_plain = True
 
     def _number_pages(self) -> None:
-        """The index needs no table numbers: all pages belong to this table."""
+        """Do nothing: all pages belong to this table, so the index needs no table numbers."""
 
     def nothing(self, first: int) -> Found:
         return Found(first, first, _NONE_FOUND, first) if first else _NOTHING
@@ -583,7 +596,7 @@ class OneTable(RowTables):
         cached, active = start if count else 0, indices[1]
         if start >= active:
             active = chunk_end(indices, start)
-        ends, cost = (max(needed, have),), new + count  # an upper bound: some found pages may not be idle
+        ends, cost = (max(needed, have),), new + count  # an upper bound: some found pages may have holders
         return Reservation(
             found.pages, (end,), _FIRST, ends, leaving, new, end, cost, start, active, cached, found.reached
         )
@@ -621,7 +634,7 @@ class OneTable(RowTables):
             for tell in pool.journal.found:
                 tell(found)
         new, last = plan.new, plan.ends[0]
-        if new == 1:  # a third of the cost; usual if all but the end was found
+        if new == 1:  # a third of the cost; the usual case if everything but the last page was found
             rows.table[0, row, last - 1] = pool.allocate_one()
         elif new:
             rows.table[0, row, last - new : last] = pool.allocate(new)
