@@ -17,6 +17,7 @@ from scheduler_adapters.overlapped import ThreadedRunner
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.pull_or_compute import PullOrCompute
 from scheduler_adapters.service.stretches import FromTheEnd
+from tests.scheduler_adapters.service import processes
 from tests.scheduler_adapters.service.processes import NEW, Service, Side
 from tests.scheduler_adapters.serving import own_tokens
 from transfer.pull.lending import LENT_S
@@ -67,7 +68,9 @@ def expected(model: Any) -> list[int]:
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives the sources more time to answer: the test machine may be busy."""
+    """Gives the sources more time to answer, and to send signs of life: the test machine may be busy."""
+    patient = {**processes.QUICK, "dead_after_s": 5.0, "handshake_timeout_s": 5.0}
+    monkeypatch.setattr(processes, "QUICK", patient)
     monkeypatch.setattr("scheduler_adapters.service.peer_prefixes._ASK_S", 15.0)
 
 
@@ -95,7 +98,8 @@ def start(model: Any, tmp_path: Path) -> Iterator[Callable[..., Service]]:
 
 
 def submit(service: Service, name: str, prompt: list[int], prefill: str) -> None:
-    sources = (msg.KVSource(service.exchanges["p0"].address, ("p0/0",)),) if prefill == "p1" else ()
+    engines = tuple(f"p0/{replica}" for replica in range(service.loops["p1"].manager.num_replicas))
+    sources = (msg.KVSource(service.exchanges["p0"].address, engines),) if prefill == "p1" else ()
     service.tokens[name] = []
     service.decode.submit(
         msg.Submit(
@@ -183,6 +187,7 @@ def test_stretches_come_from_the_end_and_get_shorter(
     assert all(earlier[0] == later[1] for earlier, later in itertools.pairwise(pulled))
     lengths = [stop - first for first, stop in pulled]
     assert lengths == sorted(lengths, reverse=True)
+    assert pulled[-1][0] >= 64, "nothing is pulled that is computed by then"
 
 
 def test_the_computation_does_not_wait_for_the_pull(
