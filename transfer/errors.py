@@ -13,7 +13,7 @@ class TransferError(KVCacheError, RuntimeError):
     """Base of every error of this package.
 
     Attributes:
-        kind: the kind of a pull that this error ends.
+        kind: the kind of failure that a pull ends with if this error ends it.
     """
 
     kind: FailureKind = FailureKind.OTHER
@@ -39,7 +39,7 @@ class MetadataError(TransferError, ValueError):
 
 
 class SettingsMismatchError(MetadataError):
-    """The peer's UCX or NIXL settings differ from ours. A connection despite that would crash the source process."""
+    """The peer's UCX or NIXL settings differ from ours. Connecting anyway would crash the source process."""
 
 
 class AlreadyConnectedError(TransferError, ValueError):

@@ -21,7 +21,7 @@ class FailureKind(StrEnum):
     CHECKS = "checks"
     """Pages differ from their checksums at the source."""
     REFUSED = "refused"
-    """The lease holds other pages than those of the request, or the source refuses the question."""
+    """The lease holds pages of another prompt, or the source refuses to say which pages it holds."""
     SOURCE_GONE = "source_gone"
     """The source died, was restarted, is silent or was given up."""
     TRANSPORT = "transport"
@@ -29,7 +29,7 @@ class FailureKind(StrEnum):
     SHUTDOWN = "shutdown"
     """This engine was shut down."""
     OTHER = "other"
-    """The caller's own pages, tokens or times are impossible, or the error is none of ours."""
+    """The caller's own pages, tokens or times are invalid, or the error does not come from this package."""
     CANCELLED = "cancelled"
     """The owner gave the pull up."""
 

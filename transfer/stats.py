@@ -24,12 +24,12 @@ FAILURES = tuple(kind for kind in FailureKind if kind is not FailureKind.CANCELL
 
 
 class Buckets:
-    """The buckets of a Prometheus histogram, and the sum of its figures.
+    """The buckets of a Prometheus histogram, and the sum of the observed values.
 
     Attributes:
         bounds: upper bounds, ascending and inclusive.
-        counts: figures in each bucket; the last entry counts those above all bounds.
-        total: sum of the figures.
+        counts: number of values in each bucket; the last entry counts the values above all bounds.
+        total: sum of the values.
     """
 
     __slots__ = ("bounds", "counts", "total")
@@ -40,7 +40,7 @@ class Buckets:
         self.total: float = 0
 
     def add(self, figure: float) -> None:
-        """Counts a figure."""
+        """Counts a value."""
         self.counts[bisect_left(self.bounds, figure)] += 1
         self.total += figure
 
@@ -65,10 +65,10 @@ class StatsSnapshot(msgspec.Struct, frozen=True, kw_only=True):
         num_bytes: bytes read in total.
         num_runs: descriptors posted in total.
         interval_pulls: successful pulls since the last snapshot, at most 4,096.
-        records: the record of each of these pulls.
-        total_ms: p50 and p90 of their duration, in milliseconds.
-        post_ms: p50 and p90 of the time that their posts took, in milliseconds.
-        mb_per_s: their bytes over the sum of their durations, in 1e6 bytes a second.
+        records: the record of each pull in this interval, like the next three fields.
+        total_ms: p50 and p90 of the duration of a pull, in milliseconds.
+        post_ms: p50 and p90 of the time that posting a pull took, in milliseconds.
+        mb_per_s: bytes of all pulls over the sum of their durations, in 1e6 bytes a second.
     """
 
     pulls: int

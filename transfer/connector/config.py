@@ -105,8 +105,8 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
         window: tokens of a sliding window, including the current one; 0 for full attention.
         state: parts of a recurrent state, in memory order.
         content: a name for further page contents that both sides must share; empty if there are none.
-        whole_pages: True if only the engine knows the contents of a head of a page. Pages are then moved as a whole, to
-            pages of the same size.
+        whole_pages: True if only the engine knows how the elements of a head lie in a page. Pages are then moved as a
+            whole, to pages of the same size.
     """
 
     layers: dict[str, int]
@@ -301,7 +301,7 @@ def _wrong_types(name: str, value: object, kind: type[msgspec.Struct]) -> Iterat
 
 
 def _plain(value: object) -> object:
-    """Returns a number of numpy as Python's own, which is as good."""
+    """Converts a number, such as one of numpy, to an int or a float of Python."""
     found = integer(value)
     return found if found is not None else float(finite("value", value, error=InvalidEngineError))
 

@@ -25,7 +25,10 @@ _ORDER = ("page", "layer", "head", "side", "token", "dim")
 
 
 def needs_host_buffer(config: WorkerConfig, device: torch.device) -> bool:
-    """Whether pages on a device must go through host memory. Raises `InvalidEngineError` if they must but may not."""
+    """Whether pages on a device must go through host memory.
+
+    Raises `InvalidEngineError` if they must, but `kv_buffer_device` does not allow it.
+    """
     registrable = device.type in config.registrable and device.type in {"cpu", "cuda"}
     if not registrable and config.kv_buffer_device != "cpu":
         raise InvalidEngineError(
@@ -75,7 +78,7 @@ class HostBuffers:
         target: Mapping[str, Cache],
         source_pages: Sequence[int],
         target_pages: Sequence[int],
-        direction: Direction,  # noqa: ARG002 -- of the interface; the devices say it already
+        direction: Direction,  # noqa: ARG002 -- `CopyBlocks` has it; here the tensors' devices tell
     ) -> None:
         """Copies pages by index between tensors on any devices."""
         for name, cache in source.items():

@@ -57,8 +57,8 @@ class SendRequest(msgspec.Struct, frozen=True, kw_only=True):
 class ConnectorMetadata(msgspec.Struct, kw_only=True):
     """One step's work for every worker, by request.
 
-    A request is named in `reqs_to_send` before its lease leaves the scheduler, rather than when it was part of a batch.
-    A reader that comes early then finds no lease, instead of pages that no rank has leased.
+    `reqs_to_send` names a request before its lease leaves the scheduler, and not only after it was part of a batch. A
+    reader that comes early then finds no lease yet. Otherwise it could read pages that no rank has leased.
 
     Attributes:
         reqs_to_recv: loads to begin or to continue.

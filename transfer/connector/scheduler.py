@@ -24,9 +24,10 @@ from transfer.wire.prompt import Prompt
 from transfer.wire.secret import fleet_keys
 
 _LARGEST_BLOCK = 4096
-"""In tokens. A reader's first block can begin before the window does, by up to one of its own blocks.
+"""In tokens: the largest block of a reader that a source provides for if layers have a sliding window.
 
-A source therefore names that many earlier tokens, as far as it has them, for readers with blocks of up to this size.
+The first block that a reader needs can begin up to one block before the window. A source therefore also names its
+blocks of this many tokens before the window, as far as it has them.
 """
 
 
@@ -116,8 +117,8 @@ class NixlConnectorScheduler:
         config: the config of any of the ranks.
         host: name or address under which readers reach this process.
         bind: ZMQ endpoint of the handshake server; by default the loopback and a free port.
-        keyring: keys for the side channel. None takes those of the config's shared secret, or plain sockets without
-            one.
+        keyring: keys for the side channel. With None, the keys are derived from the config's shared secret; without a
+            secret, the sockets are plain.
 
     Raises:
         InvalidEngineError: no engine can be made from the config.

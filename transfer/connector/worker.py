@@ -40,8 +40,8 @@ class NixlConnectorWorker:
 
     Args:
         config: the rank, and the layout of its caches.
-        keyring: keys for the side channel. None takes those of the config's shared secret, or plain sockets without
-            one.
+        keyring: keys for the side channel. With None, the keys are derived from the config's shared secret; without a
+            secret, the sockets are plain.
 
     Raises:
         InvalidEngineError: no worker can be made from the config.

@@ -2,7 +2,7 @@
 
 A page belongs to a transfer until NIXL reports its end, even if the caller stopped waiting for it. NIXL cannot stop a
 copy. After a time-out, a failure or a `disconnect`, the copies in flight are parked and polled until they end. Until
-then `quarantined_pages` reports their local pages. Only it tells when these pages may be used again.
+then `quarantined_pages` reports their local pages, which must not be used again before it stops doing so.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from transfer.memory import MemoryType
 from transfer.nixl.agent import Agent
 from transfer.nixl.settings import agreed_settings
 
-_FIRST_PAUSE_S = 20e-6  # most small transfers end within it
-_LAST_PAUSE_S = 1e-3  # polls a stuck transfer every millisecond: 2 % of a core
+_FIRST_PAUSE_S = 20e-6  # most small transfers end within this time
+_LAST_PAUSE_S = 1e-3  # a stuck transfer is polled every millisecond, which takes 2 % of a core
 
 
 class KVTransferEngine:
     """Sends pages to other engines and reads pages from them. Both sides must `connect` to each other first.
 
-    The source starts a WRITE, the destination a READ. NIXL tells the starting side of the end. The other side gets one
-    notification per shard, which follows the last byte. Nothing runs in the background: a peer's first READ, and every
-    notification, wait until this side calls `poll`, `is_complete` or `sync_and_release`. Call `poll` every few
-    milliseconds while peers may be active.
+    The source starts a WRITE, the destination a READ. NIXL reports the end to the side that started the transfer. The
+    other side gets one notification per shard, after the last byte. Nothing runs in the background: a peer's first
+    READ, and every notification, wait until this side calls `poll`, `is_complete` or `sync_and_release`. Call `poll`
+    every few milliseconds while peers may be active.
 
     One NIXL agent serves each (replica, shard). Not thread-safe: one thread owns the engine.
 
@@ -153,7 +153,7 @@ class KVTransferEngine:
 
     @property
     def suspect_peers(self) -> frozenset[str]:
-        """Peers with a transfer that timed out, and since then no successful transfer that this engine started."""
+        """Peers with a transfer that timed out. A peer leaves the set when a transfer that we start succeeds."""
         return frozenset(self._suspects)
 
     @property
@@ -164,8 +164,8 @@ class KVTransferEngine:
     def connect(self, remote: KVTransferEngineMetadata) -> None:
         """Connects to an engine, with all its replicas. The number of replicas and of pages may differ from ours.
 
-        The caller is responsible for the origin of `remote`, the engine's `metadata`: only the parts around NIXL's own
-        bytes are checked. If it comes from a network, give `encode` and `decode_metadata` a key, or use
+        `remote` is the other engine's `metadata`. It must come from a trusted origin, because NIXL's own bytes in it
+        cannot be checked. If it comes over a network, give `encode` and `decode_metadata` a key, or use
         `NixlConnectorWorker`.
 
         A name stays connected until `disconnect`, even if its engine has died and a new incarnation calls: only the
@@ -219,7 +219,8 @@ class KVTransferEngine:
             InvalidTransferError: a page, a replica or a length does not fit, or a local page is in quarantine.
             UnknownPeerError: no engine of this name, or not this incarnation of it, is connected.
             PeerFailedError: the peer is gone.
-            TransferFailedError: NIXL refused a shard. Those started before it are parked; the transfer never completes.
+            TransferFailedError: NIXL refused a shard. The shards that were started before it are parked; the transfer
+                never completes.
         """
         return self._initiate(False, remote_metadata, (src_idxs, dst_idxs), (src_replica_idx, dst_replica_idx))
 

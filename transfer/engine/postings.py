@@ -58,7 +58,7 @@ class Posting:
     pending: list[tuple[Agent, Handle]] = field(default_factory=list["tuple[Agent, Handle]"])
 
     def post(self, shards: Sequence[TensorAgent], runs: Runs) -> None:
-        """Starts every shard. If NIXL refuses one (`AgentError`), those before it are still in flight."""
+        """Starts every shard. If NIXL refuses one (`AgentError`), the shards before it are still in flight."""
         request, note = self.request, self.request.transfer_name.encode()
         replica = request.src_replica_idx if request.is_read else request.dst_replica_idx
         for ours, theirs in zip(shards, self.connection.metadata.agents_meta[replica], strict=True):
@@ -82,7 +82,7 @@ class Posting:
                 self.pending.append((ours.agent, handle))
 
     def poll(self) -> None:
-        """Drives every shard, and releases those that have ended. Raises the first `AgentError` of them."""
+        """Drives every shard, and releases those that have ended. If shards fail, raises the first `AgentError`."""
         first: AgentError | None = None
         for agent, handle in list(self.pending):
             try:
@@ -151,7 +151,7 @@ class Postings:
         return self.started[name]
 
     def is_done(self, posting: Posting) -> bool:
-        """Whether a transfer has ended successfully. Raises its failure."""
+        """Whether a transfer has ended successfully. Raises its failure if it has failed."""
         if posting.failure is not None:
             raise posting.failure.with_traceback(None)
         try:

@@ -2,8 +2,8 @@
 
 The plugin runs in a process of its own, `object_store.py`, which shares only the memory that the bytes pass through.
 There are three reasons. A call of the plugin hangs if the store does not answer: 25 s if nothing listens, 59 s and more
-if nothing replies, whatever the settings. A READ that is given up keeps writing. And the plugin of one of NIXL's two
-wheels needs a CUDA library to load. A process can be killed at any time, and writes nothing afterwards.
+if nothing replies, whatever the settings. A READ that is given up keeps writing to its memory. And the plugin of one of
+NIXL's two wheels needs a CUDA library to load. A process can be killed at any time, and writes nothing afterwards.
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ _DEFAULTS = {
 # The largest message, in bytes, that answers a READ over TCP. With the default of 8 KiB, system calls cost a quarter of
 # the rate or more. A message longer than the receiver's buffer is written beyond it, so both sides must agree.
 _TCP_SEGMENTS = {"UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_RX_SEG_SIZE": "256k"}
-# cuda_copy moves nothing here. But on a host with a GPU, NIXL refuses a list without it, even for pages in host memory.
+# cuda_copy moves nothing here. But on a host with a GPU, NIXL refuses a list of transports without it, even for pages
+# in host memory.
 _HOST_TRANSPORTS = "posix,sysv,cma,cuda_copy"
 _SHARED_MEMORY = ("posix", "sysv")
 # Without NVLink, UCX would use cuda_ipc for WRITEs alone, and emulate READs over TCP: on one H200, 2,048 pages of

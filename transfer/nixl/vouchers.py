@@ -3,7 +3,7 @@
 NIXL metadata names the processes to contact, in bytes that only UCX can read. A single wrong byte can kill the process
 that is contacted, which may be any process. An agent whose metadata no key authenticates therefore listens on a socket
 that is named by the digest of the metadata. The kernel tells a reader which user owns the listener. Agents reach each
-other through shared memory only if they run as one user, and a process of that user can kill ours without this detour.
+other through shared memory only if they run as one user, and a process of that user could kill ours anyway.
 The socket name is abstract: it disappears with the process and leaves no file.
 """
 

@@ -37,7 +37,7 @@ ADDRESS_LIMIT = 1 << 63
 
 
 class Box(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A part of the pages of a shard that one stride for each axis describes.
+    """A part of a shard's pages whose elements lie one fixed stride apart along each axis.
 
     Attributes:
         kind: the logical tensor that the box is part of: "kv", its "scales", or "conv.x", "conv.B", "conv.C", "ssm" for
@@ -83,10 +83,10 @@ class Group(msgspec.Struct, frozen=True, omit_defaults=True):
     """The layers that share a block table: one list of a request's page ids addresses them.
 
     Attributes:
-        page_size: tokens of a page as the boxes lie in memory; 1 for recurrent state.
+        page_size: tokens of a page in memory; 1 for recurrent state.
         num_pages: pages of the pool.
-        boxes: the contents of a page; empty if this shard has no layer of the group. Boxes of several groups may share
-            memory, because their pages never do.
+        boxes: the contents of a page; empty if this shard has no layer of the group. Boxes of several groups may lie in
+            the same memory, because a page is used by one group at a time.
         window: tokens that a sliding window looks back; 0 for full attention.
         state: True for recurrent state: a request then has one page, however many tokens it has.
         block_pages: pages in one block of this shard's scheduler. Block b covers pages b * block_pages to (b + 1) *
@@ -189,7 +189,7 @@ def _check_box(where: str, box: Box, group: Group, region_bytes: tuple[int, ...]
     covered = box.itemsize
     for n, step, axis in sorted(axes, key=lambda item: item[1]):
         if step < covered and n > 1:
-            _refuse(f"{where}: the stride of axis {axis} is {step}, which steps into {covered} bytes held already")
+            _refuse(f"{where}: the stride of axis {axis} is {step}: {covered} bytes or more are needed")
         covered += (n - 1) * step
 
 

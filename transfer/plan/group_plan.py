@@ -83,7 +83,7 @@ class GroupPlan:
         self._num_kept = 0
 
     def page_runs(self, kind: PieceKind, *, flowing: bool = True) -> tuple[PageRuns, ...]:
-        """The runs of one piece of a kind, with or without the stacks that flow; cached."""
+        """The runs of one piece of a kind, with or without the stacks that flow (`Stack.flows`); cached."""
         key = (kind.local_token, kind.remote_token, kind.num_tokens, flowing)
         found = self._kept.get(key)
         if found is None:
@@ -177,7 +177,7 @@ class GroupPlan:
     def _flow(
         self, kinds: list[PieceKind], local_pages: Ints, remote_pages: Ints, local_bases: Ints, remote_bases: Ints
     ) -> Iterator[Runs]:
-        """The runs of stacks whose tokens continue from piece to piece. They are joined before they are spread."""
+        """The runs of stacks whose tokens continue from piece to piece, joined and then repeated for each box."""
         local_page = np.concatenate([local_pages[kind.local] for kind in kinds])
         remote_page = np.concatenate([remote_pages[kind.remote] for kind in kinds])
         repeats = [len(kind.local) for kind in kinds]

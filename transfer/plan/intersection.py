@@ -45,7 +45,7 @@ class Stack:
     remote_page: int
 
     def tokens(self, num_tokens: int) -> tuple[Axis, ...]:
-        """The token axis for `num_tokens` tokens of a page; empty if one token has everything."""
+        """The token axis for `num_tokens` tokens of a page; empty for one token, or if tokens share all elements."""
         return ((num_tokens, *self.token),) if num_tokens > 1 and any(self.token) else ()
 
     def flows(self, local_page_size: int, remote_page_size: int) -> bool:

@@ -115,7 +115,7 @@ class Plan:
                 for ours, theirs in zip(*pairs, strict=True):
                     local, remote = first_local + ours * local_page, first_remote + theirs * remote_page
                     if local == our_end and remote == their_end and joined + length <= LONGEST_RUN:
-                        joined += length  # these pages are neighbours on both sides: NIXL takes 2 to 4 µs for each run
+                        joined += length  # neighbours on both sides: one run, because NIXL takes 2 to 4 µs for each
                         here[-1], there[-1] = (here[-1][0], joined, our_device), (there[-1][0], joined, their_device)
                     else:
                         joined = length

@@ -1,4 +1,4 @@
-"""Runs of bytes: strided boxes give the runs of one page, made once, and these give the runs of all pages of a pull.
+"""Runs of bytes. Those of one page are made once, from strided boxes, and are repeated for all pages of a pull.
 
 The work for each pull is numpy over whole batches; nothing loops over pages or runs.
 """

@@ -25,13 +25,15 @@ if TYPE_CHECKING:
     from transfer.wire.handshake import HandshakeClient
     from transfer.wire.messages import Answer
 
-# The pause before a source that has not looked for the pages yet is asked again. It doubles each time.
+# In seconds: the pause before a question is repeated to a source that has not looked for the pages yet. It doubles each
+# time, up to the maximum.
 _PAUSE_S, _MAX_PAUSE_S = 1e-4, 0.05
 _LATE_S = 10.0
-"""In seconds. A source that has not answered in time is listened to for this long, to give back a lease that it grants.
+"""In seconds: how long an answer is still accepted after its question has timed out.
 
-Otherwise the lease would hold pages there until it expires. Meanwhile this reader could not get these pages, because a
-source lends a page to a reader once at a time.
+A late answer may come with a lease, which this reader then gives back. Otherwise the lease would keep its pages at the
+source until it expires. Until then this reader could not get the same pages again, because a source lends a page to a
+reader under one lease at a time.
 """
 
 
@@ -40,7 +42,8 @@ class Lent(NamedTuple):
 
     Attributes:
         key: the key of the question.
-        source: the lease to pull under. None if the source has none of the pages, lends no more, or has not answered.
+        source: the source and the lease to pull under. None if the source has none of the pages, may lend no more of
+            them, or has not answered.
         table: block table of the leased pages, for `import_block_table`; None if there is no source.
         error: why the source has given no answer; empty if it has.
     """
@@ -64,23 +67,23 @@ class _Question:
     at: float = -math.inf  # inf while an answer is awaited
     pause_s: float = _PAUSE_S
     waits_for: str = ""
-    is_told: bool = False  # its owner was told that it failed; a lease that is granted later is given back
+    is_told: bool = False  # its owner knows that it has failed; a lease that is granted after that is given back
 
 
 class PageAsks:
     """The open questions of a process. For the loop's thread; no call waits.
 
     Args:
-        client: used only here.
+        client: sends the questions. Nothing else may use it.
         name: name of the asking process.
-        key: key of the digests over answers.
-        compatibility: entries that must agree with a source.
-        kind: kind of contents of a token, which must agree with a source too.
+        key: key of the digests that authenticate the answers.
+        compatibility: entries that must be equal here and at the source, such as the model.
+        kind: what the cache stores for a token (`kvcache.layout.kv_kind`); it must be equal at the source too.
         tables: number of block tables of a request.
         kinds: kind of each table, as in a `BlockTable`.
-        beside: number of further groups of a block table, each with one page: the state of a request.
-        give_back: called with the asking replica, a lease that is of no use, and a reason: it was granted too late, or
-            holds other pages.
+        beside: number of further groups of a block table. Each has one page, which holds a state of the request.
+        give_back: called with the asking replica, a lease that cannot be used, and the reason: it was granted too late,
+            or it holds other pages.
     """
 
     def __init__(
@@ -175,7 +178,7 @@ class PageAsks:
             self._on_pages(ask, where, answer.pages)
 
     def _on_pages(self, ask: _Question, where: str, data: bytes) -> None:
-        """Ends a question with the leased pages. Gives back a lease of other pages than those that were asked for."""
+        """Ends a question with the leased pages. If they are not the pages asked for, gives the lease back."""
         try:
             pages = open_pages(data, ask.place[1], None, self._key)
         except TransferError as error:
@@ -192,7 +195,7 @@ class PageAsks:
             self._end(ask, source, self._table(ask, pages))
 
     def _fault(self, ask: _Question, pages: LeasedPages) -> str:
-        """Says in what the leased pages differ from those that were asked for; empty if they are the same."""
+        """Describes how the leased pages differ from the pages asked for; empty if they do not differ."""
         count, rest = divmod(pages.num_tokens, ask.query.page_size)
         groups, beside = pages.block_ids[: self._tables], pages.block_ids[self._tables :]
         most = max(map(len, groups), default=0)
@@ -208,7 +211,7 @@ class PageAsks:
         return ""
 
     def _digests(self, ask: _Question, pages: LeasedPages) -> bytes:
-        """Returns the digests of the leased pages, as this engine asked for them; empty if it asked for fewer."""
+        """Returns the question's digests of as many pages as were leased; empty if the question has fewer digests."""
         size = pages.num_tokens // ask.query.page_size * len(pages.prompt_digest)
         return ask.digests[:size] if size <= len(ask.digests) else b""
 
@@ -234,7 +237,7 @@ class PageAsks:
         if not ask.is_told:
             self._tell(ask, source, table, error)
         elif source is not None:
-            self._give_back(ask.replica, source, f"{ask.query.reader} waits for these pages no longer")
+            self._give_back(ask.replica, source, f"{ask.query.reader} no longer waits for these pages")
 
     def _tell(
         self, ask: _Question, source: Source | None = None, table: BlockTable | None = None, error: str = ""

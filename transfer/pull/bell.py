@@ -55,8 +55,8 @@ class Alarm:
 class Bell:
     """Any thread rings it, and one thread hears it. Its descriptor is readable from a ring until `hear`.
 
-    The flag mirrors whether the descriptor is readable. The lock changes both together: a flag that stayed set would
-    silence every later ring. A signal handler may also ring, in the middle of a call.
+    The flag says whether the descriptor is readable. Both change under the lock: if the flag stayed set while the
+    descriptor is not readable, every later ring would do nothing. A signal handler may also ring, even during a call.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Bell:
         with self._lock:
             if not self._rung and self._fd >= 0:
                 os.eventfd_write(self._fd, 1)
-                self._rung = True  # last: a signal handler that rings in between then rings once too often, not never
+                self._rung = True  # last: a signal handler in between then rings once too often, and no ring is lost
 
     def hear(self) -> None:
         """Silences the bell until the next ring. The caller looks for events after this call."""

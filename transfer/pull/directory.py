@@ -1,9 +1,9 @@
 """The engines that a replica reads from: found by address and engine id, watched during pulls, and finally forgotten.
 
 A request names its source, and may be wrong. A wrong name affects only the requests that use it. The first request
-for an engine asks for its metadata. The engine is forgotten when it dies, is replaced, or stays idle. It is replaced
-only when it is known to be gone: another engine that answers under its id waits until the known one has been pinged.
-Metadata that no key authenticates is loaded only if a process on this host vouches for it.
+for an engine asks for its metadata. The engine is forgotten when it dies, is replaced, or stays idle. If another engine
+answers under the id of a loaded one, the loaded one is pinged first, and is replaced only if it is gone. Metadata that
+no key authenticates is loaded only if a process on this host vouches for it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Peer:
 
 
 class Directory:
-    """The engines that all ranks of this process know, or that are being asked. Single-threaded.
+    """The engines that all ranks of this process know, or whose metadata was requested. Single-threaded.
 
     Args:
         ranks: the local ranks.
@@ -151,10 +151,10 @@ class Directory:
     def _open(self, address: str, ranks: Sequence[bytes]) -> tuple[RankMetadata, list[RemoteEngine]]:
         """Returns the metadata of the engine's first rank, and a `RemoteEngine` for each local rank.
 
-        The second is empty if the engine is loaded.
+        The list is empty if the engine is already loaded.
         """
         if not ranks:
-            raise MetadataError(f"{address}: metadata of 0 ranks, an engine has at least one")
+            raise MetadataError(f"{address}: got the metadata of 0 ranks; an engine has at least one")
         first = open_rank(ranks[0], self._ranks[0].identity.key)
         start = (first.engine_id, first.incarnation)
         return first, [] if self._is_loaded(*start) else self._inspect(ranks, *start)

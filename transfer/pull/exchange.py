@@ -1,7 +1,7 @@
-"""`PageExchange`: leases a manager's pages to other processes and pulls theirs, under leases and fences.
+"""`PageExchange`: leases a manager's pages to other processes, and pulls pages of other processes into the manager.
 
-Each process has one: an engine with a transfer thread for each replica of a manager, and the server that describes them
-to peers.
+Each process has one exchange. It makes each replica of the manager an engine with a transfer thread of its own, and
+runs the server that describes these engines to peers.
 """
 
 from __future__ import annotations
@@ -51,11 +51,14 @@ if TYPE_CHECKING:
     from transfer.wire.keys import Keyring
 
 _STUCK_S = 10.0
-"""In seconds. READs of a stopped source may never end; until their agent is destroyed they hold pages and rows here."""
-_REFUSE_S = 5.0
-"""In seconds. How long a refusal may take to reach a source that this process has not talked to yet.
+"""In seconds: how long READs of a failed pull may go on before their agent is destroyed.
 
-A lease whose refusal does not arrive expires.
+READs from a stopped source may never end, and hold pages and rows here until then.
+"""
+_REFUSE_S = 5.0
+"""In seconds: how long a refusal may take to reach a source that this process has not talked to yet.
+
+If the refusal does not arrive, the lease ends when it expires.
 """
 
 
@@ -78,11 +81,11 @@ class PageExchange:
 
     The manager holds leased pages, whatever happens to their request, from `offer` until the lease word is cleared on
     every shard. Pages that a pull writes stay with the pull until nothing of it is in flight, whatever happens to the
-    import. `poll` ends both.
+    import. In both cases `poll` then releases the pages.
 
-    The thread that runs the scheduler may call every method at any time. Only `wait`, `seal` and `close` block. A call
-    that names few pages (up to 1 MiB, of a known source) reads them itself, because waking the transfer thread would
-    take longer.
+    The thread that runs the scheduler may call every method at any time. Only `wait`, `seal` and `close` block. Few
+    pages (up to 1 MiB, of a known source) are read within the call that asks for them, because waking the transfer
+    thread would take longer.
 
     Args:
         manager: the manager whose pages are leased and filled. Its tensors must live until `close`.
@@ -241,10 +244,10 @@ class PageExchange:
     def offer(self, request_id: str, duration_s: float, *, running: bool = False) -> Source | None:
         """Leases the pages that a claimed request computes. Returns None if every lease slot is taken.
 
-        The `Offered` event reports that the lease was granted. Only then may the result be sent, with a block table
-        that the manager made after this call. A table carries the seals of the leases that its request has when it is
-        made, and a reader rejects a table without the seal of its lease. The manager holds the pages from now on, even
-        if the request is released, until `poll` has returned `LeaseOver` or a failed `Offered`.
+        The `Offered` event reports that the lease was granted. Only then may the result be sent to the reader, with a
+        block table that the manager made after this call. A table carries the seals of those leases that its request
+        had when the table was made, and a reader rejects a table without the seal of its lease. The manager holds the
+        pages from now on, even if the request is released, until `poll` has returned `LeaseOver` or a failed `Offered`.
 
         Args:
             request_id: a claimed request without a pending import.
@@ -273,7 +276,7 @@ class PageExchange:
         running: bool,
         pages: Sequence[Sequence[int]] | None = None,
     ) -> Source | None:
-        """Has a lease granted for a hold of the manager. Ends the hold if there is no slot."""
+        """Requests a lease for pages that the manager holds. If there is no slot, ends the hold and returns None."""
         replica: int = held.replica_idx
         lease = None
         try:
@@ -334,10 +337,11 @@ class PageExchange:
     ) -> None:
         """Asks a source for pages by content, whichever request computed them. `poll` returns the answer as `Lent`.
 
-        The source leases the longest run of the pages, starting with the first, that it has and may lend. The run may
-        be shorter than an earlier one, or empty, which is no error. The table of a `Lent` is imported and pulled like
-        that of any offer, if all pages before it are cached here. One prompt can therefore come from several sources,
-        in stretches. `refuse` gives back a lease that is not pulled; otherwise it expires within seconds.
+        The source leases the longest run of the pages, starting with the first, that it has and may lend. A short or
+        empty run is no error, and the same question may later bring fewer pages. The table of a `Lent` is imported and
+        pulled like that of any offer, if all pages before it are cached here. One prompt can therefore come from
+        several sources, in stretches. `refuse` gives back a lease that is not pulled; otherwise the lease expires
+        within seconds.
 
         Args:
             replica: the asking replica; the event repeats it.
@@ -350,8 +354,8 @@ class PageExchange:
                 later is given back.
 
         Raises:
-            InvalidRequestError: (a ValueError) an argument is none of these. Every call here raises it for a replica
-                that does not exist.
+            InvalidRequestError: (a ValueError) an argument has a wrong type or is out of range. Every method that takes
+                the number of a replica raises it if there is no such replica.
         """
         self._thread(replica)
         check_question(key, (address, engine_id), wanted, timeout_s)
@@ -368,20 +372,21 @@ class PageExchange:
     def pull(self, key: str, source: Source | Sequence[Source], pending: PendingPages, timeout_s: float) -> None:
         """Pulls all pages that an import lacks. The last `PullEvent` carries the proof for `commit_import`.
 
-        From several sources, pages that more than one of them holds are read at the same time, more of them from the
-        faster ones. If a source fails, the others are read in its place. Pages that no source has any more end the pull
-        before them, if they are of a single block table: the event has `stop`, and the import then covers fewer tokens.
+        Several sources are read at the same time, and a faster source delivers more of the pages that several hold. If
+        a source fails, the others are read in its place. If no source has a page any more, and the cache has a single
+        block table, the pull passes with the pages before it: the last event has `stop`, and the import then covers
+        fewer tokens.
 
         Args:
             key: names the pull; no other open pull on the import's replica may have this name.
-            source: the source, as it was offered. Several of them in the order of the import's tables: that of `table`
-                first, then those of `others`.
+            source: the source, as it was offered. A list of sources is in the order of the import's block tables: first
+                the source of `table`, then the sources of `others`.
             pending: an open import of the manager that no other pull writes.
             timeout_s: seconds until the pull fails, including its first contact with the source.
 
         Raises:
             InvalidRequestError: (a ValueError) a pull of this name is open; or the import is closed, of another
-                manager, written by another pull, or of another number of tables than there are sources.
+                manager, or written by another pull; or there is not one source for each of its block tables.
             EngineClosedError: the transfer thread has died, or was closed. All calls except `poll` and `close` raise it
                 then.
         """
@@ -405,8 +410,8 @@ class PageExchange:
         named = [(copies, copier.tables), *((copies, (table,)) for table, copies in copier.from_others())]
         if len(sources) != len(named):
             raise InvalidRequestError(
-                f"request {pending.request_id!r}: got {len(sources)} sources, but its import has the block tables of "
-                f"{len(named)}"
+                f"request {pending.request_id!r}: got {len(sources)} sources, but its import has block tables of "
+                f"{len(named)} sources"
             )
         thread = self.threads[int(pending.replica_idx)]
         if len(sources) == 1:
@@ -509,7 +514,7 @@ class PageExchange:
         return found
 
     def _end_copy(self, replica: int, event: PullEvent) -> Any:
-        """Ends the copy of a pull that has nothing in flight any more. Returns the proof of one that has passed."""
+        """Ends the copy of a pull that has nothing in flight any more. Returns its proof if the pull has passed."""
         copier = self._pulls.pop((replica, event.key), None)
         if copier is None:
             return None

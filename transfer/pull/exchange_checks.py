@@ -1,6 +1,6 @@
 """Checks of the arguments of `PageExchange`, before anything is made or changed.
 
-An argument of a wrong kind would otherwise fail later, and perhaps on the transfer thread, which it would end.
+A wrong argument would otherwise fail later. If it failed on the transfer thread, it would end that thread.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def check_exchange(owner: object, given: object, options: Mapping[str, Any]) -> 
         raise InvalidEngineError(f"name is {shown(given)}: a string of 1 to {_MOST_NAME} characters is needed")
     where = f"exchange {given!r}: "
     check_text(f"{where}bind", options["bind"], InvalidEngineError)
-    if not isinstance(options["secret"], str):  # whatever it is, it is not shown
+    if not isinstance(options["secret"], str):  # the value is not shown, because it may be a secret
         raise InvalidEngineError(f"{where}secret is a {type(options['secret']).__name__}: a string is needed")
     agreed = options["compatibility"]
     if agreed is not None and not (

@@ -1,4 +1,4 @@
-"""Leases: the readers of a request's pages, their deadline, and the memory words that show readers whether one is open.
+"""Leases: until when readers may read a request's pages, and the words in memory that show readers if a lease is open.
 
 A lease is open while its random id is in its *lease word*, eight bytes that every peer may READ. A reader first copies
 the pages and then READs the word. If the id is still there, the pages had not been given away when the last byte was
@@ -196,7 +196,7 @@ class LeaseBook:
         return self._by_id.get(lease_id)
 
     def times(self, lease: Lease) -> tuple[float, float | None]:
-        """Seconds since the time of a lease started, and until its deadline; 0 and None before.
+        """Returns the seconds since the clock of a lease started, and until its deadline; 0 and None if it has not.
 
         Safe from any thread.
         """

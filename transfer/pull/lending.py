@@ -1,8 +1,9 @@
 """The source's side of a pull by content: readers ask for pages by digest, and get a lease of the pages that are here.
 
 A question arrives on the handshake server's thread, which knows no pages, and waits for the serving loop. The loop
-holds the pages and requests a lease for them. Once every rank has granted the lease, the reader is told the pages. The
-server holds the question for a while; after that the reader asks again. From there on it is a lease like any other.
+holds the pages and requests a lease for them. The server keeps a question open for a while; if there is no answer by
+then, the reader asks again. Once every rank has granted the lease, the reader is told the pages, and pulls them as
+under any other lease.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ if TYPE_CHECKING:
     Returns None if every lease slot is taken.
     """
 
-LENT_S = 10.0  # in seconds, if the reader does not renew, although it asked a moment ago
+LENT_S = 10.0  # in seconds: duration of a lease; short, because its reader is waiting and renews it
 _KNOWN = 4096  # the most questions whose answers are kept
 _MOST_ASKED = 64  # the most questions that wait for the loop; each may bring half a MiB of digests
-_MOST_OF_ONE = 32  # the most of them from one reader
-_LOAD_S = 0.25  # in seconds, for pages to come from a lower tier; later pages are left out
+_MOST_OF_ONE = 32  # the most questions of one reader that wait for the loop
+_LOAD_S = 0.25  # in seconds; pages that take longer to come from a lower tier are left out
 _LOADING = LeaseReply(query_id=0, waits_for="its pages to come from a lower tier")
 _UNSEEN = LeaseReply(query_id=0, waits_for="its serving loop to look for the pages")
 _LENT = LeaseReply(query_id=0, waits_for="another lease of the same pages to end, which this reader has")
@@ -51,7 +52,7 @@ class _LentPages(NamedTuple):
         ask_id: id of the question.
         asker: id of the reading process.
         pages: ids of the pages for tokens; a state page counts as a negative number.
-        size: the number of pages that all this occupies.
+        size: the number of token pages that the lease takes; a state counts as the pages of its slab.
         answer: the sealed answer.
     """
 
@@ -140,7 +141,7 @@ class PageLender:
         return LeaseReply(query_id=query.query_id, pages=known.pages, error=known.error, waits_for=known.waits_for)
 
     def _too_many(self, query: ContentQuery) -> int:
-        """Returns the limit that one more question would exceed, of all readers or of this reader; 0 if none."""
+        """Returns the limit that one more question would exceed: for all readers or for this one; 0 if neither."""
         waiting = [*self._asked, *(loading for loading, _ in self._loading)]
         if len(waiting) >= _MOST_ASKED:
             return _MOST_ASKED
@@ -160,7 +161,7 @@ class PageLender:
                 self._say(query.ask_id, LeaseReply(query_id=0, error=str(error)))
 
     def settle(self, event: LeaseOver | Offered) -> bool:
-        """Handles an event of a lease. Returns whether it is a lease of lent pages, which the loop need not hear of."""
+        """Handles an event of a lease. Returns True if the lease is of lent pages, whose events the loop ignores."""
         lent = self._lent.get(event.lease_id)
         if lent is None:
             return False

@@ -4,8 +4,9 @@ A fence proves that a page was not written while it was read. It does not prove 
 source's: NIXL reports a short read as done, and memory or a wire may corrupt data. Ruling that out costs one pass over
 the bytes on each side. XXH3 finds accidents, not attacks; see the benchmark for the price.
 
-The source keeps a word for each page in memory that readers may READ, so no message grows. Readers copy the words along
-with the pages. That is safe because the words of leased pages do not change while the lease is open.
+The source keeps one word for each page, in memory that readers may READ, so that no message has to carry checksums.
+Readers copy the words along with the pages. That is safe because the words of leased pages do not change while the
+lease is open.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ class Verifier:
         return self._part(key, plan, read, ATTEMPTS)
 
     def _part(self, key: str, plan: Plan, groups: list[PageCopy], attempts: int) -> Part | None:
-        """As `part`, for arrays of just the pages to read."""
+        """Like `part`, but the arrays in `groups` hold only the pages to read."""
         runs = concatenated([plan.runs(group, *pages) for group, pages in enumerate(groups)])
         if not len(runs):
             return None

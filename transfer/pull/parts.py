@@ -25,7 +25,7 @@ FOREGROUND_BYTES = 16 << 20
 BACKGROUND_BYTES = 128 << 20
 """About 12 ms. More would save few wake-ups, and delay the end of a failed pull."""
 _FOR_TWO = 32 << 20
-"""The least bytes for which splitting runs for a second thread pays: a run costs 2 µs, these bytes take 2.5 ms."""
+"""From this many bytes on, runs are split so that two threads can copy: a run costs 2 µs, these bytes take 2.5 ms."""
 _SHORTEST_CUT = 128 << 10
 
 
@@ -94,7 +94,7 @@ class Part:
 
 
 def longest_run(num_bytes: int) -> int:
-    """Returns the bytes above which runs of such a part are cut. A large part gets enough runs for both threads."""
+    """Returns the most bytes of a run in a part of `num_bytes` bytes. A large part gets enough runs for two threads."""
     if num_bytes < _FOR_TWO:
         return LONGEST_RUN
     return min(LONGEST_RUN, max(num_bytes // (2 * BACKGROUND_RUNS), _SHORTEST_CUT))

@@ -3,8 +3,8 @@
 A pull ends in two steps that may be far apart. It *fails* as soon as a reason is known. Its pages are *safe* when
 nothing of it is in flight: NIXL cannot stop a copy, so bytes may still land in the pages until then.
 
-The post itself copies a small READ, and also the lease word after it. Such a pull has ended when it is posted, and
-needs none of the state that other pulls need: see `Puller.pull_at_once`.
+NIXL copies a small READ, and the READ of the lease word after it, within the call that posts it. A small pull has
+therefore ended as soon as it is posted, and needs none of the state that other pulls need: see `Puller.pull_at_once`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LATELY_S = 1.0
 _MOST_IN_FLIGHT = 8
 """The most transfers of a pull at a time, if posts return before the copy ends.
 
-They have 32 MiB on the wire, beside the background transfer.
+Together they have 32 MiB on the wire, in addition to the background transfer.
 """
 
 
@@ -102,7 +102,7 @@ class Puller:
         return any(pull.engine is engine for pull in self._pulls.values())
 
     def open(self, key: str, engine: RemoteEngine, lease: LeaseRef, timeout_s: float) -> RankPull:
-        """Opens a pull: its lease is renewed from now on, and `add` may read. Its key is free after its last event.
+        """Opens a pull: from now on its lease is renewed, and `add` may read. After its last event the key is free.
 
         Raises:
             InvalidTransferError: the key is taken, the source has no such lease word, or a time is invalid.

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from kvcache.replica.block_table import BlockTable
 
 FIRST_PAUSE_S = 1e-3
-"""In seconds, before a source is asked again whether all its ranks have granted a lease; doubled each time."""
+"""In seconds: the pause before a source is asked again whether all its ranks have granted a lease.
+
+It doubles each time.
+"""
 # Default factories. Calling an alias such as `list[int]` takes 1 µs, and a pull has eight of these fields.
 _LIST = cast("Callable[[], list[Any]]", list)
 _SET = cast("Callable[[], set[Any]]", set)
@@ -99,8 +102,8 @@ class RankPull:
     num_runs: int = 0
     post_s: float = 0.0  # seconds spent posting
     added: int = 0  # number of calls that added parts
-    passed: int = 0  # number of these that a fence has passed for
-    marking: int = 0  # number of these that the fence in flight covers; 0 for the last fence
+    passed: int = 0  # number of such calls whose parts a fence has confirmed
+    marking: int = 0  # number of such calls that the fence in flight covers; 0 for the last fence
     waiting: list[Part] = field(default_factory=_LIST)
     reading: list[tuple[Handle, Part]] = field(default_factory=_LIST)
     # For each READ of a lease word: its handle, the rank of the source, and the index of the puller's word.
@@ -151,14 +154,14 @@ class ReplicaPull:
         deadline: on the replica's clock.
         pages: the source's answer; None if the owner names the pages.
         ask_at: when the source is to be asked again.
-        waits_for: what the source's last answer named as missing, and since when it has answered so.
+        waits_for: what the source's last answer named as missing, and since when its answers have named that.
         pause_s: pause before the next question.
         waiting: pages to read, in order.
         reads: the pull of each rank, once the source is known.
         started: whether the ranks' pulls were opened.
         error: why it failed; None if it has not.
         told: whether the owner knows that it has failed.
-        refusal: why the source's lease is refused, for a pull that only tells the source so. Such a pull has no events.
+        refusal: for a pull that is opened only to refuse the source's lease: the reason. Such a pull has no events.
         begins: the first token that is read of each group, if the source has named its blocks.
     """
 

@@ -56,9 +56,9 @@ class Offered(NamedTuple):
     error: str
 
 
-_REFUSED = "\0refused "  # prefix of the keys of pulls that only refuse a lease; no owner's key has it
+_REFUSED = "\0refused "  # prefix of the keys of pulls that only refuse a lease; no caller's key begins with it
 _PART = "\0part "  # prefix of the keys of the parts of a pull from several sources
-_MAX_PAUSE_S = 0.25  # in seconds, before a source is asked again: see `ReplicaPull`
+_MAX_PAUSE_S = 0.25  # in seconds: the longest pause before a source is asked again; see `ReplicaPull`
 _SMALL_BYTES = 1 << 20
 """A pull of this size takes 0.1 to 0.3 ms. On a busy machine, waking a thread for it takes twice as long."""
 Event = PullEvent | LeaseOver | Offered
@@ -81,7 +81,8 @@ class ReplicaTransfer:
         events: events in order; the owner takes them.
         stats: counters, and records of the last pulls.
         directory: the engines that it reads from.
-        reads_expected: how often a reader may have begun to read under a lease. Counted only if READs need our polls.
+        reads_expected: how many times a reader may have begun to read under a lease; counted only if READs need our
+            polls.
     """
 
     def __init__(
@@ -220,7 +221,7 @@ class ReplicaTransfer:
         *,
         can_shorten: bool = False,
     ) -> None:
-        """Begins a pull from several sources: each page is read from one of those that hold it.
+        """Begins a pull from several sources: each page is read from one of the sources that hold it.
 
         Args:
             key: names the pull.
@@ -380,10 +381,10 @@ class ReplicaTransfer:
         self._fail(key, failure)
 
     def refuse(self, source: Source | Wanted, reason: str, timeout_s: float) -> None:
-        """Tells a source that no page will be read under its lease, so that it can free them. Causes no event.
+        """Tells a source that no page will be read under its lease, so that it can free the pages. Causes no event.
 
-        A reader may give back any lease that it can name. The tokens do not matter, because those of a rejected request
-        are unknown.
+        A reader may give back any lease that it can name. The tokens are not compared, because the tokens of a rejected
+        request are unknown.
         """
         if isinstance(source, Wanted):
             source = source._replace(num_tokens=0, digest=b"")
@@ -467,7 +468,7 @@ class ReplicaTransfer:
             pull = self._pulls[key]
             another = isinstance(pull.source, Wanted) or is_of_other_start(pull.source, peer)
             if peer.incarnation and not pull.started and another:
-                # Another incarnation, most likely the present one, has granted the lease or will.
+                # The lease belongs to another incarnation, most likely the one that runs now, so ask for that one.
                 self.directory.connect(peer.place)
             else:
                 self._fail(key, failure)
@@ -477,7 +478,7 @@ class ReplicaTransfer:
         if pull.error or isinstance(pull.source, Wanted) or (peer := self.directory.use(pull.source.place)) is None:
             return
         if is_of_other_start(pull.source, peer):
-            self.directory.check(peer.place)  # it was restarted, or the request is older: a ping tells
+            self.directory.check(peer.place)  # either it was restarted, or the lease is of an earlier start
             return
         try:
             if not pull.started:
@@ -572,7 +573,7 @@ class ReplicaTransfer:
 
 
 def is_of_other_start(source: Source | Wanted, peer: Peer) -> bool:
-    """Whether another incarnation than the known one has granted the lease."""
+    """Whether the lease was granted by an incarnation other than the known one."""
     return isinstance(source, Source) and source.incarnation not in (peer.incarnation, "")
 
 

@@ -1,9 +1,9 @@
 """A pull that reads its pages from several sources at the same time, more of them from the faster ones.
 
 Each source has leased pages of its own that hold the same tokens. The pull has one *part* for each source: a pull of
-its own, under that source's lease. A part reads one run of pages at a time, with a fence after it, so the lease word of
-that source proves the run. A part whose run has passed gets the next one. More is therefore read from a faster source,
-and nobody has to know beforehand which one that is.
+its own, under that source's lease. A part reads one run of pages at a time, with a fence after it, which shows that the
+run was still leased. A part whose run has passed gets the next one. More is therefore read from a faster source, and
+nobody has to know beforehand which source that is.
 
 If a source fails, the run that it was reading goes to another source that has these pages, but only once nothing of it
 is in flight any more. If no source has them, the pull ends before them.
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from transfer.pull.source import Place, Source
 
 ONE_SOURCE_BYTES = 1 << 20
-"""Up to this size one source is read, because a second one would save less than its first run takes."""
+"""A pull of up to this size reads one source, because a second one would save less time than its first run takes."""
 _PROBE_BYTES = 256 << 10
-"""The bytes of the first run of a source whose speed is unknown, if there are other sources."""
+"""The size of the first run of a source whose speed is unknown, if there are other sources."""
 _LEAST_S, _LEAST_BYTES = 0.01, 1 << 20
 """A run takes at least this long or has this many bytes, because its fence costs a round trip without pages."""
 _MOST_S = 0.25
@@ -47,7 +47,7 @@ _TO_READ, _READING, _PASSED, _LOST = range(4)
 
 
 def shares(num_bytes: int) -> bool:
-    """Whether a pull of so many bytes reads several sources."""
+    """Whether a pull of `num_bytes` bytes reads several sources."""
     return num_bytes > ONE_SOURCE_BYTES
 
 
@@ -124,9 +124,10 @@ class _SourcePart:
 
 
 class SharedPull:
-    """The pages of a pull in *columns*, the tokens of one page of the larger page size, and who reads which.
+    """The pages of a pull, cut into *columns*, and the source that reads each column.
 
-    Pure: `SharedPulls` makes the calls.
+    A column is the tokens of one page, in our page size or the sources', whichever is larger. Pure: `SharedPulls` makes
+    the calls.
 
     Args:
         key: names the pull.
@@ -165,7 +166,7 @@ class SharedPull:
         self._ends = np.concatenate(([0], np.cumsum(sizes)))
 
     def add(self, key: str, holding: SourcePages, whole: SourcePages, seen: tuple[float, float]) -> None:
-        """Adds the part of a source. `whole` names every page. `seen` is what its latest runs took, if any."""
+        """Adds the part of a source. `whole` names every page; `seen` is as in `_SourcePart`, from earlier pulls."""
         has = np.ones(len(self.state), np.bool_)
         for group, (_, _, wanted), (_, _, held) in zip(self._groups, whole.groups, holding.groups, strict=True):
             lacks = np.zeros(len(self.state), np.bool_)
@@ -178,7 +179,7 @@ class SharedPull:
         self.parts.append(_SourcePart(key, holding, has, seen))
 
     def _touched(self, group: Group, tokens: tuple[int, int]) -> slice:
-        """The columns in which pages of a group are read: the last one for a state."""
+        """Returns the columns in which pages of a group are read; for a state, only the last column."""
         first, stop = tokens
         if first >= stop:
             return slice(0, 0)
@@ -209,7 +210,11 @@ class SharedPull:
         return found
 
     def next_run(self, part: _SourcePart, now: float) -> tuple[int, int] | None:
-        """Returns the columns that an idle part reads next. None if it has none, or the others are through sooner."""
+        """Returns the columns that an idle part reads next.
+
+        Returns None if its source has none of the columns that are left, or if the others will finish sooner without
+        it.
+        """
         left = self.state == _TO_READ
         mine = np.flatnonzero(left & part.has)
         if not len(mine):
@@ -234,7 +239,7 @@ class SharedPull:
                 min(max(share, min(_LEAST_BYTES, part.rate * _LEAST_S)), part.rate * _MOST_S, part.most, rest)
             )
             under_way = sum(self._left(other, now) for other in others)
-            # The fastest one never declines, so that somebody reads the last pages.
+            # The fastest source never declines, so that the last pages are read.
             is_slower = max(other.rate for other in others) > part.rate
             if is_slower and num_bytes / part.rate > (rest + under_way) / others_rate:
                 return None
@@ -274,7 +279,7 @@ class SharedPull:
             part.run = None
 
     def outcome(self) -> PullEvent | None:
-        """Returns the event that is due, if any: its last one, or the news that it has failed."""
+        """Returns the event that is due, if any: the pull's last event, or an earlier one that reports its failure."""
         alive = [part for part in self.parts if not part.error]
         in_flight = any(part.run is not None for part in self.parts)
         error = self.cancelled or ("" if alive else self.parts[-1].error)
@@ -317,11 +322,11 @@ class SharedPulls:
 
     def __init__(self, pulls: PullsOfReplica, prefix: str) -> None:
         self._pulls = pulls
-        self._prefix = prefix  # of the keys of parts
+        self._prefix = prefix  # the keys of parts begin with it
         self._serial = itertools.count()
         self._open: dict[str, SharedPull] = {}
         self._parts: dict[str, tuple[SharedPull, _SourcePart]] = {}  # by key, until the last event of the part
-        self._seen: dict[Place, tuple[float, float]] = {}  # of the sources that were read last
+        self._seen: dict[Place, tuple[float, float]] = {}  # `seen` of the sources that were read most recently
 
     def __contains__(self, key: str) -> bool:
         return key in self._open
@@ -341,7 +346,7 @@ class SharedPulls:
             self._pulls.pull(part.key, part.holding.source, timeout_s)
 
     def cancel(self, key: str, reason: str) -> None:
-        """Gives up an open pull. A no-op for others."""
+        """Gives up an open pull. A no-op if there is none."""
         if (shared := self._open.get(key)) is None or shared.cancelled:
             return
         shared.cancelled = reason
@@ -349,7 +354,7 @@ class SharedPulls:
             self._pulls.cancel(part.key, reason)
 
     def hear(self, event: PullEvent) -> bool:
-        """Handles the event of a part. Returns whether it is one."""
+        """Handles an event if it belongs to a part. Returns whether it does."""
         found = self._parts.get(event.key)
         if found is None:
             return False
@@ -399,13 +404,13 @@ class SharedPulls:
 
     def _remember(self, part: _SourcePart) -> None:
         place = part.holding.source.place
-        self._seen.pop(place, None)  # the latest is last
+        self._seen.pop(place, None)  # so that the next line puts it last: the first entry is the oldest
         self._seen[place] = part.seen
         if len(self._seen) > _KNOWN_RATES:
             del self._seen[next(iter(self._seen))]
 
     def _end(self, shared: SharedPull, event: PullEvent) -> None:
-        """Ends the parts that are still open: their sources hear that they were read."""
+        """Ends the parts that are still open, and tells their sources that no more will be read."""
         del self._open[shared.key]
         for part in shared.parts:
             pull = self._pulls.look_up(part.key)

@@ -18,7 +18,7 @@ from transfer.pull.parts import Part
 
 SLABS = 4
 SLAB_BYTES = 16 << 20
-"""Pages are read into a slab and then moved home, while the next slab is read into."""
+"""Pages are read into a slab, and then copied to their place in the pool while others are read into the next slab."""
 
 
 class StagingArea:
@@ -58,7 +58,7 @@ def _bytes_at(address: int, num_bytes: int) -> NDArray[np.uint8]:
 
 
 class StagedPart(Part):
-    """A part that is read into a slab, and moved home from there. It can be posted once it has a slab.
+    """A part that is read into a slab, and copied to its pages from there. It can be posted once it has a slab.
 
     Until then its local addresses count from the slab's start.
     """

@@ -5,8 +5,9 @@ wait. A serving loop therefore hands work to this thread, and takes events when 
 waking the thread, and being woken by it, would take about as long as reading the pages. The calling thread reads them
 itself between two rounds of this thread, and the event is there when the call returns.
 
-NIXL offers a descriptor to sleep on only with a thread of its own that polls. But peers read only under a lease, and a
-lease or a pull begins with a command, which wakes this thread. Without a lease or a pull, it sleeps.
+Without a lease or a pull, this thread sleeps. That is safe: peers read only under a lease, and a lease or a pull begins
+with a command, which wakes this thread. NIXL also has a descriptor to sleep on, but only with a polling thread of its
+own.
 """
 
 from __future__ import annotations

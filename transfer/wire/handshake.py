@@ -398,8 +398,8 @@ class HandshakeClient:
                 self._deliver(address, data)
         now = self._clock()
         for query_id, asked in list(self._asked.items()):
-            # A due question is sent before its deadline is checked, because the last poll may be longer ago than the
-            # deadline. Sending it moves the deadline, up to a limit.
+            # A due question is sent before its deadline is checked: if the last poll was long ago, the deadline may
+            # have passed before the question was sent at all. Sending it moves the deadline, up to a limit.
             if asked.refused is None and asked.send_at <= now:
                 self._send(asked, now)
             if asked.deadline <= now:

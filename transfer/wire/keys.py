@@ -137,7 +137,7 @@ def load_keyring(path: Path) -> Keyring:
 def private_bytes(path: Path) -> bytes:
     """Returns the contents of a file that only its owner may read.
 
-    Raises `OSError` if its mode or reading it forbids that.
+    Raises `OSError` if others may read the file, or if it cannot be read.
     """
     if path.stat().st_mode & 0o077:
         raise PermissionError(f"{str(path)!r} can be read by other users; set its mode to 600")

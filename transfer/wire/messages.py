@@ -137,7 +137,7 @@ class Wanted(NamedTuple):
 
 
 class LeaseQuery(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="lease-query/1"):
-    """Asks an engine which pages a lease holds, on behalf of a reader of a request's first `num_tokens` tokens."""
+    """Asks an engine which pages a lease holds, for a reader that needs a request's first `num_tokens` tokens."""
 
     query_id: int
     engine_id: str
@@ -167,8 +167,8 @@ class LeaseReply(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, 
 class ContentQuery(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="content/1"):
     """Asks an engine to lease the longest run of the named pages that it has, starting with the first.
 
-    A `LeaseReply` answers it. Its `LeasedPages` are empty if the engine has none of the pages, or lends no more. A
-    serving loop decides what is leased, so the first answers say that nothing is known yet, and the reader asks again.
+    A `LeaseReply` answers it. Its `LeasedPages` are empty if the engine has none of the pages, or may lend no more. The
+    engine's serving loop decides what is leased. Until it has decided, the answers say so, and the reader asks again.
 
     Attributes:
         query_id: repeated in the answer.

@@ -1,6 +1,6 @@
 """`Prompt`: everything that the KV of a request depends on.
 
-A reader compares its digest to know that pages are its own.
+A reader compares its digest with the source's, and so knows that leased pages hold its own prompt.
 """
 
 from __future__ import annotations

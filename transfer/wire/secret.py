@@ -80,8 +80,8 @@ def fleet_keys(
     """Returns the metadata key and the keyring: those of the fleet's secret if it is set, otherwise those given.
 
     Raises:
-        InvalidEngineError: a key or a keyring is given beside a secret, the keyring is none, or `read_secret` refuses
-            the secret.
+        InvalidEngineError: a key or a keyring is given beside a secret, the keyring is of another type, or
+            `read_secret` refuses the secret.
     """
     if not isinstance(keyring, Keyring | None):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers may be untyped
         raise InvalidEngineError(f"{where}: keyring is a {type(keyring).__name__}: a Keyring or None is needed")

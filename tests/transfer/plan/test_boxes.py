@@ -90,8 +90,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"offset": 4}, "reaches byte 1540 of region 0, which has 1536"),
     ({"page_stride": -384}, "the stride of axis page: -384 is not within 4 to 1536"),
     ({"page_stride": 0}, "the stride of axis page: 0 is not within 4 to 1536"),
-    ({"page_stride": 192}, "the stride of axis page is 192, which steps into 384 bytes held already"),
-    ({"page_stride": 383}, "the stride of axis page is 383, which steps into 384 bytes held already"),
+    ({"page_stride": 192}, "the stride of axis page is 192: 384 bytes or more are needed"),
+    ({"page_stride": 383}, "the stride of axis page is 383: 384 bytes or more are needed"),
     ({"page_stride": 385}, "reaches byte 1539 of region 0, which has 1536"),
     ({"page_stride": 1 << 80}, f"the stride of axis page: {1 << 80} is not within 4 to 1536"),
     ({"first": (-1, 0, 0, 0)}, "the first layer: -1 is not within"),
@@ -102,10 +102,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"strides": (192, 96, 32, -8, 4)}, "the stride of axis token: -8 is not within 4 to 1536"),
     ({"strides": (192, 96, 32, 8, 0)}, "the stride of axis dim: 0 is not within 4 to 1536"),
     ({"strides": (192, 96, 32, 8, 8)}, "reaches byte 1540 of region 0, which has 1536"),
-    ({"strides": (192, 96, 32, 4, 4)}, "the stride of axis dim is 4, which steps into 16 bytes held already"),
+    ({"strides": (192, 96, 32, 4, 4)}, "the stride of axis dim is 4: 16 bytes or more are needed"),
     ({"extent": (1, 2, 3, 4, 2), "strides": (-1, 96, 32, 8, 4)}, "the stride of axis layer: -1 is not within 0 to"),
     ({"extent": (1, 2, 3, 4, 2), "strides": (1 << 63, 96, 32, 8, 4)}, "the stride of axis layer: 9223372036854775808"),
-    ({"strides": (192, 96, 28, 8, 4)}, "the stride of axis head is 28, which steps into 32 bytes held already"),
+    ({"strides": (192, 96, 28, 8, 4)}, "the stride of axis head is 28: 32 bytes or more are needed"),
 ]
 
 

@@ -137,7 +137,7 @@ def test_a_lease_that_is_granted_after_the_end_of_its_question_is_given_back(rig
     assert len(rig.client.asked) == 2, "its source may still grant a lease"
     rig.client.answer(pages=sealed_pages(TWO_PAGES))
     source = Source(*PLACE, LeaseRef(77, 3, 10.0), "i")
-    assert rig.given_back == [(3, source, "r of d waits for these pages no longer")]
+    assert rig.given_back == [(3, source, "r of d no longer waits for these pages")]
     rig.now += 1.0
     assert rig.polled() == []
     assert len(rig.client.asked) == 2
