@@ -29,8 +29,8 @@ PROMPT = range(33)  # eight full pages and a token
 def served() -> Iterator[Callable[..., Served]]:
     made: list[Served] = []
 
-    def make(pages: int = 24, **options: Any) -> Served:
-        made.append(Served(pages, 0, **options))
+    def make(pages: int = 24, host_slots: int = 0, **options: Any) -> Served:
+        made.append(Served(pages, host_slots, **options))
         return made[-1]
 
     yield make
@@ -291,6 +291,21 @@ def test_routers_learn_of_the_pages_and_their_order(served: Any) -> None:
         mirror.settle(it.manager, 0)
         mirror.check_same(it.manager, 0)
         assert len(mirror.tree) == 8
+
+
+def test_the_host_keeps_them_when_they_are_evicted(served: Any) -> None:
+    source, it = served(), served(host_slots=80)
+    source.serve(PROMPT)
+    context = running(it, 4)
+    pending = brought(it, source, context, lent(source, 4))
+    it.manager.contents.commit_pages(pending, proven(it.manager, pending))
+    it.manager.release(context.request_id)
+    for _ in range(2):
+        it.fill(24)
+    assert it.manager.contents.cached(0, it.manager.contents.digests(it.waiting(PROMPT), 4)) == 0
+    context = running(it, 12)
+    assert rest(it, context) == [32]
+    assert it.manager.metrics.h2d_blocks_copied == 1 + 4
 
 
 def test_a_tenants_quota_counts_them(served: Any) -> None:

@@ -181,6 +181,8 @@ def test_stretches_come_from_the_end_and_get_shorter(
     monkeypatch.setattr(exchange, "pull", spied)
     paced = split(service)
     service.until(lambda: done(service), "the last stretch")
+    (running,) = service.loops["p1"]._running.values()
+    assert running.meets == pulled[-1][0], "no chunk runs into pages that have come"
     paced.go()
     finish(service, expected)
     assert pulled[0] == (SIZE * 25, SIZE * 40), "three quarters of the later half"
