@@ -20,7 +20,7 @@ class TransferError(KVCacheError, RuntimeError):
 
     @property
     def failure(self) -> Failure:
-        """The failure of a pull that this error ends."""
+        """The failure to report for a pull that this error ends."""
         return Failure(self.kind, str(self))
 
 
@@ -104,7 +104,7 @@ class InvalidLeaseError(TransferError, ValueError):
 
 
 class HandshakeError(TransferError, ConnectionError):
-    """A peer did not answer, refused, or described itself in a way that does not fit us. Only its requests fail."""
+    """A peer did not answer, refused, or has metadata that does not fit ours. Only requests that name it fail."""
 
     kind = FailureKind.HANDSHAKE
 

@@ -258,7 +258,7 @@ _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _BoxView(NamedTuple):
-    """A box as integers `[pages, sides, heads, tokens, dims]`, and its first element in a head's content."""
+    """A box as integers `[pages, sides, heads, tokens, dims]`, and the index of its first dim in a head's content."""
 
     first: int
     elements: torch.Tensor

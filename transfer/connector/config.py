@@ -139,7 +139,7 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def block_pages(self) -> int:
-        """Pages of the tensors in one block."""
+        """Number of the tensors' pages that form one block."""
         return 1 if self.is_state else self.block_size // self.page_size
 
     def needed(self, num_tokens: int) -> int:

@@ -246,8 +246,9 @@ class NixlConnectorScheduler:
     ) -> dict[str, Any]:
         """Returns the `kv_transfer_params` for the reader of a leased request, and records the pages under the lease.
 
-        The parameters are a pointer: a reader that asks for the lease with them is told its pages once every rank has
-        granted it. Blocks before the sliding window that no reader needs are left out.
+        The parameters are only a pointer to the lease. A reader uses them to ask which pages the lease holds, and gets
+        the answer once every rank has granted the lease. Blocks before the sliding window that no reader needs are left
+        out.
 
         Args:
             request_id: the request.
@@ -438,9 +439,10 @@ class NixlConnectorScheduler:
             progress.sent[request_id] = offer.reason
 
     def _book_loads(self, rank: int, output: WorkerOutput, progress: Progress) -> None:
-        """Records loads. A load fails when one rank fails, and the other ranks then give it up.
+        """Records the loads that have failed or ended on a rank.
 
-        It ends when every rank ends.
+        A load fails when it fails on one rank, and the other ranks then give it up. It ends once it has ended on every
+        rank.
         """
         for request_id, reason in output.failed.items():
             load = self._loads.get(request_id)

@@ -32,7 +32,10 @@ from transfer.wire.messages import Wanted
 from transfer.wire.secret import fleet_keys
 
 _GRANT_S = 5.0
-"""In seconds: the longest that a step waits for its leases to be granted. A reader that comes earlier asks again."""
+"""In seconds: the longest that a step waits for its leases to be granted.
+
+A reader that asks for the pages before all ranks have granted the lease is told to ask again.
+"""
 
 
 class NixlConnectorWorker:

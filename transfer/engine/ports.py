@@ -19,7 +19,7 @@ def available_port(start_port: int = 8000, end_port: int = 9000, max_attempts: i
         max_attempts: how many different ports to try.
 
     Raises:
-        NoFreePortError: each port that was tried is taken. A `RuntimeError` too.
+        NoFreePortError: (a RuntimeError) each port that was tried is taken.
         InvalidTransferError: the range is empty or outside of 1 to 65535, or there is nothing to try.
     """
     if not 1 <= start_port <= end_port <= 65535:

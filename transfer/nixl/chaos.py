@@ -76,7 +76,7 @@ class _ChaosRead:
 class ChaosAgent(Agent):
     """The real agent, with faults injected.
 
-    `seed` decides each of them for a given series of calls; `faults` counts them.
+    With the same `seed`, the same series of calls gets the same faults. `faults` counts them.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ class Voucher:
             raise AgentError(f"vouching for {len(metadata)} bytes of metadata: {error}") from error
 
     def poll(self) -> None:
-        """Closes pending connections once in 1,024 calls. A reader has its answer as soon as it is connected."""
+        """Closes pending connections, once in 1,024 calls. They carry no data: being connected is the answer."""
         self._polls += 1
         if self._polls % _EVERY:
             return

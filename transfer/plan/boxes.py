@@ -25,7 +25,7 @@ AXES = ("layer", "side", "head", "token", "dim")
 KV = "kv"
 SCALES = "scales"
 
-# Far above any real model, yet so low that sums and products of a few of them stay within 63 bits.
+# These limits are far above any real model, and low enough that sums and products of a few of them fit into 63 bits.
 MAX_REGIONS = 1 << 14
 MAX_GROUPS = 1 << 8
 MAX_BOXES = 1 << 12

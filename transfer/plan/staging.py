@@ -23,9 +23,9 @@ from transfer.plan.runs import PagePairs, Runs, concatenated, no_runs, runs_of_t
 Bytes: TypeAlias = NDArray[np.uint8]
 
 
-# Costs of a transfer between two processes of one host, as fitted by `python -m benchmarks.plan` and rounded. Three
-# runs on a busy machine gave 2.6 to 2.8 µs, 8.7 to 10.4 GB/s, 3.1 to 3.8 ns and 9.2 to 12.2 GB/s. A run below about 28
-# KB thus costs more on the wire than in a copy.
+# Costs of a transfer between two processes of one host, as fitted by `python -m benchmarks.plan` and rounded. In the
+# order of the constants, three runs on a busy machine gave 2.6 to 2.8 µs, 8.7 to 10.4 GB/s, 3.1 to 3.8 ns and 9.2 to
+# 12.2 GB/s. A run below about 28 KB thus costs more on the wire than in a copy.
 _RUN_US = 2.6  # one run on the wire, whatever its length: a system call
 _WIRE_GBPS = 10.0
 _COPY_RUN_NS = 3.5  # one run in a strided copy
@@ -33,8 +33,8 @@ _COPY_GBPS = 11.0
 MAX_COPIES = 1 << 14
 """The most strided copies of one pull.
 
-Per-layer tensors with separate K and V and heads outside of pages take thousands; only a layout that scatters its
-elements takes more.
+Layers in tensors of their own, with K apart from V and heads as an outer axis, take thousands. Only a layout that
+scatters its elements takes more.
 """
 _LINE = 64  # bytes of a cache line; each segment of the staging area begins at one
 _NEVER = 1 << 63  # page stride of a pool that has a single page

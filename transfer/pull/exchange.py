@@ -330,7 +330,7 @@ class PageExchange:
             )
         return self.threads[self._names.index(source.engine_id)]
 
-    # ---- pages by what they hold
+    # ---- pages by content
 
     def ask(
         self, replica: int, key: str, address: str, engine_id: str, wanted: PageDigests, timeout_s: float = 5.0

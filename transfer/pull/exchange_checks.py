@@ -72,7 +72,7 @@ def _check_replica_options(name: str, given: Any) -> None:
 
 
 def check_source(name: str, source: object, error: type[KVCacheError] = InvalidLeaseError) -> None:
-    """Raises `error` unless `source` is an offer of a source."""
+    """Raises `error` unless `source` is a `Source`, as `offer` returns it."""
     of_kind(name, of_kind(name, source, Source, "a Source", error).lease, LeaseRef, "a Source", error)
 
 

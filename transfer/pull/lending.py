@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transfer.pull.source import Source
 
     Grant = Callable[[Any, BlockTable], Source | None]
-    """Requests a lease for a hold of the manager and the table of its pages.
+    """Requests a lease, given the manager's hold on the pages and their block table.
 
     Returns None if every lease slot is taken.
     """
@@ -68,9 +68,9 @@ class PageLender:
 
     Any thread may call `answer`. All other calls are for the serving loop.
 
-    Our own requests come first: at most a `share` of the pages, and of the pages for recurrent states, is lent at a
-    time. Readers get fewer pages beyond that. These leases have lease words of their own, and a reader gets each page
-    under one lease at a time.
+    Our own requests come first. At most a `share` of the pages is lent at a time, and at most the same share of the
+    pages for recurrent states. A reader that asks for more gets fewer pages. These leases have lease words of their
+    own, and a reader gets each page under one lease at a time.
 
     Attributes:
         pages_lent: pages leased so far, including state pages; a page counts each time that it is leased.
@@ -258,7 +258,7 @@ class PageLending:
         ring: called for each question, on the handshake server's thread, so that `poll` is called.
         answered: called when a question has its final answer.
         share: share of each replica's pages that may be lent at a time.
-        key: key of the digests over answers.
+        key: key of the digests that authenticate the answers.
         seals: makes the seals of lent tables.
 
     Attributes:

@@ -58,7 +58,7 @@ class PageChecks:
         self.words[group][ids] = self._sums(group, ids)
 
     def bad(self, group: int, pages: ArrayLike, expected: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Returns the positions in `pages` (local, arrived) whose checksum differs from the expected one."""
+        """Returns the positions in `pages`, local pages that have arrived, whose checksum is not the expected one."""
         return np.flatnonzero(self._sums(group, self._ids(group, pages)) != expected)
 
     def _ids(self, group: int, pages: ArrayLike) -> NDArray[np.int64]:
@@ -99,7 +99,7 @@ def _view(number: int, box: Box, group: Group, bases: Sequence[int]) -> NDArray[
 
 
 def same_pages(local: ShardLayout, remote: ShardLayout) -> bool:
-    """Whether the pages of two shards are equal byte for byte, which a comparison of checksums requires."""
+    """Whether the pages of two shards have the same layout to the byte, which a comparison of checksums requires."""
 
     def shape(layout: ShardLayout) -> list[object]:
         return [

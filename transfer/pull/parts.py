@@ -21,9 +21,15 @@ from transfer.nixl.agent import BACKGROUND_RUNS, Agent, Handle, RunList
 from transfer.plan.runs import LONGEST_RUN
 
 FOREGROUND_BYTES = 16 << 20
-"""About 1.5 ms of copying. A transfer and the poll around it cost 15 to 90 µs, depending on the caches."""
+"""The most bytes of a transfer that the polling thread copies, in about 1.5 ms.
+
+A transfer and the poll around it cost 15 to 90 µs, depending on the caches.
+"""
 BACKGROUND_BYTES = 128 << 20
-"""About 12 ms. More would save few wake-ups, and delay the end of a failed pull."""
+"""The most bytes of a transfer that NIXL's thread copies, in about 12 ms.
+
+More bytes would save few wake-ups, and delay the end of a failed pull.
+"""
 _FOR_TWO = 32 << 20
 """From this many bytes on, runs are split so that two threads can copy: a run costs 2 µs, these bytes take 2.5 ms."""
 _SHORTEST_CUT = 128 << 10

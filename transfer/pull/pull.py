@@ -124,7 +124,7 @@ class Puller:
     def pull_at_once(
         self, key: str, engine: RemoteEngine, lease: LeaseRef, timeout_s: float, part: Part
     ) -> PullEvent | RankPull:
-        """Pulls the only part of a pull from an engine with one rank, if possible within this call.
+        """Makes a pull that has a single part, from an engine with one rank, and if possible ends it within this call.
 
         The pull is complete if its READ and its fence have ended as soon as they were posted, and the word holds the
         lease. Otherwise it continues as a normal pull from its current state. Raises as `open`.

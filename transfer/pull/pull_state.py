@@ -61,9 +61,9 @@ class PullEvent(NamedTuple):
         key: the name of the pull, as given to `pull` or `open_pull`.
         error: why it failed; empty if every byte was under the lease when it was read.
         safe: True if none of its transfers is in flight. Its pages may then be given back or, without an error, used.
-        passed: for a pull that failed, the number of its reads (`PageExchange.read`, or the one of
-            `PageExchange.pull`), from the first on, whose pages were under the lease when they were read. Those pages
-            may be kept, and only the rest pulled from elsewhere.
+        passed: for a pull that failed: how many of its reads, counted from the first, copied pages while the lease was
+            open. Each call of `PageExchange.read` is a read, and `PageExchange.pull` is one. The pages of these reads
+            may be kept, so that only the rest is pulled from elsewhere.
         times: the times of a pull that passed, if pulls are timed (`ReplicaTransfer`). None otherwise, and without
             READs.
         begins: the first token read of each group, for a pull that passed and whose source has named its blocks. A

@@ -257,9 +257,10 @@ class ReplicaTransfer:
     def _pull_at_once(
         self, key: str, source: Source | Wanted, timeout_s: float, groups: PageLists, tables: Sequence[BlockTable]
     ) -> bool:
-        """Begins a small pull by one rank from one rank, and returns whether it has begun. Usually it ends here too.
+        """Begins a small pull if one local rank reads it from one rank. Returns whether it did.
 
-        Copying a page takes 10 µs. The state of a normal pull would take five times as long.
+        Such a pull usually ends within this call. Copying a page takes 10 µs, and setting up the state of a normal pull
+        would take five times as long.
         """
         if len(self.ranks) > 1 or not isinstance(source, Source):
             return False

@@ -152,7 +152,7 @@ class SharedPull:
         self.parts: list[_SourcePart] = []
         self.cancelled = ""
         self.is_told = False  # its owner knows that it has failed
-        self.version = 0  # changes with the state of the columns, and with the parts that can read
+        self.version = 0  # increases when the state of a column changes, or the set of parts that can read
         self._groups, self._sizes, self._can_shorten = groups, page_sizes, can_shorten
         self._column = math.lcm(*page_sizes)
         ranges = [tokens for _, _, tokens in holdings[0].groups if tokens[0] < tokens[1]]

@@ -55,10 +55,10 @@ _BATCH = 64
 _QUERIES_PER_S = 100
 _PATIENCE = 6  # a silent but reachable peer is given up after this many time-outs
 _UNREAD = 128  # questions of one peer that queue here; further ones wait at the peer
-# how long a content query is held while its answer is prepared, before the reader is told what it waits for
+# How long a content query is held while its answer is prepared. After that the reader is told what it waits for.
 _HOLD_S = 0.1
 _MOST_HELD = 256
-# per rank of a reader, which asks once for each request and again while its lease is being granted
+# The limit for one rank of a reader. It asks once for each request, and again while the lease is being granted.
 _LEASES_PER_S = 4000
 
 # A REQ socket puts an empty frame first. A reader asks for all its ranks over one connection.
@@ -99,8 +99,8 @@ def differences(
 ) -> str:
     """Returns the entries in which two compatibility maps differ, with both values; empty if they agree.
 
-    If two values are lists of equally many properties, only the properties that differ are named. `where` labels their
-    value, then ours; the text appears in the reader's log.
+    If two values are lists of equally many properties, only the properties that differ are named. `where` has the
+    labels of `theirs` and of `ours`, because the text appears in the reader's log.
     """
     found: list[str] = []
     for key in sorted({*ours, *theirs}):
@@ -293,7 +293,7 @@ class _Asked:
 class HandshakeClient:
     """Queries any number of engines at once. Single-threaded; `poll` delivers the answers and the time-outs.
 
-    `allowed` limits the peers that may be contacted, to this host if None. No socket is opened to any other peer.
+    Only peers in `allowed` are contacted, and if it is None, only this host. No socket is opened to any other peer.
     `secure` is as in `HandshakeServer`; with it, every peer that answers has the keys of the fleet (`is_keyed`).
     """
 

@@ -18,7 +18,7 @@ from transfer.memory import MemoryType
 from transfer.plan.boxes import ADDRESS_LIMIT, ShardLayout, check
 
 PROTOCOL = 3
-"""Version of everything in this file. A peer of another version is refused with an error that names both."""
+"""Version of everything in this file. A peer of another version is refused with an error that names both versions."""
 
 MAX_RANKS = 4096
 MAX_METADATA_BYTES = 16 << 20
