@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvcache import arguments, sizing
+from kvcache.arguments import MOST
 from kvcache.claims import Claims
 from kvcache.errors import InterruptedCallError, KVCacheError
 from kvcache.layer_groups import layer_tables
@@ -236,7 +237,7 @@ class PagedKVCacheManager:
         except TypeError:  # the context is not hashable
             place = -1
         room = self._capacity[place]  # place -1 has no pages
-        if type(num_steps) is int and num_steps > 0:
+        if type(num_steps) is int and 0 < num_steps <= MOST:
             most = room - num_steps + 1
             if type(data) is TextContext:  # one call; the protocol needs two
                 if data.decodes_within(most):

@@ -59,7 +59,10 @@ class PagesBelow:
         """Mark the host's copies of these pages, in logical order, as just used. Lower tiers do not learn of it."""
 
     def hold(self, slots: Slots) -> None:
-        """Hold `slots` until `restore` takes over the hold."""
+        """Hold `slots` until `restore` or `bring` takes over the hold, or until `drop`."""
+
+    def drop(self, slots: Slots) -> None:
+        """Give up the hold of `slots`, which are not copied to the device."""
 
     def restore(self, row: int, pages: Pages, slots: Slots) -> None:
         """Copy held `slots` to `pages`, which only the row holds. The pages may be read after `arrive`."""

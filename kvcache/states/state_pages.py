@@ -331,11 +331,14 @@ class StatePages:
         Returns whether it is on its way: False if the device has it, the host has not, or no page is left.
         """
         absent, slots = self.pool.index.find(digest)[0] == NO_PAGE, self.below.slots(digest)
-        if not absent or not slots.all() or not self.pool.make_room(moving=False):
+        if not absent or not slots.all():
+            return False
+        self.below.hold(slots)  # a copy that is evicted here may be stored in the host, and must not get this slot
+        if not self.pool.make_room(moving=False):
+            self.below.drop(slots)
             return False
         page = self.pool.allocate_one()
         self._tokens[page] = tokens
-        self.below.hold(slots)
         self.below.bring(one_page(page), slots, digest)
         self._let_go(page)
         return True

@@ -382,6 +382,9 @@ class ReplicaTier(PagesBelow, PageReader):
     def hold(self, slots: Slots) -> None:
         self.host.pool.hold(slots)
 
+    def drop(self, slots: Slots) -> None:
+        self.host.pool.release(slots)
+
     def used(self, digests: Digests) -> None:
         self.waiting.append((NO_SLOTS, digests))
         self._pass_uses()

@@ -183,3 +183,25 @@ def test_no_state_is_brought_where_half_of_the_free_pages_are_too_few() -> None:
     it.manager.release(running.request_id)
     brought(it)
     assert leased(it) is not None
+
+
+def test_making_room_for_a_state_from_the_host_does_not_reuse_its_slot() -> None:
+    """The host has two slots and uses the state's one next. The copy that the device evicts is not in the host yet."""
+    it = ServedStates(slabs=False, host_states=2)
+    it.serve(PROMPT)
+    it.serve(range(500, 505))
+    it.manager.flush_tiers()
+    states = it.manager.states[0]
+    states.forget_copies()
+    others = [it.claim(range(number, number + 5)) for number in (100, 200, 300, 400)]
+    assert all(it.manager.maybe_reserve(other) for other in others)
+    it.run(*others)
+    for other in others:
+        it.manager.release(other.request_id)  # its state's copy waits to be stored
+    for number in range(len(others)):
+        it.claim([number])  # holds a page
+    it.manager.contents.bring("theirs", 0, wanted(it), 100)
+    assert states.evictions == 1
+    held = leased(it)
+    assert held is not None
+    assert state_in(it, held[1].groups[1][0]) == value_after(40)
