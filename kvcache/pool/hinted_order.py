@@ -1,17 +1,17 @@
 """`HintedOrder`: an eviction order biased by retention hints, over another order. It frees no page.
 
-A bounded share of the idle pages follows the hints. The rest follows the other order, as a rule plain LRU:
+A bounded share of the idle pages follows the hints. The other pages follow the wrapped order, usually plain LRU:
 
     release ──► recent: the newest (1 - share), LRU ──oldest──► older: one LRU order a kind of hint ──► evicted
 
-`older` evicts the page of the lowest rank. The rank of a page is its place in the LRU order plus a lead, which its hint
-gives in pool sizes. A page of a higher level lives longer by that lead, then goes as if it had no hint. So a hint
-decays and never pins a page. Whatever the hints are, the cache keeps at least the pages that plain LRU keeps in a pool
-that is smaller by the share. Rejected: strict classes, which pin pages; and leads without a share, as wrong hints would
-cost without bound.
+`older` evicts the page of the lowest rank. The rank of a page is its place in the LRU order plus the lead of its hint,
+which is measured in pool sizes. A page with a higher level lives longer by its lead, and is then evicted as if it had
+no hint. So a hint decays and never pins a page. Whatever the hints are, the cache keeps at least the pages that plain
+LRU keeps in a pool that is smaller by the share. Rejected: strict classes, because they pin pages; and leads without a
+share, because wrong hints could then cost any number of hits.
 
-Hints have to earn their share (`HintShare`). Two baselines show what they are worth: the hits of plain LRU, and those
-of hints that are fully trusted.
+Hints have to earn their share (`HintShare`). Two simulated caches show whether hints help: one is plain LRU, the other
+trusts hints fully.
 """
 
 import time
@@ -31,25 +31,26 @@ from kvcache.retention import LEVEL_OF, LEVELS, NEUTRAL, SHARED, PageHints, Time
 _LEAD = 2
 _LAST = 1 << 62
 KINDS = SHARED + 1
-"""The number of kinds of hint. Each kind has an LRU order."""
+"""The number of kinds of hint. The pages of each kind have an LRU order of their own."""
 
 Words = NDArray[np.uint64]
-"""The first word of each page's digest, in logical order. It nearly always tells two pages apart."""
+"""The first word of each page's digest, in logical order. Different pages nearly always have different first words."""
 
-# A baseline keeps at least this many pages, if the pool has as many. A smaller sample costs less and is less exact: on
-# public traces, over three samplings, its hit rates were within 0.4 points of an unsampled LRU; 4,096 gave 0.2.
+# A baseline keeps at least this many pages, if the pool has as many. A smaller sample costs less and is less exact. On
+# public traces, over three samplings, hit rates with this sample were within 0.4 points of an unsampled LRU; with 4,096
+# pages they were within 0.2 points.
 _LEAST_SAMPLE = 1024
 _FIRST_SHARE = 0.2
-_LEAST_SHARE = 0.02  # a share of 0 would ignore all hints, so they could never earn more
+_LEAST_SHARE = 0.02  # not 0, because hints that never apply could never earn a larger share
 _STEP = 8.0
-_CREDIT = 0.25  # the initial credit, as a share of the pool's pages
+_CREDIT = 0.25  # the initial credit as a share of the pool's pages
 _CREDIT_OF_LOOKUPS = 0.01
 
 
 class HintedOrder(EvictionOrder):
-    """The idle pages of one pool in their order of eviction, see the module's docstring.
+    """The idle pages of one pool in their order of eviction. The module's docstring explains the order.
 
-    `recent` holds the pages that are idle at present. `clock` returns seconds, for hints with a time to live.
+    `recent` must hold the pages that are idle now. `clock` returns seconds, for hints with a time to live.
 
     Attributes:
         share: the share of idle pages that follows hints; `trust` changes it.
@@ -59,19 +60,20 @@ class HintedOrder(EvictionOrder):
         self, num_pages: int, recent: EvictionOrder, clock: Callable[[], float] = time.monotonic, share: float = 0.0
     ) -> None:
         self.share = share
-        # The hint of each page. It is set while the page is not idle.
+        # The hint of each page. It is set before the page becomes idle.
         self.codes = np.full(num_pages + 1, NEUTRAL, np.uint8)
         self._clock = clock
         self._num_pages = num_pages
         self._lead_pages = num_pages
         self._recent = recent
         self._log = OrderLog(num_pages, KINDS)
-        self._older: dict[int, LruOrder] = {}  # by code
-        self._settled = np.zeros(num_pages + 1, np.bool_)  # pages of `_older`
-        self._since = np.zeros(num_pages + 1, np.int64)  # by page of `_older`: its place in the LRU order
+        self._older: dict[int, LruOrder] = {}  # by kind of hint
+        self._settled = np.zeros(num_pages + 1, np.bool_)  # the pages in `_older`
+        self._since = np.zeros(num_pages + 1, np.int64)  # the place of each page of `_older` in the LRU order
         self._expires: Times = np.zeros(num_pages + 1)  # read only for kinds with a time to live
         self._places = 0
-        self._renewed = 0  # pages that were put back: the next so many to settle keep their old places
+        # The number of pages that were put back; this many pages keep their old places when they next move to `_older`.
+        self._renewed = 0
         self.count = recent.count
 
     def trust(self, share: float) -> None:
@@ -89,7 +91,7 @@ class HintedOrder(EvictionOrder):
     def forget(self, pages: Pages) -> None:
         self.codes[pages] = NEUTRAL
 
-    def renew(self, pages: Pages) -> None:  # the hints of renewed pages stay
+    def renew(self, pages: Pages) -> None:  # renewed pages keep their hints
         self._renewed += int(np.count_nonzero(self._settled[pages]))
 
     def moved(self, sources: Pages, targets: Pages) -> None:
@@ -98,7 +100,7 @@ class HintedOrder(EvictionOrder):
         self._expires[targets] = self._expires[sources]
 
     def append(self, pages: Pages | Indices) -> None:
-        if not len(pages):  # only an added page can push recent pages into `_older`
+        if not len(pages):  # only an added page can push a recent page into `_older`
             return
         self._recent.append(pages)
         self.count += len(pages)
@@ -141,14 +143,14 @@ class HintedOrder(EvictionOrder):
     def first(self) -> int:
         return self._recent.first() if self.count == self._recent.count else self._older[self._lowest()[0]].first()
 
-    def positions(self, pages: Indices) -> Indices:  # settled pages have negative positions, in LRU order
+    def positions(self, pages: Indices) -> Indices:  # pages in `_older` have negative positions, in LRU order
         return np.where(self._settled[pages], self._since[pages] - self._places, self._recent.positions(pages))
 
     def pages(self) -> Pages:
         return np.concatenate([*(order.pages() for order in self._older.values()), self._recent.pages()])
 
     def mend(self, pages: Indices) -> None:
-        """As the base. Pages that followed hints still come before the others."""
+        """See the base class. Pages that followed hints still come before the others."""
         settled = self._settled[pages]
         older = pages[settled]
         self._recent.mend(pages[~settled])
@@ -196,7 +198,10 @@ class HintedOrder(EvictionOrder):
             self._older[code].append(pages[codes == code])
 
     def _pop_older(self, most: int) -> Pages:
-        """Pop the pages of the lowest rank: pages of one kind, up to `most`, that all rank below every other kind."""
+        """Pop up to `most` pages of the lowest rank.
+
+        All are of one kind and rank below every page of the other kinds.
+        """
         chosen, bound, now = self._lowest()
         order = self._older[chosen]
         pages = order.oldest(most)
@@ -209,7 +214,10 @@ class HintedOrder(EvictionOrder):
         return pages
 
     def _lowest(self) -> tuple[int, int, float]:
-        """The kind whose oldest page has the lowest rank, the lowest rank of the other kinds, and the present time."""
+        """Find the kind whose oldest page has the lowest rank.
+
+        Returns that kind, the lowest rank among the other kinds, and the present time.
+        """
         now = self._clock()
         ranks: list[tuple[int, int]] = []
         for code, order in self._older.items():
@@ -224,9 +232,10 @@ class HintedOrder(EvictionOrder):
         return (int(LEVEL_OF[code]) - NEUTRAL) * _LEAD * self._lead_pages
 
     def _expired(self, code: int, pages: Pages, now: float) -> tuple[bool, int]:
-        """Whether the hint of the first of `pages`, oldest first, has expired, and for how many in a row that holds.
+        """Whether the hint of the first of `pages` has expired, and for how many pages in a row the answer is the same.
 
-        A kind has one class of time to live, so a page never waits long behind one whose hint lives longer.
+        `pages` are oldest first. All hints of a kind have similar times to live, so a page never waits long behind a
+        page whose hint lives longer.
         """
         if code == SHARED or code < LEVELS:
             return False, len(pages)
@@ -236,19 +245,21 @@ class HintedOrder(EvictionOrder):
 
 
 class LruBaseline:
-    """A plain LRU of digests for a pool of `num_pages` pages. It keeps only one digest in `rate`, as a sample.
+    """A simulated plain LRU of page digests, for a pool of `num_pages` pages.
 
-    The sample is by digest: all uses of a page are in it, or none is. The counts of such a sample scale to the whole
-    pool (C. Waldspurger and others, "Efficient MRC construction with SHARDS", FAST 2015).
+    It keeps one in `rate` digests as a sample. The sample is chosen by digest: it has all uses of a page, or none. The
+    counts of such a sample scale to the whole pool (C. Waldspurger and others, "Efficient MRC construction with
+    SHARDS", FAST 2015).
     """
 
     def __init__(self, num_pages: int) -> None:
         self.rate = 1
         while num_pages // (2 * self.rate) >= _LEAST_SAMPLE:
             self.rate *= 2
-        # A digest is in the sample if its first word has none of these bits. The prefix index uses other bits.
+        # A digest is in the sample if its first word has none of these bits. The prefix index uses other bits for its
+        # buckets.
         self.mask = np.uint64((self.rate - 1) << 32)
-        self._room = max(1, num_pages // self.rate)  # at the last visit
+        self._room = max(1, num_pages // self.rate)  # the number of pages kept, as of the last visit
         self._kept: OrderedDict[int, None] = OrderedDict()  # least recently used first
 
     def count(self, words: Words) -> int:
@@ -256,9 +267,10 @@ class LruBaseline:
         return len(self._sample(words))
 
     def visit(self, words: Words, room: int) -> int:
-        """A request asks for these pages, which are the newest from now on. Returns how many sampled ones it finds.
+        """Record that a request asks for these pages, which become the newest. Returns how many sampled pages it finds.
 
-        Counts the run of hits from the first page. `room`: pages of the pool that can hold cached pages at present.
+        Only the run of hits from the first page on counts. `room`: how many pages of the pool can hold cached pages
+        now.
         """
         self._room = max(1, room // self.rate)
         sample, kept = self._sample(words), self._kept
@@ -267,11 +279,11 @@ class LruBaseline:
         return found
 
     def touch(self, words: Words) -> None:
-        """These pages were used; the first one counts as used last."""
+        """Record a use of these pages. The first page counts as used last."""
         self._touch(self._sample(words))
 
     def forget(self, words: Words) -> None:
-        """These pages left the pool for another reason than eviction."""
+        """Remove pages that left the pool for another reason than eviction."""
         for word in self._sample(words):
             self._kept.pop(word, None)
 
@@ -293,11 +305,11 @@ class LruBaseline:
 
 
 class HintedBaseline:
-    """The hinted order of a pool, at a fixed `share`, over the same sample of digests as an `LruBaseline`.
+    """The hinted order of a pool, simulated at a fixed `share` over the same sample of digests as `LruBaseline`.
 
-    The real cache shows only what hints are worth at their present share. If that share is too small to keep any page
-    until its next request, right hints gain nothing and look like wrong ones. This baseline tells the two apart. Its
-    methods mean the same as those of `LruBaseline`.
+    The real cache shows what hints gain only at their present share. If that share is too small to keep any page until
+    its next request, right hints gain nothing and look like wrong ones. This baseline tells the two apart. Its methods
+    mean the same as those of `LruBaseline`.
     """
 
     def __init__(self, num_pages: int, rate: int, mask: np.uint64, share: float) -> None:
@@ -305,7 +317,7 @@ class HintedBaseline:
         self.rate, self.mask = rate, mask
         self._order = HintedOrder(most, LruOrder(most), share=share)
         self._most = most
-        self._room = most  # at the last visit
+        self._room = most  # the number of pages kept, as of the last visit
         self._ids: dict[int, int] = {}  # the id of each word
         self._words = np.zeros(most + 1, np.uint64)  # the word of each id
         self._free = [*range(most, 0, -1)]
@@ -318,17 +330,20 @@ class HintedBaseline:
         return found
 
     def widen(self, width: float) -> None:
-        """A lead is counted in pages of the pool; each page of this order stands for `width` of them."""
+        """Adapt the length of a lead, which is in pages of the pool.
+
+        Each page of this order stands for `width` of these.
+        """
         self._order.lead_by(max(1, int(self._most / width)))
 
     def touch(self, words: Words) -> None:
         self._append(self._take(words[self._sampled(words)].tolist()))
 
     def leave(self, words: Words, hints: PageHints | None) -> None:
-        """A request releases these pages, with `hints` for them, or None."""
+        """Record that a request releases these pages. `hints`: their hints, or None."""
         at = self._sampled(words)
         pages = self._take(words[at].tolist())
-        if hints is not None:  # `_take` may have dropped the end
+        if hints is not None:  # `_take` may have dropped the last pages
             at = at[: len(pages)]
             hints = hints.of(at)
         self._order.hint(pages, hints)
@@ -348,9 +363,12 @@ class HintedBaseline:
         return np.flatnonzero(words & self.mask == 0)
 
     def _take(self, words: list[int]) -> Pages:
-        """Take these pages out of the order, evicting others to add new ones. Drops the end if there are too many."""
+        """Take these pages out of the order. New pages evict others.
+
+        The last pages are dropped if there are too many.
+        """
         del words[self._room :]
-        if len(set(words)) < len(words):  # different pages with equal first words: only an attacker makes those
+        if len(set(words)) < len(words):  # different pages with the same first word; only an attacker makes such pages
             words = []
         known = [self._ids[word] for word in words if word in self._ids]
         if known:
@@ -362,7 +380,7 @@ class HintedBaseline:
 
     def _append(self, pages: Pages) -> None:
         if pages.size:
-            self._order.append(pages[::-1])  # tail first, as a pool frees them
+            self._order.append(pages[::-1])  # the last page first, as a pool frees them
 
     def _page_of(self, word: int) -> int:
         page = self._ids.get(word)
@@ -382,15 +400,17 @@ class HintShare:
     """The share of a pool's idle pages that follows hints. Hints have to earn it.
 
     Each page hit that plain LRU would have missed adds `_STEP` pages to the share. Each hit that plain LRU would have
-    had and the cache missed takes `_STEP` away. So wrong hints lose their share after they have cost an eighth of it,
-    in pages, and right hints have the largest share after a few times the pool's pages. On public traces at 1,000 to
-    30,000 blocks, hints that are all inverted lose at most 0.6 points of hit rate against plain LRU.
+    had and the cache missed takes `_STEP` away. So wrong hints lose their share when the hits that they cost reach an
+    eighth of it, in pages. Right hints have the largest share when a few times the pool's pages were looked up. On
+    public traces at 1,000 to 30,000 blocks, hints that are all inverted lose at most 0.6 points of hit rate against
+    plain LRU.
 
-    A share too small to keep a hinted page until its next request hits nothing, and would never change, whatever the
-    hints are worth. So a baseline tries the largest share beside the real one. While the baseline is ahead of plain LRU
-    and of the real share, the share follows the baseline. That promise is believed on credit. Pages that the real cache
-    hits less than plain LRU use up the credit, which begins as a part of the pool and grows by a part of the lookups.
-    The credit bounds the cost of a promise that does not come true.
+    If a share is too small to keep a hinted page until its next request, hints gain no hits, and the share would never
+    change, however good they are. So a baseline simulates the largest share. While it has more hits than both plain LRU
+    and the real cache, the share is adjusted by the hits of the baseline, and no longer by those of the real cache.
+    The lead of the baseline is only a promise, which is believed on credit. Each hit that plain LRU has and the real
+    cache misses uses up credit. The credit begins as a part of the pool, grows by a part of the lookups, and bounds the
+    cost of a promise that does not come true.
 
     Attributes:
         value: the share now, 0.0 to `most`.
@@ -399,14 +419,15 @@ class HintShare:
     def __init__(self, num_pages: int, most: float) -> None:
         self._num_pages = num_pages
         self._most = most
-        self._promise = 0.0  # the pages by which the largest share leads plain LRU and the real share
+        self._promise = 0.0  # by how many pages the largest share is ahead of both plain LRU and the real share
         self._credit = _CREDIT * num_pages
         self.value = min(most, _FIRST_SHARE)
 
     def learn(self, gained: int, promised: int, looked: int) -> None:
         """Adjust the share after a lookup of `looked` pages.
 
-        `gained`: hits of the cache minus those of plain LRU. `promised`: the same for the largest share.
+        `gained`: the hits of the cache minus the hits of plain LRU. `promised`: the hits that the largest share would
+        have, minus the hits of plain LRU.
         """
         learned = promised if self._promise > 0 and self._credit > 0 else gained
         most = self._num_pages / _STEP

@@ -1,9 +1,10 @@
 """`PrefixIndex`: digest → page, for a whole prompt in a few numpy operations.
 
-A hash table with chained buckets whose links are arrays: no Python object a page, and a removal frees its entry at
-once. Open addressing was rejected, as its tombstones call for a rebuild of the whole table now and then. The chains are
-doubly linked, and the heads of buckets are links like any other. So any number of pages is removed in four operations.
-A walk along the chains of a full pool would take a dozen operations for each link of the longest one.
+It is a hash table with chained buckets, whose links are arrays. So no page costs a Python object, and a removal frees
+its entry at once. Open addressing was rejected, because its tombstones require a rebuild of the whole table now and
+then. The chains are doubly linked, and the heads of buckets are links like any other. So any number of pages is removed
+in four operations. With single links, each removal would walk the chains, at a dozen operations for each link of the
+longest chain.
 """
 
 import numpy as np
@@ -17,57 +18,62 @@ Digests = NDArray[np.uint64]
 Buckets = NDArray[np.intp]
 
 NO_PAGE = 0  # the null page is never published
-_FEW = 16  # up to so many chains are followed one by one
+_FEW = 16  # up to this many chains are followed one by one
 _SIGNED = np.dtype(np.int64)
 INDEX = np.dtype(np.intp)
-"""The integer type that numpy uses for indexing. Indexing with another type takes about twice as long."""
+"""The integer type that numpy uses for indices. Indexing with another type takes about twice as long."""
 
 
 class PrefixIndex:
-    """Published pages by their digests of `digest_words` 64-bit words. A hit always compares the whole digest."""
+    """Published pages by their digests, which have `digest_words` words of 64 bits. A hit compares the whole digest."""
 
     def __init__(self, num_pages: int, digest_words: int) -> None:
         self.digest_words = digest_words
         buckets = 1 << max(3, (num_pages - 1).bit_length())
         self._bucket_mask = buckets - 1
-        self._bucket_masks = np.array(self._bucket_mask)  # numpy takes twice as long for a Python int
-        # The link of each page, then of each bucket: the next page in its chain, `NO_PAGE` at the end.
+        # An array, because numpy takes twice as long with a Python int.
+        self._bucket_masks = np.array(self._bucket_mask)
+        # One link for each page, then one for each bucket: the next page in the chain, or `NO_PAGE` at its end.
         self._links = np.zeros(num_pages + 1 + buckets, np.int32)
-        self._before = np.zeros(num_pages + 1, np.int32)  # by published page: the link that names it
+        self._before = np.zeros(num_pages + 1, np.int32)  # by published page: the link that points to it
         self._first = num_pages + 1  # the link of the first bucket
         self._heads = self._links[self._first :]  # a view
         self._digests = np.zeros((num_pages + 1, digest_words), np.uint64)
-        # A view with one item a page. Here and below, `put` and `take` cost a quarter of indexing by rows.
+        # A view with one item a page. Here and below, `put` and `take` need a quarter of the time of indexing by rows.
         self._records = self._digests.view(f"V{8 * digest_words}").reshape(-1)
         self._words = self._digests[:, 0]  # the first word nearly always tells two digests apart
-        self._linked = np.zeros(len(self._links), np.bool_)  # the links that are in a chain: buckets, published pages
+        # Which links are in a chain: those of buckets and of published pages.
+        self._linked = np.zeros(len(self._links), np.bool_)
         self._linked[self._first :] = True
         self.published = self._linked[: self._first]  # a view
-        self.generation = 0  # the number of changes: a match of the same generation is still valid
-        self.journal = Journal()  # the pool's
-        self.tables: Buckets | None = None  # by page: its block table; None: there is one table
+        self.generation = 0  # the number of changes so far; a lookup at the same generation is still valid
+        self.journal = Journal()  # shared with the pool
+        self.tables: Buckets | None = None  # by page: its block table; None if there is only one table
 
     def find(self, digests: Digests) -> Pages:
         """The published page of each digest, `NO_PAGE` if there is none. int32 `[len(digests)]`."""
         return self._find(digests, self._buckets(digests))
 
     def may_have(self, digests: Digests) -> bool:
-        """Whether a published page has the first word of the first digest: a cheap test before a full lookup."""
+        """Whether a published page has the same first word as the first digest. A cheap test before a full lookup."""
         word = digests.item(0)
         return self._follow(self._heads.item(word & self._bucket_mask), word) != NO_PAGE
 
     def match(self, digests: Digests) -> Pages:
         """The pages of the longest run of digests, from the first on, that are all published."""
         pages = self.find(digests)
-        if np.count_nonzero(pages) == len(pages):  # a third of the cost of a comparison
+        if np.count_nonzero(pages) == len(pages):  # in a third of the time of a comparison
             return pages
         return pages[: (pages == NO_PAGE).argmax()]
 
     def publish(self, pages: Pages, digests: Digests) -> Pages:
-        """Publish `pages` under distinct `digests`. Returns the page of each digest: an older page, if one has it."""
+        """Publish `pages` under distinct `digests`.
+
+        Returns the page that now has each digest: an older page, if there was one.
+        """
         buckets = self._buckets(digests)
         winners = self._find(digests, buckets)
-        if not np.count_nonzero(winners):  # here and below: for few pages a fourth of the cost of `any` and `all`
+        if not np.count_nonzero(winners):  # here and below: for few pages in a fourth of the time of `any` and `all`
             self._insert(pages, digests, buckets)
             return pages
         missing = winners == NO_PAGE
@@ -85,7 +91,8 @@ class PrefixIndex:
 
     def _unlink_pages(self, at: Buckets) -> None:
         before = self._before[at]
-        # If two neighbours in a chain go, the one behind waits: each would rewrite a link that the other has read.
+        # If two neighbours in a chain are removed, the second one waits for the next round. Otherwise each would
+        # rewrite a link that the other has already read.
         while (first := np.count_nonzero(linked := self._linked[link := before.astype(INDEX)])) < len(link):
             if not first:
                 raise InvariantError(f"page {at[0]} is not in the chain of its digest")
@@ -94,14 +101,14 @@ class PrefixIndex:
                 self._unlink(at[linked], before[linked], link[linked])
                 at, before = others, self._before[others]
                 continue
-            for page in others.tolist():  # one by one the order does not matter
+            for page in others.tolist():  # removed one by one, in any order
                 self._unlink_one(page)
             at, before, link = at[linked], before[linked], link[linked]
             break
         self._unlink(at, before, link)
 
     def rename(self, pages: Pages, others: Pages) -> None:
-        """Move the digests of published `pages` to `others`. Readers of the journal see no change."""
+        """Move the digests of published `pages` to `others`. The journal does not report it."""
         self._digests[others] = digests = self.digests_of(pages)
         self.published[pages] = False
         self.generation += 1
@@ -110,7 +117,7 @@ class PrefixIndex:
         self._link(others, self._buckets(digests))
 
     def withdraw_one(self, page: int) -> None:
-        """`withdraw` for one page, at a fifth of the cost."""
+        """Do the same as `withdraw` for one page, in a fifth of the time."""
         self._changed(page, False)
         self._unlink_one(page)
 
@@ -122,7 +129,10 @@ class PrefixIndex:
         self._before[after] = before
 
     def digests_of(self, pages: Pages | Buckets) -> Digests:
-        """The digests under which `pages` are, or were last, published: uint64 `[len(pages), words]`."""
+        """The digests of `pages`, uint64 `[len(pages), words]`.
+
+        If a page is not published now, its last digest counts.
+        """
         return self._digests.take(pages, axis=0)
 
     def words_of(self, pages: NDArray[np.integer]) -> NDArray[np.uint64]:
@@ -134,7 +144,7 @@ class PrefixIndex:
         return np.flatnonzero(self.published & ((self._words & mask) == 0))
 
     def tables_of(self, pages: Pages) -> Buckets | None:
-        """The block table of each of `pages`; None if the replica has one."""
+        """The block table of each of `pages`; None if the replica has only one table."""
         return None if self.tables is None else self.tables[pages]
 
     def say_tables(self, pages: Pages, tables: Buckets | None) -> None:
@@ -143,7 +153,7 @@ class PrefixIndex:
             self.tables[pages] = tables
 
     def mend(self) -> None:
-        """Rebuild the links from the published pages, one for each digest. Notifies no reader."""
+        """Rebuild the links from the published pages, one for each digest. The journal does not report it."""
         pages = np.flatnonzero(self.published)
         _, once = np.unique(self._records[pages], return_index=True)
         pages = pages[np.sort(once)].astype(np.int32)
@@ -151,11 +161,11 @@ class PrefixIndex:
         stays[pages] = True
         self._links[:] = NO_PAGE
         self.generation += 1
-        self.published[:] = stays  # in one assignment: an interrupt here must not lose a published page
+        self.published[:] = stays  # in one assignment, so that an interrupt loses no published page
         self._link(pages, self._buckets(self.digests_of(pages)))
 
     def clear(self) -> None:
-        """Unpublish every page. Notifies no reader."""
+        """Unpublish every page. The journal does not report it."""
         self.published[:] = False
         self._links[:] = NO_PAGE
         self.generation += 1
@@ -184,15 +194,15 @@ class PrefixIndex:
             at = current.astype(INDEX)
             equal = self._words[at] == wanted
             if np.count_nonzero(equal):
-                hits = equal.nonzero()[0]  # half the cost of `flatnonzero`
+                hits = equal.nonzero()[0]  # in half the time of `flatnonzero`
                 found[hits if places is None else places[hits]] = current[hits]
                 at[hits] = NO_PAGE
             current = self._links[at]
-            left = current.nonzero()[0]  # digests whose chains have not ended
+            left = current.nonzero()[0]  # the digests whose chains have not ended yet
             places = left if places is None else places[left]
             current, wanted = current[left], wanted[left]
         at_end = range(len(current)) if places is None else places.tolist()
-        word_of, link_of = self._words.item, self._links.item  # inlines `_follow`, at half the cost
+        word_of, link_of = self._words.item, self._links.item  # `_follow` inlined, in half the time
         for place, page, word in zip(at_end, current.tolist(), wanted.tolist(), strict=True):
             while page != NO_PAGE and word_of(page) != word:
                 page = link_of(page)  # noqa: PLW2901 - along the chain
@@ -211,7 +221,7 @@ class PrefixIndex:
         return page
 
     def _find_exactly(self, found: Pages, digests: Digests, buckets: Buckets) -> None:
-        """If two digests share their first word: compare whole digests along the chains, one by one."""
+        """Correct `found` where digests share their first word: compare whole digests along the chains, one by one."""
         for at in np.flatnonzero(found):
             page = self._heads[buckets[at]]
             while page != NO_PAGE and not np.array_equal(self._digests[page], digests[at]):
@@ -232,8 +242,8 @@ class PrefixIndex:
             heads = self._heads[buckets]
             self._heads[buckets] = pages
             self._links[at] = heads
-            # If several pages go to one bucket, one of them was written as its head, and links to the old head. The
-            # others go through the loop again.
+            # If several pages go to one bucket, only one of them was written as the bucket's head. It links to the old
+            # head. The others go through the loop again.
             written = self._heads[buckets]
             self._before[heads.astype(INDEX)] = written  # an entry for the null page is never read
             self._before[at] = buckets + self._first
@@ -243,7 +253,10 @@ class PrefixIndex:
             at, pages, buckets = at[lost], pages[lost], buckets[lost]
 
     def _changed(self, pages: Buckets | int, come: bool, digests: Digests | None = None) -> None:
-        """Mark `pages` as published (`come`) or not, and notify readers. Every change of the index passes here."""
+        """Mark `pages` as published if `come`, else as not published, and notify readers.
+
+        Every change of the index goes here.
+        """
         self.published[pages] = come
         self.generation += 1
         if told := self.journal.changed:
@@ -251,13 +264,17 @@ class PrefixIndex:
                 tell(pages, come, self._digests.item(pages, -1) if digests is None else digests)
 
     def _unlink(self, at: Buckets, before: Pages, link: Buckets) -> None:
-        """Take `at` out of their chains. `before` has the link that names each page; `link` is the same as `INDEX`."""
-        if self._links[link].astype(INDEX).tobytes() != at.tobytes():  # for few pages a third of a comparison's cost
+        """Remove `at` from their chains. `before`: the link that points to each page.
+
+        `link`: the same numbers as `INDEX`.
+        """
+        # For few pages in a third of the time of a comparison.
+        if self._links[link].astype(INDEX).tobytes() != at.tobytes():
             raise InvariantError(f"page {at[self._links[link] != at][0]} is not in the chain of its digest")
         after = self._links[at]
         self._links[link] = after
         self._before[after.astype(INDEX)] = before
 
     def _buckets(self, digests: Digests) -> Buckets:
-        """The bucket of each digest, as `INDEX`."""
+        """The bucket of each digest, in the type `INDEX`."""
         return digests.view(_SIGNED)[:, 0] & self._bucket_masks

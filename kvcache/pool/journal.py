@@ -20,23 +20,29 @@ Digests = NDArray[np.uint64]
 Indices = NDArray[np.intp]
 
 BY_RESET = 3
-"""The reason of evictions by a reset of the cache, beside `BY_TURN`, `BY_HINT` and `BY_QUOTA`."""
+"""The reason of evictions by a reset of the cache. The other reasons are `BY_TURN`, `BY_HINT` and `BY_QUOTA`."""
 
 
 class PageReader:
-    """A reader of a journal. It overrides the methods of the reports that it wants, and gets no others."""
+    """A reader of a journal. It overrides the methods of the reports that it wants.
+
+    Other reports are not sent to it.
+    """
 
     def going(self, pages: Pages) -> None:
         """`pages` are about to be overwritten: their content can be copied for the last time."""
 
     def gone(self, pages: Pages, why: Reasons | int) -> None:
-        """`pages` were evicted, for one reason each or one for all. The index still has their digests for now."""
+        """`pages` were evicted. `why`: one reason for each page, or one for all. The index still has their digests."""
 
     def came(self, pages: Pages, digests: Digests) -> None:
         """`pages` were just published. Pages that were fetched from a lower tier are not reported."""
 
     def followed(self, pages: Pages, parents: Pages) -> None:
-        """Each of `pages`, just published, follows the page in `parents` in its prompt; 0: it begins the prompt."""
+        """Each of `pages`, just published, follows the page in `parents` in its prompt.
+
+        0 means that it begins the prompt.
+        """
 
     def found(self, pages: Pages) -> None:
         """A request reuses published `pages`."""
@@ -45,18 +51,21 @@ class PageReader:
         """`pages` are about to leave these rows, because later queries no longer see them."""
 
     def changed(self, pages: Indices | int, come: bool, digests: Digests | int) -> None:
-        """`pages` were published (`come`) or withdrawn. For one withdrawn page, `digests` is only the last word."""
+        """`pages` were published if `come`, else withdrawn.
+
+        For a single withdrawn page, `digests` is only its last word.
+        """
 
 
 class Journal:
-    """The readers of one pool's reports, by report."""
+    """The readers of one pool's journal, listed by report."""
 
     def __init__(self) -> None:
         self.readers: tuple[PageReader, ...] = ()
         self._sort()
 
     def read(self, reader: PageReader, *, saves: bool = False) -> None:
-        """Add `reader`. `saves`: it comes before all others. Any thread may call this, and `end`."""
+        """Add `reader`. If `saves`, it is called before all others. Any thread may call this, and `end`."""
         self.readers = (reader, *self.readers) if saves else (*self.readers, reader)
         self._sort()
 

@@ -6,10 +6,11 @@ from kvcache.errors import InvariantError
 from kvcache.eviction_order import EvictionOrder, Indices, Pages
 from kvcache.pool.index import INDEX
 
-CHUNK = 1 << 12  # entries of a chunk
-_BITS, _NOWHERE = np.array(12, np.int32), np.array(-1, np.int32)  # numpy takes twice as long for a Python int
+CHUNK = 1 << 12  # entries in a chunk
+# Arrays, because numpy takes twice as long with a Python int.
+_BITS, _NOWHERE = np.array(12, np.int32), np.array(-1, np.int32)
 _SCAN = 64
-_NEAR = 8  # entries that `pop_one` tests one by one
+_NEAR = 8  # the most entries that `pop_one` tests one by one
 _LAST = 1 << 62
 
 
@@ -17,12 +18,12 @@ class OrderLog:
     """The storage for the entries of up to `most_orders` orders. A page is in one order at a time."""
 
     def __init__(self, num_pages: int, most_orders: int = 1) -> None:
-        # Twice the pool: if no chunk is spare, two neighbours of some order fit into one. Two more chunks for each
-        # order hold its oldest and its newest entries.
+        # Twice the pool: if no chunk is spare, some order has two neighbours that fit into one chunk. Each order also
+        # needs two chunks for its oldest and its newest entries.
         chunks = 2 * -(-num_pages // CHUNK) + 2 * most_orders
         self.entries = np.zeros((chunks, CHUNK), np.int32)
         self.stamp = np.full(num_pages + 1, -1, np.int32)
-        self.live = np.zeros(chunks, np.int32)  # by chunk: the number of its entries that count
+        self.live = np.zeros(chunks, np.int32)  # by chunk: the number of its entries that are still valid
         self.spare = list(range(chunks))
         self.orders: list[LruOrder] = []
 
@@ -38,27 +39,28 @@ class OrderLog:
 class LruOrder(EvictionOrder):
     """The least recently used order of idle pages, which are published and have no holder.
 
-    It is a log of page ids in chunks, oldest first. An entry counts only while the page's stamp names its place, so a
+    It is a log of page ids in chunks, oldest first. An entry is valid only while the page's stamp names its place, so a
     page leaves from the middle by clearing its stamp. An empty chunk is reused. If no chunk is spare, two neighbours
-    that fit into one are merged; as there are chunks for twice the pool, such neighbours exist. The cost of a call is
-    bounded by its pages and one chunk. Squeezing the whole log would stop a server of 4 million pages for 50 ms.
+    that fit into one are merged. They always exist, because there are chunks for twice the pool. The cost of a call is
+    bounded by its pages and one chunk. Rejected: compacting the whole log at once, which would stop a server of 4
+    million pages for 50 ms.
     """
 
     by_age = True
 
     def __init__(self, num_pages: int, log: OrderLog | None = None) -> None:
-        self.log = log = log or OrderLog(num_pages)  # its own, or shared by several orders of the same pages
+        self.log = log = log or OrderLog(num_pages)  # a log of its own, or one that several orders share
         self._log, self._stamp, self._live, self._spare = log.entries, log.stamp, log.live, log.spare
         self._family = log.orders
         self.chunks: list[int] = []  # this order's chunks of the log, oldest first
         self.begin()
-        self._family.append(self)  # last: `OrderLog.clear` calls `begin` of each order in it
+        self._family.append(self)  # last, because `OrderLog.clear` calls `begin` of each order in the family
 
     def begin(self) -> None:
-        """Empty the order; it keeps one spare chunk of the log."""
+        """Empty the order. It keeps one spare chunk of the log."""
         self.chunks.clear()
-        self._head = 0  # entries of the oldest chunk that need not be looked at again
-        self._filled = CHUNK  # entries of the newest chunk
+        self._head = 0  # the next entry of the oldest chunk to look at; earlier ones are invalid
+        self._filled = CHUNK  # the number of entries used in the newest chunk
         self._open_chunk()
         self.count = 0
 
@@ -67,7 +69,7 @@ class LruOrder(EvictionOrder):
         self.begin_with(pages[np.argsort(np.where(known, self.positions(pages), _LAST), kind="stable")])
 
     def begin_with(self, pages: Indices) -> None:
-        """Make this order consist of `pages`, oldest first. Every other order of its log is emptied."""
+        """Make this order consist of `pages`, oldest first. Every other order that shares the log is emptied."""
         self.log.clear()
         self.append(pages)
 
@@ -91,7 +93,8 @@ class LruOrder(EvictionOrder):
         self._stamp[pages] = _NOWHERE
         self.count -= len(pages)
         first = chunks.item(0)
-        if (each := chunks.tobytes()) == each[:4] * len(pages):  # one chunk has them all, as is usual for a request
+        # One chunk has all the pages, as is usual for a request.
+        if (each := chunks.tobytes()) == each[:4] * len(pages):
             self._live[first] = live = self._live.item(first) - len(pages)
             if not live:
                 self._give_up(first)
@@ -105,7 +108,7 @@ class LruOrder(EvictionOrder):
             raise InvariantError(f"idle order: {count} pages were asked for, but it holds {self.count}")
         chunk, head = self.chunks[0], self._head
         left = self._live.item(chunk) - count
-        if left > 0 and left + count == self._end_of(chunk) - head:  # no gaps in the chunk: half the cost
+        if left > 0 and left + count == self._end_of(chunk) - head:  # no gaps in the chunk, which halves the cost
             pages = self._log[chunk, head : head + count].copy()
             self._stamp[pages.astype(INDEX)] = _NOWHERE
             self._live[chunk], self._head = left, head + count
@@ -129,10 +132,11 @@ class LruOrder(EvictionOrder):
         return taken[0].copy() if len(taken) == 1 else np.concatenate(taken) if taken else np.zeros(0, np.int32)
 
     def pop_one(self) -> int:
-        """`pop(1)` at a tenth of the cost. The order must not be empty."""
+        """Do the same as `pop(1)` in a tenth of the time. The order must not be empty."""
         chunk, log, stamp, at = self.chunks[0], self._log, self._stamp, self._head
         start, last = chunk * CHUNK, at + _NEAR
-        # The oldest chunk has a live entry, or the order is empty with head 0: the end of the chunk needs no test.
+        # The oldest chunk has a valid entry, or the order is empty and starts at 0. So the loop never runs past the
+        # chunk.
         while stamp.item(page := log.item(chunk, at)) != start + at:
             at += 1
             if at == last:  # a long gap
@@ -147,7 +151,7 @@ class LruOrder(EvictionOrder):
         return page
 
     def oldest(self, most: int) -> Pages:
-        """The oldest page and up to `most - 1` that follow it, without removing them. Empty if the order is empty."""
+        """The oldest page and up to `most - 1` pages after it, without removing them. Empty if the order is empty."""
         chunk = self.chunks[0]
         last = self._end_of(chunk)
         while True:
@@ -162,7 +166,7 @@ class LruOrder(EvictionOrder):
 
     def positions(self, pages: Indices) -> Indices:
         chunks = list(self.chunks)
-        # the last entry serves the stamp -1, which absent pages have
+        # Absent pages have the stamp -1, which selects the last entry.
         places = np.full(len(self._live) + 1, -1, np.int64)
         places[chunks] = np.arange(len(chunks)) * CHUNK
         stamps = self._stamp[pages]
@@ -185,7 +189,7 @@ class LruOrder(EvictionOrder):
             raise InvariantError("idle order: a chunk of the log is lost or used twice")
 
     def squeeze(self) -> bool:
-        """Merge the two neighbouring chunks with the fewest live entries. Returns False if no two fit into one."""
+        """Merge the two neighbouring chunks with the fewest valid entries. Returns False if no two fit into one."""
         # The newest chunk is left out while it is being filled.
         chunks = self.chunks if self._filled == CHUNK else self.chunks[:-1]
         live = self._live[chunks]
@@ -205,7 +209,10 @@ class LruOrder(EvictionOrder):
         return True
 
     def _entries(self, chunk: int, first: int, end: int) -> Pages:
-        """The live entries `first` to `end` of a chunk; a view of the log if all are live."""
+        """The valid entries from `first` to `end` of a chunk.
+
+        If all of them are valid, the result is a view of the log.
+        """
         pages, start = self._log[chunk, first:end], chunk * CHUNK
         counts = self._stamp[pages.astype(INDEX)] == np.arange(start + first, start + end, dtype=np.int32)
         return pages if np.count_nonzero(counts) == len(pages) else pages[counts]
@@ -214,14 +221,14 @@ class LruOrder(EvictionOrder):
         return self._filled if chunk == self.chunks[-1] else CHUNK
 
     def _give_up(self, chunk: int) -> None:
-        """Return a chunk without live entries to the spare ones."""
+        """Add a chunk without valid entries to the spare ones."""
         if chunk == self.chunks[0]:
             self._head = 0
         if len(self.chunks) == 1:
             self._filled = 0
             return
         if chunk == self.chunks[-1]:
-            self._filled = CHUNK  # the chunk before it is the newest now, and is full
+            self._filled = CHUNK  # the previous chunk is the newest now, and it is full
         self.chunks.remove(chunk)
         self._spare.append(chunk)
 

@@ -24,24 +24,24 @@ from kvcache.pool.index import INDEX, NO_PAGE, Digests, PrefixIndex
 from kvcache.pool.journal import BY_RESET
 from kvcache.pool.lru_order import LruOrder
 
-_ONE = np.array(1, np.int32)  # numpy takes twice as long for a Python int
+_ONE = np.array(1, np.int32)  # an array, because numpy takes twice as long with a Python int
 
 
 class PagePool:
-    """Holders, writers and free order of the pages 1 to `num_pages`, in arrays. Page 0 is the null page.
+    """The holders and writers of pages 1 to `num_pages`, and the free pages, in arrays. Page 0 is the null page.
 
     Attributes:
         idle: the eviction order of the idle pages; `follow` replaces it.
     """
 
-    beside = 0  # pages that a request takes in addition to those of its tokens
-    width = 1.0  # cached pages for each published page
+    beside = 0  # pages that each request takes in addition to its token pages
+    width = 1.0  # the memory of all cached content, in pages, for each published page
 
     def __init__(self, num_pages: int, digest_words: int, order: EvictionOrder | None = None) -> None:
         self.num_pages = num_pages
         self.holders = np.zeros(num_pages + 1, np.int32)
         self.writers = np.zeros(num_pages + 1, np.int16)
-        self._writing = 0  # the sum of `writers`: while it is 0, as it mostly is, no page is tested
+        self._writing = 0  # The sum of `writers`. While it is 0, which is usual, no page has to be tested.
         self.index = PrefixIndex(num_pages, digest_words)
         self.idle = order or LruOrder(num_pages)
         # A stack whose top is its end. It is filled downwards, so the first pages handed out are 1, 2, 3 and so on.
@@ -54,7 +54,7 @@ class PagePool:
 
     @property
     def free_count(self) -> int:
-        """Pages that `allocate` can hand out: the fresh and the idle ones."""
+        """The pages that `allocate` can return: fresh and idle pages."""
         return self._fresh_count + self.idle.count
 
     def follow(self, order: EvictionOrder) -> None:
@@ -62,7 +62,10 @@ class PagePool:
         self.idle = order
 
     def allocate(self, count: int) -> Pages:
-        """Allocate `count` pages, with one holder each. Ascending, so that neighbours transfer as one run."""
+        """Allocate `count` pages, with one holder each.
+
+        Returns them in ascending order, so that neighbours are copied as one run.
+        """
         if count == 1:
             return np.array([self.allocate_one()], np.int32)
         fresh = min(count, self._fresh_count)
@@ -72,7 +75,7 @@ class PagePool:
             told = self.journal
             evicted = self._pop_and_tell(count - fresh) if told.gone else self.idle.pop(count - fresh)
             ascending = evicted.copy()
-            ascending.sort()  # neighbouring pages share cache lines of the arrays
+            ascending.sort()  # sorted, because neighbouring pages share cache lines of the arrays
             self.index.withdraw(ascending)
             self.evictions += len(evicted)
             for save in told.going:
@@ -80,12 +83,12 @@ class PagePool:
             pages = np.sort(np.concatenate((pages, evicted))) if fresh else ascending
         else:
             pages = pages.copy()
-            pages.sort()  # half the cost of `np.sort`
+            pages.sort()  # in half the time of `np.sort`
         self.holders[pages.astype(INDEX)] = _ONE
         return pages
 
     def allocate_one(self) -> int:
-        """`allocate(1)` at a sixth of the cost, for the page by which a request grows."""
+        """Do the same as `allocate(1)` in a sixth of the time, for the page by which a request grows."""
         if self._fresh_count:
             self._fresh_count -= 1
             page = int(self._fresh[self._fresh_count])
@@ -101,7 +104,10 @@ class PagePool:
         return page
 
     def next_evicted(self) -> int:
-        """The page that `allocate_one` would evict; 0 if a page is fresh, if none is free, or if it cannot be known."""
+        """The page that `allocate_one` would evict.
+
+        0 if a page is fresh, if none is free, or if the page cannot be predicted.
+        """
         return 0 if self._fresh_count or not self.idle.count else self.idle.first()
 
     # ---- room for one page, which `SlabStates` takes from another pool
@@ -113,7 +119,7 @@ class PagePool:
 
     @property
     def has_room(self) -> bool:
-        """Whether `make_room` would find a page, if it may move pages."""
+        """Whether `make_room` would find a page, if it were allowed to move pages."""
         return self.free_count > 0
 
     @property
@@ -137,15 +143,17 @@ class PagePool:
         if np.count_nonzero(holders) or (self._writing and np.count_nonzero(self.writers[at])):
             idle = at[(holders == 0) & (self.writers[at] == 0)]
             self.holders[at] = holders + 1
-        else:  # usual for a prompt that no running request shares: `count_nonzero` costs a third of a comparison
+        # The usual case, a prompt that no running request shares; `count_nonzero` takes a third of a comparison's time.
+        else:
             idle, self.holders[at] = at, _ONE
         if idle.size:
             self.idle.remove(idle)
 
     def release(self, pages: Pages) -> None:
-        """Drop one holder of each of `pages`, distinct and in logical order. Pages without a holder or writer are free.
+        """Drop one holder of each of `pages`, distinct and in logical order.
 
-        The last page is released first, and so evicted first: a hit on a page needs all pages before it.
+        A page without holders and writers becomes free. The last page is released first, and so evicted first, because
+        a hit on a page needs all pages before it.
         """
         at = pages.astype(INDEX)
         holders = self.holders[at] - _ONE
@@ -158,9 +166,9 @@ class PagePool:
         self._free(at[::-1])
 
     def release_each(self, pages: Pages) -> None:
-        """`release` for pages that may occur several times, once for each holder to drop."""
+        """Do the same as `release` for pages that may occur several times, once for each holder to drop."""
         at = pages.astype(INDEX)
-        if not np.count_nonzero(self.holders[at] != _ONE):  # with one holder each, no page can occur twice
+        if not np.count_nonzero(self.holders[at] != _ONE):  # if each page has one holder, no page can occur twice
             self.release(pages)
             return
         first = np.unique(at, return_index=True)[1]
@@ -180,17 +188,17 @@ class PagePool:
         self.idle.remove(pages)
         self.idle.forget(pages)
         self.index.withdraw(pages)
-        write(pages)  # the index does not find them meanwhile
+        write(pages)  # meanwhile the index does not find them
         self.index.publish(pages, digests)
         self._free(pages.astype(INDEX))
 
     def add_writer(self, pages: Pages) -> None:
-        """Add a writer to held `pages`: a transfer that may write to them until `drop_writer`."""
+        """Add a writer to held `pages`: a transfer that may write to them until `drop_writer` is called."""
         self.writers[pages] += 1
         self._writing += len(pages)
 
     def drop_writer(self, pages: Pages) -> None:
-        """Drop a writer: the transfer cannot write any more. Pages without a holder or writer are free."""
+        """Drop a writer, after its transfer has stopped writing. A page without holders and writers becomes free."""
         self.writers[pages] -= 1
         self._writing -= len(pages)
         if np.count_nonzero(unused := self._unused(pages)):
@@ -198,13 +206,14 @@ class PagePool:
             let_go(pages[unused][::-1].astype(INDEX))
 
     def begin_step(self) -> None:
-        """A step is now in flight. Pages released from now on are free only once it has ended."""
+        """Record that a step is in flight. Pages that are released from now on become free only when it has ended."""
         self.parked.append([])
 
     def end_step(self, at: int) -> None:
-        """The step at index `at` of those in flight has ended. The pages that were parked for it are free.
+        """Record that the step at index `at` of those in flight has ended.
 
-        If an older step is in flight, it may read these pages too, so they are parked for that step.
+        The pages that were parked for it become free. If an older step is in flight, it may read these pages, too, so
+        they are parked for that step instead.
         """
         parked = self.parked.pop(at)
         if at:
@@ -217,17 +226,20 @@ class PagePool:
                 self._free(pages[unused])
 
     def would_be_taken(self, pages: Pages) -> int:
-        """How many of `pages` are free now: `hold(pages)` lowers `free_count` by this number."""
+        """How many of `pages` are free now. `hold(pages)` lowers `free_count` by this number."""
         return int(np.count_nonzero(self._unused(pages)))
 
     def would_be_freed(self, pages: Pages) -> int:
-        """How many of `pages` `release` would free: those with one holder and no writer. 0 if a step is in flight."""
+        """How many of `pages` would become free by `release`: those with one holder and no writer.
+
+        0 if a step is in flight.
+        """
         if self.parked:
             return 0
         return int(np.count_nonzero((self.holders[pages] == 1) & (self.writers[pages] == 0)))
 
     def forget_idle(self) -> int:
-        """Withdraw every idle page from the index; returns how many."""
+        """Withdraw every idle page from the index. Returns their number."""
         pages = self.idle.pop(self.idle.count)
         self.index.withdraw(pages)
         for tell in self.journal.gone:
@@ -236,7 +248,7 @@ class PagePool:
         return len(pages)
 
     def check(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
-        """Compare the state with these recounts `[num_pages + 1]`. Raises `InvariantError` at the first difference."""
+        """Compare the state with these recounts, `[num_pages + 1]`. Raises `InvariantError` at the first difference."""
         for name, have, want in (("holders", self.holders, holders), ("writers", self.writers, writers)):
             for page in np.flatnonzero(have != want)[:1]:
                 raise InvariantError(f"page {page} has {have[page]} {name}, but {want[page]} are counted")
@@ -259,9 +271,9 @@ class PagePool:
         self.index.check()
 
     def mend(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
-        """Replace the counts by these recounts `[num_pages + 1]`, and derive the fresh and the idle pages from them.
+        """Replace the counts by these recounts, `[num_pages + 1]`, and find the fresh and the idle pages from them.
 
-        Published pages stay published. After an interrupt, no other state is trusted.
+        Published pages stay published. No other state is trusted after an interrupt.
         """
         self.holders[:], self.writers[:] = holders, writers
         self._writing = int(writers.sum())
@@ -277,7 +289,7 @@ class PagePool:
         self._push_fresh(fresh[::-1])
 
     def _pop_and_tell(self, count: int) -> Pages:
-        """Pop the next pages of the order, and tell readers the reasons of their eviction."""
+        """Pop the next pages of the order, and tell readers why they were evicted."""
         pages, reasons = self.idle.pop_explained(count)
         for tell in self.journal.gone:
             tell(pages, BY_TURN if reasons is None else reasons)

@@ -1,9 +1,10 @@
 """`QuotaOrder`: first evicts idle pages of tenants that are above their quotas, each tenant's oldest first.
 
-A tenant is a `cache_salt`; pages of requests without one have no tenant. A quota limits idle pages only: the scheduler
-admits running requests. An idle page above the quota stays findable until its memory is needed.
+A tenant is a `cache_salt`; pages of requests without a salt have no tenant. A quota limits idle pages only, because the
+pages of running requests are for the scheduler to limit. An idle page above the quota stays findable until its memory
+is needed.
 
-If the pool also caches states in slabs, a slab counts as all its pages, and its first page stands for it.
+If the pool also caches states in slabs, a slab counts with all its pages, and is named by its first page.
 """
 
 from collections import Counter
@@ -23,7 +24,7 @@ _NOBODY, _OTHERS = 0, 1
 
 
 class NoQuotas:
-    """The quotas of a pool whose tenants may keep any number of idle pages: none."""
+    """The quotas of a pool without quotas: tenants may keep any number of idle pages."""
 
     limited = False
 
@@ -32,11 +33,14 @@ class NoQuotas:
         return self
 
     def over(self, order: EvictionOrder, slab_pages: int = 0) -> EvictionOrder:  # noqa: ARG002 - as above
-        """The order in which pages above the quotas go before those of `order`. `slab_pages`: see `QuotaOrder`."""
+        """The order in which pages above the quotas are evicted before those of `order`.
+
+        `slab_pages`: see `QuotaOrder`.
+        """
         return order
 
     def ownerless(self, pages: Pages) -> NDArray[np.bool_]:
-        """Which of `pages` still lack a tenant. Without quotas no page does."""
+        """Which of `pages` have no tenant yet. Without quotas pages need no tenant, so none is reported."""
         return np.zeros(len(pages), np.bool_)
 
     def clear(self) -> None:
@@ -61,7 +65,7 @@ class TenantQuotas(NoQuotas):
         self._over: set[int] = set()
         self.slab_pages = 1
         self._is_slab = np.zeros(num_pages + 1, np.bool_)
-        self._slabs: Counter[int] = Counter()  # by tenant
+        self._slabs: Counter[int] = Counter()  # the number of idle slabs of each tenant
 
     def of_pool(self, num_pages: int) -> "TenantQuotas":
         return TenantQuotas(num_pages, self._share, self._shares)
@@ -70,22 +74,25 @@ class TenantQuotas(NoQuotas):
         return QuotaOrder(order, self, slab_pages)
 
     def own(self, pages: Pages, salt: str | None) -> None:
-        """Assign `pages`, which are not idle, to the tenant of `salt`; None: to no tenant."""
+        """Assign `pages`, which are not idle, to the tenant of `salt`. None means no tenant."""
         self._owner[pages] = _NOBODY if salt is None else self._id_of(salt)
 
     def ownerless(self, pages: Pages) -> NDArray[np.bool_]:
         return self._owner[pages] == _NOBODY
 
     def disown(self, pages: Pages) -> None:
-        """`pages` have left the cache. They have no tenant until `own` names one."""
+        """Record that `pages` have left the cache. They have no tenant until `own` assigns one."""
         self._owner[pages] = _NOBODY
 
     def moved(self, sources: Pages, targets: Pages) -> None:
-        """The content of `sources`, not idle, was moved to `targets`, which take over the tenants."""
+        """Record that the content of `sources`, not idle, was moved to `targets`, which get the same tenants."""
         self._owner[targets] = self._owner[sources]
 
     def append(self, pages: Pages | Indices, *, slabs: bool = False) -> None:
-        """`pages` became idle, and are the newest of their tenants. `slabs`: each page stands for a slab."""
+        """Record that `pages` became idle. They are the newest of their tenants.
+
+        `slabs`: each page stands for a slab.
+        """
         owners = self._owner[pages]
         for owner in set(owners.tolist()) - {_NOBODY}:
             mine = pages[owners == owner]
@@ -104,10 +111,10 @@ class TenantQuotas(NoQuotas):
             self._weigh(owner)
 
     def pop_surplus(self, most: int, *, slabs: bool = False) -> Pages:
-        """Take out pages above their tenants' quotas, each tenant's oldest first, `most` at most.
+        """Remove and return at most `most` pages above their tenants' quotas, each tenant's oldest first.
 
-        A tenant whose oldest entry is a slab gives no pages. `slabs`: take slabs instead, and none from a tenant whose
-        oldest entry is a page.
+        A tenant's pages are taken only up to its first slab. `slabs`: take slabs instead, and from each tenant only
+        those before its first page.
         """
         taken: list[Pages] = []
         for owner in sorted(self._over):
@@ -120,7 +127,7 @@ class TenantQuotas(NoQuotas):
         return np.concatenate(taken) if taken else np.zeros(0, np.int32)
 
     def _pop_each(self, owner: int, most: int, *, slabs: bool) -> list[Pages]:
-        """Pop entries of a tenant that has both pages and slabs, up to the first of the other kind."""
+        """Pop entries of a tenant that has both pages and slabs. Stops before the first entry of the other kind."""
         order, taken = self._orders[owner], list[Pages]()
         while len(taken) < most and self._surplus(owner) > 0 and self._is_slab[order.first()] == slabs:
             taken.append(order.pop(1))
@@ -128,7 +135,7 @@ class TenantQuotas(NoQuotas):
         return taken
 
     def first(self, *, slabs: bool = False) -> int:
-        """The page, or with `slabs` the slab, that `pop_surplus` would take out first; 0 if there is none."""
+        """The page that `pop_surplus` would take first, or with `slabs` the slab. 0 if there is none."""
         firsts = (self._orders[owner].first() for owner in sorted(self._over))
         return next((page for page in firsts if self._is_slab[page] == slabs), 0)
 
@@ -162,7 +169,7 @@ class TenantQuotas(NoQuotas):
         return self._orders[owner].count + self._slabs[owner] * (self.slab_pages - 1) - self._quotas[owner]
 
     def _forget_slabs(self, owner: int, gone: Pages | Indices) -> None:
-        """Stop counting those of the tenant's slabs that are in `gone`."""
+        """Stop counting the tenant's slabs that are in `gone`."""
         if self._slabs[owner]:
             self._slabs[owner] -= int(np.count_nonzero(self._is_slab[gone]))
             self._is_slab[gone] = False
@@ -184,7 +191,10 @@ class TenantQuotas(NoQuotas):
         return owner
 
     def _new_id(self) -> int:
-        """An unused id: a new one, or that of a tenant without idle pages; else `_OTHERS`, which tenants share."""
+        """An unused id: a new one, or the id of a tenant without idle pages.
+
+        Otherwise `_OTHERS`, which tenants share.
+        """
         if len(self._orders) < MOST_TENANTS:
             owner = len(self._orders) + 1
             self._orders[owner] = LruOrder(self._num_pages, self._log)
@@ -198,7 +208,8 @@ class TenantQuotas(NoQuotas):
 class QuotaOrder(OverOrder):
     """Wraps `order`: pages above the `quotas` are evicted before any page of `order`.
 
-    With `slab_pages` its pages are slabs, each of that many pages of another pool. The quotas are those of that pool.
+    With `slab_pages` the entries of the order are slabs, each of `slab_pages` pages of another pool. The quotas are
+    those of that other pool.
     """
 
     def __init__(self, order: EvictionOrder, quotas: TenantQuotas, slab_pages: int = 0) -> None:
@@ -248,7 +259,7 @@ class QuotaOrder(OverOrder):
         return self.due() or self._order.first()
 
     def mend(self, pages: Indices) -> None:
-        """As the base. The caller must have cleared the quotas before."""
+        """See the base class. The caller must clear the quotas before."""
         self._order.mend(pages)
         oldest_first = pages[np.argsort(self._order.positions(pages), kind="stable")]
         self._quotas.append(self._named(oldest_first), slabs=self._of_slabs)
@@ -261,7 +272,7 @@ class QuotaOrder(OverOrder):
         self._quotas.check(self._named(self.pages()), slabs=self._of_slabs)
 
     def _named(self, pages: Pages | Indices) -> NDArray[Any]:
-        """The numbers of these pages in the quotas: a slab's is that of its first page."""
+        """The numbers of these entries in the quotas. A slab has the number of its first page."""
         return pages * self._unit if self._of_slabs else pages
 
     def _pop_surplus(self, count: int) -> Pages:
@@ -275,7 +286,7 @@ class QuotaOrder(OverOrder):
         return surplus
 
     def _with(self, surplus: Pages, rest: Pages) -> Pages:
-        """Join the popped pages: the surplus, and `rest`, which the wrapped order gave."""
+        """Join the popped pages: `surplus`, then `rest`, which came from the wrapped order."""
         self._quotas.remove(self._named(rest))
         self._quotas.disown(self._named(rest))
         self.count = self._order.count

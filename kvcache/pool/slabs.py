@@ -1,13 +1,15 @@
-"""`SlabPool`: one memory for pages of tokens and for slabs, runs of pages that hold a recurrent state.
+"""`SlabPool`: one memory for token pages and for slabs, which are runs of pages that hold a recurrent state.
 
 A slab is `slab_pages` pages, as many as a state takes, and begins at a multiple of `slab_pages`. Pages are allocated as
-in any pool. A slab is taken where that costs least: its pages are all fresh; or they are idle and least recently used,
-and are evicted; or held pages of it are moved elsewhere. The pages of a slab that is given back are fresh again. So no
-memory is reserved for either kind. The only loss is the part of a slab that its state does not fill.
+in any pool. A slab is taken where this costs least: where all pages are fresh; else where all are idle, and were used
+least recently, so that they are evicted; else where held pages can be moved elsewhere. When a slab is given back, its
+pages are fresh again. So neither kind has memory reserved for it. The only loss is the part of a slab that its state
+does not fill.
 
-Cached slabs (`CachedSlabs`) and idle pages are evicted by their last use: a slab goes if it was last used before the
-page that was evicted last. With hints, the last use of both is shifted by their leads, as far as hints are trusted, and
-a slab goes before the next page if its use is older. Slabs and pages above a tenant's quota go before all others.
+Cached slabs (`CachedSlabs`) and idle pages are evicted in the order of their last use: a slab is evicted if it was last
+used before the page that was evicted last. With hints, the last use of both is shifted by their leads, as far as hints
+are trusted, and a slab is evicted before the next page if its use is older. Slabs and pages above a tenant's quota are
+evicted before all others.
 """
 
 import numpy as np
@@ -21,11 +23,14 @@ _HELD = 1 << 62
 
 
 class CachedSlabs:
-    """The cached slabs without a holder, least recently used first. This base is empty: no caller takes slabs."""
+    """The cached slabs without a holder, least recently used first.
+
+    This base class has none, for pools without states.
+    """
 
     @property
     def num_idle(self) -> int:
-        """The number of slabs that can be given up."""
+        """The number of slabs that can be evicted."""
         return 0
 
     @property
@@ -34,11 +39,11 @@ class CachedSlabs:
         return _HELD
 
     def give_up_oldest(self) -> None:
-        """Evict the copy in the oldest slab, and give the slab back."""
+        """Evict the state in the oldest slab, and give the slab back."""
 
 
 class PageMoves:
-    """Moves held pages: it owns all records of page ids. This base moves none, for a pool without slabs."""
+    """Moves held pages and updates all records of their ids. This base class moves none, for a pool without slabs."""
 
     def claimed(self, row: int) -> None:
         """Record that a new request has claimed the row."""
@@ -53,11 +58,14 @@ class PageMoves:
         """Record that another process knows the row's pages. They are not moved while the row is claimed."""
 
     def staying(self) -> NDArray[np.bool_] | np.bool_:
-        """Which pages cannot be moved while held, bool `[num_pages + 1]`; one bool stands for all pages."""
+        """Which pages cannot be moved while they are held, bool `[num_pages + 1]`.
+
+        A single bool holds for all pages.
+        """
         return np.True_
 
     def move(self, sources: Pages, targets: Pages) -> None:
-        """Copy the held `sources` to the held `targets`, one to one, and replace their ids in every record."""
+        """Copy the held `sources` to the held `targets`, one to one, and replace the ids in every record."""
 
 
 def num_slabs(num_pages: int, slab_pages: int) -> int:
@@ -66,9 +74,10 @@ def num_slabs(num_pages: int, slab_pages: int) -> int:
 
 
 class SlabPool(PagePool):
-    """A pool in which pages can be taken as slabs. Slab s is `slab_pages` pages from `s * slab_pages` on; s > 0.
+    """A pool in which pages can be taken as slabs.
 
-    Each page of a taken slab has one holder. The caller that takes slabs sets `cached` and `moves`.
+    Slab s, with s > 0, is `slab_pages` pages from page `s * slab_pages` on. Each page of a taken slab has one holder.
+    The caller that takes slabs sets `cached` and `moves`.
 
     Attributes:
         cached: the cached slabs.
@@ -82,27 +91,29 @@ class SlabPool(PagePool):
         self.taken = np.zeros(self.num_slabs + 1, np.bool_)
         self.cached = CachedSlabs()
         self.moves = PageMoves()
-        self.moved = 0  # pages, so far
-        self.clock = 1  # the number of pages released so far
-        self._used = np.zeros(num_pages + 1, np.int64)  # by page, in that clock: idle ones' last use; 0 if fresh
-        # By page: `_used`, shifted by the lead of its hint at its release; the same array while no order has leads.
+        self.moved = 0  # the number of pages moved so far
+        self.clock = 1  # the number of pages released so far, plus one
+        # By page: the value of `clock` at the last use of an idle page; 0 for a fresh page.
+        self._used = np.zeros(num_pages + 1, np.int64)
+        # By page: its last use (`_used`), shifted by the lead of the hint that the page had when it was released. While
+        # the order has no leads, this is the same array as `_used`.
         self._turn = self._used
         self._last_evicted = 0  # the last use of the page that was evicted last
-        # A lower bound on the last use of each slab's youngest page. Uses do not update it, so the oldest slab is
-        # checked before it is taken. `_ages_back` has the last slab first.
+        # By slab: a lower bound of the last use of its most recently used page. A use does not update the bound, so the
+        # oldest slab is checked before it is taken. `_ages_back` is the same in reverse.
         self._ages = np.zeros(num_pages // slab_pages + 1, np.int64)
         self._ages_back = self._ages[self.num_slabs : 0 : -1]
         # The fresh pages are a section of this stack. The section moves up when slabs are taken from its lower end, and
-        # down when they are given back. `_bottom` stays below the number of pages in all taken slabs plus one.
+        # down when they are given back. `_bottom` is never above the number of pages in all taken slabs.
         self._stack: Pages = np.concatenate((self._fresh, np.zeros(slab_pages, np.int32)))
         self._bottom = 0
-        self._place = np.arange(num_pages, -1, -1)  # by fresh page: its place in `_stack`
+        self._place = np.arange(num_pages, -1, -1)  # the place of each fresh page in `_stack`
         self._fresh: Pages = self._stack
         self.follow(self.idle)
 
     @property
     def free_count(self) -> int:
-        """Pages that `allocate` can hand out: fresh and idle ones, and those of slabs that can be given up."""
+        """The pages that `allocate` can return: fresh pages, idle pages, and those of slabs that can be evicted."""
         return self._fresh_count + self.idle.count + self.cached.num_idle * self.slab_pages
 
     def follow(self, order: EvictionOrder) -> None:
@@ -128,9 +139,9 @@ class SlabPool(PagePool):
     # ---- slabs
 
     def take_slab(self, *, moving: bool = True) -> int:
-        """Take a slab and return its number. Returns 0 if there is none, or if a cached slab has to go first.
+        """Take a slab and return its number. Returns 0 if there is none, or if a cached slab must be evicted before.
 
-        `moving`: if every slab has held pages, they may be moved out of one.
+        `moving`: if every slab has held pages, they may be moved out of one slab.
         """
         chosen, age = self._oldest_slab()
         if age and self._evict_due():
@@ -144,20 +155,21 @@ class SlabPool(PagePool):
         return chosen
 
     def can_take_slab(self) -> bool:
-        """Whether `take_slab` would return a slab, now or once all cached slabs are given up."""
+        """Whether `take_slab` would return a slab, either now or after all cached slabs are evicted."""
         if self.cached.num_idle:
             return True
         return self._oldest_slab()[1] < _HELD or self._cheapest_to_move() > 0
 
     @property
     def has_fresh_slab(self) -> bool:
-        """Whether `take_slab` would find a slab of fresh pages, so that nothing is evicted or moved."""
+        """Whether `take_slab` would find a slab of fresh pages, so that nothing has to be evicted or moved."""
         return not self._oldest_slab()[1]
 
     def use_of(self, order: EvictionOrder, used: Indices) -> int:
-        """The last use of the next entry of `order` to be evicted, shifted by its hint; negative if above a quota.
+        """The last use of the entry that `order` evicts next, shifted by its hint. Negative if it is above a quota.
 
-        `used`: last uses by the clock. A hint counts with its present lead, and not once it has expired.
+        `used`: the last use of each entry, by the clock. A hint counts with its present lead, and no longer once it has
+        expired.
         """
         if due := order.due():
             return int(used[due]) - _HELD
@@ -165,12 +177,12 @@ class SlabPool(PagePool):
 
     @property
     def width(self) -> float:
-        """Cached pages, including those of cached slabs, for each published page."""
+        """Cached pages, including those of cached slabs, divided by published pages."""
         published = np.count_nonzero(self.index.published)
         return 1.0 + self.cached.num_idle * self.slab_pages / published if published else 1.0
 
     def give_back(self, slab: int) -> None:
-        """Return a taken slab to the pool; its pages are fresh."""
+        """Return a taken slab to the pool. Its pages become fresh."""
         pages = self._pages_of(slab)
         self.taken[slab] = False
         self.holders[pages] = 0
@@ -178,13 +190,13 @@ class SlabPool(PagePool):
             self._push_fresh(pages[::-1])
             return
         self._ages[slab] = self._used[pages] = self._turn[pages] = 0
-        # At the bottom of the stack, so that they are handed out as single pages last.
+        # Put at the bottom of the stack, so that they are the last to be allocated as single pages.
         self._lie_from(self._bottom - self.slab_pages, self._fresh_count + self.slab_pages)
         self._fresh[: self.slab_pages] = pages[::-1]
         self._place[pages[::-1]] = np.arange(self._bottom, self._bottom + self.slab_pages)
 
     def check(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
-        """As the base. Also checks that the pages of taken slabs have no other holder."""
+        """See the base class. Also checks that the pages of taken slabs have no other holder."""
         of_slabs = np.flatnonzero(np.repeat(self.taken, self.slab_pages))
         holders[of_slabs] += 1
         super().check(holders, writers)
@@ -208,7 +220,7 @@ class SlabPool(PagePool):
                 )
 
     def mend(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
-        """As the base. `taken` must already mark the slabs in use, whose pages have no other holder."""
+        """See the base class. `taken` must already mark the slabs in use, whose pages have no other holder."""
         holders[np.flatnonzero(np.repeat(self.taken, self.slab_pages))] += 1
         super().mend(holders, writers)
 
@@ -236,12 +248,12 @@ class SlabPool(PagePool):
         super()._push_fresh(pages)
 
     def _lie_from(self, bottom: int, count: int) -> None:
-        """Set the section of fresh pages: `count` of them from `bottom` on."""
+        """Set the section of fresh pages: `count` pages from `bottom` on."""
         self._bottom, self._fresh_count = bottom, count
         self._fresh = self._stack[bottom:]
 
     def _take_fresh(self, pages: Pages) -> None:
-        """Remove `pages` from the fresh ones, and fill their places with others from the bottom of the section."""
+        """Remove `pages` from the fresh ones, and fill their places with fresh pages from the bottom of the section."""
         at, above = self._place[pages], self._bottom + len(pages)
         lower = np.zeros(len(pages), np.bool_)
         lower[at[at < above] - self._bottom] = True
@@ -251,7 +263,7 @@ class SlabPool(PagePool):
         self._lie_from(above, self._fresh_count - len(pages))
 
     def _make_room(self, count: int) -> None:
-        """Give up cached slabs if there are too few idle pages, or if the slabs are older than the next page."""
+        """Evict cached slabs if there are too few idle pages, or if the slabs were last used before the next page."""
         cached = self.cached
         while count > self._fresh_count and cached.num_idle:
             if count <= self._fresh_count + self.idle.count and cached.oldest_use > self._next_use():
@@ -259,11 +271,14 @@ class SlabPool(PagePool):
             cached.give_up_oldest()
 
     def _next_use(self) -> int:
-        """The last use of the page to be evicted next. Without hints that of the last evicted page is close enough."""
+        """The last use of the page to be evicted next.
+
+        Without hints, the last use of the last evicted page is close enough.
+        """
         return self._last_evicted if self.idle.by_age else self.use_of(self.idle, self._used)
 
     def _oldest_slab(self) -> tuple[int, int]:
-        """The slab whose youngest page has the oldest use, and that use; `_HELD` if every slab has a held page."""
+        """The slab that has been unused longest, and its last use; `_HELD` if every slab has a held page."""
         while True:
             slab = self.num_slabs - int(self._ages_back.argmin())
             age = self._age_of(slab)
@@ -272,14 +287,17 @@ class SlabPool(PagePool):
             self._ages[slab] = age
 
     def _age_of(self, slab: int) -> int:
-        """The last use of the slab's youngest page; `_HELD` if a page of it is held."""
+        """The last use of any page of the slab; `_HELD` if one of its pages is held."""
         pages = slice(slab * self.slab_pages, (slab + 1) * self.slab_pages)
         if np.count_nonzero(self.holders[pages]) or np.count_nonzero(self.writers[pages]):
             return _HELD
         return int(self._turn[pages].max())
 
     def _cheapest_to_move(self) -> int:
-        """The slab with the fewest held pages, if all of them can move to free pages elsewhere; 0 if there is none."""
+        """The slab with the fewest held pages, if all of them can be moved to free pages elsewhere.
+
+        0 if there is none.
+        """
         if self._fresh_count + self.idle.count < self.slab_pages:
             return 0
         in_slabs = slice(self.slab_pages, (self.num_slabs + 1) * self.slab_pages)
@@ -291,7 +309,7 @@ class SlabPool(PagePool):
         return slab if of_slabs[slab - 1] < self.num_pages else 0
 
     def _clear(self, slab: int) -> None:
-        """Take a slab: evict its idle pages, and move its held pages elsewhere."""
+        """Empty a slab for a state: evict its idle pages, and move its held pages elsewhere."""
         pages = self._pages_of(slab)
         unused = pages[self._unused(pages)]
         idle = self.index.published[unused]
@@ -301,7 +319,8 @@ class SlabPool(PagePool):
         self.holders[pages[self.holders[pages] == 0]] = 1
         self.taken[slab] = True
         if held.size:
-            for save in self.journal.going:  # pending copies name these pages by their present ids
+            # Before the move, because pending copies name these pages by their present ids.
+            for save in self.journal.going:
                 save(held)
             targets = self.allocate(len(held))
             self.holders[targets] = self.holders[held]
@@ -311,7 +330,7 @@ class SlabPool(PagePool):
             self.moved += len(held)
 
     def _evict(self, pages: Pages) -> None:
-        """Evict these idle pages, whatever their places in the order."""
+        """Evict these idle pages, wherever they are in the order."""
         if not pages.size:
             return
         self.idle.remove(pages)
@@ -319,7 +338,7 @@ class SlabPool(PagePool):
         self._drop(pages)
 
     def _evict_due(self) -> bool:
-        """Evict pages above their tenants' quotas, up to the first slab. Returns whether there were any."""
+        """Evict pages above their tenants' quotas, up to the first slab. Returns whether any were evicted."""
         evicted = False
         while self.idle.due():
             pages = self.idle.pop(1)
@@ -345,14 +364,15 @@ class SlabStates(PagePool, CachedSlabs):
     """The pool of states in slabs: page s of this pool is slab s of `slabs`.
 
     A slab is given back as soon as its state has no holder and is not published. Slabs that are not taken count as held
-    here, because the pages of tokens have them.
+    in this pool, because token pages use them.
     """
 
     def __init__(self, slabs: SlabPool) -> None:
         super().__init__(slabs.num_slabs, slabs.index.digest_words)
         self._slabs = slabs
         self._fresh_count, self.holders[1:] = 0, 1
-        self._used = np.zeros(slabs.num_slabs + 1, np.int64)  # by copy: its last use by the clock of `slabs`
+        # By state: the value of the clock of `slabs` at its last use.
+        self._used = np.zeros(slabs.num_slabs + 1, np.int64)
         slabs.cached = self
 
     @property
@@ -382,21 +402,21 @@ class SlabStates(PagePool, CachedSlabs):
         return 0
 
     def make_room(self, *, moving: bool) -> bool:
-        """As the base. Takes a slab from the pages of tokens, unless a copy has to go first."""
+        """See the base class. Takes a slab from the token pages, unless a cached state must be evicted before."""
         if slab := self._slabs.take_slab(moving=moving):
             self.holders[slab] = 0
             super()._push_fresh(np.array([slab], np.int32))
         return self.free_count > 0
 
     def check(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
-        """As the base, for the taken slabs. Also checks that none of them is fresh."""
+        """See the base class, for the taken slabs. Also checks that none of them is fresh."""
         self._hold_others(holders)
         super().check(holders, writers)
         if self._fresh_count:
             raise InvariantError(f"{self._fresh_count} pages are free, but were not returned to their slabs")
 
     def mend(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
-        """As the base. Marks exactly the slabs that are held or published as taken."""
+        """See the base class. Marks exactly the slabs that are held or published as taken."""
         published = self.index.published
         self._slabs.taken[1:] = ((holders > 0) | (writers > 0) | published)[1:]
         self._used[published & (self._used == 0)] = self._slabs.clock

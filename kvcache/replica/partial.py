@@ -55,7 +55,10 @@ class PartialReuse:
         self._prefix_of.clear()
 
     def find(self, row: int, context: SafeContext) -> tuple[Pages, Pages, int] | None:
-        """The pages that the reserved row can copy: sources and its own, one a table, and the tokens cached then."""
+        """The pages that the reserved row can copy.
+
+        Returns the sources and the targets, one page a table, and the number of tokens that are cached after the copy.
+        """
         size, rows, start = self._replica.page_size, self._replica.rows, context.start_idx
         at = start // size
         if int(rows.committed[row]) != at or _has_key(context, at, size):

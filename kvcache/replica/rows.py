@@ -78,14 +78,14 @@ class BlockRows:
         shape = (groups[-1].tables.stop, rows, -(-max_seq_len // page_size))
         # `[rows, columns]`, or with several tables `[tables, rows, columns]`: page ids in logical order.
         self.tensor = torch.zeros(shape if shape[0] > 1 else shape[1:], dtype=torch.int32, pin_memory=pinned)
-        self.table: Pages = self.tensor.numpy().reshape(shape)  # a view
+        self.table: Pages = self.tensor.numpy().reshape(shape)  # a view of `tensor`
         self._first_table: Pages = self.table[0]
-        # a view of `tensor`
+        # By group and row: the first column with a page, and the column after the last page.
         self._bounds = np.zeros((2, len(groups), rows), np.int64)
         self.firsts, self.ends = self._bounds
-        self.num_pages: Ints = self.ends[0]  # columns of the longest tables
+        self.num_pages: Ints = self.ends[0]  # ends of the first group, whose pages end last
         self._shortest: Ints = self.ends[-1]
-        self.changed = np.zeros(rows, np.bool_)  # the end of the first group's pages, which is the last of all groups
+        self.changed = np.zeros(rows, np.bool_)  # rows that have changed; cleared by the copies to devices
         self.committed = np.zeros(rows, np.int64)  # the number of published pages, from the first on
         self.prompt = np.full(rows, -1, np.int64)  # tokens of the request at its first reservation; -1 before
         self.counted = np.zeros(rows, np.int64)  # tokens that metrics have counted
@@ -142,7 +142,7 @@ class BlockRows:
         names: list[RequestID | None] = [None] * len(taken)
         for request_id, row in row_of.items():
             names[row] = request_id
-        # In one statement, so that an interrupt never leaves two of these lists in contradiction.
+        # In one statement, so that after an interrupt both name the same owners of rows.
         self.row_of, self.request_ids[:] = row_of, names
         self.free[:] = np.flatnonzero(~taken).tolist()  # ascending: a heap
         for counts in (self.cached, self.counted):

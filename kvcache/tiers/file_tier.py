@@ -1,6 +1,7 @@
 """The file tier: pages of the host tier in a folder, found by their digests. It outlives the process.
 
-Several processes may share the folder. Each looks for the others' files now and then. A file that is gone is a miss.
+Several processes may share the folder. Each scans it now and then for files of other processes. If a known file is
+gone, its pages are misses.
 """
 
 import contextlib
@@ -32,11 +33,11 @@ MakeIO = Callable[[Sequence[torch.Tensor]], PageIO]
 """Makes the object that moves bytes for one thread between files and the given host memory."""
 
 FILE_BYTES = 16 << 20
-_LONGEST_QUEUED_S = 1.0  # after this a file is written even if it is not full
-_LONGEST_WAIT_S = 0.1  # the longest that a reservation waits for pages being read
+_LONGEST_QUEUED_S = 1.0  # the longest time after which queued pages are written, even if they do not fill a file
+_LONGEST_WAIT_S = 0.1  # the longest that a reservation waits for pages that are being read
 _RESCAN_S = 5.0
-_PAUSE_S = 10.0  # after a write that failed
-# Refusals due to the bytes of a file, not to a failed system call.
+_PAUSE_S = 10.0  # the pause after a failed write
+# The refusals that show wrong bytes in a file. The others come from failed system calls.
 _DAMAGE = frozenset({FileRefusal.CUT, FileRefusal.FOREIGN, FileRefusal.CORRUPTED})
 
 _log = logging.getLogger("pagewire")
@@ -45,12 +46,12 @@ _log = logging.getLogger("pagewire")
 @dataclass(eq=False, slots=True)
 class _File:
     number: int
-    entries: Entries  # by place in the file; NO_ENTRY for a page that is no longer found here
+    entries: Entries  # by place in the file; NO_ENTRY for a page that this file no longer provides
     size: int
 
 
 class FileIndex:
-    """The pages of all known files, of `max_bytes` together. An entry is the index of a page in the arrays."""
+    """The pages of all known files, which take `max_bytes` at most. An entry is the index of a page in the arrays."""
 
     def __init__(self, max_bytes: int, page_bytes: int, digest_words: int) -> None:
         capacity = max_bytes // page_bytes
@@ -64,7 +65,7 @@ class FileIndex:
         self._names: dict[int, str] = {}
         self._numbers = 0
         self.bytes = 0  # the size of all files together
-        # Set and cleared by the caller; an entry keeps its mark if it is given to another page.
+        # Set and cleared by the caller. If an entry is reused for another page, it keeps its mark.
         self.reading = np.zeros(capacity + 1, np.bool_)
 
     def __contains__(self, name: str) -> bool:
@@ -79,7 +80,7 @@ class FileIndex:
         return self.pages.find(digests)
 
     def whereabouts(self, entries: Entries) -> list[tuple[str, int, NDArray[np.intp]]]:
-        """The runs of `entries` that are adjacent in a file: the file, the first place, the indices in `entries`."""
+        """Split `entries` into runs that are adjacent in a file: the file, the first place, indices in `entries`."""
         files, places = self._file_of[entries], self._place_of[entries]
         cuts = np.flatnonzero((np.diff(files) != 0) | (np.diff(places) != 1)) + 1
         runs = np.split(np.arange(len(entries)), cuts)
@@ -91,7 +92,7 @@ class FileIndex:
             self._files.move_to_end(self._names[number])
 
     def room_for(self, size: int) -> list[str]:
-        """Forget the least recently used files until `size` more bytes fit. Returns their names."""
+        """Forget the least recently used files until `size` more bytes fit. Returns the names of these files."""
         names: list[str] = []
         while self._files and self.bytes + size > self._max_bytes:
             names.append(next(iter(self._files)))
@@ -99,7 +100,7 @@ class FileIndex:
         return names
 
     def add(self, name: str, size: int, digests: Digests, tables: NDArray[np.intp] | None = None) -> None:
-        """Add a file of these distinct pages, for which there must be room. It replaces a known file of this name.
+        """Add a file of these distinct pages, for which there must be room. It replaces a known file of the same name.
 
         `tables`: the block table of each page, if there are several.
         """
@@ -108,7 +109,7 @@ class FileIndex:
         self._free_count -= count
         entries = self._free[self._free_count : self._free_count + count].copy()
         self.pages.say_tables(entries, tables)
-        known = self.pages.publish(entries, digests) != entries  # pages that another file has, too
+        known = self.pages.publish(entries, digests) != entries  # pages that another file has as well
         self._give_back(entries[known])
         self._numbers += 1
         self._file_of[entries], self._place_of[entries] = self._numbers, np.arange(count)
@@ -136,7 +137,7 @@ class FileIndex:
         self._give_back(entries)
 
     def clear(self) -> None:
-        """Forget all files. Notifies no reader."""
+        """Forget all files. The journal does not report it."""
         capacity = len(self._free)
         self.pages.clear()
         self._free[:] = np.arange(capacity, 0, -1, dtype=np.int32)
@@ -176,7 +177,7 @@ class FileIndex:
 
 
 class FileTier(LowerTier):
-    """Files of pages below a host tier, removed least recently used first, of `max_bytes` together.
+    """Files of pages below a host tier. They take `max_bytes` at most; the least recently used files are removed first.
 
     `make_io` is called once for each of the two threads. Raises `PoolTooSmallError` if `max_bytes` cannot hold a page.
     """
@@ -191,13 +192,13 @@ class FileTier(LowerTier):
         self._layout = layout
         self._max_bytes = max_bytes
         self._read_io, self._write_io = make_io(host.memory), make_io(host.memory)
-        # Files are small enough that a small host tier can still be used while one is written from its slots.
+        # Files are small, so that a small host tier can still be used while slots of one file are being written.
         most = (FILE_BYTES // layout.page_bytes, host.pool.num_pages // 4, layout.most_in(max_bytes))
         self.pages_a_file = max(1, min(most))
         self._index = FileIndex(max_bytes, layout.page_bytes, layout.digest_bytes // 8)
         if layout.tables > 1:
             self._index.pages.tables = np.zeros(len(self._index.pages.published), np.intp)
-        self._queue: deque[tuple[float, Digests]] = deque()  # the time of each offer, and its pages
+        self._queue: deque[tuple[float, Digests]] = deque()  # the pages that were offered, with the time of the offer
         self._scanned = self._clock()
         self._take_up_scan(folder.scan(layout, frozenset(), first=True))
 
@@ -210,7 +211,7 @@ class FileTier(LowerTier):
         return found
 
     def fetch(self, digests: Digests, wanted: Asked, *, wait: bool, gain: int) -> None:  # noqa: ARG002 - it always pays
-        """As the base. `wait`: wait for the reads under way, at most `_LONGEST_WAIT_S`."""
+        """See the base class. `wait`: wait for the reads that are running, at most `_LONGEST_WAIT_S`."""
         names = digests.swapaxes(0, 1)[wanted.T][: self._host.pool.free_count // 2]
         entries = self._index.find(names)
         absent = (self._host.pool.index.find(names) == NO_PAGE) & ~self._index.reading[entries]
@@ -226,18 +227,21 @@ class FileTier(LowerTier):
 
     @property
     def generation(self) -> int:
-        """Counts the pages that were added or removed."""
+        """The number of additions and removals of pages so far."""
         return self._index.pages.generation
 
     # ---- down: from host slots to files
 
     def offer(self, digests: Digests) -> None:
-        """The host tier has these pages now. They are written later, if they are still there."""
+        """Queue pages that the host tier has now. They are written later, if the host still has them."""
         if self._clock() >= self._paused_until:
             self._queue.append((self._clock(), digests))
 
     def used(self, digests: Digests) -> None:
-        """A request has used these pages. Their files are kept longer, and pages without a file are written again."""
+        """Record that a request has used these pages.
+
+        Their files are kept longer, and pages without a file are written again.
+        """
         entries = self._index.find(digests)
         known = entries != NO_ENTRY
         self._index.use(entries[known])
@@ -258,7 +262,7 @@ class FileTier(LowerTier):
                 self._begin_write()
 
     def flush(self) -> None:
-        """Write everything that was offered, and wait for it."""
+        """Write everything that was offered, and wait until it is written."""
         while self._writer.jobs or self._queue:
             if not self._writer.jobs:
                 self._begin_write()
@@ -278,7 +282,7 @@ class FileTier(LowerTier):
         self._writer.submit(self._folder.remove, self._folder.renew())
 
     def close(self) -> None:
-        """Finish everything that was begun, and end the threads. Safe to call twice."""
+        """Finish everything that has begun, and end the threads. Safe to call twice."""
         self._reader.shutdown()
         self._take_up(self._reader)  # frees the slots of the last reads
         self._writer.shutdown()
@@ -299,7 +303,7 @@ class FileTier(LowerTier):
         return self._index.pages
 
     def mend(self) -> None:
-        """As the base. The next scan of the folder finds its files again."""
+        """See the base class. The next scan of the folder finds its files again."""
         super().mend()
         self._queue.clear()
         self._index.clear()
@@ -326,14 +330,18 @@ class FileTier(LowerTier):
             self._begin_job(self._reader, read, take, slots[at])
 
     def _read_file(self, path: Path, first: int, names: Digests, pages: list[list[Part]]) -> list[FileRefusal | None]:
-        """Runs in the read thread. Also marks the file as just used, for other processes and for the next start."""
+        """Read pages of a file, in the read thread.
+
+        Also mark the file as just used, for other processes and the next start.
+        """
         refusals = read_pages(path, self._layout, first, names, pages, self._read_io)
         with contextlib.suppress(OSError):
             os.utime(path, follow_symlinks=False)
         return refusals
 
     def _await_reads(self) -> None:
-        self._reader.jobs[-1].wait(_LONGEST_WAIT_S)  # the thread reads in order
+        # Waiting for the last job suffices, because the thread reads in order.
+        self._reader.jobs[-1].wait(_LONGEST_WAIT_S)
 
     def _take_read(
         self,
@@ -343,7 +351,7 @@ class FileTier(LowerTier):
         tables: NDArray[np.intp] | None,
         refusals: list[FileRefusal | None],
     ) -> None:
-        """End a read into `slots`: publish the pages that were read, and drop the entries of those that were refused.
+        """End a read into `slots`: publish the pages that were read, and drop the entries of refused pages.
 
         `tables`: the block table of each page, if there are several.
         """
@@ -354,14 +362,14 @@ class FileTier(LowerTier):
         self.read += int(right.sum())
         self.refusals.update(refusal for refusal in refusals if refusal)
         if not right.all():
-            still = self._index.find(digests) == entries  # entries that were not replaced meanwhile
+            still = self._index.find(digests) == entries  # whether each entry still belongs to its page
             self._lose(entries[~right & still], set(refusals))
 
     def _lose(self, entries: Entries, refusals: set[FileRefusal | None]) -> None:
         """Drop pages of one file that could not be read. If the bytes of the file are wrong, remove the file.
 
-        If it stayed, each start and each process that shares the folder would find the damaged page again, and not the
-        copy that is written next. The other pages of the file are written again when they are used.
+        If the damaged file stayed, each start, and each process that shares the folder, would find its pages again in
+        place of copies that are written later. The good pages of the file are written again when they are used.
         """
         names = {name for name, _, _ in self._index.whereabouts(entries)}
         self._index.drop(entries)
@@ -423,9 +431,10 @@ class FileTier(LowerTier):
 def _write(
     folder: PageFolder, layout: FileFormat, names: Digests, pages: Sequence[Sequence[Part]], io: PageIO
 ) -> tuple[str, int]:
-    """Write a file of pages. If the folder was deleted or replaced, it is made again."""
+    """Write a file of pages. If the folder was deleted or replaced, it is created again."""
     try:
         return write_pages(folder.path, next(folder.drafts), layout, names, pages, io)
-    except (FileNotFoundError, NotADirectoryError):  # or the draft was removed as abandoned, which hardly happens twice
+    # Or another process took the draft for abandoned, and removed it. That hardly happens twice.
+    except (FileNotFoundError, NotADirectoryError):
         folder.make_again()
         return write_pages(folder.path, next(folder.drafts), layout, names, pages, io)

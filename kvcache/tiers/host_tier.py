@@ -1,8 +1,8 @@
-"""The host tier: pages in host memory, the side of one replica, and the form of all tiers below.
+"""The host tier: pages in host memory, its interface to each replica, and the base class of all lower tiers.
 
-A page that a replica publishes is copied into a host slot soon after (write-through). If a prompt's pages have left the
-device, they are copied back from there. Slots are managed like device pages: a `PagePool` says which are published,
-held by a copy, or idle, and evicts idle ones least recently used first.
+Soon after a replica publishes a page, the page is copied into a host slot (write-through). If pages of a prompt have
+left the device, they are copied back from host memory. Slots are managed like device pages: a `PagePool` records which
+are published, held by a copy, or idle, and evicts the least recently used idle slots first.
 """
 
 import time
@@ -29,14 +29,16 @@ from kvcache.replica.rows import Pages, Rows, as_rows
 from kvcache.tiers.page_files import FileRefusals
 
 _T = TypeVar("_T")
-_BROUGHT_BYTES = 8 << 20  # copied between two steps for readers of pages, and not for rows
+# The most bytes that are copied between two steps for readers of pages; copies for rows are not limited.
+_BROUGHT_BYTES = 8 << 20
 
 
 class HostTier:
-    """Slots of host memory, one for a page of any replica. Each shard has an array, in which a page lies at its slot.
+    """Slots of host memory, each of which holds one page of any replica.
 
-    Slot 0 is the null slot. `pinned`: a GPU copies from and to the memory. `tables`: pages belong to several block
-    tables, and the index records which. Raises `PoolTooSmallError`.
+    Each shard has an array, and a page lies at the same slot in all of them. Slot 0 is the null slot. `pinned`: a GPU
+    copies from and to the memory. `tables`: pages belong to several block tables, and the index records which. Raises
+    `PoolTooSmallError` if not even one page fits.
     """
 
     def __init__(
@@ -62,36 +64,36 @@ class HostTier:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class HostCopy:
-    """Pages that are copied into host slots or back. Pages and slots are held until the copy is over.
+    """A copy of pages into host slots, or back to the device. Pages and slots are held until it is over.
 
-    No other request finds pages that come back for a row, and none may read them before.
+    Until then no other request finds pages that are copied back for a row, and no request may read them.
     """
 
     pages: Pages
     slots: Slots
-    digests: Digests  # published when the copy is over; empty for pages that come back for a row
+    digests: Digests  # published when the copy is over; empty for pages copied back for a row
     copy: Copy
 
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """A read, a write or a question of a lower tier, which one of its threads does."""
+    """A read, a write or a question to a store, that runs in a thread of a lower tier."""
 
-    work: Future[Callable[[], None]]  # returns what the loop's thread does with the result
-    slots: Slots  # held until the work is over
-    names: Sequence[bytes] = ()  # objects that are looked up or read
-    dropped: bool = False  # whether the result is not wanted any more
+    work: Future[Callable[[], None]]  # returns what the loop's thread must do with the result
+    slots: Slots  # held until the work has ended
+    names: Sequence[bytes] = ()  # the objects that are looked up or read
+    dropped: bool = False  # whether the result is no longer wanted
 
     def over(self) -> bool:
         """Whether the work has ended. Never waits."""
         return self.work.done()
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait until the work has ended, at most so long."""
+        """Wait until the work has ended, at most `seconds`; None means without limit."""
         wait([self.work], seconds)
 
     def drop(self) -> None:
-        """Let the result be ignored."""
+        """Mark the result as no longer wanted."""
         self.names, self.dropped = (), True
 
 
@@ -100,68 +102,74 @@ class Worker(ThreadPoolExecutor):
 
     def __init__(self, name: str) -> None:
         super().__init__(1, f"pagewire-{name}")
-        self.jobs: deque[Job] = deque()  # in order, until the loop's thread has handled their results
+        self.jobs: deque[Job] = deque()  # in order, each until the loop's thread has handled its result
 
 
 class LowerTier:
     """A tier below the host tier: files or objects, which outlive the process.
 
-    All state belongs to the loop's thread. Two threads of the tier move the bytes, one for reads and one for writes.
-    The host slots that they read or write are held meanwhile. The loop polls for their results.
+    All state belongs to the loop's thread. Two other threads move the bytes, one for reads and one for writes.
+    Meanwhile the host slots that they read or write are held. The loop's thread polls for their results.
     """
 
-    asks = False  # whether a remote store has to be asked which pages it has
-    longest_tail = 0  # the most pages that are kept only as the end of a run after which there is a state
+    asks = False  # whether a remote store must be asked which pages it has
+    longest_tail = 0  # the most pages of a run that are stored only in its tail, because a state follows them
 
     def __init__(self, host: HostTier, of: str) -> None:
         self._host = host
         self._clock = time.monotonic
         self._reader, self._writer = Worker(f"{of}-reads"), Worker(f"{of}-writes")
-        self._paused_until = 0.0  # set after a failure
-        self.written: int = 0  # pages so far
-        self.read: int = 0  # pages so far
-        self.refusals = FileRefusals()  # pages that were wrong, cut short or gone when they were read
+        self._paused_until = 0.0  # no work is begun until then; set after a failure
+        self.written: int = 0  # the number of pages written so far
+        self.read: int = 0  # the number of pages read so far
+        self.refusals = FileRefusals()  # counts of pages that were wrong, cut short or missing when they were read
 
     @abstractmethod
     def counts(self, noun: str) -> Mapping[str, int]:
-        """The values of the tier's fields of `KVCacheMetrics`. `noun`: what it keeps, "blocks" or "states"."""
+        """The values of the tier's fields of `KVCacheMetrics`. `noun`: what the tier keeps, "blocks" or "states"."""
 
     # ---- up, to host slots
 
     @property
     @abstractmethod
     def generation(self) -> int:
-        """Changes whenever more is known about which pages the tier has."""
+        """Changes whenever something new is known about which pages the tier has."""
 
     @abstractmethod
     def has_of(self, digests: Digests, asked: Asked, *, perhaps: bool) -> Asked:
-        """Which `asked` pages the tier is known to have; with `perhaps`, also those not known to be absent."""
+        """Which `asked` pages the tier is known to have.
+
+        With `perhaps`, also the pages that are not known to be absent.
+        """
 
     def ask(self, digests: Digests, perhaps: Asked) -> bool:  # noqa: ARG002 - everything is known
-        """Ask for pages that are not known yet. Returns whether an answer is on its way and may be waited for."""
+        """Ask for pages whose presence is not known.
+
+        Returns whether an answer is on its way and is worth waiting for.
+        """
         return False
 
     @abstractmethod
     def fetch(self, digests: Digests, wanted: Asked, *, wait: bool, gain: int) -> None:
         """Begin to read the `wanted` pages, which the tier has, column by column, as far as the host has room.
 
-        `gain`: the number of pages whose tokens then need not be computed. `wait`: wait a while for them.
+        `gain`: the number of pages whose tokens then need not be computed. `wait`: wait a while for the pages.
         """
 
     @abstractmethod
     def brings(self, digests: Digests, wanted: Asked) -> bool:
-        """Whether some `wanted` pages are being read, and may still be waited for."""
+        """Whether some `wanted` pages are being read and are still worth waiting for."""
 
     # ---- down, from host slots
 
     def offer(self, digests: Digests) -> None:
-        """The host tier has these pages now."""
+        """Record that the host tier has these pages now."""
 
     def used(self, digests: Digests) -> None:
-        """A request has used these pages."""
+        """Record that a request has used these pages."""
 
     def ended(self, digests: Digests) -> None:
-        """A request with these pages, `[tables, pages, words]`, has ended."""
+        """Record that a request with these pages, `[tables, pages, words]`, has ended."""
 
     @abstractmethod
     def tick(self) -> None:
@@ -169,7 +177,7 @@ class LowerTier:
 
     @abstractmethod
     def flush(self) -> None:
-        """Write all pending pages, and wait for that."""
+        """Write all pending pages, and wait until they are written."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -177,7 +185,7 @@ class LowerTier:
 
     @abstractmethod
     def close(self) -> None:
-        """End the threads once their present work is done. Safe to call twice."""
+        """End the threads after their present work. Safe to call twice."""
 
     # ---- after an interrupt, and recounts
 
@@ -187,13 +195,13 @@ class LowerTier:
         return [job.slots for job in (*self._reader.jobs, *self._writer.jobs)]
 
     def stop(self) -> None:
-        """Return once both threads have done all their work."""
+        """Wait until both threads have done all their work."""
         for thread in (self._reader, self._writer):
-            with suppress(RuntimeError):  # the thread has ended
+            with suppress(RuntimeError):  # raised if the thread has ended
                 thread.submit(nothing).result()
 
     def mend(self) -> None:
-        """Forget which pages the tier has. `stop` must come before."""
+        """Forget which pages the tier has. `stop` must be called before."""
         self._reader.jobs.clear()
         self._writer.jobs.clear()
 
@@ -217,11 +225,11 @@ class LowerTier:
         slots: Slots = NO_SLOTS,
         names: Sequence[bytes] = (),
     ) -> None:
-        """Let a thread run `work`. The loop's thread then passes the result to `take`, or an `OSError` to `_fail`."""
+        """Let a thread run `work`. Later the loop's thread passes the result to `take`, or an `OSError` to `_fail`."""
         thread.jobs.append(Job(thread.submit(self._work, work, take), slots, names))
 
     def _work(self, work: Callable[[], _T], take: Callable[[_T], None]) -> Callable[[], None]:
-        """Runs in a thread of the tier, and returns what the loop's thread does next."""
+        """Run `work` in a thread of the tier. Returns what the loop's thread must do next."""
         try:
             return partial(take, work())
         except OSError as error:
@@ -237,11 +245,11 @@ class LowerTier:
 
     @abstractmethod
     def _fail(self, error: OSError) -> None:
-        """A thread has raised this error: pause."""
+        """Begin a pause, because a thread has raised this error."""
 
 
 def nothing() -> None:
-    """The work of a thread, or what the loop's thread does with its result, where there is nothing to do."""
+    """Do nothing: work for a thread, or for the loop's thread after it."""
 
 
 def _of_one_table(digests: Digests) -> Digests:
@@ -249,10 +257,10 @@ def _of_one_table(digests: Digests) -> Digests:
 
 
 class ReplicaTier(PagesBelow, PageReader):
-    """One replica's side of the host tier: the pages to be copied there, and those being copied back.
+    """The host tier as one replica uses it: pages that wait to be copied to the host, and pages that are copied back.
 
     `PagesBelow` documents the methods that a replica calls. The pool's journal reports which pages to copy, and which
-    copies can wait no longer.
+    pages are about to be overwritten, so that their copies cannot wait.
     """
 
     keeps = True
@@ -264,21 +272,23 @@ class ReplicaTier(PagesBelow, PageReader):
         mover: PageMover,
         every: Callable[[Digests], Digests] = _of_one_table,
     ) -> None:
-        """`every` returns the digests of all tables' pages, given those of the first table."""
+        """`every` turns the digests of the first table's pages into those of all tables' pages."""
         self.host = host
         self.pool = pool
         self.lower = host.lower
         self._every = every
         self._mover = mover
         self._no_digests: Digests = pool.index.digests_of(NO_SLOTS)
-        self.storing = np.zeros(pool.num_pages + 1, np.bool_)  # by page: its copy is queued or runs
-        # Published pages to be copied to the host, oldest first, with their digests. An entry without pages says that
-        # these digests were used, or, with `[tables, pages, words]`, that their request has ended.
+        self.storing = np.zeros(pool.num_pages + 1, np.bool_)  # whether the copy of each page is queued or running
+        # Published pages to be copied to the host, oldest first, with their digests. An entry without pages records a
+        # use of its digests. If these are `[tables, pages, words]`, it records that a request with these pages has
+        # ended.
         self.waiting: deque[tuple[Pages, Digests]] = deque()
-        self._loads: dict[int, list[HostCopy]] = {}  # by row: its pages that are to be copied back
-        self._left: list[HostCopy] = []  # running copies for which no row waits any more
+        # By row: the copies of its pages back to the device that have not begun or not ended.
+        self._loads: dict[int, list[HostCopy]] = {}
+        self._left: list[HostCopy] = []  # running copies whose row was released
         self.stores: deque[HostCopy] = deque()  # running copies to the host, oldest first
-        self.stored = self.loaded = 0  # pages whose copies are over
+        self.stored = self.loaded = 0  # the number of pages copied so far
         self.brought_at_once = max(1, _BROUGHT_BYTES // sum(memory.shape[1] for memory in host.memory))
         pool.journal.read(self, saves=True)
 
@@ -286,7 +296,7 @@ class ReplicaTier(PagesBelow, PageReader):
 
     def came(self, pages: Pages, digests: Digests) -> None:
         """Queue `pages` to be copied."""
-        new = ~self.storing[pages]  # a fork publishes shared pages again
+        new = ~self.storing[pages]  # a fork publishes shared pages again, and these are queued already
         if not new.all():
             pages, digests = pages[new], digests[new]
         if pages.size:
@@ -294,15 +304,15 @@ class ReplicaTier(PagesBelow, PageReader):
             self.waiting.append((pages, digests))
 
     def store(self, most: int) -> int:
-        """Copy, or begin to copy, the `most` pages that wait longest. Returns how many were taken off the queue."""
-        self._pass_uses()  # asynchronous copies may have held them up
+        """Copy, or begin to copy, the `most` pages that have waited longest. Returns how many pages left the queue."""
+        self._pass_uses()  # uses that had to wait for the end of asynchronous copies
         pages, digests = self._take(most)
         if not pages.size:
             return 0
         pool = self.host.pool
         absent = pool.index.find(digests) == NO_PAGE
         new, names = pages[absent], digests[absent]
-        fits = min(len(new), pool.free_count)  # if copies hold all other slots, the remaining pages are not kept
+        fits = min(len(new), pool.free_count)  # if copies hold all other slots, the remaining pages are not stored
         if fits:
             slots = pool.allocate(fits)
             pool.index.say_tables(slots, self.pool.index.tables_of(new[:fits]))
@@ -315,25 +325,25 @@ class ReplicaTier(PagesBelow, PageReader):
         return len(pages)
 
     def going(self, pages: Pages) -> None:
-        """`pages` are about to be overwritten: make their pending copies now."""
+        """Make the pending copies of `pages` now, because the pages are about to be overwritten."""
         while self.storing[pages].any():
             if self.stores:
-                self._await_stores()  # asynchronous copies, begun in an earlier step
+                self._await_stores()  # asynchronous copies that began in an earlier step
             else:
                 self.store(self._next_entry())
 
     @property
     def is_loading(self) -> bool:
-        """Whether asynchronous copies to the device have begun and their end was not handled yet."""
+        """Whether asynchronous copies to the device have begun, and their end was not handled yet."""
         return bool(self._left)
 
     def poll(self) -> None:
-        """Handle the ends of asynchronous copies."""
+        """Handle the asynchronous copies that have ended."""
         while self.stores and self.stores[0].copy.over():
             store = self.stores.popleft()
             self.storing[store.pages] = False
             self.stored += len(store.pages)
-            # If another replica has stored the same content meanwhile, this slot is free again.
+            # If another replica has stored the same content meanwhile, this slot becomes free again.
             self.host.pool.index.publish(store.slots, store.digests)
             self.host.pool.release(store.slots)
             for lower in self.lower:
@@ -342,7 +352,8 @@ class ReplicaTier(PagesBelow, PageReader):
             self._left.remove(load)
             self.loaded += len(load.pages)
             if load.digests.size:
-                self.pool.index.publish(load.pages, load.digests)  # if a row has brought the same, these are free
+                # If a row has published the same content meanwhile, these pages become free.
+                self.pool.index.publish(load.pages, load.digests)
             self._end(load)
 
     def forget_waiting(self) -> None:
@@ -351,10 +362,10 @@ class ReplicaTier(PagesBelow, PageReader):
         self.waiting.clear()
 
     def leave(self, row: int, pages: Pages, names: Digests, ends: Callable[[Digests], Asked]) -> None:
-        """The row no longer needs the pages being restored for it. A running copy keeps its pages until its end.
+        """Called when the row is released: it no longer needs the pages that are copied back for it.
 
-        The use of `pages` counts only when the last of them are copied. Otherwise the last pages would look more recent
-        than the first ones, without which they are useless.
+        A running copy keeps its pages until its end. The use of `pages` counts only after the last of them is copied to
+        the host. Otherwise the last pages would look more recent than the first pages, without which they are useless.
         """
         for load in self._loads.pop(row, ()):
             if load.copy.begun:
@@ -438,7 +449,7 @@ class ReplicaTier(PagesBelow, PageReader):
     def ask(self, digests: Digests, perhaps: Asked) -> bool:
         left, coming = perhaps & ~self.host_has(digests, perhaps), False
         for lower in self.lower:
-            if lower.asks:  # during a pause after a failure, `has_of` finds nothing to ask for
+            if lower.asks:  # during a pause after a failure, `has_of` gives nothing to ask for
                 coming |= lower.ask(digests, lower.has_of(digests, left, perhaps=True))
             left = left & ~lower.has_of(digests, left, perhaps=False)
         return coming
@@ -447,10 +458,11 @@ class ReplicaTier(PagesBelow, PageReader):
         slots = self.slots(digests[wanted])
         if np.count_nonzero(slots) == len(slots):
             return False
-        self.host.touch(slots[slots != NO_PAGE])  # fetched pages must not evict the pages needed with them
+        # Fetched pages must not evict the pages that are needed together with them.
+        self.host.touch(slots[slots != NO_PAGE])
         coming = False
         for lower in self.lower:
-            there = lower.has_of(digests, wanted, perhaps=False)  # first, as it also handles finished reads
+            there = lower.has_of(digests, wanted, perhaps=False)  # called first, because it also handles finished reads
             wanted = wanted & ~self.host_has(digests, wanted)
             there &= wanted
             lower.fetch(digests, there, wait=wait, gain=gain)
@@ -463,14 +475,14 @@ class ReplicaTier(PagesBelow, PageReader):
         load = HostCopy(pages, slots, digests, self._mover.load(slots, pages))
         load.copy.begin()
         self._left.append(load)
-        self.poll()  # the copy is already over if the calling thread has made it
+        self.poll()  # if the calling thread makes copies itself, the copy is already over
 
     def arrive(self, rows: Rows) -> None:
         asked = as_rows(rows) if self._loads else np.zeros(0, np.int64)
         for row in [row for row in self._loads if (asked == row).any()]:
             for load in self._loads[row]:
                 load.copy.order()
-            self._left += self._loads.pop(row)  # last, so that an interrupted copy is begun again
+            self._left += self._loads.pop(row)  # last, so that an interrupted copy begins again
         self.poll()
 
     def coming(self, row: int | None = None) -> list[Pages]:
@@ -489,13 +501,13 @@ class ReplicaTier(PagesBelow, PageReader):
 
     @property
     def open_loads(self) -> list[HostCopy]:
-        """Every load that is not over; `check` recounts them."""
+        """Every copy to the device that has not ended. `check` recounts them."""
         return [*self._left, *(load for loads in self._loads.values() for load in loads)]
 
     def mend(self, rows: Iterable[int]) -> None:
         claimed = {*rows}
         self._loads = {row: loads for row, loads in self._loads.items() if row in claimed}
-        self._left.clear()  # all of these are over by now
+        self._left.clear()  # none of these is running any more
         self.storing[:] = False
         for store in self.stores:
             self.storing[store.pages] = True
@@ -509,7 +521,7 @@ class ReplicaTier(PagesBelow, PageReader):
                 self.storing[pages[stay]] = True
                 kept.append((pages[stay], digests[stay]))
         self.waiting = kept
-        # A page may have been published, or taken off the queue, just before the interrupt.
+        # An interrupt may have come just after a page was published or left the queue.
         published = np.flatnonzero(index.published & ~self.storing).astype(np.int32)
         digests = index.digests_of(published)
         absent = self.host.pool.index.find(digests) == NO_PAGE
@@ -534,7 +546,7 @@ class ReplicaTier(PagesBelow, PageReader):
         return len(self.waiting[0][0]) if self.waiting else 0
 
     def _pass_uses(self) -> None:
-        """Apply the uses at the head of the queue, before which no page waits."""
+        """Apply the uses at the head of the queue. No page waits before them."""
         while self.waiting and not self.waiting[0][0].size and not self.stores:
             _, digests = self.waiting.popleft()
             if digests.ndim > 2:
@@ -555,7 +567,7 @@ class ReplicaTier(PagesBelow, PageReader):
         self.host.pool.release(load.slots)
 
     def _keep(self, pages: Pages) -> None:
-        """Keep `pages` from being allocated or read until `_let_go`."""
+        """Protect `pages` from being allocated or read until `_let_go`."""
         self.pool.add_writer(pages)
 
     def _let_go(self, pages: Pages) -> None:

@@ -1,20 +1,21 @@
 """The object tier: pages of the host tier in an object store, found by their digests. It outlives the machine.
 
-All state belongs to the loop's thread. Two threads of the tier talk to the store: one asks and reads, one writes. The
-loop never waits for them: pages that have not arrived are computed. A store that fails, or does not answer in time, is
-not used for a while.
+All state belongs to the loop's thread. Two other threads talk to the store: one asks and reads, one writes. The loop
+never waits for them: pages that have not arrived are computed. A store that fails, or does not answer in time, is not
+used for a while.
 
-A prompt's pages are written when its request is released, all pages of an object together. Objects are neither listed
-nor deleted: the bucket's own rules expire them, and a missing object is a miss.
+When a request is released, the pages of its prompt are written, many pages in one object. Objects are neither listed
+nor deleted: the bucket's own rules must expire them, and a missing object is a miss.
 
-Each block table has its own objects, which cover the same pages of a prompt. An object is named by the digest of its
-last page in this table. The objects of all tables that begin at one page are written before those of the next page, if
-the host has all of their pages. Those of a window include pages that the request has dropped. A lookup asks for the
-objects that the longest prefix needs: all objects of full layers, and those objects of a window that cover the tokens
-seen at the end of the prefix.
+Each block table has its own objects. Objects of different tables cover the same pages of a prompt. An object is named
+by the digest of its last page in its table. Objects are written in the order of the prompt: first the objects of all
+tables that begin at its first page, then those that begin at the next, as far as the host has all their pages. The
+objects of a table with a window include pages that have fallen out of the request's window. A lookup asks for the
+objects that the longest prefix needs: for full attention all objects, for a window those with tokens that are seen at
+the end of the prefix.
 
-A lookup takes two rounds, because the first says where the objects of full layers end, and so which windows to ask for.
-If those windows are missing, a third round asks for all windows.
+A lookup takes two rounds. The first finds where the objects of full attention end, which decides which objects of
+windows to ask for in the second. If these are missing, a third round asks for all objects of windows.
 """
 
 import logging
@@ -36,16 +37,17 @@ from kvcache.tiers.page_files import FileRefusal
 from kvcache.tiers.page_objects import ObjectFormat
 from kvcache.types import MakeObjectIO, ObjectIO, ObjectRange, Part
 
-_TRY_S = 30.0  # after this, pages that are cheaper to compute are read anyway: the store may have become faster
-_WEIGHT = 0.25  # the weight of the newest figure in a running mean
-MEMORY_BYTES = 16 << 20  # the most that a thread moves at a time; one object, if that is larger
+# After this time, pages are read even if computing them was faster so far: the store may have become faster.
+_TRY_S = 30.0
+_WEIGHT = 0.25  # the weight of the newest value in a running mean
+MEMORY_BYTES = 16 << 20  # the most bytes that a thread moves at a time, unless a single object is larger
 _FIRST_EPOCH = "0" * 16  # the epoch of a namespace that was never reset
-_PAUSE_S = 10.0  # the store is not called for this time after it has failed
-_ABSENT_S = 10.0  # an object counts as absent for this time after the store has said so
+_PAUSE_S = 10.0  # the pause after a failure of the store
+_ABSENT_S = 10.0  # how long an object counts as absent after the store has said so
 _LONGEST_FLUSH_S = 10.0
-_MOST_KNOWN = 1 << 16  # objects whose presence or absence is remembered
-MOST_ASKED = 256  # objects of a table in one question to the store
-MOST_QUEUED = 256  # objects of a table that wait to be written
+_MOST_KNOWN = 1 << 16  # the most objects whose presence or absence is remembered
+MOST_ASKED = 256  # the most objects of a table in one question to the store
+MOST_QUEUED = 256  # the most objects of a table that wait to be written
 _PRESENT, _UNKNOWN, _ABSENT = 1, 0, -1
 _States = NDArray[np.int8]  # `[tables, objects]`
 
@@ -54,22 +56,22 @@ _T = TypeVar("_T")
 
 
 class ObjectPiece(NamedTuple):
-    """Pages of one object that are to be read."""
+    """Pages to read from one object."""
 
     name: bytes
-    skip: int  # pages of the object before these
+    skip: int  # the number of pages of the object before these
     digests: Digests
     table: int  # the block table of these pages
 
 
 class ReadRates:
-    """The recent cost of reading, and whether reading pays. The read thread supplies the figures."""
+    """The recent cost of reading, which decides whether reading pays. The read thread measures it."""
 
     def __init__(self, compute_page_s: float) -> None:
         self._compute_page_s = compute_page_s
-        self.answer_s = 0.0  # running mean of the seconds for an answer about objects
-        self.page_s = 0.0  # running mean of the further seconds for each page of a read
-        self._tried = -math.inf  # when pages were last read although that did not pay
+        self.answer_s = 0.0  # running mean of the seconds until the store says which objects exist
+        self.page_s = 0.0  # running mean of the seconds for each page of a read, without that time
+        self._tried = -math.inf  # when pages were last read although computing seemed faster
 
     def asked(self, seconds: float) -> None:
         self.answer_s = _mean(self.answer_s, seconds)
@@ -78,10 +80,10 @@ class ReadRates:
         self.page_s = _mean(self.page_s, max(0.0, seconds - self.answer_s) / pages)
 
     def pays(self, pages: int, before: int, gain: int, now: float) -> bool:
-        """Whether reading `pages`, after `before` others that are under way, is faster than computing `gain` pages.
+        """Whether reading `pages` pages is faster than computing `gain` pages. `before` others are already being read.
 
-        Returns True until a read has been measured, and every `_TRY_S` seconds even if reading is slower, as the store
-        may have become faster.
+        Returns True until a read has been measured. After that it also returns True every `_TRY_S` seconds if reading
+        is slower, because the store may have become faster.
         """
         is_measured = self.page_s > 0
         if not is_measured or (self.answer_s + (before + pages) * self.page_s) / self._compute_page_s < gain:
@@ -93,7 +95,7 @@ class ReadRates:
 
 
 def _mean(before: float, newest: float) -> float:
-    """The running mean after one more figure. `before`: 0 if this is the first one."""
+    """The running mean after one more value. `before`: the mean so far, 0 if there is none."""
     return before + _WEIGHT * (newest - before) if before else newest
 
 
@@ -131,20 +133,22 @@ class ObjectTier(LowerTier):
         size = max(layout.object_bytes, MEMORY_BYTES)
         self._objects_at_once = size // layout.object_bytes
         self._read_io, self._write_io = make_io(size, timeout_s), make_io(size, timeout_s)
-        self._epoch = ""  # the name of the present epoch; empty until the store has said it
-        self._untold = False  # whether a new epoch is still to be written to the store
-        self._known: OrderedDict[bytes, float | None] = OrderedDict()  # by object: None if present, else absent until
-        self._broken: set[bytes] = set()  # objects to be overwritten
-        self._busy: dict[bytes, float] = {}  # by object that is looked up or read: until when a request waits for it
-        self._queue: OrderedDict[bytes, Digests] = OrderedDict()  # objects to be written, with their pages
-        self.failures = 0  # calls of the store that failed or timed out
+        self._epoch = ""  # the name of the present epoch; empty until the store has answered with it
+        self._untold = False  # whether the store must still be told a new epoch
+        # By object: None if it is present, else the time until which it counts as absent.
+        self._known: OrderedDict[bytes, float | None] = OrderedDict()
+        self._broken: set[bytes] = set()  # objects that must be overwritten
+        # By object that is looked up or read: the time until which a request waits for it.
+        self._busy: dict[bytes, float] = {}
+        self._queue: OrderedDict[bytes, Digests] = OrderedDict()  # the objects to write, with their pages
+        self.failures = 0  # the number of calls of the store that failed or timed out
         self._ask([])
 
     # ---- up: from objects to host slots
 
     @property
     def generation(self) -> int:
-        """Counts the answers about single objects."""
+        """The number of answers about single objects so far."""
         return self._answers
 
     def has_of(self, digests: Digests, asked: Asked, *, perhaps: bool) -> Asked:
@@ -179,7 +183,7 @@ class ObjectTier(LowerTier):
             pages = digests[table, begin : begin + count]
             name = pages[-1].tobytes()
             if name in self._busy:
-                break  # later pages are useless until this object has arrived
+                break  # until this object has arrived, later pages are useless
             missing = wanted[table, begin : begin + count].nonzero()[0]
             run = pages[missing[0] : missing[-1] + 1][:room]
             if len(run):
@@ -193,17 +197,26 @@ class ObjectTier(LowerTier):
     # ---- down: from host slots to objects
 
     def offer(self, digests: Digests) -> None:
-        """The host tier has these pages now. States are queued to be written; pages wait until their request ends."""
+        """Record that the host tier has these pages now.
+
+        States are queued to be written; pages wait until their request ends.
+        """
         if self._apart:
             self.ended(digests[None])
 
     def used(self, digests: Digests) -> None:
-        """A request has used these pages. States are queued to be written; pages wait until their request ends."""
+        """Record that a request has used these pages.
+
+        States are queued to be written; pages wait until their request ends.
+        """
         if self._apart:
             self.ended(digests[None])
 
     def ended(self, digests: Digests) -> None:
-        """A request with these pages, `[tables, pages, words]`, has ended. Queues the objects that the store lacks."""
+        """Record that a request with these pages, `[tables, pages, words]`, has ended.
+
+        Queues the objects that the store lacks.
+        """
         if self._clock() < self._paused_until:
             return
         for begin, end in self._layout.bounds(digests.shape[1]):
@@ -225,7 +238,7 @@ class ObjectTier(LowerTier):
             self._ask([])
 
     def flush(self) -> None:
-        """Write the queued objects, and wait for that: at most `_LONGEST_FLUSH_S`, and only while the store answers."""
+        """Write the queued objects, and wait for the writes: at most `_LONGEST_FLUSH_S`, while the store answers."""
         deadline = self._clock() + _LONGEST_FLUSH_S
         while (self._queue or self._untold or self._writer.jobs) and self._clock() < deadline:
             self.tick()
@@ -235,7 +248,7 @@ class ObjectTier(LowerTier):
                 jobs[0].wait(max(0.0, deadline - self._clock()))
 
     def reset(self) -> None:
-        """Forget all earlier objects. Processes that start later ignore them too, once the store has the new epoch."""
+        """Forget all earlier objects. Once the store has the new epoch, processes that start later ignore them, too."""
         for job in (*self._reader.jobs, *self._writer.jobs):
             job.drop()
         self._epoch = secrets.token_hex(8)
@@ -278,7 +291,7 @@ class ObjectTier(LowerTier):
     # ---- inside
 
     def _work(self, work: Callable[[], _T], take: Callable[[_T], None]) -> Callable[[], None]:
-        """As the base. After a failure of the store, queued work is skipped for a while."""
+        """See the base class. After a failure of the store, queued work is skipped for a while."""
         if self._clock() < self._paused_until:
             return nothing
         return super()._work(partial(self._tried, work), take)
@@ -327,7 +340,7 @@ class ObjectTier(LowerTier):
         self._begin_read(partial(self._asked, self._epoch, names), take, names)
 
     def _asked(self, epoch: str, names: list[bytes]) -> tuple[str, list[bool]]:
-        """The epoch, and whether each object exists. Runs in the read thread."""
+        """Ask for the epoch and whether each object exists, in the read thread."""
         epoch = epoch or self._find_epoch(self._read_io)
         began = self._clock()
         there = self._read_io.exist([self._layout.key(epoch, name) for name in names]) if names else []
@@ -354,9 +367,10 @@ class ObjectTier(LowerTier):
         self._untold = False
 
     def _over(self, pages: Asked) -> Asked:
-        """The objects that contain these pages, `[tables, objects]`.
+        """Which objects contain these pages, `[tables, objects]`.
 
-        The end of a prompt that is too long for the host tier is left out: it would evict the prompt's own first pages.
+        If a prompt is too long for the host tier, its end is left out, because it would evict the prompt's own first
+        pages.
         """
         if self._apart:
             return pages
@@ -368,7 +382,7 @@ class ObjectTier(LowerTier):
         return np.logical_or.reduce(covered.reshape(self._tables, objects, count), axis=2)
 
     def _names(self, digests: Digests, objects: Asked) -> list[bytes]:
-        """The names of these objects, ordered by page, then by table."""
+        """The names of these objects, ordered by place in the prompt, then by table."""
         count, pages = self._layout.count, digests.shape[1]
         last = digests[:, [min((at + 1) * count, pages) - 1 for at in range(objects.shape[1])]]
         return [name.tobytes() for name in last.swapaxes(0, 1)[objects.T]]
@@ -380,7 +394,7 @@ class ObjectTier(LowerTier):
         return states
 
     def _waits(self, digests: Digests, objects: Asked) -> bool:
-        now = self._clock()  # results that came since `has_of` are handled at the next call
+        now = self._clock()  # results that came after `has_of` are handled at the next call
         return any(self._busy.get(name, now) > now for name in self._names(digests, objects))
 
     # ---- reads
@@ -399,7 +413,10 @@ class ObjectTier(LowerTier):
             self._begin_read(read, take, [piece.name for piece in batch], slots)
 
     def _read(self, epoch: str, pieces: list[ObjectPiece], pages: list[list[Part]]) -> list[list[FileRefusal | None]]:
-        """Runs in the read thread. Returns the fault of each page of each piece; None if its slot has the page."""
+        """Read pages, in the read thread.
+
+        Returns the fault of each page of each piece, or None if its slot has the page.
+        """
         io, width, began = self._read_io, self._layout.record_bytes, self._clock()
         sizes = [len(piece.digests) * width for piece in pieces]
         starts = np.cumsum([0, *sizes]).tolist()
@@ -432,7 +449,7 @@ class ObjectTier(LowerTier):
             self.refusals.update(wrong)
             if wrong:
                 self._know(piece.name, self._clock() + _ABSENT_S)
-                # Also if an object could not be read: an empty one exists, but has no byte of any range.
+                # Also if an object could not be read at all: an empty object exists, but every read of a range fails.
                 self._broken.add(piece.name)
 
     # ---- writes
@@ -447,7 +464,7 @@ class ObjectTier(LowerTier):
                 batch[name] = digests
                 held.append(slots)
         if batch:
-            slots = np.unique(np.concatenate(held))  # a page may be in a tail and in a full object
+            slots = np.unique(np.concatenate(held))  # a page may belong to both a tail and a full object
             pool.hold(slots)
             pages = [self._host.parts(each) for each in held]
             write = partial(self._write, self._epoch, batch, pages, frozenset(self._broken & batch.keys()))
@@ -456,7 +473,7 @@ class ObjectTier(LowerTier):
     def _write(
         self, epoch: str, batch: dict[bytes, Digests], pages: list[list[list[Part]]], broken: frozenset[bytes]
     ) -> list[bytes]:
-        """Runs in the write thread. Writes the objects that are absent or broken, and returns their names."""
+        """Write the objects that are absent or broken, in the write thread. Returns their names."""
         io, size, ranges, written = self._write_io, self._layout.object_bytes, list[ObjectRange](), list[bytes]()
         keys = [self._layout.key(epoch, name) for name in batch]
         there = io.exist(keys)
@@ -473,5 +490,5 @@ class ObjectTier(LowerTier):
     def _take_written(self, batch: dict[bytes, Digests], written: list[bytes]) -> None:
         self.written += sum(len(batch[name]) for name in written)
         self._broken.difference_update(written)
-        for name in batch.keys() - self._broken:  # an object that was found broken meanwhile is written again
+        for name in batch.keys() - self._broken:  # an object that was found broken meanwhile must be written again
             self._know(name, None)

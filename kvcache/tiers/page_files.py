@@ -47,25 +47,25 @@ _MAGIC = b"pgwire/1"
 _FOOTER = struct.Struct("<8s16sQII16s")
 _SUM_BYTES = 16
 _Move = Callable[[int, Sequence[Part], int], int]
-_MOST_PARTS = 1024  # in one preadv or pwritev
+_MOST_PARTS = 1024  # the most buffers in one preadv or pwritev
 _OWN_FILE = 0o600
-"""Prompts can be derived from KV, so only the owner may access a file, whatever the umask."""
+"""The mode of files, whatever the umask: only the owner may access them, because prompts can be derived from KV."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
-# O_NONBLOCK: opening a pipe of that name must not wait.
+# O_NONBLOCK: opening must not wait if the name belongs to a pipe.
 _TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 _TO_WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _TO_LOCK = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 _DRAFT = re.compile(r"[0-9a-f]{16}-[0-9]+\.tmp")
-_ABANDONED_S = 3600.0  # on a file system without locks, an older draft counts as abandoned
+_ABANDONED_S = 3600.0  # on a file system without locks, a draft older than this counts as abandoned
 
 
 class FileRefusal(StrEnum):
-    """Why a page or a file is not read."""
+    """Why a page or a file was refused."""
 
     GONE = "gone"  # there is no file of this name any more
-    UNREADABLE = "unreadable"  # it is a link, a folder or a pipe, or the system fails to read it
-    CUT = "cut"  # its size is not that of a file of pages, or it ends before the page
-    FOREIGN = "foreign"  # it has pages of another model or layout, or other digests than expected
+    UNREADABLE = "unreadable"  # it is a link, a folder or a pipe, or a system call failed
+    CUT = "cut"  # no file of pages has its size, or it ends before the page
+    FOREIGN = "foreign"  # it has pages of another model or layout, or with other digests than expected
     CORRUPTED = "corrupted"  # its checksum does not match
 
 
@@ -73,7 +73,10 @@ FileRefusals = Counter[FileRefusal]
 
 
 class SystemIO:
-    """preadv and pwritev. As fast as NIXL's POSIX plugin or faster, whatever queue that uses (`benchmarks.tiers`)."""
+    """Reads and writes by preadv and pwritev.
+
+    At least as fast as NIXL's POSIX plugin with any queue (`benchmarks.tiers`).
+    """
 
     def write(self, file: int, parts: Sequence[Part], offset: int) -> None:
         _all_of(cast("_Move", os.pwritev), file, parts, offset)
@@ -102,14 +105,14 @@ def _all_of(call: _Move, file: int, parts: Sequence[Part], offset: int) -> None:
 class FileFormat:
     """The layout of all files of one folder."""
 
-    namespace: bytes  # 16 bytes that identify all that a page depends on besides its tokens
+    namespace: bytes  # 16 bytes that identify everything that a page depends on besides its tokens
     page_bytes: int  # the bytes of one page, all shards together
     digest_bytes: int  # the bytes of one digest
     tables: int = 1  # the number of block tables
 
     @property
     def name_bytes(self) -> int:
-        """The size in bytes of a page's name in its row: its digest, and its table's number if there are several."""
+        """The size of a page's name in its row, in bytes: its digest, and its table's number if there are several."""
         return self.digest_bytes + (8 if self.tables > 1 else 0)
 
     @property
@@ -117,7 +120,10 @@ class FileFormat:
         return self.name_bytes + _SUM_BYTES
 
     def names(self, digests: Digests, tables: NDArray[np.intp] | None) -> Digests:
-        """The names of pages of these digests and block tables (None: only one table): uint64 `[pages, words]`."""
+        """The names of pages with these digests: uint64 `[pages, words]`.
+
+        `tables`: their block tables; None for only one.
+        """
         return digests if tables is None else np.column_stack((digests, tables.astype(np.uint64)))
 
     def digests_and_tables(self, names: Digests) -> tuple[Digests, NDArray[np.intp] | None]:
@@ -127,7 +133,7 @@ class FileFormat:
         return np.ascontiguousarray(names[:, :-1]), names[:, -1].astype(np.intp)
 
     def refuses(self, names: Digests) -> bool:
-        """Whether `names` contain a page twice, or an unknown block table."""
+        """Whether `names` have a page twice, or an unknown block table."""
         unknown = self.tables > 1 and bool((names[:, -1] >= self.tables).any())
         return unknown or len({row.tobytes() for row in names}) < len(names)
 
@@ -135,7 +141,7 @@ class FileFormat:
         return count * (self.page_bytes + self.row_bytes) + _FOOTER.size
 
     def count_of(self, size: int) -> int:
-        """Pages of a file of `size` bytes; 0 if no file has that size."""
+        """The number of pages in a file of `size` bytes; 0 if no file has that size."""
         count, rest = divmod(size - _FOOTER.size, self.page_bytes + self.row_bytes)
         return 0 if rest or count < 0 else count
 
@@ -152,7 +158,7 @@ class FileFormat:
         return digest + self.checksum(digest, parts)
 
     def judge(self, row: bytes, digest: bytes, parts: Sequence[Part]) -> FileRefusal | None:
-        """The fault of a page that should have this digest and has this row in its file; None if it is right."""
+        """Why a page is refused that should have this `digest`, and has this row in its file; None if it is right."""
         if row[: self.name_bytes] != digest:
             return FileRefusal.FOREIGN
         return None if row == self.row(digest, parts) else FileRefusal.CORRUPTED
@@ -166,11 +172,11 @@ class FileFormat:
 def write_pages(
     folder: Path, draft: str, layout: FileFormat, names: Digests, pages: Sequence[Sequence[Part]], io: PageIO
 ) -> tuple[str, int]:
-    """Write a file of pages under a name derived from its content; returns its name and size.
+    """Write a file of pages under a name that is derived from its content. Returns its name and size.
 
-    No reader sees the file before it is whole: until then its name is `draft`. The file is not synced: it survives a
-    killed process, and checksums show damage after a failure of the machine. Raises `OSError` and then leaves no file
-    behind; it is a `FileNotFoundError` if the folder or the draft is gone (see `open_draft`).
+    Until the file is complete, its name is `draft`, which no reader opens. The file is not synced: it survives a killed
+    process, and after a crash of the machine checksums show damage. If the call raises `OSError`, it leaves no file
+    behind. It raises `FileNotFoundError` if the folder or the draft is gone (see `open_draft`).
     """
     rows = b"".join(layout.row(name.tobytes(), parts) for name, parts in zip(names, pages, strict=True))
     name = xxhash.xxh3_128_hexdigest(layout.namespace + rows) + ".pages"
@@ -180,7 +186,7 @@ def write_pages(
             io.write(file, [part for parts in pages for part in parts], 0)
             end = rows + layout.footer(rows, len(names))
             SystemIO().write(file, [np.frombuffer(end, np.uint8)], len(names) * layout.page_bytes)
-            os.close(os.dup(file))  # a network file system reports failed writes only at close
+            os.close(os.dup(file))  # flushed, because a network file system reports failed writes only at close
             try:
                 path.rename(folder / name)
             except IsADirectoryError:  # a folder has this name
@@ -193,9 +199,9 @@ def write_pages(
 
 
 def read_rows(path: Path, layout: FileFormat) -> Digests | FileRefusal:
-    """The names of the pages of a file, uint64 `[pages, words]`, or why the file is refused.
+    """The names of all pages of a file, uint64 `[pages, words]`, or the reason if the file is refused.
 
-    Takes away the rights of others to a file. Raises `OSError`.
+    If other users may access the file, their rights are removed. Raises `OSError` if a system call fails.
     """
     with opened(path) as file:
         status = os.fstat(file)
@@ -212,7 +218,7 @@ def read_rows(path: Path, layout: FileFormat) -> Digests | FileRefusal:
 
 
 def _judge(layout: FileFormat, status: os.stat_result, count: int, end: bytes) -> FileRefusal | None:
-    """The fault of a file whose rows and footer are `end`; None if it is right."""
+    """Why a file is refused whose rows and footer are `end`; None if it is right."""
     if not stat.S_ISREG(status.st_mode):
         return FileRefusal.UNREADABLE
     rows, footer = end[: count * layout.row_bytes], end[count * layout.row_bytes :]
@@ -227,9 +233,9 @@ def _judge(layout: FileFormat, status: os.stat_result, count: int, end: bytes) -
 def read_pages(
     path: Path, layout: FileFormat, first: int, names: Digests, pages: Sequence[Sequence[Part]], io: PageIO
 ) -> list[FileRefusal | None]:
-    """Fill `pages` with a file's pages from `first` on, which must have these names; returns the fault of each.
+    """Fill `pages` from a file, beginning with its page `first`. Returns for each page why it is refused, or None.
 
-    The content of a page with a fault is undefined. Never raises.
+    `names`: the names that the pages must have. The content of a refused page is undefined. Never raises.
     """
     try:
         with opened(path) as file:
@@ -260,7 +266,7 @@ def _read_pages(
 
 @contextlib.contextmanager
 def opened_folder(path: Path) -> Generator[int]:
-    """Open a folder that is not a link, and yield its descriptor. Raises `OSError`."""
+    """Open a folder and yield its descriptor. Raises `OSError` if it is a link."""
     folder = os.open(path, _FOLDER)
     try:
         yield folder
@@ -270,7 +276,7 @@ def opened_folder(path: Path) -> Generator[int]:
 
 @contextlib.contextmanager
 def opened(path: Path, flags: int = _TO_READ) -> Generator[int]:
-    """Open a file in a folder and yield its descriptor. Neither may be a link. Raises `OSError`."""
+    """Open a file in a folder and yield its descriptor. Raises `OSError` if one of the two is a link."""
     with opened_folder(path.parent) as folder:
         file = os.open(path.name, flags, _OWN_FILE, dir_fd=folder)
     try:
@@ -280,22 +286,23 @@ def opened(path: Path, flags: int = _TO_READ) -> Generator[int]:
 
 
 def list_folder(path: Path) -> list[str]:
-    """The names in a folder that is not a link. Raises `OSError`."""
+    """The names in a folder. Raises `OSError` if it is a link."""
     with opened_folder(path) as folder:
         return os.listdir(folder)  # noqa: PTH208 - a path could name another folder by now
 
 
 def draft_names() -> Iterator[str]:
-    """Names that no process has used before. Any thread may draw from the iterator."""
+    """Yield names that no process has used before. Any thread may draw from the iterator."""
     return map(f"{secrets.token_hex(8)}-{{}}.tmp".format, itertools.count())
 
 
 @contextlib.contextmanager
 def open_draft(path: Path) -> Generator[int]:
-    """Create a file for its owner alone, and yield its descriptor. It counts as being written until it is closed.
+    """Create a draft that only its owner may access, and yield its descriptor.
 
-    A process that starts may take the draft for abandoned and remove it just before it is locked. Renaming it then
-    raises FileNotFoundError, and the writer begins again under another name. Raises `OSError` if it cannot be created.
+    It is locked until the descriptor is closed. A process that starts may take the draft for abandoned, and remove it
+    just before it is locked. Renaming the draft then raises `FileNotFoundError`, and the writer begins again under
+    another name. Raises `OSError` if the file cannot be created.
     """
     with opened(path, _TO_WRITE) as file:
         os.fchmod(file, _OWN_FILE)
@@ -304,7 +311,7 @@ def open_draft(path: Path) -> Generator[int]:
 
 
 def remove_abandoned(folder: Path, names: list[str]) -> None:
-    """Remove the drafts among these names of a folder whose writers have ended. Never raises."""
+    """Remove those of these drafts in a folder whose writers have ended. Never raises."""
     for path in [folder / name for name in names if _DRAFT.fullmatch(name)]:
         with contextlib.suppress(OSError), opened(path, _TO_LOCK) as file:
             locked = _lock(file)

@@ -1,4 +1,4 @@
-"""The folder of page files: the files in it, the epoch that a reset renews, and the rights to it."""
+"""The folder of page files: the files in it, its epoch, which a reset renews, and the rights to it."""
 
 import contextlib
 import hashlib
@@ -41,14 +41,17 @@ _log = logging.getLogger("pagewire")
 
 
 class Scan(NamedTuple):
-    """Changes in the folder: names, sizes and digests of new files, least recently used first; names of lost files."""
+    """Changes in the folder.
+
+    New files, as names, sizes and digests, least recently used first; and the names of files that are gone.
+    """
 
     found: list[tuple[str, int, NDArray[np.uint64]]]
     gone: list[str]
 
 
 def namespace_of(*fields: str) -> bytes:
-    """16 bytes that differ if any field differs."""
+    """16 bytes that are different if any field is different."""
     joined = b"".join(struct.pack("<I", len(field.encode())) + field.encode() for field in ("files/1", *fields))
     return hashlib.sha256(joined).digest()[:16]
 
@@ -69,7 +72,7 @@ class PageFolder:
 
     def __init__(self, root: Path, namespace: bytes) -> None:
         self.drafts = draft_names()
-        self.refusals = FileRefusals()  # the reasons for which files were not accepted
+        self.refusals = FileRefusals()  # how often files were refused, by reason
         self._refused: set[str] = set()
         try:
             self._root = _own_link(root)
@@ -85,7 +88,7 @@ class PageFolder:
         return self._home / self._epoch
 
     def renew(self) -> Path:
-        """Start a new epoch, or join one that another process has started. Returns the folder to remove."""
+        """Start a new epoch, or join a new one that another process has started. Returns the folder to remove."""
         before, current = self.path, self._read_epoch()
         if current not in (None, self._epoch):
             self._epoch = current
@@ -95,21 +98,25 @@ class PageFolder:
             self._make_home()
             self._name_epoch(self._epoch, replace=True)
             self._make_epoch()
-        except OSError as error:  # such as a full disk: without `current`, the next start finds no old file either
+        # Such as a full disk; if `current` is missing, the next start finds no old file either.
+        except OSError as error:
             _log.warning("file tier: a reset could not record the name of its new folder: %s", error)
             with contextlib.suppress(OSError):
                 (self._home / _CURRENT).unlink(missing_ok=True)
         return before
 
     def make_again(self) -> None:
-        """Make the folder again after it was deleted. Raises `OSError`."""
+        """Create the folder again after it was deleted. Raises `OSError`."""
         self._make_home()
         if self._read_epoch() is None:
             self._name_epoch(self._epoch)
         self._make_epoch()
 
     def scan(self, layout: FileFormat, known: frozenset[str], *, first: bool = False) -> Scan:
-        """Find files that are not `known`, and remove broken ones. `first`: remove abandoned drafts and epochs, too."""
+        """Find files that are not `known`, and remove broken files.
+
+        `first`: also remove abandoned drafts and old epochs.
+        """
         if first:
             self._tidy()
         seen, found = set[str](), list[tuple[int, str, int, NDArray[np.uint64]]]()
@@ -144,8 +151,9 @@ class PageFolder:
             if not isinstance(found, FileRefusal):
                 return [(status.st_mtime_ns, name, layout.size_of(len(found)), found)]
             with contextlib.suppress(OSError):
-                path.unlink()  # for example cut short when a machine failed; no other program uses such names
-        if name not in self._refused:  # a file that cannot be removed is found again at each scan
+                path.unlink()  # for example a file that a crash has cut short; no other program uses such names
+        # Counted once, although a file that cannot be removed is found again at each scan.
+        if name not in self._refused:
             self._refused.add(name)
             self.refusals[found] += 1
         return []
@@ -168,7 +176,7 @@ class PageFolder:
         _make_own(self._home)
 
     def _make_epoch(self) -> None:
-        """Make the folder of the epoch. If something else has its name, start a new epoch."""
+        """Create the folder of the epoch. If its name is taken by something else, start a new epoch."""
         try:
             _make_own(self.path)
         except (NotADirectoryError, PermissionError):
@@ -184,9 +192,13 @@ class PageFolder:
         return name if _EPOCH.fullmatch(name) else None
 
     def _name_epoch(self, name: str, *, replace: bool = False) -> str:
-        """Name the epoch. Without `replace`, an epoch that another process has named meanwhile is kept."""
+        """Record the name of the epoch.
+
+        Without `replace`, a name that another process has recorded meanwhile is kept.
+        """
         for _ in range(_TRIES):
-            with contextlib.suppress(FileNotFoundError):  # another process removed the draft before it was locked
+            # Raised if another process removed the draft before it was locked.
+            with contextlib.suppress(FileNotFoundError):
                 return self._try_to_name(name, replace=replace)
             self._make_home()
         return self._try_to_name(name, replace=replace)
@@ -203,7 +215,7 @@ class PageFolder:
             except FileExistsError:
                 if named := self._read_epoch():
                     return named
-                draft.replace(current)  # `current` is broken
+                draft.replace(current)  # because `current` is broken
             finally:
                 draft.unlink(missing_ok=True)
         return name
@@ -214,26 +226,36 @@ def _new_epoch() -> str:
 
 
 def _own_link(root: Path) -> Path:
-    """The folder that `root` names. Raises `OSError` for a link that neither its owner nor the system has made."""
+    """The folder that `root` leads to.
+
+    Raises `OSError` for a link that belongs to another user than this one or root.
+    """
     if root.is_symlink() and root.lstat().st_uid not in (os.geteuid(), 0):
         raise PermissionError(f"{root} is a link that belongs to user {root.lstat().st_uid}")
     return root.resolve()
 
 
 def _make_root(root: Path) -> None:
-    """Make the root. Raises `OSError` if other users may rename its contents, and so replace our folders."""
+    """Create the root.
+
+    Raises `OSError` if other users may rename its contents, because they could replace our folders.
+    """
     with contextlib.suppress(FileExistsError):
         root.mkdir(_OWN_FOLDER)
     status = root.stat()
     if status.st_uid == os.geteuid() and all(_HOME.fullmatch(name) for name in list_folder(root)):
-        if not status.st_mode & stat.S_ISVTX:  # a root with the sticky bit is meant to be shared
+        # A root with the sticky bit is meant to be shared, and protects its contents.
+        if not status.st_mode & stat.S_ISVTX:
             _make_own(root)
     elif status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
         raise PermissionError(f"other users may rename its files: its mode is {stat.S_IMODE(status.st_mode):o}")
 
 
 def _make_own(path: Path) -> None:
-    """Make a folder for its owner alone, or tighten its rights. Raises `OSError` for a link or a folder of others."""
+    """Create a folder for its owner alone, or restrict its rights.
+
+    Raises `OSError` for a link or another user's folder.
+    """
     with contextlib.suppress(FileExistsError):
         path.mkdir(_OWN_FOLDER)
     with opened_folder(path) as folder:

@@ -32,8 +32,8 @@ class ObjectFormat:
     """The layout of all objects of one namespace. `count` is part of the namespace."""
 
     page: FileFormat
-    count: int  # pages of an object
-    tails: bool = False  # whether the last pages of a run, if fewer than `count`, form an object, too
+    count: int  # the number of pages in an object
+    tails: bool = False  # whether the last pages of a run form an object even if they are fewer than `count`
 
     @property
     def record_bytes(self) -> int:
@@ -45,7 +45,7 @@ class ObjectFormat:
         return self.count * self.record_bytes
 
     def bounds(self, pages: int) -> list[tuple[int, int]]:
-        """For each object of a run of `pages` pages, its first page and the page after its last."""
+        """The first page of each object of a run of `pages` pages, and the page after its last."""
         ends = [*range(self.count, pages + 1, self.count)]
         if self.tails and pages % self.count:
             ends.append(pages)
@@ -64,7 +64,7 @@ class ObjectFormat:
         return text + xxhash.xxh3_128_digest(self.page.namespace + text)
 
     def epoch_of(self, content: bytes) -> str | None:
-        """The epoch that an object's content names; None if it is broken, or of another namespace."""
+        """The epoch that an object names by its content. None if the content is broken, or of another namespace."""
         text = content[:_EPOCH_BYTES]
         right = _EPOCH.fullmatch(text) and content == self.epoch_object(text.decode())
         return text.decode() if right else None
@@ -76,11 +76,14 @@ class ObjectFormat:
             row[:] = np.frombuffer(self.page.row(digest, parts), np.uint8)
 
     def blank(self, records: Part) -> None:
-        """Clear the rows, so that pages which a read leaves out are detected."""
+        """Clear the rows, so that pages which a read does not deliver are detected."""
         records.reshape(-1, self.record_bytes)[:, self.page.page_bytes :] = 0
 
     def unpack(self, records: Part, digests: Digests, pages: Sequence[Sequence[Part]]) -> list[FileRefusal | None]:
-        """Copy pages out of `records`, and return the fault of each. The bytes of a faulty page are undefined."""
+        """Copy pages out of `records`. Returns why each page is refused, or None.
+
+        The bytes of a refused page are undefined.
+        """
         found: list[FileRefusal | None] = []
         for digest, parts, page, row in self._records(records, digests, pages):
             at = 0
@@ -93,7 +96,7 @@ class ObjectFormat:
     def _records(
         self, records: Part, digests: Digests, pages: Sequence[Sequence[Part]]
     ) -> list[tuple[bytes, Sequence[Part], Part, Part]]:
-        """For each page its digest, its parts in memory, and the parts of `records` that hold the page and its row."""
+        """For each page: its digest, its parts in memory, and the parts of `records` with the page and its row."""
         rows = records.reshape(-1, self.record_bytes)
         cut = self.page.page_bytes
         return [

@@ -24,13 +24,13 @@ from kvcache.tiers.page_folder import PageFolder, namespace_of
 from kvcache.tiers.page_objects import ObjectFormat
 from kvcache.types import KVCacheMetrics
 
-_SHARE = 0.05  # the share of the time that copies in the loop's thread may take
-_MOST_CREDIT_S = 0.005  # the most unused time of that share that may be spent at once
-_BATCH_BYTES = 1 << 20  # the bytes copied between two looks at the clock
+_SHARE = 0.05  # the share of the time that copies may take in the loop's thread
+_MOST_CREDIT_S = 0.005  # the most unused time of that share that can be saved up
+_BATCH_BYTES = 1 << 20  # the bytes that are copied between two readings of the clock
 
 
 class TierRoom(NamedTuple):
-    """The division of host memory and files between pages and states."""
+    """How host memory and files are divided between pages and states."""
 
     host_bytes: int  # for pages
     file_bytes: int  # for pages
@@ -41,8 +41,9 @@ class TierRoom(NamedTuple):
 class Tiers:
     """The host tier of a manager, and the files and objects below it, shared by its replicas.
 
-    Published pages are copied a few at a time, at each `fetch`, for at most a `share` of the time that has passed. That
-    bounds the cost of a step, whatever its length. Pages that are about to be overwritten are copied immediately.
+    At each `fetch` a few published pages are copied. The copies may take at most a `share` of the time that has passed,
+    which bounds their part of a step's time, however long a step is. Pages that are about to be overwritten are copied
+    immediately.
     """
 
     def __init__(
@@ -53,11 +54,11 @@ class Tiers:
         share: float,
     ) -> None:
         self.host = host
-        self.replicas: list[ReplicaTier] = []  # the side of each replica
+        self.replicas: list[ReplicaTier] = []  # the host tier as each replica uses it
         self.files = files
-        self.lower = host.lower  # the same list as the replicas have
-        self._noun = noun  # in metrics: "blocks", or "states"
-        self._counted = [*self.lower]  # for metrics, also after `close`
+        self.lower = host.lower  # the list that the replicas have, too
+        self._noun = noun  # what metrics call the things that are kept: "blocks" or "states"
+        self._counted = [*self.lower]  # for metrics, which can be read after `close`
         self._batch = max(1, _BATCH_BYTES // sum(memory.shape[1] for memory in host.memory))
         self.share = share
         self._credit = 0.0
@@ -75,7 +76,7 @@ class Tiers:
         return KVCacheMetrics(**counts)
 
     def tick(self) -> None:
-        """A step is about to run: make as many copies as their share of the time allows."""
+        """Called when a step is about to run: make as many copies as their share of the time allows."""
         now = self._clock()
         self._credit = min(self._credit + self.share * (now - self._seen), _MOST_CREDIT_S)
         self._seen = now
@@ -89,28 +90,28 @@ class Tiers:
 
     @property
     def is_loading(self) -> bool:
-        """Whether copies to the device have begun and their end was not handled yet."""
+        """Whether copies to the device have begun, and their end was not handled yet."""
         return any(tier.is_loading for tier in self.replicas)
 
     def take_up(self) -> None:
-        """Handle the ends of copies to the device, if no step that does so is about to run."""
+        """Handle the copies to the device that have ended. For times when no step runs that would do so."""
         for tier in self.replicas:
             if tier.is_loading:
                 tier.poll()
 
     def store_all(self) -> None:
-        """Copy all published pages to the host, and wait for that."""
+        """Copy all published pages to the host, and wait until they are copied."""
         for tier in self.replicas:
             tier.store_all()
 
     def flush(self) -> None:
-        """`store_all`, and write what files and objects lack."""
+        """Do the same as `store_all`, then write everything that files and objects lack."""
         self.store_all()
         for lower in self.lower:
             lower.flush()
 
     def close(self, *, flush: bool = True) -> None:
-        """With `flush`, copy and write everything pending. Then close files and objects. Safe to call twice."""
+        """Close files and objects. With `flush`, first copy and write everything pending. Safe to call twice."""
         if self.lower and flush:
             self.flush()
         for lower in self.lower:
@@ -129,14 +130,15 @@ class Tiers:
         self.host.pool.forget_idle()
 
     def stop(self) -> None:
-        """Return once no copy, read or write of host memory is under way."""
+        """Wait until no copy, read or write of host memory is running."""
         for lower in self.lower:
             lower.stop()
 
     def mend(self) -> None:
-        """Rebuild the holders of slots after an interrupt. `stop`, and `mend` of the replicas' sides, must come before.
+        """Rebuild the holders of slots after an interrupt.
 
-        Reads and writes that were running are dropped. Files are searched and objects asked for again.
+        `stop`, and `mend` of the replicas' sides, must be called before. The results of reads and writes that were
+        running are dropped. Files are scanned, and objects asked for, again.
         """
         for lower in self.lower:
             lower.mend()
@@ -144,7 +146,7 @@ class Tiers:
         self.host.pool.mend(holders, np.zeros_like(holders))
 
     def _holders(self) -> Ints:
-        """The number of open copies that hold each slot: int64 `[slots + 1]`."""
+        """The number of unfinished copies that hold each slot: int64 `[slots + 1]`."""
         held = [load.slots for tier in self.replicas for load in tier.open_loads]
         held += [store.slots for tier in self.replicas for store in tier.stores]
         for lower in self.lower:
@@ -155,7 +157,7 @@ class Tiers:
         return holders
 
     def check(self) -> None:
-        """Recount the open copies. Raises `InvariantError` at the first slot or mark that differs."""
+        """Recount the unfinished copies. Raises `InvariantError` at the first slot or mark that differs."""
         for lower in self.lower:
             lower.check()
         holders = self._holders()
@@ -184,24 +186,28 @@ def _check_queue(tier: ReplicaTier, number: int) -> None:
 
 
 class Kept(NamedTuple):
-    """The things that tiers keep, pages of tokens or states, and the room for them."""
+    """What tiers keep, either token pages or states, and the room for it."""
 
-    noun: str  # in metrics: "blocks", or "states"
-    shard_bytes: Sequence[int]  # the bytes of a page or state on each shard
-    slots: int  # in host memory
-    file_bytes: int  # in files
-    fingerprint: str  # identifies all that the content depends on besides tokens and salt, which the digest covers
+    noun: str  # what metrics call it: "blocks" or "states"
+    shard_bytes: Sequence[int]  # the bytes of one page or state on each shard
+    slots: int  # the number of slots in host memory
+    file_bytes: int  # the bytes in files
+    # Identifies everything that the content depends on, except tokens and salt, which the digest covers.
+    fingerprint: str
     windows: Sequence[bool] = (False,)  # for each block table, whether later queries see only some of its pages
     files_named: tuple[str, ...] = ()  # further fields of the namespace of files
     objects_named: tuple[str, ...] = ()  # further fields of the namespace of objects
-    an_object: int = 1  # how many an object holds
-    tails: bool = False  # whether the last ones of a prompt, if fewer than `an_object`, form an object, too
-    apart: bool = False  # whether a request needs only one
+    an_object: int = 1  # the number of pages or states in an object
+    tails: bool = False  # whether the last ones of a prompt form an object even if they are fewer than `an_object`
+    apart: bool = False  # whether a request needs only one of them
     share: float = _SHARE
 
 
 def make_tiers(params: KVCacheParams, kept: Kept, page_size: int, *, pinned: bool) -> Tiers:
-    """The tiers that the params ask for, still without replicas. `pinned`: GPUs copy from and to the host memory."""
+    """The tiers that the params ask for, not yet connected to replicas.
+
+    `pinned`: GPUs copy from and to the host memory.
+    """
     digest_bytes, several = DIGEST_BYTES[params.hash_algorithm], len(kept.windows) > 1
     host = HostTier(kept.shard_bytes, kept.slots, digest_bytes // 8, pinned=pinned, tables=several)
 
@@ -218,7 +224,8 @@ def make_tiers(params: KVCacheParams, kept: Kept, page_size: int, *, pinned: boo
     if params.object_tier_io is not None:
         of_objects = ObjectFormat(layout(*kept.objects_named), kept.an_object, kept.tails)
         speed = params.object_tier_tokens_per_s
-        seconds = page_size / speed if speed else math.inf  # in which the model computes a page's tokens
+        # The seconds in which the model computes the tokens of a page.
+        seconds = page_size / speed if speed else math.inf
         io, timeout = params.object_tier_io, params.object_tier_timeout_s
         host.lower.append(ObjectTier(of_objects, host, io, timeout, seconds, kept.windows, apart=kept.apart))
     return Tiers(host, files, kept.noun, kept.share)
@@ -232,7 +239,7 @@ def page_tiers(
     stream: Any,
     tables: LayerTables,
 ) -> Tiers | None:
-    """The tiers of pages that the params ask for, wired to the replicas; None if they ask for none."""
+    """The tiers of pages that the params ask for, connected to the replicas. None if the params ask for no tier."""
     if not params.enable_kvcache_swapping_to_host:
         return None
     sizes, several, count = [layout.page_bytes for layout in layouts], len(tables.tables) > 1, params.object_tier_pages
