@@ -1,7 +1,8 @@
-"""`EventBook`: the state that subscribers should know, in arrays, and the events that bring them there.
+"""`EventBook`: the cache state that subscribers should know, in arrays, and the events that report each change.
 
-The content of a page is kept once, under its hash: its tokens, the page that it continues, and the sources that have it
-now. So the whole state can be announced at any time. A page that moves to another medium needs no tokens from the loop.
+The content of a page is stored once, under its hash: its tokens, the page that it continues, and the sources that have
+it now. So the whole state can be announced at any time. If a page moves to another medium, the loop need not supply its
+tokens again.
 """
 
 import functools
@@ -29,7 +30,7 @@ from kvcache.events.wire import (
 from kvcache.pool.index import NO_PAGE, Digests, PrefixIndex
 
 Ids = NDArray[np.int32]
-"""Contents by their number in this book; 0 is none."""
+"""Contents by their number in this book. 0 stands for none."""
 
 _TOKENS_AN_EVENT = 1 << 14
 _SHARED = {HOST: CPU, FILES: STORAGE}
@@ -37,22 +38,23 @@ _NOTHING: tuple[str | None, BlockKeys | None] = (None, None)
 
 
 class Told(NamedTuple):
-    """An event, and its source."""
+    """An event and the source that it is about."""
 
     source: int
     event: KVEvent
 
 
 class EventBook:
-    """The contents of `ranks` replicas and of the tiers that they share, up to `capacity` pages in all media together.
+    """The contents of `ranks` replicas and of the tiers that they share.
 
-    Not thread-safe. `specs` describes each block table; a table's number is the group of its events. Each table of a
-    rank, and of a shared tier, is a source of its own.
+    It has room for `capacity` pages in all media together. Not thread-safe. `specs` describes each block table; a
+    table's number is the group of its events. Each table of a rank, and of a shared tier, is a source of its own.
     """
 
     def __init__(self, ranks: int, capacity: int, page_size: int, *specs: CacheSpec) -> None:
         self.begun_anew = functools.partial(EventBook, ranks, capacity, page_size, *specs)
-        # Room for present pages, for a parent of each, and for pages that are removed before the current call ends.
+        # Room for pages that are present, for a parent of each, and for pages that are removed before the current call
+        # ends.
         most = 4 * capacity
         self._sources = sources = ranks * len(specs)
         self._page_size = page_size
@@ -61,16 +63,18 @@ class EventBook:
         self._tokens = np.zeros((most + 1, page_size), np.int32)
         self._parent = np.zeros(most + 1, np.int32)
         self._depth = np.zeros(most + 1, np.int32)  # the page's place in its prompt
-        self._described = np.zeros(most + 1, np.bool_)  # tokens and parent are known; otherwise only the hash is
-        self._keys: dict[int, tuple[str | None, BlockKeys | None]] = {}  # by content: adapter and extra keys, if any
-        # By source. Shared sources have negative numbers, so they are the last rows.
+        # Whether its tokens and its parent are known. Otherwise only its hash is known.
+        self._described = np.zeros(most + 1, np.bool_)
+        # By content: its adapter and extra keys, if it has any.
+        self._keys: dict[int, tuple[str | None, BlockKeys | None]] = {}
+        # By source. Shared sources have negative numbers, which index the last rows.
         self._shared = range(-len(_SHARED) * len(specs), 0)
         self._present = np.zeros((sources + len(self._shared), most + 1), np.bool_)
-        self._kids = np.zeros((sources, most + 1), np.int32)  # by source: the number of present pages that continue it
-        self._refs = np.zeros(most + 1, np.int32)  # contents that continue it
+        self._kids = np.zeros((sources, most + 1), np.int32)  # by source: how many present pages continue this one
+        self._refs = np.zeros(most + 1, np.int32)  # how many contents continue this one
         self._free = np.arange(most, 0, -1, dtype=np.int32)
         self._free_count = most
-        self._left: list[Ids] = []  # contents that may be unused by now
+        self._left: list[Ids] = []  # contents that may have become unused
         self._told: list[Told] = []
 
     def apply(self, entries: Sequence[Entry]) -> list[Told]:
@@ -85,7 +89,7 @@ class EventBook:
                 source, come, digests = entry
                 hashes = hashes_of(digests if isinstance(digests, np.ndarray) else np.array([[digests]], np.uint64))
                 change = self._come if come else self._go
-                if isinstance(source, np.ndarray):  # pages of several block tables
+                if isinstance(source, np.ndarray):  # an array: pages of several block tables
                     for one in np.unique(source).tolist():
                         change(one, hashes[source == one])
                 else:
@@ -93,7 +97,7 @@ class EventBook:
         return self._told
 
     def is_of(self, source: int, rank: int) -> bool:
-        """Whether the stream of a rank reports a source."""
+        """Whether the stream of a rank reports this source."""
         return source < 0 or source // len(self._specs) == rank
 
     def state(self, rank: int) -> Iterator[BlockStored]:
@@ -112,7 +116,7 @@ class EventBook:
         return self._index.words_of(np.flatnonzero(self._present[source]))
 
     def differences(self, source: int, digests: Digests) -> list[Entry]:
-        """The entries that make the pages of a source exactly those of these digests."""
+        """The entries that make the pages of a source exactly the pages with these digests."""
         have, want = self.hashes(source), hashes_of(digests)
         gone, come = have[~np.isin(have, want)], digests[~np.isin(want, have)]
         return [
@@ -124,7 +128,8 @@ class EventBook:
 
     def _describe(self, hashers: Sequence[Hashed], firsts: Ints, lasts: Ints, tokens: PageTokens) -> None:
         width = hashers[0].width
-        # Copies, as the loop appends to `known`. For each request: its pages and the one before; zeros before page 0.
+        # Copied, because the loop appends to `known`. For each request: its pages and the page before them, or zeros
+        # before page 0.
         known = b"".join(
             hasher.known[(first - 1) * width : last * width] if first else bytes(width) + hasher.known[: last * width]
             for hasher, first, last in zip(hashers, firsts.tolist(), lasts.tolist(), strict=True)
@@ -158,7 +163,7 @@ class EventBook:
         self._tell_known(ids)
 
     def _tell_known(self, ids: Ids) -> None:
-        """Announce the pages that are now described, and that are present: only their hashes were announced before."""
+        """Announce present pages whose tokens have just become known. Before, only their hashes were announced."""
         for source in (*range(self._sources), *reversed(self._shared)):
             there = ids[self._present[source, ids]]
             if source >= 0:
@@ -180,8 +185,8 @@ class EventBook:
         if not orphaned.size:
             self._tell(source, ids)
             return
-        # If a page is removed, Dynamo's index drops the pages that continue it, and it takes up no page without a known
-        # parent. So if a page comes back, all pages below it are announced again behind it.
+        # If a page is removed, Dynamo's index drops the pages that continue it, and it accepts no page without a known
+        # parent. So if a page comes back, all pages below it are announced again after it.
         below = self._below(source, orphaned)
         self._tell(source, ids[~np.isin(ids, below)])
         for run in self._chains(below):
@@ -204,7 +209,7 @@ class EventBook:
     # ---- contents
 
     def _ids(self, hashes: Hashes) -> Ids:
-        """The contents of these hashes. New ones are added, with only their hash known."""
+        """The contents with these hashes. New contents are added, with only their hash known."""
         ids = self._index.find(hashes[:, None])
         if (ids == NO_PAGE).any():
             new = np.unique(hashes[ids == NO_PAGE])
@@ -217,7 +222,7 @@ class EventBook:
         return ids
 
     def _forget_left(self) -> None:
-        """Forget pages that no medium has. A page that others continue keeps its hash."""
+        """Forget pages that no medium has. If other pages continue a forgotten page, its hash stays."""
         left = np.unique(np.concatenate(self._left)) if self._left else np.zeros(0, np.int32)
         self._left = []
         while (left := left[~self._present[:, left].any(axis=0)]).size:
@@ -235,7 +240,7 @@ class EventBook:
             left = parents[(self._refs[parents] == 0) & ~self._described[parents] & self._index.published[parents]]
 
     def _below(self, source: int, ids: Ids) -> Ids:
-        """The present pages that continue `ids`, directly or further down."""
+        """The present pages that continue `ids`, directly or at a distance."""
         there = np.flatnonzero(self._present[source] & self._described).astype(np.int32)
         there = there[np.argsort(self._parent[there], kind="stable")]
         parents, below = self._parent[there], np.zeros(len(self._parent), np.bool_)
@@ -247,9 +252,12 @@ class EventBook:
         return np.flatnonzero(below).astype(np.int32)
 
     def _chains(self, ids: Ids) -> Iterator[Ids]:
-        """Split `ids` into runs in which each page continues the one before. A run comes after what it continues."""
+        """Split `ids` into runs in which each page continues the one before.
+
+        A run comes after the run that it continues.
+        """
         follows, parents = np.zeros(len(self._parent), np.int32), self._parent[ids]
-        follows[parents] = ids  # if several pages continue one, the last of them stays in its run
+        follows[parents] = ids  # if several pages continue the same page, the last of them stays in its run
         heads = ids[(follows[parents] != ids) | ~np.isin(parents, ids)]
         for head in heads[np.argsort(self._depth[heads], kind="stable")].tolist():
             run = [head]
@@ -263,7 +271,7 @@ class EventBook:
         self._told += [Told(source, event) for event in self._stored(source, ids)]
 
     def _stored(self, source: int, ids: Ids) -> Iterator[BlockStored]:
-        """Events for stored pages, one a run of consecutive pages of a prompt. Very long runs are split."""
+        """Events for stored pages, one for each run of consecutive pages of a prompt. Very long runs are split."""
         size, most = self._page_size, max(1, _TOKENS_AN_EVENT // self._page_size)
         for start in range(0, len(ids), most):
             some = ids[start : start + most]
@@ -291,7 +299,10 @@ class EventBook:
                 )
 
     def _bare(self, source: int, ids: Ids) -> BlockStored:
-        """An event for blocks known only by hash, such as files found at the start, as vLLM's offloading sends it."""
+        """An event for blocks of which only the hash is known, such as files found at the start.
+
+        vLLM's offloading does the same.
+        """
         group, hashes = self._group(source), self._index.words_of(ids).tolist()
         event = BlockStored(hashes, None, [], 0, None, self._medium(source), None, group_idx=group)
         if len(self._specs) > 1:  # vLLM never sends this event with several groups

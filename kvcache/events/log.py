@@ -1,6 +1,7 @@
 """The serving loop's record of changes to its caches: a few tuples a call, which refer to existing data.
 
-The loop looks up, encodes and copies no single pages here. `EventBook` makes events of the entries in another thread.
+To save time, the loop does not look up, encode or copy single pages here. `EventBook` makes events from the entries in
+another thread.
 """
 
 from collections import deque
@@ -15,14 +16,14 @@ from kvcache.pool.journal import Indices, PageReader
 
 HOST, FILES = -1, -2
 """Sources that all ranks share. With several block tables each table is a source. Its number is the replica's number,
-or one of these, times the number of tables, plus the number of the table.
+or one of these two, times the number of tables, plus the number of the table.
 """
 MOST_ENTRIES = 1 << 14
-"""If the log is longer than this, the loop helps the thread."""
+"""If the log has more entries than this, the loop helps the thread."""
 
 
 class Hashed(Protocol):
-    """The hasher of a request's pages: a `PrefixHasher`. It only appends digests of pages."""
+    """The hasher of a request's pages, such as a `PrefixHasher`. It may only append digests."""
 
     known: bytearray
     width: int
@@ -33,22 +34,17 @@ class Hashed(Protocol):
 Ints = NDArray[np.int64]
 PageTokens = NDArray[np.int32] | Sequence[bytes]
 Described = tuple[Sequence[Hashed], Ints, Ints, PageTokens]
-"""For each request: its hasher, its first and last newly hashed page, and the int32 bytes of the pages' tokens.
-
-The other thread may read it at once. It is a plain tuple: an object with named fields would cost the loop more than all
-else that it records.
-"""
+"""For each request: its hasher, its first and last newly hashed page, and the int32 bytes of the pages' tokens."""
 Change = tuple[int | Indices, bool, Digests | int]
-"""The source, whether its pages came (True) or went, and their digests. One page that went has only the last word.
-
-If one index holds pages of several block tables, the source is an array with a number for each page.
+"""The source, whether its pages came (True) or were removed, and their digests. A single removed page has only the last
+word of its digest.
 """
 Entry = Change | Described | None
-"""A change of an index; a description of pages, before they come; or None at the end of a call, when they have come."""
+"""A change of an index; a description of pages, which precedes their change; or None at the end of a call."""
 
 
 class NoLog:
-    """The log of a manager whose events nobody reads: it records nothing."""
+    """The log of a manager whose events nobody reads. It records nothing."""
 
     is_read = False
 
@@ -60,17 +56,17 @@ class NoLog:
 
 
 class EventLog:
-    """The entries of one manager, oldest first. Its loop appends; `take` of the thread removes them."""
+    """The entries of one manager, oldest first. The loop appends entries; the thread removes them by `take`."""
 
     is_read = True
 
     def __init__(self) -> None:
         self.entries: deque[Entry] = deque()
         self.describe: Callable[[Described], None] = self.entries.append
-        self.full: Callable[[], None] | None = None  # called by the loop if the thread does not keep up
+        self.full: Callable[[], None] | None = None  # called by the loop if the thread falls behind
 
     def watch(self, index: PrefixIndex, source: int) -> None:
-        """Record every change of the index from now on. Pages that it already has are recorded as coming now."""
+        """Record every change of the index from now on. Pages that are already in it are recorded as coming now."""
         changes = IndexChanges(self.entries, index, source)
         index.journal.read(changes)
         if (there := np.flatnonzero(index.published)).size:

@@ -1,10 +1,10 @@
-"""`EventPublisher`: the thread that makes events of the loop's record, and sends them.
+"""`EventPublisher`: the thread that makes events from the loop's record, and sends them.
 
-No subscriber can delay the loop: it only appends to a log, and this thread takes entries from it. Every buffer is
+No subscriber can delay the loop, which only appends to a log. This thread takes entries from the log. Every buffer is
 bounded. If a buffer drops a message, subscribers see a gap in the sequence and can ask for a replay. The replay has the
-last batches, or `AllBlocksCleared` and the whole state under the requested number. The sequence begins at the
-clock in microseconds, and the first event is `AllBlocksCleared`. So after a restart a subscriber sees only higher
-numbers.
+last batches. If these are no longer kept, it has `AllBlocksCleared` and the whole state, under the requested number.
+The sequence begins with the clock in microseconds, so after a restart a subscriber sees only higher numbers. The first
+event is `AllBlocksCleared`.
 """
 
 import bisect
@@ -29,29 +29,32 @@ from kvcache.params import KVEvents
 from kvcache.pool.index import PrefixIndex
 from kvcache.sockets import SUBSCRIPTIONS, bound_socket
 
-_LOOK_MS = 5  # pause between two looks at an empty log
-# Python switches threads only after 5 ms unless the running thread waits. So this thread pauses by itself after so many
-# entries, and after so many tokens of events. The pause is long enough to wake a waiting thread.
+_LOOK_MS = 5  # the pause between two looks at an empty log
+# Python switches threads only after 5 ms unless the running thread waits. So this thread pauses by itself after this
+# many entries, and after a number of tokens in events. The pause is long enough to wake a waiting thread.
 _ENTRIES_A_TURN = 16
 _TOKENS_A_TURN = 1 << 11
 _PAUSE_S = 5e-5
-# If the thread is starved, the loop applies so many entries a call. Their events wait for the thread. If more events
-# than this wait, they are dropped, and the whole state is announced anew.
+# If this thread gets no time, the loop applies this many entries a call. Their events wait for the thread. If too many
+# events wait, they are dropped, and the whole state is announced again.
 _ENTRIES_OF_LOOP = 128
 _MOST_UNTOLD = 1 << 12
-_LOST_AT = 4 * MOST_ENTRIES  # a log with more unread entries is dropped
-_QUIET_S = 1.0  # after this an empty batch is sent, so that a subscriber which missed the last one sees the gap
+_LOST_AT = 4 * MOST_ENTRIES  # a log with more unread entries than this is dropped
+# After this time without events an empty batch is sent, so that a subscriber that missed the last batch sees the gap.
+_QUIET_S = 1.0
 _RING_BYTES = 64 << 20
 _TOKENS_A_BATCH = 1 << 16
 _REPLAYED = 1000  # the most batches of a replay; a subscriber that lacks more gets the whole state
-_REPLAY_SHARE = 0.2  # the share of this thread's time for replays
-_BYTES_A_TURN = 1 << 18  # the most of an answer, with a cost for each message; later turns send the rest
+_REPLAY_SHARE = 0.2  # the share of this thread's time that replays may take
+# The most bytes of an answer that are sent in a turn, plus a cost for each message; later turns send the rest.
+_BYTES_A_TURN = 1 << 18
 _MESSAGE_COST = 1 << 12
-_UNREAD = 16  # messages that wait in the socket for a peer; the rest of the one answer waits in `_unsent`
-_UNREAD_S = 2.0  # if a peer takes nothing of its answer for so long, the rest is dropped
-# The share of this thread's time that goes into announcing the whole state to new subscribers, and to those that have
-# missed too much. The pause after an announcement is bounded; a few announcements may run ahead of the share, since
-# several subscribers may come back one after the other.
+# The most messages of an answer that wait in the socket for a peer; the rest of the answer waits in `_unsent`.
+_UNREAD = 16
+_UNREAD_S = 2.0  # if a peer takes none of its answer for this long, the rest is dropped
+# The share of this thread's time for announcing the whole state to new subscribers, and to those that have missed too
+# much. The pause after an announcement is bounded. A few announcements may exceed the share, because several
+# subscribers may come back one after the other.
 _ANEW_SHARE = 0.2
 _LEAST_ANEW_S, _MOST_ANEW_S = 0.5, 10.0
 _ANEW_AHEAD = 2
@@ -62,7 +65,7 @@ _log = logging.getLogger("pagewire")
 
 
 class _Stream:
-    """The sockets of one rank, its sequence, and its last batches."""
+    """The sockets of one rank, the number of its next batch, and its last batches."""
 
     def __init__(self, options: KVEvents, rank: int) -> None:
         address, replay_address = options.addresses(rank)
@@ -73,8 +76,9 @@ class _Stream:
         self._most = options.buffer_steps
         self.sequence = time.time_ns() // 1000  # the number of the next batch
         self.sent_at = 0.0
-        self._unsent: deque[tuple[bytes, ...]] = deque()  # the rest of the present answer; each begins with the peer
-        self._taken_at = 0.0  # when the peer last took a message of it; 0: not yet
+        # The rest of the present answer; each message begins with the peer.
+        self._unsent: deque[tuple[bytes, ...]] = deque()
+        self._taken_at = 0.0  # when the peer last took a message of its answer; 0 if it has taken none
         self.pub = bound_socket("kv_events", zmq.PUB, address, options.hwm, options.secure, SUBSCRIPTIONS)
         self.replay = None
         if replay_address is not None:
@@ -92,7 +96,7 @@ class _Stream:
         return self.pub.address, None if self.replay is None else self.replay.address
 
     def send(self, events: Sequence[KVEvent]) -> None:
-        """Send a batch. Never waits: a subscriber that cannot take it misses it."""
+        """Send a batch without waiting. A subscriber whose queue is full misses it."""
         payload = self._encoded(events)
         self._ring.append((self.sequence, payload))
         self._ring_bytes += len(payload)
@@ -104,13 +108,13 @@ class _Stream:
 
     @property
     def is_answering(self) -> bool:
-        """Whether an answer is not yet fully sent."""
+        """Whether an answer is not fully sent yet."""
         return bool(self._unsent)
 
     def answer(self, book: EventBook) -> bool:
-        """Begin to answer one request for a replay from a batch number on. `reply` sends the answer.
+        """Begin to answer one request for a replay from a given batch on. `reply` sends the answer.
 
-        Returns False if those batches are no longer kept; the answer is then the whole state.
+        Returns False if these batches are no longer kept. The answer is then the whole state.
         """
         if self.replay is None:
             return True
@@ -128,7 +132,7 @@ class _Stream:
         return known
 
     def reply(self) -> bool:
-        """Send a part of the present answer, as much as the peer takes. Returns whether it took any.
+        """Send as much of the present answer as the peer takes now. Returns whether it took any.
 
         The rest is dropped if the peer is gone, if it takes nothing for `_UNREAD_S`, or if its queue was already full
         when it asked.
@@ -164,10 +168,10 @@ class _Stream:
             self.replay.close(linger=200)
 
     def _state(self, book: EventBook, first: int) -> Iterable[tuple[int, bytes]]:
-        """All cached pages, in batches numbered from `first` on, none above the last number that was sent.
+        """All cached pages, in batches numbered from `first` on. No number is above the last one that was sent.
 
-        The subscriber also receives the batches sent since its request. They do no harm, because the last event about
-        a page decides.
+        The subscriber also receives the batches sent since its request. They do no harm, because the last event about a
+        page decides.
         """
         parts = list(batched(chain([AllBlocksCleared()], book.state(self.rank))))
         count = min(len(parts), max(1, self.sequence - first))
@@ -180,22 +184,27 @@ class _Stream:
 
 
 class _Worker:
-    """The thread's program. It holds no reference to the manager, which may be dropped without being closed."""
+    """The thread's program.
+
+    It holds no reference to the manager, so that a manager without `close` can be collected.
+    """
 
     def __init__(self, options: KVEvents, log: EventLog, book: EventBook, ranks: int) -> None:
         self.streams: list[_Stream] = []
         self._log = log
         self._book = book
         self._closing = threading.Event()
-        self._applying = threading.Lock()  # held to use the book; the loop applies entries too if the thread is late
-        self._behind = True  # subscribers need the whole state
-        self._untold: list[Told] = []  # events of entries that the loop has applied
-        self._lost = False  # entries were dropped, so the book is wrong
+        # Must be held to use the book; the loop applies entries, too, if the thread is late.
+        self._applying = threading.Lock()
+        self._behind = True  # whether subscribers need the whole state
+        self._untold: list[Told] = []  # events of entries that the loop has applied, not sent yet
+        self._lost = False  # whether entries were dropped, so that the book is wrong
         self._replay_at = 0.0  # the earliest time of the next replay
-        self._owed: list[float] = []  # ascending times at which subscribers need the whole state; none changes
+        # The times, ascending, at which subscribers need the whole state. A time in the list never changes.
+        self._owed: list[float] = []
         self._told_anew_at = 0.0  # the time of the last announcement of the whole state
         self._anew_s = _LEAST_ANEW_S  # the pause that one announcement costs
-        self._paid_at = 0.0  # when the pauses of all announcements are over
+        self._paid_at = 0.0  # when the pauses of all announcements so far end
         self._poller = zmq.Poller()
         try:
             for rank in range(ranks):
@@ -236,9 +245,10 @@ class _Worker:
         self._closing.set()
 
     def catch_up(self) -> None:
-        """Called by the loop if the log is too long. Applies some entries, and never waits.
+        """Apply some entries, if the log is too long. The loop calls this, and it never waits.
 
-        The log grows on while the thread uses the book. Beyond `_LOST_AT` entries it is dropped, and the book emptied.
+        While the thread uses the book, the log keeps growing. Beyond `_LOST_AT` entries it is dropped, and the book is
+        emptied.
         """
         entries = self._log.entries
         if self._applying.acquire(blocking=False):
@@ -253,7 +263,7 @@ class _Worker:
             self._lost = True  # set last, so that a new book gets none of the dropped entries
 
     def agree(self, indexes: Mapping[int, PrefixIndex], tables: int) -> None:
-        """Called by the loop: apply the whole log, then the differences between the book and the indexes."""
+        """Apply the whole log, then the differences between the book and the indexes. The loop calls this."""
         with self._applying:
             self._untold += self._apply(self._take(len(self._log.entries)))
             for number, index in indexes.items():
@@ -287,25 +297,25 @@ class _Worker:
         return bool(entries or told)
 
     def _is_due(self) -> bool:
-        """Whether the whole state is to be announced now."""
+        """Whether the whole state must be announced now."""
         now = time.monotonic()
         return bool(self._owed) and now >= max(self._owed[0], self._paid_at - _ANEW_AHEAD * self._anew_s)
 
     def _owe(self, at: float) -> None:
-        """Announce the whole state at the time `at`. Announcements that are already due stay."""
+        """Announce the whole state at the time `at`. Announcements that are already planned stay."""
         if (at := math.ceil(at * 100) / 100) not in self._owed:  # at most 100 a second
             bisect.insort(self._owed, at)
 
     def _apply(self, entries: Sequence[Entry]) -> list[Told]:
         try:
             return self._book.apply(entries)
-        except Exception:  # noqa: BLE001 - events must not stop the manager; present pages are no longer reported
+        except Exception:  # noqa: BLE001 - events must not stop the manager; pages cached now are no longer reported
             _log.exception("KV events: the log could not be applied; the whole state is announced again")
             self._begin_anew()
             return []
 
     def _begin_anew(self) -> None:
-        """Start with an empty book. Pages cached until now are reported only when they are stored again."""
+        """Start again with an empty book. Pages that are cached now are reported only when they are stored again."""
         self._book, self._behind = self._book.begun_anew(), True
 
     def _send(self, stream: _Stream, told: Sequence[Told], *, anew: bool) -> None:
@@ -327,23 +337,25 @@ class _Worker:
         ready = dict(self._poller.poll(0 if self._is_answering() else timeout_ms))
         started = time.monotonic()
         if any([stream.joins in ready and stream.take_joins() for stream in self.streams]):  # noqa: C419 - of each
-            # A new subscriber cannot always ask: vLLM's router asks prefill processes for no replay.
+            # A new subscriber does not always ask for a replay. For example, vLLM's router does not ask prefill
+            # processes.
             self._owe(started + _JOIN_S)
         asked = self._answer(ready)
         if self._reply() or asked:
             now = time.monotonic()
             self._replay_at = now + (now - started) * (1 / _REPLAY_SHARE - 1)
-        elif self._is_answering():  # its peer reads slowly
+        elif self._is_answering():  # the peer reads slowly
             time.sleep(timeout_ms / 1000)
 
     def _answer(self, ready: Container[object]) -> bool:
-        """Begin to answer a request of each rank that is not answering. Returns whether there was any."""
+        """Begin to answer a request of each rank that has no unsent answer. Returns whether there was any."""
         asked = [stream for stream in self.streams if stream.replay in ready and not stream.is_answering]
         for stream in asked:
             with self._applying:  # `catch_up` of the loop uses the book too
-                # vLLM's router uses a replay only if it leads without a gap to the batches that it has received.
+                # vLLM's router uses a replay only if the replay continues without a gap to the batches that it has
+                # received.
                 if not stream.answer(self._book):
-                    self._owe(time.monotonic() + _JOIN_S)  # a new connection also asks; both get one announcement
+                    self._owe(time.monotonic() + _JOIN_S)  # a new connection also asks; one announcement serves both
         return bool(asked)
 
     def _reply(self) -> bool:
@@ -354,7 +366,7 @@ class _Worker:
 
     def _take(self, most: int) -> list[Entry]:
         taken: list[Entry] = []
-        with contextlib.suppress(IndexError):  # `catch_up` of the loop may clear the log meanwhile
+        with contextlib.suppress(IndexError):  # `catch_up`, called by the loop, may clear the log meanwhile
             while len(taken) < most:
                 taken.append(self._log.entries.popleft())
         return taken
@@ -379,7 +391,7 @@ class EventPublisher:
         self._finalizer = weakref.finalize(self, self._worker.stop)
 
     def agree(self, indexes: Mapping[int, PrefixIndex], tables: int) -> None:
-        """Report changes of these indexes, keyed by source, that were not recorded.
+        """Report the differences between these indexes, by source, and what was reported so far.
 
         `tables`: the number of block tables in an index of pages.
         """
@@ -398,10 +410,10 @@ class NoEvents:
         self.endpoints = list[tuple[str, str | None]]()
 
     def agree(self, indexes: Mapping[int, PrefixIndex], tables: int) -> None:
-        """As `EventPublisher.agree`: there is nothing to agree with."""
+        """See `EventPublisher.agree`. Does nothing."""
 
     def close(self) -> None:
-        """As `EventPublisher.close`: nothing is open."""
+        """See `EventPublisher.close`. Does nothing."""
 
 
 def batched(events: Iterable[KVEvent]) -> Iterable[list[KVEvent]]:

@@ -1,7 +1,8 @@
 """KV events as vLLM 0.33 sends them: msgpack maps with their kind under "type", in batches of one rank.
 
-Fields, their order and their defaults are those of vLLM's `kv_events.py`. A field that is None there is left out here,
-too. The last field is ours; only events of chunked local attention have it, and readers skip unknown fields.
+The fields, their order and their defaults are those of vLLM's `kv_events.py`. A field that is None in vLLM is left out
+here, too. The last field exists only here. Only events of chunked local attention have it, and readers skip unknown
+fields.
 """
 
 from collections.abc import Sequence
@@ -12,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 Hashes = NDArray[np.uint64]
-"""Pages by the low 64 bits of their digests, read as big-endian integers."""
+"""Pages named by the low 64 bits of their digests, read as big-endian integers."""
 BlockKeys = tuple[str | tuple[str, int], ...]
-"""Everything besides tokens that a block depends on: names of adapters, salts, and `(identifier, offset)` of images."""
+"""Everything except tokens that a block depends on: names of adapters, salts, and `(identifier, offset)` of images."""
 
 GPU, CPU, STORAGE = "GPU", "CPU", "STORAGE"
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
@@ -22,13 +23,14 @@ _IDENTIFIER_BYTES = 32
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """Consecutive blocks of one prompt were stored. `token_ids` has the tokens of all, `extra_keys` an item a block.
+    """Consecutive blocks of one prompt were stored.
 
-    Fields that we never set are declared so that the bytes match: their number decides how a map begins.
+    `token_ids` has the tokens of all blocks, and `extra_keys` one item for each block. Fields that are never set here
+    are declared so that the bytes are the same as vLLM's, because a map begins with the number of its fields.
     """
 
     block_hashes: list[int]
-    parent_block_hash: int | None  # the block before the first one; None: the blocks begin a prompt
+    parent_block_hash: int | None  # the block before the first one; None if the blocks begin a prompt
     token_ids: list[int]
     block_size: int
     lora_id: int | None
@@ -42,15 +44,15 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     ownership: str | None = None
     session_id: str | None = None
     lookahead_token_ids: list[list[int]] | None = None
-    kv_cache_spec_attention_chunk_size: int | None = None  # tokens; vLLM has no field for it, and skips this one
+    kv_cache_spec_attention_chunk_size: int | None = None  # in tokens; vLLM has no such field, and skips it
 
 
 class CacheSpec(NamedTuple):
     """The kind of layers of a group of blocks, in vLLM's terms."""
 
     kind: str
-    window: int | None = None  # length of a sliding window, in tokens
-    chunk: int | None = None  # length of a chunk of local attention, in tokens
+    window: int | None = None  # the length of a sliding window, in tokens
+    chunk: int | None = None  # the length of a chunk of local attention, in tokens
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
@@ -85,7 +87,7 @@ def hashes_of(digests: NDArray[np.uint64]) -> Hashes:
 
 
 def adapter_of(keys: Sequence[tuple[int, bytes]]) -> str | None:
-    """The name of the adapter among the extra keys of a request: text at position 0 that is no hexadecimal digest."""
+    """The adapter's name among a request's extra keys: text at position 0 that is not a hexadecimal digest."""
     for position, key in keys:
         name = None if position else _text(key)
         if name is not None and len(name) != 2 * _IDENTIFIER_BYTES:

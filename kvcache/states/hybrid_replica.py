@@ -1,8 +1,8 @@
-"""`HybridReplica`: a replica of a model with recurrent layers, whose requests keep a state beside their pages.
+"""`HybridReplica`: a replica of a model with recurrent layers. Each request has a state in addition to its pages.
 
-Recurrent layers keep one state for all tokens so far. It is cached after some pages only. So a hit ends at the last
-page of the prefix after which there is a state. With several block tables, that is the last page after which all tables
-can resume, too: a state is useless without the window before it, and a window without a state.
+Recurrent layers keep one state for all tokens so far. States are cached only after some pages. So a hit ends at the
+last page of the prefix after which a state is cached. With several block tables, all tables must be able to resume
+after that page, too: a state is useless without the window before it, and a window is useless without a state.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class HybridReplica(Replica):
         mark: UnderWay,
     ) -> None:
         super().__init__(params, tables, rows, pool, mark)
-        self._run = self.tables.run  # `find` finds the pages of the other tables
+        self._run = self.tables.run  # `find` looks up the pages of the other tables
         self.moves = PageMoves()
         self.states = states
         self._kept = KeptStates(states, self, params.state_every_pages)
@@ -79,7 +79,7 @@ class HybridReplica(Replica):
         return self.states.pool.has_room
 
     def check_free(self, request_id: str) -> None:
-        """As the base. Raises `NoFreeStatePageError` if there is no room for a state."""
+        """See the base class. Raises `NoFreeStatePageError` if there is no room for a state."""
         super().check_free(request_id)
         if not self.has_state_room:
             raise NoFreeStatePageError(f"request {request_id!r}: all {self.states.num_pages} state pages are held")
@@ -92,10 +92,10 @@ class HybridReplica(Replica):
         return row
 
     def release(self, row: int, context: SafeContext | None) -> None:
-        """As the base. The state is freed, unless a transfer still writes it or a lease holds it."""
+        """See the base class. The state is freed, unless a transfer still writes it or a lease holds it."""
         request_id = self._name(row)
         super().release(row, context)
-        if self.states.holds(request_id):  # False if its claim was interrupted
+        if self.states.holds(request_id):  # False if the claim of the request was interrupted
             self.states.release(request_id)
 
     def forget_idle(self) -> None:
@@ -110,7 +110,10 @@ class HybridReplica(Replica):
 
     @property
     def hit_may_change(self) -> bool:
-        """As the base. With slabs the state of a new request may also evict pages that it would find."""
+        """See the base class.
+
+        With slabs, making room for the state of a new request may also evict pages that it would find.
+        """
         return super().hit_may_change or (self.caching and self.states.pool.room_may_cost)
 
     @property
@@ -118,7 +121,10 @@ class HybridReplica(Replica):
         return super().generation + self.states.generation
 
     def find(self, context: SafeContext, row: int | None = None, hasher: PrefixHasher | None = None) -> Found:
-        """As the base. Claiming a request evicts a copy to make room for its state; that copy does not count."""
+        """See the base class.
+
+        If claiming a request would evict a cached state to make room for its own, that one is ignored.
+        """
         run = super().find(context, row, hasher)
         if not run.num_columns:
             return run
@@ -129,7 +135,10 @@ class HybridReplica(Replica):
         return self.tables.shortened(run, digests, self.states.kept_after(digests, but=goes))
 
     def ends(self, digests: Digests, request_id: str | None = None, *, anywhere: bool = False) -> Asked:
-        """As the base: where there is a copy. Nowhere for a request whose own state is promised to readers."""
+        """See the base class: after which pages a state is cached.
+
+        After none if a lease promises the request's own state.
+        """
         if request_id is not None and self.states.is_promised(request_id):
             return np.zeros(len(digests), np.bool_)
         return self.states.there(digests) if anywhere else self.states.kept_after(digests)
@@ -145,11 +154,11 @@ class HybridReplica(Replica):
         if coming and self.caching and not wait:
             return True, None
         asking, known = self._ask_for_state(digests, first)
-        # A later state may be found, and bringing an earlier one would be costly.
+        # An answer may show a later state, and bringing an earlier one would be costly.
         return coming or asking, None if asking and not wait else known
 
     def _ask_for_state(self, digests: Digests, first: int) -> tuple[bool, Digests]:
-        """Ask for the last state after these pages, and for the pages up to it, if they are not known.
+        """Ask for the last state after these pages, and for the pages up to it, unless they are known.
 
         The caller has the `first` pages. Returns whether an answer is on its way, and the pages up to the known end. If
         an object holds only the end of a run of pages, there is a state after that run.
@@ -181,13 +190,13 @@ class HybridReplica(Replica):
         return [self.states.held_copy(digest)]
 
     def bring_copy(self, wanted: FromBelow, digests: Digests) -> bool:
-        """As the base, if half of the free pages suffice for it and the wanted pages."""
+        """See the base class. Brings nothing if state and wanted pages need more than half of the free pages."""
         if self.states.below.is_bringing:
             return True
         pool, end = self.pool, wanted.pages
         if not end or pool.free_count // 2 - pool.would_be_taken(wanted.here) < pool.beside:
             return False
-        pool.hold(wanted.here)  # making room for the state must not evict the pages needed with it
+        pool.hold(wanted.here)  # making room for the state must not evict the pages that are needed with it
         coming = self.states.bring_copy(digests[end - 1 : end], end * self.page_size)
         pool.release(wanted.here)
         return coming
@@ -201,28 +210,34 @@ class HybridReplica(Replica):
     # ---- reservations and steps
 
     def act(self, row: int, context: SafeContext, indices: ContextIndices, plan: Reservation) -> int | None:
-        """As the base. A chunk ends where a state is to be kept."""
+        """See the base class. A chunk ends where a state must be kept."""
         if self.caching:
             plan = self._kept.planned(row, context, plan)
         return super().act(row, context, indices, plan)
 
     def take(self, row: int, plan: Reservation) -> Pages:
-        """As the base. The state from which the request resumes is copied first, as taking pages may evict it."""
+        """See the base class.
+
+        The state from which the request resumes is copied first, because taking pages may evict it.
+        """
         self._kept.reserved(row, self._name(row), plan)
         return super().take(row, plan)
 
     def fetched(self, rows: Rows) -> None:
-        """A model reads the pages of these rows until their `step`, so they are not moved."""
+        """Record that a model reads the pages of these rows until their `step`, so that they are not moved."""
         self.moves.fetched(rows)
 
     def stepped(self, rows: Rows, computed: Ints) -> None:
-        """The rows have run up to these tokens. States at the end of a page are copied as `KeptStates` decides."""
+        """Record that the rows have run up to these tokens.
+
+        `KeptStates` decides which states at the end of a page are copied.
+        """
         self.moves.stepped(rows)
         if self.caching:
             self._kept.computed(rows, computed)
 
     def plan_fork(self, parent: int, child: SafeContext, num_steps: int) -> int | None:
-        """As the base. Raises `StatePageError` unless the parent's state covers exactly its computed tokens."""
+        """See the base class. Raises `StatePageError` unless the parent's state covers exactly its computed tokens."""
         self.refuse_pending(parent, "fork")
         request_id, cached = self._name(parent), self.rows.cached.item(parent)
         self.states.drafts.check_booked(request_id)
@@ -242,13 +257,16 @@ class HybridReplica(Replica):
     # ---- leases, block tables and imports
 
     def grant(self, lease: PageLease, row: int) -> None:
-        """As the base. Raises `StatePageError` if drafted tokens ran and no `step` has said which of them stay."""
+        """See the base class.
+
+        Raises `StatePageError` if drafted tokens ran and no `step` has said which of them stay.
+        """
         self.refuse_pending(row, "lease")
         self.states.drafts.check_booked(self._name(row))
         self.leases.grant(lease, row, [self.states.held(self._name(row))])
 
     def page_groups(self, row: int, num_tokens: int, *, first: int, full_pages: bool) -> tuple[tuple[int, ...], ...]:
-        """As the base, with the state as a further group. The state stays as it is while it is leased.
+        """See the base class. The state is one more group, and does not change while it is leased.
 
         Raises `StatePageError` if drafted tokens ran without a `step` after them, or if the state covers other tokens.
         With `full_pages` the state is not yet reported to readers, and may cover other tokens.
@@ -273,26 +291,27 @@ class HybridReplica(Replica):
         pending.on_free = functools.partial(self._cancel_state_import, context.request_id, page)
 
     def _cancel_state_import(self, request_id: str, page: int) -> None:
-        """End a cancelled import, once nothing writes to the page that the request had when it began."""
+        """End a cancelled import, once nothing writes to the state page that the request had when the import began."""
         self.states.cancel_import(page)
         if self.states.holds(request_id) and self.states.page_of(request_id) == page:
-            # By the time that it computes its prompt itself, more of it may be cached: other chunks may be right.
+            # When the request computes its prompt itself, more of it may be cached than now, so its chunks are planned
+            # anew.
             self._kept.begin(self.rows.row_of[request_id])
 
     def commit_state_import(self, request_id: str, tokens: int) -> None:
         self.states.commit_import(request_id, tokens)
-        if self.caching:  # the import may be all that the request is for
+        if self.caching:  # a request may exist only for its import
             self._kept.computed(np.array([self.rows.row_of[request_id]]), np.array([tokens]))
 
     # ---- after an interrupt
 
     def mend(self, over: object) -> list[str]:
-        """As the base. A request whose import is over cannot continue."""
+        """See the base class. A request whose import was ended by the interrupt cannot continue."""
         ended = super().mend(over)
         below = self.states.below
-        below.mend(())  # copies on their way hold pages, so they are ended first
+        below.mend(())  # running copies hold pages, so they are ended first
         self.states.mend(self.rows.row_of, self._written, self.leases.holders(self.states.pool))
-        below.mend(())  # copies that wait are looked up in the mended pages
+        below.mend(())  # copies that wait are looked up in the repaired pages
         return ended
 
     @property
@@ -302,7 +321,10 @@ class HybridReplica(Replica):
         return [int(part.dst_pages[0]) for part in parts]
 
     def goes_on(self, row: int, start: int) -> bool:
-        """As the base, and the state covers exactly these tokens. False if a drafted run is not booked."""
+        """See the base class. The state must also cover exactly these tokens.
+
+        False if drafted tokens wait for `step`.
+        """
         name, states = self._name(row), self.states
         return super().goes_on(row, start) and name not in states.drafts.page_of and states.tokens_of(name) == start
 
@@ -312,11 +334,11 @@ class HybridReplica(Replica):
 
 
 def step_drafted(each: Sequence[HybridReplica], gathered: Gathered, step: Step) -> None:
-    """`step` of requests of which some ran drafted tokens.
+    """Do a `step` for requests of which some ran drafted tokens.
 
-    A request that had drafted tokens removed gets its `start_idx` set back to where its state is. Raises
-    `StatePageError` if a `start_idx` is before or after all tokens that ran, and what `step` raises. Nothing has
-    changed then.
+    If drafted tokens of a request were removed, its `start_idx` is set back to the tokens that its state covers. Raises
+    `StatePageError` if a `start_idx` is before or after all tokens that ran, and the errors of `step`. In these cases
+    nothing has changed.
     """
     drafted: list[tuple[Context, str, StatePages, int, int]] = []
     owners: list[int] = gathered.replicas.tolist()

@@ -30,21 +30,24 @@ from kvcache.states.state_pages import StatePages
 
 
 class KeptStates:
-    """The rule for one replica, with copies in `pages`. `every`: pages of tokens between two copies, 0 for none."""
+    """The rule for one replica, whose cached states are in `pages`.
+
+    `every`: pages of tokens between two copies, or 0.
+    """
 
     def __init__(self, pages: StatePages, replica: Replica, every: int) -> None:
         self._pages, self._replica = pages, replica
         self._spacing = every * replica.page_size or NEVER
-        self._stops: list[tuple[int, ...]] = [()] * len(replica.rows.request_ids)  # by row, see `Reservation.stops`
+        self._stops: list[tuple[int, ...]] = [()] * len(replica.rows.request_ids)  # by row; see `Reservation.stops`
 
     def begin(self, row: int) -> None:
-        """Forget the stops of the row's request, or of the one before it."""
+        """Forget where the chunks of the row's request must end."""
         self._stops[row] = ()
 
     def planned(self, row: int, context: SafeContext, plan: Reservation) -> Reservation:
-        """The reservation, its chunk cut where a state is to be kept."""
+        """The reservation, with its chunk cut where a state must be kept."""
         start, active, of_prompt = plan.start, plan.active, self._stops[row]
-        # Chunks of one token had no lookup: a first chunk of one token, or a fork that decodes.
+        # A chunk of one token was not looked up: it is a first chunk of one token, or a fork that decodes.
         if not of_prompt and (plan.cached or active - start > 1):
             last, size = context.end_idx - 1, self._replica.page_size
             of_prompt = (plan.reached * size, last - last % size)
@@ -53,7 +56,7 @@ class KeptStates:
         return plan._replace(active=active, state=self.digest_at(row, context, plan.cached), stops=of_prompt)
 
     def reserved(self, row: int, request_id: str, plan: Reservation) -> None:
-        """The request runs as planned: the state that was found, if any, is copied into its page."""
+        """Record that the request runs as planned. If a state was found, copy it into the request's state page."""
         if len(plan.state):
             self._pages.resume(request_id, plan.state, plan.start)
         self._stops[row] = plan.stops
@@ -66,7 +69,8 @@ class KeptStates:
             return
         ended, tokens = rows_at(stepped, at), computed[at]
         pages = rows.table[0, ended, tokens // size - 1]
-        if len(there := pages.nonzero()[0]) < len(pages):  # null page: the window moved on, and nothing was computed
+        # A null page: the window has moved on although nothing was computed.
+        if len(there := pages.nonzero()[0]) < len(pages):
             ended, tokens, pages = ended[there], tokens[there], pages[there]
         of_rows: list[int] = ended.tolist()
         counts: list[int] = tokens.tolist()
@@ -79,11 +83,14 @@ class KeptStates:
             self._pages.keep(name, digests[place : place + 1], count, passing=not stay[place])
 
     def _stays(self, row: int, tokens: int) -> bool:
-        """Whether the copy of a state after so many tokens stays once the request has gone further."""
+        """Whether the state after this many tokens stays cached when the request goes further."""
         return tokens in self._stops[row] or tokens % self._spacing == 0
 
     def digest_at(self, row: int, context: SafeContext, tokens: int) -> Digests:
-        """The digest of the page that ends a request's first `tokens` tokens: `[1, words]`; empty without tokens."""
+        """The digest of the page that ends the request's first `tokens` tokens, `[1, words]`.
+
+        Empty if `tokens` is 0.
+        """
         if not tokens:
             return NO_STATE
         last = tokens // self._replica.page_size
@@ -91,31 +98,33 @@ class KeptStates:
 
 
 class StateHints(HintFollower):
-    """Retention hints and tenant quotas for the copies of one replica's states; `HintFollower` documents its calls.
+    """Retention hints and tenant quotas for the cached states of one replica. `HintFollower` documents the calls.
 
-    A prefix is found only up to a copy of its state, so a hint that keeps its pages must keep a copy, too. A copy has
-    the hint of the last page of its tokens. A hint to stay longer applies only to copies from which a likely next
-    request would resume. These are the newest copies before the end of each hinted range, of all tokens of the request
-    (the next turn of its conversation), and of its prompt (the same prompt again, or a next turn without the model's
-    reasoning). A copy is as large as the pages of thousands of tokens, and no request resumes from older copies. A hint
-    to go first applies to all copies, as no request will come for any of them.
+    A prefix is found only up to a cached state, so a hint that keeps its pages must keep a state, too. A cached state
+    has the hint of the last page of its tokens.
 
-    The copies have an eviction order of their own, of the same kind as pages. If both share one memory, `SlabPool`
-    decides whether a copy or a page goes next. With memory of their own, a tenant's quota is a share of the state
-    pages. In one memory its pages and its copies, each as large as a slab, count together. The baselines know no
-    copies: pages show what hints are worth.
+    A hint to stay longer applies only to states from which a likely next request would resume. These are the newest
+    states before the end of each hinted range, before the end of all tokens of the request (for the next turn of its
+    conversation), and before the end of its prompt (for the same prompt again, or for a next turn without the model's
+    reasoning). No request resumes from older states, and each is as large as the pages of thousands of tokens. A hint
+    to be evicted first applies to all states, because no request will need any of them.
+
+    The cached states have an eviction order of their own, of the same kind as pages. If both share one memory,
+    `SlabPool` decides whether a state or a page is evicted next. If states have memory of their own, a tenant's quota
+    is a share of the state pages. In shared memory the tenant's pages and states count together, a state as a slab. The
+    baselines do not simulate states, because pages suffice to show how well hints work.
     """
 
     def __init__(self, pages: StatePages, replica: Replica) -> None:
         self._replica = replica
-        self._slab_pages = replica.pool.beside  # pages of a slab; 0 if states have memory of their own
+        self._slab_pages = replica.pool.beside  # the pages of a slab; 0 if states have memory of their own
         self._pool = pages.pool
         self._quotas = NoQuotas()
 
     def begin(self, quotas: NoQuotas) -> None:
-        """As the base: give the copies such an eviction order."""
+        """See the base class. Gives the states an eviction order of the same kind."""
         pool = self._pool
-        if pool.idle.by_age:  # otherwise they have one
+        if pool.idle.by_age:  # False if they already have such an order
             self._quotas = quotas if self._slab_pages else quotas.of_pool(pool.num_pages)
             pool.follow(self._quotas.over(HintedOrder(pool.num_pages, pool.idle), self._slab_pages))
 
@@ -123,7 +132,10 @@ class StateHints(HintFollower):
         self._quotas.clear()
 
     def leave(self, row: int, digests: Digests, hints: PageHints | None, ends: Sequence[int], share: float) -> None:
-        """As the base. Later requests likely resume at the end of a hinted range, of the prompt, or of all tokens."""
+        """See the base class.
+
+        Later requests likely resume at the end of a hinted range, of the prompt, or of all tokens.
+        """
         order, size, salt = self._pool.idle, self._replica.page_size, self._replica.salt(row)
         order.trust(share)
         copies = self._pool.index.find(digests)
@@ -134,7 +146,8 @@ class StateHints(HintFollower):
         said, owned = _said_of(hints, columns, columns_before), self._owned(salt, copies)
         if not np.count_nonzero(touched := said | owned):
             return
-        at = np.flatnonzero(touched)[::-1]  # `release` takes the last one first, so the oldest copy goes first
+        # Reversed, because `release` evicts the last one first; so the oldest state is evicted first.
+        at = np.flatnonzero(touched)[::-1]
         self._pool.hold(copies[at])
         order.own(copies[owned], salt)
         if hints is not None:
@@ -142,14 +155,17 @@ class StateHints(HintFollower):
         self._pool.release(copies[at])
 
     def _owned(self, salt: str | None, copies: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """A mask of the copies that have no owner yet, if the tenant is to own them."""
+        """A mask of the states that have no owner yet, if this tenant has a quota and must own them."""
         if salt is None:
             return np.zeros(len(copies), np.bool_)
         return self._quotas.ownerless(copies * max(1, self._slab_pages))
 
 
 def _said_of(hints: PageHints | None, columns: NDArray[np.intp], ends: Sequence[int]) -> NDArray[np.bool_]:
-    """A mask of the copies, after the pages of `columns`, that `hints` apply to. `ends`: where requests may resume."""
+    """A mask: to which of the states after the pages of `columns` the hints apply.
+
+    `ends`: where requests may resume.
+    """
     if hints is None:
         return np.zeros(len(columns), np.bool_)
     said = LEVEL_OF[hints.codes[columns]] < NEUTRAL

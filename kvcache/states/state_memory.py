@@ -34,13 +34,13 @@ from kvcache.params import CONV_KINDS, SSM_KIND, KVCacheParams, StateShape
 from kvcache.pool.pages import PagePool
 from kvcache.pool.slabs import SlabPool, SlabStates, num_slabs
 
-_ALIGNED = 16  # alignment in bytes, of slabs and of the kinds in them
+_ALIGNED = 16  # the alignment in bytes of slabs, and of the kinds in them
 
 StateLayouts = Sequence[Mapping[str, PageLayout]]
 
 
 def state_layouts(shape: StateShape | None, shards: int) -> list[Mapping[str, PageLayout]]:
-    """The page of each kind on each of `shards` shards. A model without recurrent layers has no kinds.
+    """The page layout of each kind of state on each of `shards` shards. Empty for a model without recurrent layers.
 
     Heads are split evenly, and so are groups. If there are fewer groups than shards, several shards hold the same
     group. Raises `InvalidParamsError` if the shards can neither split nor share them evenly.
@@ -80,7 +80,7 @@ def _page(layers: int, first: int, count: int, dim: int, dtype: torch.dtype) -> 
 
 
 def slab_pages_of(params: KVCacheParams, layouts: Sequence[PageLayout]) -> int:
-    """The pages that a request's state takes among the token pages; 0: none. `layouts`: of a page on each shard."""
+    """The pages that a request's state takes among the token pages, or 0. `layouts`: of a token page on each shard."""
     if not params.has_states_in_pages:
         return 0
     return pages_of_slab(state_layouts(params.states, len(layouts)), layouts)
@@ -95,7 +95,7 @@ def pages_of_slab(states: StateLayouts, pages: Sequence[PageLayout]) -> int:
 
 
 def most_states(num_pages: int, slab_pages: int) -> int:
-    """The most states that fit into so many pages of a replica, if no tokens are cached."""
+    """The most states that fit into `num_pages` pages of a replica if no tokens are cached."""
     return num_slabs(num_pages, slab_pages)
 
 
@@ -117,7 +117,7 @@ class StateRoom(NamedTuple):
     pool: PagePool
 
     def check(self) -> None:
-        """Raise `InvariantError` if page 0 was written. In the pages of tokens it belongs to these."""
+        """Raise `InvariantError` if page 0 was written. Not checked among token pages, because they use this memory."""
         if any(tensor[0].any() for tensor in chain.from_iterable(self.tensors)):
             raise InvariantError("state page 0, the null page, was written")
 
@@ -125,9 +125,9 @@ class StateRoom(NamedTuple):
 def room_apart(
     shape: StateShape | None, num_pages: int, devices: Sequence[torch.device | str], digest_words: int
 ) -> StateRoom:
-    """Memory of their own for `num_pages` states on these devices, one for each shard.
+    """Separate memory for `num_pages` states on these devices, one for each shard.
 
-    Raises `InvalidParamsError` if the shards cannot share the heads, `PoolTooSmallError` if a device is too small.
+    Raises `InvalidParamsError` if the shards cannot share the heads, and `PoolTooSmallError` if a device is too small.
     """
     layouts = state_layouts(shape, len(devices))
     blocks = [
@@ -142,9 +142,9 @@ def room_apart(
 
 
 def room_in_slabs(shape: StateShape | None, slabs: SlabPool, rows: Sequence[torch.Tensor]) -> StateRoom:
-    """The slabs of token pages as the memory of states. `rows`: these token pages by shard, `[pages, words]`.
+    """The slabs of a pool of token pages as the memory of states. `rows`: the token pages by shard, `[pages, words]`.
 
-    Raises as `room_apart`, and `PoolTooSmallError` if the pool has no slab.
+    Raises the same errors as `room_apart`, and `PoolTooSmallError` if the pool has no slab.
     """
     if slabs.num_slabs < 1:
         raise PoolTooSmallError(
@@ -164,7 +164,7 @@ def room_in_slabs(shape: StateShape | None, slabs: SlabPool, rows: Sequence[torc
 
 
 def kind_offsets(kinds: Mapping[str, PageLayout]) -> list[int]:
-    """The byte offsets of each kind in a state, one behind another, and the end of the last."""
+    """The byte offset of each kind in a state, one after another, and the end of the last kind."""
     at = [0]
     for page in kinds.values():
         at.append(-(-(at[-1] + page.page_bytes) // _ALIGNED) * _ALIGNED)
@@ -194,7 +194,7 @@ class StateViews:
         blocks: Sequence[Sequence[torch.Tensor]],
         matrix: tuple[int, ...],
     ) -> None:
-        # The tensors of each kind, one per shard: `[pages + 1, layers, channels or heads, ...]`.
+        # The tensors of each kind, one for each shard: `[pages + 1, layers, channels or heads, ...]`.
         self.each: dict[str, list[tuple[PageLayout, torch.Tensor]]] = {}
         for kinds, tensors in zip(layouts, blocks, strict=True):
             for (kind, layout), of_kind in zip(kinds.items(), tensors, strict=True):
@@ -204,12 +204,12 @@ class StateViews:
                 self.each.setdefault(kind, []).append((layout, view))
 
     def read(self, layer: int, pages: torch.Tensor, kinds: Sequence[str]) -> torch.Tensor:
-        """A copy of the states of `kinds`, one after another, of all shards: `[pages, channels or heads, ...]`."""
+        """A copy of the states of `kinds` for all shards, one kind after another: `[pages, channels or heads, ...]`."""
         found = list[torch.Tensor]()
         for kind in kinds:
             seen = 0
             for layout, view in self.each[kind]:
-                if _end(layout) > seen:  # with more shards than groups, several hold the same one
+                if _end(layout) > seen:  # with more shards than groups, several shards hold the same group
                     found.append(view[pages, layer])
                     seen = _end(layout)
         return found[0] if len(found) == 1 else torch.cat(found, dim=1)

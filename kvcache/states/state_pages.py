@@ -1,10 +1,10 @@
-"""State pages: the states of a hybrid model's recurrent layers for a request, one page for each kind of state.
+"""State pages: the states that a hybrid model's recurrent layers keep of a request, one page for each kind of state.
 
 `kvcache.states.state_memory` describes a page. A state covers all tokens before it, and each further token overwrites
-it. So other requests can resume from a state only if a copy was kept. Copies are pages of the same pool, found by the
-digest of the last page of their tokens. They have no holder, and are evicted least recently used first, for other
-copies and for new requests. `kept_states` decides which states are kept, and `DraftedPages` describes how guessed
-tokens run.
+it. So other requests can resume from a state only if a copy of it was kept. Copies are pages of the same pool, found by
+the digest of the last page of their tokens. They have no holder. Least recently used copies are evicted first, to make
+room for other copies and for new requests. `kept_states` decides which states are copied, and `DraftedPages` describes
+how guessed tokens run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvcache.states.state_memory import StateRoom, StateViews
 from kvcache.types import StateCopy
 from kvcache.under_way import UnderWay
 
-_LOOKED_AT = 128  # pages of a prompt that are looked at together for the newest state
+_LOOKED_AT = 128  # how many pages of a prompt are searched at a time for the newest state
 
 
 class DraftedPages:
@@ -60,8 +60,8 @@ class DraftedPages:
     def goes_on_from(self, request_id: str, before: int, start: int) -> int:
         """The token at which a request with a second page runs next if `start` tokens stay: `start`, or `before`.
 
-        It has two states: after `before` tokens, and after all drafted ones. If some drafted tokens are removed, those
-        that stay run again. Raises `StatePageError` if `start` is not between the two.
+        The request has two states: one after `before` tokens, and one after all drafted tokens. If some drafted tokens
+        are removed, the remaining ones run again. Raises `StatePageError` if `start` is not between the two states.
         """
         after = int(self._tokens[self.page_of[request_id]])
         if not after:  # the drafted tokens did not run
@@ -74,7 +74,10 @@ class DraftedPages:
         return start if start == after else before
 
     def written(self, request_ids: Sequence[str], pages: torch.Tensor) -> torch.Tensor:
-        """The pages to which the next states of requests with these `pages` go, int64 `[requests]`."""
+        """The page to which the next state of each request goes, int64 `[requests]`.
+
+        `pages`: their present state pages.
+        """
         if not self.page_of:
             return pages
         own: list[int] = pages.cpu().numpy().tolist()
@@ -82,7 +85,7 @@ class DraftedPages:
         return torch.tensor(found, device=pages.device)
 
     def forget_run(self, request_id: str) -> None:
-        """The request resumes from another state, so the state in its second page is dropped."""
+        """Drop the state in the request's second page, because the request resumes from another state."""
         if (page := self.page_of.get(request_id)) is not None:
             self._tokens[page] = 0
 
@@ -92,7 +95,7 @@ class DraftedPages:
             raise StatePageError(f"request {request_id!r}: its drafted tokens ran, but step was not called for them")
 
     def check(self, request_ids: Iterable[str]) -> None:
-        """Raise `InvariantError` unless all requests with a second page are among these, which have a first one."""
+        """Raise `InvariantError` if a request has a second page but is not one of these, which have a first page."""
         if odd := self.page_of.keys() - set(request_ids):
             raise InvariantError(f"{sorted(odd)} have a second state page but no first one")
 
@@ -104,8 +107,9 @@ class StatePages:
     transfer writes to it. This class adds the rules of states. A state cannot go back, and a leased state does not
     advance past the tokens that its reader knows. The manager checks which calls a request may make (`HybridReplica`).
 
-    `room` has the memory, with one page for each request that may hold a state at a time, and the rest for copies. In
-    slabs of token pages, a slab is taken for a state, and given back when the state has no holder and is not a copy.
+    `room` has the memory. If it is separate, it has one page for each request that may hold a state at a time, and the
+    other pages are for copies. If states lie in slabs of token pages, a slab is taken for each state. It is given back
+    when the state has no holder and is not cached.
 
     Attributes:
         tensors: the states' own memory, `[shard][kind]`; empty lists if they lie in the token pages.
@@ -113,46 +117,50 @@ class StatePages:
     """
 
     def __init__(self, shape: StateShape, room: StateRoom, mark: UnderWay) -> None:
-        self._mark = mark  # the manager's
+        self._mark = mark  # the manager's mark
         self.shape, self._room, self.pool, self.num_pages = shape, room, room.pool, room.pool.num_pages
         self.layouts, self.blocks, self.tensors = room.layouts, room.blocks, room.tensors
         self._views = StateViews(self.layouts, self.blocks, shape.matrix)
         self.read, self.write = self._views.read, self._views.write
         self._tokens = np.zeros(self.num_pages + 1, np.int64)
-        self._told = np.zeros(self.num_pages + 1, np.int64)  # tokens of the state that a block table last named
+        # By page: the tokens of the state that a block table named last.
+        self._told = np.zeros(self.num_pages + 1, np.int64)
         self.below = PagesBelow()
         self._page_of: dict[str, int] = {}
-        self._before: dict[int, int] = {}  # by page that a transfer writes: the copy from which its request resumed
-        self._saved: dict[int, list[torch.Tensor]] = {}  # without such a copy: its former content, in host memory
-        # By request: the digest `[1, words]` of its passing copy, that of its last full page, until the next one comes.
+        # By page that a transfer writes: the cached state from which its request had resumed.
+        self._before: dict[int, int] = {}
+        # By page that a transfer writes, if no such state was cached: its former content, in host memory.
+        self._saved: dict[int, list[torch.Tensor]] = {}
+        # By request: the digest, `[1, words]`, of its last full page, after which a copy is kept until the next page is
+        # full.
         self._passing: dict[str, Digests] = {}
         self.hits = 0
         self.drafts = DraftedPages(self._tokens)
 
     @property
     def num_held(self) -> int:
-        """Pages that a request or a lease holds, or that a transfer writes."""
+        """The number of pages that a request or a lease holds, or that a transfer writes."""
         return self.pool.num_held
 
     @property
     def num_idle(self) -> int:
-        """Copies without a holder."""
+        """The number of copies without a holder."""
         return self.pool.idle.count
 
     @property
     def num_kept(self) -> int:
-        """Copies that can be found."""
+        """The number of copies that can be found."""
         return int(np.count_nonzero(self.pool.index.published))
 
     @property
     def evictions(self) -> int:
-        """Copies that were given up for another page."""
+        """The number of copies that were evicted to make room."""
         return self.pool.evictions
 
     # ---- holders
 
     def allocate(self, request_id: str) -> int:
-        """Give a request a zeroed page, the state before its first token. Raises `NoFreeStatePageError`."""
+        """Give a request a zeroed page, which is the state before its first token. Raises `NoFreeStatePageError`."""
         if not self.pool.make_room(moving=True):
             raise NoFreeStatePageError(f"request {request_id!r}: all {self.num_pages} state pages are held")
         page = self._page_of[request_id] = self.pool.allocate_one()
@@ -160,10 +168,10 @@ class StatePages:
         return page
 
     def release(self, request_id: str) -> None:
-        """Give the request's page back. It is free once no lease holds it and no transfer writes it."""
+        """Release the request's page. It becomes free once no lease holds it and no transfer writes it."""
         page = self.page_of(request_id)
         del self._page_of[request_id]
-        if (stays := self._passing.pop(request_id, None)) is not None:  # the copy of its last full page stays
+        if (stays := self._passing.pop(request_id, None)) is not None:  # the copy after its last full page stays
             self._keep_below(int(self.pool.index.find(stays)[0]), stays)
         self._let_go(page)
         self._drop_drafted(request_id)
@@ -187,13 +195,13 @@ class StatePages:
         return int(self._tokens[page])
 
     def fork(self, parent: str, child: str) -> None:
-        """Copy the parent's state into the child's page. Both have a page already."""
+        """Copy the parent's state into the child's page. Both must have a page."""
         self._copy(self.page_of(parent), self.page_of(child))
 
     # ---- lookups, on the device and below
 
     def kept_after(self, digests: Digests, *, but: int = NO_PAGE) -> NDArray[np.bool_]:
-        """Return a mask: whether the device or host memory has a copy of the state after the page of each digest.
+        """A mask: whether the device or host memory has a copy of the state after the page of each digest.
 
         `but`: a page whose copy does not count.
         """
@@ -202,18 +210,18 @@ class StatePages:
 
     @property
     def generation(self) -> int:
-        """Counts the copies that have come and gone, on the device and below it."""
+        """A number that changes whenever copies come or go, on the device or below it."""
         return self.pool.index.generation + self.below.generation
 
     def there(self, digests: Digests) -> NDArray[np.bool_]:
-        """`kept_after`, plus copies that are known to be in files or objects."""
+        """Do the same as `kept_after`, and count copies that are known to be in files or objects, too."""
         found = self.kept_after(digests)
         return found | self.below.has(digests[None], ~found[None])[0]
 
     def ask(self, digests: Digests) -> bool:
-        """Ask the lower tiers for the last copies that are not known yet. Returns whether an answer is on its way.
+        """Ask the lower tiers for the last states that are not known. Returns whether an answer is on its way.
 
-        Nobody asks for copies before the last one on the device or the host.
+        States before the last one on the device or the host are not asked for, because a later one is better.
         """
         before = self.below.answers
         for _, some, there in self._below_host(digests):
@@ -224,10 +232,10 @@ class StatePages:
         return self.below.answers != before  # an answer that has just come may allow a further question
 
     def bring_newest(self, digests: Digests, *, wait: bool) -> bool:
-        """Bring the last copy below the host up to it, if the device and the host have only earlier ones.
+        """Bring the last state in a tier below the host to the host, if device and host have only earlier states.
 
-        If it cannot be read, the one before it is tried, and so on. Returns whether one is on its way. `wait`: wait a
-        while for it, and not for answers.
+        If it cannot be read, the state before it is tried, and so on. Returns whether one is on its way. `wait`: wait a
+        while for the state, but not for answers.
         """
         before = self.below.answers
         for first, some, there in self._below_host(digests):
@@ -243,7 +251,7 @@ class StatePages:
         return self.below.answers != before  # as above
 
     def _below_host(self, digests: Digests) -> Iterator[tuple[int, Digests, Asked]]:
-        """The digests after the last copy on the device or the host, some at a time, the last ones first.
+        """Yield the digests after the last state on the device or the host, some at a time, the last ones first.
 
         Yields the index of the first of them, the digests `[1, digests, words]`, and which of them lower tiers have.
         """
@@ -254,7 +262,7 @@ class StatePages:
             yield first, some, self.below.has(some, np.ones(some.shape[:2], np.bool_))
 
     def _ask_later(self, digests: Digests, there: Asked) -> bool:
-        """Ask for the states later than the last one of `there`. Returns whether an answer is on its way."""
+        """Ask for states that are later than the last one of `there`. Returns whether an answer is on its way."""
         later = np.ones_like(there)
         later[0, : last_end(there[0])] = False
         return self.below.ask(digests, later)
@@ -262,7 +270,7 @@ class StatePages:
     # ---- copies that other requests resume from
 
     def keep(self, request_id: str, digest: Digests, tokens: int, *, passing: bool) -> None:
-        """Keep a copy of the request's state, if that covers `tokens` tokens and a page is left for the copy.
+        """Keep a copy of the request's state, if the state covers `tokens` tokens and a page is free for the copy.
 
         `digest`, `[1, words]`: of the last page of these tokens. `passing`: the request's next copy replaces this one.
         """
@@ -284,10 +292,11 @@ class StatePages:
             self._keep_below(copy, digest)
 
     def keep_passing(self, request_ids: Sequence[str], digests: Digests, tokens: NDArray[np.int64]) -> bool:
-        """`keep` with `passing` for several requests at once, into the pages of their former copies: none is allocated.
+        """Do the same as `keep` with `passing` for several requests at once.
 
-        Returns False, and changes nothing, if `keep` must be called for each: a request has no such copy, a copy has a
-        holder, a digest is already kept, or a state covers other tokens.
+        Overwrites their former copies, allocates none. Returns False, and changes nothing, if `keep` must be called for
+        each request: if a request has no such copy, if a copy has a holder, if a digest already has a copy, or if a
+        state covers other tokens.
         """
         pages, index = [self.page_of(request_id) for request_id in request_ids], self.pool.index
         before = [self._passing[request_id] for request_id in request_ids if request_id in self._passing]
@@ -308,13 +317,16 @@ class StatePages:
         return True
 
     def copy_of(self, digest: Digests) -> StateCopy | None:
-        """The copy under this digest, for another replica; None if the device has none."""
+        """The state that is cached under this digest, for another replica. None if the device has none."""
         if (page := int(self.pool.index.find(digest)[0])) == NO_PAGE:
             return None
         return StateCopy([blocks[page] for blocks in chain.from_iterable(self.blocks)], int(self._tokens[page]))
 
     def take_copy(self, copy: StateCopy, digest: Digests) -> HeldPages | None:
-        """Keep another replica's copy here, too. Returns its page, held for the caller; None if no page is left."""
+        """Keep a copy of another replica's state here, too.
+
+        Returns its page, held for the caller; None if no page is free.
+        """
         if not self.pool.make_room(moving=True):
             return None
         page = self.pool.allocate_one()
@@ -328,7 +340,7 @@ class StatePages:
     def bring_copy(self, digest: Digests, tokens: int) -> bool:
         """Copy the host's state under this digest, after `tokens` tokens, to the device, and keep it there.
 
-        Returns whether it is on its way: False if the device has it, the host has not, or no page is left.
+        Returns whether it is on its way. False if the device has it, if the host does not, or if no page is free.
         """
         absent, slots = self.pool.index.find(digest)[0] == NO_PAGE, self.below.slots(digest)
         if not absent or not slots.all():
@@ -344,7 +356,7 @@ class StatePages:
         return True
 
     def resume(self, request_id: str, digest: Digests, tokens: int) -> None:
-        """Copy the state kept under `digest`, after `tokens` tokens, into the request's page, which resumes from it.
+        """Copy the state cached under `digest`, after `tokens` tokens, into the page of a request that resumes from it.
 
         Raises `InvariantError` if there is none.
         """
@@ -370,16 +382,16 @@ class StatePages:
     # ---- drafted tokens
 
     def draft(self, request_id: str) -> bool:
-        """Give the request a second page for its next run, until `settle`. Returns False if none is left.
+        """Give the request a second page for its next run, until `settle`. Returns False if no page is free.
 
-        Raises as `tokens_of`.
+        Raises the same errors as `tokens_of`.
         """
         self._mark.check("draft")
         self.tokens_of(request_id)
         if request_id in self.drafts.page_of:
             return True
         self._mark.call = ("draft", request_id)
-        there = self.pool.make_room(moving=False)  # after a fetch, token pages must stay where they are
+        there = self.pool.make_room(moving=False)  # after a fetch, token pages must not be moved
         if there:
             page = self.pool.allocate_one()
             self._tokens[page] = self._told[page] = 0
@@ -388,10 +400,10 @@ class StatePages:
         return there
 
     def settle(self, request_id: str, start: int) -> None:
-        """The request runs next from `start`, after which one of its two states is. It keeps only that page."""
+        """Keep only the page with the state after `start` tokens, from where the request runs next."""
         drafted, page = self.drafts.page_of[request_id], self._page_of[request_id]
         if self._tokens[drafted] == start:
-            if self.pool.holders[page] > 1:  # leases name the state by this page
+            if self.pool.holders[page] > 1:  # True if leases name the state by this page
                 self._copy(drafted, page)
             else:
                 self._page_of[request_id], self.drafts.page_of[request_id] = drafted, page
@@ -406,8 +418,8 @@ class StatePages:
     def begin_import(self, request_id: str, digest: Digests = NO_STATE) -> int:
         """Hand the request's page to a transfer. The request cannot run until the import ends.
 
-        `digest`: of the copy from which the page was resumed; empty: there is none. The copy is held as long as the
-        page is written.
+        `digest`: of the cached state from which the request had resumed; empty if there is none. That state is held as
+        long as the page is written.
         """
         page = self.page_of(request_id)
         self._drop_drafted(request_id)
@@ -415,18 +427,19 @@ class StatePages:
         if len(digest) and (copy := self._found(digest)):
             self.pool.hold(one_page(copy))
             self._before[page] = copy
-        elif len(digest):  # the copy was evicted for the import's own pages, or the state came from below
+        # The cached state was evicted for the import's own pages, or the state came from a lower tier.
+        elif len(digest):
             self._saved[page] = [blocks[page].to("cpu", copy=True) for blocks in chain.from_iterable(self.blocks)]
         return page
 
     def commit_import(self, request_id: str, tokens: int) -> None:
-        """The transfer has written the whole page: it is the state after `tokens` tokens."""
+        """Record that the transfer has written the whole page, which is now the state after `tokens` tokens."""
         page = self.page_of(request_id)
         self._end_import(page)
         self._tokens[page] = tokens
 
     def cancel_import(self, page: int) -> None:
-        """The transfer is over without a state: the page is as before the import, or free if its request is gone."""
+        """End an import without a state: the page is as before the import, or free if its request was released."""
         if copy := self._before.get(page):
             self._copy(copy, page)
         elif saved := self._saved.get(page):
@@ -445,30 +458,30 @@ class StatePages:
     # ---- pages that other managers read
 
     def held(self, request_id: str) -> HeldPages:
-        """The request's page, for a lease. The lease keeps it even if the request is released meanwhile."""
+        """The request's page, for a lease. The lease keeps it even if the request is released."""
         return HeldPages(self.pool, one_page(self.page_of(request_id)))
 
     def held_copy(self, digest: Digests) -> HeldPages:
-        """The copy under this digest, which must exist, for a lease. It counts as just used."""
+        """The state that is cached under this digest, for a lease. It must exist, and counts as just used."""
         return HeldPages(self.pool, one_page(self._found(digest)))
 
     def tell(self, request_id: str) -> None:
-        """A block table has named the request's present state, which must not change while it is leased."""
+        """Record that a block table has named the request's present state. It must not change while it is leased."""
         self._told[self.page_of(request_id)] = self.tokens_of(request_id)
 
     def is_promised(self, request_id: str) -> bool:
-        """Whether a leased block table names the request's present state, so that nothing may overwrite it."""
+        """Whether a block table has named the request's present state, and a lease forbids overwriting it."""
         page = self.page_of(request_id)
         return 0 < self._tokens[page] == self._told[page] and self.pool.holders[page] > 1
 
     # ---- access of a model
 
     def pages_at(self, request_ids: Sequence[str], tokens: Sequence[int]) -> torch.Tensor:
-        """The requests' pages, int64 `[requests]`, whose states must cover exactly `tokens`.
+        """The requests' state pages, int64 `[requests]`. Each state must cover exactly `tokens`.
 
-        A state cannot go back, and does not record how far it is, so a step that ran twice would count its tokens
-        twice. A run overwrites the state, so a leased one cannot run on. Raises `UnknownRequestError`, and
-        `StatePageError` if a state covers other tokens, is leased, or is being written by a transfer.
+        A state cannot go back, and does not record how many tokens it covers. If a step ran twice, its tokens would
+        count twice without a trace. A run overwrites the state, so it may not be leased. Raises `UnknownRequestError`,
+        and `StatePageError` if a state covers other tokens, is leased, or is being written by a transfer.
         """
         pages = [self.page_of(request_id) for request_id in request_ids]
         if not self.drafts.page_of and self._all_run_on(np.array(pages, np.int64), tokens):
@@ -491,13 +504,13 @@ class StatePages:
         return torch.tensor(pages, device=self.blocks[0][0].device)
 
     def _all_run_on(self, pages: NDArray[np.int64], tokens: Sequence[int]) -> bool:
-        """Whether `pages_at` surely accepts all of these: a quick test for steps of many requests."""
+        """Whether `pages_at` surely accepts all of these requests: a quick test for steps of many requests."""
         has = self._tokens[pages]
-        told = (has > 0) & (has == self._told[pages])  # perhaps leased: rare, so those are tested one by one
+        told = (has > 0) & (has == self._told[pages])  # possibly leased; rare, so these are tested one by one
         return not np.count_nonzero((has != tokens) | (self.pool.writers[pages] > 0) | told)
 
     def advance(self, pages: torch.Tensor, tokens: Sequence[int]) -> None:
-        """Every layer of `pages` has been written: their states now cover `tokens`."""
+        """Record that every layer of `pages` was written, and that the states now cover `tokens`."""
         self._tokens[pages.cpu().numpy()] = tokens
 
     # ---- for transfers, recovery and checks
@@ -517,7 +530,7 @@ class StatePages:
                 del of_requests[request_id]
         own = {*self._page_of.values()}
         for request_id, page in list(self.drafts.page_of.items()):
-            if page in own or request_id not in self._page_of:  # `settle` was interrupted
+            if page in own or request_id not in self._page_of:  # True if `settle` was interrupted
                 del self.drafts.page_of[request_id]
         self._before = {page: copy for page, copy in self._before.items() if page in written}
         self._saved = {page: saved for page, saved in self._saved.items() if page in written}
@@ -527,11 +540,11 @@ class StatePages:
 
     @property
     def _own(self) -> list[int]:
-        """The pages of requests."""
+        """The state pages of the requests."""
         return [*self._page_of.values(), *self.drafts.page_of.values()]
 
     def _counted(self, written: Sequence[int], leased: Ints | int) -> tuple[Ints, Ints]:
-        """The holders and the writers of each page, as arrays, without the slabs that token pages hold."""
+        """The number of holders and of writers of each page, without the slabs that token pages use."""
         coming = [int(pages[0]) for pages in self.below.coming()]
         held = [*self._own, *self._before.values(), *coming]
         holders, writers = (
@@ -540,11 +553,9 @@ class StatePages:
         return holders + leased, writers
 
     def check(self, request_ids: Iterable[str], written: Sequence[int] = (), leased: Ints | int = 0) -> None:
-        """Recount: exactly these requests have a page, transfers write `written`, and page 0 is empty.
+        """Recount: exactly these requests have a page, transfers write to `written`, and page 0 is empty.
 
-        `leased`: the number of leases on each page.
-
-        Raises `InvariantError` at the first discrepancy.
+        `leased`: the number of leases on each page. Raises `InvariantError` at the first discrepancy.
         """
         if wrong := set(request_ids).symmetric_difference(self._page_of):
             raise InvariantError(f"these requests have a state page or a row, but not both: {sorted(wrong)}")
@@ -576,16 +587,16 @@ class StatePages:
         self._tokens[target] = self._tokens[source]
 
     def _found(self, digest: Digests) -> int:
-        """The copy under this digest, marked as just used; `NO_PAGE` if there is none."""
+        """The state that is cached under this digest, marked as just used; `NO_PAGE` if there is none."""
         copy = int(self.pool.index.find(digest)[0])
         if copy != NO_PAGE:
             self.pool.hold(one_page(copy))
-            self.pool.idle.hint(one_page(copy), None)  # a hint that it goes first was wrong
+            self.pool.idle.hint(one_page(copy), None)  # if a hint said to evict it first, that was wrong
             self._let_go(copy)
         return copy
 
     def _forget(self, digest: Digests) -> None:
-        """Withdraw the copy under this digest, if there is one, and free its page."""
+        """Withdraw the state that is cached under this digest, if any, and free its page."""
         copy = int(self.pool.index.find(digest)[0])
         if copy == NO_PAGE:
             return
@@ -597,13 +608,13 @@ class StatePages:
         self._let_go(copy)
 
     def _keep_below(self, copy: int, digest: Digests) -> None:
-        """Store a copy that stays in the lower tiers, too. `copy` may be `NO_PAGE`."""
+        """Store a copy that was kept in the lower tiers, too. `copy` may be `NO_PAGE`."""
         if copy != NO_PAGE:
             for tell in self.pool.journal.came:
                 tell(one_page(copy), digest)
 
     def _spare(self, copies: Pages) -> None:
-        """These copies are about to be overwritten: make their pending copies to the lower tiers now."""
+        """Make the pending copies of these states to the lower tiers now, because they are about to be overwritten."""
         for save in self.pool.journal.going:
             save(copies)
 
@@ -614,5 +625,5 @@ class StatePages:
 
 
 def one_page(page: int) -> Pages:
-    """The page as an array of one."""
+    """The page as an array with one item."""
     return np.array([page], np.int32)

@@ -1,11 +1,11 @@
-"""Recurrent states below the device: kept copies also go to host memory, files and objects, as pages do.
+"""Recurrent states below the device: like pages, cached states are also copied to host memory, files and objects.
 
 A lower tier stores a state under the digest of the last page of its tokens. A state is large, and a request needs only
-one. So it is copied from the host directly into the request's state page when that is reserved. The loop does not wait
-for this copy: the device starts later work after it.
+one. So it is copied from the host directly into the request's state page when that page is reserved. The loop does not
+wait for this copy, because the device orders later work after it.
 
 The memory of the host tier is divided beforehand. A state is as large as hundreds of pages, so slots of one size would
-waste memory, and pages that are being written to files cannot be moved to make room. Files are divided in the same way.
+waste memory, and slots that are being written to files cannot be moved to make room. Files are divided in the same way.
 A store is asked for the newest state: from the last page backwards, a few pages at a time.
 """
 
@@ -25,12 +25,15 @@ from kvcache.tiers.host_tier import HostTier, ReplicaTier
 from kvcache.tiers.tiers import Kept, TierRoom, Tiers, make_tiers
 
 _GB = 2**30
-_LEAST_SLOTS = 2  # one is read from a file while another is held
-_SHARE = 0.025  # the share of the time that copies in the loop's thread may take
+_LEAST_SLOTS = 2  # one may be read from a file while another is held
+_SHARE = 0.025  # the share of the time that copies may take in the loop's thread
 
 
 class StateTier(ReplicaTier):
-    """One replica's side of the host tier of states. A returning state is read at once, in the device's order."""
+    """The host tier of states as one replica uses it.
+
+    A state that returns is copied at once, in order with the device's other work.
+    """
 
     def _keep(self, pages: Pages) -> None:
         self.pool.hold(pages)
@@ -40,9 +43,9 @@ class StateTier(ReplicaTier):
 
 
 def divide_tiers(params: KVCacheParams, shards: int) -> TierRoom:
-    """Divide host memory and files between pages and states on so many shards. Pages get what the states leave over.
+    """Divide host memory and files between pages and states. States get their share, pages the rest.
 
-    Raises `PoolTooSmallError` if there is room for fewer than two states.
+    `shards`: the shards of a replica. Raises `PoolTooSmallError` if there is room for fewer than two states.
     """
     space, most = (int((size or 0) * _GB) for size in (params.host_kvcache_swap_space_gb, params.file_tier_max_gb))
     state_bytes = sum(kind_offsets(kinds)[-1] for kinds in state_layouts(params.states, shards))
@@ -63,9 +66,9 @@ def divide_tiers(params: KVCacheParams, shards: int) -> TierRoom:
 def state_tiers(
     params: KVCacheParams, room: TierRoom, pages: Sequence[PageLayout], states: Sequence[StatePages]
 ) -> Tiers | None:
-    """The tiers below the states of each replica, wired to them; None if the params ask for none.
+    """The tiers below the states of each replica, connected to them. None if the params ask for no tier.
 
-    `pages`: the layouts of the pages of tokens, whose digests name the states.
+    `pages`: the layouts of the token pages, whose digests name the states.
     """
     if not room.state_slots:
         return None
@@ -90,7 +93,7 @@ def state_tiers(
 
 
 def state_mover(states: StatePages, host: HostTier) -> PageMover:
-    """The mover of states between their pages and the slots of a host tier. Each kind has a part of a slot."""
+    """The mover of states between their pages and the slots of a host tier. Each kind takes a part of a slot."""
     parts = [
         (blocks, memory[:, first : first + layout.page_bytes])
         for kinds, layouts, memory in zip(states.blocks, states.layouts, host.memory, strict=True)

@@ -1,4 +1,4 @@
-"""`WatchBook`: makes looks of some pools, and remembers in which look each cell last changed."""
+"""`WatchBook`: makes snapshots ("looks") of some pools, and remembers in which look each cell changed last."""
 
 import secrets
 import time
@@ -15,16 +15,16 @@ from kvcache.watch.pools import WatchedPool
 from kvcache.watched import Beside, Cells, CheckReport, Look, Owners, PageState, PoolLook, TreeRow
 
 _TREE_ROWS = 64
-_TREE_SHARE = 0.03  # the share of the time for the tree of each pool
-_AT_ONCE = 512  # log entries applied at a time, in about a millisecond; then the loop may have the interpreter
+_TREE_SHARE = 0.03  # the share of the time that may be spent on the tree of each pool
+_AT_ONCE = 512  # log entries applied at a time, in about a millisecond; then the loop can take the interpreter lock
 _PAUSE_S = 1e-4
-_MOST_CHANGED = 0.4  # the share of a pool's cells; if more have changed, all of them are sent
+_MOST_CHANGED = 0.4  # the share of a pool's cells; if more than this have changed, all cells are sent
 
 Frames = list[NDArray[np.uint32]]
 
 
 class PoolBook:
-    """The cells of one pool as of the last look, and the number of the look in which each changed last."""
+    """The cells of one pool as of the last look, and the number of the look in which each cell changed last."""
 
     def __init__(self, watched: WatchedPool) -> None:
         self.watched, self.name, self.pool = watched, watched.name, watched.pool
@@ -40,7 +40,10 @@ class PoolBook:
         self.cells = cells
 
     def since(self, base: int) -> Frames:
-        """Changed pages since look `base` and their cells; no pages and all cells if `base` is 0 or many changed."""
+        """The pages that changed since look `base`, and their cells.
+
+        If `base` is 0, or if many pages changed, returns no pages and all cells.
+        """
         if base:
             pages = np.flatnonzero(self._changed > base)
             if len(pages) < _MOST_CHANGED * len(self.cells):
@@ -61,7 +64,7 @@ class PoolBook:
             self.tree.add_row(pages)
 
     def tree_rows(self) -> tuple[TreeRow, ...]:
-        """The largest parts of the tree. The result is kept, for longer if the tree is large."""
+        """The largest parts of the tree. The result is reused for a while, which is longer if the tree is large."""
         started = time.monotonic()
         if started >= self._tree_at:
             self._tree_rows = self.tree.rows(self.name, _TREE_ROWS)
@@ -70,10 +73,10 @@ class PoolBook:
 
 
 class WatchBook:
-    """Looks at pools, as long as a watcher asks for them.
+    """Makes looks at some pools, as long as a watcher asks for them.
 
-    `sizes` are a page's tokens and bytes. `beside` returns what other components know. `names` decides how requests are
-    shown. Only the thread that looks uses this object.
+    `sizes` are a page's tokens and bytes. `beside` returns data of other components. `names` decides how requests are
+    shown. Only the watch's own thread uses this object.
     """
 
     def __init__(
@@ -88,8 +91,9 @@ class WatchBook:
         self.incarnation = secrets.token_hex(8)
         self.number = 0
         self.cost_s = 0.0  # processor time of the last look, in seconds
-        self.beside_s = 0.0  # the part of it in which numpy reads whole pools, mostly without the interpreter
-        self.check: tuple[float, CheckReport] | None = None  # the time of the last recount, and its result
+        # The part of `cost_s` in which numpy reads whole pools, mostly without the interpreter lock.
+        self.beside_s = 0.0
+        self.check: tuple[float, CheckReport] | None = None  # the time and the result of the last recount
         self._name, self._sizes, self._beside = name, sizes, beside
         self._metrics, self._names = metrics, names
         self._evictions = EvictionBook()
@@ -100,11 +104,11 @@ class WatchBook:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether a pool was replaced by another one."""
+        """Whether a pool was replaced by another object."""
         return any(one.pool is not one.watched.pool for one in self._pools)
 
     def forget(self) -> None:
-        """Stop recording: there are no watchers any more."""
+        """Stop recording, because no watcher is left."""
         for pool in self._pools:
             pool.log.end()
 
@@ -119,7 +123,7 @@ class WatchBook:
             pool.take(self._evictions)
 
     def look(self, known: int) -> tuple[Look, Frames]:
-        """The changes since the look numbered `known`; 0: the whole state."""
+        """The changes since the look numbered `known`, or the whole state if that is 0."""
         beside = self._beside()
         owners = self._owners(beside)
         beside = self._names.beside(beside)
@@ -171,7 +175,7 @@ class WatchBook:
 
 
 def counted(cells: Cells) -> tuple[int, ...]:
-    """Pages by state; the null page is not counted."""
+    """The number of pages in each state, without the null page."""
     counts = np.bincount((cells[1:] & 7).astype(np.uint8), minlength=len(PageState))
     return tuple(counts.tolist())
 

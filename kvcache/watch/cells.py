@@ -1,8 +1,9 @@
 """One cell for each page of a pool, read from another thread in a few numpy operations over the loop's arrays.
 
-That is safe: the arrays are never moved, lists and dicts are first copied in one step, and a page's state follows from
-its own holders, writers and digest. So each cell is right for some moment within the look. While the loop rests, all
-cells agree with the recount of `check`. numpy releases the interpreter meanwhile, so the loop runs.
+Reading from another thread is safe: the arrays are never moved, lists and dicts are first copied in one step, and a
+page's state follows from its own holders, writers and digest. So each cell is right for some moment within the look. If
+the loop does nothing meanwhile, all cells agree with the recount of `check`. numpy releases the interpreter lock, so
+the loop can run.
 """
 
 from typing import NamedTuple
@@ -14,12 +15,12 @@ from kvcache.pool.pages import PagePool
 from kvcache.replica.replica import Replica
 from kvcache.watched import AGE_SHIFT, MOST_OWNERS, OWNER_SHIFT, SHARED_BIT, STATE_BITS, Cells, PageState
 
-# The state of a page that no row has: under a lease it is LEASED, in an abandoned import QUARANTINED.
+# The state of a page that no row has. If a lease holds it, it is LEASED; in a cancelled import it is QUARANTINED.
 _BECOMES = ((PageState.HELD, PageState.LEASED), (PageState.WRITTEN, PageState.QUARANTINED))
 
 
 class Holding(NamedTuple):
-    """Pages that no row has: a lease holds them, or an abandoned import may still write to them."""
+    """Pages that no row has, because a lease holds them or a cancelled import may still write to them."""
 
     what: object
     request_id: str
@@ -27,14 +28,18 @@ class Holding(NamedTuple):
 
 
 class OwnerNumbers:
-    """Numbers for holders of pages other than rows. A holder keeps its number while it exists. Rows count from 1."""
+    """Numbers for the holders of pages that are not rows. A holder keeps its number while it exists.
+
+    Rows count from 1.
+    """
 
     def __init__(self, rows: int) -> None:
         self._next = self._first = rows + 1
-        self._known: dict[int, tuple[object, int]] = {}  # by id, which stays unique because the object is kept here
+        # By id, which stays unique because the object is kept alive here.
+        self._known: dict[int, tuple[object, int]] = {}
 
     def of(self, holdings: list[Holding]) -> list[int]:
-        """The number of each holding. Holdings that are not in the list are forgotten."""
+        """The number of each holding. Holdings that are not in this list are forgotten."""
         known = self._known
         self._known = {id(one.what): known.get(id(one.what)) or (one.what, self._new()) for one in holdings}
         return [self._known[id(one.what)][1] for one in holdings]
@@ -52,7 +57,7 @@ def leased(replica: Replica) -> list[Holding]:
 
 
 def quarantined(replica: Replica) -> list[Holding]:
-    """The pages of abandoned imports, which transfers in flight may still write."""
+    """The pages of cancelled imports to which transfers in flight may still write."""
     given_up = (pending for pending in list(replica.imports.each) if pending.closed)
     return [Holding(pending, pending.request_id, pending.written) for pending in given_up]
 
@@ -74,7 +79,7 @@ def pool_cells(pool: PagePool) -> Cells:
 
 
 def replica_cells(replica: Replica, numbers: OwnerNumbers) -> Cells:
-    """`pool_cells` of a replica, with the owner of each page."""
+    """Do the same as `pool_cells` for a replica, and add the owner of each page."""
     cells, rows = pool_cells(replica.pool), replica.rows
     owner = np.zeros(len(cells), np.uint32)
     taken = np.flatnonzero(rows.num_pages)

@@ -1,8 +1,8 @@
 """`Watch`: answers watchers of some pools in its own thread. `ManagerWatch`: the same for a manager's pools.
 
-A look is made on request, by this thread and not by the loop. Copying the arrays of 4 million pages takes milliseconds,
-too long for a step; reading them in another thread costs the loop nothing (`cells.py` says why that is safe). A recount
-must run in the loop's thread, so it waits until the loop calls `attend`.
+A snapshot (look) is made when a watcher asks, by this thread and not by the loop. Copying the arrays of 4 million pages
+takes milliseconds, which is too long for a step. Reading them in another thread costs the loop nothing (`cells.py` says
+why that is safe). A recount must run in the loop's thread, so it waits until the loop calls `attend`.
 """
 
 import logging
@@ -29,19 +29,20 @@ from kvcache.watch.names import WatchNames
 from kvcache.watch.pools import WatchedPool, pools_of
 from kvcache.watched import AskLook, Beside, CheckReport, WatchRefusal, other_version
 
-_WAKE_MS = 200  # the time between two tests whether the watch is closed or its manager is gone
-_SHARE = 0.25  # the most of this thread's time for looks; further questions wait
-# The share of the loop's time that looks may cost by holding the interpreter. Looks are spaced accordingly, up to a
-# limit, if the rest of the process is always busy. If it mostly waits for its model, looks disturb nothing.
+_WAKE_MS = 200  # the interval of tests whether the watch is closed or its manager is gone
+_SHARE = 0.25  # the share of this thread's time that looks may take; until then, further questions wait
+# The share of the loop's time that looks may cost by holding the interpreter lock. If the rest of the process is always
+# busy, the pauses between looks keep to this share, up to a longest pause. If the process mostly waits for its model,
+# looks disturb nothing.
 _LOOP_SHARE = 0.01
 _LEAST_S, _MOST_S = 0.05, 2.0
-_FAILED_S = 1.0  # the time from a look that failed to the next one
-_FORGET_S = 10.0  # after this time without a question, recording stops and the state is dropped
-_CHECK_SHARE = 0.1  # the share of the loop's time for recounts
-_MOST_WAITING = 64  # answers that wait for a slow watcher; further ones are dropped
-_MOST_WATCHERS = 64  # watchers that have asked in the last `_FORGET_S`; any others are refused
-_TURN_S = 0.1  # processor time for the answers of one look; the remaining watchers get the next one
-_QUESTIONS = 256  # the most questions read at a time
+_FAILED_S = 1.0  # the pause after a look that failed
+_FORGET_S = 10.0  # if no question comes for this long, recording stops and the state is dropped
+_CHECK_SHARE = 0.1  # the share of the loop's time that recounts may take
+_MOST_WAITING = 64  # the most answers that wait for a slow watcher; further answers are dropped
+_MOST_WATCHERS = 64  # the most watchers that have asked in the last `_FORGET_S` seconds; further watchers are refused
+_TURN_S = 0.1  # processor time for the answers of one look; watchers that remain get the next look
+_QUESTIONS = 256  # the most questions that are read at a time
 _REFUSAL = msgspec.msgpack.encode(
     WatchRefusal(
         refused=f"there are {_MOST_WATCHERS} watchers, the most allowed: ask again {_FORGET_S:.0f} s after one has left"
@@ -53,15 +54,15 @@ _HERE = ("tcp://127.", "tcp://[::1]:", "tcp://localhost:", "ipc://", "inproc://"
 
 @dataclass(slots=True)
 class _Watcher:
-    """A watcher that has asked and may ask again."""
+    """A watcher that has asked before and may ask again."""
 
-    asked: AskLook | None = None  # the question that is not answered yet
+    asked: AskLook | None = None  # its question that is not answered yet
     asked_at: float = 0.0
-    answered_at: float = 0.0  # 0: never
+    answered_at: float = 0.0  # 0: it was never answered
 
 
 class _WatchThread:
-    """The thread's program. It ends when the owner of the pools is dropped, even without being closed."""
+    """The program of the watch's thread. It ends when the owner of the pools is dropped, even without `close`."""
 
     def __init__(self, socket: BoundSocket, owner: object, make_book: Callable[[Any], WatchBook]) -> None:
         self.closing = threading.Event()
@@ -73,7 +74,7 @@ class _WatchThread:
         self._book: WatchBook | None = None
         self._watchers: dict[bytes, _Watcher] = {}
         self._asked_at = self._due = 0.0
-        self._clocks = _clocks()  # at the end of the last look
+        self._clocks = _clocks()  # the times at the end of the last look
 
     def run(self) -> None:
         poller = zmq.Poller()
@@ -88,7 +89,7 @@ class _WatchThread:
                     self._forget()
             except zmq.ContextTerminated:
                 break
-            except Exception:  # noqa: BLE001 - watchers ask again, and get a new book
+            except Exception:  # noqa: BLE001 - watchers ask again, and a new book is made
                 _log.exception("watch: a snapshot could not be made")
                 self._forget()
                 self._watchers.clear()
@@ -107,7 +108,10 @@ class _WatchThread:
             self._book = None
 
     def _hear(self) -> None:
-        """Read questions; only the last one of each watcher counts. Watchers beyond the limit are refused at once."""
+        """Read questions. Only the last question of each watcher counts.
+
+        Watchers beyond the limit are refused at once.
+        """
         with suppress(zmq.Again):
             for _ in range(_QUESTIONS):
                 sender, *rest = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -146,7 +150,7 @@ class _WatchThread:
         started = time.thread_time()
         book.update()
         book.check = self.checked
-        made: dict[int, list[Any]] = {}  # by base: the look that its watchers know
+        made: dict[int, list[Any]] = {}  # by base: the frames for watchers that know this look
         waiting = [(sender, watcher) for sender, watcher in self._watchers.items() if watcher.asked is not None]
         for sender, watcher in sorted(waiting, key=lambda one: one[1].answered_at):
             ask, watcher.asked = watcher.asked, None
@@ -170,7 +174,7 @@ class _WatchThread:
             # The frames are not copied: a look makes new arrays, and never changes old ones.
             self._socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
-            return error.errno == zmq.EAGAIN  # the watcher's queue is full
+            return error.errno == zmq.EAGAIN  # True if the watcher is there and only its queue is full
         return True
 
 
@@ -209,9 +213,10 @@ class Watch:
         self._thread.start()
 
     def attend(self) -> None:
-        """Called by the loop between two steps: recounts everything if a watcher has asked for it.
+        """Recount everything if a watcher has asked for it. The loop calls this between two steps.
 
-        Otherwise it only tests a flag. A recount takes as long as `check`; recounts use at most a tenth of the time.
+        Otherwise it only tests a flag. A recount takes as long as `check`. Recounts use at most a tenth of the loop's
+        time.
         """
         if not self._worker.check_asked or time.monotonic() < self._check_due:
             return
@@ -277,10 +282,10 @@ def _clocks() -> tuple[float, float]:
 
 
 def _pause(cost_s: float, held_s: float, busy: float) -> float:
-    """Seconds to wait after a look, by its processor time `cost_s`.
+    """Seconds to wait after a look that took `cost_s` of processor time.
 
-    `held_s`: the part of it that held the interpreter. `busy`: the cores that other threads used since the last look.
-    Two threads that both need the interpreter delay each other; `busy` says how often that happens.
+    `held_s`: the part of it that held the interpreter lock. `busy`: how many cores other threads have used since the
+    last look. Two threads that both need the interpreter lock delay each other, and `busy` says how often that happens.
     """
     for_the_loop = min(_MOST_S, held_s * min(1.0, busy) / _LOOP_SHARE)
     return max(_LEAST_S, cost_s * (1 / _SHARE - 1), for_the_loop)

@@ -1,4 +1,4 @@
-"""The watcher's side of a watch: asks for looks, and keeps the cells of every pool as of the last one."""
+"""The watcher's side of a watch: asks for snapshots (looks), and keeps the cells of every pool as of the last one."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -31,13 +31,13 @@ class Followed:
 
     @property
     def ask(self) -> AskLook:
-        """The question for the changes since the last look."""
+        """A question that asks for the changes since the last look."""
         if self.look is None:
             return AskLook()
         return AskLook(known=self.look.number, incarnation=self.look.incarnation)
 
     def apply(self, frames: Sequence[Any]) -> Look:
-        """Apply a look. Raises `WatchError`, and changes nothing, if it is malformed or not the next one."""
+        """Apply a look. Raises `WatchError`, and changes nothing, if the look is malformed or is not the next one."""
         if len(frames) == 1:
             with suppress(msgspec.DecodeError, UnicodeDecodeError):
                 raise WatchError(f"the process refuses to be watched: {_refusals.decode(frames[0]).refused}")
@@ -65,7 +65,7 @@ class Followed:
 
 
 def _changes(look: Look, at: int, frames: Sequence[Any], known: Mapping[str, Cells]) -> tuple[Cells, Cells]:
-    """The changed pages of a pool, and their cells. They are checked, as they index our memory."""
+    """The changed pages of a pool, and their cells. The page numbers are checked, because they index our memory."""
     pool = look.pools[at]
     try:
         pages, cells = (np.frombuffer(frame, np.uint32) for frame in frames[1 + 2 * at : 3 + 2 * at])
@@ -111,7 +111,7 @@ class WatchClient:
             self._socket.send(msgspec.msgpack.encode(ask), zmq.NOBLOCK)
 
     def answer(self, timeout_s: float = 0.0) -> list[bytes] | None:
-        """The frames of one look; None if none comes within the time, in seconds."""
+        """Return the frames of one look. None if none arrives within `timeout_s` seconds."""
         if not self._socket.poll(int(timeout_s * 1000)):
             return None
         return self._socket.recv_multipart()

@@ -1,4 +1,4 @@
-"""The loop's record of a watched pool, and what is derived from it: evictions, and the prefix tree."""
+"""The loop's record of a watched pool, and what is computed from it: evictions, and the prefix tree."""
 
 import time
 from collections import Counter, deque
@@ -16,19 +16,20 @@ from kvcache.watched import EvictionRow, TreeRow
 
 Words: TypeAlias = NDArray[np.uint64]
 
-_ENTRIES = 1 << 15  # the most entries that wait for the thread; beyond that the oldest are lost
-_EVICTED = 1 << 16  # the most evicted pages that are remembered, to see whether they are published again
+_ENTRIES = 1 << 15  # the most entries that wait for the thread; if there are more, the oldest are lost
+_EVICTED = 1 << 16  # the most evicted pages that are remembered, to notice when they are published again
 _SHOWN = 32
-_SPREAD_S = 0.25  # evictions of one reason within this time are shown as one
-_PUBLISHED = -1  # in place of the number of an eviction
+_SPREAD_S = 0.25  # evictions with the same reason within this time are shown as one
+_PUBLISHED = -1  # stands for a publication where evictions have their number
 _NO_WORDS = np.zeros(0, np.uint64)
-REASONS = ("LRU", "hint", "quota", "reset")  # by their numbers in the journal
+REASONS = ("LRU", "hint", "quota", "reset")  # in the order of their numbers in the journal
 
 
 class PoolEntry(NamedTuple):
-    """A report about some pages. `words` name their content; `more` has reasons of evictions, or preceding pages.
+    """A report about some pages. `words` identify their content.
 
-    Entries of found pages have no words, as nothing reads them.
+    `more`: the reasons of evictions, or the preceding pages. Entries of found pages have no words, because nothing
+    reads them.
     """
 
     what: str
@@ -88,17 +89,19 @@ class _Evicted:
 class EvictionBook:
     """The last evictions of all pools, and how many of their pages were published again.
 
-    The loop writes a thousand entries between two looks. A dict lookup a page would be too slow while the loop waits
-    for the interpreter. So many entries are applied at once by a numpy sort, during which the loop runs.
+    The loop writes a thousand entries between two looks. Looking up each page in a dict would be too slow, because this
+    thread and the loop share the interpreter lock. So many entries are applied at once by a numpy sort, during which
+    the loop can run.
     """
 
     def __init__(self) -> None:
         self.pages: Counter[str] = Counter()  # by reason
         self.again: Counter[str] = Counter()
         self._last: deque[_Evicted] = deque(maxlen=_SHOWN)
-        self._latest: dict[tuple[str, str], _Evicted] = {}  # by pool and reason
-        self._count = 0  # the number of evictions so far; each has a number
-        # The last evicted pages that were not published since: their words, ascending, and the numbers of evictions.
+        self._latest: dict[tuple[str, str], _Evicted] = {}  # the last eviction of each pool and reason
+        self._count = 0  # the number of evictions so far, by which they are numbered
+        # The last evicted pages that were not published since: their words, ascending, and the numbers of their
+        # evictions.
         self._words = _NO_WORDS
         self._numbers: NDArray[np.int64] = np.zeros(0, np.int64)
         self._by_number: dict[int, _Evicted] = {}
@@ -130,10 +133,10 @@ class EvictionBook:
         return one.number
 
     def _count_again(self, words: Words, numbers: NDArray[np.int64]) -> None:
-        """Process words in order of time: each was evicted, by the eviction of its number, or published.
+        """Process `words` in order of time. Each was evicted, by the eviction with its number, or published.
 
-        The new words follow the known ones. A stable sort by word puts each behind the previous event of the same
-        content.
+        The new words come after the known ones. A stable sort by word puts each event after the previous one of the
+        same content.
         """
         words, numbers = np.concatenate((self._words, words)), np.concatenate((self._numbers, numbers))
         order = np.argsort(words, kind="stable")
@@ -169,7 +172,7 @@ class EvictionBook:
 
 
 def _by_reason(entry: PoolEntry) -> list[tuple[str, Words]]:
-    """The words of evicted pages by reason. There is nearly always one reason."""
+    """The words of evicted pages by reason. There is nearly always only one reason."""
     if not entry.words.size:
         return []
     codes = set(entry.more.reshape(-1).tolist())
@@ -179,10 +182,11 @@ def _by_reason(entry: PoolEntry) -> list[tuple[str, Words]]:
 
 
 class PrefixTree:
-    """The preceding page of each page of a pool, for pages published, or in a row, since the watch began.
+    """The preceding page of each page of a pool.
 
-    `_born` has the number of the entry that published each page. If a page's parent is younger than the page itself,
-    the parent was overwritten with other content.
+    It has the pages that were published, or in a row, since the watch began. `_born` has the number of the entry that
+    published each page. If a page's parent is younger than the page itself, the parent was overwritten with other
+    content.
     """
 
     def __init__(self, pool: PagePool) -> None:
@@ -193,12 +197,12 @@ class PrefixTree:
         self._clock = 1
 
     def add_row(self, pages: NDArray[np.int32]) -> None:
-        """Add the published pages, from the first on, of a request that was there before the watch began."""
+        """Add the published pages of a request that existed before the watch began."""
         new = self._born[pages] == 0
         self._plant(pages[new], np.concatenate((pages[:1] * 0, pages[:-1]))[new], self._clock)
 
     def apply(self, entries: Sequence[PoolEntry]) -> None:
-        """Apply many entries at once. If a page is published twice, the last one counts."""
+        """Apply many entries at once. If a page is published twice, the later publication counts."""
         found, found_at = list[NDArray[np.int32]](), list[int]()
         pages, parents, born = list[NDArray[np.int32]](), list[NDArray[Any]](), list[int]()
         for entry in entries:
@@ -221,7 +225,10 @@ class PrefixTree:
         self._parent[pages], self._born[pages], self._hits[pages] = parents, born, 0
 
     def rows(self, pool: str, most: int) -> tuple[TreeRow, ...]:
-        """The `most` largest parts of the tree, counted with all below. A part is a run of pages without a branch."""
+        """The `most` largest parts of the tree, each counted with everything below it.
+
+        A part is a run of pages without a branch.
+        """
         known = np.flatnonzero(self._pool.index.published & (self._born > 0))
         if not known.size:
             return ()
@@ -232,7 +239,7 @@ class PrefixTree:
         branches = np.bincount(up[known], minlength=len(up))
         is_head = (up[known] == 0) | (branches[up[known]] > 1)
         heads = known[is_head]
-        first = up.copy()  # by page: the first page of its part, found by doubling the steps
+        first = up.copy()  # by page: the first page of its part, found by doubling the distance
         first[heads] = heads
         while not np.array_equal(further := first[first], first):
             first = further
@@ -249,12 +256,12 @@ class PrefixTree:
 
 
 def _each(clocks: list[int], pages: list[NDArray[np.int32]]) -> NDArray[np.uint32]:
-    """The clock of each entry, repeated for each of its pages."""
+    """The clock of each entry, repeated for each page of the entry."""
     return np.repeat(np.array(clocks, np.uint32), [len(some) for some in pages])
 
 
 def _with_below(heads: NDArray[np.intp], before: NDArray[np.int32], own: NDArray[np.intp]) -> NDArray[np.intp]:
-    """By part: its pages and all pages below it. Sums level by level, from the deepest up."""
+    """By part: the number of its pages and of all pages below it. Summed level by level, from the deepest up."""
     level, reached = np.zeros(len(own), np.int32), before == 0
     levels = [reached]
     level[heads[reached]] = 1

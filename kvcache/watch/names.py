@@ -1,6 +1,6 @@
 """Names under which a watch shows requests and tenants.
 
-A salt may be a secret, and a process that knows a request's id may ask for its pages.
+The real ids are hidden: a salt may be a secret, and a process that knows a request's id may ask for its pages.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ _MOST_KEPT = 1 << 14
 
 
 def tenant_name(salt: str) -> str:
-    """The name of a salt, which stays the same as long as this process runs. Empty if there is none."""
+    """The name of a salt. It stays the same as long as this process runs. Empty if there is no salt."""
     if not salt:
         return ""
     return "#" + hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=4, key=_KEY).hexdigest()
@@ -36,11 +36,11 @@ class WatchNames:
         return list(ids) if self._are_clear else [_kept(self._requests, one, request_digest) for one in ids]
 
     def tenants(self, salts: Iterable[str]) -> list[str]:
-        """The name of each salt; never the salt."""
+        """The name of each salt, which does not reveal the salt."""
         return [_kept(self._tenants, one, tenant_name) for one in salts]
 
     def beside(self, beside: Beside) -> Beside:
-        """Replace the ids of leases and pulls by names. Phases keep their ids, by which they are looked up."""
+        """Replace the ids of leases and pulls by names. Phases keep their ids, because they are looked up by them."""
         if self._are_clear:
             return beside
         replace = msgspec.structs.replace
@@ -49,13 +49,13 @@ class WatchNames:
         return beside._replace(leases=leases, pulls=pulls)
 
     def error(self, text: str, ids: Iterable[str]) -> str:
-        """The error of a recount, with the ids of these requests replaced by names."""
+        """The error text of a recount, in which the ids of these requests are replaced by names."""
         if not text or self._are_clear:
             return text
         longest_first = sorted(filter(None, ids), key=len, reverse=True)
         if not longest_first:
             return text
-        # In one pass: a digest that was put in could contain a shorter id.
+        # In one pass, because a digest that was put in could contain a shorter id.
         return re.sub("|".join(map(re.escape, longest_first)), lambda found: request_digest(found[0]), text)
 
 

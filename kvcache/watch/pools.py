@@ -23,12 +23,12 @@ class WatchedPool(Protocol):
 
     @property
     def name(self) -> str:
-        """The number of its replica, or the name of the tier."""
+        """The number of the replica, or the name of the tier."""
         ...
 
     @property
     def pool(self) -> PagePool:
-        """The pool itself. If it is replaced by another object, the watch starts over."""
+        """The pool itself. If it is replaced by another object, the watch starts again."""
         ...
 
     def cells(self) -> Cells:
@@ -36,11 +36,11 @@ class WatchedPool(Protocol):
         ...
 
     def owners(self, phases: Mapping[str, str]) -> OwnerColumns:
-        """The owners of pages and their phases: from `phases` by request id, else derived from the rows."""
+        """The owners of pages and their phases. A phase comes from `phases`, by request id, or from the rows."""
         ...
 
     def prefixes(self) -> Iterable[NDArray[np.int32]]:
-        """For each running request, its published pages from the first on."""
+        """The published pages of each running request, in order from the first."""
         ...
 
 
@@ -53,7 +53,7 @@ def pools_of(all_of: Replicas) -> list[WatchedPool]:
 
 
 class HostPool:
-    """The host tier, whose pages have no owner."""
+    """The host tier. Its pages have no owner."""
 
     name = "host"
 
@@ -71,7 +71,7 @@ class HostPool:
 
 
 class ReplicaPool:
-    """A replica of a manager. Requests own its pages, and so do leases and imports of released requests."""
+    """A replica of a manager. Its pages are owned by requests, or by leases and imports of released requests."""
 
     def __init__(self, name: str, replica: Replica) -> None:
         self.name, self.pool = name, replica.pool
