@@ -1,11 +1,11 @@
-"""Pulled, computed, or both from the two ends of a prompt: how long is the first token under way over a slow link?
+"""How long is the time to the first token over a slow link, if a head is pulled, computed, or both from its two ends?
 
-`python -m benchmarks.both_ends`: two prefill processes and one of decode, each on a host of its own (network
-namespaces) behind a link of this rate. A prefill process has computed a prompt, and the other is asked for one with the
-same head. It serves it in one of the ways in turn, in an order of the seed (`benchmarks.prefix_worker`), or in the way
-that it chooses itself. Pages go over NIXL, torch has one thread, and requests come one at a time. For 100 Mbit/s the
-model is the small Llama. For 1 Gbit/s it is one whose keys and values are larger, so that it computes about as quickly
-as the link brings them.
+`python -m benchmarks.both_ends` runs two prefill processes and one decode process, each on a host of its own (a network
+namespace) behind a slow link. One prefill process has computed a prompt, and the other gets a prompt with the same
+head. It serves the prompt in each way in turn, in an order that follows from the seed (`benchmarks.prefix_worker`), and
+also in the way that it chooses itself. Pages go over NIXL, torch has one thread, and requests come one at a time. For
+100 Mbit/s the model is the small Llama. For 1 Gbit/s its keys and values are larger, so that the model computes them
+about as quickly as the link brings them.
 
     pulled_ms     until the first token if the whole head is pulled
     computed_ms   if all of it is computed
@@ -46,7 +46,7 @@ CHOSEN = "chosen "
 ROUNDS = 12
 _PAGE, _END = 16, 8
 _LEARNT = (64, 256, 1024)
-"""Lengths of the heads with which the processes learn both speeds first."""
+"""Lengths of the heads with which the processes first measure both speeds."""
 
 
 class Link(NamedTuple):

@@ -37,7 +37,10 @@ from kvcache import KVEvents
 ANY = "tcp://127.0.0.1:0"
 PAGE = 16
 SIDES = 3
-"""Managers with events, and as many without: where a manager's arrays lie changes a time more than events do."""
+"""The number of managers with events, and of managers without them.
+
+One of each would not do: the addresses of a manager's arrays affect its times more than events do.
+"""
 KEPT = 50
 """Batches that wait for a subscriber, and that are kept for replays, in `loop`."""
 PAUSES_MS = (0.0, 1.0)
@@ -112,7 +115,7 @@ def timed(call: Callable[[], object]) -> tuple[int, int]:
 
 
 def stores(kind: type[Prefills | Decodes], pages: int, repeats: int) -> Row:
-    """One row: managers without and with events, in random order."""
+    """One row: the times of managers without and with events, which take turns in random order."""
     made = [(on, kind(pages, KVEvents(ANY, ANY) if on else None)) for _ in range(SIDES) for on in (False, True)]
     for _, each in made * 3:
         each.store()

@@ -6,15 +6,15 @@ alone. The two ways alternate, in rounds with new processes. The model is the sm
 has one thread. Prefill sends the first token at once, and decode makes the second. All processes use the machine's
 monotonic clock. The parts, in order:
 
-    asked         a part of the queue: from the arrival until the decode process has asked the prefill process
-    queue         from the arrival until prefill starts: the prompt has a row and pages, and runs
-    prefill       until its last chunk has run, and the offer goes out
-    hand-over     until the decode process has the offer, and sends the first token on
-    delivery      until the client has it
-    first token   from the arrival until the client has it
-    pull          from the hand-over until all pages are here; they came chunk by chunk already, but for the last
-    join          until the first step of decode is done
-    second token  from the arrival until the client has it
+    asked         the first part of `queue`: from the arrival until the decode process has asked the prefill process
+    queue         from the arrival until the prompt has a row and pages and starts to run
+    prefill       from there until the last chunk has run and the offer is sent
+    hand-over     from there until the decode process has the offer and sends the first token on
+    delivery      from there until the client has the first token
+    first token   from the arrival until the client has the first token
+    pull          from the end of `hand-over` until all pages are here; only the last chunk's pages are still missing
+    join          from there until the first decode step has ended
+    second token  from the arrival until the client has the second token
 
 With one process there are no hand-over and no pull, and `join` is the step after the prompt's last chunk. Percentiles
 of parts do not add up to those of their sum. `added` is the difference between the percentiles of the two ways.

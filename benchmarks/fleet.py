@@ -5,8 +5,8 @@ of the scaled-down conversation trace (`fleet_trace`), at most 32 at a time. Eve
 random time in the queue (nothing has run), in prefill, in the pull or in decode. After a third of the requests one busy
 prefill process is killed, and after two thirds one busy decode process. Each is restarted at once. A request must end
 with the tokens of the model's own greedy `generate`. If it is cancelled or fails, it must have a stated reason, and its
-tokens so far must be right. At the end no process may hold a page. Only then the exit status is 0; it is 2 if there is
-no trace.
+tokens so far must be right. At the end no process may hold a page. The exit status is 0 only if all of this holds, and
+2 if there is no trace.
 """
 
 from __future__ import annotations

@@ -35,7 +35,8 @@ PAGE, CHUNK, BATCH, LENGTH, CLAIMS = 16, 2048, 256, 2000, 4000
 BUDGET, BUDGET_OF_STEPS, LENGTHS, LONGEST = 40 << 30, 640 << 30, (8192, 65536), 1 << 17
 TRACE, REQUESTS, TRACE_BLOCK = FOLDER / "conversation_trace.jsonl", 2000, 512
 VLLM = ROOT / ".venvs" / "vllm-engine" / "bin" / "python"
-# For each model: its layers, the full ones, the window of the others, and the bytes of a token in one layer.
+# For each model: the number of layers, which of them are full, the window of the others, and the bytes of a token in
+# one layer.
 MODELS = {
     "Gemma 3 27B": (62, range(5, 62, 6), 1024, 16 * 128 * 2 * 2),
     "gpt-oss 120B": (36, range(1, 36, 2), 128, 8 * 64 * 2 * 2),

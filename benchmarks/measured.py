@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("kvcache", "transfer", "scheduler_adapters", "pagewire")
 _FRAME = {"__init__", "__main__", "frame", "measured", "plots", "readme", "results", "figures"}
-"""Files of the folder itself that start, write, draw and read: no figure depends on them."""
+"""Files of this folder that start benchmarks, or write, draw and read results. No figure depends on them."""
 
 
 def measured() -> dict[str, str]:

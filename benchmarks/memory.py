@@ -35,7 +35,7 @@ def resident() -> int:
 
 def trimmed() -> int:
     """`resident` after malloc has returned what it can."""
-    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # of glibc
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # only glibc has it
         trim(0)
     return resident()
 

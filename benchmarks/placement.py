@@ -2,11 +2,11 @@
 
 `python -m benchmarks.placement` runs `pagewire serve` as five processes on this host: a front, two prefill and two
 decode processes, with a small Llama. It serves the scaled-down conversation trace (`fleet_trace`) over HTTP, several
-requests at a time. The runs: one prefill process with the cache of both; round robin; each decode process's own guess;
-Dynamo's `SelectionService`, which follows our KV events; and the same again with a kill and a drain on each side, after
-which each process is restarted at once. Each output must be that of the model's own greedy `generate`. At the end each
-process must drain, exit with 0 and report that it holds no page. Only then the exit status is 0; it is 2 if there is no
-trace.
+requests at a time. One run has a single prefill process with the cache of both. The other runs place prompts by round
+robin, by each decode process's own guess, and by Dynamo's `SelectionService`, which follows our KV events. The last run
+repeats that with a kill and a drain on each side; each ended process is restarted at once. Each output must be that of
+the model's own greedy `generate`. At the end each process must drain, exit with 0 and report that it holds no page. The
+exit status is 0 only if all of this holds, and 2 if there is no trace.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from benchmarks.trace_replay import FOLDER, TRACES
 from scheduler_adapters.hf.runner import is_rounding_tie, load_model, reference_tokens
 
 CONCURRENCY = 16
-CACHE_MB = 128.0  # cache of the prefill processes: 4,096 pages. The first 600 requests have about 15,000
+CACHE_MB = 128.0  # cache of the prefill processes: 4,096 pages. The first 600 requests fill about 15,000
 _START_S = 300.0
 _END_S = 120.0
 

@@ -1,22 +1,23 @@
 """When is pulling a prefix from another prefill process quicker than computing it, and is the right way chosen?
 
-`python -m benchmarks.prefix_peers`: real processes, two of prefill and two of decode, then four and one; then two and
-one on hosts of their own (network namespaces), with a slow link each. A small Llama, pages over NIXL, torch on one
-thread, one request at a time. In each pair of requests, the first one has a head that no process has: a prefill process
-computes it. The second has the same head and another end, and goes to another prefill process, which pulls the head or
-computes it, as it thinks is quicker. One more pair for each has a second request that pulls in any case
-(`benchmarks.prefix_worker`), so that both ways are known at every length. Lengths of heads in an order of the seed.
+`python -m benchmarks.prefix_peers` runs real processes: first two for prefill and two for decode, then four and one.
+Then it runs two and one, each on a host of its own (a network namespace) with a slow link. The model is a small Llama,
+pages go over NIXL, torch has one thread, and requests come one at a time. Requests come in pairs. The first request of
+a pair has a head that no process has, so a prefill process computes it. The second has the same head and another end.
+It goes to another prefill process, which pulls the head or computes it, whichever it estimates to be quicker. Each pair
+is followed by one whose second request always pulls (`benchmarks.prefix_worker`), so that both ways are measured at
+every length. The order of the lengths follows from the seed.
 
-    computed_ms   until the first token of a prompt whose head nobody has: what one process alone takes, each time
-    pulled_ms     until that of one whose head was pulled
+    computed_ms   time to the first token if no process has the head, as with a single process
+    pulled_ms     time to the first token if the head was pulled
     noise_ms      twice the standard error of the difference of the two medians (robust, by absolute deviations)
-    right         share of the second requests for which the quicker way was chosen, which is that of the lower median
-                  at this length; of `judged` requests
-    right_clear   likewise, of the `clear` requests at lengths whose medians differ by more than the noise
-    regret_ms     mean over all judged requests of the median of the chosen way, less that of the quicker one
-    regret_if_*   the same if all were pulled, or all computed
+    right         share of the `judged` second requests that took the quicker way: the one with the lower median at
+                  this length
+    right_clear   the same share of the `clear` requests, those at lengths whose medians differ by more than the noise
+    regret_ms     mean loss of a judged request: the median of the chosen way minus the median of the quicker way
+    regret_if_*   the same if every head were pulled, or every head computed
 
-Each second prompt also names what it found cached; `hits` is the share of the heads' whole pages.
+`hits` is the share of the heads' whole pages that the second requests found cached.
 """
 
 from __future__ import annotations
@@ -75,8 +76,9 @@ class Heard(NamedTuple):
 class Pair(NamedTuple):
     """Two requests with one head.
 
-    It has their times, and the outcome of the second one's question. The head has `length` tokens. `pulled` is a second
-    request with another head that was always pulled; None if no source was asked.
+    It has the times of both, and the outcome of asking other processes for the head of the second one. The head has
+    `length` tokens. `pulled` is a second request of another pair, whose head was always pulled; None if no source was
+    asked.
     """
 
     length: int

@@ -35,7 +35,7 @@ class Line(NamedTuple):
     """A row of a table.
 
     Attributes:
-        what: is measured.
+        what: the measured quantity, in words.
         of: the statistic.
         source: the name of the result.
         figures: function of the result that returns the text of the cell.
@@ -117,9 +117,9 @@ MANAGER = (
     ("build a pool of 1 M pages, ms", ("build a pool of 1M pages, ms",)),
 )
 COLUMNS = {"max257": ("max257",), "max267": ("max-legacy", "max-jenga"), "vllm": ("vllm",), "sglang": ("sglang",)}
-"""Programs of a column; of several the best is shown."""
+"""The programs of each column. If a column has several, it shows the best one."""
 PARTS = {"sglang"}
-"""Columns of programs that do a part of what the row says: shown, and not compared with."""
+"""Columns of programs that do only a part of the work. They are shown, but ours is not compared with them."""
 
 
 def manager_table() -> list[str]:
@@ -469,7 +469,7 @@ class Figure(NamedTuple):
     """A row of the README's table.
 
     Attributes:
-        what: is measured.
+        what: the measured quantity, in words.
         ours: our figure, from the result.
         peers: figures of others by name; the best one is shown.
         unit: unit of both.

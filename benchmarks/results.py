@@ -21,7 +21,7 @@ from benchmarks.measured import ROOT, changed
 
 RESULTS = ROOT / "benchmarks" / "results"
 UNKNOWN = "what it measures"
-"""Stands for all that a result measures where its header does not name it: that is taken for changed."""
+"""Reported as changed if the header of a result does not name the code that the result has measured."""
 _OF_MACHINE = ("cpu", "cores", "sha_extensions", "clock", "load")
 _OF_VERSIONS = ("python", "torch", "nixl")
 

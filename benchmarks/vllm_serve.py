@@ -1,13 +1,14 @@
 """How long until the first and the second token under real `vllm serve` processes, over our connector and over vLLM's?
 
-`.venvs/vllm-serve/bin/python -m benchmarks.vllm_serve` (`make test-engines` makes that environment): a small Llama with
-random weights on the CPU, blocks of 32 tokens, a prefill and a decode process and a proxy before them; one pair at a
-time, for the threads of vLLM's connector spin and would starve a neighbour. Each pair is asked
+Run it with `.venvs/vllm-serve/bin/python -m benchmarks.vllm_serve`; `make test-engines` makes that environment. The
+model is a small Llama with random weights on the CPU, with blocks of 32 tokens. A pair is a prefill and a decode
+process with a proxy in front of them. Only one pair runs at a time, because the threads of vLLM's connector poll
+without a pause and would take the processor from other processes. Each pair gets three loads:
 
-- prompts of 60, 500 and 1,500 tokens, all different, one at a time, as streams: milliseconds until the first token and
-  until the second one, which is the first that decode makes;
-- 30 prompts, 16 at a time: requests in a second, and how many failed;
-- nothing for ten seconds: processor seconds of each process in a second.
+- Prompts of 60, 500 and 1,500 tokens, all different, are streamed one at a time. The figures are milliseconds until the
+  first token, and until the second one, which is the first that decode makes.
+- 30 prompts are sent, 16 at a time. The figures are requests per second, and how many failed.
+- Nothing is sent for ten seconds. The figure is processor seconds of each process per second.
 
 `theirs` is vLLM's NIXL connector as shipped, and `theirs-ucx` is the same with the variables of
 `transfer.nixl.settings`. The machine should be otherwise idle.

@@ -3,10 +3,10 @@
 Run `python aside.py wall|cpu SCRIPT [ARGUMENT ...]`. With `cpu`, `perf_counter_ns` returns processor time. This file
 imports none of our code. The further measurements:
 
-    next turn new    a conversation of 32,768 tokens goes on by 256: a request is hashed, looked up and reserved
-    next turn list   the same from its list of tokens on: the request is made, too
-    memory, build    of MAX 26.7's pools, by the function of its script that the script does not call
-    decode           of SGLang's allocator, by a function of its script, of which nothing else is run
+    next turn new    a conversation of 32,768 tokens continues by 256: the request is hashed, looked up and reserved
+    next turn list   the same, starting from the list of tokens: the time includes making the request
+    memory, build    memory and build time of MAX 26.7's pools, by a function of its script that the script never calls
+    decode           decode steps of SGLang's allocator, by a function of its script; the rest of the script is not run
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ LENGTH, TURN, PAGE = 32_768, 256, 16
 WARM_UP, REPEATS = 3, 40
 TURNS = 9
 _SET_BELOW_PYTHON = ("PYTHONEXECUTABLE", "PYTHONPATH", "PYTHONHOME")
-"""MAX's libraries set these for the process, past `os.environ`: a child would not find its environment."""
+"""MAX's libraries set these without `os.environ`. A child that inherited them would not find its environment."""
 Turn = Callable[[list[int]], tuple[int, int, int]]
-"""A list of tokens → nanoseconds when it was begun, when the request was there, and when its pages were."""
+"""Takes a list of tokens. Returns the times in ns of the start, of the finished request, and of its reserved pages."""
 
 
 def measure(kind: str, next_turn: Turn, history: list[int], fresh: Callable[[int], list[int]]) -> None:
@@ -125,7 +125,7 @@ def ask_max267(found: dict[str, Any]) -> None:
 
 
 def ask_sglang(found: dict[str, Any]) -> None:
-    """Measures SGLang's page allocator. Its function returns medians, and these of several calls are the figures."""
+    """Measures SGLang's page allocator. Each call of its function returns a median; several calls give the figure."""
     for batch in (1, 1024):
         took = [found["bench_decode_sgl"](PAGE, batch)["full"] for _ in range(TURNS)]
         row = {"kind": "sglang", "name": f"decode {PAGE} {batch}", "min": min(took), "med": statistics.median(took)}
@@ -143,8 +143,8 @@ ASKED = {
 def run_script(script: str, name: str) -> dict[str, Any]:
     """Runs the script.
 
-    Returns the names that it defines. A folder named like SGLang's package stands for it, and none of SGLang's code
-    runs.
+    Returns the names that it defines. A folder takes the place of SGLang's package, so that none of the package's code
+    runs on import.
     """
     if name != "bench_sglang.py":
         return runpy.run_path(script, run_name="__main__")

@@ -1,9 +1,9 @@
 """Parses the output of the peers' scripts into figures by name.
 
 A figure is a minimum and a median in microseconds, or bytes. The names say what was measured: `decode 16 1024` is a
-step of 1,024 requests on pages of 16; `cold 16 32768` reserves an unseen prompt of 32,768 tokens, hash included, and
-`admit` publishes its pages, too; `get` and `alloc` are parts that are summed. Lines of JSON with a name, as `aside.py`
-prints them, are figures already.
+step of 1,024 requests on pages of 16 tokens. `cold 16 32768` is the reservation of a new prompt of 32,768 tokens,
+including its hash. `admit` also publishes its pages. `get` and `alloc` are parts that are added up. Lines of JSON with
+a name, as `aside.py` prints them, are already figures.
 """
 
 from __future__ import annotations

@@ -1,21 +1,23 @@
 """The rows of the comparison.
 
-Each has a question, our figure, the peers' figures, and a target. The programs differ in these points:
+Each row has a question, our figure, the peers' figures, and a target. The programs differ in these points:
 
-- A decode step of ours and of MAX is reserve, tables and step, which hashes and publishes; ours takes up the new
-  tokens, too, which MAX's figure leaves out. vLLM's is allocation, append and hash: it builds no table there. SGLang's
-  is less: a slot for each request's token, written to the request's row; nothing is hashed or cached.
-- Reserving a prompt is its hash, its lookup and its pages, of a request that is made already; ours and vLLM's are
-  compared by the same hash function, MAX's is one of 64 bits. vLLM's allocation publishes the pages at once, ours and
-  MAX's do so in `step`: for a prompt that nobody has seen, `reserved and published` is what compares like with like.
-- `next turn` is of a request that goes on by 256 tokens. `context kept` and `hasher kept` are what no peer offers: what
-  compares is `new context`, and, from the list of tokens of an HTTP request on, `from a list`.
-- vLLM's script turns the garbage collector off while it measures (not for `next turn`); ours and MAX's run with it.
-- Pages of ours are released into a pool that was used for long, those of the peers into a new one.
-- vLLM's and MAX's memory is their block pool's alone, ours is the whole manager's, once malloc has given back what the
-  requests that filled it have freed; the peers' scripts count that in.
+- A decode step of ours and of MAX's manager is reserve, tables and step; `step` hashes and publishes. Our figure also
+  includes the update with the new tokens, which MAX's leaves out. A step of vLLM is allocation, append and hash; no
+  table is built there. A step of SGLang does less: it allocates a slot for each request's token and writes the slot to
+  the request's row. It hashes and caches nothing.
+- Reserving a prompt is its hash, its lookup and the allocation of its pages. The request itself exists already. Ours
+  and vLLM's figures are for the same hash function; MAX's hash has 64 bits. vLLM publishes the pages when it allocates
+  them, but ours and MAX's are published in `step`. For a new prompt the fair comparison is `reserved and published`.
+- `next turn` is a request that continues a conversation by 256 tokens. No peer has an equivalent of `context kept` and
+  `hasher kept`. The fair comparisons are `new context` and, starting from the list of tokens of an HTTP request,
+  `from a list`.
+- vLLM's script turns the garbage collector off while it measures, except for `next turn`. With ours and MAX's it is on.
+- Our pages are released into a pool that was in use for a long time. The peers' pages are released into a new pool.
+- The memory of vLLM and MAX is that of their block pool alone, including what the requests that filled it have freed.
+  Ours is that of the whole manager, after malloc has returned freed memory.
 - Ours is a minimum of 15 samples a round (256 steps), vLLM's of 9 to 25 (64), MAX's of 12 to 100 (60 to 300).
-- NIXL by itself reads the same pages without a lease, a fence, or anybody to tell that the pages are good.
+- NIXL alone reads the same pages without a lease and without a fence, so nothing shows that the pages are valid.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """NIXL alone, for comparison with our pulls.
 
-It reads the same pages between two processes, without lease and fence. It runs `as shipped` and, in another process,
-`as ours`, with the agents and the environment of our transfer.
+It reads the same pages between two processes, without lease and fence. It runs once `as shipped`, and once `as ours`:
+in another process, with the agents and the environment of our transfers.
 """
 
 from __future__ import annotations

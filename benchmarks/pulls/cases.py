@@ -103,14 +103,14 @@ def topologies(*, quick: bool) -> Iterator[Case]:
 
 
 def shares(*, quick: bool) -> Iterator[Case]:
-    """The contributions of head-major and of huge pages: each with and without, for TP 1→2 and pages of 256 KiB."""
+    """The gain by head-major pages and by huge pages, each measured with and without, for TP 1→2 and 256 KiB pages."""
     for huge in (False, True):
         for order in ("HND", "head-major"):
             yield Case("TP 1→2", order, 256 * KIB, 64 if quick else 512, huge=huge)
 
 
 VLLM_BLOCKS = ((4, 4, 2048), (16, 4, 512), (64, 1, 2048))
-"""Layers, heads and blocks of what vLLM's connector pulls, and ours in the same layout: a tensor a layer."""
+"""Layers, heads and blocks of the pulls of vLLM's connector. Ours use the same layout, a tensor for each layer."""
 QUICK_VLLM_BLOCKS = ((4, 4, 256),)
 
 

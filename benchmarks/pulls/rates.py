@@ -20,7 +20,7 @@ LIMIT = "process_vm_readv"
 SPUN, THREADED = "pagewire", "pagewire, thread"
 _LEAST, _MOST = 9, 400
 _WORKING_SET = 48 << 20
-"""Bytes: more than the caches hold, so that what one program read is not there any more for the next one."""
+"""In bytes: more than the processor's caches hold, so that no program finds there what the previous one has read."""
 _FEWEST_SETS, _MOST_SETS = 8, 256
 
 Program = Callable[[int], Times]

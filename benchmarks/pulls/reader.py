@@ -49,7 +49,7 @@ class Times(NamedTuple):
 
     Attributes:
         total: from the call to the event that says that the pages may be used.
-        host: until the calls that have begun it had returned.
+        host: from the call until the calls that begin the pull have returned.
         stall: the longest time for which a concurrent loop stood still; 0 if none ran.
         cpu: processor time of all threads of this process, and of the source if it takes part.
     """

@@ -227,7 +227,7 @@ class LenderProcess:
         return time.clock_gettime_ns(~self._process.pid << 3 | 2)  # the kernel's id of a process's clock
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Kills the source by SIGKILL."""
         self._process.kill()
 
     def __enter__(self) -> Self:

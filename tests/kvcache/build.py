@@ -47,7 +47,7 @@ def manager_of(
         data_parallel_degree=dp,
         **{name: value for name, value in (params or {}).items() if not name.startswith(_LOWER)},
     )
-    if host_slots:  # the size of a page is known only now
+    if host_slots:  # the size of a page is known only after the manager was made
         tables = layer_tables(made.groups, layers)
         space = page_bytes(made, tables.layers_per_page, page_size) * host_slots / 2**30
         files = {name: value for name, value in (params or {}).items() if name.startswith(_LOWER)}
@@ -68,7 +68,7 @@ def manager_of(
 
 
 def run_once(manager: PagedKVCacheManager, tokens: Sequence[int], replica: int | None = None, **options: Any) -> int:
-    """Run one request from its claim to its first token; the tokens that it found cached."""
+    """Runs one request from its claim to its first token. Returns the number of tokens that it found cached."""
     context = TextContext(tokens, len(tokens) + 1, **options)
     with manager.claim(context, replica):
         assert manager.maybe_reserve(context)

@@ -1,8 +1,8 @@
 """A model of the eviction order with hints and quotas, one page at a time, over plain dicts.
 
 It is written from the documentation of `kvcache.retention` and `kvcache.pool.quotas`. Two things are taken from the
-manager: the share of the pages that follow hints, which is learned, and which of several tenants above their quotas
-loses a page first, which is not specified.
+manager. One is the share of the pages that follow hints, because the manager learns it. The other is the order in which
+tenants above their quotas lose pages, because it is not specified.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SHARED = Said(lives=7)  # the page was hinted to go first but was used again, so
 
 
 def said_of(retention: Retention, page: int, page_size: int, now: float) -> Said:
-    """Returns a request's hint for one of its pages: that of the last range that contains it, else its own."""
+    """Returns a request's hint for one of its pages: that of the last range with the page, else the request's own."""
     spoken: Retention | RangeRetention = retention
     for one in retention.ranges:
         if one.start <= page * page_size and (one.end is None or (page + 1) * page_size <= one.end):

@@ -1,4 +1,4 @@
-"""KV from which its tokens can be told: a substitute for a model that notices every wrong, stale or missing byte."""
+"""KV that depends on its tokens: a substitute for a model, which notices every wrong, stale or missing byte."""
 
 from __future__ import annotations
 

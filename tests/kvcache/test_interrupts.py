@@ -289,7 +289,7 @@ def test_an_update_of_a_batch_that_is_interrupted_gives_each_request_its_token_o
     while done:
         at += 1
         tokens = [at, at + 1, at + 2]
-        batch.update(tokens)  # a token that the contexts have not seen
+        batch.update(tokens)  # a token that the contexts do not have yet
 
         def update(mine: list[int] = tokens, nth: int = at % 3) -> None:
             batch.update(mine)

@@ -154,7 +154,7 @@ def test_claim_as_a_context_manager_releases_at_the_end(make: Any) -> None:
         raise ZeroDivisionError("the block's own")
     assert not manager.contains(context.request_id)
     with manager.claim(context):
-        manager.release(context.request_id)  # released early, so nothing is left to give back
+        manager.release(context.request_id)  # the release within the block leaves nothing to give back at its end
     assert manager.num_free_blocks == 8
 
 

@@ -201,7 +201,7 @@ def test_a_request_has_computed_no_more_than_its_pages_hold(
     with pytest.raises(NotReservedError, match="'r'"):
         manager.step([context])
     assert manager.get_req_blocks("r") == pages
-    context.set_token_indices(start_idx=20)  # where it was
+    context.set_token_indices(start_idx=20)  # back to its real position
     run(manager, context, steps=5)
 
 

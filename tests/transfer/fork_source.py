@@ -1,5 +1,6 @@
-"""A source that forks: its child lives on with a copy of its memory, and on request with its pid. The processes report
-to the test over one pipe.
+"""A source that forks. Its child lives on with a copy of its memory, and, if the test wants it, with the source's pid.
+
+The processes report to the test over one pipe.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def serve(pipe: Connection, life: Connection, reborn: bool) -> None:
     parent = os.getpid()
     if not os.fork():
         seen = (int(words.sum()), int(fences.sum()), bool(pages.any()))
-        words[0] = fences[5] = 1234  # reaches nobody
+        words[0] = fences[5] = 1234  # changes only the fork's copy, which no peer reads
         pipe.send((os.getpid(), seen))
         if reborn:
             _take_pid(parent, pipe, life)

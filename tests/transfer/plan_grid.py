@@ -7,11 +7,11 @@ sizes of 4, 8, 12 and 16 on both sides × six orders on both sides, and every ra
 
 1. For each topology and each of the reader's ranks, `sources` runs, and every cell must come from exactly one shard
    that holds it. The result is a set of triples: the reader's shard, a part of it, and the remote shard.
-2. The triples of all topologies are far fewer than the topologies, for a layout does not say how many ranks its model
-   has. For each distinct triple, and all orders and page sizes of both sides, the pull is planned and carried out, and
-   every element of the reader's pool is compared with a pool that was filled by definition. No case is left out by
-   that: `plan` is a pure function, and it is called with each distinct input. (Where two plans came out equal, to the
-   last number, the runs of the first are carried out for the second too.)
+2. There are far fewer distinct triples than topologies, because a layout does not say how many ranks its model has. For
+   each distinct triple, and all orders and page sizes of both sides, the pull is planned and carried out, and every
+   element of the reader's pool is compared with a pool that was filled by definition. This leaves out no case: `plan`
+   is a pure function, and it is called with each distinct input. (If two plans are equal in every number, the runs of
+   the first are carried out for the second too.)
 
 With `--sample K`, K random triples with layouts are checked in place of all.
 """
@@ -58,7 +58,10 @@ PAGE_SIZES = (4, 8, 12, 16)
 LAYOUTS = tuple(product(ORDERS, PAGE_SIZES))
 TOKENS = 48
 MIDDLE = (6, 45)
-"""Starts and ends within pages of every size, and in between meets every way in which two of the sizes can overlap."""
+"""A range of tokens that starts and ends within a page, whatever the page size.
+
+It is long enough that pages of any two sizes overlap in every possible way.
+"""
 
 
 @dataclass(frozen=True, order=True)

@@ -9,8 +9,8 @@ pages that it has of the first, which it has published and may lose again. One i
 at the same time, a part of its pages from each. Each part is a room: front and back. The network is the set of all
 messages ever sent: a message may arrive at once, late, out of order, many times or never, without a move for any of
 these. A deadline may pass at any moment. Each idle page may be overwritten at any moment. A READ copies page by page,
-in any order, and a page counts as its content when the last byte was read. Under one lease a page can only change from
-right to wrong, so a torn copy is no worse than that.
+in any order, and a copied page counts as what the page held when its last byte was read. Under one lease a page can
+only change from right to wrong, so a torn copy is no worse than a wrong one.
 """
 
 from __future__ import annotations

@@ -202,7 +202,7 @@ def pull(reader: Engine, source: Source | Wanted, key: str = "r", groups: Any = 
 
 
 def settled(reader: Engine, *keys: str) -> Callable[[], bool]:
-    """Whether the pulls, or `r`, have had their last event."""
+    """Returns a function that says whether these pulls have had their last event. Without keys, the pull is `r`."""
     return lambda: {*(keys or ("r",))} <= {event.key for event in reader.pulls if event.safe}
 
 

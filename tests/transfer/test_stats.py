@@ -1,4 +1,4 @@
-"""Counters are of all time, percentiles of the time since the last look, and failures of their kinds."""
+"""Counters cover all time, percentiles cover the time since the last snapshot, and failures are counted by kind."""
 
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
 `python -m tests.kvcache.events.followed [--managers 8] [--overlaps 10000] [--seed 0]`
 
 Requests share prefixes and evict each other's pages, in the pool, the host tier and the file tier. Managers die and
-restart on their addresses, messages are lost, and services join late. Once nothing happens any more, three figures of
-each prompt must be equal: its pages on the device, those that follow them in host memory, and those that follow these
-in files.
+restart on their addresses, messages are lost, and services join late. Once nothing happens any more, three counts must
+be equal for each prompt: its first pages that are on the device, the pages after them that are in host memory, and the
+pages after both that are in files.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ class Mirror(Known):
         return self
 
     def forget_the_begin(self, manager: PagedKVCacheManager, rank: int) -> None:
-        """Waits until the resend is over that each new subscriber causes: all subscribers get the whole state again."""
+        """Waits until the whole state was sent again to all subscribers, as it is for each new subscriber."""
         worker = worker_of(manager)
         self.until(lambda: worker._told_anew_at >= self.made_at + _JOIN_S and not worker._owed)
         self.settle(manager, rank)

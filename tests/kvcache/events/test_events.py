@@ -217,7 +217,7 @@ def test_where_nobody_takes_the_log_the_loop_does_and_all_is_told_anew() -> None
     manager = manager_of(16, params={"kv_events": events()})
     worker = worker_of(manager)
     with Mirror(manager.kv_event_endpoints[0]).begin() as mirror:
-        with worker._applying:  # the thread stands still
+        with worker._applying:  # the thread is blocked
             for start in range(4):
                 run_once(manager, [*range(start * 100 + 1, start * 100 + 30)])
             assert len(worker._log.entries) > 8
@@ -293,7 +293,7 @@ def test_a_loop_waits_for_nobody_and_a_log_that_nobody_takes_is_dropped(monkeypa
             assert 30 < longest < 60
         mirror.settle(manager, 0)
         assert not any(mirror.there.values())
-        for start in range(200, 208):  # all that was there goes
+        for start in range(200, 208):  # evicts all earlier pages
             run_once(manager, [*range(start * 100 + 1, start * 100 + 30)])
         mirror.settle(manager, 0)
         mirror.check_same(manager, 0)
@@ -315,8 +315,8 @@ def test_every_change_of_an_index_is_written_by_one_function() -> None:
         for target in node.targets
         if ast.unparse(target).startswith("self.published[")
     }
-    # Pages that `rename` moves are neither added nor removed. `EventPublisher.agree` reports the changes of the last
-    # two.
+    # Pages that `rename` moves are neither added nor removed. `EventPublisher.agree` reports what `mend` and `clear`
+    # change.
     assert writers == {"_changed", "rename", "mend", "clear"}
 
 

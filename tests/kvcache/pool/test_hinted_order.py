@@ -69,7 +69,7 @@ def test_a_hint_decays_and_never_pins() -> None:
         said(order, None, 2)
         order.remove(pages(2))
     said(order, None, 3)
-    assert order.pop(1).tolist() == [3]  # still just ahead
+    assert order.pop(1).tolist() == [3]  # this page still comes just before the others
     said(order, None, 3)
     said(order, None, 4)
     assert order.pop(3).tolist() == [3, 1, 4]
@@ -78,7 +78,7 @@ def test_a_hint_decays_and_never_pins() -> None:
 def test_only_the_share_follows_hints() -> None:
     order = order_of(0.5)
     said(order, None, *range(1, 11))
-    said(order, FIRST, *range(11, 21))  # the newer half: LRU
+    said(order, FIRST, *range(11, 21))  # the newer half, which follows LRU
     assert order.pop(10).tolist() == [*range(1, 11)]
     order.check()
 

@@ -111,8 +111,9 @@ def test_a_promise_is_no_better_than_the_real_share_where_that_one_hits_as_much(
 
 
 def test_a_promise_that_never_comes_true_costs_no_more_than_its_credit() -> None:
-    """Its cost is bounded however long it lasts: a quarter of the pool, an eighth of it to lose the share, and one page
-    in 100 lookups.
+    """The cost is bounded, however long the promise is repeated.
+
+    It is a quarter of the pool, an eighth of the pool until the share is lost, and one page in 100 lookups.
     """
     share, lost, looked = HintShare(1000, 0.95), 0, 0
     for _ in range(20_000):
@@ -204,7 +205,7 @@ class Load:
     def __init__(self, pages: int, sessions: float, others: float, pool: int | None = None) -> None:
         """`sessions` and `others` are the pages of one round, as multiples of the pool.
 
-        `pool` has the manager's pages if not `pages`.
+        The manager has `pool` pages if it is given, otherwise `pages`.
         """
         self.length = max(1, round(sessions * pages / SESSIONS))
         self.once = max(1, pages // 12)

@@ -58,7 +58,7 @@ class Books:
         self.published: dict[int, int] = {}
         self.next_digest = 1
         self.evictions = 0
-        self.news: list[tuple[int, list[int]]] = []  # as the pool reports them
+        self.news: list[tuple[int, list[int]]] = []  # as the pool reports them to its readers
         self.guarded: list[int] = []
         self.expected: list[tuple[int, list[int]]] = []
         self.evicted: list[int] = []
@@ -223,7 +223,7 @@ def test_a_pool_of_many_pages_evicts_them_all_whether_anybody_watches_or_not() -
 
 
 def held_pool() -> tuple[PagePool, np.ndarray, np.ndarray]:
-    """A pool whose pages 1 to 3 are held, 2 and 3 published, 3 also being written, and 4 idle; and its true counts."""
+    """A pool and its true counts. Pages 1 to 3 are held, 2 and 3 are published, 3 is being written, and 4 is idle."""
     pool = PagePool(6, 2)
     held = pool.allocate(4)
     pool.index.publish(held[1:], digests([1, 2, 3]))
@@ -295,7 +295,7 @@ def test_the_first_page_that_does_not_add_up_is_named(how: str) -> None:
 
 
 def test_what_a_release_would_free_is_what_it_frees() -> None:
-    """Pages with one holder and with two, with and without a writer, published and not published."""
+    """This covers pages with one holder and with two, with and without a writer, published and not published."""
     pool = PagePool(20, 2)
     held = pool.allocate(8)
     pool.index.publish(held[::2], np.arange(1, 9, dtype=np.uint64).reshape(4, 2))

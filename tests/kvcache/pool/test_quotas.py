@@ -30,7 +30,7 @@ def test_a_tenants_pages_above_its_quota_go_first() -> None:
     owned(order, quotas, "small", 10, 11, 12, 13, 14)
     owned(order, quotas, "big", 20, 21, 22, 23, 24, 25, 26)
     order.check()
-    assert order.pop(3).tolist() == [10, 11, 20]  # above 3 pages, and above 6; pages without a tenant have no quota
+    assert order.pop(3).tolist() == [10, 11, 20]  # what exceeds quotas of 3 and 6 pages; other pages have none
     order.check()
     assert order.pop(8).tolist() == [1, 2, 3, 4, 5, 6, 12, 13]
     order.check()

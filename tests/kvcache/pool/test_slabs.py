@@ -174,7 +174,7 @@ def test_nothing_is_given_up_for_a_slab_while_fresh_pages_make_one_not_even_what
     quotas = TenantQuotas(15, 0.1, {})
     pool.follow(QuotaOrder(pool.idle, quotas))
     assert kept.keep() == 3
-    kept.slabs = [(3, -5)]  # as one of a tenant above its quota
+    kept.slabs = [(3, -5)]  # ranked like a copy of a tenant above its quota
     pages = pool.allocate(4)
     publish(pool, pages)
     quotas.own(pages, "tenant")
@@ -201,7 +201,7 @@ def test_what_is_evicted_for_a_slab_is_told_and_kept_below_and_found_no_more() -
 
 
 def test_a_slab_is_made_room_for_by_what_a_tenant_has_above_its_quota() -> None:
-    """Pages 8 to 15, in two slabs, are within a quota. A tenant above its quota has younger pages in the slab below."""
+    """Pages 8 to 15, in two slabs, are within a quota. A tenant above its quota has newer pages in the lower slab."""
     pool, _, _ = made()
     quotas = TenantQuotas(15, 0.1, {})
     pool.follow(QuotaOrder(pool.idle, quotas))

@@ -92,7 +92,7 @@ def test_a_cached_slab_goes_once_a_page_was_evicted_that_was_used_as_late(count:
     cached = Cached(pool, pool.clock + 1)
     assert cached.slab == 3
     pool.release(pages[:9])
-    pool.allocate(2)  # the rest of what is as old as the slab
+    pool.allocate(2)  # the other pages that are as old as the slab
     assert cached.num_idle == 1
     pool.allocate(count)
     assert cached.num_idle == 1, "nothing that went was younger"

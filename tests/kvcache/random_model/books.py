@@ -108,7 +108,7 @@ class Books:
                 self._learn_states(at, replica, stepped, reset=reset)
         self._gone.clear()
         self._learn_host(reset=reset)
-        self.clock += 1  # content that the next call uses counts as used after what this call has added
+        self.clock += 1  # what the next call uses counts as used later than what this call has added
         assert self.manager.num_free_blocks == sum(replica.free() for replica in self.replicas)
 
     _gone: dict[int, dict[int, tuple[int, ...]]] = {}  # noqa: RUF012 - see `leave`
@@ -241,7 +241,7 @@ class Books:
                         assert column >= full, f"{one.name}: page {column} of table {number} is full, and not found"
 
     def same_bytes(self, at: int, page: int, what: Content) -> None:
-        """Checks that a page has the bytes of its tokens, on each shard."""
+        """Checks on each shard that a page has the bytes of its tokens."""
         for shard, blocks in enumerate(self.manager.device_tensors[at]):
             if blocks.dtype.itemsize < 8:
                 return

@@ -373,7 +373,7 @@ class Moves:
         if not there:
             assert (context.start_idx, context.active_idx) == before
             found = [device if device * PAGE_SIZE > start else committed]
-            if not self.exact:  # with the lower tiers it may have been found to continue from further on
+            if not self.exact:  # with lower tiers, the request may continue from a later token
                 found = [*range(committed, high + 1)]
             left = min(self.surplus_at(one, (before, start, steps), committed, end) for end in found)
             assert left < 0, f"{one.name}: refused, and {left} pages would be left"
@@ -688,7 +688,7 @@ class Moves:
         return self.replica(one).committed(one)
 
     def speculate(self) -> bool:
-        """Runs guessed tokens behind all known ones, and removes some of them again."""
+        """Runs guessed tokens after all known ones, and removes some of them again."""
         ready = [one for one in self.ready if one.context.active_idx == one.context.end_idx]
         # only requests with a hasher can drop tokens
         ready = [one for one in ready if type(one.context) is TextContext]
@@ -854,7 +854,7 @@ class Moves:
         committed = 0 if one.unsure else self.committed(one)
         mine = {page for row in one.rows for page in row.values()}
         salt = next((self.books.orders.salt_of(d) for d, page in replica.there.items() if page in mine), said[0])
-        if committed:  # decided by its pages, whatever its context says now
+        if committed:  # its pages decide, not the position in its context
             one.context.cache_salt = salt
         self.books.orders.say(replica, one, committed)
         one.context.cache_salt = said[0]

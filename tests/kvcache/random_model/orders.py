@@ -17,7 +17,7 @@ class Orders:
     def __init__(self, built: Built, names: Names) -> None:
         self.built, self.names, self.now = built, names, 0.0
         self.hinted = bool({"hints", "quotas"} & built.features) and built.caching
-        self.blurred = False  # pages have come from elsewhere; the model does not predict what hints learn from that
+        self.blurred = False  # pages came from another manager; the model does not predict what hints learn from them
         self.begun = False
 
     def begin(self, share: float | None) -> None:

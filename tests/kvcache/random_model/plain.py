@@ -82,7 +82,7 @@ class Request:
     loads: list[Digest] = field(default_factory=list)  # contents that are being loaded for it from host memory
     unsure: bool = False  # a call was interrupted since it was claimed, so its published pages are not known
     passing: Digest | None = None  # the copy of its state that the next copy replaces
-    surely: bool = True  # False if it may or may not be replaced
+    surely: bool = True  # False if it is not known whether the copy will be replaced
     gives_back: bool = False  # its import was cancelled, and its next reservation first gives its pages back
 
     @property

@@ -65,7 +65,7 @@ def found(manager: PagedKVCacheManager, replica: int) -> dict[Digest, int]:
 
 
 def idle(manager: PagedKVCacheManager, replica: int) -> list[int]:
-    """The idle pages among these, in the order of their eviction (approximate with hints)."""
+    """The idle pages of those that `found` returns, in the order of eviction; with hints the order is approximate."""
     return manager._replicas.each[replica].pool.idle.pages().tolist()
 
 

@@ -43,7 +43,7 @@ def indices(context: TextContext) -> tuple[int, int, int, list[int]]:
 def test_a_batch_from_before_an_interrupt_is_looked_at_anew(make: Any) -> None:
     manager = make(40, page_size=4, checks=False)
     batch = manager.batch(running(manager, [5, 6]))
-    for _ in range(2):  # the second time it knows that its requests have room for these steps
+    for _ in range(2):  # the second time the batch already knows that its requests have room for these steps
         assert manager.reserve_batch(batch, 9).all()
     assert batch.slack >= 8
     manager._replicas.each[0].rows.table[0, 1, 2:] = 0  # as if not all of its new pages had arrived
@@ -302,7 +302,7 @@ def test_a_context_that_others_move_is_read_anew(make: Any) -> None:
         batch.update([token] * 3)
         manager.step(batch)
         assert manager.maybe_reserve(contexts[token % 3])
-        contexts[token % 3].update(90)  # by itself
+        contexts[token % 3].update(90)  # moves this context without any batch
         assert manager.reserve_batch(part).all()
         part.update([91, 92])  # moves the contexts by another batch
         manager.step(part)

@@ -155,7 +155,7 @@ def test_nothing_is_kept_of_what_calls_were_given(chain: Any) -> None:
             except (TypeError, ValueError):
                 continue
     assert list(map(sys.getrefcount, given)) == before
-    pages.clear()  # no buffer of it is held
+    pages.clear()  # no buffer of `pages` is held, so it can be emptied
 
 
 def test_threads_hash_beside_each_other(chain: Any) -> None:

@@ -199,7 +199,7 @@ def test_pages_that_are_on_their_way_are_found_by_nobody(served: Any, monkeypatc
     assert it.manager.num_free_blocks == 16 - PAGES
     copy.is_over = True
     assert not contents.bring("theirs", 0, wanted(it), 100)
-    assert it.manager.metrics.h2d_blocks_copied == PAGES  # once
+    assert it.manager.metrics.h2d_blocks_copied == PAGES  # each page was copied once
     assert cached(it) == PAGES
     assert it.manager.num_free_blocks == 16
 

@@ -322,7 +322,7 @@ def test_a_copy_shares_nothing_that_moves(make: Any, how: str, kind: type[TextCo
     assert (twin.start_idx, twin.active_idx, twin.end_idx) == (context.start_idx, context.active_idx, context.end_idx)
     assert (twin.cache_salt, twin.extra_keys, twin.retention) == ("salt", ((3, b"image"),), hint)
     assert getattr(twin, "client", ["somebody"]) == ["somebody"]
-    for token in range(60, 70):  # turn by turn
+    for token in range(60, 70):  # both contexts move alternately
         twin.update(token)
         batch.update([token + 10])
     assert twin.tokens.tolist() == [*known, *range(60, 70)]

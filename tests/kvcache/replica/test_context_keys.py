@@ -18,7 +18,8 @@ from tests.kvcache.kv import KVTokens
 from tests.kvcache.served import SIZE, Keys, Served
 
 PROMPT = [*range(100, 122)]  # five full pages of four, and two tokens
-# in the first page, at its end, in the second, in the last full one, at its end, and in the partial page
+# The places are in the first page, at its end, in the second page, in the last full page, at its end, and in the
+# partial page.
 PLACES = [0, 3, 4, 17, 19, 20]
 
 

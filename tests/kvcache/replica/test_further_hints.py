@@ -95,7 +95,7 @@ def test_right_hints_earn_a_share_and_wrong_ones_lose_it(groups: tuple[LayerGrou
     misled = make(60 * tables, groups)
     assert wanted == (ROUNDS - 4) * 12
     assert rounds(misled, LAST, FIRST, 4) > 0.95 * wanted
-    assert misled.hint_share <= 0.2  # the initial share
+    assert misled.hint_share <= 0.2  # the share at the beginning
 
 
 def test_the_baselines_stand_for_the_first_tables_pages_alone() -> None:

@@ -93,7 +93,7 @@ def test_a_chunked_layer_gives_back_the_chunk_before() -> None:
     context = start(manager, range(15), "r")
     run(manager, context)
     decode(manager, context, 1)  # token 15 is in the chunk from token 8 on
-    assert columns(manager, context) == [0, 1, 2, 3]  # and used the page that it had
+    assert columns(manager, context) == [0, 1, 2, 3]  # the token used the page that the request already had
     decode(manager, context, 1)
     assert columns(manager, context) == [4]
 
@@ -315,7 +315,7 @@ def test_pages_that_were_not_published_yet_stay_for_the_step() -> None:
 
 
 def test_a_request_without_pages_has_those_of_all_that_it_has_to_compute() -> None:
-    """It is refused whatever start its context claims, because pages from its window on would not be enough."""
+    """The start that its context claims does not count, because pages from its window on would not be enough."""
     manager = make(caching=False)
     context = TextContext([*range(40)], 99, "r")
     context.set_token_indices(start_idx=30)

@@ -109,7 +109,7 @@ def test_hints_that_are_all_wrong_cost_next_to_nothing() -> None:
     plain, misled = manager_of(60, checks=False), manager_of(60, checks=False)
     wanted = rounds(plain, None, None)
     got = rounds(misled, LAST, FIRST)
-    assert wanted[1] == 200 * 8  # it all fits
+    assert wanted[1] == 200 * 8  # all recurring prompts fit
     assert sum(got) > 0.97 * sum(wanted)
 
 
@@ -228,7 +228,7 @@ def test_a_tenant_above_its_quota_evicts_its_own_pages() -> None:
 
 
 def test_a_sample_speaks_for_all_pages() -> None:
-    """Even if only a sample of a pool is watched, the share learns in units of pages."""
+    """If only a sample of a pool is watched, its gains and losses are scaled up to all pages."""
     manager = manager_of(4096, checks=False, rows=1, max_seq_len=4 * 4096)
     serve(manager, prompt(0), LAST)
     hints = manager._replicas.each[0].hints

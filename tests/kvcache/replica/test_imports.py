@@ -54,7 +54,7 @@ def handed_over(make: Any) -> tuple[BlockTable, Any, TextContext]:
 
 
 def imported(make: Any) -> tuple[BlockTable, Any]:
-    """The same where one request has imported it already."""
+    """Like `handed_over`, but one request has already imported the prompt."""
     table, target, first = handed_over(make)
     pending = target.import_block_table(first, table)
     target.commit_import(first, pending, proven(target, pending))
@@ -574,7 +574,7 @@ def test_an_import_again_that_gets_no_pages_leaves_a_request_without(make: Any) 
     other = TextContext(range(200, 212), 64, "other")
     target.external_claim("other")
     assert target.maybe_reserve(other)
-    # 5 pages, of the 5 that are left including its own
+    # It needs 5 pages, and 5 are left, including its own.
     target.cancel_import(target.import_block_table(context, table, 2))
     assert target.import_block_table(context, table, 5) is None
     assert target.get_req_blocks("d") == []

@@ -359,7 +359,7 @@ def test_a_cancelled_import_that_is_written_keeps_its_pages_beyond_a_recovery(ma
     target.cancel_import(pending)
     if released:
         target.release("r")
-    target._mark.call = ("step", None)  # and it is interrupted
+    target._mark.call = ("step", None)  # simulates an interrupted `step`
     found = target.recover()
     assert found.imports == (pending,)
     assert found.copiers == (copier,)

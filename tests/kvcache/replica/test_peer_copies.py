@@ -138,7 +138,7 @@ def test_where_the_request_does_not_fit_nothing_is_changed() -> None:
 
 
 def test_a_prompt_that_no_pool_holds_is_refused_before_anything_is_copied() -> None:
-    """After the pages that a peer has, the rest of the prompt would fit, as its window has left the earlier pages."""
+    """With the pages of a peer, the rest of the prompt would fit, because its window no longer needs earlier pages."""
     groups = (LayerGroup("full", (0,)), LayerGroup("window", (1,), 8))
     manager = of(20, params={"groups": groups})
     run_once(manager, range(36), 1)
@@ -193,7 +193,7 @@ def test_idle_pages_behind_a_gap_are_no_room_for_what_is_missing() -> None:
     waiting = TextContext(prompt, 64)
     manager.external_claim(waiting.request_id, 0)
     before = manager.metrics
-    assert not manager.maybe_reserve(waiting)  # it takes all eight
+    assert not manager.maybe_reserve(waiting)  # it needs all eight pages
     assert manager.metrics == before
     manager.check()
 

@@ -1,4 +1,4 @@
-"""The last end from which every block table can resume, beside what each query sees, token by token."""
+"""The last page end from which every block table can resume, compared with what each query sees, token by token."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_a_request_goes_on_from_the_pages_and_the_state_of_another_replica(slabs
     assert copied(it) == (10, 1, 1)
     assert it.serve(PROMPT, replica=0) == 40  # the replica now has both itself
     assert copied(it) == (10, 1, 2)
-    assert it.compared == 3  # and at the end of the prompt's first chunk
+    assert it.compared == 3  # the third state is at the end of the prompt's first chunk
     assert it.serve([*PROMPT[:40], 9, 9, 9], replica=1) == 40
 
 

@@ -56,7 +56,7 @@ class StoredObjects:
         return {key: content for key, content in self.objects.copy().items() if not key.endswith("/current")}
 
     def is_not_waited_for(self, reserve: Callable[[], bool]) -> None:
-        """Asserts that `reserve` returns True while a call hangs, in a manager that gives each call a minute."""
+        """Asserts that `reserve` returns True while a call to the store hangs, although a call may take a minute."""
         self.may.clear()
         began = time.monotonic()
         assert reserve()

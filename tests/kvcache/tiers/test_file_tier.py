@@ -50,7 +50,7 @@ def files_of(it: Served) -> FileTier:
 
 
 def written(served: Make) -> None:
-    """The prompt is in files, and nobody runs."""
+    """Writes the prompt to files with a manager that is then closed."""
     it = served()
     it.serve(PROMPT)
     it.manager.close()
@@ -480,7 +480,7 @@ def test_a_root_with_other_things_is_left_as_it_is(served: Make, tmp_path: Path)
     assert served().serve(PROMPT) == 0
     assert tmp_path.stat().st_mode & 0o7777 == 0o755
     assert (tmp_path / "other").stat().st_mode & 0o077 == 0o044
-    tmp_path.chmod(0o1777)  # as /tmp
+    tmp_path.chmod(0o1777)  # like the mode of /tmp
     assert served(key="b").serve(PROMPT) == 0
     tmp_path.chmod(0o777)
     with pytest.raises(InvalidParamsError, match="other users may rename its files: its mode is 777"):
@@ -612,7 +612,7 @@ def test_a_page_found_wrong_costs_none_that_has_taken_its_place_meanwhile(served
     (job,) = files._reader.jobs
     others = np.arange(16, dtype=np.uint64).reshape(4, 4) + 1
     size = files._layout.size_of(4)
-    files._index.forget(path.name)  # it is removed for a file whose pages get its entries
+    files._index.forget(path.name)  # as if the file was removed and another file's pages got its entries
     files._index.add("f" * 32 + ".pages", size, others)
     SlowReads.may.set()
     job.work.result()

@@ -343,7 +343,7 @@ def test_where_nothing_is_missing_after_all_a_held_source_is_waited_for(make: An
     scheduler.build_metadata()
     assert loading(scheduler, read, 20, 24).local_block_ids
     assert scheduler.update(0, WorkerOutput(received={"R"})).received == {"R"}
-    scheduler.hold("R", read)  # no rank knows this one, so it is dropped without a trace
+    scheduler.hold("R", read)  # no rank was told of this load, so it is dropped without an event
     assert loading(scheduler, read, 20, 24).local_block_ids
     scheduler.load("R", read, [[]], 20, 24)
 

@@ -99,7 +99,7 @@ def test_a_prefix_that_is_there_is_not_read_again(engine: Any) -> None:
     transfer(pair, source, reader)
     assert reader.call("compare", pair) == [[]]
     (stats,) = reader.call("stats")
-    assert stats.num_bytes == 2 * 2 * 4 * 16 * 4 * 4  # layers, sides, heads, tokens, dims, bytes: 16 of 24 tokens
+    assert stats.num_bytes == 2 * 2 * 4 * 16 * 4 * 4  # 16 of 24 tokens: layers, sides, heads, tokens, dims, bytes
 
 
 def test_where_all_is_there_the_source_is_told_and_nobody_is_received(engine: Any) -> None:
@@ -117,7 +117,7 @@ def test_a_second_request_needs_no_second_handshake(engine: Any) -> None:
     source, reader = engine("p"), engine("d")
     for request_id in ("r", "s", "t"):
         transfer(a_pair(), source, reader, request_id)
-    # questions for its metadata, and for the contents of each lease
+    # The source was asked for its metadata, and for the pages of each lease.
     assert source.scheduler._server.counts["answered"] in {4, 5}
     assert (source.sent, reader.received) == ({"r": "read", "s": "read", "t": "read"}, {"r", "s", "t"})
 

@@ -201,7 +201,7 @@ def test_what_the_source_had_given_up_is_told_by_group(
 
 
 def test_a_group_of_which_nothing_is_read_has_nothing_written() -> None:
-    """A window of one token sees no token before the next one."""
+    """With a window of one token, the next token needs no earlier one, so nothing is read."""
     book = make(FULL, msgspec.structs.replace(WINDOW, window=1), STATE)
     load, groups = add(book, "r", asked(((1, 2), (1, 2), (3,)), (0, 16), first=(0, 0, 0)))
     assert [group.tokens for group in groups] == [(0, 16), (0, 0), (0, 16)]

@@ -1,4 +1,4 @@
-"""Some of the random moves, and mutants: each without one rule, which the moves must notice."""
+"""Runs some of the random moves. Also runs mutants, each of which lacks one rule, and the moves must notice that."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_every_changed_byte_is_found():
             with contextlib.suppress(MetadataError):
                 passed.append(decode_metadata(bytes(changed)))
     assert passed == [engine()] * len(passed)
-    assert len(passed) <= 16  # only the key of a tag may change, which loses no more than a name
+    assert len(passed) <= 16  # only a change in the key of a tag passes, which loses no more than a name
 
 
 def test_every_cut_is_found():

@@ -305,7 +305,7 @@ def test_a_link_that_carries_less_than_the_model_computes_is_not_read(store: Mot
         link.delay_s = 0.02
         it = served(replace(objects, endpoint=link.url), timeout_s=10.0, params={"object_tier_tokens_per_s": 1e4})
         it.fetch([*PROMPT])
-        assert it.manager.metrics.object_blocks_read == 8  # no read was measured before
+        assert it.manager.metrics.object_blocks_read == 8  # pages are read, because no read was measured before
         for _ in range(4):  # computing the 32 tokens takes 3.2 ms
             forget(it)
             forget(it)

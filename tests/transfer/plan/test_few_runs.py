@@ -70,19 +70,19 @@ def test_the_runs_are_those_of_the_plan(local: ShardLayout, remote: ShardLayout)
 @pytest.mark.parametrize(
     ("local", "remote", "tokens"),
     [
-        ([1], [80], (0, 16)),  # a page that the pool does not have
+        ([1], [80], (0, 16)),  # the pool does not have this page
         ([-1], [1], (0, 16)),
         ([1, -1], [1, 2], (0, 32)),
-        (np.array([1.0]), [1], (0, 16)),  # no ids
+        (np.array([1.0]), [1], (0, 16)),  # ids must be integers
         (np.array([[1]]), [1], (0, 16)),
         (1, [1], (0, 16)),
-        ([2, 2], [1, 3], (0, 32)),  # named twice
-        ([1], [1, 2], (0, 32)),  # too few
+        ([2, 2], [1, 3], (0, 32)),  # a local page is named twice
+        ([1], [1, 2], (0, 32)),  # there are too few local pages
         ([1], [1], (4, 16)),  # the first tokens of the page are not to be written
-        ([1], [1], (16, 16)),  # nothing
+        ([1], [1], (16, 16)),  # there are no tokens
         ([1], [1], (-16, 0)),
         ([[1]], [["a"]], (0, 16)),
-        (range(65), range(65), (0, 1040)),  # not few
+        (range(65), range(65), (0, 1040)),  # these are not few pages
     ],
 )
 def test_what_is_unusual_or_wrong_is_left_to_the_plan(local: object, remote: object, tokens: tuple[int, int]) -> None:

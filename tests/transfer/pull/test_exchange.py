@@ -141,7 +141,7 @@ def test_the_time_of_an_offer_runs_at_once_or_from_the_end_of_its_request(side: 
     def over() -> list[int]:
         return [happened.event.lease_id for happened in source.of(LeaseOver)]
 
-    source.until(over)  # nobody came
+    source.until(over)  # no reader came, so the lease expires
     source.until(lambda: len(source.of(Offered)) == 2)
     assert over() == [ran.lease.lease_id]
     assert source.manager.num_leased_blocks == 4

@@ -195,7 +195,7 @@ def test_the_time_of_a_request_that_is_still_computed_does_not_run(book: LeaseBo
     book.start_clock(5)
     assert lease.deadline == clock.now + 10
     clock.now += 9
-    book.start_clock(5)  # it runs already
+    book.start_clock(5)  # the clock of this lease already runs
     book.start_clock(6)
     assert book.expire() == []
     clock.now += 1

@@ -124,7 +124,7 @@ def test_a_reader_asks_once_and_is_answered_when_the_lease_stands(side: Any, mon
     monkeypatch.setattr("transfer.wire.handshake._HOLD_S", 1e3)
     source, reader = side(Side, "p"), side(Reader, "d")
     computed(source)
-    # it would be repeated after half of the time
+    # With this time limit the question would be repeated only after 500 s.
     lent = asked(reader, source, TextContext(LONGER, 32, "mine"), timeout_s=1e3)
     assert lent.source is not None
     assert source.exchange.threads[0].replica.num_leases == 1
@@ -293,7 +293,7 @@ def test_the_reader_is_told_of_a_load_and_what_is_late_makes_the_answer_shorter(
         assert lender.answer(first).waits_for == "its pages to come from a lower tier"
         assert lender.is_asked  # its loop must not sleep
         source.poll()
-    assert source.manager.metrics.h2d_blocks_copied == 0  # until they are over
+    assert source.manager.metrics.h2d_blocks_copied == 0  # copies count only when they have ended
     source.until(lambda: lender.answer(first).pages)
     assert open_pages(lender.answer(first).pages, "p/0", None).num_tokens == 0
     assert not lender.is_asked

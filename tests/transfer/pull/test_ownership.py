@@ -301,7 +301,7 @@ def test_what_cannot_be_offered(sides: tuple[Side, Reader]) -> None:
 def test_an_offer_that_is_not_granted_holds_nothing(sides: tuple[Side, Reader]) -> None:
     source, _ = sides
     source.compute()
-    assert source.exchange.offer("r", 0.0) is not None  # no duration
+    assert source.exchange.offer("r", 0.0) is not None  # no rank grants a lease of 0 s
     source.manager.release("r")
     assert source.manager.num_leased_blocks == 4
     source.until(lambda: source.of(Offered))

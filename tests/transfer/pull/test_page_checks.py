@@ -267,7 +267,7 @@ def test_the_words_of_exactly_the_pages_read_come_along_group_by_group() -> None
     assert read([nothing, ([3], [6], (0, 1))])[1] == [[(2 << 40) + 6 * WORD_BYTES, WORD_BYTES, 0]]
     assert read([([1], [1], (0, 1)), nothing])[1] == [[(1 << 40) + WORD_BYTES, WORD_BYTES, 0]]
     assert verifier.part("r", planned, [nothing, nothing]) is None
-    for empty in ((0, 0), (16, 16), (48, 16)):  # with any pages named for them
+    for empty in ((0, 0), (16, 16), (48, 16)):  # it does not matter which pages are named for no tokens
         tokens = PageCopy([1, 2, 3, 4], [1, 2, 3, 4], empty)
         assert read([tokens, ([3], [6], (0, 1))])[1] == [[(2 << 40) + 6 * WORD_BYTES, WORD_BYTES, 0]]
         assert read([([1], [1], (0, 1)), ([3], [6], empty)])[1] == [[(1 << 40) + WORD_BYTES, WORD_BYTES, 0]]

@@ -60,8 +60,9 @@ SIZES = {
     "1 import, 2 sources": 5_260,
     "again from another source": 1_080,
 }
-# Number of final states, in which everything is given back. By content they differ in how many pages were found (none,
-# one or two). In stretches they differ in that for each stretch, and in the page where the second begins.
+# Number of final states, in which everything is given back. For pages by content, final states differ in how many pages
+# were found: none, one or two. With two stretches, they differ in this number for each stretch, and in the page at
+# which the second stretch begins.
 FINALS = {"by content": 3, "by content, lower tiers": 3, "2 stretches, 2 sources": 7}
 
 

@@ -157,7 +157,7 @@ def test_no_fence_while_a_read_is_in_flight_and_no_done_while_more_is_to_come(ri
     assert len(rig.agent.posted) == 2
     rig.agent.end(1)
     assert rig.polled() == []
-    assert [one["note"] for one in rig.agent.posted[2:]] == [b"", b""]  # these would mark the data as good
+    assert [one["note"] for one in rig.agent.posted[2:]] == [b"", b""]  # a note would mark the data as good
     rig.add(part(0))
     rig.agent.end(4)
     assert rig.polled() == []
@@ -263,7 +263,7 @@ def test_a_fence_of_two_ranks_waits_where_one_word_is_free() -> None:
 
 @pytest.mark.parametrize("at_once", [{0, 1}, {0}, set[int]()])
 def test_a_fence_that_brings_nothing_finds_no_word_of_an_earlier_pull_of_the_lease(at_once: set[int]) -> None:
-    """This holds however many transfers end at once: the slot still has the lease's id from another fence."""
+    """The slot still has the lease's id from another fence. It does not matter how many transfers end at once."""
     rig = Rig(ranks=1)
     rig.puller.words[:] = LEASE.lease_id
     rig.agent.at_once, rig.agent.word = at_once, None
@@ -752,7 +752,7 @@ def test_pulls_that_stay_stuck_name_their_engine_once_and_others_do_not(rig: Rig
     assert rig.puller.stuck(1.0) == []  # their data may still arrive
     rig.puller.fail("a", why("late"))
     rig.puller.fail("b", why("late"))
-    assert rig.puller.stuck(0.0) == []  # not before more time has passed
+    assert rig.puller.stuck(0.0) == []  # they count as stuck only some time after they failed
     rig.now += 2.0
     assert rig.puller.stuck(2.0) == []
     assert rig.puller.stuck(1.5) == [rig.engine]
@@ -929,7 +929,7 @@ def test_an_engine_that_failed_keeps_its_first_reason_and_a_renewal_comes_at_a_t
     assert other.said("renew") == ["p/0", "p/1"]
 
 
-# ---- its times
+# ---- times of a pull
 
 
 def test_a_time_that_ends_before_the_first_renewal_is_kept_at_once_and_on_the_way(rig: Rig) -> None:

@@ -32,7 +32,7 @@ def test_copies_that_never_end_are_given_up_at_the_limit_with_the_agent_that_mak
     clock.now += 2.1
     run(p, q, d, until=lambda: d.pulls)
     assert [(event.key, event.safe) for event in d.pulls] == [("r", False)]
-    for seconds in (STUCK_S - 0.2, 0.1):  # not yet
+    for seconds in (STUCK_S - 0.2, 0.1):  # within the time limit
         clock.now += seconds
         for _ in range(20):
             d.poll()

@@ -293,7 +293,7 @@ def test_a_pull_that_is_cancelled_before_its_source_has_answered_is_refused_ther
     d.replica.cancel("r", "the client left")
     d.take()
     assert d.pulls == [PullEvent("r", "the client left", safe=True)], "its owner waits for nobody"
-    pull(d, p.source(p.offer("other", 1)))  # the name is free
+    pull(d, p.source(p.offer("other", 1)))  # the name is free again
     run(p, d, until=lambda: len(d.pulls) == 2 and len(p.overs) == 2)
     assert {over.request_id: over.reason for over in p.overs} == {"r": "the client left", "other": "read"}
     assert d.pulls[1].error == ""

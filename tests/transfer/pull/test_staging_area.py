@@ -120,7 +120,7 @@ def test_a_part_whose_first_read_cannot_be_posted_gives_its_slab_back() -> None:
     rig.open()
     rig.add(*parts)
     assert [event.safe for event in rig.polled()] == [False]
-    assert len(area._free) == staging_area.SLABS - 1  # the slab of the part in flight
+    assert len(area._free) == staging_area.SLABS - 1  # the part in flight still has its slab
     rig.agent.end(0)
     assert [event.safe for event in rig.polled()] == [False, True]
     assert sorted(area._free) == [*range(staging_area.SLABS)]
