@@ -145,7 +145,7 @@ def kill_due(client: Client, due: list[tuple[int, str]], count: int) -> list[Kil
     return [Killed(name, client.kill(name), held)]
 
 
-# ---- what is said of a run
+# ---- the verdicts and figures of a run
 
 
 def judge(model: Any, asked: list[Asked]) -> dict[str, str]:

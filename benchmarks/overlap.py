@@ -1,10 +1,11 @@
 """What does it cost to plan a step while the previous one runs, and what does that gain?
 
-`cost`: the host's part of a decode step of a `Batch`. The plain way is reserve, fetch, update and step. Fetched ahead,
-a step has its own tables and a future token for each request, which is replaced a step later, and it ends the previous
-step. `gain`: a `ServingLoop` and an `OverlappedLoop` over a model that runs for `model_ms` by itself, like a device. A
-loop that waits for tokens spins until that time is over, by the benchmark's clock. `plan_ms` is the part of a step that
-the plain loop spends outside of the model. An overlapped loop hides it behind the model. All requests decode.
+`cost` is the host's part of a decode step of a `Batch`. The plain way is reserve, fetch, update and step. A step that
+is fetched ahead has its own tables, and a future token for each request, which is replaced a step later. Its time
+includes ending the previous step. `gain` compares a `ServingLoop` with an `OverlappedLoop`. Their model runs for
+`model_ms` by itself, like a device. A loop that waits for tokens spins until that time is over, by the benchmark's
+clock. `plan_ms` is the part of a step that the plain loop spends outside of the model. An overlapped loop hides it
+behind the model. All requests decode.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """What does a plan cost the host, and what do runs on the wire and copies from the staging area cost?
 
-check, sources, plan: first contact with a rank of 64 layers and 100,000 pages. runs: the runs for a pull of 2,048
-pages, and their NIXL descriptors. wire: NIXL READs between two processes, of runs that are never adjacent. copy:
-`Staging.permute` of slabs of 16 MiB between tokens-first and heads-first pages. A cost for each run and a cost for each
-byte are fitted to the last two; `transfer/plan/staging.py` has the results.
+`check`, `sources` and `plan` are parts of the first contact with a rank of 64 layers and 100,000 pages. `runs` makes
+the runs for a pull of 2,048 pages, and their NIXL descriptors. `wire` is NIXL READs between two processes, of runs that
+are never adjacent. `copy` is `StagingPlan.permute` of slabs of 16 MiB between tokens-first and heads-first pages. A
+cost for each run and a cost for each byte are fitted to `wire` and `copy`; `transfer/plan/staging.py` has the results.
 """
 
 from __future__ import annotations

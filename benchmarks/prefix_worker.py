@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from scheduler_adapters.service import messages as msg
 
 PULLED, COMPUTED, SPLIT = WAYS = ("pulled ", "computed ", "split ")
-"""The beginnings of the names of requests that are served in one way in any case."""
+"""A request whose name begins with one of these is always served in that way."""
 
 
 class OneWay(PullOrCompute):

@@ -207,7 +207,7 @@ def _watched(
     )
     if program.stdout is None or program.stdout.readline() != "ready\n":
         raise RuntimeError("the watcher did not start")
-    loop.turn(1.0, model_s)  # its first look is over
+    loop.turn(1.0, model_s)  # the watcher's first look falls into this turn, which is not measured
     times = loop.turn(seconds, model_s)
     used, updates = program.stdout.readline().split()
     program.communicate()

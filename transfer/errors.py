@@ -13,7 +13,7 @@ class TransferError(KVCacheError, RuntimeError):
     """Base of every error of this package.
 
     Attributes:
-        kind: the kind of failure that a pull ends with if this error ends it.
+        kind: the kind of failure of a pull that ends with this error.
     """
 
     kind: FailureKind = FailureKind.OTHER

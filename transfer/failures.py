@@ -21,7 +21,7 @@ class FailureKind(StrEnum):
     CHECKS = "checks"
     """Pages differ from their checksums at the source."""
     REFUSED = "refused"
-    """The lease holds pages of another prompt, or the source refuses to say which pages it holds."""
+    """The lease does not hold the pages that the request or its block table names, or the source refused to answer."""
     SOURCE_GONE = "source_gone"
     """The source died, was restarted, is silent or was given up."""
     TRANSPORT = "transport"

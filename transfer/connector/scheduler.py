@@ -396,7 +396,7 @@ class NixlConnectorScheduler:
         return request_id in self._loads
 
     def save(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
-        """Has every rank copy a request's blocks to its host buffers, if it has any. Must precede `params` for them."""
+        """Has every rank copy a request's blocks to its host buffers, if it has any. Call this before `params`."""
         self._metadata.reqs_to_save[request_id] = as_blocks(block_ids)
 
     def build_metadata(self) -> ConnectorMetadata:

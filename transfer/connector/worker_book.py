@@ -39,7 +39,7 @@ class WorkerBook:
 
     def __init__(self, groups: Sequence[GroupConfig]) -> None:
         self.leases: dict[str, int] = {}  # ids of the leases that were asked for and have not ended, by request
-        # Requests among these whose lease the transfer thread has neither granted nor refused yet.
+        # The requests in `leases` whose lease the transfer thread has neither granted nor refused yet.
         self.ungranted: set[str] = set()
         # Host buffers are copied back page by page, so a load must begin at the start of a page.
         self.whole_pages = False

@@ -21,9 +21,10 @@ _MOST_FEW = 8
 
 
 def page_runs(label: str, src: Ints, dst: Ints, page_bytes: int) -> Runs:
-    """Returns pairs of pages as runs, in bytes from page 0: `local` from `dst`, `remote` from `src`.
+    """Returns the runs that copy `src` pages to `dst` pages.
 
-    Pairs that are neighbours on both sides form one run.
+    Offsets are in bytes from page 0: the runs' `local` side has those of `dst`, the `remote` side those of `src`. Pairs
+    of pages that are neighbours on both sides form one run.
     """
     if src.size != dst.size:
         raise InvalidTransferError(

@@ -151,7 +151,7 @@ class PagePairs:
 
 @dataclass(frozen=True, slots=True)
 class PageRuns:
-    """The runs of a page that share their page strides: int64 `[runs]` each, in bytes."""
+    """Those runs of a page that have the same page stride on either side. Arrays are int64 `[runs]`, in bytes."""
 
     local_region: Ints
     local_offset: Ints  # bytes from the start of the region, in page 0

@@ -140,7 +140,7 @@ class _Grid:
 
 
 def _uniform(owner: NDArray[np.int64], at: Index) -> Iterator[Corners]:
-    """Cuts an array of owners that starts at `at` into boxes with one owner each: their first cells and their ends."""
+    """Cuts an array of owners, whose first cell is `at`, into boxes that have one owner each. Yields their corners."""
     for axis in range(owner.ndim):
         along = np.moveaxis(owner, axis, 0).reshape(owner.shape[axis], -1)
         changes = (np.flatnonzero((along[1:] != along[:-1]).any(axis=1)) + 1).tolist()

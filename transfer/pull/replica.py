@@ -49,7 +49,11 @@ class LeaseOver(NamedTuple):
 
 
 class Offered(NamedTuple):
-    """A lease was granted on every local rank, so its id may leave the process; or `error` says why it was not."""
+    """The answer to an offer.
+
+    If `error` is empty, the lease was granted on every local rank, and its id may leave the process. Otherwise `error`
+    says why it was not granted.
+    """
 
     request_id: str
     lease_id: int
@@ -192,10 +196,10 @@ class ReplicaTransfer:
     ) -> None:
         """Begins a pull by all ranks, of all pages in `groups`; None means that `add_pages` names them later.
 
-        `PullEvent`s report its outcome, even for invalid input and for the name of an open pull, which continues. For a
-        `Wanted`, the source says which pages it holds. If their tokens are wrong or too few, the pull fails and gives
-        back the useless lease. If block `tables` name the pages, the pull fails unless the source has sealed each of
-        them under this lease.
+        `PullEvent`s report its outcome, and also invalid input. If a pull of this name is open, an event says so, and
+        the open pull continues. For a `Wanted`, the source says which pages it holds. If their tokens are wrong or too
+        few, the pull fails and gives back the useless lease. If block `tables` name the pages, the pull fails unless
+        the source has sealed each table under this lease.
         """
         if self._is_taken(key):
             return

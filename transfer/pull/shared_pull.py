@@ -37,7 +37,7 @@ ONE_SOURCE_BYTES = 1 << 20
 _PROBE_BYTES = 256 << 10
 """The size of the first run of a source whose speed is unknown, if there are other sources."""
 _LEAST_S, _LEAST_BYTES = 0.01, 1 << 20
-"""A run takes at least this long or has this many bytes, because its fence costs a round trip without pages."""
+"""A run should take at least this time, or have at least these bytes: its fence costs a round trip without pages."""
 _MOST_S = 0.25
 """A run should take at most this long, because this time is lost if the source fails."""
 _GROWTH = 4
@@ -314,7 +314,7 @@ def _of_tokens(pages: ArrayLike, begin: int, first: int, stop: int, page_size: i
 
 
 class SharedPulls:
-    """The shared pulls of a replica. Single-threaded, like the replica whose `pulls` it makes.
+    """The shared pulls of a replica. Single-threaded, like the replica, whose calls (`pulls`) it makes.
 
     Attributes:
         keys: the keys of open pulls.

@@ -63,9 +63,9 @@ P = ParamSpec("P")
 POLL_S = 1e-3
 # The interval while our own READs are in flight. They take a few hundred microseconds, and a request waits for them.
 BUSY_POLL_S = 1e-4
-# The time for which that interval also applies after a grant, if peers' READs need our polls (TCP). The first READ and
-# the fence would otherwise wait for a poll each, which is a fifth of a pull of 1 MiB at 1 Gbit/s. A longer pull loses
-# little with the normal interval.
+# `BUSY_POLL_S` also applies for this long after a lease was granted, if peers' READs need our polls (TCP). Otherwise
+# the first READ and the fence would each wait for a poll, which is a fifth of a pull of 1 MiB at 1 Gbit/s. A longer
+# pull loses little with the normal interval.
 READ_SOON_S = 0.02
 # The interval without a lease or a pull. Only notes about ended leases and deaths of peers arrive then, and neither is
 # urgent.

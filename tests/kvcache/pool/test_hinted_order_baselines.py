@@ -241,7 +241,7 @@ class Load:
 @pytest.mark.parametrize(("sessions", "others"), [(0.2, 0.6), (0.32, 2.5), (0.7, 0.6)])
 @pytest.mark.parametrize("pages", [8, 30, 100, 1000, 10_000])
 def test_hints_in_pools_of_any_size(pages: int, sessions: float, others: float) -> None:
-    """With right hints every hit happens that the pool has room for.
+    """With right hints there are as many hits as the pool has room for.
 
     Wrong hints cost as much as a slightly smaller pool.
     """

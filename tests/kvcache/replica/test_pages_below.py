@@ -22,8 +22,8 @@ def test_every_tables_pages_come_back_from_the_host(served: Make, groups: tuple[
     fill(it, 80)
     assert it.serve(PROMPT) == 40
     full = 2 if groups is TWO else 1
-    # Token 40 sees tokens 35 to 40 of the window: two pages, though ten are in the lower tiers. Its chunk begins with
-    # it, so no page of that table is needed.
+    # Token 40 sees tokens 35 to 40 of the window: two pages, though ten are in the lower tiers. In the chunked table a
+    # chunk begins with token 40, so no earlier page is needed.
     assert it.manager.metrics.h2d_blocks_copied == 10 * full + 2
     assert it.kv.compared > 40 * full
 

@@ -113,7 +113,7 @@ def test_a_context_that_refuses_to_be_moved_leaves_everything_as_it_was(
         books = books_of(self)  # type: ignore[arg-type]
         refuses[0] = True
         try:
-            return reserved(self, *args)  # nothing moves it
+            return reserved(self, *args)  # this reservation does not move the context
         except RuntimeError:
             assert not (changed := first_difference(books, books_of(self))), changed  # type: ignore[arg-type]
             seen["refused"] += 1

@@ -58,8 +58,8 @@ def test_a_new_machine_finds_what_was_written_of_every_table(
     again = served(groups=groups)
     again.fetch(PROMPT)
     full = 2 if groups is TWO else 1
-    # Token 48 sees tokens 43 to 47 of the window: two pages of the last object. Its chunk begins with it, so no page of
-    # that table is needed.
+    # Token 48 sees tokens 43 to 47 of the window: two pages of the last object. In the chunked table a chunk begins
+    # with token 48, so no earlier page is needed.
     assert again.manager.metrics.object_blocks_read == 12 * full + 2
     assert store.read_bytes == (12 * full + 2) * objects_of(again)._layout.record_bytes
     assert again.serve(PROMPT) == 48
