@@ -1,8 +1,8 @@
 """What does it cost to admit one prompt: to hash it, look it up, and reserve its pages?
 
-cold: the prompt is new, and fresh pages are free. evicting: the prompt is new, and each page is an evicted one. warm:
-every full page is found. publish: `step` after the prompt was computed. The pool is new, or full (`pools.age`). Each
-sample is a new context, so the figure includes the hash.
+In the case `cold` the prompt is new and gets fresh pages. With `evicting` it is new, and a page is evicted for each of
+its pages. With `warm` every full page is found. `publish` is the `step` after the prompt was computed. The pool is new,
+or full (`pools.age`). Each sample is a new context, so the figure includes the hash.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """What does a conversation's next turn cost, as the conversation grows?
 
-A turn adds 256 tokens, or 16 pages. kept: the same context continues, as in an open session. hasher kept: a new request
-whose context takes over the previous page hashes. new: a new request without any state, as over HTTP. All of its tokens
-must be hashed again, because only its hashes show what is cached. In these three cases the context exists, and only the
-reservation is timed. new, from a list: like `new`, but starting from a tokenizer's list of integers, so that making and
-claiming the context is also timed.
+A turn adds 256 tokens, or 16 pages. With `kept` the same context continues, as in an open session. `hasher kept` is a
+new request whose context takes over the previous page hashes. `new` is a new request without any state, as over HTTP.
+All of its tokens must be hashed again, because only its hashes show what is cached. In these three cases the context
+exists, and only the reservation is timed. `new, from a list` is like `new`, but starts from a tokenizer's list of
+integers, so that making and claiming the context is also timed.
 """
 
 from __future__ import annotations

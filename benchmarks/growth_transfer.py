@@ -1,12 +1,12 @@
 """How does the cost of pulls grow with the number of pages, regions and sources?
 
-pages: a pull of a growing number of 16 KiB pages, anywhere in both pools, between two processes. regions: a pull of 16
-pages with a growing number of layers, each with its own tensor and region, and 16 KiB in each page. It also times the
-first contact with such an engine (`benchmarks.first_contact`). For both, `process_vm_readv` of the same runs is the
-reference. peers: a process that knows a growing number of sources, each an engine with its own agent and handshake
-server. All sources live in one other process. `contact` is the first pull of a page from one more source, `pull` is a
-pull from a known source, and `poll` is a poll of a process that reads nothing. `poll, pulls open` is a poll while a
-pull from each source waits for its pages. `mib` is the reader's memory for each source. Times are wall time.
+`pages` is a pull of a growing number of 16 KiB pages, anywhere in both pools, between two processes. `regions` is a
+pull of 16 pages with a growing number of layers. Each layer has its own tensor and region, and 16 KiB in each page. It
+also times the first contact with such an engine (`benchmarks.first_contact`). For both, `process_vm_readv` of the same
+runs is the reference. `peers` is a process that knows a growing number of sources, each an engine with its own agent
+and handshake server. All sources live in one other process. `contact` is the first pull of a page from one more source,
+`pull` is a pull from a known source, and `poll` is a poll of a process that reads nothing. `poll, pulls open` is a poll
+while a pull from each source waits for its pages. `mib` is the reader's memory for each source. Times are wall time.
 """
 
 from __future__ import annotations

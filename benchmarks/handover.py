@@ -2,9 +2,9 @@
 
 There are one prefill process and two decode processes, which are asked alternately. One pulls pages while the rest of
 the prompt runs, the other after all of it has run. Every prompt is new, so nothing is cached. All processes use the
-machine's monotonic clock. Prefill is pinned to the first core, decode to the last. Columns, in milliseconds: `handover`
-from the end of the model's run of the last chunk to the start of decode's first step; `prefill` from the start of the
-first chunk.
+machine's monotonic clock. Prefill is pinned to the first core, decode to the last. Two columns have milliseconds.
+`handover` is the time from the end of the model's run of the last chunk to the start of decode's first step. `prefill`
+is the time from the start of the first chunk to the end of that run.
 """
 
 from __future__ import annotations

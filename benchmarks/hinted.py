@@ -1,8 +1,8 @@
 """What do retention hints cost the host, at any pool size?
 
-On a full pool (`pools.age`), prompts of 256 pages are reserved, with every page evicted, and released: without any
-hint, and with a hint on every request. The prompts are hashed beforehand. first: the release with the first hint, in
-milliseconds. It searches the whole pool, once in a manager's life.
+On a full pool (`pools.age`), prompts of 256 pages are reserved, which evicts a page for each, and released. This is
+done without any hint, and with a hint on every request. The prompts are hashed beforehand. `first` is the time of the
+release with the first hint, in milliseconds. That release searches the whole pool, once in a manager's life.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def weigh(pages: int, algorithm: str) -> Row:
     start = now()
     manager = manager_of(pages, rows=requests, max_seq_len=PROMPT_PAGES * 16, algorithm=algorithm)
     built = (now() - start) / 1e6
-    for _ in range(2):  # after the second time, all memory for each page was written to
+    for _ in range(2):  # after two rounds, the memory of every page has been written
         fill(manager, prompts)
     gc.collect()
     blocks = sum(block.untyped_storage().nbytes() for shards in manager.device_tensors for block in shards)

@@ -117,7 +117,7 @@ def pairs_of(prefills: int, decodes: int, count: int, seed: int, link: str = "")
     with HostedFleet(configs, link) if link else Fleet(configs, WORKER) as fleet:
 
         def both(decode: str, length: int, first: str, second: str) -> tuple[Heard, Heard, str]:
-            """Serves two requests with one head at two prefill processes. Also returns the outcome of the question."""
+            """Serves two requests with one head at two prefill processes. Also returns the outcome of asking."""
             owner, other = numbers.sample(names, 2)
             head = tokens(numbers, length)
             computed = ask(fleet, decode, owner, first, head + tokens(numbers, _END))

@@ -1,8 +1,8 @@
 """What does it cost to verify that a source's pages belong to the reader's own prompt?
 
-digest: the digest of a prompt whose tokens are a list, as in a scheduler, or an array. answer: the source's work for
-each rank that asks for the contents of a lease; blocks have 16 tokens. ask: from the question to the checked answer,
-over the loopback, in one process with the source's server.
+`digest` is the digest of a prompt whose tokens are a list, as in a scheduler, or an array. `answer` is the source's
+work for each rank that asks which pages a lease holds; blocks have 16 tokens. `ask` is the time from the question to
+the checked answer, over the loopback, in one process with the source's server.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """What does `get_or_recommend_replica` cost?
 
-The prompt is hashed once and looked up in every replica. cold: no replica has a page of it. one: one replica has all of
-its full pages. all: every replica has them. again: like `all`, but asked a second time, as for a waiting request. Pages
-have 16 tokens. Each sample except those of `again` is a new context, so the figure includes the hash. `hash_min` is the
-hash alone.
+The prompt is hashed once and looked up in every replica. In the case `cold` no replica has a page of it. With `one` a
+single replica has all of its full pages, and with `all` every replica has them. `again` is like `all`, but the call is
+made a second time, as for a waiting request. Pages have 16 tokens. Each sample except those of `again` is a new
+context, so the figure includes the hash. `hash_min` is the hash alone.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """What does it cost to release a request of 2,048 pages?
 
-published: its pages stay cached, and no other request holds them. unpublished: they have no useful content (the model
-never ran). shared: another request holds them all. The pool is full (`pools.age`), in several sizes. Deferred work must
-be paid at some time. `published` therefore continues until the pool has been allocated twice over, and also shows the
-mean and the worst call.
+In the case `published` its pages stay cached, and no other request holds them. With `unpublished` the pages have no
+useful content, because the model never ran. With `shared` another request holds them all. The pool is full
+(`pools.age`), in several sizes. Deferred work must be paid at some time. `published` therefore continues until the pool
+has been allocated twice over, and also shows the mean and the worst call.
 """
 
 from __future__ import annotations

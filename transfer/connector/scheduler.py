@@ -320,7 +320,7 @@ class NixlConnectorScheduler:
         return None if found is None else found.wanted(prompt)
 
     def give_back(self, params: object, reason: str) -> None:
-        """Tells a source that the lease named by a request's params will not be read. A no-op if they name none.
+        """Tells a source that the lease in a request's params will not be read. A no-op if the params name no lease.
 
         Use this for a request that takes no load: its params are invalid, or another load has its name.
         """

@@ -224,7 +224,7 @@ class Puller:
             self.events = deque(event for event in self.events if event.key != pull.key)
 
     def passed(self, key: str) -> int:
-        """Returns how many calls of `add` a fence has passed for; 0 if there is no such pull."""
+        """Returns the number of calls of `add` whose parts a fence has confirmed; 0 if there is no such pull."""
         return 0 if (pull := self._pulls.get(key)) is None else pull.passed
 
     def fail_engine(self, engine: RemoteEngine, failure: Failure) -> None:

@@ -232,7 +232,8 @@ class ReplicaTransfer:
             holdings: the sources, and the pages as each names them. The first one has all pages.
             page_sizes: tokens of our pages, and of the sources' pages.
             timeout_s: seconds until the pull fails.
-            can_shorten: whether the pull may pass with the pages before the first that no source has any more.
+            can_shorten: whether the pull may pass with fewer pages if no source has one of them any more. It then ends
+                before that page.
         """
         if self._is_taken(key):
             return

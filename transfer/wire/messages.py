@@ -355,7 +355,7 @@ def _check_memory(where: str, rank: RankMetadata) -> None:
         raise MetadataError(f"{where}: has {len(rank.bases)} addresses for {len(sizes)} regions")
     if rank.checks_addrs and len(rank.checks_addrs) != len(rank.layout.groups):
         raise MetadataError(
-            f"{where}: has page checks for {len(rank.checks_addrs)} groups, but {len(rank.layout.groups)} groups"
+            f"{where}: has page checks for {len(rank.checks_addrs)} groups, its layout has {len(rank.layout.groups)}"
         )
     checks = [(base, 8 * group.num_pages) for base, group in zip(rank.checks_addrs, rank.layout.groups, strict=False)]
     for base, size in [*zip(rank.bases, sizes, strict=True), (rank.words_addr, 8 * rank.words), *checks]:
