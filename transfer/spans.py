@@ -1,8 +1,9 @@
 """An OpenTelemetry span for each hand-over, which shows where the time goes until a request has its pages.
 
 A hand-over has six consecutive parts. Each is an attribute of one span, which can be searched and summed, and an event
-that marks its start. Six child spans beside it would take seven times the storage. The parts sum to the duration of the
-span.
+that marks its start. A child span for each part would take seven times the storage. The parts sum to the duration of
+the span.
+
 Import this module only if hand-overs are traced, because it needs `opentelemetry-api` (the extra `observe`). The
 process's own tracer provider decides where spans go. If the process has none, they are dropped.
 """

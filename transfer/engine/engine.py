@@ -133,17 +133,17 @@ class KVTransferEngine:
 
     @property
     def inflight_send_transfers(self) -> dict[str, TransferReqData]:
-        """Request by transfer name of each WRITE that this engine started and that is not cleaned up."""
+        """The request of each WRITE that this engine started and that is not cleaned up, by transfer name."""
         return self._postings.requests(is_read=False)
 
     @property
     def inflight_read_transfers(self) -> dict[str, TransferReqData]:
-        """Request by transfer name of each READ that this engine started and that is not cleaned up."""
+        """The request of each READ that this engine started and that is not cleaned up, by transfer name."""
         return self._postings.requests(is_read=True)
 
     @property
     def completed_recv_transfers(self) -> dict[str, dict[str, set[int]]]:
-        """For transfers that peers started: engine name to transfer name to the shards that have ended."""
+        """The shards that have ended of each transfer that a peer started, by engine name and transfer name."""
         return self._notifications.completed
 
     @property
@@ -158,7 +158,7 @@ class KVTransferEngine:
 
     @property
     def failed_peers(self) -> dict[str, str]:
-        """Reason by engine name of each connected peer that is known to be dead. Only `disconnect` works for it."""
+        """The connected peers that are known to be dead, with the reason. Only `disconnect` works for such a peer."""
         return {name: str(peer.failure) for name, peer in self._peers.connected.items() if peer.failure is not None}
 
     def connect(self, remote: KVTransferEngineMetadata) -> None:

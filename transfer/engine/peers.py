@@ -164,10 +164,10 @@ class NotificationBook:
     """Records completed shards. Unexpected notifications are counted and dropped, because peers are not trusted.
 
     Attributes:
-        completed: engine name to transfer name to the shards that have ended. Each peer has at most 65,536 entries; the
-            oldest is dropped.
+        completed: the shards that have ended of each transfer, by engine name and transfer name. Each peer has at most
+            65,536 entries; the oldest is dropped.
         counts: number of notifications by verdict.
-        given_up: request by transfer name of the transfers that were given up here before their end was known.
+        given_up: the requests of transfers that were given up here before their end was known, by transfer name.
     """
 
     def __init__(self, tp: int) -> None:

@@ -385,8 +385,8 @@ class PageExchange:
             timeout_s: seconds until the pull fails, including its first contact with the source.
 
         Raises:
-            InvalidRequestError: (a ValueError) a pull of this name is open; or the import is closed, of another
-                manager, or written by another pull; or there is not one source for each of its block tables.
+            InvalidRequestError: (a ValueError) a pull of this name is open; or the import is closed, belongs to another
+                manager, or is written by another pull; or there is not one source for each of its block tables.
             EngineClosedError: the transfer thread has died, or was closed. All calls except `poll` and `close` raise it
                 then.
         """
@@ -449,8 +449,8 @@ class PageExchange:
         The first call takes the import's copier for the pull. The copier's proof comes with the pull's last event.
 
         Raises:
-            InvalidRequestError: (a ValueError) no such pull is open, or its last pages were asked for; or the import is
-                closed, of another manager, replica or pull, or written by another pull.
+            InvalidRequestError: (a ValueError) no such pull is open, or its last pages were already asked for; or the
+                import is closed, belongs to another manager, replica or pull, or is written by another pull.
         """
         check_text("key", key)
         self._thread(replica)

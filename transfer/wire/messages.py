@@ -120,7 +120,7 @@ class Wanted(NamedTuple):
         address: ZMQ endpoint of the source's handshake server.
         engine_id: the source.
         lease_id: the lease under which the source holds the pages.
-        num_tokens: most tokens of the request to read, counted from its first.
+        num_tokens: the most tokens of the request to read, from its first token on.
         digest: the reader's own digest of these tokens and of everything else that their KV depends on.
     """
 

@@ -154,7 +154,7 @@ def test_who_waits_finds_what_others_have_written_since(served: Make) -> None:
     waiting = served(22, files=True)
     beside(waiting, 8)
     context = waiting.claim(PROMPT)
-    assert not waiting.manager.maybe_reserve(context)  # 22 pages
+    assert not waiting.manager.maybe_reserve(context)  # it needs 22 pages
     writer = served(files=True)
     writer.serve(PROMPT, chunk=8)
     writer.manager.close()
