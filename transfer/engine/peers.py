@@ -88,7 +88,7 @@ class Peers:
             raise AlreadyConnectedError(f"{self._here} is connected to engine {remote.name!r} already{other}")
         if any(old.metadata.incarnation == remote.incarnation for old in self._retiring):
             raise AlreadyConnectedError(
-                f"{self._here}: transfers with {remote.name!r} from before its disconnect still move bytes: poll"
+                f"{self._here}: transfers with {remote.name!r} from before its disconnect still move bytes: call poll"
             )
         for agent in chain.from_iterable(remote.agents_meta):
             if agent.agent_name in self.sender:

@@ -1,8 +1,9 @@
 """Pulls whole remote pages into a staging area and copies their elements to the local pages from there.
 
 This is for layouts whose runs are too short for the wire. Between tokens-first and heads-first pages, a run is one head
-of one token: a few hundred bytes, each of which costs a system call. Staged pages arrive as they lie on the remote
-side, and strided numpy copies rearrange them. Host memory only. Measured costs decide which way is cheaper.
+of one token. It has only a few hundred bytes, and costs a system call. Staged pages arrive as they lie on the remote
+side, and strided numpy copies rearrange them. This works only in host memory. Measured costs decide which way is
+cheaper.
 """
 
 from __future__ import annotations
