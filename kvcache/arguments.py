@@ -1,6 +1,6 @@
 """Checks of callers' arguments, before any state changes. An error names the argument, its value and what is allowed.
 
-Integers of numpy count as integers, a bool does not, and no value is rounded.
+An integer of numpy counts as an integer, a bool does not. No value is rounded.
 """
 
 import math
@@ -21,7 +21,7 @@ _SHOWN = 120  # the most characters of a value in a message
 
 
 def shown(value: object) -> str:
-    """`value` for a message: one line of bounded length, whatever its own `repr` does."""
+    """`value` as text for a message: one line of bounded length, whatever its `repr` returns or raises."""
     try:
         text = " ".join(repr(value).split())
     except Exception as error:  # noqa: BLE001 - a caller's own object, or an integer of too many digits
@@ -44,7 +44,7 @@ def integer(value: object) -> int | None:
 def whole(
     name: str, value: object, least: int, most: int = MOST, error: type[KVCacheError] = InvalidParamsError
 ) -> int:
-    """`value` as an int from `least` to `most`. Raises `error` otherwise."""
+    """`value` as an int from `least` to `most`. Raises `error` if it is not an integer in this range."""
     found = integer(value)
     if found is None or not least <= found <= most:
         raise refusal(name, value, f"an integer from {least} to {most}", error)
@@ -58,11 +58,11 @@ def number(
     most: float = math.inf,
     error: type[KVCacheError] = InvalidParamsError,
 ) -> float:
-    """`value`, which must be a finite number from `least` to `most`. Raises `error` otherwise."""
+    """`value`, a finite number from `least` to `most`. Raises `error` if it is anything else."""
     given = cast("Any", value)
     if isinstance(given, int | float | np.integer | np.floating) and type(value) is not bool:
         found = cast("float", given)
-        if -(1 << 62) < found < 1 << 62 and least <= found <= most:  # a huge int does not fit a float
+        if -(1 << 62) < found < 1 << 62 and least <= found <= most:  # a huge int does not fit into a float
             return found
     limits = "a finite number" if math.isinf(least) else f"a number from {least} to {most}"
     raise refusal(name, value, limits, error)
@@ -89,7 +89,10 @@ def of_kind(
     needed: str,
     error: type[KVCacheError] = InvalidParamsError,
 ) -> _Kind:
-    """`value`, which must be of this kind. Raises `error` otherwise: "<name> is <value>: <needed> is needed"."""
+    """`value`, which must be of this kind.
+
+    Raises `error` otherwise, with the text "<name> is <value>: <needed> is needed".
+    """
     if isinstance(value, kind):
         return value
     raise refusal(name, value, needed, error)
@@ -104,7 +107,7 @@ def tuple_of(
 
 
 def refusal(name: str, value: object, needed: str, error: type[KVCacheError] = InvalidParamsError) -> KVCacheError:
-    """The error that refuses `value`, to be raised."""
+    """Make the error that refuses `value`. The caller raises it."""
     return error(f"{name} is {shown(value)}: {needed} is needed")
 
 
@@ -114,7 +117,7 @@ def optional(rule: Callable[[str, Any], object]) -> Callable[[str, Any], object]
 
 
 def steps(num_steps: object) -> int:
-    """A call's `num_steps`, checked. Raises `InvalidRequestError`."""
+    """`num_steps` as an int, checked. Raises `InvalidRequestError`."""
     if type(num_steps) is int and 1 <= num_steps <= MOST:  # nearly always
         return num_steps
     return whole("num_steps", num_steps, 1, error=InvalidRequestError)
@@ -122,5 +125,5 @@ def steps(num_steps: object) -> int:
 
 def check_request_id(request_id: object, call: str) -> None:
     """Raise `InvalidRequestError` unless it is a string."""
-    if type(request_id) is not str:  # tested here, because the call would cost more than the test
+    if type(request_id) is not str:  # tested here, because a function call would cost more than the test
         of_kind(f"{call}: request_id", request_id, str, "a string", InvalidRequestError)

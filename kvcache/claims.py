@@ -15,7 +15,7 @@ from kvcache.steps_in_flight import StepInFlight
 from kvcache.types import RequestID
 
 One = tuple[int, TextContext]
-"""A call's only request: its row of the only replica, and its context. A named tuple would cost 0.2 µs more."""
+"""The only request of a call: its row in the only replica, and its context. A named tuple would cost 0.2 µs more."""
 
 
 class Claims:
@@ -26,7 +26,7 @@ class Claims:
     pages. A loop that rebuilds its contexts must release the request and claim it again, or pass one object that reads
     from them.
 
-    The calls raise as those of `PagedKVCacheManager` that use them.
+    The methods raise the same errors as the methods of `PagedKVCacheManager` that use them.
     """
 
     def __init__(self, replicas: Sequence[Replica], steps: Sequence[StepInFlight]) -> None:
@@ -35,8 +35,8 @@ class Claims:
         self._rows_per_replica = len(replicas[0].rows.request_ids)
         self._releases = 0
         self.places: dict[RequestID, int] = {}
-        # The place of each bound context. The key is the context, which is kept alive, if its class compares and hashes
-        # by identity; otherwise it is a tuple with its `id`.
+        # The place of each bound context. If the class of the context compares and hashes by identity, the key is the
+        # context itself, which is kept alive here. Otherwise it is a tuple with the context's `id`.
         self.bound: dict[object, int] = {}
         self._contexts: dict[int, Context] = {}  # by place
 
@@ -56,7 +56,7 @@ class Claims:
         return chosen
 
     def claim(self, request_id: RequestID, replica_idx: int) -> int:
-        """Bind a row of the replica and return it. `free_at` must have found one."""
+        """Bind a row of the replica and return it. `free_at` must have found the replica."""
         row = self._replicas[replica_idx].claim(request_id)
         self.places[request_id] = replica_idx * self._rows_per_replica + row
         return row
@@ -66,20 +66,26 @@ class Claims:
         return self._at(self._place(request_id, call))
 
     def own(self, context: Context, call: str) -> tuple[Replica, int, int]:
-        """As `locate`, for a call that reads or moves the context. Raises if the row is bound to another context."""
+        """Do the same as `locate`, for a call that reads or moves the context.
+
+        Raises if another context is bound to the row.
+        """
         place = self.bound.get(context if type(context) is TextContext else _key(context))
         return self._at(self._unbound(context, call) if place is None else place)
 
     def bind(self, context: Context, replica_idx: int, row: int) -> None:
-        """Bind the row to this context, for which its pages were reserved."""
+        """Bind the row to the context for which its pages were reserved."""
         place = replica_idx * self._rows_per_replica + row
         if place not in self._contexts:
             self._contexts[place] = context
             self.bound[_key(context)] = place
 
     def one(self, batch: Sequence[Context]) -> One | None:
-        """The request of a list of one, if it has pages and there is one replica. Otherwise None: call `gather`."""
-        kind: type = type(batch)  # a subclass could return something else at each access
+        """The request of a list with one item, if it has pages and there is one replica.
+
+        Otherwise None: call `gather`.
+        """
+        kind: type = type(batch)  # a subclass could return another item at each access
         if kind is not list or len(batch) != 1 or len(self._replicas) > 1:
             return None
         context = batch[0]
@@ -102,14 +108,14 @@ class Claims:
         return gathered
 
     def batch(self, contexts: Sequence[Context]) -> Batch:
-        """Look the requests up once, for a `Batch`."""
+        """Look up the requests of a `Batch` once."""
         listed, replicas, rows, places, unbound = self._bind(contexts, "batch")
         made = Batch(listed, replicas, rows, places, self._replicas[0].page_size, self)
         made.unbound = unbound
         return made
 
     def leaving(self, request_id: RequestID) -> tuple[int, TextContext | ReadContext | None]:
-        """The place of a request that is about to be released, and a view of its context for its hints."""
+        """The place of a request that is about to be released, and its context, from which its hints are read."""
         place = self._place(request_id, "release")
         context = self._contexts.get(place)
         try:
@@ -118,7 +124,7 @@ class Claims:
             return place, None
 
     def release(self, request_id: RequestID, place: int, context: TextContext | ReadContext | None) -> None:
-        """Free the request's row and pages, with the results of `leaving`."""
+        """Free the request's row and pages. `place` and `context` are the results of `leaving`."""
         replica, _, row = self._at(place)
         replica.release(row, context)
         del self.places[request_id]
@@ -131,12 +137,15 @@ class Claims:
         self.release(request_id, *self.leaving(request_id))
 
     def claim_anew(self, request_id: RequestID, replica_idx: int) -> int:
-        """Free the pages of a request without leases, and claim it again. Returns its row."""
+        """Free the pages of a request that has no leases, and claim it again. Returns its row."""
         self.unclaim(request_id)
         return self.claim(request_id, replica_idx)
 
     def mend(self) -> None:
-        """Keep the requests that both this and a replica's rows have as claimed. Mends the rows accordingly."""
+        """Keep the requests that are claimed according to both this object and the rows of a replica.
+
+        Repairs the rows.
+        """
         claimed: dict[RequestID, int] = {}
         for at, replica in enumerate(self._replicas):
             row_of: dict[RequestID, int] = {}
@@ -148,7 +157,7 @@ class Claims:
         self.places = claimed
         with_pages = {place for place in claimed.values() if self._at(place)[0].rows.num_pages[self._at(place)[2]]}
         self._contexts = {place: context for place, context in self._contexts.items() if place in with_pages}
-        self.bound.clear()  # in place: `PagedKVCacheManager` keeps its `get`
+        self.bound.clear()  # cleared in place, because `PagedKVCacheManager` keeps its `get`
         self.bound.update({_key(context): place for place, context in self._contexts.items()})
         self._releases += 1
 
@@ -194,7 +203,7 @@ class Claims:
         return self._replicas[replica_idx], replica_idx, row
 
     def _unbound(self, context: Context, call: str) -> int:
-        """The place of a context that is not bound. Raises if the place is bound to another context."""
+        """The place of a context that is not bound. Raises if another context is bound to the place."""
         check_context(context, call)
         place = self._place(context.request_id, call)
         if place in self._contexts:
@@ -205,8 +214,8 @@ class Claims:
         return place
 
     def _bind(self, batch: Sequence[Context], call: str) -> tuple[Sequence[Context], Ints, Ints, Ints, bool]:
-        """The contexts; the replica, row and place of each; and whether some are not bound to a row yet."""
-        is_listed = type(batch) in (list, tuple)  # a subclass could return something else at each access
+        """The contexts; the replica, row and place of each; and whether some contexts are not bound to a row yet."""
+        is_listed = type(batch) in (list, tuple)  # a subclass could return another item at each access
         contexts = batch if is_listed else _listed(batch, call)
         bound, unbound = self.bound, False
         try:

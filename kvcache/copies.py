@@ -1,8 +1,8 @@
-"""All copies of whole pages as rows of memory: between pools, and between a pool and the host tier.
+"""Copies of whole pages, as rows of memory: from one pool to another, and between a pool and the host tier.
 
-Each call of a GPU's copy engine costs the loop some microseconds. With CUDA 13 one call copies many rows. Before that,
-one kernel gathers rows into a dense piece of device memory, or scatters them from it, so that the engine is called once
-for a run of slots and not once for a page.
+Each call of a GPU's copy engine takes the loop some microseconds. From CUDA 13 on, one call copies many rows. Before
+CUDA 13, a kernel gathers rows into a dense buffer in device memory, or scatters them from it. Then the engine is called
+once for each run of slots, and not once for each page.
 """
 
 import ctypes
@@ -22,22 +22,28 @@ _STAGED_BYTES = 32 << 20  # the most device memory used at a time
 
 
 def page_rows(blocks: torch.Tensor) -> torch.Tensor:
-    """A view of a pool `[pages, ...]` as rows `[pages, words]`, int64, or uint8 if the row size is odd.
+    """A view of a pool `[pages, ...]` as rows `[pages, words]`: int64, or uint8 if the row size is no multiple of 8.
 
-    A row is a whole page: everything up to the start of the next page, including what follows its values.
+    A row is a whole page: everything up to the start of the next page, including scales and padding.
     """
     return _as_words(blocks, blocks.stride(0))
 
 
 def _as_words(blocks: torch.Tensor, elements: int) -> torch.Tensor:
-    """A view of the first `elements` of each page: `[pages, words]`, int64, or uint8 if their size is odd."""
+    """A view of the first `elements` of each page, `[pages, words]`, int64.
+
+    It is uint8 if their size is no multiple of 8.
+    """
     rows = blocks.as_strided((blocks.shape[0], elements), (blocks.stride(0), 1)).view(torch.uint8)
     # A kernel that gathers bytes one by one takes several times as long as one that gathers words.
     return rows if rows.shape[1] % 8 else rows.view(torch.int64)
 
 
 def copy_pages(source: torch.Tensor, taken: Ids, target: torch.Tensor, given: Ids) -> None:
-    """Copy rows `taken` of `source` to the distinct rows `given` of `target`, one to one, in any memory."""
+    """Copy rows `taken` of `source` to rows `given` of `target`, one to one, in any memory.
+
+    `given` must be distinct.
+    """
     if source.device.type == target.device.type == "cpu":
         copy_rows(source.numpy(), taken, target.numpy(), given)
         return
@@ -48,25 +54,25 @@ def copy_pages(source: torch.Tensor, taken: Ids, target: torch.Tensor, given: Id
 
 
 def copy_rows(source: NDArray[Any], taken: Ids, target: NDArray[Any], given: Ids) -> None:
-    """`copy_pages` within host memory."""
-    if not source.flags.c_contiguous:  # `take` would first copy all of it, and such rows are large
+    """Do the same as `copy_pages` within host memory."""
+    if not source.flags.c_contiguous:  # otherwise `take` would first copy all of it, and such rows are large
         for row, place in zip(taken.tolist(), given.tolist(), strict=True):
             target[place] = source[row]
         return
     at = taken.astype(np.intp)
     for first, last in runs(given):
-        # One call a run of target rows. Assigning row arrays to row arrays takes three to five times as long.
+        # One call for each run of target rows. Assigning arrays of rows takes three to five times as long.
         np.take(source, at[first:last], axis=0, out=target[given[first] : given[last - 1] + 1], mode="clip")
 
 
 def runs(ids: Ids) -> Iterator[tuple[int, int]]:
-    """The first index and the end of each run of ascending neighbours in `ids`."""
+    """The start and the end of each run of consecutive ids, as indices into `ids`."""
     cuts = [0, *(np.flatnonzero(np.diff(ids) != 1) + 1).tolist(), len(ids)]
     return pairwise(cuts) if len(ids) else iter(())
 
 
 def _gather(rows: torch.Tensor, ids: Ids, device: torch.device) -> torch.Tensor:
-    """These rows as a dense piece of device memory: host rows on `device`, device rows on their own device."""
+    """These rows as a dense buffer in device memory: host rows on `device`, device rows on their own device."""
     if rows.device.type != "cpu":
         return rows.index_select(0, _upload(ids, rows.device))
     staged = torch.empty((len(ids), rows.shape[1]), dtype=rows.dtype, device=device)
@@ -88,12 +94,12 @@ def _upload(ids: Ids, device: torch.device) -> torch.Tensor:
 
 
 def launching_on(stream: Any) -> Any:
-    """A context in which device work is launched on the stream; None: on the current one."""
+    """A context manager in which device work is launched on `stream`, or on the current stream if that is None."""
     return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 class _Place(ctypes.Structure):
-    """`cudaMemLocation`; zeros: the driver finds out where an address lies."""
+    """`cudaMemLocation`. With zeros the driver finds out where an address lies."""
 
     _fields_ = [("kind", ctypes.c_int), ("device", ctypes.c_int)]
 
@@ -110,7 +116,7 @@ _IN_STREAM_ORDER = 1
 
 @cache
 def _batched_copy() -> Any:
-    """`cudaMemcpyBatchAsync` of the CUDA that torch runs with; None if that is not CUDA 13, whose signature is used."""
+    """`cudaMemcpyBatchAsync` of torch's CUDA. None unless that is CUDA 13, because its signature is used."""
     major = (torch.version.cuda or "").partition(".")[0]
     if major != "13":
         return None
@@ -121,11 +127,14 @@ def _batched_copy() -> Any:
 
 
 def _copy_batched(call: Any, source: torch.Tensor, taken: Ids, target: torch.Tensor, given: Ids, stream: int) -> None:
-    """Copy rows between device memory and pinned memory by one call, in order with the stream of this handle."""
+    """Copy rows between device memory and pinned memory by one call.
+
+    It runs in order with the other work of `stream`, which is a handle.
+    """
     row = source.shape[1] * source.element_size()
     steps = [tensor.stride(0) * tensor.element_size() for tensor in (source, target)]
     ends = np.array([len(taken)])
-    if steps == [row, row]:  # neighbours on both sides are one copy
+    if steps == [row, row]:  # rows that are neighbours on both sides are one copy
         cuts = np.flatnonzero((np.diff(taken) != 1) | (np.diff(given) != 1)) + 1
         first, ends = np.concatenate(([0], cuts)), np.concatenate((cuts, ends))
     else:
@@ -145,7 +154,7 @@ def _copy_batched(call: Any, source: torch.Tensor, taken: Ids, target: torch.Ten
 
 
 class _Mark:
-    """The point in a device's work at which a copy ends."""
+    """Marks the point in a device's work at which a copy ends."""
 
     def __init__(self, side: Any, main: Callable[[], Any]) -> None:
         self.event: Any = torch.cuda.Event()  # pyright: ignore[reportUnknownMemberType] - torch's has no types
@@ -154,9 +163,9 @@ class _Mark:
 
 
 class Copy:
-    """A copy of pages from one memory to another. A device may run it beside the calling thread.
+    """A copy of pages from one memory to another. A device may make it while the calling thread continues.
 
-    `make` makes or launches the copy, and returns a mark for each device that runs it. If an exception interrupts it,
+    `make` makes or launches the copy, and returns a mark for each device that makes it. If an exception interrupts it,
     the copy has not begun.
     """
 
@@ -166,7 +175,7 @@ class Copy:
         self.begun = False
 
     def begin(self) -> None:
-        """Begin the copy, which is over on return if no device runs it. A no-op if it has begun."""
+        """Begin the copy. A no-op if it has begun. If no device makes it, it is over when the call returns."""
         if not self.begun:
             self._marks = self._make()
             self.begun = True
@@ -182,7 +191,10 @@ class Copy:
             mark.event.synchronize()
 
     def order(self) -> None:
-        """Begin the copy if it has not begun, and let work that is launched from now on start after it. Never waits."""
+        """Begin the copy if it has not begun, and order all device work that is launched later after it.
+
+        Never waits.
+        """
         self.begin()
         for mark in self._marks:
             mark.main().wait_event(mark.event)
@@ -222,7 +234,7 @@ class PageMover:
         return copy
 
     def load(self, slots: Ids, pages: Ids) -> Copy:
-        """A copy of host slots to distinct pages, one to one. It has begun if a GPU makes it."""
+        """A copy of host slots to distinct pages, one to one. If a GPU makes it, it has begun when the call returns."""
         copy = Copy(partial(self._copy, self._slots, slots, self._pages, pages))
         if self._sides:
             copy.begin()
@@ -232,7 +244,7 @@ class PageMover:
         self, sources: Sequence[torch.Tensor], taken: Ids, targets: Sequence[torch.Tensor], given: Ids
     ) -> list[_Mark]:
         mains = {device: partial(self._main, device) for device in self._sides}
-        # Kernels launched earlier may still write the pages to be copied, or read those to be overwritten.
+        # Kernels that were launched earlier may still write pages that are copied, or read pages that are overwritten.
         for device, side in self._sides.items():
             side.wait_stream(mains[device]())
         for pages, source, target in zip(self._pages, sources, targets, strict=True):

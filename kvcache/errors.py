@@ -1,7 +1,8 @@
-"""The one error tree: every error names the request, the value and the limit that it broke.
+"""The error tree. Every error names the request, the value and the limit that was broken.
 
-Each error also subclasses the built-in that code written for the documented API catches (`ValueError`, `KeyError`,
-`RuntimeError`). None is an `AssertionError`: an assert is for our own mistakes, these errors are for a caller's.
+Each error also subclasses the built-in error that code for the documented API catches (`ValueError`, `KeyError`,
+`RuntimeError`). None is an `AssertionError`: an assert reports a mistake in this package, these errors report a
+caller's.
 """
 
 from typing import ClassVar
@@ -22,15 +23,15 @@ class KVCacheError(Exception):
 
 
 class InvalidParamsError(KVCacheError, ValueError):
-    """A parameter, or a combination of parameters, that no cache can be built from."""
+    """A parameter, or a combination of parameters, from which no cache can be built."""
 
 
 class UnknownArgumentError(InvalidParamsError, TypeError):
-    """A keyword that nothing uses. Accepting it would silently ignore what the caller wanted to change."""
+    """An unknown keyword. If it were accepted, what the caller wanted to change would be silently ignored."""
 
 
 class InvalidRequestError(KVCacheError, ValueError):
-    """An argument of a call that does not fit the request or the manager that it names."""
+    """An argument of a call is invalid, or does not fit its request or the manager."""
 
 
 class AlreadyClaimedError(KVCacheError, ValueError):
@@ -58,36 +59,42 @@ class PoolTooSmallError(KVCacheError, RuntimeError):
 
 
 class SequenceTooLongError(KVCacheError, RuntimeError):
-    """A request would grow past the longest sequence that the block table has columns for."""
+    """A request would become longer than the longest sequence for which the block table has columns."""
 
 
 class PromptTooLongError(SequenceTooLongError):
-    """A request needs more pages than the whole pool has, so waiting cannot help it."""
+    """A request needs more pages than the whole pool has, so it can never run here."""
 
 
 class NotReservedError(KVCacheError, RuntimeError):
-    """`fetch` or `step` met a request that `maybe_reserve` has not given enough pages."""
+    """`fetch` or `step` was given a request for which `maybe_reserve` has not reserved enough pages."""
 
 
 class BlockTableMismatchError(KVCacheError, ValueError):
-    """A block table from another manager that does not fit this manager's pages or the request's tokens."""
+    """A block table of another manager does not fit this manager's pages or the request's tokens."""
 
 
 class InterruptedCallError(KVCacheError, RuntimeError):
-    """A call was interrupted while it changed the manager's state: other calls fail until `recover()` mends it."""
+    """A call was interrupted while it changed the manager's state.
+
+    Other calls fail until `recover()` has repaired it.
+    """
 
     nothing_changed = False
 
 
 class ManagerClosedError(KVCacheError, RuntimeError):
-    """The manager was closed, and only an open manager can answer this call."""
+    """The manager was closed, and this call needs an open one."""
 
 
 class InvariantError(KVCacheError, RuntimeError):
-    """`check()` found an inconsistency in the manager's state. It is always a bug of ours: please report it."""
+    """`check()` found a contradiction in the manager's state.
+
+    This is always a bug in this package: please report it.
+    """
 
     nothing_changed = False
 
 
 class WatchError(KVCacheError, ValueError):
-    """A watched process sent something that is not a look, or its address cannot be watched."""
+    """A watched process sent something other than a valid snapshot, or its address cannot be watched."""

@@ -22,7 +22,7 @@ Indices = NDArray[np.intp]
 Reasons = NDArray[np.uint8]
 
 BY_TURN, BY_HINT, BY_QUOTA = 0, 1, 2
-"""The reasons of evictions: the page's turn had come, a hint put it first, or its tenant was above its quota."""
+"""The reasons of evictions: the page was the next in order, a hint put it first, or its tenant was above its quota."""
 
 
 class EvictionOrder(Protocol):
@@ -46,7 +46,10 @@ class EvictionOrder(Protocol):
 
     @abstractmethod
     def append(self, pages: Pages | Indices) -> None:
-        """Add `pages`, which are idle now and are not in the order. The first of them are worth the least."""
+        """Add `pages`, which are idle now and are not in the order.
+
+        Pages are listed by worth, the least valuable first.
+        """
 
     @abstractmethod
     def remove(self, pages: Pages | Indices) -> None:
@@ -54,72 +57,78 @@ class EvictionOrder(Protocol):
 
     @abstractmethod
     def pop(self, count: int) -> Pages:
-        """Take out the next `count` pages, at most `self.count`, in their order. Their contents are lost.
+        """Remove and return the next `count` pages, at most `self.count`, in their order. Their contents are lost.
 
-        Calling `pop(1)` that many times gives the same pages.
+        Calling `pop(1)` this many times gives the same pages.
         """
 
     @abstractmethod
     def pages(self) -> Pages:
-        """All pages, roughly in eviction order. The next one comes first, unless the order overrides `first`."""
+        """All pages, roughly in eviction order.
+
+        The next one to evict comes first, unless the order overrides `first`.
+        """
 
     @abstractmethod
     def mend(self, pages: Indices) -> None:
-        """Make the order contain exactly `pages`: an interrupted call may have left it half changed.
+        """Make the order contain exactly `pages`, because an interrupted call may have left it half changed.
 
-        Pages that were in it keep their order as far as it is known, and come before the others.
+        Pages that were already in it keep their order, as far as it is known, and come before the others.
         """
 
     # ---- optional for an order
 
     def first(self) -> int:
-        """The page that `pop` would return first, if any. It stays in the order."""
+        """The page that `pop` would return first. It stays in the order. Undefined if the order is empty."""
         return int(self.pages()[0])
 
     def pop_one(self) -> int:
-        """`pop(1)` for an order that is not empty."""
+        """Do the same as `pop(1)`. The order must not be empty."""
         return int(self.pop(1)[0])
 
     def pop_explained(self, count: int) -> tuple[Pages, Reasons | None]:
-        """`pop`, with the reason for each page (such as `BY_HINT`); None: all pages went in their normal turn."""
+        """Do the same as `pop`, and return each page's reason (such as `BY_HINT`). None if all were next in order."""
         return self.pop(count), None
 
     def forget(self, pages: Pages) -> None:
-        """Drop all knowledge about `pages`, which are not in the order: they lost their content without a `pop`."""
+        """Forget everything about `pages`, which are not in the order: they lost their content without a `pop`."""
 
     def moved(self, sources: Pages, targets: Pages) -> None:
-        """Move the knowledge about `sources` to `targets`, to which their content has moved. None is in the order."""
+        """Transfer what is known about `sources` to `targets`, to which their content was moved.
+
+        None of them is in the order.
+        """
 
     def renew(self, pages: Pages) -> None:
-        """Announce that `pages`, which are in the order, will be replaced by others that stand for the same content."""
+        """Prepare for `pages`, which are in the order, to be replaced by others with the same content."""
 
     def hint(self, pages: Pages, hints: PageHints | None) -> None:
-        """A request releases `pages`, which are not in the order, with these `hints`; None: without hints."""
+        """Record that a request releases `pages`, which are not in the order. `hints`: its hints for them, or None."""
 
     def own(self, pages: Pages, salt: str | None) -> None:
-        """Assign `pages`, which are not in the order, to this tenant; None: to no tenant."""
+        """Assign `pages`, which are not in the order, to the tenant of `salt`. None means no tenant."""
 
     def trust(self, share: float) -> None:
-        """Let this share of the idle pages follow hints from now on, 0.0 to 1.0."""
+        """Let `share` of the idle pages follow hints from now on, 0.0 to 1.0."""
 
     # ---- comparison with pages of another order
 
     def due(self) -> int:
-        """The page that must go next, however young it is; 0 if there is none."""
+        """The page that must be evicted next, however recently it was used. 0 if there is none."""
         return 0
 
     def leads(self, pages: Pages | Indices) -> NDArray[np.float64]:
-        """How much later than by age alone each of `pages` is evicted, in pool sizes; negative if it is earlier."""
+        """How much later than by age each of `pages` is evicted, in pool sizes. Negative if it is evicted earlier."""
         return np.zeros(len(pages))
 
     def first_lead(self) -> float:
-        """`leads` of the page that goes next."""
+        """`leads` of the page that is evicted next."""
         return 0.0
 
     def positions(self, pages: Indices) -> Indices:
-        """A number for each of `pages`: a larger one roughly means a later eviction. Any number for a page not in it.
+        """A number for each of `pages`. Larger numbers roughly mean later evictions.
 
-        It may be called from another thread than the one that changes the order.
+        Undefined for pages not in the order. It may be called from another thread than the one that changes the order.
         """
         mine = self.pages()
         places = np.zeros(1 + max(int(mine.max(initial=0)), int(pages.max(initial=0))), np.int64)

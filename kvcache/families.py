@@ -1,6 +1,6 @@
-"""Metrics for Prometheus: families, each with a function that reads it, and the collector that a scrape calls.
+"""Metrics for Prometheus: families, each with the function that reads its values, and the collector for scrapes.
 
-Imported only if metrics are wanted: it needs `prometheus_client` (the extra `observe`).
+Imported only if metrics are wanted, because it needs `prometheus_client` (the extra `observe`).
 """
 
 import functools
@@ -13,9 +13,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 Histogram = tuple[Sequence[float], Sequence[int], float]
-"""Upper bounds; the number of values in each bucket, the one above all bounds last; and the sum of the values."""
+"""The upper bounds; the number of values in each bucket, with those above all bounds last; and the sum of all values.
+"""
 Sample = tuple[Sequence[object], float | Histogram]
-"""The values of a family's own labels, and the figure."""
+"""The values of a family's own labels, and the measured value."""
 
 _log = logging.getLogger("pagewire")
 
@@ -54,7 +55,7 @@ class FamilyCollector(Collector):
     def __init__(
         self, room: str, look: Callable[[], Any], families: Sequence[Family], labels: Mapping[str, object]
     ) -> None:
-        self._look = look  # called once a scrape; families read its result
+        self._look = look  # called once a scrape; the families read from its result
         self._labels, self._values = tuple(labels), tuple(map(str, labels.values()))
         self._unread: dict[str, int] = {}
         errors = f"pagewire_{room}_unread_families_total"
@@ -69,7 +70,7 @@ class FamilyCollector(Collector):
         return map(self._empty, self.families)
 
     def collect(self) -> Iterator[Any]:
-        """The families with their present samples."""
+        """The families with their current samples."""
         look = functools.cache(self._look)
         for family in self.families:
             metric = self._empty(family)
@@ -93,7 +94,7 @@ class FamilyCollector(Collector):
 
 
 def _cumulative(figure: Histogram) -> tuple[list[tuple[str, float]], float]:
-    """Prometheus's form: the number of values up to each bound, and up to infinity."""
+    """Convert to Prometheus's form: the number of values up to each bound, and up to infinity."""
     bounds, counts, total = figure
     return list(zip([*map(repr, map(float, bounds)), "+Inf"], accumulate(counts), strict=True)), total
 

@@ -1,8 +1,9 @@
-"""`LayerGroup`: layers that keep the same tokens; and how groups of unequal size share pages of one size.
+"""`LayerGroup`: layers that keep the same tokens. Also how groups of different sizes share pages of one size.
 
-As in vLLM, all groups take pages of one size in bytes from one pool: a page holds the KV of `page_size` tokens in
-`layers_per_page` layers of any group. So no memory is reserved for a group, and no free page fits only one group. A
-group with more layers has several block tables. If a table has fewer layers, the rest of each of its pages is lost.
+As in vLLM, all groups take pages of the same size in bytes from one pool: a page holds the KV of `page_size` tokens in
+`layers_per_page` layers of any group. So no memory is reserved for a group, and any free page fits any group. A group
+with more than `layers_per_page` layers has several block tables. If a table has fewer layers, the rest of each of its
+pages is unused.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ LayerKind = Literal["full", "window", "chunked"]
 _Positions = TypeVar("_Positions", int, NDArray[np.int64])
 
 _NEEDED = "one or more layer numbers"
-MOST_LOST = 0.05  # the share of a request's pages that may be empty
+MOST_LOST = 0.05  # the share of a request's pages that may be unused
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +29,13 @@ class LayerGroup:
     """Layers of one kind, by their numbers among the layers of the cache, from 0.
 
     A query of a `full` layer sees every token before it. A query of a `window` layer sees the last `window` tokens,
-    itself included. A query of a `chunked` layer sees the tokens from the last multiple of `window` on. Pages that no
+    including its own. A query of a `chunked` layer sees the tokens from the last multiple of `window` on. Pages that no
     later query sees are freed while the request runs.
     """
 
     kind: LayerKind
     layers: tuple[int, ...]
-    window: int = 0  # tokens, 1 or more; 0 if the kind is full
+    window: int = 0  # in tokens, 1 or more; 0 for full attention
 
     def __post_init__(self) -> None:
         one_of("kind", self.kind, get_args(LayerKind))
@@ -49,7 +50,7 @@ class LayerGroup:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether every query sees every token before it, so that a request needs pages for all known tokens."""
+        """Whether every query sees all tokens before it, so that a request needs pages for all known tokens."""
         return self.kind == "full"
 
     def first_seen(self, position: _Positions) -> _Positions:
@@ -62,7 +63,7 @@ class LayerGroup:
         return first * (first > 0)
 
     def most_pages(self, tokens: int, page_size: int) -> int:
-        """The most pages of a request with `tokens` tokens in one table of the group, if one token runs at a time."""
+        """The most pages of a request with `tokens` tokens in one table of the group, running one token at a time."""
         pages = -(-tokens // page_size)
         return pages if self.kind == "full" else min(pages, -(-(self.window - 1) // page_size) + 1)
 
@@ -87,7 +88,7 @@ class TableGroup(NamedTuple):
 
 
 class LayerTables(NamedTuple):
-    """The block tables of a model: those of full attention first, if any, and those of a group next to each other."""
+    """The block tables of a model. Tables of full attention come first, and the tables of a group are consecutive."""
 
     layers_per_page: int
     tables: tuple[GroupTable, ...]
@@ -112,13 +113,13 @@ class LayerTables(NamedTuple):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kind of each table: "full", or the kind and its tokens, such as "window 1024"."""
+        """The kind of each table: "full", or the kind and its number of tokens, such as "window 1024"."""
         groups = (table.group for table in self.tables)
         return tuple(one.kind if one.kind == "full" else f"{one.kind} {one.window}" for one in groups)
 
     @property
     def kinds_named(self) -> tuple[str, ...]:
-        """`kinds` as a `BlockTable` carries them: without a first table of full attention."""
+        """`kinds` in the form of a `BlockTable`: without a first table of full attention."""
         return self.kinds[1:] if self.tables[0].group.keeps_all else self.kinds
 
     def described(self) -> str:
@@ -127,15 +128,15 @@ class LayerTables(NamedTuple):
         return ", ".join(f"{kind} of layers {' '.join(map(str, table.layers))}" for kind, table in tables)
 
     def most_pages(self, tokens: int, page_size: int) -> int:
-        """The most pages of a request with `tokens` tokens in all tables together, if one token runs at a time."""
+        """The most pages of a request with `tokens` tokens in all tables together, if it runs one token at a time."""
         return sum(table.group.most_pages(tokens, page_size) for table in self.tables)
 
 
 def layer_tables(groups: tuple[LayerGroup, ...], num_layers: int) -> LayerTables:
-    """The fewest tables that leave at most `MOST_LOST` of a request's pages empty, whatever its length.
+    """The fewest tables that leave at most `MOST_LOST` of a request's pages unused, whatever its length.
 
-    Without groups it is one table of all `num_layers` layers. Raises `InvalidParamsError` unless the groups have each
-    layer exactly once.
+    Without groups the result is one table of all `num_layers` layers. Raises `InvalidParamsError` unless each layer is
+    in exactly one group.
     """
     if not groups:
         every = LayerGroup("full", tuple(range(num_layers)))
@@ -164,10 +165,11 @@ def layer_tables(groups: tuple[LayerGroup, ...], num_layers: int) -> LayerTables
 
 
 def _cut(groups: list[LayerGroup], size: int) -> tuple[int, float]:
-    """The number of tables of `size` layers that the groups take, and the share lost at the worst request length.
+    """The number of tables of `size` layers that the groups take, and the unused share of pages at the worst length.
 
-    Full layers and long windows come first in `groups`, and have an ever larger part of the pages as a request grows.
-    So the loss at any length is at most the largest loss of the first group alone, the first two groups, and so on.
+    `groups` begins with full layers and long windows, which have an ever larger part of the pages as a request grows.
+    So the unused share at any length is at most the largest share of the first group alone, the first two groups, and
+    so on.
     """
     tables, layers, lost = 0, 0, 0.0
     for group in groups:

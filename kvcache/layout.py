@@ -1,4 +1,4 @@
-"""`PageLayout`: the place of each element of a page in memory, on one shard; and the memory of pages."""
+"""`PageLayout`: where each element of a page lies in memory, on one shard. Also allocates the memory of pages."""
 
 import hashlib
 import math
@@ -16,7 +16,7 @@ from kvcache.params import KVCacheParams
 
 AXES = ("layer", "side", "head", "token", "dim")
 HUGE_PAGE_BYTES = 2 << 20
-_ALIGNED = 16  # alignment in bytes, of pages with scales and of the scales in them
+_ALIGNED = 16  # the alignment in bytes of pages with scales, and of the scales in them
 
 
 class PageLayout(msgspec.Struct, frozen=True, omit_defaults=True, tag="page_layout/1"):
@@ -27,7 +27,7 @@ class PageLayout(msgspec.Struct, frozen=True, omit_defaults=True, tag="page_layo
     between different tensor-parallel splits still copies one run per page.
 
     If values are quantised, their scales follow them in the page, as a dense box in the same order. `scales` has the
-    extents of that box: fewer tokens, heads or dims if several of them share a scale.
+    extents of that box. It has fewer tokens, heads or dims if several of them share a scale.
     """
 
     dtype: str  # element type, as torch spells it ("bfloat16")
@@ -35,26 +35,26 @@ class PageLayout(msgspec.Struct, frozen=True, omit_defaults=True, tag="page_layo
     num_layers: int  # layers that contribute KV
     sides: int  # 2 for keys and values, 1 for a latent
     first_head: int  # the model's number of this shard's first head
-    num_heads: int  # heads of this shard
-    page_size: int  # tokens of a page
+    num_heads: int  # heads on this shard
+    page_size: int  # tokens in a page
     head_dim: int  # elements of one head of one token
     order: str  # the axes, outermost first, comma-separated
     scales: "PageLayout | None" = None  # the box of scales, if values are quantised
 
     @property
     def extents(self) -> dict[str, int]:
-        """Elements along each axis."""
+        """The number of elements along each axis."""
         sizes = (self.num_layers, self.sides, self.num_heads, self.page_size, self.head_dim)
         return dict(zip(AXES, sizes, strict=True))
 
     @property
     def page_elements(self) -> int:
-        """Elements of one page, without its scales."""
+        """The number of elements of one page, without its scales."""
         return math.prod(self.extents.values())
 
     @property
     def scales_offset(self) -> int:
-        """Bytes from the start of a page to its scales; without scales, the bytes of its values."""
+        """Bytes from the start of a page to its scales. Without scales, the bytes of its values."""
         values = self.page_elements * self.itemsize
         return _aligned(values) if self.scales else values
 
@@ -65,7 +65,7 @@ class PageLayout(msgspec.Struct, frozen=True, omit_defaults=True, tag="page_layo
 
     @property
     def strides(self) -> dict[str, int]:
-        """Elements between neighbours along each axis."""
+        """The distance of neighbours along each axis, in elements."""
         extents, step, found = self.extents, 1, dict[str, int]()
         for axis in reversed(self.order.split(",")):
             found[axis] = step
@@ -74,26 +74,26 @@ class PageLayout(msgspec.Struct, frozen=True, omit_defaults=True, tag="page_layo
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
-        """Logical shape of a page: `(sides, layers, page_size, heads, head_dim)`."""
+        """The logical shape of a page: `(sides, layers, page_size, heads, head_dim)`."""
         return (self.sides, self.num_layers, self.page_size, self.num_heads, self.head_dim)
 
     @property
     def shape_strides(self) -> tuple[int, int, int, int, int]:
-        """Strides, in elements, of the logical shape."""
+        """The strides of the logical shape, in elements."""
         at = self.strides
         return (at["side"], at["layer"], at["token"], at["head"], at["dim"])
 
     def fingerprint(self) -> str:
-        """A digest of this geometry. Shards with equal fingerprints may exchange pages byte for byte."""
+        """A digest of this geometry. Shards with the same fingerprint may exchange pages byte for byte."""
         return hashlib.sha256(msgspec.msgpack.encode(self)).hexdigest()[:16]
 
 
 class KindPages(NamedTuple):
     """The location on one shard of pages that are not token pages, such as a part of recurrent states."""
 
-    kind: str  # the name of the logical tensor that they belong to ("ssm")
+    kind: str  # the name of the logical tensor, such as "ssm"
     layout: PageLayout  # the layout of one page
-    region: int | None  # the index of their tensor among those of further kinds; None: they lie in the token pages
+    region: int | None  # the index of their tensor among the tensors of such kinds; None if they lie in the token pages
     offset: int  # bytes from the start of the tensor to page 0
     stride: int  # bytes from one page to the next
 
@@ -140,14 +140,17 @@ def replica_fingerprint(layouts: list[PageLayout], groups: str = "") -> str:
 
 
 def kv_kind(layouts: Sequence[PageLayout]) -> str:
-    """A description of what a replica keeps for a token, whatever the split of heads and the page layout."""
+    """A text that describes what a replica keeps for a token.
+
+    It does not depend on the split of heads or the page layout.
+    """
     one, heads = layouts[0], max(layout.first_head + layout.num_heads for layout in layouts)
     kind = f"{one.dtype}, {one.num_layers} layers of {one.sides} x {heads} heads of {one.head_dim}"
     return ", ".join(filter(None, (kind, scales_kind(layouts))))
 
 
 def scales_kind(layouts: Sequence[PageLayout]) -> str:
-    """A description of the values that share a scale; empty if values have no scales."""
+    """A text that describes which values share a scale. Empty if values have no scales."""
     layout = layouts[-1]
     scales = layout.scales
     if scales is None:
@@ -159,14 +162,14 @@ def scales_kind(layouts: Sequence[PageLayout]) -> str:
 
 
 def as_blocks(pages: torch.Tensor, layout: PageLayout, num_pages: int) -> torch.Tensor:
-    """A flat tensor of `num_pages` pages as `[pages, sides, layers, page, heads, dim]`, without their scales."""
+    """View a flat tensor of `num_pages` pages as `[pages, sides, layers, page, heads, dim]`, without their scales."""
     return pages.as_strided((num_pages, *layout.shape), (layout.page_bytes // layout.itemsize, *layout.shape_strides))
 
 
 def scales_of(rows: torch.Tensor, layout: PageLayout) -> torch.Tensor | None:
-    """The scales in `rows`, whole pages as words of any type `[pages, words]`; None if pages have none.
+    """The scales in `rows`, which are whole pages as words of any type, `[pages, words]`. None if pages have no scales.
 
-    Shape `[pages, sides, layers, tokens, heads, dims]`; tokens, heads or dims is 1 if one scale covers the whole axis.
+    Shape `[pages, sides, layers, tokens, heads, dims]`. Tokens, heads or dims is 1 if one scale covers the whole axis.
     """
     scales = layout.scales
     if scales is None:
@@ -186,8 +189,9 @@ def allocate_blocks(layout: PageLayout, num_pages: int, device: torch.device) ->
 
     If pages have scales, these follow the values in the same memory (`scales_of`).
 
-    On the CPU the memory is private, anonymous, in huge pages, and touched here. A transfer that meets an untouched
-    page or a 4 KiB page is much slower (measured: 0.4 to 8 GB/s instead of 15). Raises `PoolTooSmallError`.
+    On the CPU the memory is private and anonymous, lies in huge pages, and is touched here. Transfers are much slower
+    if a page was never touched, or is a page of 4 KiB (measured: 0.4 to 8 GB/s instead of 15). Raises
+    `PoolTooSmallError` if the memory cannot be allocated.
     """
     elements = num_pages * layout.page_bytes // layout.itemsize
     dtype: torch.dtype = getattr(torch, layout.dtype)
@@ -204,10 +208,10 @@ def allocate_blocks(layout: PageLayout, num_pages: int, device: torch.device) ->
 
 
 def allocate_host_rows(rows: int, row_bytes: int, pinned_for: object = None) -> torch.Tensor:
-    """Zeroed host memory, uint8 `[rows, row_bytes]`, in huge pages; pinned while `pinned_for` exists, if it is given.
+    """Zeroed host memory, uint8 `[rows, row_bytes]`, in huge pages. It is pinned while `pinned_for`, if given, exists.
 
-    Pinned memory is registered with the driver. torch does not allocate it, because torch rounds up to a power of two.
-    Raises `PoolTooSmallError` if there is too little memory, or it cannot be pinned.
+    Pinned memory is registered with the driver. torch does not allocate it, because torch rounds sizes up to a power of
+    two. Raises `PoolTooSmallError` if there is too little memory, or if it cannot be pinned.
     """
     try:
         memory = _huge_pages(rows * row_bytes)[: rows * row_bytes]
@@ -221,7 +225,7 @@ def allocate_host_rows(rows: int, row_bytes: int, pinned_for: object = None) -> 
 
 
 def _unpin(cudart: Any, memory: torch.Tensor) -> None:
-    """Unregister pinned memory. The argument keeps it mapped until then."""
+    """Unregister pinned memory. The argument `memory` keeps it mapped until then."""
     cudart.cudaHostUnregister(memory.data_ptr())
 
 

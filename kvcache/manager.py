@@ -114,8 +114,8 @@ class PagedKVCacheManager:
         self._mark = self._replicas.mark  # the call that is changing the state
         self.kv_event_endpoints: list[tuple[str, str | None]] = self._replicas.event_endpoints
         self._claims = Claims(self._replicas.each, self._replicas.steps.open)
-        self.contents = PageContents(self._replicas.each, self.fingerprint, self._mark)  # pages by content
-        # Kept for decode steps: the lookup of a context's place, and the tokens for which a place has pages.
+        self.contents = PageContents(self._replicas.each, self.fingerprint, self._mark)  # finds pages by content
+        # Stored for decode steps: the lookup of a context's place, and how many tokens the pages of a place hold.
         self._place_of: Callable[[Any, int], int] = self._claims.bound.get
         self._capacity = self._replicas.capacity
         self._metrics_before = KVCacheMetrics()
@@ -135,15 +135,16 @@ class PagedKVCacheManager:
         if mark.call:
             mark.refuse("external_claim")
         chosen = self._claims.free_at(request_id, replica_idx)
-        mark.call = ("external_claim", request_id)  # instead of `changing`: saves a seventh of the call
+        mark.call = ("external_claim", request_id)  # instead of `changing`, which saves a seventh of the call
         self._claims.claim(request_id, chosen)
         mark.call = None
 
     @contextmanager
     def claim(self, context: Context, replica_idx: int | None = None) -> Generator[int]:
-        """Claim for the length of a `with` block, then release. Yields the replica, by default the recommended one.
+        """Claim the request for a `with` block, and release it at the end.
 
-        If a call was interrupted in the block, `recover` releases the request, and the block's own error propagates.
+        Yields the replica, by default the recommended one. If a call was interrupted in the block, `recover` releases
+        the request, and the block's own error propagates.
         """
         check_context(context, "claim")
         if replica_idx is None:
@@ -171,14 +172,14 @@ class PagedKVCacheManager:
         return self._claims.locate(context.request_id, "get_replica")[1]
 
     def get_or_recommend_replica(self, context: Context) -> int:
-        """The request's replica, or the one to claim it on, by `params.routing`."""
+        """The request's replica if it is claimed, else the replica on which to claim it, by `params.routing`."""
         self._mark.check("get_or_recommend_replica")
         check_context(context, "get_or_recommend_replica")
         known = context.request_id in self._claims.places
         return self.get_replica(context) if known else self.admission(context).replica_idx
 
     def admission(self, context: Context, num_steps: int = 1) -> Admission:
-        """The best replica for a request that is not claimed yet, and whether a row and pages are free for it now."""
+        """The best replica for a request that is not claimed yet, and whether a row and enough pages are free now."""
         self._mark.check("admission")
         num_steps = arguments.steps(num_steps)
         check_context(context, "admission")
@@ -189,10 +190,11 @@ class PagedKVCacheManager:
         return self._replicas.admission(read_context(context), num_steps)
 
     def prefetch(self, context: Context) -> bool:
-        """Begin to load the request's pages from files into the host tier. Returns whether some are on their way.
+        """Begin to load the request's pages from files or objects into the host tier.
 
-        Call it while a request waits. `maybe_reserve` uses the pages that have arrived, waits up to 100 ms, once, for
-        the others, and uses pages that arrive later when it is called for a later chunk.
+        Returns whether some are on their way. Call it while a request waits. `maybe_reserve` uses the pages that have
+        arrived. It waits up to 100 ms, once, for the others. Pages that arrive later can still be used when it is
+        called for a later chunk.
         """
         self._mark.check("prefetch")
         check_context(context, "prefetch")
@@ -220,26 +222,28 @@ class PagedKVCacheManager:
         """Give the request pages for all its known tokens and `num_steps` steps. Cached pages are used if they match.
 
         The context's `start_idx` moves to the end of a prefix hit. A request without pages has computed nothing: it
-        starts at its hit, or at 0, whatever its context says. A preempted request can therefore be claimed again with
-        the same context. Returns False, with nothing changed, if too few pages are free; the same call may succeed once
-        other requests have released theirs. With several block tables, pages of a cancelled import are given back
-        first, so a refused request has none left.
+        starts at its hit, or at 0, whatever its context says. So a preempted request can be claimed again with the same
+        context.
+
+        If too few pages are free, returns False and changes nothing. The same call may succeed after other requests
+        have released pages. With several block tables, the pages of a cancelled import are given back first, so a
+        refused request has no pages left in that case.
 
         Raises `InvalidRequestError`, as `reserve_batch` and `fetch` do, if a request with pages has its `start_idx`
-        beyond the tokens that it can have computed, or would recompute tokens that a lease promises to readers.
+        beyond the tokens that it can have computed, or would recompute tokens that readers of a lease may know.
         """
         mark = self._mark
         if mark.call:
             mark.refuse("maybe_reserve")
-        # The usual decode step, without a new page: 15 of 16 calls end here.
+        # The usual decode step, which needs no new page. With pages of 16 tokens, 15 of 16 calls end here.
         try:
             place = self._place_of(data, -1)
-        except TypeError:  # the context is not hashable
+        except TypeError:  # raised if the context is not hashable
             place = -1
-        room = self._capacity[place]  # place -1 has no pages
+        room = self._capacity[place]  # 0 at place -1, which has no pages
         if type(num_steps) is int and 0 < num_steps <= MOST:
             most = room - num_steps + 1
-            if type(data) is TextContext:  # one call; the protocol needs two
+            if type(data) is TextContext:  # one call; other contexts need two
                 if data.decodes_within(most):
                     return True
             elif place >= 0 and data.active_length == 1 and data.current_length <= most:
@@ -261,7 +265,7 @@ class PagedKVCacheManager:
             raise
         if reserved and place < 0:
             self._claims.bind(data, replica_idx, row)
-        mark.context = mark.call = None  # in this order: a context is noted only while a call is
+        mark.context = mark.call = None  # in this order, because a context may only be set while a call is
         return reserved
 
     def reserve_batch(self, batch: Sequence[Context], num_steps: int = 1) -> NDArray[np.bool_]:
@@ -279,9 +283,9 @@ class PagedKVCacheManager:
     def fork(self, parent: Context, child: Context, num_steps: int = 1) -> bool:
         """Claim `child` on the parent's replica, with everything that the parent had computed by its last `step`.
 
-        Full pages are shared; a partly filled last page is copied. `child` must not be claimed yet, must have the
-        parent's salt and keys, and must know more tokens than the parent has computed (`TextContext.fork` makes one).
-        Returns False, with nothing changed, if too few pages are free. Also raises as `external_claim` does.
+        Full pages are shared. A partly filled last page is copied. `child` must not be claimed yet, must have the
+        parent's salt and keys, and must have more tokens than the parent has computed (`TextContext.fork` makes one).
+        If too few pages are free, returns False and changes nothing. Also raises the same errors as `external_claim`.
         """
         self._mark.check("fork")
         num_steps = arguments.steps(num_steps)
@@ -294,7 +298,7 @@ class PagedKVCacheManager:
         if end is None:
             return False
         with self._mark.changing("fork", read.request_id, read):
-            # First, because a caller's own context may refuse. Nothing after this raises.
+            # First, because a caller's own context may refuse by raising an error. Nothing after this raises.
             read.run_from(replica.rows.cached.item(parent_row), read.end_idx)
             row = self._claims.claim(read.request_id, replica_idx)
             self._replicas.fork(replica_idx, parent_row, row, end)
@@ -302,14 +306,18 @@ class PagedKVCacheManager:
         return True
 
     def batch(self, contexts: Sequence[Context]) -> Batch:
-        """Look the requests up once. All calls accept the result in place of a sequence of contexts."""
+        """Look up the requests once, for all steps of a batch.
+
+        All calls accept the result instead of a list of contexts.
+        """
         self._mark.check("batch")
         return self._claims.batch(contexts)
 
     def fetch(self, batch: Sequence[Context], num_steps: int = 1) -> list[RaggedKVCacheInputs]:
         """The model's inputs for the batch: one entry per device, replica by replica. Allocates no pages.
 
-        Each replica sees its own requests, in batch order. Raises `NotReservedError` if a request has too few pages.
+        Each replica's inputs have its own requests, in batch order. Raises `NotReservedError` if a request has too few
+        pages.
         """
         if self._mark.call:
             self._mark.refuse("fetch")
@@ -319,11 +327,12 @@ class PagedKVCacheManager:
         return fetched or self._replicas.fetch(self._claims.gather(batch, "fetch"), num_steps)
 
     def fetch_ahead(self, batch: Sequence[Context], num_steps: int = 1) -> StepInFlight:
-        """`fetch` for a loop that plans a step while the one before it runs: its `inputs` stay until `end_step`.
+        """Do the same as `fetch`, for a loop that plans a step while the previous one runs.
 
-        Pages that are released meanwhile, for whatever reason, are not handed out before the step has ended. So a
-        request may be released while the device runs it, and `maybe_reserve` may return False until the step has ended.
-        Two steps may be in flight. A third raises `InvalidRequestError`, and so does a step with recurrent states.
+        The `inputs` of the returned step stay valid until `end_step`. Pages that are released meanwhile, for whatever
+        reason, are not allocated again before the step has ended. So a request may be released while the device runs
+        it, and `maybe_reserve` may return False until the step has ended. Two steps may be in flight. Raises
+        `InvalidRequestError` for a third step, and for a model with recurrent states.
         """
         if self._mark.call:
             self._mark.refuse("fetch_ahead")
@@ -332,7 +341,7 @@ class PagedKVCacheManager:
         return self._replicas.fetch_ahead(self._claims.gather(batch, "fetch_ahead"), num_steps)
 
     def end_step(self, step: StepInFlight) -> None:
-        """End a step that was fetched ahead: the device has run it, or will not run it. Safe to call twice."""
+        """End a step that was fetched ahead, after the device has run it, or if it will not run. Safe to call twice."""
         self._mark.check_books("end_step")
         step = check_step(step, self._replicas.steps)
         with self._mark.changing("end_step", step):
@@ -341,8 +350,8 @@ class PagedKVCacheManager:
     def step(self, batch: Sequence[Context]) -> None:
         """Publish every page that is full of computed tokens. Call it after `context.update`.
 
-        A request's page ids may change: if equal content was published before, that page is shared and the duplicate
-        freed. Raises `NotReservedError` if a request computed more tokens than it has pages for.
+        A request's page ids may change: if the same content was published before, that page is shared, and the
+        duplicate is freed. Raises `NotReservedError` if a request computed more tokens than its pages hold.
         """
         if self._mark.call:
             self._mark.refuse("step")
@@ -352,16 +361,16 @@ class PagedKVCacheManager:
     def increment_cache_lengths(
         self, kv_cache_inputs: Sequence[RaggedKVCacheInputs], prev_model_inputs: Any
     ) -> Sequence[RaggedKVCacheInputs]:
-        """The inputs of the next of several steps, in which the last step's tokens count as cached.
+        """The inputs of the next of several steps. The tokens of the previous step count as cached in it.
 
         A list is changed in place and returned. `prev_model_inputs.input_row_offsets` are the offsets `[batch + 1]` of
-        the ragged batch (the first item, if it is a list). With several replicas,
+        the ragged batch. If it is a list, its first item is used. With several replicas,
         `prev_model_inputs.data_parallel_splits` `[replicas + 1]` assigns the requests to replicas.
         """
         return inputs.increment_cache_lengths(kv_cache_inputs, prev_model_inputs, replicas=self.num_replicas)
 
     def get_data_parallel_splits(self, context_batch: Sequence[Context]) -> torch.Tensor:
-        """The end of each replica's requests in a batch ordered by replica: int64 `[num_replicas + 1]`, after a 0."""
+        """The end of each replica's requests in a batch ordered by replica, after a 0: int64 `[num_replicas + 1]`."""
         self._mark.check("get_data_parallel_splits")
         gathered = self._claims.gather(context_batch, "get_data_parallel_splits")
         return inputs.data_parallel_splits(gathered.replicas, self.num_replicas)
@@ -371,7 +380,8 @@ class PagedKVCacheManager:
     ) -> list[inputs.RaggedKVCacheInputSymbols]:
         """The shapes of `fetch`'s entries as meta tensors with named dynamic dimensions, for `torch.export`.
 
-        `devices` and `num_layers`, if given, replace the manager's own. Raises `InvalidParamsError`.
+        `devices` and `num_layers`, if given, replace the manager's own. Raises `InvalidParamsError` if they are
+        invalid.
         """
         if devices is not None:
             sizing.check_devices(self.params, devices)
@@ -384,7 +394,7 @@ class PagedKVCacheManager:
     def block_table(self, request_id: RequestID, *, full_pages: bool = False, first_page: int = 0) -> BlockTable:
         """The pages that the request had computed by its last `step`. Valid while it is claimed or leased.
 
-        The call waits for no device. If the pages are on a GPU, tell a reader in another process about them only after
+        The call does not wait for a device. If the pages are on a GPU, do not pass the table to another process before
         the model has run.
 
         `full_pages` leaves out a last page that is not full yet. `first_page` (with one table) leaves out the pages
@@ -398,11 +408,11 @@ class PagedKVCacheManager:
         return replica.leases.sealed(row, table)
 
     def lease(self, request_id: RequestID, *, seal: Callable[[BlockTable], bytes] | None = None) -> PageLease:
-        """Hold the pages of a claimed request until `end_lease`, including those that it computes after this call.
+        """Hold the pages of a claimed request until `end_lease`, including pages that it computes after this call.
 
         The lease has no effect while the request is claimed. When the request is released, for whatever reason, its row
         becomes free, but its pages stay unchanged while one of its leases is open. They stay findable by their prefix.
-        `seal` makes the `seals` of each `block_table` that is made of the request from now on.
+        `seal` makes a seal for each `block_table` of the request from now on.
         """
         self._mark.check("lease")
         replica, replica_idx, row = self._claims.locate(request_id, "lease")
@@ -412,7 +422,7 @@ class PagedKVCacheManager:
         return lease
 
     def end_lease(self, lease: PageLease) -> None:
-        """End a lease that no reader uses any more. Frees pages without another holder. Safe to call twice."""
+        """End a lease that no reader uses any more. Pages without another holder are freed. Safe to call twice."""
         self._mark.check_books("end_lease")
         granted = granted_by(lease, [replica.leases for replica in self._replicas.each])
         with self._mark.changing("end_lease", lease):
@@ -427,18 +437,20 @@ class PagedKVCacheManager:
         partial: bool = False,
         others: Sequence[BlockTable] = (),
     ) -> PendingImport | None:
-        """Reserve the claimed request's pages, and find those to copy from the maker of `table`.
+        """Reserve pages for the claimed request, and find which must be copied from the manager that made `table`.
 
-        Returns None if too few pages are free. Pages cached here are shared; `copier` gives the right to copy the
-        others. The request can run after `commit_import`. After `cancel_import` it computes its tokens itself in the
-        pages that it has, or is released. With several block tables `maybe_reserve` must be called first: it gives the
-        request other pages, unless it is leased. A request that is not leased and has not run may also import again.
-        Its pages are given back first, so a result of None leaves it without pages.
+        Returns None if too few pages are free. Pages that are cached here are shared. The object that `copier` returns
+        copies the others. The request can run after `commit_import`.
+
+        After `cancel_import` the request can compute its tokens itself in the pages that it has. With several block
+        tables `maybe_reserve` must be called before that: it gives the request other pages, unless the request is
+        leased. A request that is not leased and has not run may instead import again. Its pages are given back first,
+        so it has none if the result is None.
 
         The table may have any page size and split. It must cover fewer tokens than the context knows, because the last
         token runs here. With `partial` it covers only the first full pages, and `extend_import` follows. `others` are
         tables of further managers that hold some of the same tokens, in pages of the same size: each page may be copied
-        from any of them. Raises `BlockTableMismatchError` (a ValueError).
+        from any of them. Raises `BlockTableMismatchError` (a ValueError) if a table does not fit.
         """
         self._mark.check("import_block_table")
         num_steps = arguments.steps(num_steps)
@@ -458,9 +470,9 @@ class PagedKVCacheManager:
         return pending
 
     def extend_import(self, context: Context, pending: PendingImport, table: BlockTable, *, last: bool) -> PageCopy:
-        """The pages to copy in addition to those returned before, now that the source's table covers more tokens.
+        """The additional pages to copy, now that the source's table covers more tokens.
 
-        Raises as `import_block_table` does, and also if the earlier pages differ or the import is closed.
+        Raises the same errors as `import_block_table`, and also if the earlier pages differ or the import is closed.
         """
         self._mark.check("extend_import")
         replica, _, row = self._claims.own(context, "extend_import")
@@ -469,7 +481,7 @@ class PagedKVCacheManager:
             return imports.extend_import(replica, row, read, pending, table, last=last)
 
     def copier(self, pending: PendingImport) -> ImportCopier:
-        """The right to copy into an open import's pages, and to prove the copy. It is handed out once."""
+        """The object that may copy into an open import's pages and prove the copy. An import has only one."""
         self._mark.check("copier")
         books = imports.own_import(self._replicas.each, pending, "copier", is_open=True).imports
         books.refuse_taken(pending)
@@ -477,11 +489,11 @@ class PagedKVCacheManager:
             return books.make_copier(pending)
 
     def commit_import(self, context: Context, pending: PendingImport, proof: ImportProof | None = None) -> None:
-        """Commit an import whose pages have all been copied: the tokens count as cached, full pages are published.
+        """Commit an import whose pages have all been copied: its tokens count as cached, and full pages are published.
 
-        `proof` comes from the import's copier. If an endpoint reads the pages, the event of a pull that passed carries
-        it. It must belong to this import and cover its whole table. Pass None if no page was to be copied
-        (`pending.needs_copy`).
+        `proof` comes from the import's copier. If an endpoint of `transfer` reads the pages, the event of a successful
+        pull carries the proof. It must belong to this import and cover its whole table. Pass None if no page had to be
+        copied (`pending.needs_copy` is False).
         """
         self._mark.check("commit_import")
         replica, _, row = self._claims.own(context, "commit_import")
@@ -493,8 +505,8 @@ class PagedKVCacheManager:
     def cancel_import(self, pending: PendingImport) -> None:
         """Cancel an import. Safe to call twice.
 
-        While its copier may still write, its pages are not handed out and its request cannot run. If the pages were
-        written without taking the copier, this call promises that no write is in flight any more.
+        While its copier may still write, its pages are not used otherwise, and its request cannot run. If you have
+        written to the pages without a copier, calling this promises that no write is in flight any more.
         """
         self._mark.check_books("cancel_import")
         replica = imports.own_import(self._replicas.each, pending, "cancel_import")
@@ -518,49 +530,58 @@ class PagedKVCacheManager:
         return self._replicas.metrics - self._metrics_before
 
     def reset_metrics(self) -> None:
-        """Restart the counters at zero."""
+        """Reset the counters to zero."""
         self._metrics_before = self._replicas.metrics
 
     # ---- figures: how much of the memory is in use
 
     @property
     def states(self) -> tuple[StatePages, ...]:
-        """The states of each replica's recurrent layers, with `hits` and `evictions` of copies; empty without any."""
+        """The states of each replica's recurrent layers, with `hits` and `evictions` of cached states.
+
+        Empty without such layers.
+        """
         return tuple(replica.states for replica in self._replicas.hybrid)
 
     @property
     def further_groups(self) -> list[tuple[StatePages, ...]]:
-        """The further page pools of each replica, besides the one for tokens: one for states, or none."""
+        """The page pools of each replica besides the one for tokens: one for states, or none."""
         return [(pages,) for pages in self.states] or [()] * self.num_replicas
 
     @property
     def slab_pages(self) -> int:
-        """Consecutive pages that each request takes for its state (`kvcache.pool.slabs`); 0: none."""
+        """The number of consecutive pages that a request takes for its state (`kvcache.pool.slabs`); 0 if none."""
         return self._replicas.each[0].pool.beside
 
     @property
     def device_tensors(self) -> list[list[torch.Tensor]]:
-        """The page tensors, `[replica][shard]`, of `pages + 1` pages each, for a transfer engine to register."""
+        """The page tensors, `[replica][shard]`, each of `pages + 1` pages. A transfer engine must register them."""
         return [place.memory.blocks for place in self._replicas.placed]
 
     @property
     def total_num_pages(self) -> int:
-        """Pages of all replicas, without the null page of each."""
+        """The number of pages of all replicas, without the null page of each."""
         return sum(replica.pool.num_pages for replica in self._replicas.each)
 
     @property
     def num_free_blocks(self) -> int:
-        """Pages of all replicas that a reservation can take, including cached pages without a holder."""
+        """The number of pages of all replicas that a reservation can take, including cached pages without a holder."""
         return sum(replica.pool.free_count for replica in self._replicas.each)
 
     @property
     def num_held_blocks(self) -> int:
-        """Pages of all replicas with a holder, or that a transfer or a step in flight writes, including states."""
+        """The number of pages of all replicas with a holder, or that a transfer or a step in flight writes.
+
+        Includes states.
+        """
         return self.total_num_pages - self.num_free_blocks + sum(states.num_held for states in self.states)
 
     @property
     def num_leased_blocks(self) -> int:
-        """Pages of all replicas that leases of released requests hold. Those of claimed requests do not count."""
+        """The number of pages of all replicas that leases of released requests hold.
+
+        Leases of claimed requests do not count.
+        """
         return sum(replica.leases.num_pages for replica in self._replicas.each)
 
     @property
@@ -570,17 +591,17 @@ class PagedKVCacheManager:
 
     @property
     def free_blocks_pct(self) -> float:
-        """The free share of the pages, 0.0 to 1.0, as a mean over the replicas."""
+        """The share of pages that are free, 0.0 to 1.0, as a mean over the replicas."""
         return sum(each.pool.free_count / each.pool.num_pages for each in self._replicas.each) / self.num_replicas
 
     @property
     def used_blocks_pct(self) -> float:
-        """The used share of the pages, 0.0 to 1.0, as a mean over the replicas."""
+        """The share of pages that are in use, 0.0 to 1.0, as a mean over the replicas."""
         return 1.0 - self.free_blocks_pct
 
     @property
     def total_num_host_pages(self) -> int:
-        """Pages of the host tier, which all replicas share; 0 if there is none."""
+        """The number of pages of the host tier, which all replicas share; 0 if there is none."""
         return self._replicas.host_pages[0]
 
     @property
@@ -591,7 +612,7 @@ class PagedKVCacheManager:
 
     @property
     def hint_share(self) -> float:
-        """The share of idle pages that follow retention hints at present, 0.0 to 1.0, as a mean over the replicas."""
+        """The share of idle pages that follow retention hints now, 0.0 to 1.0, as a mean over the replicas."""
         return sum(replica.hints.share for replica in self._replicas.each) / self.num_replicas
 
     # ---- resets, recovery and the end
@@ -604,12 +625,17 @@ class PagedKVCacheManager:
 
     def _look_for_reset(self) -> None:
         if self._reset_endpoint.is_asked:
-            with self._mark.changing("reset_prefix_cache"):  # first, so that an interrupt does not lose the request
-                self._reset_endpoint.is_asked = False  # before the reset, so that a later request causes another one
+            # First, so that an interrupt does not lose the request for a reset.
+            with self._mark.changing("reset_prefix_cache"):
+                # Cleared before the reset, so that a later request causes another reset.
+                self._reset_endpoint.is_asked = False
                 self._replicas.forget_idle()
 
     def flush_tiers(self) -> None:
-        """Copy all published pages to host and files, and wait. Steps copy them anyway: call it before a shutdown."""
+        """Copy all published pages to host and files, and wait.
+
+        Steps copy them gradually, so this is for a shutdown.
+        """
         self._mark.check("flush_tiers")
         with self._mark.changing("flush_tiers"):
             self._replicas.flush()
@@ -621,26 +647,27 @@ class PagedKVCacheManager:
         self._claims.check()
 
     def recover(self) -> Recovered:
-        """Mend the state after a call was interrupted in the middle of a change. Otherwise only check the state.
+        """Repair the state after a call was interrupted in the middle of a change. Otherwise only check the state.
 
         Waits until no copy is in flight, then rebuilds the state from rows, leases and imports, and recounts it.
-        It releases requests whose pages may have wrong contents, requests that the interrupted call claimed, forked,
-        imported or released, and requests whose `with claim` block has ended in the meantime. Claim these again and run
-        them from their first token. The other requests continue; repeat the interrupted call for them. If `recover` is
-        interrupted itself, call it again.
 
-        Raises `InvariantError` (a RuntimeError) if the state is still wrong: only `close` works then.
+        It releases three kinds of requests: those whose pages may have wrong contents; those that the interrupted call
+        claimed, forked, imported or released; and those whose `with claim` block has ended in the meantime. Claim these
+        again and run them from their first token. The other requests continue; repeat the interrupted call for them. If
+        `recover` itself is interrupted, call it again.
+
+        Raises `InvariantError` (a RuntimeError) if the state is still wrong. Then only `close` works.
         """
         return recover(self._replicas, self._claims, self._mark)
 
     def close(self) -> None:
-        """Close the sockets, and the lower tiers once all published pages are written. Safe to call twice.
+        """Close the sockets and the lower tiers, after all published pages are written. Safe to call twice.
 
         Held pages can still be given back (`release`, `end_lease`, `cancel_import`, `end_step`, a copier's `give_up`),
         and the state can still be read (`check`, `contains`, `get_replica`, `get_req_blocks`, `metrics` and other
         figures). Every other call raises `ManagerClosedError` (a RuntimeError).
 
-        It also works after an interrupted call whose state was not mended; then it writes no more pages.
+        It also works if an interrupted call has left the state unrepaired. Then it writes no more pages.
         """
         mark = self._mark
         right = not mark.is_interrupted
@@ -654,7 +681,7 @@ class PagedKVCacheManager:
 
 
 def _check_around_calls(manager: PagedKVCacheManager) -> None:
-    """Make every call of this manager that changes something run `check` before and after it, also after an error."""
+    """Make every call of this manager that changes something run `check` before and after it, even after an error."""
     for name in _CHANGES_SOMETHING:
         setattr(manager, name, _checked_around(getattr(manager, name), manager.check))
 
@@ -667,7 +694,7 @@ def _checked_around(method: Callable[..., Any], check: Callable[[], None]) -> Ca
             result = method(*args, **kwargs)
         except InterruptedCallError:
             raise
-        except KVCacheError:  # after another exception, the next call checks the state first
+        except KVCacheError:  # after any other exception, the next call checks the state first
             check()
             raise
         check()

@@ -28,7 +28,7 @@ StateForm = Literal["mamba2", "gated_delta", "mamba1", "short_conv", "linear"]
 
 CONV_KINDS = ("conv.x", "conv.B", "conv.C")
 SSM_KIND = "ssm"
-# The inputs that the mixers of each form convolve, in order.
+# Which inputs the mixers of each form convolve, in their order.
 _CONVOLVED: dict[StateForm, tuple[str, ...]] = {
     "mamba2": CONV_KINDS,
     "gated_delta": ("conv.B", "conv.C", "conv.x"),
@@ -65,7 +65,7 @@ class StateShape:
 
     @property
     def matrix(self) -> tuple[int, ...]:
-        """The shape of the matrix that the mixers keep for each head beside its inputs; empty if there is none."""
+        """The shape of the matrix that the mixers keep for each head besides its inputs; empty if there is none."""
         if self.form == "short_conv":
             return ()
         if self.form == "mamba1":
@@ -94,10 +94,10 @@ _SCALE_RULES: dict[str, Callable[[str, Any], object]] = {
 
 @dataclass(frozen=True, slots=True)
 class KVCacheQuantizationConfig:
-    """The scales of quantised keys and values: which values of a page share one, for each layer and side.
+    """The scales of quantised keys and values: which values of a page share a scale, in each layer and side.
 
-    The values have the 8-bit type `KVCacheParams.dtype`. The model writes and reads them: a value is the stored one
-    times its scale. Raises `InvalidParamsError` (a ValueError).
+    The values have the 8-bit type `KVCacheParams.dtype`. The model writes and reads them: the real value is the stored
+    value times its scale. Raises `InvalidParamsError` (a ValueError).
     """
 
     scale_dtype: torch.dtype = torch.float32  # the type of scales, which must be a floating-point type
@@ -131,8 +131,8 @@ class KVEvents:
     free port); an address of another kind gets `_dp<rank>` appended. `PagedKVCacheManager.kv_event_endpoints` has the
     bound addresses.
 
-    Events contain the tokens of prompts in clear, and a replay reveals everything that is cached. So the endpoints are
-    of this host by default. Use `secure` for others.
+    Events contain the tokens of prompts in clear, and a replay reveals everything that is cached. So by default
+    the endpoints can only be reached from this host. Use `secure` before you open them to others.
 
     Raises `InvalidParamsError` (a ValueError) for a value that cannot work.
     """
@@ -179,12 +179,13 @@ class Routing:
     `prefix`: the fewest pages to compute, weighed against recent load. `least-loaded`: the fewest claimed requests, the
     lowest index among equals. `round-robin`: the replica after the one that took the last new request.
 
-    With the default load weight, 8 replicas get 93 and 98 % of the hits of one pool of the same total size (Mooncake's
-    conversation and synthetic traces). In windows of 500 requests the busiest replica computes 7 and 5 % more than its
-    share, and 17 and 7 % more in the worst window. Twice the weight costs 3 to 5 points of these hits. With
-    `copy_pages` they get 98 and 99 % of the hits, and 16 and 9 % more load in the worst window. A router that sees only
-    load, and places each request as it arrives, has 15 and 5 % there. Counting a page that another replica has as
-    cheaper costs hits, and balances no better.
+    All figures are for 8 replicas on two Mooncake traces, conversation and synthetic. With the default load weight the
+    replicas get 93 and 98 % of the hits of one pool of the same total size. In windows of 500 requests the
+    busiest replica computes 7 and 5 % more than its share; in the worst window 17 and 7 % more. Twice the weight costs
+    3 to 5 points of these hits. With `copy_pages` the replicas get 98 and 99 % of the hits, and the busiest computes 16
+    and 9 % more in the worst window. With a router that sees only load, and places each request as it arrives, these
+    are 15 and 5 % more. Counting a page that another replica has as cheaper to compute costs hits, and balances no
+    better.
 
     Raises `InvalidParamsError` (a ValueError) on the first value that cannot work.
     """

@@ -1,8 +1,9 @@
-"""`recover`: mends a manager's state after a call was interrupted in the middle of a change.
+"""`recover`: repairs a manager's state after a call was interrupted in the middle of a change.
 
-Rows, leases and imports are trusted. All other state of pages is derived from them: the holders and writers of pages,
+Rows, leases and imports are trusted. All other state of pages is computed from them: the holders and writers of pages,
 which pages are idle or fresh, the links of the index, quotas, and copies between tiers. A page stays published if a row
-counts it as committed, or if it has no holder, because then its content was written before it was published.
+counts it as committed. It also stays published if it has no holder, because then its content was complete before it was
+published.
 """
 
 from collections.abc import Iterable
@@ -22,19 +23,19 @@ from kvcache.types import RequestID
 from kvcache.under_way import UnderWay
 
 _OF_A_REQUEST = {"external_claim", "release", "fork", "extend_import", "commit_import"}
-"""Calls whose request is released, because the caller did not learn of their result."""
+"""Calls after which their request is released, because the caller did not learn their result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
     """The result of `PagedKVCacheManager.recover`, and the state after it.
 
-    The interrupted call has returned nothing. If a call was interrupted while it returned, the manager cannot know that
-    its result was lost. So the other fields list everything that is open. End all objects that you do not know.
+    The interrupted call has returned nothing. If it was interrupted while it returned, the manager cannot know that its
+    result was lost. So the other fields list everything that is open. End all objects that you do not know.
     """
 
     call: str | None
-    """The call that was interrupted while it changed the state; None if there was none, and nothing was done."""
+    """The call that was interrupted while it changed the state. None if there was none; then nothing was done."""
     released: tuple[RequestID, ...]
     """Requests that are no longer claimed, as after `release`."""
     claimed: tuple[RequestID, ...]
@@ -42,15 +43,15 @@ class Recovered:
     leases: tuple[PageLease, ...]
     """All leases that are open."""
     imports: tuple[PendingImport, ...]
-    """All imports whose pages a copier may still write."""
+    """All imports to whose pages a copier may still write."""
     copiers: tuple[ImportCopier, ...]
-    """The copiers of these imports that were handed out and have not ended."""
+    """The copiers of these imports, except those that were never handed out or have ended."""
     steps: tuple[StepInFlight, ...]
     """All steps in flight, oldest first."""
 
 
 def recover(replicas: Replicas, claims: Claims, mark: UnderWay) -> Recovered:
-    """Mend the state if `mark` says that it may be half changed. See `PagedKVCacheManager.recover`."""
+    """Repair the state if `mark` says that it may be half changed. See `PagedKVCacheManager.recover`."""
     if not mark.is_interrupted:
         mark.leaving.clear()
         return _report(replicas, claims, None, ())
@@ -59,7 +60,7 @@ def recover(replicas: Replicas, claims: Claims, mark: UnderWay) -> Recovered:
     claims.mend()
     _close_unknown(replicas, claims, mark, call, about)
     lost = replicas.mend(about)
-    # Recorded before the first is released, so that a repeated `recover` releases the rest after an interrupt.
+    # Recorded before the first request is released. If this is interrupted, a repeated `recover` releases the others.
     mark.leaving += sorted({*lost, *_doubtful(claims, call, about)} - {*mark.leaving})
     for request_id in mark.leaving:
         if request_id in claims.places:
@@ -76,7 +77,7 @@ def recover(replicas: Replicas, claims: Claims, mark: UnderWay) -> Recovered:
 
 
 def _close_unknown(replicas: Replicas, claims: Claims, mark: UnderWay, call: str, about: object) -> None:
-    """Cancel an import, or forget a copier, that an interrupted call has made and not returned."""
+    """Cancel the import, or forget the copier, that an interrupted call has made but not returned."""
     if call == "import_block_table" and (request_id := cast("RequestID", about)) in claims.places:
         replica, _, row = claims.locate(request_id, call)
         if (pending := replica.imports.of_row.get(row)) is not None:
@@ -90,7 +91,7 @@ def _close_unknown(replicas: Replicas, claims: Claims, mark: UnderWay, call: str
 
 
 def _doubtful(claims: Claims, call: str, about: object) -> Iterable[RequestID]:
-    """Requests that are claimed and cannot continue, or whose claim was not reported to the caller."""
+    """Claimed requests that cannot continue, or whose claim was not reported to the caller."""
     named: list[RequestID] = []
     if call in _OF_A_REQUEST:
         yield cast("RequestID", about)
@@ -101,7 +102,7 @@ def _doubtful(claims: Claims, call: str, about: object) -> Iterable[RequestID]:
     for request_id, place in claims.places.items():
         replica, _, row = claims.locate(request_id, call)
         context = claims.context_at(place)
-        if context is None:  # its context may have been moved for pages that it did not get
+        if context is None:  # its context may have been moved for pages that the request did not get
             if replica.rows.num_pages[row] or request_id in named:
                 yield request_id
         elif request_id in named and not _goes_on(replica, row, context):

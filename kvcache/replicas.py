@@ -1,4 +1,4 @@
-"""`Replicas`: splits a call on a batch by replica, and carries it out on each."""
+"""`Replicas`: splits a call for a batch among the replicas, and carries it out on each."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -93,7 +93,10 @@ def place_replicas(
 
 
 class Router:
-    """Weighs the pages that a replica would have to compute against the pages that it computed recently."""
+    """Chooses a replica.
+
+    Weighs the pages that a request has to compute there against those that it computed recently.
+    """
 
     def __init__(self, replicas: int, routing: Routing) -> None:
         self.routing = routing
@@ -104,21 +107,22 @@ class Router:
         """The replica of least cost among those where the request fits, or among all if it fits on none.
 
         Each argument has one entry per replica: pages of the request that are `missing` there, `claimed` requests, and
-        whether the request `fits` now. Ties go to the fewest claimed requests, then to the lowest index.
+        whether the request `fits` now. Among equals, the replica with the fewest claimed requests is chosen, then the
+        one with the lowest index.
         """
         weight = self.routing.load_weight
         costs = [miss + weight * load for miss, load in zip(missing, self._loads, strict=True)]
         return min(range(len(costs)), key=lambda replica: (not fits[replica], costs[replica], claimed[replica]))
 
     def without_looking(self, claimed: Sequence[int]) -> int:
-        """The replica by a rule without prefix lookup: `least-loaded` or `round-robin`."""
+        """The replica by a rule that needs no prefix lookup: `least-loaded` or `round-robin`."""
         if self.routing.rule == "round-robin":
             return (self._last + 1) % len(claimed)
         return min(range(len(claimed)), key=claimed.__getitem__)
 
     def admitted(self, replica: int, computed: int) -> None:
         """Record that a request was admitted that computes `computed` pages on this replica."""
-        if len(self._loads) == 1:  # there is no choice
+        if len(self._loads) == 1:  # with one replica there is no choice
             return
         decay = self.routing.load_decay
         self._loads = [load * decay for load in self._loads]
@@ -127,7 +131,7 @@ class Router:
 
 
 class Replicas:
-    """All replicas of a manager. Its calls raise as those of `PagedKVCacheManager` that use them."""
+    """All replicas of a manager. The methods raise the same errors as the manager's methods that use them."""
 
     def __init__(
         self,
@@ -139,11 +143,11 @@ class Replicas:
         fingerprint: str,
     ) -> None:
         self.placed = placed
-        self.hybrid = hybrid  # the replicas again, if there are recurrent layers; empty otherwise
+        self.hybrid = hybrid  # all replicas if the model has recurrent layers, else empty
         self.fingerprint = fingerprint  # identifies the layout of a replica's pages and states on all shards
         self._rows = rows
-        self.capacity = rows.capacity_of  # by place: the tokens for which it has pages; place -1 has none
-        self.tiers, self.state_tiers = tiers  # below the pages of tokens, and below recurrent states
+        self.capacity = rows.capacity_of  # by place: how many tokens its pages hold; 0 at place -1
+        self.tiers, self.state_tiers = tiers  # the tiers below the token pages, and below recurrent states
         self._all_tiers = [one for one in tiers if one is not None]
         self.each: list[Replica] = [place.replica for place in placed]
         self.steps = StepsInFlight(placed)
@@ -155,13 +159,13 @@ class Replicas:
         self._partial = [PartialReuse(replica, least) for replica in self.each] if least else []
         self._events: EventPublisher | NoEvents = NoEvents()
         self._indexes: dict[int, PrefixIndex] = {}  # by source of events: its index
-        self._log: AnyLog = NoLog()  # the record for events
-        # Whether a step of one request needs only its row: there are no tiers, events or further tables.
+        self._log: AnyLog = NoLog()  # where changes are recorded for events
+        # Whether a step of one request needs only its row, because there are no tiers, events or further tables.
         self._is_plain = not self._all_tiers and self.each[0].tables.is_plain
 
     @property
     def metrics(self) -> KVCacheMetrics:
-        """Counters over all replicas, since they were made."""
+        """The counters over all replicas since the replicas were made."""
         below = sum((tiers.metrics for tiers in self._all_tiers), KVCacheMetrics())
         for replica in self.hybrid:
             below += KVCacheMetrics(state_hits=replica.states.hits, state_evictions=replica.states.evictions)
@@ -179,7 +183,7 @@ class Replicas:
             found = self.each[chosen].find(context)
             new, fits = self._fits(chosen, context, length, found)
             return Admission(chosen, found.end, new, fits)
-        # The prompt is hashed once for all replicas, even if the context cannot keep the hasher.
+        # The prompt is hashed once for all replicas, even if the context cannot carry the hasher.
         hasher = hasher_of(context, one.hash_algorithm, one.page_size) if one.caching else None
         found = [replica.find(context, hasher=hasher) for replica in self.each]
         missing, fits = zip(*(self._fits(at, context, length, one) for at, one in enumerate(found)), strict=True)
@@ -188,11 +192,14 @@ class Replicas:
 
     @property
     def is_loading(self) -> bool:
-        """Whether pages are held for copies from host memory that may have ended."""
+        """Whether pages are held for copies from host memory. The copies may have ended already."""
         return any(tiers.is_loading for tiers in self._all_tiers)
 
     def take_up(self) -> None:
-        """Handle ended copies from host memory, which may free pages. A loop that only waits runs no step to do so."""
+        """Handle ended copies from host memory, which may free pages.
+
+        A loop that only waits runs no step that would do so.
+        """
         for tiers in self._all_tiers:
             tiers.take_up()
 
@@ -206,9 +213,9 @@ class Replicas:
         return most.fetch_prefix(digests, wait=False)
 
     def reserve(self, replica_idx: int, row: int, context: SafeContext, num_steps: int) -> bool:
-        """Give one request its pages. Returns False, with nothing changed, if there are too few."""
+        """Give one request its pages. If there are too few, returns False and changes nothing."""
         replica = self.each[replica_idx]
-        first_time = replica.rows.prompt.item(row) < 0  # then cached pages are looked up even for one token
+        first_time = replica.rows.prompt.item(row) < 0  # if so, cached pages are looked up even for one token
         if first_time:
             if self._all_tiers:
                 self.take_up()
@@ -219,7 +226,7 @@ class Replicas:
             return False
         if first_time:
             self._router.admitted(replica_idx, new_pages)
-        # A step in flight may still write to the page that would get the copy.
+        # A step in flight may still write to the page into which the copy would go.
         if self._partial and (first_time or (context.active_idx - context.start_idx > 1 and not self.steps.open)):
             self._reuse_part(self._partial[replica_idx], replica_idx, row, context)
         return True
@@ -227,10 +234,10 @@ class Replicas:
     def reserve_batch(
         self, gathered: Gathered, num_steps: int, bind: Callable[[Context, int, int], None]
     ) -> NDArray[np.bool_]:
-        """`reserve` for each request: bool `[batch]`. Raises before any request is touched.
+        """Reserve pages for each request: bool `[batch]`. Raises before any request is changed.
 
         `bind` is called with each context that has pages now, its replica and its row. If a caller's own context raises
-        while it is moved, the requests before it keep their pages.
+        an error when its indices are set, the requests before it keep their pages.
         """
         if gathered.slack >= num_steps - 1 or self._reserve_decoding(gathered, num_steps):
             self.mark.call = None
@@ -251,12 +258,12 @@ class Replicas:
         return reserved
 
     def fork(self, replica_idx: int, parent: int, row: int, end: int) -> None:
-        """Let the claimed `row` share the computed pages of row `parent`, and have pages up to column `end`."""
+        """Let the claimed `row` share the computed pages of row `parent`, and give it pages up to column `end`."""
         for source, target in self.each[replica_idx].fork(parent, row, end):
             self.placed[replica_idx].memory.copy_page(source, target)
 
     def fetch_ahead(self, gathered: Gathered, num_steps: int) -> StepInFlight:
-        """`fetch` into separate tables, which stay unchanged until the step has ended."""
+        """Do the same as `fetch` into separate tables, which stay unchanged until the step has ended."""
         if self.hybrid:
             raise InvalidRequestError(
                 f"fetch_ahead of {len(gathered.contexts)} requests: a step writes a recurrent state over the one that "
@@ -272,7 +279,7 @@ class Replicas:
     def fetch(self, gathered: Gathered, num_steps: int, number: int | None = None) -> list[RaggedKVCacheInputs]:
         """The model's inputs, shard by shard and replica by replica. Raises before any token is counted.
 
-        `number`: the set of tables for them.
+        `number`: the set of tables in which to build them.
         """
         states = [gathered.part(share) for share in gathered.split(len(self.each))]
         if gathered.slack < num_steps - 1:
@@ -300,7 +307,10 @@ class Replicas:
         return fetched
 
     def fetch_one(self, one: One | None, num_steps: int) -> list[RaggedKVCacheInputs] | None:
-        """`fetch` for a single request, without arrays of one, in a third of the time. None: call `fetch` instead."""
+        """Do the same as `fetch` for a single request, in a third of the time.
+
+        Returns None if `fetch` must be called instead.
+        """
         if one is None or num_steps != 1:
             return None
         row, context = one
@@ -310,7 +320,7 @@ class Replicas:
         if end > self.capacity[row]:
             return None
         counter = self.each[0].counter
-        if row in counter.open:  # not in a decode step
+        if row in counter.open:  # False in a decode step
             counter.refuse_ahead(row, start)
             self.mark.call = _FETCH
             counter.run_one(row, start, active)
@@ -323,7 +333,7 @@ class Replicas:
         return inputs
 
     def step_one(self, one: One | None) -> bool:
-        """`step` for a single request. Returns False if `step` must be called instead."""
+        """Do the same as `step` for a single request. Returns False if `step` must be called instead."""
         if one is None or self.hybrid or not self._is_plain:
             return False
         (row, context), replica = one, self.each[0]
@@ -349,14 +359,14 @@ class Replicas:
     def step(self, gathered: Gathered, settle: Callable[[], None] | None = None) -> None:
         """Publish pages that are full of computed tokens. Raises before anything is published.
 
-        `settle`: called once the tokens are published, for drafted tokens.
+        `settle`: called after the tokens were published, for requests with drafted tokens.
         """
         for replica in self.hybrid:
             if settle is None and replica.states.drafts.page_of:
                 step_drafted(self.hybrid, gathered, self.step)
                 return
         computed = gathered.computed
-        if gathered.slack < -1:  # a request may have run past its pages
+        if gathered.slack < -1:  # a request may have run beyond its pages
             for share in gathered.split(len(self.each)):
                 self.each[share.replica].refuse_short(share.rows, computed[share.at], "step")
         call = _STEP if settle is None else ("step", gathered.places)
@@ -372,11 +382,15 @@ class Replicas:
         self.mark.call = None
 
     def _publish(self, gathered: Gathered, call: tuple[str, object]) -> None:
-        """Publish pages that may be full of computed tokens. Leaves `call` set as the call that is under way."""
+        """Publish pages that may be full of computed tokens.
+
+        `call` is marked as under way, and stays so after the return.
+        """
         computed = gathered.computed
-        # No page was full before the last token, so only requests whose page this token fills are looked at.
+        # No page was full before the last token, so only requests for which this token fills a page have to be checked.
         looked = None if gathered.due else gathered.turning()
-        # Hash on all replicas before publishing: a request whose salt or keys changed is refused before any change.
+        # Hash on all replicas before publishing on any: a request whose salt or keys have changed is refused before any
+        # change.
         full = [
             (share, pages)
             for share in (gathered.split(len(self.each)) if looked is None else looked)
@@ -385,22 +399,22 @@ class Replicas:
         self.mark.call = call
         for share, pages in full:
             self.each[share.replica].publish(share.rows, computed[share.at], pages)
-        if looked is not None or len(full) < len(self.each):  # otherwise `publish` has counted all
+        if looked is not None or len(full) < len(self.each):  # otherwise `publish` has counted all requests
             self._computed(gathered)
         if self._partial:
             _learn(self._partial, gathered, full)
         if gathered.has_futures:
             gathered.due = UNKNOWN
         elif full:
-            gathered.due = 1  # with many requests, others fill a page at the next token
+            gathered.due = 1  # among many requests, another one fills a page with the next token
         elif isinstance(gathered, Batch):
             gathered.due = self._rows.due(gathered.places, computed) if self.each[0].caching else NEVER
         self._log.end_call()
 
     def publish_events(self, options: KVEvents, params: KVCacheParams, tables: LayerTables) -> None:
-        """Report to subscribers what the pools and the tiers below them hold, from now on. Each replica is a rank.
+        """From now on, report to subscribers what the pools and the tiers below them hold. Each replica is a rank.
 
-        Recurrent states, which are cached after some pages, are reported as a further group after the block tables.
+        Recurrent states are reported as one more group after the block tables. They are cached only after some pages.
         """
         specs = [_spec_of(table.group, params) for table in tables.tables] + [CacheSpec("mamba")] * bool(self.hybrid)
         indexes = {at * len(specs): replica.pool.index for at, replica in enumerate(self.each)}
@@ -421,17 +435,17 @@ class Replicas:
             replica.log = log
 
     def stop(self) -> None:
-        """Return once no device and no tier's thread copies, reads or writes anything."""
+        """Wait until no device and no thread of a tier copies, reads or writes anything."""
         for place in self.placed:
             place.memory.settle()
         for tiers in self._all_tiers:
             tiers.stop()
 
     def mend(self, over: object) -> set[RequestID]:
-        """After an interrupt, `stop` and the claims' `mend`: derive all state from rows, leases, imports and steps.
+        """Rebuild all state from rows, leases, imports and steps after an interrupt.
 
-        `over`: the subject of the interrupted call. If it is a lease or a step, it is no longer open. Returns requests
-        that cannot continue.
+        `stop`, and `mend` of the claims, must be called before. `over`: what the interrupted call was about. If it is a
+        lease or a step, it has ended. Returns requests that cannot continue.
         """
         lost: set[RequestID] = set()
         self.steps.mend(over)
@@ -454,19 +468,22 @@ class Replicas:
 
     @property
     def event_endpoints(self) -> list[tuple[str, str | None]]:
-        """The addresses of each replica's KV events and of their replays."""
+        """The addresses of each replica's KV events and replays."""
         return self._events.endpoints
 
     @property
     def host_pages(self) -> tuple[int, int]:
-        """The pages that the host tier has room for, and those that it holds; zeros if there is none."""
+        """The number of pages that fit into the host tier, and the number that it holds.
+
+        Zeros if there is no host tier.
+        """
         if not self.tiers:
             return 0, 0
         pool = self.tiers.host.pool
         return pool.num_pages, int(np.count_nonzero(pool.index.published[1:]))
 
     def flush(self) -> None:
-        """Copy and write all pages and states that the tiers lack."""
+        """Copy and write all pages and states that the tiers do not have yet."""
         for tiers in self._all_tiers:
             tiers.flush()
 
@@ -475,7 +492,7 @@ class Replicas:
             tiers.tick()
 
     def close(self, *, flush: bool) -> None:
-        """Close the tiers, with `flush` after writing everything published, and the events. Safe to call twice."""
+        """Close the tiers and the events. With `flush`, everything published is written before. Safe to call twice."""
         for tiers in self._all_tiers:
             tiers.close(flush=flush)
         self._events.close()
@@ -489,7 +506,7 @@ class Replicas:
             tiers.check()
 
     def _reuse_part(self, partial: PartialReuse, replica_idx: int, row: int, context: SafeContext) -> None:
-        """Copy a cached page, of which the request shares a part, into the request's own page."""
+        """Copy a cached page, part of which the request shares, into the request's own page."""
         found = partial.find(row, context)
         if found is not None:
             pages, own, cached = found
@@ -498,17 +515,17 @@ class Replicas:
                 self.placed[replica_idx].memory.copy_page(page, target)
 
     def _reserve_decoding(self, gathered: Gathered, num_steps: int) -> bool:
-        """Reserve pages for a batch with one token each. Returns False if each request must be looked at."""
-        # All had pages before the last token, so only requests whose token begins a page can lack one.
+        """Reserve pages for a batch with one token each. Returns False if each request must be checked."""
+        # All had pages up to the last token, so only a request whose new token begins a page can need a page.
         shares = gathered.turning(self._most) if gathered.slack == -1 and num_steps == 1 else None
-        if not shares:  # None: all may lack pages; empty: none does, so `slack` is computed anew
+        if not shares:  # None: any request may need pages; empty: none does, so `slack` is computed again
             if shares is None and np.count_nonzero(gathered.actives - gathered.starts != 1):
                 return False
             slack = self._rows.slack(gathered.places, gathered.ends)
             if slack >= num_steps - 1:
                 gathered.slack = slack
                 return True
-            if slack < -1:  # a request has no pages, or claims more computed tokens than they hold
+            if slack < -1:  # a request has no pages, or claims more computed tokens than its pages hold
                 return False
             shares = gathered.split(len(self.each))
         lengths = gathered.ends + (num_steps - 1) if num_steps > 1 else gathered.ends
@@ -517,7 +534,7 @@ class Replicas:
             if not self.each[share.replica].reserve_decoding(share.rows, lengths[share.at]):
                 self.mark.call = None
                 return False
-        gathered.slack = num_steps - 1  # with many requests, others need pages at the next token
+        gathered.slack = num_steps - 1  # among many requests, another one needs a page for the next token
         return True
 
     def _computed(self, gathered: Gathered) -> None:
@@ -537,7 +554,7 @@ class Replicas:
         return gathered.digests(rows_at(share.at, at), firsts, lasts, self._hasher_of, self._log)
 
     def _fits(self, replica_idx: int, context: SafeContext, length: int, found: Found) -> tuple[int, bool]:
-        """Pages that a new request would need in addition to those `found`, and whether they and a row are free now."""
+        """How many pages a new request needs in addition to those `found`, and whether they and a row are free now."""
         replica = self.each[replica_idx]
         plan = replica.tables.plan(None, context.indices, length, found.end * replica.page_size, found)
         if not replica.has_room:
@@ -554,7 +571,7 @@ class Replicas:
 
 
 def _spec_of(group: LayerGroup, params: KVCacheParams) -> CacheSpec:
-    """The kind of a group's layers, in vLLM's terms."""
+    """The kind of the group's layers, in vLLM's terms."""
     if group.kind == "full":
         return CacheSpec("mla_attention" if params.is_mla else "full_attention")
     if group.kind == "window":
@@ -575,7 +592,7 @@ def _check_replica(replica: Replica) -> None:
     """Raise `InvariantError` at the first discrepancy: rows, then holders, writers and free pages, then the index.
 
     `Replica.counted` recounts holders and writers from rows, leases, imports, copies and parked pages. A page without
-    either must be fresh or idle.
+    holders and writers must be fresh or idle.
     """
     rows = replica.rows
     for request_id, row in rows.row_of.items():
@@ -600,9 +617,9 @@ def _check_row(replica: Replica, row: int) -> None:
         raise InvariantError(f"request {request_id!r}: has page numbers after its last page {end}")
     if committed > end or not pool.index.published[replica.tables.pages(row, committed)].all():
         raise InvariantError(f"request {request_id!r}: not all of its {committed} committed pages are published")
-    # A fork may have published the pages that it shares with this row. With several tables, a pending import may have
-    # found more pages in the first table than in all of them. A row may also have published pages after one from a
-    # lower tier.
+    # A page after the committed ones may be published for three reasons. A fork may have published pages that it shares
+    # with this row. With several tables, a pending import may have found more pages in the first table than in all
+    # tables. A row may have published pages after a page from a lower tier.
     alone = pool.holders[pages[committed:]] == 1
     found = not replica.tables.is_plain or replica.tier.keeps
     if not found and (pool.index.published[pages[committed:]] & alone).any():

@@ -1,4 +1,4 @@
-"""A socket on which another process can ask to drop the prefix cache, for example after new weights are loaded."""
+"""A socket on which another process can ask to drop the prefix cache, for example after loading new weights."""
 
 import logging
 import os
@@ -12,14 +12,14 @@ import zmq
 from kvcache.arguments import of_kind, refusal
 from kvcache.sockets import BoundSocket, bound_socket
 
-_PAUSE_S = 0.005  # after reading messages
+_PAUSE_S = 0.005  # the pause after reading messages
 _MESSAGES = 64
 
 _log = logging.getLogger("pagewire")
 
 
 def check_endpoint(endpoint_base: object) -> None:
-    """Raise `InvalidParamsError` unless this is None or can be the beginning of an address."""
+    """Raise `InvalidParamsError` unless `endpoint_base` is None or can be the beginning of an address."""
     needed = "the start of a ZMQ address, such as ipc:///tmp/cache,"
     base = "" if endpoint_base is None else of_kind("zmq_endpoint_base", endpoint_base, str, needed)
     if "\0" in base:
@@ -74,14 +74,14 @@ class ResetEndpoint(NoEndpoint):
 
 
 def _end(thread: threading.Thread, wake: int) -> None:
-    if thread.is_alive():  # False in a fork, which must not wake its parent's thread
+    if thread.is_alive():  # False in a forked child, which must not wake its parent's thread
         os.eventfd_write(wake, 1)
 
 
 def _read(socket: BoundSocket, wake: int, endpoint: "weakref.ref[ResetEndpoint]") -> None:
     poller = zmq.Poller()
     poller.register(socket, zmq.POLLIN)
-    poller.register(wake, zmq.POLLIN)  # instead of a timeout, which would wake an idle process again and again
+    poller.register(wake, zmq.POLLIN)  # instead of a timeout, which would keep waking an idle process
     with closing(socket), suppress(zmq.ContextTerminated):
         while wake not in dict(poller.poll()):
             taken = 0

@@ -1,6 +1,6 @@
-"""`Retention`: hints of clients about the future use of pages; and their one-byte codes for each page.
+"""`Retention`: hints of clients about the future use of pages, and their one-byte codes for each page.
 
-`kvcache.pool.hinted_order` uses the codes.
+The codes are used by `kvcache.pool.hinted_order`.
 """
 
 import functools
@@ -15,18 +15,19 @@ from kvcache.arguments import flag, integer, number, optional, shown, tuple_of, 
 from kvcache.errors import InvalidRequestError
 
 Codes = NDArray[np.uint8]
-"""Kinds of hint: a level, from 0 (goes first) to 4 (goes last), and a class of time to live."""
+"""Kinds of hint: a level, from 0 (evicted first) to 4 (evicted last), and a class of time to live."""
 Times = NDArray[np.float64]
 
 LEVELS = 5
 NEUTRAL = 2  # the level, and the code, of a page without a hint
 _TTL_CLASSES = 7  # no limit; up to 4, 16, 64, 256, 1024 seconds; longer
-SHARED = LEVELS * _TTL_CLASSES  # neutral, and never evicted first by a later hint: see `merge_codes`
+# Neutral, but a later hint cannot make the page the first to be evicted: see `merge_codes`.
+SHARED = LEVELS * _TTL_CLASSES
 LEVEL_OF = np.array([*[code % LEVELS for code in range(SHARED)], NEUTRAL], np.uint8)
 
 
 class RangeRetention(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A `Retention` for some of a request's tokens, such as a system prompt or tools. Raises as `Retention`."""
+    """A `Retention` for some of a request's tokens, such as a system prompt or tools. Raises the same errors."""
 
     start: int  # the first of these tokens
     end: int | None = None  # the token after the last one; None: all tokens from `start` on
@@ -43,22 +44,22 @@ class RangeRetention(msgspec.Struct, frozen=True, omit_defaults=True):
         _check_hint(self)
 
     def columns(self, pages: int, page_size: int) -> slice:
-        """Those of a request's first `pages` pages that lie entirely in the range."""
+        """The columns of those of a request's first `pages` pages that lie entirely in the range."""
         return slice(-(-self.start // page_size), pages if self.end is None else self.end // page_size)
 
 
 class Retention(msgspec.Struct, frozen=True, omit_defaults=True):
     """A client's knowledge about the future use of a request's pages. It biases the eviction order, and pins no page.
 
-    It is read when the request is admitted and when it is released; the second reading counts for its pages. A wrong
-    hint costs little (see `merge_codes`); a true `session_continues` can be worth twice the pool. Raises
-    `InvalidRequestError` (a ValueError) if a value is out of range.
+    It is read when the request is admitted and again when it is released; the second reading counts for its pages. A
+    wrong hint costs little (see `kvcache.pool.hinted_order`). A correct `session_continues` can be worth as much as a
+    pool of twice the size. Raises `InvalidRequestError` (a ValueError) if a value is out of range.
     """
 
     session_continues: bool | None = None  # whether another request is expected to extend this one; None: unknown
-    priority: int = 50  # 0 (first to go) to 100 (last to go), in steps of 25
-    ttl_s: float | None = None  # seconds after the release for which the hint holds; None: it decays
-    ranges: tuple[RangeRetention, ...] = ()  # hints for some tokens; the last range that contains a page counts for it
+    priority: int = 50  # 0 (evicted first) to 100 (evicted last), in steps of 25
+    ttl_s: float | None = None  # how many seconds after the release the hint holds; None: it decays
+    ranges: tuple[RangeRetention, ...] = ()  # hints for some tokens; a page follows the last range that contains it
 
     def __post_init__(self) -> None:
         _check_hint(self)
@@ -83,7 +84,7 @@ def _check_hint(hint: Retention | RangeRetention) -> None:
 
 
 class PageHints(NamedTuple):
-    """The hints of a request for its pages, and the seconds for which each holds, infinity for most."""
+    """The hints of a request for its pages, and how many seconds each holds, infinity for most."""
 
     codes: Codes
     lives: Times
@@ -96,7 +97,7 @@ class PageHints(NamedTuple):
 def page_hints(retention: Retention, pages: int, page_size: int) -> PageHints:
     """The hints for a request's first `pages` pages. A range applies to pages that lie entirely in it."""
     codes, lives = np.zeros(pages, np.uint8), np.zeros(pages)
-    for hint in (retention, *retention.ranges):  # a range overrides the hint for the whole request
+    for hint in (retention, *retention.ranges):  # a range overrides the hint of the whole request
         columns = hint.columns(pages, page_size)
         codes[columns], lives[columns] = _code_of(hint), _life_of(hint)
     return PageHints(codes, lives)
@@ -112,15 +113,15 @@ def _code_of(hint: Retention | RangeRetention) -> int:
 
 
 def _life_of(hint: Retention | RangeRetention) -> float:
-    """The seconds for which the hint holds."""
+    """How many seconds the hint holds."""
     return math.inf if hint.ttl_s is None else hint.ttl_s
 
 
 def merge_codes(old: Codes, new: Codes | None) -> Codes:
-    """The codes of pages with `old` codes after a request that used them brings the hints `new`, or None.
+    """The codes of pages that had `old` codes, after a request that used them brings the hints `new`, or None.
 
-    The latest hint counts, with one exception. If a page was hinted to go first and was used again, several sessions
-    share it (for example, a system prompt). Then the end of one session does not put it first again.
+    The latest hint counts, with one exception. If a hint put a page first, and the page was used again nevertheless,
+    several sessions share it (for example, a system prompt). Then the end of one session does not put it first again.
     """
     refuted = LEVEL_OF[old] < NEUTRAL
     if new is None:

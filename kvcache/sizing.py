@@ -1,8 +1,9 @@
 """How many pages, tokens and requests a memory budget holds, and whether the host can hold them. Allocates nothing.
 
 The page size is that of the params, or else of the argument, as in the manager. With groups of layers, the pages of a
-request are counted as if one token ran at a time. A longer chunk of a prompt takes more pages of windows. The
-documented API passes some keywords only to other managers. They are refused, because they would have no effect here.
+request are counted as if it ran one token at a time. A longer chunk of a prompt takes more pages of windows. The
+documented API has keywords that only other kinds of managers use. They are refused, because they would have no effect
+here.
 """
 
 import functools
@@ -23,11 +24,11 @@ from kvcache.pool.slabs import num_slabs
 from kvcache.states.state_memory import page_bytes as state_bytes
 from kvcache.states.state_memory import slab_pages_of, state_layouts
 
-MOST_REQUESTS = 512  # the most that `infer_optimal_batch_size` returns; larger steps gain nothing
+MOST_REQUESTS = 512  # the largest result of `infer_optimal_batch_size`; larger steps gain nothing
 MOST_ROWS = 1 << 20
 MOST_LAYERS = 1 << 16
 MOST_BYTES = (1 << 63) - 1
-_BOOK_BYTES = 64  # host memory for the bookkeeping of a page
+_BOOK_BYTES = 64  # host memory for the bookkeeping of each page
 
 _log = logging.getLogger("pagewire")
 
@@ -43,7 +44,7 @@ class Sizes(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """The memory that pages and states need on each replica, on all its shards together."""
+    """The memory that pages and states take on each replica, on all its shards together."""
 
     params: KVCacheParams
     tables: LayerTables
@@ -56,23 +57,23 @@ class Needs(NamedTuple):
 
     @property
     def slab_pages(self) -> int:
-        """Pages that a request takes for its state; 0 if it takes none."""
+        """The number of pages that a request takes for its state; 0 if it takes none."""
         return slab_pages_of(self.params, shard_layouts(self.params, self.tables.layers_per_page, self.page_size))
 
     def bytes_apart(self, requests: int) -> int:
-        """Bytes of the states of this number of requests in memory of their own, including page 0."""
+        """The bytes of the states of `requests` requests in separate memory, including page 0."""
         count = self.params.states_apart(requests)
         layouts = state_layouts(self.params.states, self.params.tensor_parallel_degree)
         return (count + 1) * state_bytes(layouts) if count else 0
 
     def bytes_of(self, longest: int, requests: int) -> int:
-        """Bytes of this number of requests of this length, including their states."""
+        """The bytes of `requests` requests of `longest` tokens each, including their states."""
         pages, slab = self.tables.most_pages(longest, self.page_size), self.slab_pages
-        count = max(requests * (pages + slab), (requests + 1) * slab - 1)  # the slab with page 0 is not used
+        count = max(requests * (pages + slab), (requests + 1) * slab - 1)  # the slab with page 0 cannot be used
         return count * self.page_bytes + self.bytes_apart(requests)
 
     def longest(self, pages: int) -> int:
-        """Tokens of the longest request that this number of pages holds, a multiple of the page size."""
+        """The tokens of the longest request that `pages` pages hold, a multiple of the page size."""
         size, most = self.page_size, self.tables.most_pages
         fits = bisect_right(range(pages + 1), pages, key=lambda columns: most(columns * size, size))
         return (fits - 1) * size
@@ -88,10 +89,9 @@ def estimated_memory_size(
     page_size: int = 128,
     **unknown: Any,
 ) -> int:
-    """Bytes of pages and states over all devices: the budget, or less if requests of full length need less.
+    """The bytes of pages and states over all devices: the budget, or less if requests of full length need less.
 
-    Raises `InvalidParamsError` (a ValueError), and `UnknownArgumentError` (a TypeError) for a keyword that nothing
-    uses.
+    Raises `InvalidParamsError` (a ValueError), and `UnknownArgumentError` (a TypeError) for an unknown keyword.
     """
     _refuse_unknown("estimated_memory_size", unknown)
     batch, longest, layers = check_sizes(params, max_batch_size, max_seq_len, num_layers)
@@ -110,9 +110,9 @@ def infer_optimal_batch_size(
     page_size: int = 128,
     **unknown: Any,
 ) -> int:
-    """The requests of full length that the budget holds at a time: at least one a replica, at most `MOST_REQUESTS`.
+    """How many requests of full length the budget holds at a time: at least one a replica, at most `MOST_REQUESTS`.
 
-    Raises as `estimated_memory_size`.
+    Raises the same errors as `estimated_memory_size`.
     """
     _refuse_unknown("infer_optimal_batch_size", unknown)
     check_params(params)
@@ -127,7 +127,7 @@ def infer_optimal_batch_size(
 def max_supported_sequence_length(
     params: KVCacheParams, num_layers: int, memory_available: int, page_size: int = 128
 ) -> int:
-    """Tokens of the longest request that a replica can hold, in whole pages. Raises `InvalidParamsError`."""
+    """The tokens of the longest request that a replica can hold, in whole pages. Raises `InvalidParamsError`."""
     check_params(params)
     needs, memory = _each_replica(params, check_layers(num_layers), page_size, "memory_available", memory_available)
     pages, slab = max(0, memory - needs.bytes_apart(1)) // needs.page_bytes, needs.slab_pages
@@ -137,7 +137,7 @@ def max_supported_sequence_length(
 def _each_replica(
     params: KVCacheParams, num_layers: int, page_size: int, name: str, memory: object
 ) -> tuple[Needs, int]:
-    """The needs of each replica, and its share of the memory in bytes."""
+    """What each replica needs, and its share of the memory in bytes."""
     needs = Needs(params, layer_tables(params.groups, num_layers), resolve_page_size(params, page_size))
     return needs, whole(name, memory, 0, MOST_BYTES) // params.data_parallel_degree
 
@@ -148,10 +148,11 @@ def page_bytes(params: KVCacheParams, num_layers: int, page_size: int) -> int:
 
 
 def pages_per_replica(needs: Needs, sizes: Sizes, memory: object, devices: Sequence[torch.device]) -> int:
-    """Pages of each replica when `memory` bytes are split over the replicas.
+    """The number of pages of each replica if `memory` bytes are split over the replicas.
 
-    Raises `InvalidParamsError` if `memory` is no number of bytes, or gives more pages than there are ids. Raises
-    `PoolTooSmallError` (a RuntimeError) if no page fits in it, or the host lacks the memory for so many pages.
+    Raises `InvalidParamsError` if `memory` is not a number of bytes, or is enough for more pages than there are ids.
+    Raises `PoolTooSmallError` (a RuntimeError) if it holds not even one page, or if the host has too little memory for
+    the pages.
     """
     if memory is None:
         raise InvalidParamsError("available_cache_memory is not given: a number of bytes is needed")
@@ -180,9 +181,10 @@ def pages_per_replica(needs: Needs, sizes: Sizes, memory: object, devices: Seque
 
 
 def _refuse_more_than_the_host_holds(needs: Needs, sizes: Sizes, pages: int, devices: Sequence[torch.device]) -> None:
-    """Raise `PoolTooSmallError` if the host's memory is too small for its part of `pages` a replica.
+    """Raise `PoolTooSmallError` if the host's memory is too small for its part of `pages` pages a replica.
 
-    The system often grants memory that it does not have, and then kills the process when the memory is touched.
+    This is checked because the system often grants memory that it does not have, and kills the process later, when the
+    memory is touched.
     """
     params, dp = needs.params, needs.params.data_parallel_degree
     on_host = sum(device.type == "cpu" for device in devices)
@@ -200,7 +202,7 @@ def _refuse_more_than_the_host_holds(needs: Needs, sizes: Sizes, pages: int, dev
 
 
 def warn_of_shortages(needs: Needs, sizes: Sizes, pages: int) -> None:
-    """Log warnings about parameters without effect, and about sizes for which `pages` a replica are too few."""
+    """Log warnings about parameters without effect, and about sizes for which `pages` pages a replica are too few."""
     rows, longest = sizes.max_batch_size // needs.params.data_parallel_degree, sizes.max_seq_len
     for sentence in needs.params.without_effect():
         _log.warning("%s", sentence)
@@ -220,7 +222,7 @@ def check_params(params: object) -> None:
 
 
 def check_sizes(params: KVCacheParams, max_batch_size: object, max_seq_len: object, num_layers: object) -> Sizes:
-    """These sizes as integers. Raises `InvalidParamsError` if no manager can have them."""
+    """These sizes as integers. Raises `InvalidParamsError` if one of them is out of range."""
     check_params(params)
     return Sizes(
         whole("max_batch_size", max_batch_size, params.data_parallel_degree, MOST_ROWS),
@@ -237,7 +239,7 @@ def check_layers(num_layers: object) -> int:
 def check_devices(params: KVCacheParams, devices: object, *, here: bool = False) -> list[torch.device]:
     """The device of each shard, the CPU or a GPU. `here`: it must exist. Raises `InvalidParamsError`."""
     needed = "a list of torch devices or their names"
-    if isinstance(devices, str):  # also a sequence
+    if isinstance(devices, str):  # a str is a sequence, too
         raise refusal("devices", devices, needed)
     named = cast("Sequence[object]", of_kind("devices", devices, Sequence, needed))
     if len(named) != params.n_devices:
@@ -263,7 +265,7 @@ def _checked_device(device: object, *, here: bool) -> torch.device:
 
 
 def stream_of(session: object, devices: Sequence[torch.device]) -> Any:
-    """The CUDA stream that `session` is, or has as `stream`; None if that is None. Raises `InvalidParamsError`."""
+    """The CUDA stream that `session` is, or has as `stream`. None if it has none. Raises `InvalidParamsError`."""
     stream = getattr(session, "stream", session)
     if stream is None:
         return None

@@ -1,14 +1,16 @@
 """Bound ZMQ sockets with limits. A socket that cannot be bound is closed.
 
 A `Gate` protects a bound socket from strangers: it passes on only messages of few frames. libzmq limits the size of a
-frame and the number of whole messages that wait, but not the number of frames in a message. It keeps all frames until
-the last one arrives. A peer that never ends its message can fill the process's memory, and one that does end it keeps
-the reader busy for seconds. So the gate's thread owns the address, and libzmq listens at an abstract Unix socket that
-only this process may connect to. Each outside connection has its own connection there. The gate follows a peer's
-traffic frame by frame (ZMTP 3 without encryption; CURVE needs no gate), stores none of it, and drops a peer that
-exceeds a limit. It passes traffic to a peer on unchanged.
+frame and the number of complete messages that wait, but not the number of frames in a message. It keeps all frames of a
+message until the last one arrives. So a peer that never ends its message can fill the process's memory. A peer that
+ends such a message keeps the reader busy for seconds.
 
-A gate limits the frames per second of each peer and of all peers together. Further frames wait at the peer.
+Therefore the gate's thread owns the address, and libzmq listens at an abstract Unix socket to which only this process
+may connect. For each connection from outside, the gate makes one connection there. It follows a peer's traffic frame by
+frame (ZMTP 3 without encryption; CURVE needs no gate), stores none of it, and drops a peer that exceeds a limit.
+Traffic to a peer is passed on unchanged.
+
+A gate limits the frames per second of each peer and of all peers together. Frames beyond that wait at the peer.
 """
 
 import contextlib
@@ -42,13 +44,14 @@ Dropped = Literal["peers", "protocol", "frames", "bytes", "subscriptions"]
 _GREETING = 64  # bytes of a ZMTP 3 greeting
 _MORE, _LONG, _COMMAND = 1, 2, 4
 _SUBSCRIPTIONS = (b"SUBSCRIBE", b"CANCEL")
-_LONGEST_NAME = 10  # bytes of a command's name with its length; longer names need not be read
-_READ, _PASSED = 1 << 14, 1 << 18  # the most bytes at a time, from a peer and to it
-_FRAMES_AT_ONCE = 64  # the most frames of one peer before the others have their turn
+# The length of the longest command name that matters, with its length byte; longer names need not be read.
+_LONGEST_NAME = 10
+_READ, _PASSED = 1 << 14, 1 << 18  # the most bytes that are read from a peer at a time, and that are passed to it
+_FRAMES_AT_ONCE = 64  # the most frames of one peer before other peers have their turn
 _ACCEPTS_PER_S = 500.0
 _REFILL_S = 0.002
 _IDLE_S = 3600.0  # the longest wait for an event
-_SAID_S = 60.0  # the least time between two log messages
+_SAID_S = 60.0  # the shortest time between two log messages
 _INTERFACE_ADDRESS = 0x8915  # the ioctl SIOCGIFADDR
 _log = logging.getLogger("pagewire")
 
@@ -65,7 +68,10 @@ class Limits:
 
     @property
     def most_peers(self) -> int:
-        """The most peers at a time. Each takes three file descriptors; half of the process's limit stays free."""
+        """The most peers at a time.
+
+        Each takes three file descriptors, and half of the process's limit must stay free.
+        """
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return self.peers if most == resource.RLIM_INFINITY else min(self.peers, max(8, most // 6))
 
@@ -84,14 +90,15 @@ class FrameCounter:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._greeted = 0
-        self._left = 0  # bytes that are left of the present frame
-        self._frames = self._bytes = 0  # frames and bytes so far of the present message
+        self._left = 0  # how many bytes of the present frame are still to come
+        self._frames = self._bytes = 0  # frames and bytes of the present message so far
         self._subscribed = 0
 
     def passes(self, data: bytes, most: int) -> tuple[int, int]:
-        """How many bytes of `data` may be passed on, and how many frames, at most `most`, begin in them.
+        """How many bytes of `data` may be passed on, and how many frames begin in them, at most `most`.
 
-        If both are less than possible, the rest is an incomplete header, and more data must come. Raises `GateError`.
+        If neither number is as large as possible, the rest is an incomplete header, and more data must come. Raises
+        `GateError` if the data is not allowed.
         """
         at = self._greeting(data) if self._greeted < _GREETING else 0
         frames = 0
@@ -116,7 +123,7 @@ class FrameCounter:
         return len(part)
 
     def _header(self, data: bytes, at: int) -> int:
-        """Begin the frame at index `at`. Returns the bytes of its header; 0 if the header is incomplete."""
+        """Begin the frame at index `at`. Returns the size of its header in bytes, or 0 if the header is incomplete."""
         if self._greeted < _GREETING or at >= len(data):
             return 0
         flags = data[at]
@@ -129,7 +136,7 @@ class FrameCounter:
         if size > self._limits.message_bytes:
             raise GateError("bytes", f"a frame of {size} bytes; at most {self._limits.message_bytes} are allowed")
         begin = data[at + length : at + length + min(size, _LONGEST_NAME)]
-        if len(begin) < min(size, _LONGEST_NAME):  # the name of a command must be whole
+        if len(begin) < min(size, _LONGEST_NAME):  # the name of a command must have arrived completely
             return 0
         self._count(flags, size, begin)
         self._left = size
@@ -158,14 +165,14 @@ def _name(begin: bytes) -> bytes:
 
 
 class FrameAllowance:
-    """A rate limit: `per_second`, with bursts of two seconds' worth."""
+    """A rate limit: `per_second`, with bursts of up to two seconds' worth."""
 
     def __init__(self, per_second: float) -> None:
         self._rate = per_second
         self._left, self._since = 2 * per_second, time.monotonic()
 
     def left(self) -> float:
-        """The present allowance."""
+        """The allowance that is left now."""
         now = time.monotonic()
         self._left = min(2 * self._rate, self._left + (now - self._since) * self._rate)
         self._since = now
@@ -177,27 +184,27 @@ class FrameAllowance:
 
 
 class _Connection:
-    """A connection from outside, and its own connection to the ZMQ socket."""
+    """A connection from outside, and the inner connection that was made for it to the ZMQ socket."""
 
     def __init__(self, client: socket.socket, inner: socket.socket, limits: Limits) -> None:
         self.client, self.inner = client, inner
         self.counter = FrameCounter(limits)
         self.tokens = FrameAllowance(limits.per_second)
-        self.unread = b""  # has arrived, and is not checked yet
-        self.up = b""  # may be passed on, and waits for the ZMQ socket
-        self.down = memoryview(b"")  # waits for the peer
-        self.is_held = False  # the peer has used up its allowance
-        self.is_ending = False  # the ZMQ socket has closed, and only the rest goes to the peer
+        self.unread = b""  # data that has arrived and is not checked yet
+        self.up = b""  # checked data that waits for the ZMQ socket
+        self.down = memoryview(b"")  # data that waits for the peer
+        self.is_held = False  # whether the peer has used up its allowance
+        self.is_ending = False  # whether the ZMQ socket has closed, so that only the rest goes to the peer
 
     def interest(self) -> tuple[int, int]:
-        """The events for which each of the two connections is to be polled; 0 for none."""
+        """The events to poll for on each of the two connections; 0 for none."""
         reads, writes = selectors.EVENT_READ, selectors.EVENT_WRITE
         client = (reads if not (self.up or self.is_held) else 0) | (writes if self.down else 0)
         inner = (reads if not (self.down or self.is_ending) else 0) | (writes if self.up else 0)
         return client, inner
 
     def read(self) -> None:
-        """Read from the peer. Raises `OSError` if it is gone."""
+        """Read from the peer. Raises `OSError` if the peer is gone."""
         with contextlib.suppress(BlockingIOError):
             data = self.client.recv(_READ)
             if not data:
@@ -205,7 +212,7 @@ class _Connection:
             self.unread += data
 
     def pass_up(self, most: int) -> int:
-        """Pass on at most `most` frames. Returns the used allowance. Raises `GateError` or `OSError`."""
+        """Pass on at most `most` frames. Returns how much allowance they took. Raises `GateError` or `OSError`."""
         passed, frames = self.counter.passes(self.unread, most)
         self.up, self.unread = self.unread[:passed], self.unread[passed:]
         self.is_held = frames == most and bool(self.unread)
@@ -213,12 +220,12 @@ class _Connection:
         return 1 + frames
 
     def send_up(self) -> None:
-        """Send to the ZMQ socket as much as it takes."""
+        """Send to the ZMQ socket as much as it accepts now."""
         with contextlib.suppress(BlockingIOError):
             self.up = self.up[self.inner.send(self.up) :] if self.up else b""
 
     def send_down(self) -> None:
-        """Send to the peer as much as it takes of the ZMQ socket's data."""
+        """Send data of the ZMQ socket to the peer, as much as it accepts now."""
         with contextlib.suppress(BlockingIOError):
             if not self.down:
                 data = self.inner.recv(_PASSED)
@@ -246,11 +253,11 @@ class Gate:
         self._listener, self.address = listener(address)
         self._what, self._limits = what, limits
         self._tokens, self._accepts = FrameAllowance(10 * limits.per_second), FrameAllowance(_ACCEPTS_PER_S)
-        self._peers: dict[_Connection, tuple[int, int]] = {}  # with the events to poll for
+        self._peers: dict[_Connection, tuple[int, int]] = {}  # each with the events to poll for
         self._held: deque[_Connection] = deque()
         self._said_at = -_SAID_S
         self._is_listening = True
-        self._ends_at = math.inf  # until when the rest is passed on after `close`
+        self._ends_at = math.inf  # after `close`: the time until which remaining data is passed on
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # The data of each registered connection is the function that serves its events.
@@ -260,10 +267,13 @@ class Gate:
         self._thread.start()
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Stop listening, and end. Messages already sent are delivered for up to `linger_s` seconds. Safe twice."""
+        """Stop listening, and end. Messages already sent are delivered for up to `linger_s` seconds.
+
+        Safe to call twice.
+        """
         if self._listener.fileno() < 0:
             return
-        is_own = self._thread.is_alive()  # False in a fork, which must not end its parent's gate
+        is_own = self._thread.is_alive()  # False in a forked child, which must not end its parent's gate
         if is_own:
             self._ends_at = time.monotonic() + linger_s
             os.eventfd_write(self._wake, 1)
@@ -335,7 +345,7 @@ class Gate:
         self._poll(peer)
 
     def _serve(self, peer: _Connection, which: socket.socket, events: int) -> None:
-        if peer not in self._peers:  # dropped earlier in this turn
+        if peer not in self._peers:  # it was dropped earlier in this turn
             return
         try:
             is_inner = which is peer.inner
@@ -396,7 +406,7 @@ class Gate:
 
 
 def keep_connected(client: socket.socket) -> None:
-    """Notice within half a minute that a host is gone without a word, and send small messages at once."""
+    """Let the kernel notice within half a minute that a host has vanished. Also send small messages at once."""
     client.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3, socket.TCP_NODELAY: 1}
     options[socket.TCP_USER_TIMEOUT] = 15_000  # for data without acknowledgement, as in `keep_alive`
@@ -438,14 +448,14 @@ def _numeric(host: str) -> str:
 def remove_left(place: str) -> None:
     """Remove the socket file that a killed process has left at an ipc address.
 
-    libzmq would remove any file there, and so take over the address of a live process. Raises `OSError` if a process
-    listens there, or if the file is no socket. Abstract addresses (`@name`) have no file.
+    Otherwise libzmq would remove any file there, even that of a live process, and take over its address. Raises
+    `OSError` if a process listens there, or if the file is not a socket. Abstract addresses (`@name`) have no file.
     """
     path = Path(place)
     if place.startswith("@") or not path.exists():
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as asked:
-        found = asked.connect_ex(str(path))  # 0, or EAGAIN if many connections wait there
+        found = asked.connect_ex(str(path))  # 0, or EAGAIN if many connections are waiting there
     if found != errno.ECONNREFUSED or not path.is_socket():
         raise OSError(errno.EADDRINUSE, "Address already in use")
     with contextlib.suppress(FileNotFoundError):
@@ -481,10 +491,10 @@ SUBSCRIPTIONS = Limits(message_bytes=_MAX_QUESTION_BYTES, peers=256, subscriptio
 
 
 class NoGate:
-    """Stands in for a gate where no stranger can connect. libzmq itself listens at the address."""
+    """Takes the place of a gate if no stranger can connect. libzmq itself listens at the address."""
 
     def __init__(self, address: str = "") -> None:
-        self.address = address  # empty: the socket is not bound
+        self.address = address  # empty if the socket is not bound
         self._is_bound = bool(address)
 
     def close(self, linger_s: float = 0.0) -> None:  # noqa: ARG002 - as `Gate.close`
@@ -505,7 +515,10 @@ class BoundSocket(zmq.Socket[bytes]):
         return self._gate.address
 
     def listen(self, what: str, address: str, limits: Limits | None) -> None:
-        """Bind the socket. `limits` is None if strangers cannot reach it, so it needs no gate. Raises `ZMQError`."""
+        """Bind the socket. `limits` is None if strangers cannot reach it, so that it needs no gate.
+
+        Raises `ZMQError`.
+        """
         try:
             if limits is None or not address.startswith(("tcp://", "ipc://")):
                 if address.startswith("ipc://"):
@@ -528,7 +541,7 @@ class BoundSocket(zmq.Socket[bytes]):
 
 
 def _await_free(address: str) -> None:
-    """Return once nothing listens at the address of a closed socket, or after a second.
+    """Wait until nothing listens at the address of a closed socket, but at most a second.
 
     libzmq closes a listening socket in its own thread, some time after `close` has returned.
     """
@@ -540,7 +553,7 @@ def _await_free(address: str) -> None:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             with contextlib.suppress(OSError), socket.socket(family) as tried:
                 tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                tried.bind((host.strip("[]"), int(port)))  # it does not listen, so no peer gets to it
+                tried.bind((host.strip("[]"), int(port)))  # this socket does not listen, so no peer can connect to it
                 return
         elif transport != "ipc" or place.startswith("@") or not Path(place).exists():
             return
@@ -548,11 +561,12 @@ def _await_free(address: str) -> None:
 
 
 def keep_alive(socket: "zmq.Socket[bytes]") -> None:
-    """Notice that a host is gone without a word, and find it again within seconds once it is back.
+    """Notice that a host has vanished, and reconnect within seconds after it is back.
 
-    TCP alone retries ever less often, both to connect and to send unacknowledged data: after a minute without a link,
-    up to a minute later. So a connection ends if it gets no acknowledgement for 15 s, an idle connection if it hears
-    nothing for 25 s, and an attempt to connect after 2 s. ZMQ then begins anew.
+    TCP alone waits longer after each failed attempt, both to connect and to send data again: after a minute without a
+    link, it may take another minute to notice that the link is back. So a connection ends if data is not acknowledged
+    for 15 s, or, if it is idle, if nothing was heard for 25 s. An attempt to connect ends after 2 s. ZMQ then tries
+    again.
 
     ZMQ's heartbeats are not used: an assertion of libzmq 4.3.5 ends a process whose queue a dead peer has filled.
     """
@@ -575,9 +589,9 @@ def listening(
     limits: Limits | None,
     secure: Callable[[Any], None] | None,
 ) -> BoundSocket:
-    """A socket of this kind at `address`. `secure` prepares it, and then no stranger can reach it.
+    """A socket of this kind at `address`. If `secure` is given, it prepares the socket, and no stranger can reach it.
 
-    Raises `zmq.ZMQError` if the address cannot be bound, and what `secure` raises; nothing stays open then.
+    Raises `zmq.ZMQError` if the address cannot be bound, and what `secure` raises. In both cases nothing stays open.
     """
     context = cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance())
     socket = cast("BoundSocket", context.socket(kind, socket_class=BoundSocket))
@@ -604,8 +618,8 @@ def bound_socket(
 ) -> BoundSocket:
     """A socket of this kind at `address`. At most `unread` messages wait for each peer.
 
-    `secure` prepares it before it is bound. Raises what that raises, and `InvalidParamsError`, which names the purpose
-    `what`, if the address cannot be bound.
+    `secure` prepares the socket before it is bound. Raises what `secure` raises. Raises `InvalidParamsError`, which
+    names the purpose `what`, if the address cannot be bound.
     """
     options = {zmq.SNDHWM: unread, zmq.RCVHWM: _UNREAD_QUESTIONS, zmq.MAXMSGSIZE: _MAX_QUESTION_BYTES}
     try:

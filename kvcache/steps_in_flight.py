@@ -29,7 +29,7 @@ class StepInFlight:
         self.owner = of_kind(
             "owner", owner, StepsInFlight, "a manager, whose fetch_ahead makes the step,", InvalidRequestError
         )
-        self.number = number  # the number of its set of tables
+        self.number = number  # which set of tables it uses
         self.num_requests = num_requests
         self.inputs: list[RaggedKVCacheInputs] = []
 
@@ -41,7 +41,8 @@ class StepInFlight:
     def padded(self, batch_size: int) -> list[RaggedKVCacheInputs]:
         """`inputs` with `batch_size` rows and all columns, for a captured graph. Added rows have no tokens or pages.
 
-        Raises `InvalidRequestError` if a replica has more requests in the step, or fewer rows, or the step is over.
+        Raises `InvalidRequestError` if a replica has more requests in the step than that, if it has fewer rows, or if
+        the step is over.
         """
         return self.owner.padded(self, batch_size)
 
@@ -57,7 +58,7 @@ class StepsInFlight:
         self._placed = placed
 
     def make(self, num_requests: int) -> StepInFlight:
-        """Make a step and its tables. Raises `InvalidRequestError` if two are in flight. Changes no step in flight."""
+        """Make a step and its tables. Raises `InvalidRequestError`, and changes nothing, if two steps are in flight."""
         used = {step.number for step in self.open}
         if len(used) == MOST_STEPS:
             raise InvalidRequestError(
@@ -77,7 +78,7 @@ class StepsInFlight:
             place.replica.pool.begin_step()
 
     def end(self, step: StepInFlight) -> None:
-        """Mark the step as ended by the device. Safe to call twice."""
+        """Mark the step as ended on the device. Safe to call twice."""
         if step not in self.open:
             return
         at = self.open.index(step)
@@ -86,7 +87,7 @@ class StepsInFlight:
         del self.open[at]
 
     def padded(self, step: StepInFlight, batch_size: int) -> list[RaggedKVCacheInputs]:
-        """As `StepInFlight.padded`."""
+        """See `StepInFlight.padded`."""
         most = len(self._placed[0].replica.rows.request_ids)
         least = max(len(inputs.cache_lengths) for inputs in step.inputs) if step.inputs else 0
         if step.is_over or not least <= batch_size <= most:
@@ -96,7 +97,7 @@ class StepsInFlight:
         return [table.padded(inputs, batch_size) for table, inputs in zip(tables, step.inputs, strict=True)]
 
     def mend(self, over: object) -> None:
-        """After an interrupt: park the pages in the tables of all steps in flight except `over`."""
+        """After an interrupt: park the pages in the tables of all steps in flight except `over`, which has ended."""
         self.open[:] = [step for step in self.open if step is not over]
         for place in self._placed:
             pages = [place.step_tables(step.number)[0].pages() for step in self.open]
@@ -118,7 +119,7 @@ class StepsInFlight:
 
 
 def check_step(step: object, owner: StepsInFlight) -> StepInFlight:
-    """Raise `InvalidRequestError` unless the step is one of this manager's."""
+    """The step. Raises `InvalidRequestError` unless it belongs to this manager."""
     found = of_kind("end_step: step", step, StepInFlight, "a step that fetch_ahead returned", InvalidRequestError)
     if found.owner is not owner:
         raise InvalidRequestError(f"end_step: another manager fetched this step of {found.num_requests} requests")

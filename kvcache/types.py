@@ -39,15 +39,15 @@ class RaggedKVCacheInputs(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """The best replica for a request that is not claimed yet, and the expected outcome of a claim there."""
+    """The best replica for a request that is not claimed yet, and whether a claim there would succeed."""
 
     replica_idx: int
     cached_pages: int  # pages of the request that are published on that replica
-    missing_pages: int  # pages that the request would first have to allocate there
+    missing_pages: int  # pages that must still be allocated there for the request
     # Whether a row and the missing pages are free now, so that `external_claim` and `maybe_reserve` succeed if nothing
-    # else happens before. False: the request fits on no replica (rule `prefix`) or not on this one (other rules), and
-    # has to wait for a release. If recurrent states lie among the pages, the claim itself may evict found pages. These
-    # do not count then, so `fits` may be False for a request that would fit.
+    # else happens before. If False, the request fits on no replica (rule `prefix`) or not on this one (other rules),
+    # and must wait for a release. If recurrent states lie among the pages, the claim itself may evict found pages.
+    # These do not count, so `fits` may be False for a request that would fit.
     fits: bool
 
 
@@ -59,7 +59,7 @@ class StateCopy(NamedTuple):
 
 
 Part = NDArray[np.uint8]
-"""Bytes of a part of a page in memory."""
+"""The bytes of a part of a page in memory."""
 
 
 class PageIO(Protocol):
@@ -73,7 +73,10 @@ class PageIO(Protocol):
 
 
 class ObjectRange(NamedTuple):
-    """A range of bytes of an object, from `offset` on, and its `start` in the memory of an `ObjectIO`."""
+    """A range of bytes of an object, from `offset` on.
+
+    `start`: where these bytes lie in the memory of an `ObjectIO`.
+    """
 
     key: str
     offset: int
@@ -84,8 +87,8 @@ class ObjectRange(NamedTuple):
 class ObjectIO(Protocol):
     """Moves bytes between objects of a store and `memory`, for one thread.
 
-    No call takes much longer than the time limit that was given to its maker. If the store fails or is too slow, a call
-    raises `OSError`, and so may the next one. Late data is never written to `memory`.
+    No call takes much longer than the time limit that the object was made with. If the store fails or is too slow, a
+    call raises `OSError`, and so may the next one. Data that arrives later is never written to `memory`.
     """
 
     @property
@@ -95,17 +98,20 @@ class ObjectIO(Protocol):
         ...
 
     def write(self, objects: Sequence[ObjectRange]) -> None:
-        """Write whole objects, each from offset 0 on. No reader sees an object before it is whole."""
+        """Write whole objects, each from offset 0 on. No reader sees an object before it is complete."""
 
     def read(self, ranges: Sequence[ObjectRange]) -> list[bool]:
-        """Whether each range was read; False if its object is absent. A truncated object leaves its rest unfilled."""
+        """Read these ranges. Returns whether each was read: False if its object is absent.
+
+        If an object is shorter than a range, the rest of the range stays unfilled.
+        """
         ...
 
     def close(self) -> None: ...  # noqa: D102
 
 
 MakeObjectIO = Callable[[int, float], ObjectIO]
-"""Makes an `ObjectIO`, given the bytes of its memory and the seconds that a call may take. Never raises."""
+"""Makes an `ObjectIO`, given the size of its memory in bytes and the seconds that a call may take. Never raises."""
 
 
 class KVCacheMetrics(msgspec.Struct, frozen=True):

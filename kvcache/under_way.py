@@ -1,9 +1,10 @@
 """`UnderWay`: a mark that says which call of a manager is changing its state.
 
-A call sets the mark before its first change and clears it after its last. An interruption in between (Ctrl-C, a signal
-handler that raises, no memory, no stack) leaves the mark set, whatever the call's handlers did. Every later call then
-sees that the state may be half changed, and refuses. `PagedKVCacheManager.recover` mends the state and clears the mark.
-A closed manager has its own mark, which is never cleared. Calls that only release or read something still work.
+A call sets the mark before its first change and clears it after its last. If it is interrupted in between (Ctrl-C, a
+signal handler that raises, no memory, no stack), the mark stays set, whatever exception handlers do. Every later call
+then sees that the state may be half changed, and refuses to run. `PagedKVCacheManager.recover` repairs the state and
+clears the mark. A closed manager has a mark of its own, which is never cleared. Calls that only release or read
+something still work.
 """
 
 from typing import NoReturn, Protocol, Self
@@ -18,12 +19,12 @@ class Refusing(Protocol):
 
     @property
     def refused(self) -> bool:
-        """Whether it has raised, and neither it nor the manager's state has changed so far."""
+        """Whether it has raised an error, and neither it nor the manager's state has changed."""
         ...
 
 
 class UnderWay:
-    """The mark of one manager, which everything that changes its state shares.
+    """The mark of one manager. Everything that changes the manager's state shares it.
 
     Attributes:
         call: the call that changes the state, and its requests or objects; None: the state is consistent.
@@ -55,12 +56,12 @@ class UnderWay:
         self._rest = _CLOSED
 
     def check_books(self, call: str) -> None:
-        """Raise `InterruptedCallError` if a call was interrupted. A closed manager does not raise."""
+        """Raise `InterruptedCallError` if a call was interrupted. Does not raise if the manager is only closed."""
         if self.is_interrupted:
             self.refuse(call)
 
     def refuse(self, call: str) -> NoReturn:
-        """Raise `InterruptedCallError` or `ManagerClosedError`, whichever the mark calls for."""
+        """Raise `InterruptedCallError` or `ManagerClosedError`, depending on the mark."""
         if self.call is _CLOSED:
             raise ManagerClosedError(
                 f"{call}: the manager is closed: it only gives back what is held (release, end_lease, cancel_import)"
@@ -79,8 +80,8 @@ class UnderWay:
     def changing(self, call: str, about: object = None, context: Refusing | None = None) -> Self:
         """A context manager for a block in which the call changes the state, and may move `context`.
 
-        The mark is cleared at the end of the block. It is also cleared by an error that guarantees that nothing has
-        changed: one of this package, or one of the context before any change. Other errors leave it set.
+        The mark is cleared at the end of the block, and after an error that guarantees that nothing has changed: an
+        error of this package, or an error of the context before any change. After any other error it stays set.
         """
         self.call = (call, about)
         self.context = context

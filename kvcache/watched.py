@@ -1,8 +1,9 @@
-"""The messages between a manager and a watcher. A `Look` describes every page and request, in full or by its changes.
+"""The messages between a manager and a watcher. A `Look` is a snapshot of every page and request.
 
-A look is one message: the header below, in msgpack, then two frames of little-endian uint32 for each pool, the changed
-pages and their cells. A full pool has an empty first frame, and a cell for every page, including the null page. A cell
-holds all about a page: its state, its place in the eviction order, whether it is shared, and its owner.
+A look is complete, or lists the changes since an earlier look. It is one message: the header below, in msgpack, then
+two frames of little-endian uint32 for each pool: the changed pages, and their cells. A complete pool has an empty first
+frame, and a cell for every page, including the null page. A cell holds everything about a page: its state, its place in
+the eviction order, whether it is shared, and its owner.
 """
 
 import hashlib
@@ -23,7 +24,7 @@ Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 
 
 class PageState(IntEnum):
-    """The state of a page. If several apply, the last of them counts."""
+    """The state of a page. If several values apply, the last of them counts."""
 
     FREE = 0  # its content is not needed
     IDLE = 1  # cached and findable, without a holder: it may be evicted
@@ -39,12 +40,12 @@ def states_of(cells: Cells) -> NDArray[np.uint8]:
 
 
 def ages_of(cells: Cells) -> NDArray[np.uint8]:
-    """The place of each idle page in the eviction order, in eighths: 0 goes first, 7 was released last."""
+    """The place of each idle page in the eviction order, in eighths: 0 is evicted first, 7 was released last."""
     return (cells >> AGE_SHIFT & 7).astype(np.uint8)
 
 
 def owners_of(cells: Cells) -> Cells:
-    """The number of each cell's owner (`Owners.numbers`); 0: no owner."""
+    """The number of each cell's owner (`Owners.numbers`), or 0."""
     return cells >> np.uint32(OWNER_SHIFT)
 
 
@@ -54,13 +55,13 @@ def request_digest(request_id: str) -> str:
 
 
 class _Versioned(msgspec.Struct, frozen=True):
-    """The field that messages of all versions have: name and version. Looks without it are of version 1."""
+    """The field that messages of all versions have: type and version. Looks without it are of version 1."""
 
     type: str = ""
 
 
 def other_version(message: bytes, known: type[msgspec.Struct]) -> str:
-    """An error text if the version of `message` is not `known`; otherwise empty."""
+    """The text of an error if the version of `message` is not `known`, otherwise empty."""
     try:
         found = msgspec.msgpack.decode(message, type=_Versioned).type
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -72,15 +73,15 @@ def other_version(message: bytes, known: type[msgspec.Struct]) -> str:
 
 
 class AskLook(msgspec.Struct, frozen=True, kw_only=True, tag="ask_look/1"):
-    """A watcher's question, which one look answers. Without questions no look is made."""
+    """A watcher's question. One look answers it. Without questions no look is made."""
 
-    known: Count = 0  # the number of the last look received; 0: none, so the answer is a full look
+    known: Count = 0  # the number of the last look received; 0 if there was none, so that the answer is complete
     incarnation: Label = ""  # the incarnation of the watch that sent that look
-    check: bool = False  # ask the loop for a recount, which stops it meanwhile; `CheckReport` has the result
+    check: bool = False  # ask the loop for a recount, which blocks it meanwhile; `CheckReport` has the result
 
 
 class WatchRefusal(msgspec.Struct, frozen=True, kw_only=True, tag="watch_refusal/1"):
-    """The answer in place of a look: there are too many watchers, or the question has another version."""
+    """The answer instead of a look, if there are too many watchers, or if the question has another version."""
 
     refused: Label  # the reason
 
@@ -88,22 +89,22 @@ class WatchRefusal(msgspec.Struct, frozen=True, kw_only=True, tag="watch_refusal
 class PoolLook(msgspec.Struct, frozen=True, kw_only=True):
     """The pages of one pool."""
 
-    name: Label  # the number of the replica, or the tier
-    num_pages: Annotated[int, Meta(ge=1, lt=1 << 31)]  # without the null page, 0
-    counts: tuple[Count, ...]  # pages by `PageState`
+    name: Label  # the number of the replica, or the name of the tier
+    num_pages: Annotated[int, Meta(ge=1, lt=1 << 31)]  # without page 0, the null page
+    counts: tuple[Count, ...]  # the number of pages in each `PageState`
 
 
 class Owners(msgspec.Struct, frozen=True, kw_only=True):
     """Requests and other holders of pages, in columns. An owner keeps its number while it exists."""
 
-    numbers: tuple[Count, ...] = ()  # 0: the request has no pages here
+    numbers: tuple[Count, ...] = ()  # 0 if the request has no pages here
     request_ids: tuple[Label, ...] = ()  # the ids, or the `request_digest` of each
-    tenants: tuple[Label, ...] = ()  # a digest of `cache_salt`; empty: none
+    tenants: tuple[Label, ...] = ()  # a digest of `cache_salt`; empty without one
     phases: tuple[Label, ...] = ()
     pools: tuple[Label, ...] = ()
     pages: tuple[Count, ...] = ()
-    tokens: tuple[Count, ...] = ()  # computed tokens
-    prompts: tuple[Count, ...] = ()  # tokens of the prompt, or 0
+    tokens: tuple[Count, ...] = ()  # the number of computed tokens
+    prompts: tuple[Count, ...] = ()  # the number of tokens in the prompt, or 0
 
 
 class LeaseRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,8 +113,8 @@ class LeaseRow(msgspec.Struct, frozen=True, kw_only=True):
     request_id: Label
     pool: Label
     age_s: float
-    left_s: float | None  # seconds to its deadline, unless a reader renews it; None: its request still runs
-    heard: Label = ""  # the last messages of readers
+    left_s: float | None  # seconds to its deadline, unless a reader renews it; None while its request runs
+    heard: Label = ""  # the last messages that readers sent
 
 
 class PullRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,20 +124,20 @@ class PullRow(msgspec.Struct, frozen=True, kw_only=True):
     pool: Label
     source: Label
     stage: Label
-    num_bytes: Count  # that were read or are on their way
-    age_s: float | None  # None: it has not begun
+    num_bytes: Count  # bytes that were read or are on their way
+    age_s: float | None  # None if it has not begun
     left_s: float
 
 
 class TreeRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A run of pages of the prefix tree without a branch."""
+    """A run of pages in the prefix tree, up to the next branch."""
 
     pool: Label
     page: Count  # the first page of the run
-    parent: Count  # the first page of the run before it; 0: none
+    parent: Count  # the first page of the run before it, or 0
     pages: Count
-    below: Count  # pages of the run and of all that follow it
-    hits: Count  # requests that found the first page
+    below: Count  # the number of pages in this run and in all runs below it
+    hits: Count  # how many requests found the first page
 
 
 class EvictionRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,17 +147,17 @@ class EvictionRow(msgspec.Struct, frozen=True, kw_only=True):
     pool: Label
     reason: Label  # "LRU", "hint", "quota" or "reset"
     pages: Count
-    again: Count  # of these pages, those that were computed or copied again later
-    first: Label  # the beginning of one page's digest
+    again: Count  # how many of these pages were computed or copied again later
+    first: Label  # the beginning of the digest of one page
 
 
 class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A recount by the loop."""
+    """The result of a recount by the loop."""
 
     age_s: float
-    seconds: float  # the duration of the recount
-    error: str  # the first discrepancy; empty: there is none
-    counts: dict[Label, tuple[Count, ...]]  # by pool: pages by `PageState` at that moment
+    seconds: float  # how long the recount took
+    error: str  # the first discrepancy, or empty
+    counts: dict[Label, tuple[Count, ...]]  # by pool: the number of pages in each `PageState` at that moment
 
 
 class Look(msgspec.Struct, frozen=True, kw_only=True, tag="look/1"):
@@ -165,7 +166,7 @@ class Look(msgspec.Struct, frozen=True, kw_only=True, tag="look/1"):
     name: Label  # the name of the process
     incarnation: Label  # a random id of the watch
     number: Count  # the number of the look
-    base: Count  # the look since which this one lists changes; 0: it is a full look
+    base: Count  # the look since which changes are listed; 0 if this look is complete
     at: float  # seconds since 1970
     cost_s: float  # processor time of the last look
     page_size: Count
@@ -176,13 +177,14 @@ class Look(msgspec.Struct, frozen=True, kw_only=True, tag="look/1"):
     pulls: tuple[PullRow, ...] = ()
     tree: tuple[TreeRow, ...] = ()
     evictions: tuple[EvictionRow, ...] = ()
-    evicted: dict[Label, tuple[Count, Count]] = {}  # by reason: pages since the watch began, and those needed again
-    figures: dict[Label, float] = {}  # totals; a rate is the difference of two looks
+    # By reason: how many pages were evicted since the watch began, and how many of them were needed again.
+    evicted: dict[Label, tuple[Count, Count]] = {}
+    figures: dict[Label, float] = {}  # totals; a rate is the difference of two looks divided by their distance in time
     check: CheckReport | None = None
 
 
 class Beside(NamedTuple):
-    """Data from outside the manager: phases by request id, leases, pulls, totals."""
+    """Data of components outside the manager: phases by request id, leases, pulls, totals."""
 
     phases: dict[str, str] = {}  # noqa: RUF012  (these defaults are never changed)
     leases: tuple[LeaseRow, ...] = ()
