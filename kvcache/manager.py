@@ -223,11 +223,9 @@ class PagedKVCacheManager:
 
         The context's `start_idx` moves to the end of a prefix hit. A request without pages has computed nothing: it
         starts at its hit, or at 0, whatever its context says. So a preempted request can be claimed again with the same
-        context.
-
-        If too few pages are free, returns False and changes nothing. The same call may succeed after other requests
-        have released pages. With several block tables, the pages of a cancelled import are given back first, so a
-        refused request has no pages left in that case.
+        context. If too few pages are free, returns False and changes nothing. The same call may succeed after other
+        requests have released pages. With several block tables, the pages of a cancelled import are given back first,
+        so a refused request has none left.
 
         Raises `InvalidRequestError`, as `reserve_batch` and `fetch` do, if a request with pages has its `start_idx`
         beyond the tokens that it can have computed, or would recompute tokens that readers of a lease may know.
@@ -306,10 +304,7 @@ class PagedKVCacheManager:
         return True
 
     def batch(self, contexts: Sequence[Context]) -> Batch:
-        """Look up the requests once, for all steps of a batch.
-
-        All calls accept the result instead of a list of contexts.
-        """
+        """Look up the requests once. All calls accept the result instead of a list of contexts."""
         self._mark.check("batch")
         return self._claims.batch(contexts)
 
@@ -440,17 +435,15 @@ class PagedKVCacheManager:
         """Reserve pages for the claimed request, and find which must be copied from the manager that made `table`.
 
         Returns None if too few pages are free. Pages that are cached here are shared. The object that `copier` returns
-        copies the others. The request can run after `commit_import`.
-
-        After `cancel_import` the request can compute its tokens itself in the pages that it has. With several block
-        tables `maybe_reserve` must be called before that: it gives the request other pages, unless the request is
-        leased. A request that is not leased and has not run may instead import again. Its pages are given back first,
-        so it has none if the result is None.
+        copies the others. The request can run after `commit_import`. After `cancel_import` it can compute its tokens
+        itself in the pages that it has. With several block tables `maybe_reserve` must be called before that: it gives
+        the request other pages, unless the request is leased. A request that is not leased and has not run may instead
+        import again. Its pages are given back first, so it has none if the result is None.
 
         The table may have any page size and split. It must cover fewer tokens than the context knows, because the last
         token runs here. With `partial` it covers only the first full pages, and `extend_import` follows. `others` are
         tables of further managers that hold some of the same tokens, in pages of the same size: each page may be copied
-        from any of them. Raises `BlockTableMismatchError` (a ValueError) if a table does not fit.
+        from any of them. Raises `BlockTableMismatchError` (a ValueError).
         """
         self._mark.check("import_block_table")
         num_steps = arguments.steps(num_steps)
@@ -537,10 +530,7 @@ class PagedKVCacheManager:
 
     @property
     def states(self) -> tuple[StatePages, ...]:
-        """The states of each replica's recurrent layers, with `hits` and `evictions` of cached states.
-
-        Empty without such layers.
-        """
+        """The states of each replica's recurrent layers, with `hits` and `evictions`; empty without such layers."""
         return tuple(replica.states for replica in self._replicas.hybrid)
 
     @property
@@ -570,18 +560,12 @@ class PagedKVCacheManager:
 
     @property
     def num_held_blocks(self) -> int:
-        """The number of pages of all replicas with a holder, or that a transfer or a step in flight writes.
-
-        Includes states.
-        """
+        """The number of pages of all replicas that are held, or written by a transfer or a step, including states."""
         return self.total_num_pages - self.num_free_blocks + sum(states.num_held for states in self.states)
 
     @property
     def num_leased_blocks(self) -> int:
-        """The number of pages of all replicas that leases of released requests hold.
-
-        Leases of claimed requests do not count.
-        """
+        """The number of pages of all replicas that leases hold whose requests were released."""
         return sum(replica.leases.num_pages for replica in self._replicas.each)
 
     @property
@@ -625,17 +609,12 @@ class PagedKVCacheManager:
 
     def _look_for_reset(self) -> None:
         if self._reset_endpoint.is_asked:
-            # First, so that an interrupt does not lose the request for a reset.
-            with self._mark.changing("reset_prefix_cache"):
-                # Cleared before the reset, so that a later request causes another reset.
-                self._reset_endpoint.is_asked = False
+            with self._mark.changing("reset_prefix_cache"):  # first, so that an interrupt does not lose the request
+                self._reset_endpoint.is_asked = False  # before the reset, so that a later request causes another one
                 self._replicas.forget_idle()
 
     def flush_tiers(self) -> None:
-        """Copy all published pages to host and files, and wait.
-
-        Steps copy them gradually, so this is for a shutdown.
-        """
+        """Copy all published pages to host and files, and wait. For a shutdown: steps copy them gradually anyway."""
         self._mark.check("flush_tiers")
         with self._mark.changing("flush_tiers"):
             self._replicas.flush()

@@ -53,7 +53,7 @@ class StateShape:
     head_dim: int  # channels of x for each head
     groups: int  # groups of heads that share one B and one C; 1 if these are not convolved
     d_state: int  # elements of the state for each channel of x; also channels of B, and of C, for each group
-    kernel: int  # the width of the convolution, which keeps one input fewer; 1 if there is none
+    kernel: int  # the width of the convolution, of whose inputs a state keeps the last `kernel - 1`; 1: no convolution
     conv_dtype: torch.dtype  # the type of the convolution's inputs
     ssm_dtype: torch.dtype = torch.float32  # the type of the matrices
     form: StateForm = "mamba2"

@@ -68,7 +68,7 @@ class UnderWay:
             )
         before, _ = self.call or ("a call", None)
         raise InterruptedCallError(
-            f"{call}: {before} was interrupted while it changed the manager's books (or it still runs): "
+            f"{call}: {before} was interrupted while it changed the manager's state (or it still runs): "
             "call recover() first"
         )
 

@@ -191,10 +191,7 @@ class TenantQuotas(NoQuotas):
         return owner
 
     def _new_id(self) -> int:
-        """An unused id: a new one, or the id of a tenant without idle pages.
-
-        Otherwise `_OTHERS`, which tenants share.
-        """
+        """An unused id: a new one, the id of a tenant without idle pages, or else `_OTHERS`, which tenants share."""
         if len(self._orders) < MOST_TENANTS:
             owner = len(self._orders) + 1
             self._orders[owner] = LruOrder(self._num_pages, self._log)

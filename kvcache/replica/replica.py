@@ -346,7 +346,7 @@ class Replica:
     def page_groups(self, row: int, num_tokens: int, *, first: int, full_pages: bool) -> tuple[tuple[int, ...], ...]:
         """The page ids of each group of a block table for these tokens, from column `first` on.
 
-        With `full_pages`, the result leaves out the pages of windows, and states.
+        With `full_pages`, states and the pages of windows are left out.
         """
         return self.tables.lists(row, num_tokens, first=first, windows=not full_pages)
 

@@ -135,9 +135,9 @@ class HybridReplica(Replica):
         return self.tables.shortened(run, digests, self.states.kept_after(digests, but=goes))
 
     def ends(self, digests: Digests, request_id: str | None = None, *, anywhere: bool = False) -> Asked:
-        """See the base class: after which pages a state is cached.
+        """See the base class. Only pages after which a state is cached count.
 
-        After none if a lease promises the request's own state.
+        No page counts for a request whose own state is promised to the readers of a lease.
         """
         if request_id is not None and self.states.is_promised(request_id):
             return np.zeros(len(digests), np.bool_)

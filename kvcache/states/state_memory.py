@@ -80,7 +80,10 @@ def _page(layers: int, first: int, count: int, dim: int, dtype: torch.dtype) -> 
 
 
 def slab_pages_of(params: KVCacheParams, layouts: Sequence[PageLayout]) -> int:
-    """The pages that a request's state takes among the token pages, or 0. `layouts`: of a token page on each shard."""
+    """The number of token pages that a request's state takes. 0 if states do not share the memory of token pages.
+
+    `layouts`: of a token page on each shard.
+    """
     if not params.has_states_in_pages:
         return 0
     return pages_of_slab(state_layouts(params.states, len(layouts)), layouts)

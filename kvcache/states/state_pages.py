@@ -572,8 +572,8 @@ class StatePages:
         self.drafts.check(self._page_of)
         if not self._passing.keys() <= self._page_of.keys():
             raise InvariantError(
-                f"the kept copies of {sorted(self._passing)} end with their next ones, but not all of these requests "
-                "run"
+                "these requests have a copy that their next copy replaces, but not all of them have a page: "
+                f"{sorted(self._passing)}"
             )
 
     # ---- inside

@@ -192,7 +192,8 @@ class FileTier(LowerTier):
         self._layout = layout
         self._max_bytes = max_bytes
         self._read_io, self._write_io = make_io(host.memory), make_io(host.memory)
-        # Files are small, so that a small host tier can still be used while slots of one file are being written.
+        # The most pages of a file. It is small, so that a small host tier has enough other slots while a file is
+        # written.
         most = (FILE_BYTES // layout.page_bytes, host.pool.num_pages // 4, layout.most_in(max_bytes))
         self.pages_a_file = max(1, min(most))
         self._index = FileIndex(max_bytes, layout.page_bytes, layout.digest_bytes // 8)
