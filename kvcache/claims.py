@@ -83,7 +83,7 @@ class Claims:
     def one(self, batch: Sequence[Context]) -> One | None:
         """The request of a list with one item, if it has pages and there is one replica.
 
-        Otherwise None: call `gather`.
+        Returns None otherwise. The caller then uses `gather`.
         """
         kind: type = type(batch)  # a subclass could return another item at each access
         if kind is not list or len(batch) != 1 or len(self._replicas) > 1:

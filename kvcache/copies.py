@@ -208,10 +208,10 @@ class PageMover:
     other data between them.
 
     A GPU copies between pages and pinned slots on a stream of its own, in order with `stream` (None: the current one).
-    Every copy begins at once, and runs beside the calling thread.
+    Every copy begins at once, and runs while the calling thread continues.
 
     On the CPU the calling thread copies, at the rate of memcpy. A copy to pages begins only when it is needed, so that
-    it costs nothing if its request is given up. A second thread was rejected: it releases the GIL while it
+    it costs nothing if its request is cancelled. A second thread was rejected: it releases the GIL while it
     copies, but whenever it takes the GIL back, the loop may wait for a scheduler tick. One of a hundred steps of 0.2 ms
     then took 4.3 ms (two cores, decode steps of 64 and 1,024 requests). A thread also saves no work if the model runs
     on the same cores.

@@ -12,7 +12,7 @@ class KVCacheError(Exception):
     """Base of every error that pagewire raises on purpose.
 
     Attributes:
-        nothing_changed: whether no change is half done when it is raised. Only two errors do not promise that.
+        nothing_changed: True if no change is half done when the error is raised. It is False for two errors only.
     """
 
     nothing_changed: ClassVar[bool] = True

@@ -2,7 +2,7 @@
 
     LruOrder      least recently used first; the default
     HintedOrder   another order, biased by the retention hints of requests
-    QuotaOrder    another order, in which pages above their tenants' quotas go first
+    QuotaOrder    another order, in which pages above their tenants' quotas are evicted first
 
 `KVCacheParams.eviction_order` accepts an order of your own. `tests/kvcache/test_eviction_order.py` tests all orders
 against one contract: run it on yours.
@@ -36,7 +36,7 @@ class EvictionOrder(Protocol):
 
     Attributes:
         count: the number of pages in the order. The pool reads it at each allocation.
-        by_age: whether pages go strictly by the time at which they became idle, whatever hints say.
+        by_age: whether pages are evicted strictly in the order in which they became idle, whatever hints say.
     """
 
     count: int = 0

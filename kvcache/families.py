@@ -30,7 +30,7 @@ class Family(NamedTuple):
         text: its help, a sentence.
         labels: the names of its own labels.
         read: returns its samples, given the observed object. The scraping thread calls it, not the thread that counts.
-            So it only reads. Anything that the other thread may change, it first copies in one step
+            So it only reads, and first copies, in one step, anything that the other thread may change
             (`list(d.values())`).
     """
 

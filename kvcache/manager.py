@@ -45,7 +45,7 @@ class PagedKVCacheManager:
 
     Every error is a `KVCacheError` and leaves the state unchanged. An exception from elsewhere in the middle of a call
     (Ctrl-C, no memory) may leave the state half changed. Then every call raises `InterruptedCallError` until `recover`
-    has mended it. An error from a caller's own context leaves the state unchanged. In addition to the errors that a
+    has repaired it. An error from a caller's own context leaves the state unchanged. In addition to the errors that a
     call documents:
 
     - `UnknownRequestError` (a KeyError): a request is not claimed.
@@ -565,7 +565,7 @@ class PagedKVCacheManager:
 
     @property
     def num_leased_blocks(self) -> int:
-        """The number of pages of all replicas that leases hold whose requests were released."""
+        """The number of pages of all replicas that are held by leases of released requests."""
         return sum(replica.leases.num_pages for replica in self._replicas.each)
 
     @property

@@ -272,7 +272,7 @@ class KVCacheParams:
     shards of a replica; if there are fewer heads than shards, several shards hold each head.
 
     Files of `file_tier_dir` are found again after a restart, and shared by any number of processes of one user. Only
-    that user may access the files and folders, whatever the umask: a folder with wider rights is tightened; a link, or
+    that user may access the files and folders, whatever the umask: wider rights of a folder are removed; a link, or
     another user's folder, is refused. Anyone who may write there is trusted: checksums guard only against accidents.
 
     Options that need prefix caching, the host tier or several replicas have no effect without them. The manager then
@@ -286,8 +286,8 @@ class KVCacheParams:
     enable_prefix_caching: bool = False  # keep the pages of finished requests and reuse them by content
     # Copy published pages to host memory too, and back if a prompt needs them after they were evicted.
     enable_kvcache_swapping_to_host: bool = False
-    # The size of that memory in units of 2**30 bytes; all replicas share it. It also holds the device's pages, so make
-    # it several times as large as they are.
+    # The size of the host memory for pages, in units of 2**30 bytes; all replicas share it. It also holds the device's
+    # pages, so make it several times as large as they are.
     host_kvcache_swap_space_gb: float | None = None
     page_size: int | None = None  # tokens per page; None: the manager's argument of the same name decides
     n_devices: int = 1  # devices of all replicas together
@@ -304,7 +304,8 @@ class KVCacheParams:
     # The largest share of a replica's idle pages that may follow retention hints, 0.0 to 1.0; the rest is least
     # recently used first (see `kvcache.pool.hinted_order`). 0.0: hints are ignored.
     max_hint_share: float = 0.95
-    # The share of a replica's pages that one `cache_salt` may keep idle before its own are evicted first, 0.0 to 1.0.
+    # The share of a replica's pages, 0.0 to 1.0, that one `cache_salt` may keep idle. If it has more, its own are
+    # evicted first.
     tenant_quota: float = 1.0
     # `tenant_quota` for individual salts.
     tenant_quotas: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
@@ -340,10 +341,10 @@ class KVCacheParams:
     # after a page with a cached state (`kvcache.states`).
     states: StateShape | None = None
     # True: states share the memory of token pages. Each takes a run of consecutive pages, and copies of states and
-    # pages are evicted by their last use. False: a part of each replica's memory is only for states, those of its
-    # requests and `state_copies` more. None: True, unless `state_copies` is given.
+    # pages are evicted by their last use. False: a separate part of each replica's memory holds the states of its
+    # requests and `state_copies` copies. None: True, unless `state_copies` is given.
     share_state_memory: bool | None = None
-    state_copies: int | None = None  # copies in memory of their own; None: two for each request of a replica
+    state_copies: int | None = None  # the copies of states in separate memory; None: two for each request of a replica
     # The number of pages of a prompt after which a copy of its state is kept, in addition to other copies; 0: none.
     state_every_pages: int = 0
     # The share of host memory and of files for recurrent states, 0.0 to 1.0, if the model has any (see
@@ -397,7 +398,7 @@ class KVCacheParams:
         return self.states is not None and (copies is None if share is None else share)
 
     def states_apart(self, requests: int) -> int:
-        """The state pages, in memory of their own, of a replica with so many requests."""
+        """The number of state pages of a replica with this many requests, if states have separate memory."""
         if not self.states or self.has_states_in_pages:
             return 0
         copies = self.state_copies

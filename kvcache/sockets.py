@@ -481,7 +481,7 @@ def _listener_at(family: socket.AddressFamily, at: str | tuple[str, int]) -> soc
 
 
 _MAX_QUESTION_BYTES = 1 << 10
-"""The most bytes of a message to such a socket. Messages are short; those of CURVE's handshake are the longest."""
+"""The most bytes of a message to a socket that answers questions. CURVE's handshake has the longest messages."""
 _UNREAD_QUESTIONS = 100
 _FREED_WITHIN_S = 1.0
 QUESTIONS = Limits(message_bytes=_MAX_QUESTION_BYTES)

@@ -34,10 +34,16 @@ class Hashed(Protocol):
 Ints = NDArray[np.int64]
 PageTokens = NDArray[np.int32] | Sequence[bytes]
 Described = tuple[Sequence[Hashed], Ints, Ints, PageTokens]
-"""For each request: its hasher, its first and last newly hashed page, and the int32 bytes of the pages' tokens."""
+"""For each request: its hasher, its first and last newly hashed page, and the int32 bytes of the pages' tokens.
+
+The other thread may read it at once. It is a plain tuple, because an object with named fields would cost the loop more
+than everything else that it records.
+"""
 Change = tuple[int | Indices, bool, Digests | int]
 """The source, whether its pages came (True) or were removed, and their digests. A single removed page has only the last
 word of its digest.
+
+If one index holds pages of several block tables, the source is an array with a number for each page.
 """
 Entry = Change | Described | None
 """A change of an index; a description of pages, which precedes their change; or None at the end of a call."""

@@ -194,7 +194,7 @@ class _Worker:
         self._log = log
         self._book = book
         self._closing = threading.Event()
-        # Must be held to use the book; the loop applies entries, too, if the thread is late.
+        # Must be held while the book is used. The loop applies entries, too, if the thread is late.
         self._applying = threading.Lock()
         self._behind = True  # whether subscribers need the whole state
         self._untold: list[Told] = []  # events of entries that the loop has applied, not sent yet
@@ -336,7 +336,7 @@ class _Worker:
             return
         ready = dict(self._poller.poll(0 if self._is_answering() else timeout_ms))
         started = time.monotonic()
-        if any([stream.joins in ready and stream.take_joins() for stream in self.streams]):  # noqa: C419 - of each
+        if any([stream.joins in ready and stream.take_joins() for stream in self.streams]):  # noqa: C419 - a list, as each is asked
             # A new subscriber does not always ask for a replay. For example, vLLM's router does not ask prefill
             # processes.
             self._owe(started + _JOIN_S)

@@ -9,8 +9,8 @@ A page is in exactly one state:
                        held ──release──► idle ──evict──► held
                                          published, findable, may be evicted: least recently used first
 
-A page with a writer, a transfer that may still put bytes there, is neither fresh nor idle, even without a holder. A
-page that loses its last holder while a step is in flight is parked: that step counts as its writer.
+A writer is a transfer that may still write to a page. A page with a writer is neither fresh nor idle, even without a
+holder. A page that loses its last holder while a step is in flight is parked: that step counts as its writer.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ class PagePool:
         self.num_pages = num_pages
         self.holders = np.zeros(num_pages + 1, np.int32)
         self.writers = np.zeros(num_pages + 1, np.int16)
-        self._writing = 0  # The sum of `writers`. While it is 0, which is usual, no page has to be tested.
+        self._writing = 0  # the sum of `writers`; while it is 0, which is usual, no page has to be tested
         self.index = PrefixIndex(num_pages, digest_words)
         self.idle = order or LruOrder(num_pages)
         # A stack whose top is its end. It is filled downwards, so the first pages handed out are 1, 2, 3 and so on.
@@ -83,7 +83,7 @@ class PagePool:
             pages = np.sort(np.concatenate((pages, evicted))) if fresh else ascending
         else:
             pages = pages.copy()
-            pages.sort()  # in half the time of `np.sort`
+            pages.sort()  # takes half the time of `np.sort`
         self.holders[pages.astype(INDEX)] = _ONE
         return pages
 

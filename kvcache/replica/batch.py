@@ -55,10 +55,10 @@ class Gathered:
     ) -> None:
         self.contexts: Sequence[Context] = contexts
         self.replicas = replicas  # the replica of each request
-        self.rows = rows  # its row in that replica
-        self.places: Rows = as_run(places)  # the row of each request in that replica
+        self.rows = rows  # the row of each request in that replica
+        self.places: Rows = as_run(places)  # the row of each request among the rows of all replicas
         self._shares: list[Share] = []
-        self.unbound = False  # Whether some requests have no pages yet, so that no context is bound to their rows.
+        self.unbound = False  # whether some requests have no pages yet, so that no context is bound to their rows
         self.gather(starts_only=starts_only)
 
     def gather(self, *, starts_only: bool = False) -> None:
@@ -216,7 +216,8 @@ class Batch(Gathered, Sequence[Context]):
         super().gather(starts_only=starts_only)
         self._begin_log()
         self._hashers = {}
-        self._turning: dict[int, list[Share]] = {}  # by the position in its page of the first request's newest token
+        # By the position of the first request's newest token within its page.
+        self._turning: dict[int, list[Share]] = {}
         # By replica: the longest request of the batch minus the longest of this replica.
         self._behind: dict[int, int] = {}
         self._updated = False
@@ -232,7 +233,7 @@ class Batch(Gathered, Sequence[Context]):
                 last = context.tokens[-self._page_size :]
                 self._log[self._page_size - len(last) : self._page_size, place] = last
                 context.follow(self, place)
-        self._stale = False  # Cleared last, because it is set when a context leaves another batch.
+        self._stale = False  # cleared last, because it is set when a context leaves another batch
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse `copy` and `pickle`: two batches would each move the same contexts, unaware of the other."""
@@ -248,7 +249,10 @@ class Batch(Gathered, Sequence[Context]):
 
     @property
     def last_tokens(self) -> NDArray[np.integer[Any]]:
-        """The last token of each request, `[len]`. It saves a loop that streams tokens from reading the contexts."""
+        """The last token of each request, `[len]`.
+
+        A loop that streams tokens can use it instead of reading the contexts.
+        """
         self.refresh()
         if self._together:
             return self._log[self._count - 1]

@@ -88,7 +88,7 @@ def check_table(
     """
     name = f"request {context.request_id!r}: the block table"
     of_kind(name, table, BlockTable, "a BlockTable", BlockTableMismatchError)
-    try:  # A table that a peer sent was decoded with the right types. A table made in this process may have any types.
+    try:  # a table from a peer was decoded with the right types; a table made in this process may have any
         if not _has_types(table):
             table = msgspec.convert(msgspec.to_builtins(table), BlockTable)
     except (TypeError, ValueError, OverflowError) as error:
@@ -120,8 +120,8 @@ def check_others(
     for other in others:
         hasher = check_table(replica, context, other, hasher, last=True)
         if partial or other.page_size != table.page_size:
-            reason = "is not yet whole" if partial else f"has pages of {table.page_size}"
-            raise _mismatch(context, f"of {other.page_size}-token pages stands beside one that {reason}")
+            reason = "does not cover the whole prompt yet" if partial else f"has pages of {table.page_size}"
+            raise _mismatch(context, f"in `others` has pages of {other.page_size} tokens, but the first table {reason}")
 
 
 def _has_types(table: BlockTable) -> bool:
@@ -330,7 +330,7 @@ def extend_import(
 
 
 def takes_any_part(replica: Replica) -> bool:
-    """Whether pages of a prompt may be cached here before the pages in front of them."""
+    """Whether a page of a prompt may be cached here although earlier pages of the prompt are not."""
     return replica.caching and replica.lends_any_part
 
 
@@ -343,7 +343,9 @@ def check_pages(
     context's tokens, with digests by this manager's algorithm.
     """
     if not takes_any_part(replica):
-        raise _mismatch(context, "is of pages that no request waits for: only one cached block table can use these")
+        raise _mismatch(
+            context, "was given to import_pages, which needs prefix caching and a single table of full attention"
+        )
     hasher = check_table(replica, context, table, last=True)
     check_others(replica, context, table, others, partial=False)
     size, algorithm = replica.page_size, replica.hash_algorithm

@@ -30,7 +30,7 @@ class PagesBelow:
         return np.zeros_like(asked)
 
     def may_have(self, digests: Digests, asked: Asked) -> Asked:
-        """Which pages `has` reports, or are not known to be absent."""
+        """Which pages `has` reports, plus the pages that are not known to be absent."""
         return self.has(digests, asked)
 
     def host_has(self, digests: Digests, asked: Asked) -> Asked:

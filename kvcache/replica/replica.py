@@ -197,7 +197,7 @@ class Replica:
         return context.start_idx if self.rows.num_pages.item(row) else 0
 
     def length_of(self, context: SafeContext, num_steps: int, start: int) -> int:
-        """Known tokens plus those of `num_steps` steps, without the last one, whose KV no step stores.
+        """The number of known tokens, plus one for each of `num_steps` steps except the last, whose token gets no KV.
 
         Raises if the pool can never hold them. `start`: the token from which the request runs.
         """
@@ -390,7 +390,8 @@ class Replica:
     def reserve_decoding(self, rows: Rows, lengths: Ints) -> bool:
         """Give each of `rows`, which have one token to run, pages for `lengths` tokens: all rows or none.
 
-        Returns False also if the case is not simple. In either case the caller calls `reserve` for each row.
+        Returns False if there are too few pages, or if the case is not simple. The caller then calls `reserve` for each
+        row.
         """
         state = self.rows
         beyond = lengths - state.capacity[rows]

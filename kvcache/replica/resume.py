@@ -79,16 +79,16 @@ class Reservation(NamedTuple):
 
     Attributes:
         found: by group, the pages that were found; they go to the columns before `ends_found`.
-        ends_found: by group, the column after these.
+        ends_found: by group, the column after the found pages.
         firsts: by group, the first column that will have a page.
         ends: by group, the column after the last that will have a page.
-        leaving: the pages that leave the row, in its order.
+        leaving: the pages that leave the row, in the order of its columns.
         new: the number of pages to allocate.
         committed: the number of columns that will be published.
         cost: the most free pages that all this takes; negative if it gives more back.
         start: the token from which the request runs; its context is set to it.
-        active: the token at which its chunk ends; likewise.
-        cached: the token up to which pages were found; 0 if none were found that the request did not have.
+        active: the token at which its chunk ends; its context is set to it, too.
+        cached: the token up to which pages were found; 0 if the request found none beyond its own.
         reached: as in `Found`.
         slots: host slots of the pages that `found` lacks, one table after the other.
         state: the digest, `[1, words]`, of the page after whose cached recurrent state the request resumes; empty if it

@@ -192,7 +192,7 @@ class PromptCounter:
 
     def __init__(self, rows: BlockRows) -> None:
         self._rows = rows
-        self.open: set[int] = set()  # Rows whose prompt is not fully counted. Rows that decode are not among them.
+        self.open: set[int] = set()  # rows whose prompt is not fully counted; rows that decode are not among them
         self.ran = 0
         self.found = 0
 

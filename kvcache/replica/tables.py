@@ -322,7 +322,7 @@ class RowTables:
         """
         table = self._rows.table
         at = table[:, rows, columns]
-        there = (at != NO_PAGE) & ~self._pool.index.published[at]  # pages that were found were published before
+        there = (at != NO_PAGE) & ~self._pool.index.published[at]  # published pages were found by a lookup
         own, names = at[there], self.every(digests)[there]
         of_table, places = there.nonzero()
         self._numbers[own] = of_table
@@ -409,7 +409,10 @@ class RowTables:
         return every / first if first else float(self.count)
 
     def pages(self, row: int, end: int) -> Pages:
-        """The row's pages before column `end`: first those of a table that keeps all, then the others by column."""
+        """The row's pages before column `end`.
+
+        First those of the first table, if it keeps all pages. Then those of the other tables, column by column.
+        """
         mine, kept = self._rows.table[:, row, :end], int(self.keeps_prefix)
         every = np.concatenate((mine[:kept].ravel(), mine[kept:].T.ravel()))
         return every[every != NO_PAGE]

@@ -122,7 +122,7 @@ class StateHints(HintFollower):
         self._quotas = NoQuotas()
 
     def begin(self, quotas: NoQuotas) -> None:
-        """See the base class. Gives the states an eviction order of the same kind."""
+        """See the base class. Gives the cached states an eviction order of the same kind as pages have."""
         pool = self._pool
         if pool.idle.by_age:  # False if they already have such an order
             self._quotas = quotas if self._slab_pages else quotas.of_pool(pool.num_pages)

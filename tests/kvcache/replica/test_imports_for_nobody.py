@@ -236,7 +236,7 @@ def test_a_model_that_has_no_use_for_later_pages_takes_none(served: Any, options
     it = served(**(window if options.pop("groups", False) else options))
     assert not it.manager.contents.takes_any_part
     assert source.manager.contents.takes_any_part
-    with pytest.raises(BlockTableMismatchError, match="only one cached block table can use these"):
+    with pytest.raises(BlockTableMismatchError, match="needs prefix caching and a single table of full attention"):
         it.manager.contents.import_pages(it.waiting(PROMPT), 0, lent(source, 4))
 
 
