@@ -44,7 +44,7 @@ class RangeRetention(msgspec.Struct, frozen=True, omit_defaults=True):
         _check_hint(self)
 
     def columns(self, pages: int, page_size: int) -> slice:
-        """The columns of those of a request's first `pages` pages that lie entirely in the range."""
+        """The columns of the pages that lie entirely in the range, among a request's first `pages` pages."""
         return slice(-(-self.start // page_size), pages if self.end is None else self.end // page_size)
 
 

@@ -197,7 +197,7 @@ def _refuse_more_than_the_host_holds(needs: Needs, sizes: Sizes, pages: int, dev
     if needed > there:
         raise PoolTooSmallError(
             f"the host cannot hold {needed} bytes ({pool} of pages, {tier} of the host tier, {table} of block tables, "
-            f"the rest for {pages * dp} pages' books): it has {there}"
+            f"the rest for bookkeeping of {pages * dp} pages): it has {there}"
         )
 
 

@@ -62,9 +62,10 @@ class Limits:
 
     message_bytes: int
     frames: int = 8  # the most frames of one message
-    per_second: float = 300.0  # frames; twice as many in a burst; all peers together may send ten times that
+    # Frames of one peer a second; twice as many in a burst; ten times as many from all peers together.
+    per_second: float = 300.0
     peers: int = 1024
-    subscription_bytes: float = math.inf  # the most for one connection in all
+    subscription_bytes: float = math.inf  # the most bytes of subscriptions on one connection
 
     @property
     def most_peers(self) -> int:
@@ -97,7 +98,7 @@ class FrameCounter:
     def passes(self, data: bytes, most: int) -> tuple[int, int]:
         """How many bytes of `data` may be passed on, and how many frames begin in them, at most `most`.
 
-        If neither number is as large as possible, the rest is an incomplete header, and more data must come. Raises
+        If both numbers stay below their limits, the rest is an incomplete header, and more data must come. Raises
         `GateError` if the data is not allowed.
         """
         at = self._greeting(data) if self._greeted < _GREETING else 0

@@ -38,8 +38,8 @@ Step = Callable[[Gathered, Callable[[], None] | None], None]
 class HybridReplica(Replica):
     """A replica whose requests each have a state page from `claim` to `release`.
 
-    With memory of their own, states have a page for each row, and pages for copies. In the memory of token pages
-    (`SlabPool`), held token pages may be moved to make room for a state that is claimed or forked. Pages that a model
+    If states have separate memory, it has a page for each row, and pages for copies. If states share the memory of token
+    pages (`SlabPool`), held token pages may be moved to make room for a new request's state. Pages that a model
     reads (from `fetch` to `step`), or that a lease, an import or a block table names, are never moved.
 
     Attributes:
@@ -123,7 +123,8 @@ class HybridReplica(Replica):
     def find(self, context: SafeContext, row: int | None = None, hasher: PrefixHasher | None = None) -> Found:
         """See the base class.
 
-        If claiming a request would evict a cached state to make room for its own, that one is ignored.
+        If claiming a request would evict a cached state to make room for the request's own state, the cached one is
+        ignored.
         """
         run = super().find(context, row, hasher)
         if not run.num_columns:

@@ -108,9 +108,10 @@ class StateRoom(NamedTuple):
     Attributes:
         layouts: the page layout of each kind, per shard.
         blocks: the states, `[shard][kind]`: tensors `[pages + 1, ...]`. Page 0 is the null page.
-        tensors: those of `blocks` that are no part of the pages of tokens, `[shard][kind]`.
+        tensors: the tensors of `blocks` that do not lie in token pages, `[shard][kind]`.
         kinds: the location of each kind, `[shard][kind]`.
-        pool: holders of pages, and copies, which are found by their digests and evicted least recently used first.
+        pool: the holders of the pages, and the cached states, which are found by their digests. The least recently used
+            one is evicted first.
     """
 
     layouts: StateLayouts

@@ -227,7 +227,7 @@ class StatePages:
         for _, some, there in self._below_host(digests):
             if self._ask_later(some, there):
                 return True
-            if there.any():  # whether there are earlier ones does not matter
+            if there.any():  # if a later state is known, earlier ones do not matter
                 break
         return self.below.answers != before  # an answer that has just come may allow a further question
 
