@@ -263,7 +263,7 @@ class Replicas:
             self.placed[replica_idx].memory.copy_page(source, target)
 
     def fetch_ahead(self, gathered: Gathered, num_steps: int) -> StepInFlight:
-        """Do the same as `fetch` into separate tables, which stay unchanged until the step has ended."""
+        """Do the same as `fetch`, but in separate tables, which stay unchanged until the step has ended."""
         if self.hybrid:
             raise InvalidRequestError(
                 f"fetch_ahead of {len(gathered.contexts)} requests: a step writes a recurrent state over the one that "

@@ -532,7 +532,7 @@ class RowTables:
         return self._find_each(self._mix(tables, digests))
 
     def _find_each(self, mixed: Digests) -> Pages:
-        """The published page of each of these digests, which are mixed already: `[tables, pages, words]`."""
+        """The published page of each of these digests, `[tables, pages, words]`, which `_mix` has made."""
         return self._pool.index.find(mixed.reshape(-1, mixed.shape[2])).reshape(mixed.shape[:2])
 
     def _mix(self, tables: slice, digests: Digests) -> Digests:

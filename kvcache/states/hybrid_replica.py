@@ -38,8 +38,8 @@ Step = Callable[[Gathered, Callable[[], None] | None], None]
 class HybridReplica(Replica):
     """A replica whose requests each have a state page from `claim` to `release`.
 
-    If states have separate memory, it has a page for each row, and pages for copies. If states share the memory of token
-    pages (`SlabPool`), held token pages may be moved to make room for a new request's state. Pages that a model
+    If states have separate memory, it has a page for each row, and pages for copies. If states share the memory of
+    token pages (`SlabPool`), held token pages may be moved to make room for a new request's state. Pages that a model
     reads (from `fetch` to `step`), or that a lease, an import or a block table names, are never moved.
 
     Attributes:

@@ -95,7 +95,7 @@ class DraftedPages:
             raise StatePageError(f"request {request_id!r}: its drafted tokens ran, but step was not called for them")
 
     def check(self, request_ids: Iterable[str]) -> None:
-        """Raise `InvariantError` if a request has a second page but is not one of these, which have a first page."""
+        """Raise `InvariantError` if a request with a second page is not in `request_ids`, which have a first page."""
         if odd := self.page_of.keys() - set(request_ids):
             raise InvariantError(f"{sorted(odd)} have a second state page but no first one")
 
@@ -248,7 +248,7 @@ class StatePages:
                     return True
                 if self.below.slots(some[0, at : at + 1]).all():
                     return False
-        return self.below.answers != before  # as above
+        return self.below.answers != before  # an answer may allow a further question
 
     def _below_host(self, digests: Digests) -> Iterator[tuple[int, Digests, Asked]]:
         """Yield the digests after the last state on the device or the host, some at a time, the last ones first.
