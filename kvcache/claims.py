@@ -41,7 +41,7 @@ class Claims:
         self._contexts: dict[int, Context] = {}  # by place
 
     def free_at(self, request_id: RequestID, replica_idx: int | None) -> int:
-        """The replica on which to claim a new request. Raises if it has no free row. Changes nothing."""
+        """The replica on which to claim a new request. Raises if that replica has no free row. Changes nothing."""
         count = len(self._replicas)
         check_request_id(request_id, "external_claim")
         if request_id in self.places:

@@ -198,7 +198,7 @@ class Replicas:
     def take_up(self) -> None:
         """Handle ended copies from host memory, which may free pages.
 
-        A loop that only waits runs no step that would do so.
+        Needed while a loop only waits, because otherwise its steps do it.
         """
         for tiers in self._all_tiers:
             tiers.take_up()

@@ -28,7 +28,7 @@ class UnderWay:
 
     Attributes:
         call: the call that changes the state, and its requests or objects; None: the state is consistent.
-        context: the context that the call moves, which may refuse; None: none. It is set only while `call` is.
+        context: the context that the call moves, which may refuse; None without one. It is set only while `call` is.
         leaving: requests whose `with claim` block ended while the mark was set; `recover` releases them.
     """
 

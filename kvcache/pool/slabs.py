@@ -168,7 +168,7 @@ class SlabPool(PagePool):
     def use_of(self, order: EvictionOrder, used: Indices) -> int:
         """The last use of the entry that `order` evicts next, shifted by its hint. Negative if it is above a quota.
 
-        `used`: the last use of each entry, by the clock. A hint counts with its present lead, and no longer once it has
+        `used`: the last use of each entry, by the clock. The present lead of a hint counts, unless the hint has
         expired.
         """
         if due := order.due():

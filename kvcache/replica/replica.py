@@ -245,7 +245,7 @@ class Replica:
         `start`: the token from which the request would run without them. The pages come after the row's own columns.
         """
         found = self.find(context, row)
-        # Otherwise looked up after `step`.
+        # In other cases lower tiers are looked up after `step`.
         if self.tier.keeps and (self.tables.is_plain or not self.rows.num_pages.item(row)):
             last = (context.end_idx - 1) // self.page_size
             if found.end < last:

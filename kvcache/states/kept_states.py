@@ -69,7 +69,7 @@ class KeptStates:
             return
         ended, tokens = rows_at(stepped, at), computed[at]
         pages = rows.table[0, ended, tokens // size - 1]
-        # A null page: the window has moved on although nothing was computed.
+        # Null pages are left out: their window has moved on although nothing was computed.
         if len(there := pages.nonzero()[0]) < len(pages):
             ended, tokens, pages = ended[there], tokens[there], pages[there]
         of_rows: list[int] = ended.tolist()

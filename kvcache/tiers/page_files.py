@@ -158,7 +158,10 @@ class FileFormat:
         return digest + self.checksum(digest, parts)
 
     def judge(self, row: bytes, digest: bytes, parts: Sequence[Part]) -> FileRefusal | None:
-        """Why a page is refused that should have this `digest`, and has this row in its file; None if it is right."""
+        """Why a page that should have this `digest`, and has this `row` in its file, is refused.
+
+        None if it is right.
+        """
         if row[: self.name_bytes] != digest:
             return FileRefusal.FOREIGN
         return None if row == self.row(digest, parts) else FileRefusal.CORRUPTED
@@ -218,7 +221,7 @@ def read_rows(path: Path, layout: FileFormat) -> Digests | FileRefusal:
 
 
 def _judge(layout: FileFormat, status: os.stat_result, count: int, end: bytes) -> FileRefusal | None:
-    """Why a file is refused whose rows and footer are `end`; None if it is right."""
+    """Why a file with these rows and footer (`end`) is refused. None if it is right."""
     if not stat.S_ISREG(status.st_mode):
         return FileRefusal.UNREADABLE
     rows, footer = end[: count * layout.row_bytes], end[count * layout.row_bytes :]

@@ -63,7 +63,7 @@ class PageFolder:
     neither here nor after a restart. A process that shares the folder and was not reset stays in the old one, which is
     deleted. That process then only misses, and reads no wrong page.
 
-    Only the owner may access a folder (0700). An existing folder with wider rights is tightened. A link, or another
+    Only the owner may access a folder (0700). Wider rights of an existing folder are removed. A link, or another
     user's folder, is refused. A root that contains other things than tiers keeps its rights, and is refused if other
     users may rename its contents. A deleted folder is made again at the next write.
 
@@ -98,7 +98,7 @@ class PageFolder:
             self._make_home()
             self._name_epoch(self._epoch, replace=True)
             self._make_epoch()
-        # Such as a full disk; if `current` is missing, the next start finds no old file either.
+        # For example on a full disk. Without `current`, the next start finds no old file either.
         except OSError as error:
             _log.warning("file tier: a reset could not record the name of its new folder: %s", error)
             with contextlib.suppress(OSError):

@@ -94,7 +94,10 @@ class Tiers:
         return any(tier.is_loading for tier in self.replicas)
 
     def take_up(self) -> None:
-        """Handle the copies to the device that have ended. For times when no step runs that would do so."""
+        """Handle the copies to the device that have ended.
+
+        Needed while no step runs, because steps do it themselves.
+        """
         for tier in self.replicas:
             if tier.is_loading:
                 tier.poll()

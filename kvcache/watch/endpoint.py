@@ -30,7 +30,7 @@ from kvcache.watch.pools import WatchedPool, pools_of
 from kvcache.watched import AskLook, Beside, CheckReport, WatchRefusal, other_version
 
 _WAKE_MS = 200  # the interval of tests whether the watch is closed or its manager is gone
-_SHARE = 0.25  # the share of this thread's time that looks may take; until then, further questions wait
+_SHARE = 0.25  # the share of this thread's time that looks may take; if they have taken it, questions wait
 # The share of the loop's time that looks may cost by holding the interpreter lock. If the rest of the process is always
 # busy, the pauses between looks keep to this share, up to a longest pause. If the process mostly waits for its model,
 # looks disturb nothing.
