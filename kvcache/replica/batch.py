@@ -185,7 +185,7 @@ class Batch(Gathered, Sequence[Context]):
         self._log = np.zeros((page_size + _STEPS_KEPT, len(contexts)), np.int32)
         self._hashers: dict[int, PrefixHasher] = {}  # by place
         self.checked_at = -1  # how many releases there had been when the claims were last compared
-        # All contexts if all are of class `TextContext`, else none. Only these contexts can follow the batch.
+        # The contexts of class `TextContext`. They follow the batch only if all contexts are of this class.
         self._own = [context for context in contexts if isinstance(context, TextContext)]
         super().__init__(tuple(contexts), replicas, rows, places)
 
@@ -233,7 +233,7 @@ class Batch(Gathered, Sequence[Context]):
                 last = context.tokens[-self._page_size :]
                 self._log[self._page_size - len(last) : self._page_size, place] = last
                 context.follow(self, place)
-        self._stale = False  # cleared last, because it is set when a context leaves another batch
+        self._stale = False  # cleared last: a context that already followed this batch left it above, which set it
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse `copy` and `pickle`: two batches would each move the same contexts, unaware of the other."""
