@@ -148,6 +148,11 @@ def test_every_mutant_of_a_file_is_another_program() -> None:
     assert len(dumps) == len(changed)
 
 
+def is_stub(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether it has a docstring and no statements, as the methods of a protocol do."""
+    return all(isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant) for one in function.body)
+
+
 def test_every_function_of_five_lines_has_a_mutant_but_those_that_only_hand_on() -> None:
     reached, without = 0, []
     for path in sources():
@@ -157,7 +162,7 @@ def test_every_function_of_five_lines_has_a_mutant_but_those_that_only_hand_on()
         program = ast.parse(source)
         have = {site.function for site in sites(program) if any(changes(site.node))}
         for name, node in functions(program).items():
-            if (node.end_lineno or 0) - node.lineno + 1 >= 5:
+            if (node.end_lineno or 0) - node.lineno + 1 >= 5 and not is_stub(node):
                 reached += name in have
                 without += [] if name in have else [f"{path}:{name}"]
     assert reached > 99 * len(without), without

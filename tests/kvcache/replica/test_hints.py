@@ -286,8 +286,7 @@ def test_pages_copied_from_a_replica_are_their_tenants_before_the_request_holds_
     serve(manager, prompt(1), replica=0, cache_salt="a")
     context = TextContext(prompt(1), 64, cache_salt="a")
     manager.external_claim(context.request_id, 1)
-    copies = manager._replicas._copies
-    assert copies is not None
+    (copies,) = manager._replicas._copies
     copies.bring(1, manager._replicas.each[1].rows.row_of[context.request_id], context, 1)
     assert manager._replicas.each[1].pool.idle.count == manager.metrics.d2d_blocks_copied == 2
     assert owned(manager, 1) == {"a": 2}

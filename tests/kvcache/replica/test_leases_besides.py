@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
+from kvcache.errors import InvalidRequestError
 from kvcache.layer_groups import layer_tables
 from kvcache.pool.pages import PagePool
 from kvcache.replica.leases import HeldPages, PageLease, PageLeases
@@ -74,9 +77,17 @@ def test_pages_that_several_lease_are_counted_once_and_held_by_each() -> None:
     assert sorted(books.pages.idle.pages().tolist()) == [2, 3]
 
 
-@pytest.mark.parametrize("owner", [None, "another", {}])
-def test_a_lease_that_no_manager_has_made_is_over(owner: object) -> None:
-    lease = Books().lease()
+def test_a_lease_is_over_where_it_was_not_granted() -> None:
+    books = Books()
+    lease = books.lease()
     assert lease.is_over, "it was not granted yet"
-    lease.owner = owner
-    assert lease.is_over
+    books.leases.grant_pages(lease, books.cached(books.pages, 1).pages)
+    assert not lease.is_over
+    lease.owner = Books().leases
+    assert lease.is_over, "another manager did not grant it"
+
+
+@pytest.mark.parametrize("owner", [None, "another", {}])
+def test_only_a_manager_makes_a_lease(owner: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="owner is"):
+        PageLease(owner, "r", 0)

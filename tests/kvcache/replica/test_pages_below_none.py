@@ -13,6 +13,7 @@ ASKED = np.array([[True, False, True, True]])
 PAGES = np.array([3, 4], np.int32)
 GIVEN: dict[str, tuple[object, ...]] = {
     "hold": (PAGES,),
+    "drop": (PAGES,),
     "bring": (PAGES, PAGES, DIGESTS[0, :2]),
     "restore": (0, PAGES, PAGES),
     "arrive": (np.array([0]),),

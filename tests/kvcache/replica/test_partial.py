@@ -112,7 +112,7 @@ def test_where_one_table_lost_the_page_nothing_is_copied() -> None:
 
 def test_no_part_of_a_page_is_reused_behind_a_recurrent_state() -> None:
     shape = StateShape(1, 2, 1, 1, 1, 2, torch.float32)
-    with pytest.raises(InvalidParamsError, match="states: a recurrent state is of whole pages, and none lies inside"):
+    with pytest.raises(InvalidParamsError, match="it must be 0 with states, because a state is kept"):
         params(partial_reuse_min_tokens=1, states=shape, enable_prefix_caching=True)
 
 
