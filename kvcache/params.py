@@ -331,8 +331,8 @@ class KVCacheParams:
     object_tier_tokens_per_s: float | None = None
     kv_events: KVEvents | None = None  # reports cached pages to routers, as vLLM does; None: no events
     # Groups of layers that keep the same tokens; each layer is in one group. If empty, all layers have full attention.
-    # All layers have the same heads and `head_dim`. A hit ends where every group has the pages that the next token
-    # sees; a window does not need the pages before it. See `kvcache.layer_groups`.
+    # All layers have the same heads and `head_dim`. A hit is the longest prefix after which every group has all
+    # pages that the next token sees. See `kvcache.layer_groups`.
     groups: tuple[LayerGroup, ...] = ()
     # For 8-bit values with scales. The scales lie in the page, and are shared, copied, evicted and transferred with it.
     kvcache_quant_config: KVCacheQuantizationConfig | None = None

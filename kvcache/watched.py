@@ -152,7 +152,7 @@ class EvictionRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a recount by the loop."""
+    """The result of the last `PagedKVCacheManager.check`, which recounts all pages."""
 
     age_s: float
     seconds: float  # how long the recount took

@@ -267,10 +267,9 @@ class LruBaseline:
         return len(self._sample(words))
 
     def visit(self, words: Words, room: int) -> int:
-        """Record that a request asks for these pages, which become the newest. Returns how many sampled pages it finds.
+        """Record that a request asks for these pages, which become the newest. Returns the sampled hits before a miss.
 
-        Only the run of hits from the first page on counts. `room`: how many pages of the pool can hold cached pages
-        now.
+        `room`: the number of pages of the pool that can be used for caching now.
         """
         self._room = max(1, room // self.rate)
         sample, kept = self._sample(words), self._kept

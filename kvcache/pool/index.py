@@ -55,7 +55,7 @@ class PrefixIndex:
         return self._find(digests, self._buckets(digests))
 
     def may_have(self, digests: Digests) -> bool:
-        """Whether a published page has the same first word as the first digest. A cheap test before a full lookup."""
+        """Whether a published page may have the first digest: one has the same first 64 bits. A cheap test."""
         word = digests.item(0)
         return self._follow(self._heads.item(word & self._bucket_mask), word) != NO_PAGE
 

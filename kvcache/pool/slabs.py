@@ -215,9 +215,7 @@ class SlabPool(PagePool):
             )
         for slab in range(1, self.num_slabs + 1):
             if self._ages[slab] > self._age_of(slab):
-                raise InvariantError(
-                    f"slab {slab} was last used at {self._age_of(slab)}, but its recorded time is later"
-                )
+                raise InvariantError(f"slab {slab} was last used at {self._age_of(slab)}, before the recorded time")
 
     def mend(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
         """See the base class. `taken` must already mark the slabs in use, whose pages have no other holder."""

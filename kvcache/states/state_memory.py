@@ -129,9 +129,10 @@ class StateRoom(NamedTuple):
 def room_apart(
     shape: StateShape | None, num_pages: int, devices: Sequence[torch.device | str], digest_words: int
 ) -> StateRoom:
-    """Separate memory for `num_pages` states on these devices, one for each shard.
+    """Memory, apart from the token pages, for `num_pages` states on these devices, one for each shard.
 
-    Raises `InvalidParamsError` if the shards cannot share the heads, and `PoolTooSmallError` if a device is too small.
+    Raises `InvalidParamsError` if the heads cannot be divided among them, and
+    `PoolTooSmallError` if a device is too small.
     """
     layouts = state_layouts(shape, len(devices))
     blocks = [

@@ -61,7 +61,7 @@ class ObjectPiece(NamedTuple):
     name: bytes
     skip: int  # the number of pages of the object before these
     digests: Digests
-    table: int  # the block table of these pages
+    table: int  # the number of the block table to which these pages belong
 
 
 class ReadRates:

@@ -76,7 +76,7 @@ class ObjectFormat:
             row[:] = np.frombuffer(self.page.row(digest, parts), np.uint8)
 
     def blank(self, records: Part) -> None:
-        """Clear the rows, so that pages which a read does not deliver are detected."""
+        """Clear each page's digest and checksum before a read, so that `unpack` refuses pages that were not read."""
         records.reshape(-1, self.record_bytes)[:, self.page.page_bytes :] = 0
 
     def unpack(self, records: Part, digests: Digests, pages: Sequence[Sequence[Part]]) -> list[FileRefusal | None]:

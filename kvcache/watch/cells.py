@@ -15,7 +15,7 @@ from kvcache.pool.pages import PagePool
 from kvcache.replica.replica import Replica
 from kvcache.watched import AGE_SHIFT, MOST_OWNERS, OWNER_SHIFT, SHARED_BIT, STATE_BITS, Cells, PageState
 
-# The state of a page that no row has. If a lease holds it, it is LEASED; in a cancelled import it is QUARANTINED.
+# How the state of a page that no request has is shown: a lease holds it, or a cancelled import may still write to it.
 _BECOMES = ((PageState.HELD, PageState.LEASED), (PageState.WRITTEN, PageState.QUARANTINED))
 
 

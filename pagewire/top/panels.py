@@ -1,4 +1,4 @@
-"""Makes the rows of the tables from looks, as text. Drawing them is elsewhere."""
+"""Turns each `Look`, a snapshot of a manager, into the rows of the tables of `pagewire top`, as text."""
 
 from __future__ import annotations
 

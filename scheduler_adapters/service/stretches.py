@@ -165,7 +165,7 @@ class FromTheEnd:
         self._ran_since = math.inf  # when the request began to run, if that was before the first stretch came
 
     def admitted(self, cached: int) -> None:
-        """Reports that the request begins to run, behind `cached` tokens."""
+        """Called when the request begins to run. Its first `cached` tokens are cached."""
         self._cached = cached
         if not self._has_come:
             self._ran_since = self._clock()

@@ -290,7 +290,7 @@ class FollowerLeases:
 
     @property
     def open_count(self) -> int:
-        """The number of known rooms."""
+        """The number of rooms whose pages were offered, or are awaited."""
         return len(self._computed | self._offered) + len(self._unsent)
 
     def open(self, room: int) -> None:

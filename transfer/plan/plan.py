@@ -204,7 +204,7 @@ def _plan_group(where: str, local: Group, remote: Group) -> GroupPlan:
 
 
 def _check_of_page(where: str, local: Group, remote: Group) -> None:
-    """Refuses scales of whole pages unless both sides have them for pages of the same size."""
+    """Raises if a side has one scale for a whole page, unless both have and their page sizes are equal."""
     ours, theirs = ({box.kind: box.of_page for box in group.boxes} for group in (local, remote))
     for kind in ours.keys() & theirs.keys():
         same_pages = ours[kind] == theirs[kind] and local.page_size == remote.page_size

@@ -102,7 +102,7 @@ class _Grid:
         self.owner = np.full(self.needed.shape, _NOBODY, np.int64)
 
     def choose(self, used: NDArray[np.bool_], local_rank: int, *, forced: bool) -> None:
-        """Assigns owners to the cells that only one shard holds (`forced`) or to all others; marks them in `used`."""
+        """Assigns an owner to each cell that one shard alone holds (`forced`), or to each other. Marks it in `used`."""
         count = self.holders.sum(axis=-1)
         todo = self.needed & ((count == 1) if forced else (count > 1))
         # Few distinct sets of holders occur: at most one for each replicated head.

@@ -108,7 +108,7 @@ class Lease:
     slot: int  # index of the lease word
     duration_s: float  # the duration of a grant and of each renewal
     engines: int  # reading engines that must finish before the lease ends
-    deadline: float  # on the book's clock
+    deadline: float  # by the clock of its `LeaseBook`
     last_deadline: float  # renewals do not extend beyond it
     heard: dict[str, set[int]] = field(default_factory=dict[str, set[int]])  # by engine, the ranks that have finished
     ranks: dict[str, int] = field(default_factory=dict[str, int])  # by engine, how many ranks it has

@@ -70,6 +70,6 @@ def host_of(endpoint: str) -> tuple[str, ...]:
 
 
 def listed_peers(option: str | Iterable[object], endpoint: str) -> tuple[str, ...]:
-    """Returns the host of our own endpoint, then the entries of an option: a list, or one comma-separated string."""
+    """Returns the host of our own endpoint, then the entries of `option`, a list or a comma-separated string."""
     entries = option.split(",") if isinstance(option, str) else [str(entry) for entry in option]
     return tuple(dict.fromkeys([*host_of(endpoint), *(entry.strip() for entry in entries if entry.strip())]))
