@@ -137,7 +137,7 @@ def max_supported_sequence_length(
 def _each_replica(
     params: KVCacheParams, num_layers: int, page_size: int, name: str, memory: object
 ) -> tuple[Needs, int]:
-    """What each replica needs, and its share of the memory in bytes."""
+    """The needs of each replica, and its share of the memory in bytes."""
     needs = Needs(params, layer_tables(params.groups, num_layers), resolve_page_size(params, page_size))
     return needs, whole(name, memory, 0, MOST_BYTES) // params.data_parallel_degree
 

@@ -43,7 +43,7 @@ _STEPS_KEPT = 256  # updates that a batch keeps before it passes them to the con
 
 
 class Gathered:
-    """What one call needs to know about its requests, as arrays `[len]` in batch order."""
+    """The requests of one call, as arrays `[len]` in batch order."""
 
     __slots__ = (
         *("_shares", "actives", "computed", "contexts", "due", "ends", "places", "replicas", "rows", "slack"),

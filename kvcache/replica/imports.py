@@ -391,7 +391,7 @@ def finish_pages(replica: Replica, pending: PendingImport, proof: ImportProof | 
         raise InvalidRequestError(
             f"request {pending.request_id!r}: commit_pages: the request waits for this import: call commit_import"
         )
-    _check_proof(replica, pending, proof)
+    _check_proof(replica, pending, proof, "commit_pages")
     first, stop = (token // size for token in pending.tokens)
     names = hasher.digests(prompt.tokens, first, stop)
     if replica.log.is_read:
@@ -446,9 +446,9 @@ def _check_open(replica: Replica, row: int, context: SafeContext, pending: Pendi
     replica.refuse_renamed(row, context)
 
 
-def _check_proof(replica: Replica, pending: PendingImport, proof: ImportProof | None) -> None:
+def _check_proof(replica: Replica, pending: PendingImport, proof: ImportProof | None, call: str) -> None:
     """Raise unless the copier has proved that the bytes arrived and belong to the table."""
-    start = f"request {pending.request_id!r}: commit_import"
+    start = f"request {pending.request_id!r}: {call}"
     copier = replica.imports.copiers.get(pending)
     if proof is None:
         if pending.needs_copy:
@@ -469,7 +469,7 @@ def finish_import(
 ) -> None:
     """End an import whose bytes have all arrived: its tokens count as cached, and its full pages are published."""
     _check_open(replica, row, context, pending, "commit_import")
-    _check_proof(replica, pending, proof)
+    _check_proof(replica, pending, proof, "commit_import")
     there = max(pending.num_tokens, replica.rows.counted.item(row))  # a local hit may be longer than the table
     if context.start_idx > there:
         raise replica.counter.ahead(row, context.start_idx, there)

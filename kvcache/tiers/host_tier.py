@@ -97,7 +97,7 @@ class Job:
         self.names, self.dropped = (), True
 
 
-class Worker(ThreadPoolExecutor):
+class TierThread(ThreadPoolExecutor):
     """A thread of a lower tier."""
 
     def __init__(self, name: str) -> None:
@@ -118,7 +118,7 @@ class LowerTier:
     def __init__(self, host: HostTier, of: str) -> None:
         self._host = host
         self._clock = time.monotonic
-        self._reader, self._writer = Worker(f"{of}-reads"), Worker(f"{of}-writes")
+        self._reader, self._writer = TierThread(f"{of}-reads"), TierThread(f"{of}-writes")
         self._paused_until = 0.0  # no work is begun until then; set after a failure
         self.written: int = 0  # the number of pages written so far
         self.read: int = 0  # the number of pages read so far
@@ -211,7 +211,7 @@ class LowerTier:
 
     # ---- inside
 
-    def _take_up(self, *threads: Worker) -> None:
+    def _take_up(self, *threads: TierThread) -> None:
         """Handle the results of these threads."""
         for thread in threads:
             while thread.jobs and thread.jobs[0].over():
@@ -219,7 +219,7 @@ class LowerTier:
 
     def _begin_job(
         self,
-        thread: Worker,
+        thread: TierThread,
         work: Callable[[], _T],
         take: Callable[[_T], None],
         slots: Slots = NO_SLOTS,

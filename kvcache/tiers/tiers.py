@@ -189,7 +189,7 @@ def _check_queue(tier: ReplicaTier, number: int) -> None:
 
 
 class Kept(NamedTuple):
-    """What tiers keep, either token pages or states, and the room for it."""
+    """The kind of pages that tiers keep (token pages or states), and the room for them."""
 
     noun: str  # what metrics call it: "blocks" or "states"
     shard_bytes: Sequence[int]  # the bytes of one page or state on each shard

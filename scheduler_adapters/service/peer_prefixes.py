@@ -180,7 +180,7 @@ class PeerPrefixes:
     def admitted(self, key: str, replica: int, cached: int) -> None:
         """A prompt begins to run on a replica, behind `cached` tokens. Pages come for it only if they come there."""
         fetch = self._open.get(key)
-        if fetch is None or not isinstance(fetch.stretches, FromTheEnd):
+        if fetch is None:
             return
         if fetch.replica == replica:
             fetch.stretches.admitted(cached)

@@ -48,6 +48,10 @@ class Stretches(Protocol):
     most: float
     """The highest number of stretches of a prompt."""
 
+    def admitted(self, cached: int) -> None:
+        """Called when the request begins to run. Its first `cached` tokens are cached."""
+        ...
+
     def next(self) -> NextPages | None:
         """Returns the pages to ask for now. None if computing is estimated to be quicker, or nothing is missing."""
         ...
@@ -92,6 +96,9 @@ class FromTheFront:
     ) -> None:
         self._manager, self._context, self._replica = manager, context, replica
         self._most, self._estimate = most, estimate
+
+    def admitted(self, cached: int) -> None:
+        """A no-op, because the request waits until its stretches have come."""
 
     def missing(self) -> tuple[int, int]:
         """Returns the leading tokens of full pages that are cached here, and the tokens that a source may have."""
@@ -165,7 +172,7 @@ class FromTheEnd:
         self._ran_since = math.inf  # when the request began to run, if that was before the first stretch came
 
     def admitted(self, cached: int) -> None:
-        """Called when the request begins to run. Its first `cached` tokens are cached."""
+        """See `Stretches`."""
         self._cached = cached
         if not self._has_come:
             self._ran_since = self._clock()

@@ -173,7 +173,10 @@ def test_only_a_proof_of_this_import_counts(served: Any) -> None:
     source.serve(PROMPT)
     context = running(it, 4)
     pending, other = (brought(it, source, context, lent(source, *part)) for part in ((6, 8), (3, 6)))
-    for proof, reason in ((None, "without a proof"), (proven(it.manager, other), "with the proof of another import")):
+    for proof, reason in (
+        (None, "without a proof"),
+        (proven(it.manager, other), "commit_pages with the proof of another import"),
+    ):
         with pytest.raises(InvalidRequestError, match=reason):
             it.manager.contents.commit_pages(pending, proof)
     assert it.manager.contents.cached(0, it.manager.contents.digests(context, 3)) == 0

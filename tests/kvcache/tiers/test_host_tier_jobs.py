@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvcache.replica.resume import Slots
-from kvcache.tiers.host_tier import HostTier, Job, LowerTier, Worker
+from kvcache.tiers.host_tier import HostTier, Job, LowerTier, TierThread
 from tests.kvcache.tiers.test_host_tier_lower import OBJECT, UNKNOWN, Tier, mask, names
 
 
@@ -22,7 +22,7 @@ class Failing(Tier):
         self.noted.append(("failed", str(error)))
 
 
-class Thread(Worker):
+class Thread(TierThread):
     """A substitute for a tier's threads: the test decides when each work runs, in any order."""
 
     def __init__(self) -> None:
