@@ -1,6 +1,6 @@
 """The interfaces that a scheduler has to the cache: pages that it computes, and pages that it reads from a peer.
 
-Each task of a scheduler, and the method that performs it here:
+The table lists each task of a scheduler and the method that performs it:
 
     match     `Pages.get_or_recommend_replica`, `Pages.maybe_reserve`     cached pages of a prefix
     reserve   `Pages.external_claim`, `Pages.maybe_reserve`               a row, then pages
@@ -72,7 +72,10 @@ class Pages(Protocol):
 
     @property
     def layer_tables(self) -> LayerTables:
-        """The block tables of a request. With several, some have pages only for the next part of a prompt."""
+        """The block tables that each request has.
+
+        If there are several, some of them have pages only for the next part of a prompt.
+        """
         ...
 
     @property
@@ -91,9 +94,9 @@ class Pages(Protocol):
         ...
 
     def get_or_recommend_replica(self, context: Context) -> int:
-        """Returns the replica where the request is claimed, or should be claimed.
+        """Returns the replica on which the request is claimed; if it is not claimed yet, the best replica for it.
 
-        Advice is valid until the next call.
+        For an unclaimed request, the result is advice, valid until the next call.
         """
         ...
 
@@ -132,7 +135,7 @@ class Pages(Protocol):
     def release(self, request_id: RequestID) -> None:
         """Gives back the row and pages, at any time between steps.
 
-        Leased or imported pages stay with the lease or import.
+        Pages that are also leased or being imported stay with their lease or import.
         """
 
     def check(self) -> None:
@@ -151,7 +154,7 @@ class PagesAhead(Pages, Protocol):
         ...
 
     def end_step(self, step: StepInFlight) -> None:
-        """Reports that the model has finished the step."""
+        """Reports that the model has finished the step that `fetch_ahead` prepared."""
 
 
 class PulledPages(Pages, Protocol):
@@ -164,7 +167,7 @@ class PulledPages(Pages, Protocol):
 
     @property
     def contents(self) -> PageContents:
-        """Looks pages up by content: which pages a prompt needs, and which of them are cached."""
+        """Answers questions about page contents: which pages a prompt needs, and which of these are cached."""
         ...
 
     def import_block_table(
@@ -178,7 +181,7 @@ class PulledPages(Pages, Protocol):
     ) -> PendingImport | None:
         """Reserves pages and says which to read; None if too few are free.
 
-        Ends with `commit_import` or `cancel_import`.
+        Every import ends with `commit_import` or `cancel_import`.
         """
         ...
 

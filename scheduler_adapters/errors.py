@@ -32,7 +32,10 @@ class ReplayError(AdapterError, ValueError):
 
 
 class PlanError(AdapterError, ValueError):
-    """A config is not understood (the message has the file, the field and its limits), or an option does not fit it."""
+    """A model config is not understood, or an option does not fit it.
+
+    For a config, the message names the file, the field and its limits.
+    """
 
 
 class ModelInUseError(AdapterError, RuntimeError):
@@ -52,4 +55,4 @@ class MessageError(ServiceError, ValueError):
 
 
 class IllegalMoveError(ServiceError):
-    """A request was about to enter a phase that may not follow its present one. This is a bug of the service."""
+    """A request was about to change to a phase that may not follow its current one. This is a bug of the service."""

@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_ENDING_S = 10.0  # a second signal within this time is ignored; cleaning up takes less
+_ENDING_S = 10.0  # in seconds; a second signal within this time is ignored, because cleaning up takes less
 _AGAIN_S = 0.01
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal has told the command to end.
+    """Raised when a signal tells the command to end.
 
     `status` is the matching exit status of a shell, 128 + the signal's number.
     """
@@ -29,11 +29,12 @@ class Interrupted(KeyboardInterrupt):
 
 @contextmanager
 def raised() -> Generator[None]:
-    """Makes signals raise `Interrupted` in the main thread within the block. An ignored signal stays ignored.
+    """A `with` block in which signals raise `Interrupted` in the main thread. An ignored signal stays ignored.
 
-    A second signal within ten seconds has no effect, because the command is still handling the first. Python discards
-    an exception that is raised in a finalizer or a garbage collector callback; the signal is then sent again. If Python
-    wraps `Interrupted` in another exception, as it does in `__set_name__`, the block raises the original.
+    A second signal within ten seconds has no effect, because the command is still handling the first one. Python
+    discards exceptions that are raised in a finalizer or a garbage collector callback; in that case the signal is sent
+    again. If Python wraps `Interrupted` in another exception, as it does in `__set_name__`, the block raises the
+    original.
     """
     obeyed, hook = float("-inf"), sys.unraisablehook
 
@@ -71,9 +72,9 @@ def raised() -> Generator[None]:
 
 @contextmanager
 def held() -> Generator[None]:
-    """Delays signals until the end of the block, so that an object made in the block is also recorded.
+    """A `with` block that delays signals to its end.
 
-    Has no effect outside of the main thread, where Python handles no signal.
+    Has no effect in other threads, because Python handles signals only in the main thread.
     """
     came: list[int] = []
     if threading.current_thread() is not threading.main_thread():

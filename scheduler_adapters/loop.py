@@ -1,4 +1,4 @@
-"""A small continuous-batching loop over the cache manager: how a scheduler is meant to drive it.
+"""A small continuous-batching loop over the cache manager, as an example of how a scheduler drives the manager.
 
 Each `step` does five things, in this order:
 
@@ -27,10 +27,11 @@ from kvcache.replica.context import TextContext
 from kvcache.types import Admission, RaggedKVCacheInputs
 from scheduler_adapters.base import Pages, RunTokens
 
-_LONGEST_FETCH_S = 5.0  # the longest that a request waits for its cached pages to come from files or objects
+# in seconds: the longest that a request waits for its cached pages to be loaded from files or a store
+_LONGEST_FETCH_S = 5.0
 
 FinishReason = Literal["eos", "length", "error"]
-# The owner of the loop may need a richer type: `DecodeScheduler` also imports pages.
+# The owner of the loop may need a richer interface than `Pages`: `DecodeScheduler` also imports pages.
 PagesT_co = TypeVar("PagesT_co", bound=Pages, covariant=True)
 
 
@@ -51,7 +52,8 @@ class Request:
     request_id: str  # unique among the requests that the loop knows
     prompt: Sequence[int]  # tokens, at least one
     max_new_tokens: int  # most tokens to generate, at least one
-    hold_pages: bool = False  # keep the pages at its end until `free` is called, because another process reads them
+    # keep the pages after the request's end, until `free` is called, because another process reads them
+    hold_pages: bool = False
     cache_salt: str | None = None  # requests with different salts never share a page
     ignore_eos: bool = False  # continue after an end-of-sequence token
 
@@ -61,7 +63,7 @@ class Output(NamedTuple):
 
     request_id: str
     token: int | None  # None if the request failed
-    finished: FinishReason | None  # why it ended; None while it continues
+    finished: FinishReason | None  # why the request ended; None while it continues
     error: str = ""  # the failure, if `finished` is "error"
 
 
@@ -72,15 +74,15 @@ class Entry:
     request: Request
     context: TextContext
     replica: int = 0
-    fetching_since: float | None = None  # when a fetch of its pages was first seen
-    meets: int = 0  # the token from which pages have come while the prompt runs
+    fetching_since: float | None = None  # when the loop first saw that the request's pages are being fetched
+    meets: int = 0  # the first token whose page a peer has provided while the prompt runs; no chunk runs past it
 
 
 class ServingLoop(Generic[PagesT_co]):
     """Serves requests from one manager with one model. Not thread-safe: one thread calls it.
 
-    Pulls and handed-over requests may hold pages of the manager too. A step runs at most `token_budget` tokens, but at
-    least one for each running request that decodes.
+    Pulls and requests that were handed over may also hold pages of the manager. A step runs at most `token_budget`
+    tokens, but at least one for each running request that decodes.
     """
 
     def __init__(self, manager: PagesT_co, runner: ModelRunner, token_budget: int = 512) -> None:
@@ -89,17 +91,17 @@ class ServingLoop(Generic[PagesT_co]):
         self.manager = manager
         self.runner = runner
         self.token_budget = token_budget
-        # A runner without a vocabulary takes every token.
+        # A runner without a vocabulary accepts every token.
         self.vocab_size: int | None = getattr(runner, "vocab_size", None)
         self._has_windows = bool(manager.layer_tables.kinds_named)
-        # If states share the memory of pages, a claim takes a state page. `admission` then checks first that the
-        # request's pages fit too.
+        # If states share memory with pages, claiming a request takes a state page. So `admission` first checks that the
+        # request's pages will fit as well.
         shares = getattr(manager, "slab_pages", 0) > 0
         self._admission: Callable[[TextContext], Admission] | None = (
             getattr(manager, "admission", None) if shares else None
         )
         self.preemptions = 0  # how often a request was preempted
-        self.fetching = False  # whether the first waiting request waits for its own pages from files or objects
+        self.fetching = False  # whether the first waiting request waits for pages that are loaded from files or a store
         # Called when a request starts to run, with its id, its replica and its number of cached tokens.
         self.on_admit: Callable[[str, int, int], None] | None = None
         # By id, oldest first. A step looks only at the first waiting request.
@@ -119,19 +121,19 @@ class ServingLoop(Generic[PagesT_co]):
 
     @property
     def num_running(self) -> int:
-        """Requests that hold pages and run."""
+        """The number of requests that hold pages and run."""
         return len(self._running)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that hold no page yet, or were preempted."""
+        """The number of requests that wait: new ones, which hold no pages yet, and preempted ones."""
         return len(self._waiting)
 
     def add(self, request: Request, context: TextContext | None = None) -> None:
         """Queues a request. `context` is the result of `context_for` if that was called before.
 
-        Raises `PromptTooLongError` if it can never fit, `AlreadyClaimedError` if the loop knows a request of that
-        id, `InvalidRequestError` for no prompt, bad tokens, or a `max_new_tokens` below 1.
+        Raises `PromptTooLongError` if the request can never fit, `AlreadyClaimedError` if the loop knows a request of
+        that id, `InvalidRequestError` for no prompt, bad tokens, or a `max_new_tokens` below 1.
         """
         self._check_new(request.request_id)
         self._waiting[request.request_id] = Entry(request, context or self.context_for(request))
@@ -191,9 +193,9 @@ class ServingLoop(Generic[PagesT_co]):
         return self._waiting.pop(request_id, None) is not None
 
     def meet(self, request_id: str, token: int) -> None:
-        """Reports that pages of a running prompt have come, from `token` on.
+        """Reports that a peer's pages of a running prompt have arrived. They begin at token `token`.
 
-        A chunk ends at that token, and the next chunk finds the pages.
+        The current chunk ends at that token, and the next chunk finds the pages in the cache.
         """
         entry = self._running.get(request_id)
         if entry is not None:
@@ -207,12 +209,12 @@ class ServingLoop(Generic[PagesT_co]):
         return outputs + (self._run(entries) if entries else [])
 
     def close(self) -> None:
-        """Ends the loop. A no-op here, because no step of this loop runs on after `step`. Safe to call twice."""
+        """Ends the loop. A no-op here, because `step` returns only when the model has finished. Safe to call twice."""
 
     def _plan(self, running: list[Entry]) -> list[Entry]:
-        """Chooses the requests that run and the tokens that each runs.
+        """Chooses the requests that run, and how many tokens each of them runs.
 
-        Sorted by replica, oldest first, as `fetch` needs.
+        The result is sorted by replica and then by age, oldest first, as `fetch` requires.
         """
         counts = plan_chunks([entry.context.active_length for entry in running], self.token_budget)
         for entry, count in zip(running, counts, strict=True):
@@ -224,7 +226,7 @@ class ServingLoop(Generic[PagesT_co]):
     def _reserve_running(self) -> list[Output]:
         """Reserves pages for every running request, oldest first.
 
-        An old request therefore never gives way to a newer one.
+        Because of this order, an old request never gives way to a newer one.
         """
         outputs = list[Output]()
         for entry in list(self._running.values()):
@@ -242,10 +244,10 @@ class ServingLoop(Generic[PagesT_co]):
     def _preempt(self, entry: Entry) -> None:
         """Releases a running request and puts it first in the queue.
 
-        It finds its cached pages again when it is readmitted.
+        The request finds its cached pages again when it is readmitted.
         """
-        # This step cannot readmit the request and preempt it again: it needs as many pages as it gave back, and an
-        # older request has taken some of these.
+        # The preempted request cannot be readmitted in this step: it needs as many pages as it gave back, and an older
+        # request has taken some of these.
         request_id = entry.request.request_id
         del self._running[request_id]
         self.manager.release(request_id)
@@ -260,7 +262,7 @@ class ServingLoop(Generic[PagesT_co]):
             request_id, entry = next(iter(self._waiting.items()))
             self.fetching = self._fetches(entry)
             if self.fetching:
-                break  # the running requests continue meanwhile
+                break  # the request waits, and the running requests continue
             try:
                 admitted = self._claim(entry)
             except (PromptTooLongError, SequenceTooLongError) as error:
@@ -274,7 +276,7 @@ class ServingLoop(Generic[PagesT_co]):
         return outputs
 
     def _fetches(self, entry: Entry) -> bool:
-        """Whether a waiting request should wait for pages that are being fetched for it."""
+        """Returns whether a waiting request should wait longer for pages that are being fetched for it."""
         if not self.manager.prefetch(entry.context):
             return False
         now = time.monotonic()
@@ -283,7 +285,10 @@ class ServingLoop(Generic[PagesT_co]):
         return now - entry.fetching_since < _LONGEST_FETCH_S
 
     def _claim(self, entry: Entry) -> bool:
-        """Takes a row and pages for a waiting request. Returns False, with nothing taken, if either is short."""
+        """Takes a row and pages for a waiting request.
+
+        Returns False and takes nothing if there are too few of either.
+        """
         context = entry.context
         if self._has_windows:  # the first chunk begins with the first token, also after a preemption
             context.set_token_indices(start_idx=0, active_idx=min(context.end_idx, self.token_budget))
@@ -303,20 +308,22 @@ class ServingLoop(Generic[PagesT_co]):
         return reserved
 
     def _choose_chunk(self, entry: Entry) -> None:
-        """Limits the part of a prompt that runs in one step.
+        """Limits how much of a prompt runs in one step.
 
-        With several block tables, only that part gets pages. No chunk runs into pages that have come.
+        With several block tables, only that part gets pages. A chunk ends before pages that a peer has already
+        provided.
         """
         context = entry.context
         if context.start_idx < entry.meets < context.active_idx:
             context.set_token_indices(active_idx=entry.meets)
         if self._has_windows and context.active_length > 1:
-            # A single token would count as a decode step, which looks up no prefix.
+            # A chunk has at least two tokens: a single token would count as a decode step, which looks up no cached
+            # prefix.
             most = context.start_idx + max(2, self.token_budget)
             context.set_token_indices(active_idx=min(context.end_idx, most))
 
     def _run(self, entries: list[Entry]) -> list[Output]:
-        """Runs the planned requests. Only a chunk that reaches the end of the known tokens yields a token."""
+        """Runs the planned requests. A request yields a token only if its chunk reaches the end of its known tokens."""
         yields = [entry.context.active_idx == entry.context.end_idx for entry in entries]
         tokens = self._next_tokens(entries)
         for entry, token in zip(entries, tokens, strict=True):
@@ -361,7 +368,7 @@ class ServingLoop(Generic[PagesT_co]):
 
 
 def plan_chunks(pending: Sequence[int], budget: int) -> list[int]:
-    """Returns how many tokens each running request runs in one step: 0 to its `pending` tokens, oldest request first.
+    """Returns how many tokens each running request runs in this step: 0 to its `pending` tokens, oldest first.
 
     A request with 1 pending token decodes, and always runs. Prompts share the rest of the budget, and together get at
     least one token, so that a prompt makes progress behind any number of decodes.

@@ -1,13 +1,14 @@
 """`OverlappedLoop`: a `ServingLoop` that plans a step while the model runs the previous one.
 
-Each step does this, in this order:
+Each step performs these actions, in this order:
 
     plan      the next step: reserve and admit while the model runs; a future token stands in for an unknown one
     wait      for the tokens of the running step; they replace the future ones
     launch    the next step
     finish    publish, release and report the results of the previous step, while the model runs
 
-If pages are short, nothing is planned ahead: pages that are released while the model runs are free only afterwards.
+If there are too few free pages, nothing is planned ahead, because pages released while the model runs become free only
+when it has finished.
 """
 
 from collections.abc import Sequence
@@ -27,15 +28,15 @@ from scheduler_adapters.loop import Entry, ModelRunner, Output, ServingLoop
 
 PagesAheadT_co = TypeVar("PagesAheadT_co", bound=PagesAhead, covariant=True)
 RunBatch = tuple[Sequence[RunTokens], Sequence[RaggedKVCacheInputs]]
-"""The work of one replica: its requests, and the inputs of each of its shards."""
+"""What one replica runs: its requests, and the inputs of each of its shards."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """A request as it was when its step was planned. The context moves on meanwhile."""
+    """A request as it was when its step was planned. Its context changes before the step has run."""
 
     request_id: RequestID
-    tokens: NDArray[np.int32]  # a view, which stays right because a context writes only after its known tokens
+    tokens: NDArray[np.int32]  # a view, which stays valid because a context never changes tokens that it already has
     start_idx: int
     active_idx: int
 
@@ -46,20 +47,20 @@ class _Running:
 
 @dataclass(slots=True)
 class _Planned:
-    """A step whose inputs were fetched."""
+    """A step whose inputs have been fetched."""
 
     entries: list[Entry]
-    yields: list[bool]  # whether each chunk reaches the end of its request's known tokens
-    lengths: list[int]  # length of each request, including the token of this step
+    yields: list[bool]  # for each request, whether its chunk reaches the end of its known tokens
+    lengths: list[int]  # length of each request after this step's token
     step: StepInFlight
-    batches: list[RunBatch]  # one for each replica that runs something
+    batches: list[RunBatch]  # one for each replica that runs a request
 
 
 class PendingTokens(Protocol):
-    """The tokens of a launched step."""
+    """The tokens of a step that was launched and may still run."""
 
     def result(self) -> list[int]:
-        """Waits for the model. Returns the next token of each request, replica by replica."""
+        """Waits for the model. Returns the next token of each request, in the order of the replicas."""
         ...
 
 
@@ -74,7 +75,7 @@ class LaunchingRunner(ModelRunner, Protocol):
     """A model that can launch a step and return at once, as a model on a GPU does."""
 
     def launch(self, batches: Sequence[RunBatch]) -> PendingTokens:
-        """Launches the work of each replica, with the inputs of its shards, behind everything launched before."""
+        """Launches each replica's requests with the inputs of its shards, behind everything launched before."""
         ...
 
 
@@ -111,8 +112,8 @@ class ThreadedRunner:
 class OverlappedLoop(ServingLoop[PagesAheadT_co]):
     """A `ServingLoop` that plans while its model runs. `step` returns the outputs of the previous step.
 
-    One step runs at a time. If the model raises, the requests of its step are aborted and `step` raises. Recurrent
-    states are refused. Call `close` at the end.
+    Only one step runs at a time. If the model raises, the requests of its step are aborted and `step` raises. The loop
+    refuses models with recurrent states. Call `close` at the end.
     """
 
     def __init__(self, manager: PagesAheadT_co, runner: LaunchingRunner, token_budget: int = 512) -> None:
@@ -164,18 +165,18 @@ class OverlappedLoop(ServingLoop[PagesAheadT_co]):
             self._end_steps()
 
     def _fits_ahead(self) -> bool:
-        """Whether every running request gets pages for its next step without a preemption."""
+        """Returns whether every running request can get pages for its next step without a preemption."""
         for entry in self._going():
             self._choose_chunk(entry)
             try:
                 if not self.manager.maybe_reserve(entry.context):
                     return False
             except (PromptTooLongError, SequenceTooLongError):
-                return False  # reported later, when no step is in flight
+                return False  # the failure is reported later, when no step is in flight
         return True
 
     def _going(self) -> list[Entry]:
-        """The running requests that continue after the pending token, as far as their length limit says."""
+        """The running requests that will continue after the pending token, judged only by their length limit."""
         return [
             entry
             for entry in self._running.values()
@@ -183,7 +184,7 @@ class OverlappedLoop(ServingLoop[PagesAheadT_co]):
         ]
 
     def _plan_next(self, *, alone: bool) -> list[Output]:
-        """Fetches the next step, if there is one. With `alone` no step is in flight, so requests may be preempted."""
+        """Fetches the next step, if there is one. With `alone`, no step is in flight, so requests may be preempted."""
         outputs = self._reserve_running() if alone else []
         outputs += self._admit()
         entries = self._plan(self._going())
@@ -206,7 +207,7 @@ class OverlappedLoop(ServingLoop[PagesAheadT_co]):
         return batches
 
     def _launch(self) -> None:
-        """Launches the planned step. Its requests then hold future tokens."""
+        """Launches the planned step. Its requests hold future tokens until `_wait` replaces them."""
         planned, self._next, self._launched = self._next, None, None
         if planned is None:
             return
@@ -226,7 +227,7 @@ class OverlappedLoop(ServingLoop[PagesAheadT_co]):
         return tokens
 
     def _finish(self, ran: _Planned, tokens: list[int]) -> list[Output]:
-        """Publishes computed pages, and reports the tokens of requests that were not aborted meanwhile."""
+        """Publishes computed pages, and returns the tokens of the requests that were not aborted meanwhile."""
         places = [at for at, entry in enumerate(ran.entries) if self._running.get(entry.request.request_id) is entry]
         self.manager.step([ran.entries[at].context for at in places])
         self.manager.end_step(ran.step)

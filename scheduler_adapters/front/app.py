@@ -1,10 +1,10 @@
 """The HTTP API of the front: OpenAI's paths, `/health`, `/fleet` with the counters of each process, and metrics.
 
-The same paths exist below `/processes/NAME`, for a router that chooses the prefill and the decode process itself, as
-vLLM's router does. The router asks the prefill process and carries `kv_transfer_params` to the decode process. Our
-parameters name the process that is to compute the prompt, and the processes that may have pages of it (`kv_sources`,
-which any request may name). The prefill process computes nothing yet: decode asks it for the prompt, and reads the
-first pages while the last ones are computed.
+The same paths exist below `/processes/NAME`. They serve a router that chooses the prefill and the decode process
+itself, as vLLM's router does. Such a router asks the prefill process first, and passes the `kv_transfer_params` of its
+answer to the decode process. Our parameters name the prefill process, and the processes that may already have pages of
+the prompt (`kv_sources`, which any request may name). The prefill process has computed nothing at that point: decode
+asks it for the prompt, and reads the first pages while the last ones are computed.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def make_app(frontend: Frontend, served: ServedModel) -> Starlette:
 
 
 async def _answered(frontend: Frontend, served: ServedModel, kind: RequestKind, request: Request) -> Response:
-    """Answers a request, with the process that its path names or with any."""
+    """Answers a request by the process that its path names. If the path names none, the front chooses one."""
     data = await _body(request)
     asked = await asyncio.to_thread(read_request, kind, data, served)  # tokenizing a long text would block the loop
     submit = _submit(asked, room_for(asked, frontend.capacity), request.headers.get("traceparent", ""))
@@ -103,7 +103,7 @@ async def _answered(frontend: Frontend, served: ServedModel, kind: RequestKind, 
 
 
 def _process(frontend: Frontend, request: Request) -> msg.Ready:
-    """Returns the process that the path names. Raises `OpenAIError` if it is absent or drains."""
+    """Returns the process that the path names. Raises `OpenAIError` if that process is absent or draining."""
     name = request.path_params["name"]
     member = frontend.members.get(name)
     if member is None or member.ready.draining:
@@ -115,7 +115,7 @@ def _process(frontend: Frontend, request: Request) -> msg.Ready:
 
 
 def _prefilled_later(asked: ClientRequest, name: str, answer: Answer) -> Json:
-    """Answers a router that has chosen a prefill process. Nothing has run yet."""
+    """Answers a router that has chosen a prefill process. Prefill starts only when decode asks for it."""
     if not asked.transfer.get("do_remote_decode"):
         reason = f"{name!r} is a prefill process: it computes prompts for decode processes (do_remote_decode)"
         raise OpenAIError(reason, param="kv_transfer_params")
@@ -153,7 +153,7 @@ def _observed(frontend: Frontend) -> list[Route]:
 
 
 def _where(ready: msg.Ready) -> Json:
-    """Returns the endpoints of a process's KV events, and the `kv_source` by which a request names the process."""
+    """Returns the endpoints of a process's KV events, and the `kv_source` that names the process in a request."""
     source = {"address": ready.pulse, "engines": ready.engines}
     return {"kv_events": ready.kv_events, "kv_replay": ready.kv_replay, "kv_source": source}
 
@@ -196,7 +196,7 @@ def _submit(asked: ClientRequest, most: int, traceparent: str) -> msg.Submit:
 
 
 def _sources(transfer: Json) -> msg.KVSources:
-    """Returns the processes that may have pages of the prompt. The asking process checks `allowed_peers` itself."""
+    """Returns the processes that may have pages of the prompt. The decode process checks `allowed_peers` itself."""
     try:
         sources = msgspec.convert(transfer.get(_SOURCES, ()), msg.KVSources)
     except msgspec.ValidationError as error:

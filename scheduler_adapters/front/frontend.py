@@ -1,9 +1,9 @@
 """`Frontend`: tracks the processes of the fleet, assigns each request to a decode process, and follows its outcome.
 
-Each process connects to the front, repeats `Ready`, and is told the other processes. The front counts a process as lost
-if it cannot be sent a message, if its `Pulse` ends, or if another process takes its name. The requests of a lost decode
-process go to another one, together with the tokens that the client already has. Greedy decoding continues from these
-tokens exactly as the lost process would have.
+The front learns of the processes from their `Ready` messages, which each process repeats, and tells each process of the
+others. It counts a process as lost if it cannot send it a message, if the process's `Pulse` ends, or if another process
+takes its name. If a decode process is lost, its requests go to another one, together with the tokens that the client
+already has. Greedy decoding continues from these tokens exactly as the lost process would have.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from transfer.wire.keys import Keyring
 
 MAX_ATTEMPTS = 3
 ROLES: tuple[msg.Role, ...] = ("prefill", "decode")
-_TICK_S = 0.25  # interval between two checks of the processes
-_WAIT_S = 10.0  # how long a request waits if there is no decode process
-_DRAIN_S = 600.0  # how long a draining process has to end its requests
+_TICK_S = 0.25  # in seconds, between two checks of the processes
+_WAIT_S = 10.0  # in seconds: how long a request waits if there is no decode process
+_DRAIN_S = 600.0  # in seconds: how long a draining process may take to finish its requests
 _ASK_S = 10.0
-_UNSENT_S = 10.0  # interval between two log lines about requests that were not sent completely
+_UNSENT_S = 10.0  # in seconds, between two log lines about clients that left early
 
 log = logging.getLogger("pagewire.front")
 
@@ -45,9 +45,9 @@ class Member:
 
     Attributes:
         ready: its latest `Ready` message.
-        serials: serials of the requests that it works on for this front.
-        stats: its latest counters, or None until it answers.
-        pulse: reports that the process is gone.
+        serials: serial numbers of the requests that the process serves for this front.
+        stats: the process's latest counters, or None until it answers.
+        pulse: becomes readable when the process is gone.
     """
 
     ready: msg.Ready
@@ -58,7 +58,7 @@ class Member:
 
 @dataclass(slots=True, eq=False)
 class _Attempt:
-    """A request at one decode process."""
+    """One try of a request at one decode process."""
 
     name: str
     request_id: str
@@ -73,7 +73,7 @@ class FrontCounts:
     Attributes:
         open: requests that have not ended yet.
         ended: requests that have ended, by outcome.
-        lost: attempts whose decode process was lost or refused the request.
+        lost: tries that ended because their decode process was lost or refused the request.
         unsent: requests whose client closed the connection before it had sent everything.
         cached_tokens: prompt tokens of successful requests that prefill had cached.
         computed_tokens: the other prompt tokens of these requests.
@@ -95,7 +95,7 @@ class Placement(Protocol):
     """Chooses the prefill process that computes a prompt."""
 
     async def place(self, request_id: str, prompt: Sequence[int], prefills: Collection[str]) -> str:
-        """Returns the name of one of these processes, and reserves its load. "" leaves the choice to decode."""
+        """Chooses one of the processes in `prefills`, reserves its load, and returns its name."""
         ...
 
     async def prefilled(self, request_id: str) -> None:
@@ -105,7 +105,7 @@ class Placement(Protocol):
         """Reports that a request has ended. Safe to call twice, and for a request that was never placed."""
 
     async def follow(self, members: Sequence[msg.Ready]) -> None:
-        """Sets the prefill processes that serve now."""
+        """Replaces the list of prefill processes that serve now."""
 
 
 class Frontend:
@@ -113,13 +113,13 @@ class Frontend:
 
     Args:
         socket: a bound ROUTER (`sockets.bind_router`), to which the processes connect.
-        placement: chooses prefill processes. None leaves that to the decode processes, which guess from the prompts
-            that each prefill process was asked for.
+        placement: chooses prefill processes. With None, each decode process chooses: it guesses what a prefill process
+            has cached from the prompts that it has sent there.
         keyring: keys of the fleet; None if it has none.
 
     Attributes:
         members: the processes of the fleet, by name.
-        left: the last counters of the processes that have drained, by name.
+        left: the last counters of each process that has drained, by name.
         counts: counts of requests by outcome.
     """
 
@@ -141,14 +141,17 @@ class Frontend:
 
     @property
     def capacity(self) -> int:
-        """The most tokens of a request, including new ones. Raises `RefusedError` if a kind of process is missing."""
+        """The most tokens that a request may have, including new ones.
+
+        Raises `RefusedError` if there is no prefill or no decode process.
+        """
         for role in ROLES:
             if not self._serving(role):
                 raise RefusedError(f"no {role} process takes requests now")
         return min(member.ready.max_tokens for member in self.members.values())
 
     async def run(self) -> None:
-        """Receives messages of the processes, and tells each of them the others, until cancelled."""
+        """Receives messages of the processes, and tells each process of the others, until it is cancelled."""
         loop = asyncio.get_running_loop()
         loop.add_reader(self._socket.FD, self._poll)
         try:
@@ -170,7 +173,7 @@ class Frontend:
     # ---- requests
 
     def count_unsent(self) -> None:
-        """Counts a request whose client disconnected before it had sent everything; logs that every few seconds."""
+        """Counts a client that left before it had sent its whole request. Logs the count every few seconds."""
         self.counts.unsent += 1
         if time.monotonic() - self._unsent_told > _UNSENT_S:
             self._unsent_told = time.monotonic()
@@ -179,13 +182,13 @@ class Frontend:
     async def generate(self, request: msg.Submit, decode: str = "") -> AsyncGenerator[msg.Tokens]:
         """Yields the tokens of a request as they arrive; the last message says why it ended.
 
-        Closing it aborts the request.
+        Closing the generator aborts the request.
 
-        The `serial` of `request` is filled in here, and so is `prefill` if it is empty. The request goes to the process
-        `decode`, unless that is absent or has lost or refused it.
+        The method fills in the `serial` of `request`, and also `prefill` if that is empty. The request goes to the
+        process `decode`, unless that process is absent, was lost, or has refused the request.
 
         Raises:
-            RefusedError: no process takes the request now; it may be sent again later.
+            RefusedError: no process takes the request now. The client may send it again later.
             ServiceError: the request failed; the message has the reason.
         """
         begun, how, first = time.monotonic(), "cancelled", True
@@ -210,7 +213,7 @@ class Frontend:
             self.counts.ended[how] += 1
 
     async def _attempted(self, request: msg.Submit, decode: str) -> AsyncGenerator[msg.Tokens]:
-        """Yields the tokens of `generate`, without its counts."""
+        """Yields the tokens of `generate`. The caller keeps the counts."""
         request_id = request.request_id
         emitted: list[int] = []
         reasons: list[str] = []
@@ -270,7 +273,10 @@ class Frontend:
                 return attempt
 
     async def _choose(self, refused: set[str], wanted: str) -> str:
-        """Returns the wanted decode process, or the one with the fewest requests. Leaves out those in `refused`."""
+        """Returns the decode process `wanted`, or else the one with the fewest requests.
+
+        Processes in `refused` are left out.
+        """
         deadline = time.monotonic() + _WAIT_S
         while True:
             there = self._serving("decode")
@@ -295,7 +301,10 @@ class Frontend:
     # ---- processes
 
     async def drain(self, names: Collection[str]) -> None:
-        """Drains and ends these processes. Raises `ServiceError` if one does not end, or ends with pages held."""
+        """Drains and ends these processes.
+
+        Raises `ServiceError` if a process does not end, or still holds pages at its end.
+        """
         for name in names:
             self._send(name, msg.Drain())
         deadline = time.monotonic() + _DRAIN_S
@@ -328,13 +337,16 @@ class Frontend:
         return [one for one in self.members.values() if one.ready.role == role and not one.ready.draining]
 
     def _tell_members(self) -> None:
-        """Tells each process the listening prefill processes. A process that cannot be reached is lost."""
+        """Tells each process which prefill processes are listening. A process that cannot be reached is lost."""
         prefills = tuple(one.ready.listen for one in self._serving("prefill"))
         for name in list(self.members):
             self._send(name, msg.Members(prefills=prefills))
 
     def _send(self, name: str, message: msg.FromFrontend) -> bool:
-        """Returns whether the message was sent. An unreachable process is lost; one with a full queue is not."""
+        """Returns whether the message was sent.
+
+        A process is lost if it is unreachable, but not if its queue is full.
+        """
         try:
             self._socket.send_multipart([name.encode(), msg.encode(message)], zmq.NOBLOCK)
         except zmq.Again:
@@ -363,7 +375,7 @@ class Frontend:
     # ---- messages
 
     def _poll_soon(self) -> None:
-        """Polls again soon: ZMQ's descriptor signals once, and a send may have consumed the signal."""
+        """Polls again soon. ZMQ's descriptor signals an event only once, and `send` may have consumed that signal."""
         if not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._poll)

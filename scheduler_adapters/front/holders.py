@@ -1,7 +1,7 @@
-"""The cached pages of each process, learnt from KV events. They name the sources (`kv_sources`) of a request.
+"""Tracks which pages each process has cached, from its KV events, to choose the sources (`kv_sources`) of a request.
 
-Only the low eight bytes of each digest are kept, so a named source is a guess. A wrong guess costs one useless
-question, because the source is asked by whole digests and answers which pages it has. Unless every process publishes
+Only the low eight bytes of each digest are kept, so the tracker can name a wrong source. A wrong source costs one
+useless question: it is asked for whole digests, and answers which of those pages it has. Unless every process publishes
 events, the front names no source, and decode guesses from the prompts that it has sent to each process.
 """
 
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 MOST_PAGES = 1 << 22
 """The most pages kept for one process (32 MiB). Pages beyond this limit are ignored."""
 _MOST_NAMED = 3
-_MOST_UNREAD = 10_000  # batches; a reader that misses some receives the whole state again
+_MOST_UNREAD = 10_000  # in batches; a subscriber that misses some receives the whole state again
 _decoder = msgspec.msgpack.Decoder(EventBatch)
 
 
 class PageSet:
-    """A set of pages, by the low 64 bits of their digests: a sorted array, and the changes since it was made."""
+    """A set of pages, by the low 64 bits of their digests: a sorted array, and the changes since it was last sorted."""
 
     def __init__(self, most: int = MOST_PAGES) -> None:
         self._most = most
@@ -85,7 +85,7 @@ class PageSet:
         return self._sorted[np.minimum(at, len(self._sorted) - 1)] == hashes
 
     def _settle(self) -> None:
-        """Merges the changes into the array, because a number takes about ten times as much memory in a Python set."""
+        """Merges the changes into the array. A number takes about ten times as much memory in a Python set."""
         if len(self._come) + len(self._gone) > 64 + len(self._sorted) // 32:
             gone = np.fromiter(self._gone, np.uint64, len(self._gone))
             kept = np.delete(self._sorted, np.searchsorted(self._sorted, gone)) if len(gone) else self._sorted
@@ -96,7 +96,7 @@ class PageSet:
 
 
 class _ProcessPages:
-    """The pages of one process, as its event stream reports them. A page may be in several media."""
+    """The pages of one process, as its event stream reports them. A page may be in several storage media at once."""
 
     def __init__(self, context: Context, ready: msg.Ready) -> None:
         self.ready = ready
@@ -133,7 +133,10 @@ class _ProcessPages:
         self._socket.close(0)
 
     def _take(self, event: BlockStored | BlockRemoved | AllBlocksCleared) -> None:
-        """Applies one event. Only the first layer group counts: pages of a window leave while the others stay."""
+        """Applies one event.
+
+        Only the first layer group counts, because a window group drops pages that the first group keeps.
+        """
         if not isinstance(event, AllBlocksCleared) and event.group_idx:
             return
         match event:
@@ -163,7 +166,7 @@ class PageHolders:
         self._are_all = False
 
     def follow(self, members: Iterable[msg.Ready]) -> None:
-        """Follows these processes, and applies the events since the last call."""
+        """Sets the processes to follow, and applies the events since the last call."""
         members = list(members)
         there = {one.name: one for one in members if one.kv_events and one.engines}
         self._are_all = len(there) == len(members)
@@ -176,9 +179,10 @@ class PageHolders:
         self._poll()
 
     def sources(self, prompt: Sequence[int], salt: str | None, prefill: str) -> msg.KVSources:
-        """Returns the processes that have more of a prompt than `prefill`, which is to compute it; the best one first.
+        """Returns the processes that have more of a prompt cached than the process `prefill`, which computes it.
 
-        An empty `prefill` counts as having nothing. Returns no source unless every process publishes events.
+        If `prefill` is empty, every process with cached pages is returned. Unless all processes publish events, none
+        is.
         """
         if not self._are_all:
             return ()
@@ -196,7 +200,7 @@ class PageHolders:
         return tuple(msg.KVSource(ready.pulse, ready.engines, count) for ready, count in known)
 
     def close(self) -> None:
-        """Stop following all processes."""
+        """Stops following all processes."""
         self.follow(())
 
     def _poll(self) -> None:
@@ -205,6 +209,6 @@ class PageHolders:
 
 
 def _hashes(prompt: Sequence[int], salt: str | None, algorithm: HashAlgorithm, page_size: int) -> Hashes:
-    """Returns the hashes of the full pages of a prompt without its last token."""
+    """Returns the hashes of the prompt's full pages. The last token is left out, because it is always computed."""
     hasher = PrefixHasher(algorithm, page_size, salt)
     return hashes_of(hasher.digests(np.array(prompt, np.int32), 0, (len(prompt) - 1) // page_size))

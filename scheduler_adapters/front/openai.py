@@ -1,7 +1,7 @@
 """OpenAI's completions and chat completions: turns request bodies into prompts, and tokens into answers.
 
-This is pure translation, without sockets. A request for a feature that the service lacks (sampling, several choices,
-log probabilities) is refused with an error that names the parameter. Values without effect are accepted.
+The module does no input or output. A request for a feature that the service lacks (sampling, several choices, log
+probabilities) is refused with an error that names the parameter. Values without effect are accepted.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ Json = dict[str, Any]
 RequestKind = Literal["completion", "chat"]
 
 _DEFAULT_TOKENS = 16  # the default of completions; a chat uses all the room that is left
-_UNFINISHED = "\ufffd"  # a tokenizer's text for bytes that are no whole character yet
-# The accepted values of parameters that the service does not support. They change nothing. None is always accepted.
+_UNFINISHED = "\ufffd"  # what a tokenizer decodes an incomplete character to
+# Parameters that the service does not support, each with the values that change nothing and are accepted. None is
+# always accepted.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -85,7 +86,10 @@ class _StreamOptions(msgspec.Struct):
 
 
 class _Body(msgspec.Struct):
-    """The fields that completions and chats share. Other fields are checked against `_NEUTRAL` or ignored."""
+    """The fields that completions and chats share.
+
+    Fields that are not listed here are checked against `_NEUTRAL` or ignored.
+    """
 
     model: str
     prompt: Any = None
@@ -108,15 +112,15 @@ class ClientRequest:
     Attributes:
         kind: completion or chat.
         prompt: its tokens.
-        max_tokens: most tokens to generate; None uses all the room that is left.
-        stream: whether the answer comes in parts.
+        max_tokens: most tokens to generate; None means as many as fit.
+        stream: whether the answer is streamed.
         include_usage: whether a stream ends with the usage.
         cache_salt: requests with different salts share no pages.
         return_token_ids: whether the answer includes token ids.
-        ignore_eos: whether only the length ends it.
+        ignore_eos: whether generation continues after an end-of-sequence token.
         model: the model name that the client gave.
         request_id: id of the answer.
-        transfer: `kv_transfer_params`, which a router carries from a prefill process to a decode process.
+        transfer: `kv_transfer_params`, which a router passes from the prefill process to the decode process.
         created: in seconds since 1970.
     """
 
@@ -180,7 +184,7 @@ def read_request(kind: RequestKind, data: bytes, served: ServedModel) -> ClientR
 
 
 def room_for(asked: ClientRequest, capacity: int) -> int:
-    """Returns the most tokens to generate if a request may have `capacity` tokens, including new ones.
+    """Returns how many tokens the request may generate. `capacity` limits its prompt and new tokens together.
 
     Raises:
         OpenAIError: the prompt and the new tokens do not fit.
@@ -243,13 +247,13 @@ def _check_tokens(tokens: list[int], served: ServedModel) -> None:
 
 
 class TextStream:
-    """Decodes tokens as they arrive, in whole characters."""
+    """Decodes tokens as they arrive, and returns only whole characters."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
-        self._from = 0  # start of the decoded part; earlier tokens no longer change later text
-        self._said = 0  # tokens whose text was returned
+        self._from = 0  # start of the part that is decoded again; earlier tokens no longer affect later text
+        self._said = 0  # tokens whose text has been returned
 
     def add(self, tokens: Sequence[int], *, last: bool) -> str:
         """Returns the text that these tokens add. Incomplete characters wait, unless these are the `last` tokens."""
@@ -269,7 +273,7 @@ class Answer:
     """The answer to a request, whole or in parts.
 
     Args:
-        asked: the request.
+        asked: the checked request.
         tokenizer: the tokenizer of the answer's text.
     """
 

@@ -14,17 +14,17 @@ from scheduler_adapters.service.messages import Ready
 
 log = logging.getLogger("pagewire.front")
 
-_MODEL = "pagewire"  # one name for all, because a front serves one model
+_MODEL = "pagewire"  # the model name for the service; every front can use this one, because it serves one model
 
 
 class InTurns:
-    """Sends each request to the next process, whatever the processes have cached."""
+    """Round robin: sends each request to the next process, whatever the processes have cached."""
 
     def __init__(self) -> None:
         self._turns = itertools.count()
 
     async def place(self, request_id: str, prompt: Sequence[int], prefills: Collection[str]) -> str:  # noqa: ARG002
-        """Returns the next of these processes."""
+        """Returns the next of the processes in `prefills`."""
         names = sorted(prefills)
         return names[next(self._turns) % len(names)] if names else ""
 
@@ -35,16 +35,16 @@ class InTurns:
         """A no-op: this placement makes no reservations."""
 
     async def follow(self, members: Sequence[Ready]) -> None:
-        """A no-op: `place` is given the processes."""
+        """A no-op, because `place` receives the processes with each call."""
 
 
 class Selected:
-    """Chooses by `dynamo.llm.SelectionService`, which runs in this process and weighs cached prefixes against load.
+    """Chooses with Dynamo's `dynamo.llm.SelectionService`, in this process. It weighs cached prefixes against load.
 
-    It learns the prefixes from KV events, and the load from reservations.
+    The service learns the cached prefixes from KV events, and the load from reservations.
 
-    A reservation lasts from the choice until the prompt's pages have left the process that computed them, or until
-    that process is gone. A refusal by the service fails no request: if it names no process, decode chooses one.
+    A reservation begins when a process is chosen. It ends when the prompt's pages have left that process, or when the
+    process is gone. If the service refuses to choose, decode chooses instead, and the request does not fail.
 
     Raises:
         MissingExtraError: the extra 'fleet' is not installed.
@@ -66,7 +66,7 @@ class Selected:
         self._reserved: set[str] = set()
 
     async def place(self, request_id: str, prompt: Sequence[int], prefills: Collection[str]) -> str:
-        """Returns the process that is to compute the prompt; empty if no process with followed events is allowed."""
+        """Returns the process that is to compute the prompt. Returns "" if no allowed process publishes events."""
         allowed = {number: name for name, (number, _) in self._workers.items() if name in prefills}
         if not allowed or request_id in self._reserved:
             return ""
@@ -87,7 +87,7 @@ class Selected:
         return allowed[chosen["worker_id"]]
 
     async def prefilled(self, request_id: str) -> None:
-        """Reports that the prompt has been computed. Its pages are still there."""
+        """Reports that the prompt has been computed. The process still holds its pages."""
         if request_id in self._reserved:
             with suppress(self._refusal):  # if the process is gone, so are its reservations
                 await self._service.prefill_complete(request_id)

@@ -17,7 +17,7 @@ from scheduler_adapters.loop import Request, ServingLoop
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Settings of `generate` that change greedy tokens, with the values (besides None) that do not.
+# Generation settings that change the result of greedy decoding, each with the values (besides None) that do not.
 _CHANGES_GREEDY: tuple[tuple[tuple[object, ...], tuple[str, ...]], ...] = (
     ((0,), ("no_repeat_ngram_size", "min_length", "min_new_tokens")),
     ((1,), ("repetition_penalty", "guidance_scale", "num_beams")),
@@ -30,14 +30,14 @@ _CHANGES_GREEDY: tuple[tuple[tuple[object, ...], tuple[str, ...]], ...] = (
 class PagedGenerator:
     """Generates for batches of prompts over the pages of a manager, with continuous batching and chunked prefill.
 
-    The output equals that of the model's own `generate(do_sample=False)` for each prompt alone, rounding aside.
-    If the manager caches prefixes, a call finds the pages of earlier calls. Between calls the model is unchanged:
-    its own `generate` works. The manager may have other users; `hf.manager_for` makes one that fits a model. A step
-    runs at most `token_budget` tokens, but at least one for each request that decodes.
+    For each prompt the output equals that of the model's own `generate(do_sample=False)`, rounding aside. If the
+    manager caches prefixes, a call reuses the pages of earlier calls. Between calls the model is unchanged, so its own
+    `generate` works. Others may use the manager too; `hf.manager_for` makes a manager that fits a model. A step runs at
+    most `token_budget` tokens, but at least one for each request that decodes.
 
     Raises `InvalidParamsError` if the manager's pages are for other layers, heads or element types. Raises
-    `UnsupportedModelError` if the model cannot run over pages, or if its generation settings change greedy tokens in a
-    way that is not computed here. Both are ValueErrors.
+    `UnsupportedModelError` if the model cannot run over pages, or if its generation settings change greedy decoding in
+    a way that this class does not compute. Both are ValueErrors.
     """
 
     def __init__(self, model: PreTrainedModel, manager: PagedKVCacheManager, token_budget: int = 512) -> None:

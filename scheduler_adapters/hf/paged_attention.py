@@ -1,9 +1,9 @@
 """Attention over pages in plain torch, behind the attention interface of `transformers`.
 
-A forward pass runs the new tokens of every request of the batch, one request after another. They are packed into one
-row, or form one row per request if all run equally many (recurrent layers need that). The model knows nothing of pages.
-Its attention layers call `paged_attention_forward`, which finds the place of each token in a keyword argument of the
-model call, `paged_batch`.
+A forward pass runs the new tokens of all requests of the batch. They are packed into one row of the model's input, one
+request after another. Recurrent layers need one row for each request, with equally many tokens in each. The model knows
+nothing of pages. Its attention layers call `paged_attention_forward`, and the keyword argument `paged_batch` of the
+model call says where each token lies in the pages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NULL_PAGE = 0
 Expand = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Expands latents `[requests, 1, keys, elements]` into keys and values, each `[requests, heads, keys, elements]`."""
 
-# Arguments with which some models change the scores. Ignoring one would silently give wrong tokens.
+# Arguments that change the attention scores in some models. Ignoring one would silently give wrong tokens.
 _UNSUPPORTED_ARGUMENTS = ("softcap", "position_bias")
 
 
@@ -34,17 +34,17 @@ class _EqualCounts:
 
     rows: torch.Tensor  # int64 [requests, queries], the place of each query in the packed row
     pages: torch.Tensor  # int64 [requests, pages], the pages to read; padding names the null page
-    stale: tuple[torch.Tensor, ...]  # index (request, key) of each key behind a request's last token
+    stale: tuple[torch.Tensor, ...]  # index (request, key) of each key beyond its request's last token
     mask: torch.Tensor  # bool [requests, 1, queries, keys], True where a query sees a key
 
 
 class PagedBatch:
-    """The places of the tokens of one forward pass in the pages. Made once per pass and read by every layer.
+    """Where each token of a forward pass lies in the pages. Made once per pass and read by every layer.
 
     `inputs` belong to one replica, one entry per shard, as `PagedKVCacheManager.fetch` returns them, on the model's
-    device. The shards' tables are equal; each shard holds its own range of heads. `starts` has the number of cached
-    tokens of each request, `counts` the number of its new tokens. `layers` maps each attending layer of the model to
-    its block table and its place in the pages of that table.
+    device. All shards have equal tables; each shard holds its own range of heads. `starts` has each request's number of
+    cached tokens, and `counts` its number of new tokens. `layers` maps each attention layer of the model to its block
+    table and to its index in the pages of that table.
     """
 
     def __init__(
@@ -73,12 +73,13 @@ class PagedBatch:
         for request, count in enumerate(counts):
             self._by_count[count].append(request)
         self._groups: dict[tuple[int, LayerGroup | None], list[_EqualCounts]] = {}
-        self.attending = -1  # the attending layer, if one module attends for several layers and has no index of its own
+        # index of the current attention layer, for models in which one module without an index serves several layers
+        self.attending = -1
 
     def place_of(self, layer: int) -> tuple[int, int]:
-        """Returns a layer's table and its place in that table's pages.
+        """Returns a layer's block table, and the layer's index in the pages of that table.
 
-        Raises `UnsupportedModelError` for other layers.
+        Raises `UnsupportedModelError` for a layer that has no pages.
         """
         if layer not in self._layers:
             raise UnsupportedModelError(
@@ -89,7 +90,7 @@ class PagedBatch:
     def write(self, layer: int, *sides: torch.Tensor) -> None:
         """Writes the new keys and values, each `[tokens, kv_heads, head_dim]`, to the pages of the model's `layer`.
 
-        A layer that keeps latents passes one tensor of one head for both.
+        A layer that keeps latents passes a single tensor with one head.
         """
         table, place = self.place_of(layer)
         self._check_shape(place, sides)
@@ -112,8 +113,8 @@ class PagedBatch:
     ) -> torch.Tensor:
         """Returns the attention of `query`, `[tokens, heads, head_dim]`, over the pages of `layer`, in the same shape.
 
-        `seen` limits the tokens that a query sees; None means all. `sinks`, `[heads]`, are scores that take a share of
-        each query's attention and contribute no value.
+        `seen` limits the tokens that a query sees; None means all. `sinks`, `[heads]`, are extra scores: each takes a
+        share of a query's attention but adds no value.
         """
         output = torch.empty_like(query)
         table, place = self.place_of(layer)
@@ -162,7 +163,7 @@ class PagedBatch:
         requests = torch.tensor(self._by_count[count], device=device)
         starts = self._starts[requests]
         ends = starts + count
-        # Reads only the pages that the first query of a request can still see.
+        # Only pages that the first query of a request can still see are read.
         first_keys = _first_seen(seen, starts)
         first_pages, end_pages = first_keys // self._page_size, -(-ends // self._page_size)
         columns = first_pages[:, None] + torch.arange(int((end_pages - first_pages).max()), device=device)
@@ -236,7 +237,7 @@ def paged_attention_forward(
     query, key, value = (states.transpose(1, 2) for states in (query, key, value))
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     layer = paged_batch.attending if layer < 0 else layer
-    if hasattr(module, "expand_kv"):  # `PagedLatents` has already written its latents
+    if hasattr(module, "expand_kv"):  # `PagedLatents` has already written the latents of this layer
         of_latents = cast("Any", module)
         rank, expand = int(of_latents.kv_lora_rank), of_latents.expand_kv
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -258,7 +259,8 @@ def paged_attention_forward(
 class PagedLatents:
     """The cache object of a model whose layers keep latents. It writes them to the pages of the batch as they come.
 
-    `update` returns only the latents of the new tokens. Those of earlier tokens are expanded when the layer attends.
+    `update` returns only the latents of the new tokens. The latents of earlier tokens are read and expanded when the
+    layer attends.
     """
 
     def __init__(self, batch: PagedBatch) -> None:
@@ -285,7 +287,7 @@ def no_attention_mask(*_args: Any, **_kwargs: Any) -> None:
 
 
 def _seen_by(module: torch.nn.Module, sliding_window: int | None) -> LayerGroup | None:
-    """Returns the range of tokens that the queries of a layer see; None for all."""
+    """Returns which tokens the queries of a layer see, as a layer group; None for all."""
     if sliding_window is not None:
         return LayerGroup("window", (0,), sliding_window)
     config: Any = getattr(module, "config", None)
@@ -296,7 +298,7 @@ def _seen_by(module: torch.nn.Module, sliding_window: int | None) -> LayerGroup 
 
 
 def _first_seen(seen: LayerGroup | None, positions: torch.Tensor) -> torch.Tensor:
-    """`LayerGroup.first_seen` for a tensor; it uses only operations that arrays and tensors share."""
+    """`LayerGroup.first_seen` for a tensor, written with operations that numpy and torch share."""
     return torch.zeros_like(positions) if seen is None else seen.first_seen(positions)  # type: ignore[arg-type,return-value]
 
 
@@ -321,7 +323,7 @@ def _grouped_attention(
     stacked = query.view(batch, queries, kv_heads, share, dim).permute(0, 2, 3, 1, 4)
     stacked = stacked.reshape(batch, kv_heads, share * queries, dim)
     mask = mask.repeat(1, 1, share, 1)
-    if sinks is not None:  # one further key and value of zeros, whose score is the sink's
+    if sinks is not None:  # a sink is one more key and value of zeros, with the sink as its score
         key, value = (torch.nn.functional.pad(states, (0, 0, 0, 1)) for states in (key, value))
         scores = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask, -torch.inf)
         of_sinks = sinks.to(query.dtype).view(1, kv_heads, share, 1).expand(batch, -1, -1, queries)

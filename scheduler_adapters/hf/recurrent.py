@@ -1,7 +1,7 @@
 """State shapes of hybrid `transformers` models (attention and recurrent layers), and a cache object over state pages.
 
-A hybrid's recurrent layers take their state from the cache object of the model call. `PagedStates` is such an object:
-it reads the states of a batch from its pages, hands them to the layers, and writes them back at the end of the pass.
+A hybrid's recurrent layers take their state from the cache object that is passed to the model. `PagedStates` is such an
+object: it reads the states of a batch from state pages, passes them to the layers, and writes them back after the pass.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
-_BOTH_KINDS = {"hybrid"}  # attention and a recurrent part side by side in one layer
+_BOTH_KINDS = {"hybrid"}  # layers that have attention and a recurrent part side by side
 _RECURRENT_KINDS = {"linear_attention", "conv"}
 _STATELESS_KINDS = {"mlp", "moe"}
 # The model types whose recurrent layers are known, and the form of their state.
@@ -45,9 +45,11 @@ _UNSERVED: dict[str, str] = {
     **dict.fromkeys(("inkling_text", "inkling2_text"), "each of its layers keeps the inputs of several convolutions"),
     **dict.fromkeys(("glm5_next_text", "qwen4_exp_text"), "its attention layers also keep the keys of an indexer"),
 }
-# Model types whose attention passes its latents to the cache object and expands the returned ones (`expand_kv`).
+# Model types whose attention layers pass latents to the cache object, and expand the latents that it returns
+# (`expand_kv`).
 LATENT_MODEL_TYPES = {"deepseek_v3", "kimi_linear", "bailing_hybrid"}
-# Mixers use a mask only for padding, and here nothing is padded. Given this dict, `transformers` builds no masks.
+# Layers use a mask only for padding, and nothing is padded here. If the model call receives this dict, `transformers`
+# builds no masks.
 NO_MASKS = {"full_attention": None, "sliding_attention": None, "linear_attention": None, "conv": None}
 
 
@@ -71,7 +73,7 @@ def recurrent_layers_of(config: PretrainedConfig) -> list[int]:
 
 
 def groups_of(config: PretrainedConfig) -> tuple[LayerGroup, ...]:
-    """Returns the attention layers as groups, numbered as in the cache; empty if all of them keep every token."""
+    """Returns the attention layers as groups of layer indices in the cache; empty if all of them keep every token."""
     text, layers = text_config_of(config), kv_layers_of(config)
     kinds, window = _kinds_of(config) or (), getattr(text, "sliding_window", None)
     alike = "sliding_attention" if window and text.model_type in _ALL_WINDOWS else "full_attention"
@@ -109,7 +111,7 @@ def check_supported(config: PretrainedConfig) -> None:
             raise UnsupportedModelError(f"{config.model_type}: layer {layer} is {kind!r}: not supported over pages")
     if not kv_layers_of(config):
         raise UnsupportedModelError(f"{config.model_type}: not supported over pages: {_NO_ATTENTION}")
-    # Temperature tuning takes a layer's row numbers as positions, which differ in the packed batch.
+    # Temperature tuning computes positions from a layer's row indices, which are different in a packed batch.
     for name in ("kv_lora_rank", "num_kv_shared_layers", "attn_temperature_tuning"):
         if getattr(text, name, None) and not (name == "kv_lora_rank" and latent_elements_of(config)):
             raise UnsupportedModelError(f"{config.model_type}: {name} is set: not supported over pages")
@@ -118,7 +120,7 @@ def check_supported(config: PretrainedConfig) -> None:
 def check_states_known(model: PreTrainedModel) -> None:
     """Raises `UnsupportedModelError` if a model declares itself stateful but its type is not known here.
 
-    Such a model would run, but lose between two chunks the state that its configuration does not mention.
+    Such a model would run, but between two chunks it would lose a state that its configuration does not mention.
     """
     kind = text_config_of(model.config).model_type
     if getattr(model, "_is_stateful", False) and kind not in STATE_FORMS:
@@ -126,7 +128,7 @@ def check_states_known(model: PreTrainedModel) -> None:
 
 
 def state_shape_of(model: PreTrainedModel) -> StateShape:
-    """Returns the shape of a hybrid's recurrent states, read from its mixers, which must be alike."""
+    """Returns the shapes of a hybrid's recurrent states, read from its layers, which must all be alike."""
     layers = recurrent_layers_of(model.config)
     named = "slope_rate" if STATE_FORMS[text_config_of(model.config).model_type] == "linear" else "conv_kernel_size"
     found: list[Any] = [module for module in model.modules() if hasattr(module, named)]
@@ -164,11 +166,14 @@ def _kinds_of(config: PretrainedConfig) -> Sequence[str] | None:
 
 
 class PagedStates:
-    """The cache object of a forward pass in which all requests run equally many tokens. Only `store` writes pages.
+    """The cache object of a forward pass in which every request runs the same number of tokens.
 
-    A mixer changes its state in place or hands over a new one; this object keeps either. A pass that fails has changed
-    no page and can run again. `places` maps a layer of the model to its place among the recurrent layers. `pages` is
-    int64 `[requests]`, the state page of each row. `written` has the pages for the new states, if they differ.
+    Only `store` writes pages.
+
+    A recurrent layer either changes its state in place or passes a new one; this object accepts both. A pass that fails
+    has changed no page and can run again. `places` maps each recurrent layer's index in the model to its index among
+    the recurrent layers. `pages` is int64 `[requests]`, the state page of each request. `written` has the pages for the
+    new states, if these differ from `pages`.
     """
 
     def __init__(
@@ -213,9 +218,9 @@ class PagedStates:
         return recurrent_states
 
     def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
-        """Like `get_recurrent_state`, but None if no request has a state yet.
+        """Like `get_recurrent_state`, but returns None if no request has a state yet.
 
-        The layer then takes its tokens in blocks.
+        Given None, the layer runs its tokens in blocks, which is quicker.
         """
         state = self.get_recurrent_state(layer_idx)
         return state if state.any() else None
@@ -235,11 +240,14 @@ class PagedStates:
         return key_states, value_states
 
     def is_recording_past(self, layer_idx: int) -> bool:  # noqa: ARG002  (of the interface)
-        """Returns False: old states are not kept for a rollback."""
+        """Returns False, because old states are not kept for a rollback."""
         return False
 
     def store(self, tokens: Sequence[int]) -> None:
-        """Writes every layer's state to its pages. `tokens` has the number of tokens behind each request's state."""
+        """Writes every layer's state to its pages.
+
+        `tokens` has the number of tokens that each request's state includes.
+        """
         shape = self._states.shape
         parts = ((shape.conv_kinds, self._conv), ((SSM_KIND,) if shape.matrix else (), self._ssm))
         kept = [(kinds, states) for kinds, states in parts if kinds]

@@ -48,7 +48,8 @@ if TYPE_CHECKING:
 
 ATTENTION = "pagewire"
 _TIE = 1e-3
-_switched: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # the thread whose call has switched a model's attention
+# by model, the id of the thread whose call has switched its attention
+_switched: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _switching = Lock()
 
 
@@ -68,17 +69,18 @@ class HFRunner:
     """Computes greedy next tokens of a batch whose keys and values lie in pages.
 
     The model may be any causal one of `transformers` whose attention goes through its attention interface. It attends
-    over pages only during a call, so that its own `generate` works between calls. If the model does nothing else, call
-    `attend_over_pages` once, which saves the switch of each call (about 0.15 ms). A hybrid model needs the `states` of
-    its manager, for all replicas.
+    over pages only during a call, so its own `generate` works between calls. Switching takes about 0.15 ms per call; to
+    save that for a model with no other use, call `attend_over_pages` once. A hybrid model needs the `states` of its
+    manager, for all replicas.
 
     Runners in several threads, such as those of two overlapped loops, may share a model only after `attend_over_pages`.
-    Otherwise one of them would switch the attention during a call of another: such a call raises `ModelInUseError`.
+    Otherwise one thread would switch the attention during a call of another thread, which then raises
+    `ModelInUseError`.
 
     Raises:
         UnsupportedModelError: a layer keeps data that fits neither KV pages nor state pages, or the model ignores the
             attention interface.
-        ModelInUseError: a call of another thread has switched the model's attention.
+        ModelInUseError: another thread's call has switched the model's attention.
     """
 
     def __init__(self, model: PreTrainedModel, states: Sequence[StatePages] = ()) -> None:
@@ -91,7 +93,7 @@ class HFRunner:
         self.vocab_size = int(embeddings.weight.shape[0])
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._cache_argument = cache_argument_of(model)
-        # For each number of tables: the table of each layer, and the layer's place in it.
+        # By the number of block tables: each layer's table, and the layer's index in it.
         layers = kv_layers_of(model.config)
         self._layers: dict[int, dict[int, tuple[int, int]]] = {}
         for groups in ((), groups_of(model.config)):
@@ -104,16 +106,17 @@ class HFRunner:
                 f"{model.config.model_type}: layer {min(self._recurrent)} is recurrent: pass the manager's state pages"
             )
         self._states: Sequence[StatePages] = states if self._recurrent else ()
-        # The Mamba-1 mixers of transformers continue from a state only with single tokens; with more they start over.
+        # In transformers, Mamba-1 layers continue from a state only if they are given a single token; with more tokens
+        # they start over.
         self._one_by_one = STATE_FORMS.get(text_config_of(model.config).model_type) == "mamba1"
-        with paged_attention(model):  # refuses a model that ignores the interface
+        with paged_attention(model):  # raises for a model that ignores the interface
             pass
 
     def run(self, batch: Sequence[RunTokens], inputs: Sequence[RaggedKVCacheInputs]) -> list[int]:
         """Runs tokens `[start_idx, active_idx)` of each request, and returns the greedy token that follows.
 
-        `inputs` were fetched for this batch: of one replica, one per shard. Ignore the token of a request whose
-        `active_idx < end_idx`: it follows an earlier chunk.
+        `inputs` are the inputs of one replica, fetched for this batch, with one entry per shard. If a request has
+        `active_idx < end_idx`, this was not its last chunk: ignore its token.
         """
         return self.logits(batch, inputs).argmax(-1).cpu().numpy().tolist()
 
@@ -127,10 +130,12 @@ class HFRunner:
     def verify(
         self, batch: Sequence[RunTokens], inputs: Sequence[RaggedKVCacheInputs], drafted: Sequence[int]
     ) -> list[list[int]]:
-        """Like `run`, for requests whose last active tokens are guesses; `drafted` has their number for each request.
+        """Like `run`, for requests whose last active tokens are guesses.
 
-        Returns `drafted + 1` greedy tokens for each request: one in place of each guess and one after the last. The
-        leading guesses that equal these tokens are right, and the greedy token after them is the next token.
+        `drafted` has the number of guesses of each request.
+
+        Returns `drafted + 1` greedy tokens for each request: one for the position of each guess, and one after the last
+        guess. The leading guesses that equal these tokens are right, and the greedy token after them is the next token.
         """
         found: list[int] = self.logits(batch, inputs, drafted).argmax(-1).cpu().numpy().tolist()
         ends = np.cumsum([count + 1 for count in drafted]).tolist()
@@ -142,7 +147,8 @@ class HFRunner:
     ) -> torch.Tensor:
         """Returns the logits after the last active token of each request, `[batch, vocabulary]`, in the model's dtype.
 
-        With `drafted`, also the logits before each of its last `drafted` tokens: `[sum(drafted) + batch, vocabulary]`.
+        With `drafted`, the result also has the logits before each of the last `drafted` tokens of a request. Its shape
+        is then `[sum(drafted) + batch, vocabulary]`.
         """
         with paged_attention(self.model):
             return self._logits(batch, inputs, drafted or [0] * len(batch))
@@ -158,7 +164,7 @@ class HFRunner:
         if not self._states:
             return self._forward(batch, inputs, [(context.start_idx, context.active_idx) for context in batch], before)
         states = self._states_of(batch[0].request_id)
-        # Recurrent layers take whole rows, so requests with equally many tokens run together, one row each.
+        # Recurrent layers need rows of equal length, so requests with equally many tokens run together, one row each.
         kinds = [
             (context.active_length, count, self._one_by_one and context.start_idx > 0)
             for context, count in zip(batch, before, strict=True)
@@ -184,7 +190,7 @@ class HFRunner:
         before: int,
         one_by_one: bool,
     ) -> torch.Tensor:
-        """Runs `length` tokens of each request in a row of its own, all at once or one by one.
+        """Runs `length` tokens of each request in a row of its own. The rows run together if the model allows it.
 
         Returns the logits after the last `before + 1` of them: `[batch, before + 1, vocabulary]`.
         """
@@ -209,7 +215,9 @@ class HFRunner:
         before: Sequence[int],
         cache: PagedStates | None = None,
     ) -> torch.Tensor:
-        """Runs spans of the requests' tokens as one packed row, or, with a `cache` of states, in one row per request.
+        """Runs spans of the requests' tokens as one packed row.
+
+        With a `cache` of states, each request gets its own row.
 
         Returns the logits after the last `before + 1` tokens of each request. With a `cache`, `before` is the same for
         all.
@@ -308,11 +316,11 @@ def kv_params_of(
 ) -> KVCacheParams:
     """Returns cache parameters for a model; `num_layers_of` gives the manager's layer count.
 
-    With `group_layers`, layers that see a window or a chunk get block tables of their own, which give back the pages
-    that no query sees any more. Such a cache can be handed over only to processes with the same tables. Without it,
+    With `group_layers`, layers that see only a window or a chunk get block tables of their own. These tables give back
+    pages that no later query sees. Such a cache can be handed over only to processes with the same tables. Without it,
     every page is kept until the end. `dtype` and `kvcache_quant_config` may choose 8-bit pages with a scale for each
-    token and head, whatever the model's dtype. `enable_prefix_caching` None turns caching on, except for a model with
-    recurrent layers, whose cached states take room from pages.
+    token and head, whatever the model's dtype. If `enable_prefix_caching` is None, caching is on, except for models
+    with recurrent layers, because their cached states take room from pages.
 
     Raises:
         UnsupportedModelError: the model cannot run over pages.
@@ -357,7 +365,7 @@ def manager_for(
 
 
 def state_bytes_of(model: PreTrainedModel, shards: int, pages: int) -> int:
-    """Returns the bytes of a manager's budget that `pages` state pages take, over all shards; 0 without states.
+    """Returns how many bytes of a manager's budget `pages` state pages take, over all shards. 0 without states.
 
     If `params.share_state_memory` is False, each replica has one page for each request that may run, plus
     `state_copies`.
@@ -375,13 +383,19 @@ def eos_token_ids_of(model: PreTrainedModel) -> frozenset[int]:
 
 
 def own_attention(model: PreTrainedModel) -> AbstractContextManager[Any]:
-    """A `with` block in which the model uses its own attention (SDPA if possible). It is restored afterwards."""
+    """A `with` block in which the model uses its own attention (SDPA if possible).
+
+    The previous attention is restored afterwards.
+    """
     return _attention(model, "sdpa" if getattr(model, "_supports_sdpa", True) else "eager")
 
 
 @contextmanager
 def paged_attention(model: PreTrainedModel) -> Generator[Any]:
-    """A `with` block in which the model attends over pages in evaluation mode. It is restored afterwards."""
+    """A `with` block in which the model attends over pages, in evaluation mode.
+
+    Both settings are restored afterwards.
+    """
     if _attention_of(model) == ATTENTION:
         _refuse_shared(model)
         yield model
@@ -399,7 +413,7 @@ def paged_attention(model: PreTrainedModel) -> Generator[Any]:
 
 
 def attend_over_pages(model: PreTrainedModel) -> None:
-    """Makes the model attend over pages, in evaluation mode, from now on. `own_attention` switches back for a block."""
+    """Makes the model attend over pages, in evaluation mode, from now on. `own_attention` undoes this for a block."""
     _register()
     _set_attention(model.eval(), ATTENTION)
 
@@ -422,7 +436,10 @@ def _attention(model: Any, name: str) -> Generator[Any]:
 
 
 def _refuse_shared(model: Any) -> bool:
-    """Raises `ModelInUseError` if another thread has switched the attention. Returns whether no thread has."""
+    """Raises `ModelInUseError` if another thread has switched the attention.
+
+    Returns whether it is not switched at all.
+    """
     owner = _switched.get(model)
     if owner not in {None, get_ident()}:
         raise ModelInUseError(
@@ -447,7 +464,8 @@ def reference_tokens(model: PreTrainedModel, prompt: Sequence[int], max_new_toke
 def is_rounding_tie(model: PreTrainedModel, prompt: Sequence[int], ours: Sequence[int], theirs: Sequence[int]) -> bool:
     """Whether rounding explains the first difference between two outputs.
 
-    It does if the model's own logits for the two tokens differ by less than 1e-3 of the spread of all logits there.
+    Returns True if the model's own logits for the two tokens differ by less than 1e-3 of the spread of all logits
+    there.
     """
     same = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
     if same is None:

@@ -21,8 +21,8 @@ _INITIALIZER_RANGE = 0.15
 class ByteTokenizer:
     """Encodes text as a start token and UTF-8 bytes.
 
-    If the model's vocabulary is smaller than ours, bytes wrap around and there is no start token. Any prompt then still
-    gives valid tokens.
+    If the model's vocabulary is smaller than this tokenizer's, bytes wrap around and there is no start token. Any
+    prompt then still gives valid tokens.
     """
 
     def __init__(self, vocab_size: int = VOCAB_SIZE) -> None:
@@ -45,7 +45,7 @@ class ByteTokenizer:
 def tiny_llama(seed: int = 0) -> PreTrainedModel:
     """Returns a random Llama of about a million weights in float32: 4 layers, 4 query and 2 key/value heads of 32.
 
-    The same seed gives the same weights in every process of one machine; the global generator is left as it was.
+    The same seed gives the same weights in every process of one machine. The global random generator is left unchanged.
     """
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415  (heavy, and of an optional extra)
 

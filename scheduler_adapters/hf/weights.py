@@ -21,9 +21,9 @@ _CHUNK_BYTES = 64 << 20
 def model_name(model: PreTrainedModel) -> str:
     """Names a model by its configuration and every byte of its weights.
 
-    Pages of a model with another name are unusable.
+    Pages that were computed by a model with a different name must not be used.
 
-    The weights are hashed as they are in memory, in their loaded dtype. A name is therefore never stale, and does not
+    The weights are hashed as they are in memory, in their loaded dtype. Therefore a name is never stale, and does not
     depend on files that another user could write. xxh3 reads 10 GB/s or more of host memory.
 
     Returns:
@@ -32,14 +32,14 @@ def model_name(model: PreTrainedModel) -> str:
     Raises:
         ModelLoadError: a weight lies on torch's meta device and has no values.
     """
-    # The path that a model was loaded from, and the version that loaded it, do not change what pages contain.
+    # The path that a model was loaded from, and the version that loaded it, have no effect on the contents of pages.
     config = {key: value for key, value in model.config.to_dict().items() if key[0] != "_" and "version" not in key}
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     known: dict[tuple[object, ...], bytes] = {}
     for name, weight in model.state_dict().items():
         shape = tuple(weight.shape)
         place = (weight.device, weight.data_ptr(), weight.dtype, shape, weight.stride())
-        if place not in known:  # tied weights, such as a head that is the embedding, are read once
+        if place not in known:  # tied weights, such as an output head that shares the embedding, are read once
             known[place] = _digest_of(name, weight)
         digest.update(f"{name} {shape} {weight.dtype}".encode() + known[place])
     return digest.hexdigest()[:32]

@@ -2,7 +2,7 @@
 
 Ownership: a request holds its pages from `import_block_table` on. No other request can find these pages before
 `commit_import`. No other request can be given them before the pull's last event, because a READ may still write there.
-A pull can therefore outlive its attempt. If the attempt fails, its import is cancelled at once, and the manager takes
+Therefore a pull can outlive its attempt: if the attempt fails, its import is cancelled at once, and the manager takes
 the pages back when no transfer of the pull is in flight.
 """
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 MAX_ATTEMPTS = 3
 MAX_OPEN = 4096
-"""The most open requests: as many as a prefill process has lease words."""
+"""The limit of open requests, which equals the number of lease words of a prefill process."""
 _EXPIRE_S = 0.01
 
 
@@ -53,15 +53,15 @@ class DecodeScheduler:
 
     Args:
         name: name of this process.
-        loop: decodes. It also recomputes a prompt whose pages it lost to a preemption.
-        exchange: pulls into the pages of the loop's manager.
-        context: makes the sockets to the prefill processes.
+        loop: the loop that decodes. It also recomputes a prompt whose pages were lost to a preemption.
+        exchange: pulls pages into the pool of the loop's manager.
+        context: the ZMQ context of the sockets to the prefill processes.
         prefills: endpoints of the prefill processes. A request goes to the one with the fewest prompt tokens to
             compute.
         frontend: a socket to the process that submits requests; `Tokens` are sent to it.
-        max_unread: messages that the frontend may leave unread; beyond that its requests fail.
-        max_open: requests that may be open; each further one is refused.
-        chunkwise: pull pages while the rest of the prompt still runs.
+        max_unread: limit of messages that the frontend has not read; beyond it the process's requests fail.
+        max_open: limit of open requests; any request beyond it is refused.
+        chunkwise: whether to pull the first pages while the rest of the prompt is still computed.
         times: time limits of the phases.
         clock: a monotonic clock, in seconds.
         keyring: keys for the connections to prefill processes; None for plain sockets.
@@ -69,8 +69,8 @@ class DecodeScheduler:
 
     Attributes:
         counts: messages that were "late", attempts that were followed by another ("retries"), requests that "failed",
-            pages "pulled", and pages "reused" because they were cached here.
-        frontend: queue of the messages to the frontend. While it `is_deaf`, submit nothing.
+            pages "pulled", and pages "reused" because this process had them cached.
+        frontend: queue of messages to the frontend. While `is_deaf` is set, submit nothing.
         draining: whether each new request is refused.
         connections: the connections to the prefill processes.
     """
@@ -109,16 +109,17 @@ class DecodeScheduler:
         self._max_open = max_open
         self._requests: dict[str, DecodeRequest] = {}
         self._unasked: dict[str, DecodeRequest] = {}  # requests not yet sent to any prefill process
-        # For each replica: the requests that wait for its pages, each with its attempt, in the order of their offers.
+        # For each replica: the requests that wait for free pages there, each with its attempt number, in the order of
+        # their offers.
         self._arrived: list[deque[tuple[DecodeRequest, int]]] = [deque() for _ in range(self._manager.num_replicas)]
-        # One counter for all requests, so that a request id that is used again gets other attempt numbers.
+        # One counter serves all requests, so that a reused request id gets new attempt numbers.
         self._attempts = itertools.count(1)
         self._submitted: Recent[int] = Recent()
         self._expire_at = 0.0
 
     @property
     def open_requests(self) -> int:
-        """Open requests, pulls that have not ended, and leases of pages asked for by content."""
+        """The number of open requests, unfinished pulls, and leases of pages that peers asked for by content."""
         keys = {request.key for request in list(self._requests.values())} | self._exchange.open_pulls
         return len(keys) + self._exchange.lending.num_leases
 
@@ -130,7 +131,7 @@ class DecodeScheduler:
 
     @property
     def has_drained(self) -> bool:
-        """Whether it drains, and no request is open and no step runs. A step may outlast its last request."""
+        """Whether the process drains, no request is open, and no step runs. A step may outlast its last request."""
         return self.draining and not (self.open_requests or self._loop.has_work)
 
     @property
@@ -170,7 +171,7 @@ class DecodeScheduler:
 
         A `serial` selects one submission, even if it has not arrived yet.
         """
-        if serial and self._submitted.add(serial):  # its submission would come too late now
+        if serial and self._submitted.add(serial):  # the submission may arrive later, and is then dropped
             self.frontend.send(msg.Tokens(request_id=request_id, finished="cancelled", serial=serial))
             return
         request = self._requests.get(request_id)
@@ -257,7 +258,7 @@ class DecodeScheduler:
 
     def _on_message(self, prefill: PrefillConnection, message: msg.ToDecode) -> None:
         if not isinstance(message, msg.PagesOffer | msg.Failed):
-            return  # the connection has handled it; an attempt that was `Rejected` ends at its deadline
+            return  # the connection has handled it; an attempt that got `Rejected` ends at its deadline
         request = self._requests.get(message.request_id)
         now = (message.attempt, prefill)
         if request is None or (request.attempt, request.prefill) != now or request.phase == "decoding":
@@ -280,7 +281,7 @@ class DecodeScheduler:
 
     def _on_late(self, prefill: PrefillConnection, message: msg.PagesOffer | msg.Failed) -> None:
         self.counts["late"] += 1
-        if isinstance(message, msg.PagesOffer):  # no request waits for it, so its pages need not be kept
+        if isinstance(message, msg.PagesOffer):  # no request waits for this offer, so its pages need not be kept
             prefill.cancel(message.request_id, message.attempt, "too late")
 
     def _on_offer(self, request: DecodeRequest, offer: msg.PagesOffer) -> None:
@@ -293,7 +294,10 @@ class DecodeScheduler:
             self._extend(request, importing, [offer.table], importing.pending.tokens[1], last=last)
 
     def _take_over(self, request: DecodeRequest, offer: msg.PagesOffer) -> None:
-        """Chooses a replica for the offered pages. There the lease is renewed, and the request waits for free pages."""
+        """Chooses a replica for the offered pages.
+
+        That replica renews the lease, and the request waits for its free pages.
+        """
         patience_s = self._times.prefill_s + self._times.room_s
         request.move("offered", self._clock() + patience_s)
         request.replica = recommended(self._manager, request.new_context())
@@ -351,7 +355,7 @@ class DecodeScheduler:
     def _extend(
         self, request: DecodeRequest, importing: Importing, tables: Sequence[BlockTable], start: int, *, last: bool
     ) -> None:
-        """Reads the source's tokens from `start` on. These tables and the earlier ones name their pages."""
+        """Reads tokens from `start` on. `tables` and the tables of earlier offers name the pages at the source."""
         request.offers.imported()
         pending = importing.pending
         try:
@@ -364,7 +368,7 @@ class DecodeScheduler:
             self._read(request, importing, last=last, new=start < pending.tokens[1])
 
     def _read(self, request: DecodeRequest, importing: Importing, *, last: bool, new: bool) -> None:
-        """Reads the `new` pages. If they are the `last`, the fence follows them.
+        """Reads the pages that the import's newest tables have added. With `last`, the fence follows them.
 
         If no page had to be read at all, the request joins the loop at once.
         """
@@ -375,7 +379,7 @@ class DecodeScheduler:
             self._exchange.read(request.replica, request.key, importing.pending, last=last)
 
     def _join(self, request: DecodeRequest, importing: Importing, proof: ImportProof | None) -> None:
-        """Commits the import: the tokens count as cached, and the next one can run."""
+        """Commits the import: the imported tokens count as cached, and the request runs its next token in the loop."""
         self._manager.commit_import(importing.context, importing.pending, proof)
         request.importing = None
         self._loop.adopt(request.spec, importing.context)
@@ -384,7 +388,7 @@ class DecodeScheduler:
     def _on_event(self, happened: ExchangeEvent) -> None:
         """Passes the outcome of a pull to the attempt that started it, and to no other."""
         if not isinstance(happened.event, PullEvent):
-            return  # pages lent to another process belong to no request here
+            return  # pages that were lent to another process belong to no request here
         key, error = happened.event.key, happened.event.error
         request = self._requests.get(key.rpartition("#")[0])
         if request is None or request.key != key or request.phase not in ("offered", "pulling"):
@@ -423,7 +427,7 @@ class DecodeScheduler:
             self._fail(request, f"timed out in phase {request.phase!r} on decode process {self.name!r}")
 
     def _give_up_frontend(self) -> None:
-        """Ends every request, because the frontend has left too many messages unread. It may still read the reason."""
+        """Ends every request, because the frontend has left too many messages unread. The reason is still sent."""
         reason = f"the frontend of decode process {self.name!r} has left {self.frontend.max_unread} messages unread"
         for request in list(self._requests.values()):
             self._give_up(request, reason, tell_prefill=True)
@@ -431,7 +435,10 @@ class DecodeScheduler:
             self._finish(request, "error")
 
     def _fail(self, request: DecodeRequest, reason: str, *, final: bool = False, tell_prefill: bool = True) -> None:
-        """Handles a failed attempt. Another one follows, unless it would fail too or this was the last."""
+        """Handles a failed attempt.
+
+        Another attempt follows, unless the failure is `final` or this was the last attempt allowed.
+        """
         again = request.phase in ("asked", "offered", "pulling")
         self._give_up(request, reason, tell_prefill=tell_prefill)
         request.reasons.append(reason)
@@ -445,7 +452,10 @@ class DecodeScheduler:
         self._unasked[request.request_id] = request
 
     def _give_up(self, request: DecodeRequest, reason: str, *, tell_prefill: bool) -> None:
-        """Gives back what the request holds, here and at its prefill process. Pages that a pull writes stay held."""
+        """Releases what the request holds, here and at its prefill process.
+
+        Pages that a pull may write stay held until it ends.
+        """
         if request.phase in ("asked", "offered", "pulling"):
             self._give_up_source(request, reason, tell_prefill=tell_prefill)
         if request.phase == "decoding":

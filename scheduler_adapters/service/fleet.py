@@ -1,4 +1,4 @@
-"""Starts prefill and decode servers on this host, exchanges messages with them, and ends them all with the caller."""
+"""Starts prefill and decode servers on this host, exchanges messages with them, and ends them with the caller."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ class Fleet:
     """Prefill and decode servers, which live from `__enter__` to `__exit__`.
 
     Args:
-        configs: one for each server. `name` (the role, if empty), `frontend`, `listen` and `prefills` are filled in.
-            Servers with a `frontend` of their own are only started and ended here; that frontend exchanges messages
-            with them.
+        configs: one for each server. `name` (the role, if empty), `frontend`, `listen` and `prefills` are filled in. A
+            server with a `frontend` of its own is only started and ended here, and exchanges its messages with that
+            frontend.
         program: the command of a server, which takes its settings on standard input.
-        curve: give each server keys of a new fleet. Their sockets then admit no other process and are encrypted.
+        curve: gives the servers keys of a new fleet, so that their sockets are encrypted and admit no other process.
         send_timeout_s: most seconds that `send` waits for a server that accepts no message.
 
     Raises:
-        ServiceError: from any method, if a server has died that was not killed here, or does not answer. `__exit__`
-            then ends all of them.
+        ServiceError: any method raises this if a server does not answer, or has died without being killed here.
+            `__exit__` then ends all servers.
     """
 
     def __init__(
@@ -134,10 +134,10 @@ class Fleet:
     def send(self, name: str, message: msg.AnyMessage) -> None:
         """Queues a message to one server. Waits while the queue is full.
 
-        The queue fills while the server's answers are not read, because the server then reads nothing either.
+        The queue fills if the caller does not read the server's answers, because the server then stops reading as well.
 
         Raises:
-            ServiceError: the server is gone, or its queue stays full.
+            ServiceError: the server is gone, or its queue does not empty in time.
         """
         try:
             self._socket.send_multipart([name.encode(), msg.encode(message)])
@@ -152,7 +152,7 @@ class Fleet:
             raise ServiceError(f"the {name} process cannot be reached: {error}") from error
 
     def expect_end(self, name: str) -> None:
-        """Makes the end of this server no error from now on. `restart` starts it again."""
+        """Declares that this server may end from now on without an error. `restart` starts it again."""
         self._down.add(name)
 
     def kill(self, name: str) -> None:
@@ -162,7 +162,7 @@ class Fleet:
         self._processes[name].wait()
 
     def restart(self, name: str) -> None:
-        """Starts an ended server with its old settings. Its `Ready` says when it serves."""
+        """Starts an ended server with its old settings. Its `Ready` message says when it serves again."""
         self._close(name)
         self._start_one(name)
         self._down.discard(name)
@@ -189,7 +189,7 @@ class Fleet:
         """
         messages = self._received(timeout_s)
         if any(map(self.has_ended, self.running)):
-            self._received(_LAST_WORDS_S)  # its own report of the error may still be under way
+            self._received(_LAST_WORDS_S)  # the server's own report of its error may still be on its way
             self._check_alive()
         return messages
 
@@ -215,15 +215,19 @@ class Fleet:
         return messages
 
     def _make(self) -> None:
-        """Makes the folder, sockets and processes. Signals are delayed, so that all of them are recorded and ended."""
+        """Makes the folder, sockets and processes.
+
+        Signals are delayed meanwhile, so that everything made is recorded and can be ended.
+        """
         with held():
             self._folder = RunFolder()
             self._made.callback(self._folder.close)
             self._context: Context = zmq.Context()
             self._made.callback(self._context.destroy, linger=0)
             self._socket = self._context.socket(zmq.ROUTER)
-            # Must be set before a server joins: libzmq ends the session of a dead peer with the linger of that moment.
-            # With the default, no limit, `destroy` may wait for ever for messages that the peer has not taken.
+            # Must be set before a server joins: libzmq ends the session of a dead peer with the linger that was set at
+            # that moment. By default there is no limit, and `destroy` may then wait for ever for the peer to take its
+            # messages.
             self._socket.setsockopt(zmq.LINGER, 0)
             self._made.callback(self._close_all)
             self._configure()
@@ -292,8 +296,8 @@ class Fleet:
     def _tell_to_stop(self) -> None:
         """Tells every server to stop, and reads their messages meanwhile.
 
-        A server whose answers pile up accepts no message. A server may end as soon as it is told. One that ends before
-        that has died.
+        Their messages must be read, because a server with unread answers accepts no message. A server that was told to
+        stop may end; any other server that ends has died.
 
         Raises:
             ServiceError: a server has died, or accepts no message.
@@ -319,7 +323,8 @@ class Fleet:
         try:
             self._socket.send_multipart([name.encode(), msg.encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):  # full or gone; the caller checks which
+            # its queue is full or it is gone; the caller finds out which
+            if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 return False
             raise ServiceError(f"the {name} process cannot be reached: {error}") from error
         return True
@@ -328,7 +333,7 @@ class Fleet:
         deadline = time.monotonic() + timeout_s
         while not all(map(self.has_ended, self._processes)) and time.monotonic() < deadline:
             for _ in received(self._socket):
-                pass  # a server that waits for its answers to be read handles `Stop` after that
+                pass  # a server that waits for its answers to be read will handle `Stop` later
             time.sleep(0.01)
 
     def _close(self, name: str) -> None:
@@ -343,7 +348,7 @@ class Fleet:
     def _close_all(self) -> None:
         for name in self._processes:
             self._close(name)
-        for log in self._logs.values():  # includes the log of a process that could not be started
+        for log in self._logs.values():  # includes the logs of processes that could not be started
             log.close()
 
     def _stop(self) -> None:
@@ -352,10 +357,12 @@ class Fleet:
 
 
 class RunFolder:
-    """A new folder for the sockets, key files and logs of one run, readable only by its owner. Removed with the run.
+    """A new folder for the sockets, key files and logs of one run.
 
-    The run holds a lock on it, which the kernel releases however the run ends. A folder whose lock is free therefore
-    belongs to a run that was killed. Each new run removes such folders of its user.
+    Only its owner can read it, and the run removes it at the end.
+
+    The run holds a lock on its folder, which the kernel releases however the run ends. If the lock of a folder is free,
+    its run was killed. Each new run removes such folders of the same user.
 
     Raises:
         ServiceError: no folder can be made.
@@ -386,7 +393,7 @@ class RunFolder:
 def _lock(folder: Path) -> int | None:
     """Returns the descriptor that holds the folder's lock; None if another process holds it or the folder is gone.
 
-    Another starting run may take a folder that was just made for an abandoned one, and remove it before it is locked.
+    If it is gone, another run that was starting has removed it: before it is locked, a new folder looks abandoned.
     """
     try:
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)  # not inherited by child processes

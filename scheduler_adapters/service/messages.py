@@ -7,8 +7,8 @@ frontend ◄─────Tokens────── decode ◄──────
 frontend ──Ask, Drain, Stop, Members──► both
 frontend ◄──Ready, Stats, Left, Fatal── both
 
-Between decode and prefill each message belongs to one attempt: (request id, attempt). The types limit every number
-and length, so a decoded message is safe to use. `Rejected` answers a message that could not be decoded.
+Between decode and prefill, each message belongs to one attempt, named by (request id, attempt). The types limit every
+number and length, so a decoded message is safe to use. `Rejected` answers a message that could not be decoded.
 """
 
 from __future__ import annotations
@@ -57,12 +57,13 @@ class OfAttempt(Message, frozen=True, kw_only=True):
 
 
 class KVSource(msgspec.Struct, frozen=True):
-    """A process that may have pages of a prompt and is asked for them."""
+    """A process that may have pages of a prompt. It is asked before the prompt is computed."""
 
     address: Name  # endpoint of its `PageExchange`
     # Engine ids of its replicas, the likeliest first.
     engines: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=64)]
-    tokens: Annotated[int, Meta(ge=0, le=_MAX_PROMPT)] = 0  # it has at least this many prompt tokens; 0 if unknown
+    # a lower bound of the prompt tokens that the process has; 0 if unknown
+    tokens: Annotated[int, Meta(ge=0, le=_MAX_PROMPT)] = 0
 
 
 KVSources = Annotated[tuple[KVSource, ...], Meta(max_length=8)]
@@ -71,8 +72,8 @@ KVSources = Annotated[tuple[KVSource, ...], Meta(max_length=8)]
 class Hello(Message, frozen=True, kw_only=True, tag=True):
     """Decode to prefill, the first message on each connection: the name of the decode process."""
 
-    reader: Name  # the decode process; its requests on an earlier connection are over
-    incarnation: Name  # random, new with each start
+    reader: Name  # name of the decode process; a new connection ends the requests of its earlier ones
+    incarnation: Name  # a random name, new with each start of the process
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag=True):
@@ -82,11 +83,11 @@ class Welcome(Message, frozen=True, kw_only=True, tag=True):
     incarnation: Name
     engines: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=1024)]
     address: OptionalName = ""  # endpoint of its `PageExchange`, where other processes ask for pages
-    page_size: OptionalCount = 0  # in tokens; pages of another size cannot be compared with its own
+    page_size: OptionalCount = 0  # in tokens; another process can use its pages only if the page sizes are equal
 
 
 class Leaving(Message, frozen=True, kw_only=True, tag=True):
-    """Prefill to decode: this process accepts nothing new, and ends when its requests are read or over."""
+    """Prefill to decode: this process accepts no new requests, and ends when all of its requests are read or over."""
 
 
 class Rejected(Message, frozen=True, kw_only=True, tag=True):
@@ -105,9 +106,10 @@ class Submit(Message, frozen=True, kw_only=True, tag=True):
     cache_salt: Salt | None = None  # requests with different salts never share a page
     ignore_eos: bool = False  # only the length ends the request
     serial: Serial = 0  # unique to this submission, so that a repetition is dropped; 0: submissions are never repeated
-    prefill: OptionalName = ""  # the prefill process to use, unless it is absent or has failed at the request
+    # the prefill process to use, unless that process is absent or has already failed at this request
+    prefill: OptionalName = ""
     traceparent: Annotated[str, Meta(max_length=256)] = ""  # W3C header of the trace that the hand-over belongs to
-    # Processes that may have its pages; empty: decode names the prefill processes that it knows.
+    # Processes that may have pages of the prompt. If empty, decode names the prefill processes that it knows.
     kv_sources: KVSources = ()
 
 
@@ -115,7 +117,8 @@ class Abort(Message, frozen=True, kw_only=True, tag=True):
     """Frontend to decode: the client no longer wants this request."""
 
     request_id: Name
-    serial: Serial = 0  # serial of the submission to abort, even if that has not arrived yet; 0 for the open submission
+    # serial number of the submission to abort, even if that has not arrived yet; 0 for the open submission
+    serial: Serial = 0
 
 
 class Tokens(Message, frozen=True, kw_only=True, tag=True):
@@ -134,32 +137,32 @@ class Prefill(OfAttempt, frozen=True, kw_only=True, tag=True):
     """Decode to prefill: compute this prompt, and keep its pages under a lease."""
 
     prompt: Prompt  # includes the tokens that the client already has
-    within_s: Seconds  # after this time no reader waits for it any more
-    chunkwise: bool = False  # offer pages while the rest of the prompt still runs
-    new_pages: bool = False  # offers may leave out pages that an earlier offer has named
+    within_s: Seconds  # deadline: after this time the reader no longer waits for the prompt
+    chunkwise: bool = False  # offer the first pages while the rest of the prompt is still computed
+    new_pages: bool = False  # whether an offer may leave out pages that an earlier offer has named
     cache_salt: Salt | None = None
-    kv_sources: KVSources = ()  # processes that may have its pages, in the order in which they are asked
+    kv_sources: KVSources = ()  # processes that may have pages of the prompt, in the order in which to ask them
 
 
 class PagesOffer(OfAttempt, frozen=True, kw_only=True, tag=True):
-    """Prefill to decode: pages that may be read. Repeated with a longer table while the prompt runs."""
+    """Prefill to decode: pages that may be read. Sent again, with a longer table, as the prompt advances."""
 
     source: Source  # the same in every offer of an attempt
     table: BlockTable  # the pages so far; it may leave out pages that an earlier offer has named
-    prompt_digest: bytes  # `Prompt.digest` of the tokens whose KV the pages hold, as prefill has computed them
-    token: Token | None = None  # the first new token; None if the prompt still runs
-    cached_tokens: OptionalCount = 0  # prompt tokens that were cached, and not computed
+    prompt_digest: bytes  # `Prompt.digest` of the tokens whose KV the pages hold, made from prefill's own tokens
+    token: Token | None = None  # the first new token; None while the prompt is still computed
+    cached_tokens: OptionalCount = 0  # prompt tokens that prefill had cached
 
 
 class Failed(OfAttempt, frozen=True, kw_only=True, tag=True):
     """Prefill to decode: the attempt has ended, and no page is leased any more."""
 
-    reason: Reason  # the first known reason
-    final: bool = False  # the request would fail elsewhere too
+    reason: Reason  # the first reason that was recorded
+    final: bool = False  # whether the request would fail at any other process too
 
 
 class Cancel(OfAttempt, frozen=True, kw_only=True, tag=True):
-    """Decode to prefill: this attempt is no longer wanted, and its pages are no longer read."""
+    """Decode to prefill: this attempt is no longer wanted, and no READ of its pages is in flight."""
 
     reason: Reason
 
@@ -167,13 +170,14 @@ class Cancel(OfAttempt, frozen=True, kw_only=True, tag=True):
 class Ready(Message, frozen=True, kw_only=True, tag=True):
     """Server to frontend: the process is set up. A decode server may still be waiting for a prefill server.
 
-    If `ServerConfig.ready_s` is set, this is repeated at that interval, and sent when the process begins to drain.
+    If `ServerConfig.ready_s` is set, the message is repeated at that interval, and once more when the process begins to
+    drain.
     """
 
     name: Name
     role: Role = "prefill"
-    incarnation: OptionalName = ""  # random, new with each start
-    listen: OptionalName = ""  # where a prefill process listens for decode processes
+    incarnation: OptionalName = ""  # a random name, new with each start of the process
+    listen: OptionalName = ""  # endpoint at which a prefill process accepts decode processes
     max_tokens: OptionalCount = 0  # most tokens of a request, including new ones
     draining: bool = False  # accepts nothing new
     page_size: OptionalCount = 0  # in tokens
@@ -181,8 +185,9 @@ class Ready(Message, frozen=True, kw_only=True, tag=True):
     kv_replay: OptionalName = ""  # endpoint that replays missed KV events
     metrics: OptionalName = ""  # host:port of its Prometheus metrics
     watch: OptionalName = ""  # endpoint where its pages can be watched
-    pulse: OptionalName = ""  # endpoint that a `Pulse` connects to, and where peers ask for pages
-    engines: Annotated[tuple[Name, ...], Meta(max_length=64)] = ()  # engine ids of its replicas, for such questions
+    pulse: OptionalName = ""  # endpoint for a `Pulse`, and for peers that ask for pages
+    # engine ids of its replicas, which peers name when they ask for pages
+    engines: Annotated[tuple[Name, ...], Meta(max_length=64)] = ()
     hash_algorithm: HashAlgorithm = "sha256"  # algorithm of its page hashes
 
 
@@ -202,26 +207,26 @@ class Stats(Message, frozen=True, kw_only=True, tag=True):
 
     name: Name
     role: Role
-    pages_held: int  # pages with a holder, or that a pull writes; includes state pages, excludes idle cached pages
-    open_requests: int  # requests that are open or held for a reader, including open pulls
+    pages_held: int  # pages that a holder keeps or a pull writes; includes state pages, excludes idle cached pages
+    open_requests: int  # requests that are open or held for a reader, and open pulls
     phases: dict[str, int] = {}  # requests by phase (`requests.py`), except "over"
     running: int = 0  # requests that the loop runs
-    waiting: int = 0  # requests that wait for the loop without pages
+    waiting: int = 0  # requests that wait for the loop and hold no pages
     prompt_tokens: int = 0  # prompt tokens of the requests that were prefilled here
     cached_tokens: int = 0  # prompt tokens that came from the prefix cache
     preemptions: int = 0  # how often a request was preempted
     pages_pulled: int = 0  # local pages that pulls filled; a page of several shards counts once
     pages_reused: int = 0  # pages of imported requests that were cached here and not pulled
-    prefixes: dict[str, int] = {}  # prompts with a named source, by outcome (`peer_prefixes.py`)
-    taken_s: dict[str, float] = {}  # seconds spent to "pull" prefixes and to "compute" prompts
-    misjudged_s: dict[str, float] = {}  # sums of the absolute errors of the estimates of both
+    prefixes: dict[str, int] = {}  # number of prompts for which a source was named, by outcome (`peer_prefixes.py`)
+    taken_s: dict[str, float] = {}  # total seconds taken to "pull" prefixes and to "compute" prompts
+    misjudged_s: dict[str, float] = {}  # for each of the two, the sum of the absolute errors of the time estimates
     bytes_pulled: int = 0  # bytes that READs brought here, over all shards
     pull_seconds: float = 0.0  # seconds in which at least one READ or first contact with a source was under way
     retries: int = 0  # attempts that failed and were followed by another
     failed: int = 0  # requests that failed
     malformed: int = 0  # messages that could not be decoded
     late: int = 0  # repeated messages, and messages of attempts that were over
-    faults: dict[str, int] = {}  # faults injected by kind, if the process runs under chaos
+    faults: dict[str, int] = {}  # injected faults by kind, if the process runs with fault injection
 
 
 class Left(Message, frozen=True, kw_only=True, tag=True):
@@ -231,7 +236,7 @@ class Left(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Members(Message, frozen=True, kw_only=True, tag=True):
-    """Frontend to server, repeatedly: the processes that serve.
+    """Sent repeatedly, the message also shows that the server can be reached.
 
     Its delivery also shows that the server can be reached.
     """
@@ -240,7 +245,7 @@ class Members(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Drain(Message, frozen=True, kw_only=True, tag=True):
-    """Frontend to server: accept nothing new, and end when no request is open or held any more."""
+    """Frontend to server: accept no new request, and end when no request is open or held any more."""
 
 
 class Stop(Message, frozen=True, kw_only=True, tag=True):
@@ -275,7 +280,10 @@ def decode(data: bytes) -> AnyMessage:
 
 
 def decode_frames(frames: Sequence[bytes], wanted: UnionType) -> AnyMessage:
-    """Returns the message in a list of exactly one frame. Its type must be one of `wanted`. Raises as `decode`."""
+    """Returns the message in a list of exactly one frame. The message must be of a type in `wanted`.
+
+    Raises as `decode`.
+    """
     if len(frames) != 1:
         raise MessageError(f"{len(frames)} frames are not a message: exactly 1 is needed")
     message = decode(frames[0])

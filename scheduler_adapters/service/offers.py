@@ -1,7 +1,7 @@
-"""`Offers`: the offers of a prefill process for one attempt, taken in the order of their pages.
+"""`Offers`: the page offers that a prefill process sends for one attempt, processed in page order.
 
-An offer names only new pages. An offer that overtakes an earlier one waits for it, because pages behind a gap can be
-neither checked nor read.
+Each offer names only new pages. An offer that arrives before its predecessor waits for it, because pages after a gap
+can be neither checked nor read.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ class Offers:
     """The offers of one attempt.
 
     Attributes:
-        newest: the last offer that was taken.
-        tables: block tables of taken offers, in order, that the import has not used yet. They stay separate because
-            each has its own seal.
+        newest: the last offer that was processed.
+        tables: block tables of processed offers that the import has not used yet, in order. They are not merged,
+            because each has its own seal.
     """
 
     def __init__(self) -> None:
         self.newest: msg.PagesOffer | None = None
         self.tables: list[BlockTable] = []
-        # By number of tokens, and whether it is the last offer.
+        # by number of tokens, and whether the offer is the last one of the attempt
         self._waiting: dict[tuple[int, bool], msg.PagesOffer] = {}
 
     def has_had(self, offer: msg.PagesOffer) -> bool:
-        """Whether an offer adds nothing: it is repeated, or older than the newest one."""
+        """Whether an offer adds nothing: it is a repetition, or older than the newest one."""
         before = self.newest
         if _place(offer) in self._waiting:
             return True
@@ -39,7 +39,10 @@ class Offers:
         self._waiting[_place(offer)] = offer
 
     def take(self) -> msg.PagesOffer | None:
-        """Takes and returns the next offer; None if it leaves out pages that no earlier offer has named."""
+        """Returns the next offer and removes it.
+
+        Returns None if that offer leaves out pages that no earlier offer has named.
+        """
         offer = self._waiting.get(min(self._waiting, default=(0, False)))
         before = None if self.newest is None else self.newest.table
         if offer is None or not offer.table.follows(before):
@@ -50,7 +53,7 @@ class Offers:
         return offer
 
     def imported(self) -> None:
-        """Marks the tables so far as used by the import."""
+        """Marks all present tables as used by the import."""
         self.tables = []
 
 

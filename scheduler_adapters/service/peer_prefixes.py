@@ -1,15 +1,16 @@
-"""`PeerPrefixes`: pulls the pages of a waiting prompt that other processes have cached; the rest is computed.
+"""`PeerPrefixes`: pulls pages of a waiting prompt that other processes have cached. The rest of the prompt is computed.
 
-The request names the processes that may have pages. Such a process may have evicted them, be busy, or be gone. The
-prompt is then computed as if no process had been named, after the answer or after the time limit of a question or a
-pull. Pulled pages are cached like any others: the request finds them when it is admitted, in its turn. If pulling takes
-about as long as computing, the request runs at once, and the pages are pulled from the end of the prompt
+The request names the processes that may have pages. Such a process may have evicted them, be busy, or be gone. Then the
+prompt is computed as if no process had been named: at once if the process answers, otherwise after a time limit. Pulled
+pages are cached like any others, so the request finds them when its turn comes. If pulling takes about as long as
+computing, the request runs at once, and pages are pulled from the end of the prompt
 (`scheduler_adapters.service.stretches`).
 
-The pages come in *stretches*. A long stretch is read from several sources at once (`transfer.pull.shared_pull`), so
-they are asked at once. Once one of them has lent pages, the others have about as long again to answer: waiting longer
-costs more than another source saves. Pages that they lend later are given back. A short stretch is read from one
-source, so its sources are asked one after another: if all were asked, the others would hold pages that nobody reads.
+The pages are pulled in *stretches*: runs of consecutive pages of the prompt. A long stretch is read from several
+sources at once (`transfer.pull.shared_pull`), so all of these are asked at the same time. When the first one has lent
+its pages, the others get about the same time again to answer, because a longer wait costs more than another source
+saves. Pages that they lend later are given back. A short stretch is read from one source, so its sources are asked one
+after another. Otherwise the others would hold pages that nobody reads.
 
 Each stretch is published before the next one is asked for, so a stretch that fails leaves the earlier ones intact.
 """
@@ -41,15 +42,16 @@ from transfer.pull.source import Place, Source
 FetchOutcome = Literal["pulled", "split", "computed", "stale", "unanswered", "no_room", "failed"]
 """The outcome for a prompt with a named source.
 
-"pulled" means that at least one stretch was pulled, and "split" that this was while the prompt was computed. "computed"
-means that computing was estimated to be quicker. The others describe the last source: "stale" (it has no more than we
-have), "unanswered", "no_room" (no free pages here) or "failed" (the pull).
+"pulled": at least one stretch was pulled. "split": this happened while the prompt was computed. "computed": computing
+was estimated to be quicker. The other outcomes describe the last source: "stale" (it has no more than this process),
+"unanswered", "no_room" (no free pages here) or "failed" (the pull).
 """
 FETCH_OUTCOMES: tuple[FetchOutcome, ...] = get_args(FetchOutcome)
 
-_ASK_S = 1.0  # how long all sources of one stretch together may take to answer; a source may be busy with a step
+# in seconds: the time that all sources of one stretch together have to answer; a source may be busy with a step
+_ASK_S = 1.0
 _AT_ONCE = 4  # sources asked at once
-# once one source has lent pages, the others get a time within these bounds to answer
+# in seconds: after one source has lent pages, the others have at least and at most this long to answer
 _LEAST_WAIT_S, _MOST_WAIT_S = 5e-3, 0.05
 _PULL_S = 5.0  # in seconds, for one stretch
 _DROPPED, _USELESS = "its request was dropped", "its pages cannot be used here"
@@ -57,7 +59,7 @@ _LATE = "its answer was no longer awaited"
 
 
 class Waiting(NamedTuple):
-    """A request that is to join the loop now and uses the pages that are cached by then."""
+    """A request that is to join the loop now. It uses the pages that are cached by then."""
 
     request: Request
     context: TextContext
@@ -72,22 +74,22 @@ class _LentStretch(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Fetch:
-    """A prompt that sources are asked for, or a stretch of its pages that is being pulled.
+    """A prompt whose pages are requested from sources or are being pulled.
 
     Attributes:
         context: the context of the prompt's request.
-        waiting: the request if it waits for the pages; None if it runs meanwhile.
-        replica: the replica that asks, where the pages will be cached.
-        stretches: says what to ask for, and imports it.
-        places: the sources that have not failed. Those asked last are at the end.
-        to_ask: those that are to be asked for the current stretch.
-        since: when the current stretch was first asked for.
-        asked: keys of the questions whose answers are awaited. An answer to another question is late.
-        asked_at: when these questions were asked.
-        share_s: the time for the answer of each source if the sources are asked one after another.
-        wait_until: when the answers are no longer awaited.
+        waiting: the request, if it waits for the pages; None if it runs at the same time.
+        replica: the local replica that asks for the pages and will cache them.
+        stretches: chooses the pages to ask for, and imports them.
+        places: the sources that have not failed. The sources that were asked last are at the end.
+        to_ask: the sources that are still to be asked for the current stretch.
+        since: time of the first question about the current stretch.
+        asked: keys of the questions that await an answer. Any other answer is late.
+        asked_at: time of these questions.
+        share_s: how long each source may take to answer, in seconds, if the sources are asked one after another.
+        wait_until: the time until which answers are awaited.
         lent: the answers with pages.
-        outcome: the outcome of the latest answer without pages.
+        outcome: the outcome of the latest answer that brought no pages.
         pending: the import of the stretch that is being pulled from the sources of `lent`.
         pulled: stretches pulled so far.
     """
@@ -110,23 +112,23 @@ class _Fetch:
 
 
 class _PromptQuestion(NamedTuple):
-    """A question that a source has yet to answer."""
+    """A question about a prompt that a source has not answered yet."""
 
     fetch: _Fetch
     place: Place
 
 
 class PeerPrefixes:
-    """The prompts whose pages are requested from peers. For the loop's thread; no call waits.
+    """The prompts whose pages are requested from peers. Only the loop's thread may call it. No call waits.
 
     Args:
-        manager: the manager whose pages are filled. Pages that it does not cache are not requested.
-        exchange: the exchange of these pages.
+        manager: the manager that receives the pages. Only pages that it does not cache are requested.
+        exchange: the exchange that pulls the pages.
         clock: a monotonic clock, in seconds.
 
     Attributes:
-        counts: prompts for which a source was named, by outcome.
-        pages_pulled: pages that were filled.
+        counts: number of prompts for which a source was named, by outcome.
+        pages_pulled: number of pages that were pulled.
         estimate: the measured times of pulls and prompts.
     """
 
@@ -140,18 +142,19 @@ class PeerPrefixes:
         self._exchange = exchange
         self._clock = clock
         self._open: dict[str, _Fetch] = {}
-        self._questions: dict[str, _PromptQuestion] = {}  # by key, until the source has answered or its time is over
+        # by key; removed when the source has answered or its time is over
+        self._questions: dict[str, _PromptQuestion] = {}
         self._serial = itertools.count()
         self._met: Recent[str] = Recent()
-        # Called when pages of a running prompt have come, with its request's id and the first token of these pages.
+        # Called with a request's id and a token when pages of its running prompt, from that token on, have been pulled.
         self.on_pages: Callable[[str, int], None] = lambda _key, _token: None
-        self._split: set[str] = set()  # requests that run and whose pages have come from the end
+        self._split: set[str] = set()  # requests that run and for which pages at the end of the prompt were pulled
 
     def begin(self, request: Request, context: TextContext, sources: Sequence[msg.KVSource]) -> bool:
-        """Starts to ask for a prompt that is not claimed. Returns whether the request is to wait for the pages.
+        """Starts to ask peers for pages of an unclaimed request. Returns whether the request should wait for them.
 
-        Otherwise it is to run at once: there is nothing to ask for, computing is quicker, or it finds pages that come
-        meanwhile.
+        If not, it should run at once: no peer has a useful page, computing is quicker, or the prompt is computed from
+        its front while pages are pulled from its end.
         """
         if not sources:
             return False
@@ -178,7 +181,10 @@ class PeerPrefixes:
         return waiting is not None
 
     def admitted(self, key: str, replica: int, cached: int) -> None:
-        """A prompt begins to run on a replica, behind `cached` tokens. Pages come for it only if they come there."""
+        """Reports that a prompt begins to run on a replica, after `cached` cached tokens.
+
+        Pages pulled to another replica are of no use to it.
+        """
         fetch = self._open.get(key)
         if fetch is None:
             return
@@ -188,7 +194,10 @@ class PeerPrefixes:
             self.drop(key)
 
     def computed(self, key: str, tokens: int, seconds: float, cached: int) -> None:
-        """A prompt has ended. It ran these tokens behind `cached` ones, unless pages have come meanwhile."""
+        """Reports the measured time of a prompt of `tokens` tokens after `cached` cached ones.
+
+        Not used if pages were pulled meanwhile.
+        """
         if key not in self._split:
             self.estimate.compute.add(tokens, seconds, cached)
         self.drop(key)
@@ -196,7 +205,7 @@ class PeerPrefixes:
     def on_event(self, happened: ExchangeEvent) -> Waiting | None:
         """Handles a source's answer or the outcome of a pull.
 
-        Returns the request that is to join the loop now, if any.
+        Returns a request that should join the loop now, or None.
         """
         event = happened.event
         if isinstance(event, Lent):
@@ -206,19 +215,19 @@ class PeerPrefixes:
             return None  # the prompt was dropped
         if not event.error:
             return self._take(fetch, happened.proof, event.shares)
-        if not event.safe:  # while the pull may still write, its key and pages cannot be used for another pull
+        if not event.safe:  # the pull may still write, so its key and its pages cannot be used for another one
             return self._end(fetch, "failed")
         self._give_up(fetch, [lent.source.place for lent in fetch.lent])
         return self._go_on(fetch, "failed")
 
     def poll(self) -> list[Waiting]:
-        """Stops waiting for sources whose time is over. Returns the requests that are to join the loop now."""
+        """Stops waiting for sources whose time is over. Returns the requests that should join the loop now."""
         now = self._clock()
         due = [fetch for fetch in self._open.values() if fetch.asked and now >= fetch.wait_until]
         return [waiting for fetch in due if (waiting := self._pull(fetch)) is not None]
 
     def drop(self, key: str) -> None:
-        """Give up a prompt that is no longer wanted. A no-op if the prompt is not open."""
+        """Gives up a prompt that is no longer wanted. A no-op if the prompt is not open."""
         self._split.discard(key)
         fetch = self._open.pop(key, None)
         if fetch is None:
@@ -231,10 +240,9 @@ class PeerPrefixes:
             self._give_back(fetch)
 
     def _ask(self, fetch: _Fetch, wanted: NextPages) -> None:
-        """Asks the next source, or several if they would be read at once.
+        """Asks the next source for pages, or several sources at once if the stretch would be read from all of them.
 
-        All sources of a stretch share its time. Those that are asked at once get the time that they would have got one
-        after another.
+        All sources of a stretch share one time limit. Each source has an equal part of it, and sources that are asked
         """
         context, now = fetch.context, self._clock()
         count = min(_AT_ONCE, len(fetch.to_ask)) if self._exchange.reads_several(wanted.tokens) else 1
@@ -274,7 +282,7 @@ class PeerPrefixes:
         return None if fetch.asked else self._pull(fetch)
 
     def _pull(self, fetch: _Fetch) -> Waiting | None:
-        """Pulls the pages that sources have lent by now. Sources that have not answered are no longer awaited."""
+        """Pulls the pages that sources have lent so far. Answers that are still outstanding are no longer awaited."""
         is_silent = bool(fetch.asked)
         fetch.asked.clear()
         if not fetch.lent:
@@ -284,14 +292,14 @@ class PeerPrefixes:
         context, places = fetch.context, [source.place for source in sources]
         try:
             fetch.pending = fetch.stretches.reserve(tables)
-        except KVCacheError:  # an answer does not fit our cache, or the pages before it were evicted here
+        except KVCacheError:  # an answer does not fit this cache, or the pages before it have been evicted
             self._refuse(fetch, _USELESS)
             self._give_up(fetch, places)
             return self._go_on(fetch, "failed")
         if fetch.pending is not None and fetch.pending.needs_copy:
             self._exchange.pull(context.request_id, sources, fetch.pending, _PULL_S)
             return None
-        self._refuse(fetch, _USELESS)  # no room, or the pages were computed here meanwhile
+        self._refuse(fetch, _USELESS)  # there was no free page, or the pages have been computed here meanwhile
         return self._end(fetch, "no_room") if fetch.pending is None else self._take(fetch, None, ())
 
     def _take(self, fetch: _Fetch, proof: ImportProof | None, shares: Sequence[PullShare]) -> Waiting | None:
@@ -309,7 +317,7 @@ class PeerPrefixes:
         if proof is not None:
             self.pages_pulled += (end - begin) // self._manager.page_size
             are_new = [self._met.add(lent.source.incarnation) for lent in fetch.lent]
-            # The first contact with a source is not representative, nor is a pull in which one has failed.
+            # A pull is not measured if it was the first contact with a source or if a source failed.
             if not any(are_new) and not failed:
                 self.estimate.pull.add(end - begin, now - fetch.since)
         if not fetch.pulled:
@@ -325,7 +333,7 @@ class PeerPrefixes:
         return self._go_on(fetch, "pulled")
 
     def _go_on(self, fetch: _Fetch, outcome: FetchOutcome) -> Waiting | None:
-        """Asks the next sources for the pages that are still missing if that is worthwhile; else ends the fetch."""
+        """Asks the next sources for the missing pages if that is worthwhile. Otherwise ends the fetch."""
         if not fetch.to_ask and fetch.stretches.skip():
             fetch.to_ask = deque(fetch.places)
         if not fetch.to_ask or fetch.pulled >= fetch.stretches.most or self._clock() >= fetch.since + _ASK_S:
@@ -338,7 +346,7 @@ class PeerPrefixes:
         return None
 
     def _give_up(self, fetch: _Fetch, places: Sequence[Place]) -> None:
-        """Records that sources have failed. They are not asked again."""
+        """Records that these sources have failed. They are not asked again."""
         fetch.places = [place for place in fetch.places if place not in places]
         fetch.to_ask = deque(place for place in fetch.to_ask if place not in places)
 
@@ -355,7 +363,7 @@ class PeerPrefixes:
         return fetch.waiting
 
     def _give_back(self, fetch: _Fetch) -> None:
-        """Cancels the current import, if any. Its pages are free once nothing of the pull is in flight."""
+        """Cancels the current import, if any. Its pages become free when nothing of the pull is in flight."""
         pending, fetch.pending = fetch.pending, None
         if pending is not None:
             fetch.stretches.cancel(pending)

@@ -12,7 +12,7 @@ from scheduler_adapters.base import PulledPages
 
 def recommended(manager: PulledPages, context: TextContext) -> int:
     """Returns the replica on which a request should be claimed if its pages are elsewhere."""
-    # Ask for a short chunk, because with windows the pages of the whole prompt need not fit at once.
+    # A short chunk is assumed, because with windows the pages of the whole prompt need not fit at once.
     context.set_token_indices(active_idx=min(2, context.end_idx))
     return manager.get_or_recommend_replica(context)
 
@@ -26,7 +26,7 @@ def reserve(
     last: bool = True,
     others: Sequence[BlockTable] = (),
 ) -> PendingImport | None:
-    """Takes a row, and pages for the tokens in the source's `table`. Returns None if there are too few of either.
+    """Takes a row, and pages for the tokens in the source's `table`. Returns None if too few rows or pages are free.
 
     Raises:
         BlockTableMismatchError, PromptTooLongError, SequenceTooLongError: the request can never be imported.

@@ -1,7 +1,7 @@
 """`PrefillScheduler`: computes prompts for decode processes, and keeps the pages under leases until they are read.
 
-Ownership: a request holds its pages while it runs. Afterwards its lease holds them, until it has ended on every shard
-(`LeaseOver`). A request is therefore released as soon as its prompt has ended or is given up, and no page is freed
+Ownership: a request holds its pages while it runs. Afterwards its lease holds them until it has ended on every shard
+(`LeaseOver`). A request is therefore released as soon as its prompt has been computed or given up. No page is freed
 while its lease word is valid. The loop never preempts a running prompt, because a prompt gets pages for all of its
 tokens when it is admitted.
 """
@@ -31,8 +31,8 @@ from transfer.pull.lease import LEASE_SLOTS
 from transfer.pull.replica import LeaseOver, Offered
 
 _EXPIRE_S = 0.01
-# A lease is usually granted within a fraction of a millisecond, while the model still runs. If not, waiting for it
-# costs less than telling the reader only after the loop's next step.
+# In seconds. A lease is usually granted within a fraction of a millisecond, while the model still runs. If it is not,
+# it is better to wait this long than to tell the reader only after the loop's next step.
 _OFFERED_S = 5e-3
 
 
@@ -40,13 +40,13 @@ _OFFERED_S = 5e-3
 class _DecodeConnection:
     """A decode process, identified by its connection.
 
-    It makes a new connection if it thinks that this process is dead.
+    A decode process that takes this process for dead makes a new connection.
     """
 
     name: str
     incarnation: str
     requests: dict[tuple[str, int], PrefillRequest] = field(default_factory=dict[tuple[str, int], PrefillRequest])
-    # Attempts that have begun or were cancelled.
+    # attempts that have begun or were cancelled
     begun: Recent[tuple[str, int]] = field(default_factory=Recent[tuple[str, int]])
 
 
@@ -89,7 +89,7 @@ class PrefillScheduler:
         self._serial = itertools.count()
         self._readers: dict[bytes, _DecodeConnection] = {}
         self._requests: dict[str, PrefillRequest] = {}
-        # requests with pages, some of which the reader has not been told of
+        # requests with pages that have not been offered to the reader yet
         self._untold: dict[str, PrefillRequest] = {}
         self._expire_at = 0.0
         loop.on_admit, self.peers.on_pages = self._on_admit, loop.meet
@@ -104,7 +104,7 @@ class PrefillScheduler:
 
     @property
     def open_requests(self) -> int:
-        """Requests that run or are held for a reader, pulls from other processes, and leases of pages by content."""
+        """Counts requests that run or are held for a reader, pulls from other processes, and leases by content."""
         return len({*list(self._requests)} | self._exchange.open_pulls) + self._exchange.lending.num_leases
 
     @property
@@ -115,7 +115,7 @@ class PrefillScheduler:
 
     @property
     def has_drained(self) -> bool:
-        """Whether it drains, and no request is open and no step runs. A step may outlast its last request."""
+        """Whether the process drains, no request is open, and no step runs. A step may outlast its last request."""
         return self.draining and not (self.open_requests or self._loop.has_work)
 
     @property
@@ -124,10 +124,11 @@ class PrefillScheduler:
         return [self._socket, self._exchange.bell]
 
     def poll(self) -> bool:
-        """Handles messages and events, and runs one step. Returns whether there was work; never waits for long.
+        """Handles messages and events, and runs one step. Returns whether there was work. Never waits long.
 
         Raises:
-            EngineClosedError, ServiceError: the transfer thread has died or hangs, so this process cannot continue.
+            EngineClosedError, ServiceError: the transfer thread has died or does not respond, so this process cannot
+                continue.
         """
         busy = False
         for frames in received(self._socket):
@@ -146,9 +147,9 @@ class PrefillScheduler:
         return busy or self._loop.is_running
 
     def drain(self) -> None:
-        """Accepts nothing new from now on.
+        """Refuses new requests from now on.
 
-        Open requests run, and their pages are kept until read or their lease ends.
+        Open requests run, and their pages are kept until they are read or their lease ends.
         """
         if not self.draining:
             self.draining = True
@@ -213,7 +214,7 @@ class PrefillScheduler:
         self._send(sender, msg.Rejected(reason=msg.clipped(reason)))
 
     def _welcome_reader(self, sender: bytes, hello: msg.Hello) -> None:
-        """Registers a new connection. Everything that its process asked for on an earlier connection is over."""
+        """Registers a new connection of a decode process. Its requests on an earlier connection are over."""
         known = self._readers.get(sender)
         if known is not None and (known.name, known.incarnation) != (hello.reader, hello.incarnation):
             self._lose(sender, f"decode process {known.name!r} calls itself {hello.reader!r} now")
@@ -222,16 +223,16 @@ class PrefillScheduler:
         if self.draining:
             self._send(sender, msg.Leaving())
         if sender not in self._readers:
-            return  # this is a late `Hello` of a connection that was already replaced and closed
+            return  # a late `Hello` of a connection that was already replaced and closed
         reason = f"decode process {hello.reader!r} has reconnected"
         for identity in [key for key, reader in self._readers.items() if reader.name == hello.reader and key != sender]:
             self._lose(identity, reason)
-            # The old connection is mostly closed. A process that still uses it would wait for attempts that were given
-            # up.
+            # Usually the old connection is closed. A process that still uses it would otherwise wait for attempts that
+            # were given up.
             self._send(identity, msg.Rejected(reason=msg.clipped(reason), stranger=True))
 
     def _lose(self, sender: bytes, reason: str) -> None:
-        """Drops a reader: its requests are no longer computed or kept."""
+        """Drops a reader. Its requests are no longer computed or kept."""
         reader = self._readers.pop(sender, None)
         for request in [] if reader is None else list(reader.requests.values()):
             self._end(request, reason, silent=True)
@@ -287,28 +288,29 @@ class PrefillScheduler:
         request = reader.requests.get((message.request_id, message.attempt))
         if request is None:
             self.counts["late"] += 1
-            reader.begun.add((message.request_id, message.attempt))  # its `Prefill` may still arrive
+            reader.begun.add((message.request_id, message.attempt))  # its `Prefill` message may still arrive
         else:
             self._end(request, message.reason, silent=True)
 
     # ---- progress of requests
 
     def _on_admit(self, key: str, replica: int, cached: int) -> None:
-        """Requests the lease of an admitted request, so that it is granted by the time that the model has run."""
+        """Requests a lease when a request is admitted, so that it is granted by the time that the model has run."""
         request = self._requests.get(key)
         if request is None:
-            return  # the request belongs to another user of the loop
+            return  # the request belongs to another user of this loop
         self._untold[key] = request
         request.replica, request.cached_tokens, request.admitted = replica, cached, self._clock()
         self.peers.admitted(key, replica, cached)
         request.source = self._exchange.offer(key, self._times.lease_s, running=True)
-        if request.source is None:  # every request of ours has a word, so another user of the exchange has leases too
+        # each of our requests has a lease word, so another user of the exchange must hold leases too
+        if request.source is None:
             self._fail(request, f"prefill process {self.name!r} has no lease word free on replica {replica}")
         else:
             request.move("leasing", self._clock() + self._times.step_s)
 
     def _on_output(self, output: Output) -> None:
-        """Handles the end of a prompt: its row is freed, its pages stay under the lease."""
+        """Handles the end of a prompt: its row is freed, and its pages stay under the lease."""
         request = self._requests.get(output.request_id)
         if request is None or request.phase == "ending":
             return
@@ -320,18 +322,18 @@ class PrefillScheduler:
         request.table = self._loop.manager.block_table(request.key, first_page=self._known_pages(request))
         if request.phase in ("computing", "offered"):
             self._offer(request)
-        # The reader waits, so it is told first. If it is gone, the request has been given up by now.
+        # The reader is waiting, so it was told first. If the reader is gone, the request has already been given up.
         self._loop.abort(request.key)
         self.peers.computed(request.key, computed, took_s, request.cached_tokens)
 
     def _offer_chunks(self) -> None:
-        """Offers the pages that are full by now, for prompts that still run."""
+        """Offers the full pages of prompts that are still being computed."""
         for request in list(self._untold.values()):
             if request.chunkwise and request.token is None and request.phase in ("computing", "offered"):
                 self._offer(request)
 
     def _table(self, request: PrefillRequest) -> BlockTable | None:
-        """The block table of the pages that the reader may read now; None if there are no new ones."""
+        """The block table of the pages that the reader may read now. None if it names no new page."""
         if request.table is not None:
             return request.table
         try:
@@ -342,7 +344,7 @@ class PrefillScheduler:
         return table if table.num_tokens > request.told else None
 
     def _known_pages(self, request: PrefillRequest) -> int:
-        """The number of pages that an earlier offer named and that need not be named again."""
+        """The number of leading pages that an earlier offer has named and this one may leave out."""
         return request.told // self._loop.manager.page_size if request.new_pages else 0
 
     def _take_events(self) -> bool:
@@ -398,7 +400,7 @@ class PrefillScheduler:
         if request.token is None:
             request.digest_ahead()
         else:
-            # Last, because it wakes the transfer thread, which would compete for the interpreter.
+            # This comes last, because it wakes the transfer thread, which would compete for the interpreter.
             self._exchange.start_clock(source)
 
     # ---- the end
@@ -415,7 +417,7 @@ class PrefillScheduler:
             self._end(request, f"timed out in phase {request.phase!r} on prefill process {self.name!r}")
 
     def _end(self, request: PrefillRequest, reason: str, *, silent: bool = False, final: bool = False) -> None:
-        """Gives a request up: its prompt at once, the request itself when its lease has ended."""
+        """Gives a request up. Its prompt ends at once; the request itself ends when its lease has ended."""
         request.silent, request.final = request.silent or silent, request.final or final
         self._loop.abort(request.key)
         if request.source is None:

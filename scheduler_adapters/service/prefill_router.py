@@ -1,4 +1,4 @@
-"""The prefill processes as a decode process sees them: their connections, their load, and the choice among them."""
+"""The prefill processes as a decode process sees them: its connections to them, their load, and the choice of one."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from transfer.pull.exchange import PageExchange
 from transfer.wire.keys import Keyring
 
 CHUNK = 64
-"""Tokens that are compared as one unit, a few pages.
+"""Prompts are compared in chunks of this many tokens, a few pages.
 
-Prompts that differ within a chunk count as differing before it.
+If two prompts differ within a chunk, they have only the chunks before it in common.
 """
 _MOST_CHUNKS = 16_384  # a million tokens, more than a process of this size usually caches
-_PAUSE_S, _MAX_PAUSE_S = 0.1, 2.0  # pause before a lost connection is opened again; doubled each time
+_PAUSE_S, _MAX_PAUSE_S = 0.1, 2.0  # in seconds: pause before a lost connection is reopened; the pause doubles each time
 
 
 def chunks_of(tokens: Sequence[int], cache_salt: str | None) -> list[int]:
-    """Returns a number for each whole chunk of a prompt, which stands for all tokens up to the chunk's end.
+    """Returns one number for each whole chunk of a prompt. The number is a hash of all tokens up to the chunk's end.
 
-    Two chunks may get the same number by chance. This only makes a guess wrong.
+    Two chunks may get the same number by chance, which only makes the guess wrong.
     """
     chunks: list[int] = []
     before = hash(cache_salt)
@@ -42,7 +42,7 @@ def chunks_of(tokens: Sequence[int], cache_salt: str | None) -> list[int]:
 
 
 class PromptHistory:
-    """The latest chunks of prompts that were sent to one process: a guess at what it has cached."""
+    """The latest prompts that were sent to one process, in chunks, used to guess what the process has cached."""
 
     def __init__(self) -> None:
         self._chunks: OrderedDict[int, None] = OrderedDict()
@@ -56,7 +56,10 @@ class PromptHistory:
         return known * CHUNK
 
     def add(self, chunks: Sequence[int]) -> None:
-        """Records that `chunks` were sent to the process. Forgets the oldest, the end of a prompt before its head."""
+        """Records that `chunks` were sent to the process.
+
+        Forgets the oldest chunks first, and of one prompt the last chunks first.
+        """
         for chunk in reversed(chunks):
             self._chunks[chunk] = None
             self._chunks.move_to_end(chunk)
@@ -69,10 +72,10 @@ class PromptHistory:
 
 
 class OwnPages(NamedTuple):
-    """Pages of a prompt that the asking process has cached. Only it has the answers of a conversation.
+    """Pages of a prompt that the decode process itself has cached. Only decode has the answers of a conversation.
 
     Attributes:
-        source: the address where it is asked for these pages, and the number of tokens that they hold.
+        source: the address at which prefill can ask for these pages, and the number of tokens in them.
         page_size: the page size of these pages, in tokens.
     """
 
@@ -81,7 +84,7 @@ class OwnPages(NamedTuple):
 
 
 def own_pages(manager: PulledPages, exchange: PageExchange, context: TextContext) -> OwnPages | None:
-    """Returns the pages of a request that are cached here, such as earlier turns; None if there are none."""
+    """Returns a request's pages that this process has cached, such as those of earlier turns; None without any."""
     contents, replicas = manager.contents, range(manager.num_replicas)
     wanted = contents.digests(context)
     cached = [contents.cached(replica, wanted) for replica in replicas]
@@ -93,18 +96,18 @@ def own_pages(manager: PulledPages, exchange: PageExchange, context: TextContext
 
 
 class PrefillConnection:
-    """The connection to one prefill process. A lost connection is never reused: a new one is made.
+    """The connection to one prefill process. After a loss, a new connection is made; a lost one is never reused.
 
-    Requests made on a lost connection are over, on both sides. No message that waits in a socket for a dead process can
-    therefore reach its successor.
+    A loss ends the connection's requests on both sides. Therefore no message that waits in a socket for a dead process
+    can reach the process that replaces it.
 
     Attributes:
         welcome: the process's description of itself; None while it is not connected.
-        lost: reasons of the losses that the owner has not handled yet.
-        load: prompt tokens that it still has to compute for this process.
+        lost: reasons of losses that the owner has not processed yet.
+        load: prompt tokens that the process still has to compute for us.
         history: the chunks of prompts that it may have cached.
-        malformed: the number of messages that could not be decoded.
-        leaving: the process accepts no new requests.
+        malformed: number of messages that could not be decoded.
+        leaving: whether the process accepts no new requests.
     """
 
     def __init__(
@@ -145,7 +148,7 @@ class PrefillConnection:
 
     @property
     def sockets(self) -> list[Socket]:
-        """The sockets at which news of the process arrives."""
+        """The sockets that become readable when the process sends something or is lost."""
         watched = None if self._pulse is None else self._pulse.socket
         return [socket for socket in (self._socket, self._monitor, watched) if socket is not None]
 
@@ -160,7 +163,7 @@ class PrefillConnection:
         return True
 
     def cancel(self, request_id: str, attempt: int, reason: str) -> None:
-        """Tells the process that this attempt is no longer wanted, and that none of its pages are being read."""
+        """Tells the process that this attempt is no longer wanted, and that no READ of its pages is in flight."""
         self.send(msg.Cancel(request_id=request_id, attempt=attempt, reason=msg.clipped(reason)))
 
     def poll(self) -> Iterator[msg.ToDecode]:
@@ -188,7 +191,7 @@ class PrefillConnection:
                     pass
 
     def lose(self, reason: str) -> None:
-        """Gives the connection up; `poll` makes a new one a little later."""
+        """Gives the connection up. A later `poll` makes a new one."""
         if self.welcome is not None:
             self.lost.append(reason)
         self.close()
@@ -232,7 +235,7 @@ class PrefillConnection:
 def renewed(
     connections: Sequence[PrefillConnection], endpoints: Sequence[str], connect: Callable[[str], PrefillConnection]
 ) -> list[PrefillConnection]:
-    """Returns the connections after the endpoints have changed. Connections to live processes are kept."""
+    """Returns the connections for the new `endpoints`. Connections to live processes are kept."""
     kept = [one for one in connections if one.endpoint in endpoints or one.welcome is not None]
     for one in connections:
         if one not in kept:
@@ -250,9 +253,9 @@ def route(
 ) -> tuple[PrefillConnection, int] | None:
     """Sends a prompt to the process that is expected to finish it first, judged by load and history.
 
-    A tie goes to the process with less in its cache. A process in `avoid` is chosen only if there is no other. The
-    process named `wanted` takes precedence over load and history. Returns the chosen connection and the tokens booked
-    there as its load, or None if no process accepted the prompt.
+    On a tie the process with less in its cache is chosen. A process in `avoid` is chosen only if there is no other. If
+    `wanted` names a process, it takes precedence over load and history. Returns the chosen connection and the tokens
+    that were added to its load, or None if no process accepted the prompt.
     """
     there = [one for one in connections if one.takes_requests]
     if not there:
@@ -274,10 +277,11 @@ def route(
 def _sources(
     missing: Mapping[PrefillConnection, int], chosen: PrefillConnection, length: int, own: OwnPages | None
 ) -> tuple[msg.KVSource, ...]:
-    """Returns the sources that may have more of a prompt than the chosen process, most tokens first.
+    """Returns the processes that may have more of a prompt cached than the chosen one, most tokens first.
 
-    Two are possible: the process that was sent most of the prompt, and the asking process, which knows its pages.
-    `missing` has, for each connected process, the number of the prompt's `length` tokens that it has never been sent.
+    There are two candidates: the prefill process that was sent most of this prompt, and the decode process itself, with
+    its pages in `own`. `missing` has, for each connected process, how many of the prompt's `length` tokens were never
+    sent to it.
     """
     lacking: list[tuple[int, msg.KVSource]] = []
     best = min(missing, key=missing.__getitem__)

@@ -1,7 +1,7 @@
 """A prefill or decode server: `python -m scheduler_adapters.service.program`, with its settings on standard input.
 
-It ends when its parent ends, even while it starts. This module therefore imports nothing heavy before it watches its
-parent: the imports of `scheduler_adapters.service.server` take seconds.
+It ends when its parent ends, even while it is starting. This module therefore imports nothing heavy before it watches
+its parent: importing `scheduler_adapters.service.server` takes seconds.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import threading
 
 _PR_SET_PDEATHSIG = 1
 PARENT_GONE = 3
-"""Exit status of a process whose parent is gone."""
+"""The exit status of a process whose parent has ended."""
 
 
 def die_with_parent() -> None:
-    """Ends this process when its parent ends, however that happens.
+    """Ends this process when its parent ends, in whatever way the parent ends.
 
-    Reads nothing from standard input, the parent's pipe.
+    The pipe from the parent is standard input, of which this function reads nothing.
 
-    The pipe hangs up with the parent. On Linux the kernel also kills this process, in case Python is stuck.
+    The pipe hangs up when the parent ends. On Linux the kernel also kills this process, in case Python is stuck.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # If the parent ended before the request to the kernel, only the pipe shows it.
+    # If the parent ended before the kernel was asked, only the pipe shows it.
     hung_up = select.poll()
     hung_up.register(sys.stdin.fileno(), 0)  # POLLHUP is reported without being requested
 

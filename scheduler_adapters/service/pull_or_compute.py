@@ -1,15 +1,17 @@
-"""Decides from measured times whether tokens of a prompt are pulled from a peer or computed here. Pure computation.
+"""Decides, from measured times, whether a peer's tokens of a prompt should be pulled or computed here.
 
-The time of each of the two ways is estimated as a sum of a few terms. A pull takes a latency, and a time for each
-token. A computation takes a latency, a time for each new token, and one for each pair of tokens that attention
-compares: it grows faster than its tokens, and tokens behind cached ones cost more. The coefficients are fitted to the
-latest measurements of each power of two of tokens, so that frequent lengths do not displace rare ones.
+Pure computation.
 
-This sum is the usual time. It is multiplied by a factor for the current speed, which the latest measurements give. The
-factor stays at 1 while they deviate from the usual time no more than measurements normally do.
+The time of either way is estimated as a sum of terms. A pull has a latency, and a time for each token. A computation
+has a latency, a time for each new token, and a time for each pair of tokens that attention compares. It therefore grows
+faster than the number of tokens, and costs more after a long cached prefix. The coefficients are fitted to the latest
+measurements of each power of two of tokens, so that frequent lengths do not displace rare ones.
 
-The time of a pull includes the question, and any delay at a busy source or link. The time of a computation includes the
-batch that the prompt shares.
+This sum is the usual time. To follow the current speed, it is multiplied by a factor from the latest measurements. The
+factor stays at 1 while these deviate from the usual time no more than measurements normally do.
+
+The time of a pull includes the question to the source, and any delay at a busy source or link. The time of a
+computation includes the other requests in the same batch.
 """
 
 from __future__ import annotations
@@ -33,21 +35,22 @@ if TYPE_CHECKING:
 
 _KEPT = 12  # measurements kept for each power of two of tokens
 _LATEST = 5  # the current speed is estimated from this many measurements
-_NOISE_OF = 24  # the latest measurements whose distance from their estimates counts as noise
+_NOISE_OF = 24  # this many of the latest measurements show how far measurements normally deviate from their estimates
 _ROUNDS = 3  # rounds of a fit; each takes its weights from the previous one
 # A slow link may recover, so some prompts are pulled although computing is quicker. One of `_TRY_AGAIN` prompts is
-# pulled if the loss is at most the share `_MOST_LOSS` of the time that computing them took. One of `_TRY_ANYWAY`
+# pulled if this loses at most the share `_MOST_LOSS` of the time spent on computing the others. One of `_TRY_ANYWAY`
 # prompts is always pulled.
 _TRY_AGAIN, _MOST_LOSS, _TRY_ANYWAY = 32, 1 / 8, 128
-# A prompt is pulled from its end while it is computed from its front if that takes at most this share of either alone.
+# A prompt is pulled from its end and computed from its front if that takes at most this share of the quicker way alone.
 _MOST_OF_ONE_WAY = 0.9
 
 
 class TimeByTokens:
-    """Estimates the time of one way (pull or compute) from the times that it took.
+    """Estimates the time of one way (pull or compute) from its measured times.
 
     Args:
-        terms: terms of the model, at most three. The time is their sum, each times a coefficient that is not negative.
+        terms: returns the terms of the model, at most three. The time is the sum of the terms, each times a coefficient
+            that is not negative.
 
     Attributes:
         taken_s: sum of all measured times, in seconds.
@@ -58,15 +61,16 @@ class TimeByTokens:
         self.taken_s = 0.0
         self.misjudged_s = 0.0
         self._terms = terms
-        # For each bit length of a token count, the latest measurements: tokens, terms, and seconds at the usual speed.
+        # For each bit length of a token count, the latest measurements: number of tokens, terms, and seconds at the
+        # usual speed.
         self._measured: dict[int, deque[tuple[int, tuple[float, ...], float]]] = {}
-        self._fit: list[float] = []  # the coefficients; empty until they are needed
+        self._fit: list[float] = []  # the coefficients; empty if they have to be fitted again
         # For the latest measurements: log(time / usual time), and |log(time / estimated time)|.
         self._latest = deque([0.0] * _LATEST, _LATEST)
         self._errors = deque([0.1] * 3, _NOISE_OF)
 
     def add(self, tokens: int, seconds: float, cached: int = 0) -> None:
-        """Records that `tokens` tokens, behind `cached` ones, took `seconds` seconds."""
+        """Records that `tokens` tokens after `cached` cached ones took `seconds` seconds."""
         self.taken_s += seconds
         seconds = max(seconds, 1e-6)
         usual = self._usually(tokens, cached)
@@ -80,14 +84,14 @@ class TimeByTokens:
         self._fit = []
 
     def seconds(self, tokens: int, cached: int = 0) -> float | None:
-        """Returns the estimated seconds for `tokens` tokens now; None without suitable measurements."""
+        """Returns the estimated seconds for `tokens` tokens at the current speed; None after too few measurements."""
         usual = self._usually(tokens, cached)
         return None if usual is None else usual * self._pace()
 
     def _pace(self) -> float:
-        """Returns the factor by which times currently differ from the usual ones.
+        """Returns the ratio of current times to usual ones.
 
-        Disturbances make times longer, not shorter. A single measurement that is much shorter therefore counts at once.
+        Disturbances make times longer, never shorter. So a single measurement that is much shorter counts at once.
         """
         noise, mostly, last = 1.5 * median(self._errors), median(self._latest), self._latest[-1]
         if last < mostly - max(math.log(2.0), 3.0 * noise):
@@ -95,9 +99,9 @@ class TimeByTokens:
         return math.exp(math.copysign(max(0.0, abs(mostly) - noise), mostly))
 
     def _usually(self, tokens: int, cached: int) -> float | None:
-        """The usual time; None if too little is known."""
+        """The usual time in seconds; None if there are too few measurements."""
         every = [one for kept in self._measured.values() for one in kept]
-        if len(self._measured) < 2:  # latency and rate cannot be told apart
+        if len(self._measured) < 2:  # latency and rate cannot be told apart by one length
             near = [seconds / at * tokens for at, _, seconds in every if 0.5 < tokens / at < 2.0]
             return median(near) if near else None
         terms = self._terms(cached, tokens)
@@ -118,7 +122,7 @@ def _fitted(terms: Floats, seconds: Floats) -> list[float]:
         scaled = terms * (weight / expected**2)[:, None]
         found = _non_negative(scaled.T @ terms, scaled.T @ seconds)
         expected = np.maximum(terms @ found, 1e-6)
-        # a time of three times its estimate has half the weight
+        # a measurement of three times its estimate gets half the weight
         weight = 1.0 / np.maximum(np.abs(seconds / expected - 1.0), 1.0)
     return found.tolist()
 
@@ -126,7 +130,7 @@ def _fitted(terms: Floats, seconds: Floats) -> list[float]:
 def _non_negative(products: Floats, aims: Floats) -> Floats:
     """Solves the normal equations of least squares for coefficients that are not negative.
 
-    Tries every set of terms, starting with all of them; there are at most three terms.
+    It tries every subset of the terms, starting with all of them. There are at most three.
     """
     best, least = np.zeros_like(aims), math.inf
     for count in range(len(aims), 0, -1):
@@ -163,13 +167,15 @@ class PullOrCompute:
     def __init__(self) -> None:
         self.pull = TimeByTokens(_pull_terms)
         self.compute = TimeByTokens(_compute_terms)
-        self._refused = 0  # prompts computed since the last one that was pulled although computing is quicker
-        self._spare_s = 0.0  # seconds that such a pull may lose
+        self._refused = 0  # prompts computed since the last one that was pulled as an experiment
+        self._spare_s = 0.0  # how many seconds such an experiment may lose
 
     def pays(self, cached: int, tokens: int, rest: int) -> bool:
-        """Returns whether to pull `tokens` tokens of a prompt, behind `cached` ones. The `rest` is always computed.
+        """Returns whether to pull `tokens` tokens after `cached` cached ones.
 
-        Returns True while one of the two times is unknown, in order to measure it.
+        The `rest` of the prompt is computed in any case.
+
+        Returns True while there is no estimate for one of the two ways, in order to measure it.
         """
         pull, whole = self.pull.seconds(tokens), self.compute.seconds(tokens + rest, cached)
         behind = self.compute.seconds(rest, cached + tokens)
@@ -184,7 +190,10 @@ class PullOrCompute:
         return True
 
     def splits(self, cached: int, tokens: int, rest: int, page_size: int) -> bool:
-        """Whether to pull the end of `tokens` tokens while their front is computed. Arguments as for `pays`."""
+        """Returns whether to pull the end of `tokens` tokens while their front is computed.
+
+        The arguments are those of `pays`.
+        """
         share = self.meets(cached, cached + tokens, page_size)
         pull, whole = self.pull.seconds(tokens), self.compute.seconds(tokens + rest, cached)
         behind, front = self.compute.seconds(rest, cached + tokens), self.compute.seconds(tokens - share, cached)
@@ -193,9 +202,9 @@ class PullOrCompute:
         return front + behind < _MOST_OF_ONE_WAY * min(pull + behind, whole)
 
     def meets(self, at: int, stop: int, page_size: int) -> int:
-        """Returns how many tokens before `stop` a pull brings before a computation from token `at` comes to them.
+        """Returns how many tokens before `stop` can be pulled before a computation that is at token `at` reaches them.
 
-        They are those of full pages. 0 if there are none, or a time is not known.
+        The result counts full pages. It is 0 if there are none, or if a time is not known.
         """
         low, high = 0, max(0, stop - at) // page_size
         while low < high:
@@ -208,7 +217,7 @@ class PullOrCompute:
         return low * page_size
 
     def pulled_within(self, seconds: float, tokens: int, page_size: int) -> int:
-        """Returns how many of `tokens` tokens a pull brings in `seconds` seconds: full pages, at least one."""
+        """Returns how many of `tokens` tokens can be pulled in `seconds` seconds: full pages, at least one."""
         takes = self.pull.seconds(tokens)
         if takes is None or takes <= seconds:
             return tokens
@@ -216,10 +225,10 @@ class PullOrCompute:
 
     @property
     def taken_s(self) -> dict[str, float]:
-        """The sum of the measured seconds of each way."""
+        """The sum of the measured seconds of each of the two ways."""
         return {"pull": self.pull.taken_s, "compute": self.compute.taken_s}
 
     @property
     def misjudged_s(self) -> dict[str, float]:
-        """The sum of the errors of the estimates of each way, in seconds."""
+        """The sum of the errors of the estimates of each of the two ways, in seconds."""
         return {"pull": self.pull.misjudged_s, "compute": self.compute.misjudged_s}

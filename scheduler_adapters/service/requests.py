@@ -1,6 +1,6 @@
-"""The state of a request on each side of the service. A table holds every legal move, and every phase has a deadline.
+"""The states of a request on each side of the service. A table has every legal move, and every phase has a deadline.
 
-Every message between the sides belongs to one attempt at a request, (request id, attempt).
+Every message between the sides belongs to one attempt, named by (request id, attempt).
 
 On the prefill side, each attempt is a request of its own:
 
@@ -26,8 +26,8 @@ On the decode side, a request continues with the next attempt when one fails:
     pulling     pages are reserved here, READs are on their way
     decoding    in the loop
 
-A failure or a cancellation leads from any phase to `over`. Deadlines are on a monotonic clock of this process; messages
-to the other side carry durations. The first reason of a failure is kept.
+From any phase, a failure or a cancellation leads to `over`. Deadlines are on a monotonic clock of this process;
+messages to the other side carry durations. If several reasons for a failure are reported, the first one is kept.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ DECODE_MOVES: dict[str, frozenset[str]] = {
 }
 
 _PARTS = {"waiting": "queue", "asked": "lease", "offered": "room", "pulling": "read"}
-"""The part of a hand-over (`transfer.spans.PARTS`) for each phase."""
+"""The part of a hand-over's trace (`transfer.spans.PARTS`) that each phase belongs to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,9 +83,9 @@ class PrefillTimes:
     """Time limits of a prefill process, in seconds.
 
     Attributes:
-        compute_s: the longest that a reader may allow for computing a prompt.
+        compute_s: the longest time that a reader may allow for its prompt.
         lease_s: duration of a lease that its reader does not renew.
-        step_s: for the transfer thread to carry out a command. Beyond it the process counts as broken.
+        step_s: time for the transfer thread to carry out a command. A process that takes longer counts as broken.
     """
 
     compute_s: float = 600.0
@@ -98,11 +98,11 @@ class DecodeTimes:
     """Time limits of a decode process, in seconds.
 
     Attributes:
-        wait_s: until a prefill process is connected.
-        prefill_s: until the prompt is computed.
-        room_s: until pages become free here. A lease can be renewed for at most 20 times its duration.
-        pull_s: for the READs.
-        decode_s: for the rest of the tokens.
+        wait_s: time until a prefill process is connected.
+        prefill_s: time until the prompt is computed.
+        room_s: time until pages become free here. A lease can be renewed for at most 20 times its duration.
+        pull_s: time for the READs.
+        decode_s: time for the remaining tokens.
     """
 
     wait_s: float = 30.0
@@ -113,20 +113,20 @@ class DecodeTimes:
 
 
 MAX_REMEMBERED = 16_384
-"""The most names that `Recent` keeps. A name that recurs after so many others counts as new."""
+"""The most names that `Recent` remembers. A name that recurs after that many others counts as new."""
 
 _Name = TypeVar("_Name", bound="Hashable")
 
 
 class Recent(Generic[_Name]):
-    """The latest `most` names, to tell a repeated name from a new one."""
+    """Remembers the latest `most` names, to recognise one that is repeated."""
 
     def __init__(self, most: int = MAX_REMEMBERED) -> None:
         self._most = most
         self._names: OrderedDict[_Name, None] = OrderedDict()
 
     def add(self, name: _Name) -> bool:
-        """Adds a name. Returns whether it is new."""
+        """Adds a name. Returns whether the name is new."""
         if name in self._names:
             return False
         self._names[name] = None
@@ -136,7 +136,7 @@ class Recent(Generic[_Name]):
 
 
 def prompt_of(tokens: Sequence[int] | NDArray[np.int32], cache_salt: str | None) -> Prompt:
-    """Returns everything that the KV of a request of the service depends on."""
+    """Returns everything that the KV of a request depends on: its tokens and salt."""
     return Prompt(np.array(tokens, np.int32), "" if cache_salt is None else f"={cache_salt}")
 
 
@@ -145,12 +145,12 @@ class TrackedRequest:
     """The state of a request that both sides keep.
 
     Attributes:
-        request_id: the client's id of it.
+        request_id: the client's id of the request.
         attempt: a number that decode increases for each attempt at any request.
         phase: its current phase.
         deadline: the deadline of this phase.
-        reason: the first reason of its failure; empty if it has not failed.
-        span: the span of its hand-over, if hand-overs are traced.
+        reason: the first reason of the request's failure; empty if it has not failed.
+        span: the trace span of the hand-over, if hand-overs are traced.
     """
 
     moves: ClassVar[Mapping[str, frozenset[str]]]
@@ -163,7 +163,7 @@ class TrackedRequest:
     span: HandoverSpan | None = None
 
     def move(self, phase: str, deadline: float = math.inf) -> None:
-        """Moves to another phase.
+        """Moves the request to another phase.
 
         Raises `IllegalMoveError` if the table has no such move, which is a bug of the service.
         """
@@ -176,10 +176,10 @@ class TrackedRequest:
             self.trace(self.span)
 
     def trace(self, span: HandoverSpan) -> None:
-        """Tells the span that another phase has begun; each side overrides it."""
+        """Tells the span that the next phase has begun. Each side overrides this method."""
 
     def blame(self, reason: str) -> str:
-        """Records a reason if it is the first. Returns the first reason."""
+        """Records `reason` unless an earlier one is known. Returns the first reason."""
         self.reason = self.reason or reason
         return self.reason
 
@@ -194,22 +194,22 @@ class PrefillRequest(TrackedRequest):
     """One attempt at a request, on the prefill side.
 
     Attributes:
-        compute_by: deadline for computing the prompt, whatever the phase.
+        compute_by: deadline for the whole computation of the prompt, in any phase.
         reader: identity of the reader's connection.
-        key: its name in the loop and in the exchange.
-        chunkwise: whether the reader takes pages while the prompt runs.
-        new_pages: whether offers name each page only once.
-        replica: the local replica that holds the pages, once admitted.
-        cached_tokens: prompt tokens that were cached, and not computed.
-        admitted: when it got pages.
-        source: the lease and its address for the reader, once a lease was requested.
-        table: block table of the pages that no offer has named, once the prompt is computed.
-        token: the first new token, once the prompt is computed.
-        told: tokens whose pages the reader was offered.
+        key: the request's name in the loop and in the exchange.
+        chunkwise: whether the reader accepts pages while the rest of the prompt is computed.
+        new_pages: whether an offer leaves out pages that an earlier one has named.
+        replica: the local replica that holds the pages, once the request is admitted.
+        cached_tokens: prompt tokens that this process had cached.
+        admitted: time at which the request got pages.
+        source: the lease, and the address at which the reader reads. Set when a lease is requested.
+        table: block table of the pages that no offer has named yet. Set when the prompt has been computed.
+        token: the first new token. Set when the prompt has been computed.
+        told: number of tokens whose pages were offered to the reader.
         prompt: the prompt to compute.
-        digest: digest of the whole prompt, once `digest_ahead` has made it.
-        silent: whether the reader need not be told of the end, because it asked for it or is gone.
-        final: whether it would fail elsewhere too.
+        digest: digest of the whole prompt. Set by `digest_ahead`.
+        silent: whether the reader is not told of the end, because it asked for that end or is gone.
+        final: whether the request would fail at any other process too.
     """
 
     moves = PREFILL_MOVES
@@ -237,12 +237,12 @@ class PrefillRequest(TrackedRequest):
         return self.digest if known else self.prompt.digest(num_tokens)
 
     def digest_ahead(self) -> None:
-        """Makes the digest of the whole prompt in advance, while the reader does not wait for it."""
+        """Computes the digest of the whole prompt in advance, while no reader waits for it."""
         self.digest = self.digest or self.prompt.digest(len(self.prompt.token_ids))
 
 
 def spec_of(message: msg.Submit) -> Request:
-    """Returns the loop's form of a client's request."""
+    """Returns the loop's description of a client's request."""
     return Request(
         message.request_id,
         message.prompt,
@@ -253,7 +253,7 @@ def spec_of(message: msg.Submit) -> Request:
 
 
 def span_of(message: msg.Submit, decode: str) -> HandoverSpan:
-    """Returns the span of a request's hand-over, already begun."""
+    """Returns the trace span of a request's hand-over, already begun."""
     from transfer.spans import HandoverSpan  # noqa: PLC0415  (an extra, for who wants it)
 
     span = HandoverSpan(
@@ -265,7 +265,7 @@ def span_of(message: msg.Submit, decode: str) -> HandoverSpan:
 
 
 class Importing(NamedTuple):
-    """An import: the pages that a pull fills, and the context that they are for."""
+    """An open import, and the context for which it reserves pages."""
 
     context: TextContext
     pending: PendingImport
@@ -276,19 +276,19 @@ class DecodeRequest(TrackedRequest):
     """A request of a decode process. It continues with another attempt if one fails.
 
     Attributes:
-        spec: the client's request.
-        serial: serial of its submission; 0 for none.
+        spec: the loop's description of the client's request.
+        serial: serial number of its submission; 0 if there is none.
         wanted: name of the prefill process to ask first; empty for any.
         emitted: tokens that the client already has.
-        sources: processes that may have its pages, as its client says.
-        prefill: connection to the process that was asked.
-        load: prompt tokens that count as that process's load until its first token.
-        avoid: names of the processes where an attempt failed.
-        offers: offers for this attempt.
-        replica: the local replica that renews the lease, from the first offer on, and gets the pages.
-        importing: the import, from the reservation of pages until it is committed or cancelled.
-        newest: the latest context; the next one reuses its page hashes.
-        digest: `(n, digest of the first n tokens)` of the tokens that prefill was given, made while prefill computes.
+        sources: processes that may have pages of the prompt, according to the client.
+        prefill: connection to the prefill process that was asked.
+        load: prompt tokens that were added to that process's load. They count until the first token arrives.
+        avoid: names of prefill processes at which an attempt has failed.
+        offers: page offers of the current attempt.
+        replica: the local replica that will get the pages and renews the lease. Set by the first offer.
+        importing: the open import; None before pages are reserved and after the import has ended.
+        newest: the latest context. The next context reuses its page hashes.
+        digest: `(n, digest of the first n tokens)` of the tokens sent to prefill. Computed while prefill runs.
         reasons: why each attempt failed.
     """
 
@@ -311,7 +311,7 @@ class DecodeRequest(TrackedRequest):
 
     @classmethod
     def of(cls, message: msg.Submit, spec: Request, attempt: int, deadline: float) -> DecodeRequest:
-        """Returns a new request, which waits for a prefill process."""
+        """Returns a new request, in the phase in which it waits for a prefill process."""
         wanted, sources = message.prefill, message.kv_sources
         request_id, serial = message.request_id, message.serial
         return cls(request_id, attempt, "waiting", deadline, spec=spec, serial=serial, wanted=wanted, sources=sources)
@@ -323,23 +323,23 @@ class DecodeRequest(TrackedRequest):
 
     @property
     def tokens(self) -> list[int]:
-        """The prompt, and all tokens that the client already has."""
+        """The prompt, followed by all tokens that the client already has."""
         return [*self.spec.prompt, *self.emitted]
 
     @property
     def offer(self) -> msg.PagesOffer | None:
-        """The latest offer of this attempt that was taken."""
+        """The latest offer of this attempt that was processed."""
         return self.offers.newest
 
     @property
     def has_ended_prefill(self) -> bool:
-        """Whether this attempt's first token was offered."""
+        """Whether the first token of this attempt has been offered."""
         return self.offer is not None and self.offer.token is not None
 
     def trace(self, span: HandoverSpan) -> None:
         """Updates the span.
 
-        Each attempt is a hand-over, which ends when its pages are committed or the attempt ends.
+        Each attempt is a hand-over. It ends when its pages are committed, or with the attempt.
         """
         if self.phase in ("waiting", "decoding", "over"):
             error = self.reasons[-1] if self.phase == "waiting" else self.reason
@@ -350,18 +350,18 @@ class DecodeRequest(TrackedRequest):
             span.begin(_PARTS[self.phase])
 
     def next_offer(self) -> msg.PagesOffer | None:
-        """Takes the next offer if there is one and the attempt is open."""
+        """Returns the next offer, if there is one and the attempt is open."""
         is_open = self.phase in ("asked", "offered", "pulling")
         return self.offers.take() if is_open else None
 
     def fenced(self, times: PullTimes | None) -> None:
-        """Splits the past phase "pulling" of the span into read, fence and commit, with the times of the pull."""
+        """Splits the span's phase "pulling" into read, fence and commit, by the times of the pull."""
         if self.span is not None and times is not None:
             self.span.begin("fence", times.fence_at)
             self.span.begin("commit", times.over_at)
 
     def news(self, tokens: tuple[int, ...], finished: msg.Finished | None = None) -> msg.Tokens:
-        """Returns the message to the frontend with the next tokens, and `finished` if they are the last."""
+        """Returns the message that tells the frontend of new tokens, and of the end if `finished` is given."""
         return msg.Tokens(
             request_id=self.request_id,
             tokens=tokens,
@@ -372,9 +372,9 @@ class DecodeRequest(TrackedRequest):
         )
 
     def new_context(self) -> TextContext:
-        """Returns a new context with all known tokens.
+        """Returns a new context with all tokens known so far.
 
-        It reuses the page hashes, because a request needs several contexts.
+        It reuses the page hashes of the previous context, because a request needs several contexts.
         """
         limit, before = len(self.spec.prompt) + self.spec.max_new_tokens, self.newest
         known = before is not None and before.end_idx == len(self.spec.prompt) + len(self.emitted)
@@ -385,9 +385,10 @@ class DecodeRequest(TrackedRequest):
         return self.newest
 
     def foreign(self, offer: msg.PagesOffer) -> str:
-        """Returns why the pages of an offer are not of this request's prompt; empty if they are."""
+        """Returns why an offer's pages do not belong to this request's prompt; empty if they do."""
         count, theirs = offer.table.num_tokens, offer.prompt_digest
-        known = self.newest  # reuses the array of its tokens, because converting a list takes ten times as long
+        # the earlier context's array of tokens is reused, because converting a list takes ten times as long
+        known = self.newest
         if known is None or known.end_idx < count:
             known = self.new_context()
         if count == self.digest[0]:
@@ -410,9 +411,9 @@ class DecodeRequest(TrackedRequest):
         chunkwise: bool,
         own: OwnPages | None = None,
     ) -> bool:
-        """Asks a prefill process to compute the prompt. Returns whether one took the message.
+        """Asks a prefill process to compute the prompt. Returns whether a process accepted the message.
 
-        `own` are the pages of the prompt that are cached here.
+        `own` are the pages of the prompt that this process has cached.
         """
         message = msg.Prefill(
             request_id=self.request_id,
@@ -439,7 +440,7 @@ class DecodeRequest(TrackedRequest):
         self.offers, self.prefill = Offers(), None
 
     def relieve(self) -> None:
-        """Removes this prompt from the load of the process that was asked."""
+        """Subtracts this prompt from the load of the process that was asked."""
         if self.prefill is not None:
             self.prefill.load = max(0, self.prefill.load - self.load)
         self.load = 0

@@ -51,11 +51,12 @@ from transfer.pull.exchange import PageExchange
 from transfer.wire.keys import Keyring, load_keyring
 from transfer.wire.secret import read_secret
 
-# How long the main loop sleeps without a message or an event. Deadlines have no socket that would wake it.
+# In milliseconds: how long the main loop sleeps if there is no message or event. Deadlines have no socket that would
+# wake it.
 _WAIT_MS = 1
-_IDLE_MS = 100  # the interval of a process without requests, for signals and for reconnecting
-# Python code releases the GIL after this long when another thread wants it; the transfer thread polls every
-# millisecond.
+_IDLE_MS = 100  # in milliseconds: the same for a process without requests, which still handles signals and reconnects
+# In seconds: a Python thread releases the GIL after this time if another thread wants it. The transfer thread polls
+# every millisecond.
 _SWITCH_S = 2e-4
 
 
@@ -69,18 +70,19 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_seq_len: int  # most tokens of a request
     max_requests: int  # requests that can hold pages at the same time
     token_budget: int  # most tokens of one step
-    overlap: bool = False  # plan a step while the model runs the one before it
+    overlap: bool = False  # plan a step while the model runs the previous one
     tp: int  # shards that the heads are split over, all on `device`
     device: str  # torch device of the model and its pages
-    dp: int = 1  # replicas, each with pages of its own
-    group_layers: bool = True  # give layers with a window or chunks block tables of their own
+    dp: int = 1  # number of replicas, each with its own pages
+    group_layers: bool = True  # give layers with a window or with chunks block tables of their own
     threads: int = 1  # threads of torch
-    chunkwise: bool = True  # decode pulls pages while the rest of a prompt still runs
+    chunkwise: bool = True  # decode pulls the first pages while the rest of a prompt is computed
     lease_s: float = 10.0  # in seconds: duration of a lease that its reader does not renew
-    chaos: int | None = None  # seed of agents with random faults; None for no faults
-    verify: bool = False  # compare pulled pages with the source's page checks
-    max_unread: int = MAX_UNREAD  # messages that the frontend may leave unread; beyond that its requests fail
-    max_open: int = MAX_OPEN  # requests that may be open; each further one is refused
+    chaos: int | None = None  # seed for random transfer faults; None for no faults
+    verify: bool = False  # compare pulled pages with checksums of the source's pages
+    # limit of messages that the frontend has not read; beyond it the process's requests fail
+    max_unread: int = MAX_UNREAD
+    max_open: int = MAX_OPEN  # limit of open requests; any request beyond it is refused
     name: str = ""  # name of the process
     role: msg.Role = "prefill"  # which scheduler it runs
     frontend: str = ""  # endpoint of the frontend, to connect to
@@ -89,19 +91,20 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     # Host on which the process publishes KV events, which carry prompts and answers in clear text; empty for none.
     kv_events: str = ""
     ready_s: float = 0.0  # seconds between two `Ready` messages to a frontend that tracks processes; 0 sends only one
-    handshake: str = "tcp://127.0.0.1:0"  # endpoint where peers ask for its engines
+    handshake: str = "tcp://127.0.0.1:0"  # endpoint at which peers ask for this process's engines
     keyring: str = ""  # file with this process's keys (`transfer.wire.keys`); empty for plain sockets
     trace: bool = False  # make an OpenTelemetry span of each hand-over, if the process has a tracer provider
     metrics: str = ""  # host:port of the Prometheus metrics, port 0 for a free one; empty for none
     watch: str = ""  # endpoint where the process can be watched (`kvcache.watch`); empty for none
-    # The fleet's secret (`transfer.wire.secret`), in place of a keyring: the keys of all sockets are derived from it.
-    # Reading from sources on other hosts requires a secret or a keyring.
+    # The fleet's secret (`transfer.wire.secret`), from which the keys of all sockets are derived; used instead of a
+    # keyring. Reading from other hosts requires a secret or a keyring.
     secret: str = ""
-    allowed_peers: tuple[str, ...] = ()  # hosts and networks that may be read from, in addition to this host
+    # hosts and networks that this process may read from, in addition to its own host
+    allowed_peers: tuple[str, ...] = ()
 
 
 def build_loop(config: ServerConfig) -> tuple[ServingLoop[PagedKVCacheManager], dict[str, str]]:
-    """Returns the loop of one process, and the settings that must agree with its peers.
+    """Returns the loop of one process, and the settings that its peers must share.
 
     Raises:
         InvalidParamsError, InvalidRequestError, PoolTooSmallError, ModelLoadError: the settings cannot work.
@@ -148,7 +151,7 @@ class ChaosAgents:
 
     def __init__(self, seed: int, *, wrong_bytes: bool) -> None:
         self._seeds = itertools.count(seed)
-        # Each fault happens several times in forty requests.
+        # At these rates, each fault happens several times in forty requests.
         self._rates = Rates(refuse=0.04, drop=0.2, short=0.12 * wrong_bytes, corrupt=0.05 * wrong_bytes)
         self._made: list[ChaosAgent] = []
 
@@ -162,7 +165,7 @@ class ChaosAgents:
         """The injected faults by kind, summed over all agents; 0 for a kind that has not occurred."""
         total: Counter[str] = Counter(dict.fromkeys(self._rates.kinds, 0))
         for agent in self._made:
-            total.update(agent.faults.copy())  # the transfer thread keeps counting
+            total.update(agent.faults.copy())  # a copy, because the transfer thread keeps counting
         return dict(total)
 
 
@@ -197,7 +200,7 @@ def serve(config: ServerConfig, context: Context, socket: Socket, told: DrainSig
         allowed_peers=config.allowed_peers,
     )
     ready = _ready(config, manager, exchange)
-    with closing(manager), closing(exchange), closing(loop):  # a step that still runs ends first
+    with closing(manager), closing(exchange), closing(loop):  # in this order, a step that still runs ends first
         scheduler: PrefillScheduler | DecodeScheduler
         if config.role == "prefill":
             router, times = bind_router(context, config.listen, keyring), PrefillTimes(lease_s=config.lease_s)
@@ -263,20 +266,20 @@ def served_metrics(
 
 
 class DrainSignal:
-    """Records that a signal has asked for a drain.
+    """Records that a signal has requested a drain.
 
-    This is no `threading.Event`, because a second signal during `Event.set` would deadlock.
+    It is not a `threading.Event`, because a second signal during `Event.set` would deadlock.
     """
 
     drain = False
 
     def on_signal(self, _number: int, _frame: object) -> None:
-        """Asks for a drain."""
+        """Requests a drain."""
         self.drain = True
 
 
 class Herald:
-    """Sends `Ready`: at the start, when the process begins to drain, and every `ready_s` seconds."""
+    """Sends `Ready` at the start, at the begin of a drain, and every `ready_s` seconds."""
 
     def __init__(self, ready: msg.Ready, ready_s: float) -> None:
         self._ready = ready
@@ -284,7 +287,7 @@ class Herald:
         self._due = 0.0
 
     def say(self, frontend: FrontendQueue, *, draining: bool) -> None:
-        """Sends the state if it is due. It is not repeated while the frontend has unread messages."""
+        """Sends `Ready` if it is due. A repetition is skipped while the frontend has unread messages."""
         if draining != self._ready.draining:
             self._ready, self._due = msgspec.structs.replace(self._ready, draining=draining), 0.0
         if (now := time.monotonic()) >= self._due and not frontend.is_behind:
@@ -319,7 +322,7 @@ class _Rounds:
             if told.drain:
                 scheduler.drain()
             self._herald.say(frontend, draining=scheduler.draining)
-            # A frontend that leaves its answers unread is not read either, so that its messages wait.
+            # If the frontend leaves its answers unread, its messages are not read either, and wait.
             hears = [] if frontend.is_deaf else [self._socket]
             for frames in itertools.chain.from_iterable(map(received, hears)):
                 self._on_frames(frames)
@@ -371,7 +374,9 @@ def main() -> int:
 
 
 def run(config: ServerConfig, draining: tuple[signal.Signals, ...] = (signal.SIGTERM,)) -> int:
-    """Serves until the frontend says `Stop`, or until drained, which these signals also request. Returns the status.
+    """Serves until the frontend says `Stop`, or until drained; these signals also request a drain.
+
+    Returns the exit status.
 
     Raises a `KVCacheError` for an expected failure. Any other exception, or a bug of this package, prints a traceback
     and returns status 1. The frontend is told in either case.
@@ -393,7 +398,7 @@ def run(config: ServerConfig, draining: tuple[signal.Signals, ...] = (signal.SIG
         expected = isinstance(error, KVCacheError) and not isinstance(error, InvariantError | IllegalMoveError)
         text = str(error) if isinstance(error, KVCacheError) else f"{type(error).__name__}: {error}"
         frontend.setsockopt(zmq.SNDTIMEO, LAST_WORDS_MS)
-        with suppress(zmq.Again):  # if the frontend does not read, the exit status tells the parent
+        with suppress(zmq.Again):  # if the frontend does not read this, the exit status tells the parent
             frontend.send(msg.encode(msg.Fatal(name=config.name, error=text)))
         if expected:
             raise

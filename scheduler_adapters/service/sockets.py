@@ -1,4 +1,4 @@
-"""The ZMQ sockets of the service: bounded and watched, and never blocking."""
+"""The ZMQ sockets of the service. Their queues are bounded, lost peers are detected, and no call blocks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from transfer.errors import HandshakeError
 from transfer.wire.keys import Keyring
 
 MAX_UNREAD = 16_384
-"""The most messages that wait for a frontend, beyond those in its sockets (ZMQ: 1,000 at either end)."""
+"""The most messages that wait for a frontend, besides those in its sockets (ZMQ keeps up to 1,000 at either end)."""
 LAST_WORDS_MS = 1000
-"""How long a process that ends waits for its frontend to take its last messages."""
+"""In milliseconds: how long an ending process waits for its frontend to take the last messages."""
 _HEARTBEAT_MS = 500
 _SILENT_MS = 2000
 _MAX_QUEUED = 10_000
@@ -40,9 +40,9 @@ class Awaited(Protocol):
 
 
 def bounded_socket(context: Context, kind: int) -> Socket:
-    """Returns a socket whose peers cannot fill our memory.
+    """Returns a socket with bounded queues, so that a peer cannot fill our memory.
 
-    Use a `Pulse` to detect a peer that is stopped or unreachable.
+    The socket does not detect a peer that is stopped or unreachable; use a `Pulse` for that.
     """
     return _bounded(context.socket(kind))
 
@@ -59,9 +59,9 @@ def _bounded(socket: AnySocket) -> AnySocket:
 def join_frontend(socket: Socket, endpoint: str, name: str, keyring: Keyring | None) -> None:
     """Connects a DEALER to the frontend, under the name of this process.
 
-    A `FrontendQueue` limits the messages to the frontend; the socket's own limit applies to those from it. A restarted
-    frontend is found again. Over ipc no keys are needed, because the folder is private. Raises `ServiceError` for an
-    invalid endpoint.
+    A `FrontendQueue` limits the messages to the frontend; the socket's own limit applies to messages from it. The
+    socket reconnects to a restarted frontend. Over ipc no keys are needed, because the folder is private. Raises
+    `ServiceError` for an invalid endpoint.
     """
     _follow_peers(socket)
     socket.setsockopt(zmq.LINGER, LAST_WORDS_MS)
@@ -85,14 +85,14 @@ def _follow_peers(socket: Socket) -> None:
 class Pulse:
     """Detects within seconds that a connected process is dead, stopped or unreachable.
 
-    It uses the heartbeats of ZMQ, which a ZMQ thread answers, so that a process that computes for long does not count
-    as stopped. The connection carries no messages: on a connection with messages, an assertion of libzmq 4.3.5 kills a
-    process that has unread ones when the peer dies.
+    It relies on ZMQ's heartbeats. A ZMQ thread answers them, so a process that is busy computing does not count as
+    stopped. The connection carries no messages, because of an assertion in libzmq 4.3.5: it kills a process that has
+    unread messages when the peer of that connection dies.
 
     Args:
         context: the context of its sockets.
-        endpoint: any ROUTER of that process. An invalid one raises `ZMQError`.
-        keyring: keys for that process; None if it has none.
+        endpoint: any ROUTER of that process. An invalid endpoint raises `ZMQError`.
+        keyring: keys for the connection to that process; None if there are none.
 
     Attributes:
         socket: becomes readable when the connection is lost.
@@ -129,16 +129,17 @@ class Pulse:
 
 def monitor_of(socket: Socket, events: int) -> Socket:
     """Returns a socket that becomes readable once one of these events has happened to `socket`."""
-    # A unique name, because pyzmq's own (from the file descriptor) may still belong to a socket that is being closed.
+    # The name must be unique: pyzmq's own, made from the file descriptor, may still belong to a socket that is being
+    # closed.
     return socket.get_monitor_socket(events, f"inproc://pagewire-monitor-{next(_monitors)}")
 
 
 def bind_router(context: Context, endpoint: str, keyring: Keyring | None = None) -> BoundSocket:
-    """Returns a bound ROUTER that reports unreachable peers, and lets a returning peer take its name over.
+    """Returns a bound ROUTER. It reports unreachable peers, and lets a peer that returns take over its old name.
 
-    A keyring admits only the peers on its list. It needs the process's own context, otherwise `HandshakeError` is
-    raised. Without a keyring a `Gate` protects the socket, except over ipc, whose folder is private. Raises
-    `ServiceError` if the endpoint cannot be bound.
+    A keyring admits only the peers on its list. The socket must then come from the ZMQ context of that keyring's
+    process; otherwise `HandshakeError` is raised. Without a keyring a `Gate` protects the socket, except over ipc,
+    whose folder is private. Raises `ServiceError` if the endpoint cannot be bound.
     """
     socket = _bounded(cast("BoundSocket", context.socket(zmq.ROUTER, socket_class=BoundSocket)))
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -157,7 +158,7 @@ def bind_router(context: Context, endpoint: str, keyring: Keyring | None = None)
 
 
 def received(socket: Socket) -> Iterator[list[bytes]]:
-    """Yields the frames of messages that have arrived, a bounded number, without waiting."""
+    """Yields the frames of messages that have arrived, up to a limit, without waiting."""
     for _ in range(_BATCH):
         try:
             yield socket.recv_multipart(zmq.NOBLOCK)
@@ -166,20 +167,20 @@ def received(socket: Socket) -> Iterator[list[bytes]]:
 
 
 def has_news(socket: Socket) -> bool:
-    """Whether a message has arrived. pyzmq's `poll` first makes a poller and takes five times as long."""
+    """Whether a message has arrived. It is five times as quick as pyzmq's `poll`, which first makes a poller."""
     return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
 def wait_for_any(sockets: Sequence[Awaited], timeout_ms: int) -> None:
-    """Waits until one of the sockets is readable, or the time is over."""
+    """Waits until one of the sockets is readable, or until the time is over."""
     zmq.zmq_poll([(socket, zmq.POLLIN) for socket in sockets], timeout_ms)
 
 
 class FrontendQueue:
-    """The messages of a process to its frontend, in order. They wait here for the frontend; the process does not wait.
+    """The messages of a process to its frontend, in order. They are queued here, so that the process never waits.
 
-    If more than `max_unread` messages wait, the frontend counts as deaf (`is_deaf`) until half of them are read. Its
-    own messages should then wait too, because each request makes more to read.
+    If more than `max_unread` messages are queued, the frontend counts as deaf (`is_deaf`) until half of them have been
+    read. Meanwhile, do not read the frontend's own messages, because each request makes more for it to read.
     """
 
     def __init__(self, socket: Socket, max_unread: int = MAX_UNREAD) -> None:
@@ -190,19 +191,19 @@ class FrontendQueue:
 
     @property
     def is_behind(self) -> bool:
-        """Whether a message waits."""
+        """Whether any message is queued."""
         return bool(self._unread)
 
     def send(self, message: msg.ToFrontend) -> None:
-        """Sends a message, or queues it behind those that wait."""
+        """Sends a message, or queues it if others are queued."""
         data = msg.encode(message)
         if self._unread or not self._sent(data):
             self._unread.append(data)
 
     def flush(self) -> bool:
-        """Sends waiting messages as far as possible.
+        """Sends as many queued messages as possible.
 
-        Returns whether the frontend has turned deaf since the last call.
+        Returns whether the frontend has become deaf since the last call.
         """
         while self._unread and self._sent(self._unread[0]):
             self._unread.popleft()

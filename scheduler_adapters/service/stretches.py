@@ -1,14 +1,14 @@
-"""Chooses the pages of a prompt that are asked for next, and imports them: from its front, or from its end.
+"""Chooses and imports the next pages of a prompt to request from peers: from the prompt's front, or its end.
 
-From the front, each stretch follows the pages that are cached by then, and the request waits for all stretches. From
-the end, the request computes its prompt meanwhile. Each stretch ends where the previous one began, so the pulled pages
-and the computed ones grow towards each other. When the computation reaches the first pulled page, the request finds
-all pages from there on, because the loop looks them up before every chunk. Pages that have not come by then are
-computed.
+A stretch is a run of consecutive pages that is requested and pulled at once. From the front, each stretch follows the
+pages that are cached by then, and the request waits for all stretches. From the end, the request computes its prompt at
+the same time, and each stretch ends where the previous one began. The pulled pages and the computed ones thus grow
+towards each other. The loop looks up cached pages before every chunk, so when the computation reaches the first pulled
+page, the request uses all pages from there on. Pages that have not arrived by then are computed.
 
-A stretch from the end is a share of the pages that a pull can bring before the computation arrives. So the last
-stretches are short, and errors of the first estimate hardly matter. A late stretch costs nothing: the computation
-continues.
+A stretch from the end is a share of the pages that can be pulled before the computation arrives there. The last
+stretches are therefore short, and an error of the first estimate hardly matters. A stretch that comes too late costs
+nothing, because the computation continues.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from scheduler_adapters.base import PulledPages
 from scheduler_adapters.service.places import reserve
 from scheduler_adapters.service.pull_or_compute import PullOrCompute
 
-_SHARE = 0.75  # every stretch costs a question, which a loop answers only between two steps
-_MOST_S = 1.0  # in seconds: the longest that a stretch from the end should take
+# a larger share means fewer stretches; each one costs a question, which a loop answers only between two steps
+_SHARE = 0.75
+_MOST_S = 1.0  # in seconds: the longest that pulling one stretch from the end should take
 
 
 class NextPages(NamedTuple):
     """The pages to ask for.
 
     Attributes:
-        digests: their digests. A source lends the first of them that it has.
-        tokens: the number of tokens that a source may have.
+        digests: digests of the pages. A source lends the longest leading part that it has.
+        tokens: the number of prompt tokens that a source may have.
     """
 
     digests: PageDigests
@@ -44,52 +45,63 @@ class Stretches(Protocol):
     """The stretches of one prompt, and their imports."""
 
     outcome: Literal["pulled", "split"]
-    """The outcome that is counted for the prompt if at least one stretch was pulled."""
+    """The outcome to count for the prompt if at least one stretch was pulled."""
     most: float
-    """The highest number of stretches of a prompt."""
+    """The limit of stretches for one prompt."""
 
     def admitted(self, cached: int) -> None:
-        """Called when the request begins to run. Its first `cached` tokens are cached."""
+        """Called when the request begins to run. Its first `cached` tokens are in the cache."""
         ...
 
     def next(self) -> NextPages | None:
-        """Returns the pages to ask for now. None if computing is estimated to be quicker, or nothing is missing."""
+        """Returns the pages to ask for now.
+
+        Returns None if computing is estimated to be quicker, or if no page is missing.
+        """
         ...
 
     def skip(self) -> bool:
-        """Leaves out the current stretch, which no source has. Returns whether later ones are useful without it."""
+        """Skips the current stretch, which no source has. Returns whether later stretches are useful without it."""
         ...
 
     def has_more(self, table: BlockTable, end: int) -> bool:
-        """Returns whether the source of `table` may also have the next stretch. `end` is the end of the pulled one."""
+        """Returns whether the source of `table` may also have the next stretch.
+
+        The pulled stretch ends at token `end`.
+        """
         ...
 
     def reserve(self, tables: Sequence[BlockTable]) -> PendingImport | None:
-        """Begins the import of a stretch. Returns None if there is no room. Raises as `import_block_table`."""
+        """Reserves pages for the import of a stretch. Returns None if too few are free.
+
+        Raises as `import_block_table`.
+        """
         ...
 
     def commit(self, pending: PendingImport, proof: ImportProof | None) -> None:
-        """Publishes a complete stretch, and holds none of its pages any more."""
+        """Publishes a complete stretch, and releases its pages."""
         ...
 
     def cancel(self, pending: PendingImport) -> None:
-        """Gives up the import of a stretch."""
+        """Cancels the import of a stretch."""
         ...
 
 
 class FromTheFront:
-    """Stretches from the front of a prompt: each follows the cached pages. The request is not claimed meanwhile.
+    """Stretches from the front of a prompt: each follows the cached pages.
+
+    The request is not claimed until they are done.
 
     Args:
         manager: the manager whose pages are filled.
-        context: the request's.
+        context: the context of the request.
         replica: the replica where the pages will be cached.
-        most: most tokens that any source is known to have.
+        most: the most tokens that any source is known to have.
         estimate: the times of pulls and computations.
     """
 
     outcome: Literal["pulled", "split"] = "pulled"
-    most: float = 8  # if sources hold alternate pages, computing is quicker
+    most: float = 8  # more stretches do not pay: if the sources hold alternate pages, computing is quicker
 
     def __init__(
         self, manager: PulledPages, context: TextContext, replica: int, most: int, estimate: PullOrCompute
@@ -101,7 +113,7 @@ class FromTheFront:
         """A no-op, because the request waits until its stretches have come."""
 
     def missing(self) -> tuple[int, int]:
-        """Returns the leading tokens of full pages that are cached here, and the tokens that a source may have."""
+        """Returns how many leading tokens are cached here, in full pages, and how many tokens a source may have."""
         contents, context, size = self._manager.contents, self._context, self._manager.page_size
         wanted = contents.digests(context)
         if not wanted.digests:
@@ -118,11 +130,11 @@ class FromTheFront:
         return NextPages(self._manager.contents.digests(context, cached // self._manager.page_size), missing)
 
     def skip(self) -> bool:
-        """False: a request has no use for pages behind a gap."""
+        """Returns False: pages after a gap are of no use to the request."""
         return False
 
     def has_more(self, table: BlockTable, end: int) -> bool:
-        """A source without pages before the stretch may have later ones. One that has lent all of it has no more."""
+        """Returns whether the source's table ends before the stretch: it may have pages again after that gap."""
         return table.num_tokens < end
 
     def reserve(self, tables: Sequence[BlockTable]) -> PendingImport | None:
@@ -141,13 +153,15 @@ class FromTheFront:
 
 
 class FromTheEnd:
-    """Stretches from the end of a prompt: each ends where the previous one began. The request computes meanwhile.
+    """Stretches from the end of a prompt: each ends where the previous one began.
+
+    The request computes at the same time.
 
     Args:
-        manager: the manager whose pages are filled. Its contents take any part of a prompt.
-        context: the request's. Its `start_idx` says how far it is computed.
+        manager: the manager whose pages are filled. It can import any part of a prompt.
+        context: the context of the request. Its `start_idx` says how much of the prompt has been computed.
         replica: the replica where the pages will be cached.
-        tokens: the tokens that are not cached here and that a source may have.
+        tokens: the range of tokens that are not cached here and that a source may have.
         estimate: the times of pulls and computations.
         clock: a monotonic clock, in seconds.
     """
@@ -168,8 +182,8 @@ class FromTheEnd:
         self._cached, self._stop = tokens.start, tokens.stop
         self._first = self._stop  # the first token of the current stretch
         self._clock = clock
-        self._has_come = False  # whether a stretch was committed
-        self._ran_since = math.inf  # when the request began to run, if that was before the first stretch came
+        self._has_come = False  # whether any stretch has been committed
+        self._ran_since = math.inf  # when the request began to run, if it did so before the first stretch was committed
 
     def admitted(self, cached: int) -> None:
         """See `Stretches`."""
@@ -192,12 +206,12 @@ class FromTheEnd:
         return NextPages(every._replace(digests=every.digests[: tokens // size * width]), tokens)
 
     def skip(self) -> bool:
-        """True: the stretch is computed, and those before it may still come."""
+        """Returns True: this stretch is computed instead, and the stretches before it may still be pulled."""
         self._stop = self._first
         return True
 
     def has_more(self, table: BlockTable, end: int) -> bool:  # noqa: ARG002
-        """True: the next stretch lies before this one."""
+        """Returns True: the next stretch lies before this one, so its source may have it too."""
         return True
 
     def reserve(self, tables: Sequence[BlockTable]) -> PendingImport | None:
@@ -205,7 +219,7 @@ class FromTheEnd:
         return self._manager.contents.import_pages(self._context, self._replica, tables[0], tables[1:])
 
     def commit(self, pending: PendingImport, proof: ImportProof | None) -> None:
-        """See `Stretches`. The first time, it measures how quickly the prompt is computed, before it finds any page."""
+        """See `Stretches`. The first commit also measures how quickly the prompt was computed without pulled pages."""
         computed, seconds = self._context.start_idx - self._cached, self._clock() - self._ran_since
         if not self._has_come and computed > 0 < seconds:
             self._estimate.compute.add(computed, seconds, self._cached)

@@ -1,4 +1,4 @@
-"""Reports a process of the service to `pagewire top`: pages, phases of requests, leases, pulls and totals."""
+"""Reports a process of the service to `pagewire top`: its pages, requests by phase, leases, pulls and totals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def watched_service(
     exchange: PageExchange,
     keyring: Keyring | None,
 ) -> AbstractContextManager[ManagerWatch | None]:
-    """Returns the watch of a process, if wanted, as a context manager. `attend` must be called within it."""
+    """Returns a context manager that watches a process if that is wanted. `attend` must be called within it."""
     if not endpoint:
         return nullcontext()
     secure = None if keyring is None else keyring.secure_server
@@ -31,7 +31,10 @@ def watched_service(
 
 
 def service_beside(scheduler: PrefillScheduler | DecodeScheduler, exchange: PageExchange) -> Callable[[], Beside]:
-    """Returns a reader of a scheduler's phases and totals and of an exchange. It runs on the thread of the watch."""
+    """Returns a function that reads a scheduler's phases and totals and the state of an exchange.
+
+    The watch's thread calls it.
+    """
     transfers = transfers_of(exchange)
 
     def read() -> Beside:

@@ -5,17 +5,17 @@ Importing this module imports SGLang. SGLang finds it through its plugin group i
 
 Ownership: SGLang keeps its rows, its free pages and its scheduler. We own the pages that hold a published prefix: page
 states, digests, index and eviction order (`kvcache.pool.pages.PagePool`, `kvcache.replica.hashing`). In our pool,
-SGLang is the one holder of each page that is free in SGLang or that one of its requests still fills. `checkpoint`
-publishes such a page and turns that hold into the locks on it. `evict` gives the page back to SGLang:
+SGLang counts as the single holder of each page that is free in SGLang or not yet published. `checkpoint` publishes a
+page, and replaces that hold by the locks on the page. `evict` gives the page back to SGLang:
 
     of SGLang ──checkpoint──► published, locked ──unlock──► published, idle ──evict──► of SGLang
                                      ▲                             │
                                      └─────────────lock────────────┘
 
-A cached prefix is found page by page, by chained digests. There is no tree and no split, and eviction is exact to a
-page, the tails of prefixes first. The price is one hash of every page for each request. A prompt of 32,768 tokens takes
-0.4 ms in pages of 64, 1 ms in pages of 16, and 20 ms in pages of 1, SGLang's default, where its own tree takes 0.1 ms.
-Use `--page-size 16` or more.
+A cached prefix is found page by page, by chained digests. There is no tree to split, and eviction works on single
+pages, the last pages of a prefix first. The price is one hash for each page of a request. For a prompt of 32,768 tokens
+that takes 0.4 ms in pages of 64, 1 ms in pages of 16, and 20 ms in pages of 1, SGLang's default. SGLang's tree takes
+0.1 ms in pages of 1. Use `--page-size 16` or more.
 """
 
 from __future__ import annotations
@@ -94,13 +94,13 @@ def build(context: TreeCacheBuildContext) -> BasePrefixCache:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefix:
-    """A cached prefix, as SGLang passes it around in place of a tree node.
+    """A cached prefix. SGLang passes it around where it would otherwise pass a tree node.
 
     Attributes:
         pages: int32, in logical order.
         digests: uint64 `[pages, words]`, the digest of each page.
-        generation: generation of the index when the prefix was found. While the index has the same generation, the
-            pages are unchanged.
+        generation: the index's generation when the prefix was found. If the index still has this generation, the pages
+            are unchanged.
     """
 
     pages: Pages
@@ -110,7 +110,7 @@ class Prefix:
 
 @dataclass(slots=True)
 class _HashedIds:
-    """The hashed tokens of a request, its hasher, and the result of its last lookup."""
+    """A request's hashed tokens, its hasher, and the result of its last lookup."""
 
     hasher: PrefixHasher
     tokens: Tokens
@@ -122,11 +122,11 @@ class PagewireCache(BasePrefixCache):
     """SGLang's prefix cache over our index and page states.
 
     Args:
-        params: SGLang's parameters of every cache: its row pool, its allocator, the page size.
+        params: the parameters that SGLang gives every cache: its row pool, its allocator, the page size.
 
     Attributes:
-        pool: the pages and their index; replaced by each `reset`.
-        watch: answers watchers of the cache; None if it is not watched.
+        pool: the pages and their index. Each `reset` replaces it.
+        watch: serves `pagewire top`; None if the cache is not watched.
     """
 
     def __init__(self, params: CacheInitParams) -> None:
@@ -138,7 +138,7 @@ class PagewireCache(BasePrefixCache):
         self.root_node = Prefix(np.zeros(0, np.int32), np.zeros((0, DIGEST_BYTES[_ALGORITHM] // 8), np.uint64))
         self._offsets = torch.arange(self.page_size, device=self.device)
         self._hashed: weakref.WeakKeyDictionary[Req, _HashedIds] = weakref.WeakKeyDictionary()
-        self._events = self.kv_events = event_recorder(params)  # SGLang takes events out of this attribute
+        self._events = self.kv_events = event_recorder(params)  # SGLang reads and removes events from this attribute
         self.watch: Watch | None = None
         self.reset()
         if params.enable_metrics:
@@ -150,7 +150,7 @@ class PagewireCache(BasePrefixCache):
         """Forgets everything. SGLang clears its own pools at the same time, and no request is running."""
         num_pages = self.token_to_kv_pool_allocator.size // self.page_size
         self.pool = PagePool(num_pages, DIGEST_BYTES[_ALGORITHM] // 8)
-        self.pool.allocate(num_pages)  # SGLang holds all of them
+        self.pool.allocate(num_pages)  # at first SGLang holds all pages
         self._published = 0
         self._locks: Counter[Prefix] = Counter()
         self._hashed.clear()  # earlier results refer to the old index
@@ -169,7 +169,7 @@ class PagewireCache(BasePrefixCache):
         )
 
     def touch_prefix(self, key: RadixKey) -> None:
-        """Counts the cached prefix of a key as used now."""
+        """Marks the cached prefix of a key as used now."""
         prefix = self._find(key, None)
         self.pool.hold(prefix.pages)
         self.pool.release(prefix.pages)
@@ -181,10 +181,10 @@ class PagewireCache(BasePrefixCache):
     # ---- SGLang's interface: publishing, locks and eviction
 
     def checkpoint(self, req: Req, *, up_to: int, **_: Any) -> None:
-        """Publishes what a request has computed of its first `up_to` tokens, and locks all of it for the request.
+        """Publishes the pages that a request has computed of its first `up_to` tokens, and locks all of its pages.
 
-        Content that was already published is shared: the row is pointed at the published page before the duplicate is
-        given back.
+        If a page's content was already published, the request's row is pointed at the published page, and then the
+        duplicate is given back.
         """
         ids, protected = req.full_untruncated_fill_ids, req.kv.cache_protected_len // self.page_size
         hashed, digests = self._hashed_of(ids, up_to, req.cache_salt, req.extra_key, req)
@@ -236,7 +236,7 @@ class PagewireCache(BasePrefixCache):
         return DecLockRefResult(delta=(self.pool.free_count - before) * self.page_size)
 
     def evict(self, params: EvictParams) -> EvictResult:
-        """Gives pages without a lock back to SGLang, least recently used first: as few as hold `num_tokens`."""
+        """Gives least recently used pages without a lock back to SGLang, as few as hold `num_tokens` tokens."""
         started = time.perf_counter()
         count = min(-(-max(0, params.num_tokens) // self.page_size), self.pool.free_count)
         if not count:
@@ -263,7 +263,7 @@ class PagewireCache(BasePrefixCache):
         return self._published * self.page_size
 
     def pretty_print(self) -> None:
-        """Prints what SGLang reports when it runs out of memory."""
+        """Prints the counts that SGLang reports when it runs out of memory."""
         print(f"pagewire: {self.total_size()} tokens cached, {self.evictable_size()} of them evictable")  # noqa: T201
 
     def check(self) -> None:
@@ -282,7 +282,7 @@ class PagewireCache(BasePrefixCache):
         if both.size:
             raise InvariantError(f"page {both[0]} is cached here, but free in SGLang's allocator")
 
-    # ---- for the watch, which calls these in its own thread
+    # # ---- called by the watch, in its own thread
 
     def free_pages(self) -> Pages:
         """Returns the pages that are free in SGLang. Called by the watch."""
@@ -290,7 +290,7 @@ class PagewireCache(BasePrefixCache):
         return allocator.get_all_free_pages().cpu().numpy()
 
     def requests(self) -> list[Req]:
-        """Returns the requests that have looked up their prefix and still exist. Called by the watch."""
+        """Returns the live requests whose prefix has been looked up. Called by the watch."""
         return [req for ref in self._hashed.keyrefs() if (req := ref()) is not None]
 
     # ---- internals
@@ -312,8 +312,8 @@ class PagewireCache(BasePrefixCache):
     ) -> tuple[_HashedIds, Digests]:
         """Returns the digests of the whole pages of `ids`, an `array('q')`, up to `limit`.
 
-        They end before the first token that is no int32. A request is hashed once as long as its tokens stay the same.
-        An aborted request gets other tokens.
+        The digests end before the first token that is not an int32. A request is hashed again only if its tokens
+        change, as they do when it is aborted.
         """
         tokens = np.frombuffer(ids, np.int64)[:limit] if len(ids) else np.zeros(0, np.int64)
         kept = None if req is None else self._hashed.get(req)
@@ -328,15 +328,16 @@ class PagewireCache(BasePrefixCache):
         if len(new) and not 0 <= int(new.min()) <= int(new.max()) <= _MAX_TOKEN:
             tokens = tokens[: known + int(np.argmax((new < 0) | (new > _MAX_TOKEN)))]
         if len(tokens) > len(kept.tokens):
-            kept.tokens = tokens.copy()  # a copy, because SGLang extends its array in place, which a view would prevent
+            # a copy, because SGLang extends its array in place, which is impossible while a view exists
+            kept.tokens = tokens.copy()
         if req is not None:
             self._hashed[req] = kept
         return kept, kept.hasher.digests(kept.tokens, 0, len(tokens) // self.page_size)
 
     def _publish(self, own: Pages, digests: Digests, protected: int) -> Pages:
-        """Makes the pages from `protected` on findable, and returns the pages that now stand for the digests.
+        """Publishes the pages after the first `protected` ones. Returns the pages that now stand for the digests.
 
-        SGLang's hold on a newly published page ends here; `checkpoint` locks the page right afterwards.
+        This ends SGLang's hold on each newly published page; `checkpoint` locks the page immediately afterwards.
         """
         kept = np.concatenate((own[:protected], self.pool.index.publish(own[protected:], digests[protected:])))
         new = kept[protected:][kept[protected:] == own[protected:]]
@@ -345,7 +346,7 @@ class PagewireCache(BasePrefixCache):
         return kept
 
     def _give_back(self, pages: Pages) -> None:
-        """Frees pages in SGLang. They must have no other holder."""
+        """Gives pages back to SGLang as free. They must have no other holder."""
         self.token_to_kv_pool_allocator.free_segment(self._slots(pages), start_pos=0)
 
     def _pages_of(self, slots: torch.Tensor) -> Pages:

@@ -1,8 +1,8 @@
-"""SGLang's manager, sender, receiver and bootstrap server, over our leases and pulls.
+"""SGLang's transfer manager, sender, receiver and bootstrap server, implemented by our leases and pulls.
 
-SGLang's own base classes keep the state and timeouts of a room, the HTTP rendezvous with its heartbeats, and the
-agreement of ranks in each poll. In SGLang's backends prefill writes. Here decode reads: a sender offers its pages under
-a lease, and a receiver pulls them.
+SGLang's own base classes provide the states and timeouts of a room, the HTTP rendezvous with its heartbeats, and the
+agreement of ranks in each poll. A room is SGLang's number for a request. In SGLang's own backends, prefill writes pages
+to decode. Here decode reads them: a sender offers its pages under a lease, and a receiver pulls them.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 STATES: Any = KVPoll
-"""The states of a room. They are plain numbers, but SGLang annotates them as members of their class."""
+"""The states of a room. SGLang annotates them as enum members, but they are plain numbers."""
 
 
 class PagewireKVManager(CommonKVManager):
-    """One rank's transfers, on either side. Made by SGLang.
+    """The transfers of one rank, on either side. SGLang makes the object.
 
     Raises:
         InvalidEngineError: a setting, a model or a topology is not supported; the message names it.
@@ -73,7 +73,7 @@ class PagewireKVManager(CommonKVManager):
         self._settings = read_settings()
         self._keyring = fleet_keys("SGLang", self._settings.secret)[1]
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
-        self.server_socket.close(linger=0)  # SGLang's own channel, which is not used here
+        self.server_socket.close(linger=0)  # SGLang's own socket, which this backend does not use
         if disaggregation_mode == DisaggregationMode.DECODE:
             self._start_decode()
             self._start_heartbeat_checker_thread()
@@ -122,7 +122,7 @@ class PagewireKVManager(CommonKVManager):
         self.pulls = RoomPulls(worker, NixlConnectorScheduler(alone), client, self)
 
     def _resolve_rank_mapping(self, info: PrefillServerInfo) -> None:
-        """Maps all ranks to one: one process of prefill answers for all its ranks, and the plan finds their pages."""
+        """Maps every rank to rank 0, which answers for all ranks of prefill. The transfer plan finds their pages."""
         info.target_tp_rank = 0
         info.target_tp_ranks = info.target_cp_ranks = info.target_pp_ranks = [0]
         info.required_dst_info_num = info.required_prefill_response_num = 1
@@ -130,14 +130,17 @@ class PagewireKVManager(CommonKVManager):
     # ---- the outcome of a room
 
     def step(self) -> None:
-        """Handles what has arrived, without waiting. Called once in each turn of the scheduler's loop."""
+        """Handles messages and events that have arrived, without waiting.
+
+        Called in each iteration of the scheduler's loop.
+        """
         if self.leases is not None:
             self.leases.step()
         if self.pulls is not None:
             self.pulls.step()
 
     def room_wanted(self, room: int) -> None:
-        """Decode has asked for the room."""
+        """Decode has requested the room."""
         self.update_status(room, STATES.WaitingForInput)
 
     def room_loading(self, room: int) -> None:
@@ -145,19 +148,19 @@ class PagewireKVManager(CommonKVManager):
         self.update_status(room, STATES.Transferring)
 
     def room_read(self, room: int) -> None:
-        """Decode has read all of the room."""
+        """Decode has read all pages of the room."""
         self.update_status(room, STATES.Success)
 
     room_loaded = room_read
 
     def room_failed(self, room: int, reason: str) -> None:
-        """The room will not be read. The first reason is kept."""
+        """The room will not be read. If several reasons are reported, the first one is kept."""
         if self.request_status.get(room) not in {None, KVPoll.Failed, KVPoll.Success}:
             self.record_failure(room, reason)
             self.update_status(room, STATES.Failed)
 
     def prefill_gone(self, address: str) -> None:
-        """The process at `address` has ended. The next request asks the rendezvous for its new address."""
+        """The process at `address` has ended. The next request asks the rendezvous for the new address."""
         with self.connection_lock:
             pool: dict[str, Any] = self.connection_pool  # a dict of lists, despite SGLang's annotation
             for key, infos in list(pool.items()):
@@ -165,7 +168,7 @@ class PagewireKVManager(CommonKVManager):
                     del pool[key]
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:  # noqa: ARG002  (ours are reads)
-        """Whether nothing is written to the pages of a failed request any more."""
+        """Whether nothing can write to the pages of a failed request any more."""
         return self.pulls is None or self.pulls.is_over(bootstrap_room)
 
     def shutdown(self) -> None:
@@ -174,17 +177,17 @@ class PagewireKVManager(CommonKVManager):
             if side is not None:
                 side.shutdown()
 
-    # ---- the row of metadata
+    # # ---- SGLang's metadata row of a room
 
     def read_row(self, index: int) -> tuple[bytes, ...]:
-        """Returns SGLang's row of metadata, buffer by buffer."""
+        """Returns a room's row of SGLang's metadata buffers, one entry per buffer."""
         return tuple(
             ctypes.string_at(pointer + index * size, size)
             for pointer, size in zip(self.kv_args.aux_data_ptrs, self.kv_args.aux_item_lens, strict=True)
         )
 
     def write_row(self, index: int, row: Sequence[bytes]) -> None:
-        """Writes a row where SGLang reads it. Raises ValueError if the other side has other buffers."""
+        """Writes a row into SGLang's metadata buffers. Raises ValueError if the row has other buffers."""
         sizes = list(self.kv_args.aux_item_lens)
         if [len(data) for data in row] != sizes:
             raise ValueError(
@@ -196,11 +199,11 @@ class PagewireKVManager(CommonKVManager):
 
 
 class PagewireKVSender(CommonKVSender):
-    """A request at prefill. Its pages are offered when all of them are computed."""
+    """A request at prefill. Its pages are offered to decode when all of them are computed."""
 
     kv_mgr: PagewireKVManager
     aux_index: int  # `init` sets it before anything is sent
-    request: Req  # a hook sets it
+    request: Req  # set by a hook (`plugin.py`)
 
     def __init__(
         self,
@@ -239,7 +242,7 @@ class PagewireKVSender(CommonKVSender):
         if self.curr_idx < self.num_kv_indices:
             return
         blocks, firsts = [self._pages], [0]
-        for pages in state_indices or ():  # state indices are the last pages of the sliding window
+        for pages in state_indices or ():  # the state indices are the last pages of the sliding window
             end = -(-self._num_tokens // self.kv_mgr.config.groups[1].block_size)
             blocks.append(np.asarray(pages).tolist())
             firsts.append(end - len(blocks[-1]))
@@ -248,12 +251,12 @@ class PagewireKVSender(CommonKVSender):
         self.kv_mgr.update_status(self.bootstrap_room, STATES.Transferring)
 
     def abort(self) -> None:
-        """Ends the request. After this no reader reads its pages."""
+        """Ends the request. No reader reads its pages after this call."""
         super().abort()
         self._leases.close(self.bootstrap_room, "aborted at prefill")
 
     def clear(self) -> None:
-        """Ends a request whose pages SGLang releases next. After this no reader reads them."""
+        """Ends a request whose pages SGLang releases next. No reader reads them after this call."""
         super().clear()
         with self.kv_mgr.failure_lock:
             reason = self.kv_mgr.failure_records.get(self.bootstrap_room, "given up at prefill")
@@ -261,15 +264,15 @@ class PagewireKVSender(CommonKVSender):
 
 
 class PagewireKVReceiver(CommonKVReceiver):
-    """A request at decode. It asks prefill at once, and reads when both sides have pages."""
+    """A request at decode. It asks prefill at once, and reads the pages when both sides have allocated them."""
 
     kv_mgr: PagewireKVManager
     bootstrap_room: int  # set for every request of a disaggregated server
-    request: Req  # a hook sets it
+    request: Req  # set by a hook (`plugin.py`)
 
     def init(self, prefill_dp_rank: int) -> None:
-        """Asks the prefill process for the room. SGLang knows which process that is by now."""
-        self.kv_mgr.step()  # drops lost connections first, so that new ones are made
+        """Asks the prefill process for the room. By now SGLang knows which process that is."""
+        self.kv_mgr.step()  # lost connections are dropped first, so that new ones are made
         super().init(prefill_dp_rank)
         if self.conclude_state == STATES.Failed or not self.bootstrap_infos:
             return
@@ -284,7 +287,7 @@ class PagewireKVReceiver(CommonKVReceiver):
         return pulls
 
     def _register_kv_args(self) -> bool:
-        return True  # prefill needs no information about our memory
+        return True  # prefill needs to know nothing about our memory
 
     def send_metadata(
         self,
@@ -295,7 +298,10 @@ class PagewireKVReceiver(CommonKVReceiver):
         destination: KVTransferDestination = KVTransferDestination.DEVICE,
         device_kv_indices: NDArray[np.int32] | None = None,
     ) -> None:
-        """Reads into the request's pages, which SGLang has allocated by now. Sends nothing, despite its name."""
+        """Starts to read into the request's pages, which SGLang has allocated by now.
+
+        Despite its name it sends nothing.
+        """
         if destination != KVTransferDestination.DEVICE or device_kv_indices is not None:
             raise NotImplementedError("loads into host pages are not supported")
         index = int(aux_index or 0)
@@ -322,6 +328,6 @@ class PagewireKVReceiver(CommonKVReceiver):
 
 
 class PagewireKVBootstrapServer(CommonKVBootstrapServer):
-    """SGLang's rendezvous, without a page size: pages of any two sizes can be transferred."""
+    """SGLang's rendezvous server, which does not compare page sizes, because a transfer works between any two."""
 
     page_size = property(lambda self: None, lambda self, value: None)  # noqa: ARG005

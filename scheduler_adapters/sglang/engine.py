@@ -1,4 +1,4 @@
-"""Derives our workers' configuration from an SGLang scheduler. Unsupported features are refused at start."""
+"""Derives the configuration of our workers from an SGLang scheduler. Unsupported features are refused at start."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.base.conn import KVArgs
 
 building: ContextVar[Any] = ContextVar("building")
-"""The SGLang queue whose manager is being made. A manager needs it, because SGLang passes it pointers but no pools."""
+"""The SGLang queue that is currently making its manager. SGLang passes a manager pointers but no pools, which it takes
+from here.
+"""
 
 
 def check_supported(queue: Any, args: KVArgs) -> None:
@@ -76,8 +78,8 @@ def worker_config(
     Args:
         queue: as in `check_supported`.
         found: the rank's caches.
-        settings: the operator's settings.
-        engine: the engine's id, this rank, and the number of ranks.
+        settings: our settings, from environment variables.
+        engine: `(id of the engine, index of this rank, number of ranks)`.
         host: address of this host.
     """
     engine_id, rank, ranks = engine
@@ -96,5 +98,5 @@ def worker_config(
 
 
 def new_engine_id(role: str, host: str) -> str:
-    """Returns an id that no other engine has, and that names this host and process."""
+    """Returns an id that no other engine has. It contains this host and process."""
     return f"{role}-{host}-{os.getpid()}-{uuid.uuid4().hex[:12]}"

@@ -1,6 +1,6 @@
-"""Reports the contents of the cache in SGLang's own stream of KV events: `--kv-events-config`.
+"""Reports the contents of the cache in SGLang's own KV event stream (`--kv-events-config`).
 
-SGLang's recorder keeps the events until its scheduler publishes them. SGLang uses a block's hash only as an identifier.
+SGLang's recorder keeps the events until its scheduler publishes them. For SGLang, a block's hash is only an identifier.
 We pass the first word of the page's digest, which covers the salt and the extra key.
 """
 
@@ -21,7 +21,7 @@ Digests: TypeAlias = NDArray[np.uint64]
 
 
 def event_recorder(params: CacheInitParams) -> KVCacheEventRecorder:
-    """Returns SGLang's recorder, which keeps nothing if events are off."""
+    """Returns SGLang's recorder. It records nothing if events are off."""
     return KVCacheEventRecorder(
         enabled=params.enable_kv_cache_events,
         page_size=params.page_size,
@@ -33,7 +33,9 @@ def event_recorder(params: CacheInitParams) -> KVCacheEventRecorder:
 def record_stored(
     recorder: KVCacheEventRecorder, req: Req, tokens: NDArray[np.int64], digests: Digests, new: NDArray[np.bool_]
 ) -> None:
-    """Records the `new` pages of a prompt: one event for each run of them, with the page that the run continues.
+    """Records the `new` pages of a prompt.
+
+    Each run of consecutive new pages becomes one event, which names the page before it.
 
     Args:
         recorder: SGLang's recorder.

@@ -1,4 +1,4 @@
-"""The prefill side of our SGLang transfer: leases each room's pages until decode has read them."""
+"""The prefill side of our SGLang transfer: leases the pages of each room until decode has read them."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _WAIT_S = 100e-6
 
 
 class LeasesTold(Protocol):
-    """Callbacks that tell SGLang's manager what happens to a room. A room is SGLang's number of a request."""
+    """Callbacks that tell SGLang's manager what happens to a room. A room is SGLang's number for a request."""
 
     def room_wanted(self, room: int) -> None:
         """Decode has asked for the room: its prompt may be computed."""
         ...
 
     def room_read(self, room: int) -> None:
-        """Decode has all pages of the room."""
+        """Decode has read all pages of the room."""
         ...
 
     def room_failed(self, room: int, reason: str) -> None:
@@ -51,7 +51,7 @@ class LeasesTold(Protocol):
 
 
 def _over(output: WorkerOutput) -> list[tuple[int, str]]:
-    """Returns the rooms whose lease has ended on a rank, or was not granted there, each with the reason."""
+    """Returns the rooms whose lease on a rank has ended or was refused, each with the reason."""
     refused = {name: error for name, error in output.offered.items() if error}
     return [(int(name), reason) for name, reason in (refused | output.sent).items()]
 
@@ -69,9 +69,9 @@ class Computed:
 
     Attributes:
         block_ids: the pages of each group.
-        first_blocks: index in the request of the first page of each group.
-        num_tokens: tokens that the pages hold.
-        row: SGLang's row of metadata.
+        first_blocks: for each group, the index of its first page within the request.
+        num_tokens: number of tokens in the pages.
+        row: the room's row of SGLang's metadata.
         prompt: the prompt whose KV the pages hold.
     """
 
@@ -86,22 +86,22 @@ class Computed:
 class _LeasedRoom:
     readers: set[bytes] = field(default_factory=set[bytes])
     opened: bool = False
-    dropped: str = ""  # why decode no longer wants the room
+    dropped: str = ""  # why decode no longer wants the room; empty while it does
     computed: Computed | None = None
-    offered: bool = False  # its lease was asked for, and has not ended on this rank
+    offered: bool = False  # whether a lease was requested and has not ended on this rank
     answer: FromPrefill | None = None
 
 
 class RoomLeases:
-    """The rooms of a prefill engine, at its rank 0. For the thread of the scheduler.
+    """The rooms of a prefill engine, at its rank 0. Only the scheduler's thread may use it.
 
     Args:
-        worker: worker of this rank.
-        scheduler: scheduler side of the engine.
+        worker: our connector worker of this rank.
+        scheduler: our connector's scheduler side of this engine.
         server: receives the messages of decode and of the other ranks.
         leader: sends commands to the other ranks.
-        told: called when decode asks for a room, and when a room was read or failed.
-        expect_s: how long a room that decode wants is kept if its request has not arrived, in seconds.
+        told: callbacks for the events of a room.
+        expect_s: how long a room that decode wants is remembered if SGLang has not opened it, in seconds.
     """
 
     def __init__(
@@ -120,18 +120,18 @@ class RoomLeases:
         self._told = told
         self._expect_s = expect_s
         self._rooms: dict[int, _LeasedRoom] = {}
-        # Rooms that decode wants but that are not open yet, with the time of the first message.
+        # Rooms that decode wants and SGLang has not opened yet, each with the time of decode's first message.
         self._unopened: OrderedDict[int, float] = OrderedDict()
         self._failed: OrderedDict[int, str] = OrderedDict()  # the latest failed rooms, with the reason
         self._waiting: list[int] = []  # computed rooms without a lease
 
     @property
     def open_count(self) -> int:
-        """Open requests of SGLang, without the rooms that only decode has asked for."""
+        """The number of open requests of SGLang. Rooms that only decode has named are left out."""
         return sum(known.opened for known in self._rooms.values())
 
     def open(self, room: int) -> None:
-        """Open the room of a new request. Earlier messages from decode about this room apply to it."""
+        """Opens the room of a new request. Messages from decode that arrived earlier now apply to it."""
         known = self._rooms.setdefault(room, _LeasedRoom())
         known.opened = True
         self._failed.pop(room, None)
@@ -139,14 +139,14 @@ class RoomLeases:
         self._tell_wishes(room, known)
 
     def offer(self, room: int, computed: Computed) -> None:
-        """Leases the pages of a room, and tells decode of them."""
+        """Leases the pages of a room, and tells decode that they can be read."""
         known = self._rooms[room]
         known.computed = computed
         self._waiting.append(room)
         self.step()
 
     def close(self, room: int, reason: str) -> None:
-        """Forgets a room. After this no reader reads its pages."""
+        """Forgets a room. No reader reads its pages after this call."""
         known = self._rooms.pop(room, None)
         if known is None:
             return
@@ -161,7 +161,7 @@ class RoomLeases:
             self._waiting.remove(room)
         if not isinstance(known.answer, RoomReady):
             self._answer(known, RoomFailed(room=room, reason=short(reason)))
-            self._failed[room] = reason  # the answer to questions that come after the room's end
+            self._failed[room] = reason  # decode may still ask for the room after its end
             while len(self._failed) > _MAX_UNOPENED:
                 self._failed.popitem(last=False)
 
@@ -175,7 +175,7 @@ class RoomLeases:
         for room in self._waiting[:]:
             try:
                 self._scheduler.offer(str(room))
-            # No slot is free, or the lease of an earlier request with this number is open on some rank.
+            # No lease slot is free, or an earlier request with this number still has a lease on some rank.
             except InvalidLeaseError:
                 continue
             self._waiting.remove(room)
@@ -239,7 +239,7 @@ class RoomLeases:
         if isinstance(message, RoomDropped):
             known.dropped = message.reason or "decode has given it up"
         else:
-            known.dropped = ""  # an earlier drop was about an earlier request of this number
+            known.dropped = ""  # the earlier `RoomDropped` was about a previous request with this number
             known.readers.add(reader)
             if known.answer is not None:
                 self._server.send(reader, known.answer)
@@ -253,7 +253,7 @@ class RoomLeases:
             self._told.room_wanted(room)
 
     def _forget_unopened(self) -> None:
-        """Fails the rooms whose request never arrived, oldest first."""
+        """Fails the rooms that SGLang did not open in time, oldest first."""
         now = time.monotonic()
         while self._unopened:
             room, since = next(iter(self._unopened.items()))
@@ -271,7 +271,9 @@ class RoomLeases:
 
 
 class FollowerLeases:
-    """The rooms of a prefill engine at any other rank. It grants rank 0's leases once its own pages are computed.
+    """The rooms of a prefill engine, at any rank but 0.
+
+    The rank grants rank 0's leases when its own pages are computed.
 
     Args:
         worker: worker of this rank.
@@ -285,18 +287,19 @@ class FollowerLeases:
         self._told = told
         self._computed: set[int] = set()
         self._offered: set[int] = set()
-        # Leases that rank 0 wants granted, whose pages are not computed here yet.
+        # Leases that rank 0 has requested, and for which this rank's pages are not computed yet.
         self._unsent: dict[str, SendRequest] = {}
 
     @property
     def open_count(self) -> int:
-        """The number of rooms whose pages were offered, or are awaited."""
+        """The number of rooms with offered pages, and of rooms for which pages are awaited."""
         return len(self._computed | self._offered) + len(self._unsent)
 
     def open(self, room: int) -> None:
-        """Accepts a new request.
+        """Opens the room of a new request.
 
-        Only rank 0 knows whether decode wants it, and SGLang waits for the last of its ranks.
+        It is accepted at once: only rank 0 knows whether decode wants the room, and SGLang proceeds when all ranks
+        agree.
         """
         self._told.room_wanted(room)
 
@@ -306,7 +309,7 @@ class FollowerLeases:
         self.step()
 
     def close(self, room: int, reason: str) -> None:
-        """Forgets a room. After this no reader reads its pages on this rank."""
+        """Forgets a room. No reader reads its pages on this rank after this call."""
         if room in self._offered:
             self._worker.start_load_kv(ConnectorMetadata(reqs_not_processed={str(room): reason}))
         while room in self._offered:

@@ -1,6 +1,6 @@
-"""SGLang's plugin: registers our cache and our transfer by name, and imports them only if they are used.
+"""SGLang's plugin: registers our cache and our transfer by name. They are imported only if they are used.
 
-SGLang calls `register` in each of its processes, most of which use neither. This module therefore imports little.
+SGLang calls `register` in each of its processes, and most of these use neither. This module therefore imports little.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def _build(context: TreeCacheBuildContext) -> BasePrefixCache:
 
 
 def _register_transfer() -> None:
-    """Registers the transfer backend. SGLang lets a plugin add the name, but looks the backend up in an enum, by value.
+    """Registers the transfer backend. A plugin can add the name, but SGLang looks the backend up in an enum, by value.
 
-    An enum calls its `_missing_` hook for unknown values. Our hook returns a new member for the name. It also installs
-    what the backend needs, so that only processes with this backend are changed.
+    Python calls an enum's `_missing_` hook for unknown values. Our hook returns a new member for our name. It also
+    installs what the backend needs, so that only processes with this backend are changed.
     """
     from sglang.srt.arg_groups.choices import (  # noqa: PLC0415
         DISAGG_TRANSFER_BACKEND_CHOICES,
@@ -72,7 +72,7 @@ def _register_transfer() -> None:
 
 
 def _hook(member: object) -> None:
-    """Makes SGLang's hook registry return our classes, and pass us the queue that makes a manager."""
+    """Makes SGLang's hook registry return our classes, and pass us the queue that is making a manager."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415
 
     targets = ("sglang.srt.disaggregation.utils.get_kv_class", *(f"{queue}._init_kv_manager" for queue in QUEUES))
@@ -86,10 +86,10 @@ def _hook(member: object) -> None:
     HookRegistry.register(targets[0], classes, HookType.AROUND)
     for target in targets[1:]:
         HookRegistry.register(target, _show, HookType.AROUND)
-    # Each turn of the scheduler's loop calls these, even without a request to poll.
+    # Each iteration of the scheduler's loop calls these functions, even if it has no request to poll.
     HookRegistry.register(f"{_PREFILL}.pop_bootstrapped", _step, HookType.BEFORE)
     HookRegistry.register(f"{_DECODE}.resume_retracted_reqs", _step, HookType.BEFORE)
-    # SGLang gives a sender or receiver only a number. The request itself has the tokens of the pages.
+    # SGLang gives a sender or receiver only the room's number. The request has the tokens, so a hook passes it on.
     HookRegistry.register(f"{_PREFILL}.create_sender", _name_sender, HookType.AFTER)
     HookRegistry.register(f"{_DECODE}._create_receiver_and_enqueue", _name_receiver, HookType.AFTER)
     HookRegistry.apply_hooks()

@@ -17,9 +17,10 @@ _MLA = "page,token,dim"
 
 
 class Caches(NamedTuple):
-    """The groups of a model, and this rank's tensors by layer name.
+    """The page groups of a model, and this rank's tensors by layer name.
 
-    The first group has the pages that SGLang calls KV. A second one, if any, has those of its sliding window.
+    The first group has the pages that SGLang calls KV. If there is a second one, it has the pages of the sliding
+    window.
     """
 
     groups: tuple[GroupConfig, ...]
@@ -33,10 +34,10 @@ def caches_of(pool: Any, *, tp_size: int, total_kv_heads: int, window: int) -> C
         pool: SGLang's KV pool.
         tp_size: ranks that heads are split over.
         total_kv_heads: KV heads of the model.
-        window: SGLang's window size, which does not count the current token.
+        window: SGLang's window size, which excludes the current token.
 
     Raises:
-        InvalidEngineError: the pool or its shape is not known here.
+        InvalidEngineError: the pool's type or shape is not supported.
     """
     parts = [(pool, 0)]
     if type(pool) is SWAKVPool:
@@ -56,7 +57,7 @@ def caches_of(pool: Any, *, tp_size: int, total_kv_heads: int, window: int) -> C
 
 
 def _layers(pool: Any) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
-    """Yields each layer's number in the model, and its tensors by page (SGLang's slot // page size)."""
+    """Yields each layer's index in the model, and its tensors by page. A page is SGLang's slot // page size."""
     kind: object = type(pool)
     if kind is MHATokenToKVPool and pool.kv_cache_layout == "nhd" and pool.head_dim == pool.v_head_dim:
         buffers = list(zip(pool.k_buffer, pool.v_buffer, strict=True))
@@ -77,7 +78,7 @@ def _group(pool: Any, layers: list[int], window: int, tp_size: int, total_kv_hea
     mla = kind is MLATokenToKVPool
     heads = 1 if mla else pool.head_num * tp_size
     if not mla and pool.head_num == 1 < tp_size:
-        heads = total_kv_heads  # fewer heads than ranks: some ranks hold the same head
+        heads = total_kv_heads  # with fewer heads than ranks, several ranks hold the same head
     dtype = str(pool.store_dtype).removeprefix("torch.")
     return GroupConfig(
         layers={f"layer.{number}": number for number in layers},

@@ -1,4 +1,4 @@
-"""The decode side of our SGLang transfer: asks prefill for each room, and reads its pages into those of this rank."""
+"""The decode side of our SGLang transfer: asks prefill for each room, and reads its pages into local ones."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class PullsTold(Protocol):
         ...
 
     def room_loaded(self, room: int) -> None:
-        """The room's pages and its row of metadata are here."""
+        """The room's pages and its metadata row have been read."""
         ...
 
     def room_failed(self, room: int, reason: str) -> None:
-        """The room's pages will not come. They may still be written until `is_over`."""
+        """The room's pages will not be read. Until `is_over`, something may still write to the local pages."""
         ...
 
     def prefill_gone(self, address: str) -> None:
@@ -40,14 +40,14 @@ class PullsTold(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Destination:
-    """The local pages of a room.
+    """The local pages that a room is read into.
 
     Attributes:
         block_ids: local pages of each group.
-        first_blocks: index in the request of the first page of each group; None for a window group, whose pages end
-            with the last token.
+        first_blocks: for each group, the index of its first page within the request. None for a window group, whose
+            pages end with the last token.
         num_computed_tokens: prompt tokens that are already local.
-        write_row: writes SGLang's row of metadata to its place; raises ValueError if it does not fit.
+        write_row: stores the room's metadata row; raises ValueError if the row does not fit.
     """
 
     block_ids: Sequence[Sequence[int]]
@@ -65,19 +65,19 @@ class _WantedRoom:
     destination: Destination | None = None
     ready: RoomReady | None = None
     wanted: Wanted | None = None
-    is_held: bool = False  # prefill's lease is renewed until there is a destination
-    is_loading: bool = False  # a READ may write to its pages
+    is_held: bool = False  # whether prefill's lease is renewed because there is no destination yet
+    is_loading: bool = False  # whether a READ may write to the local pages
     is_given_up: bool = False
 
 
 class RoomPulls:
-    """The rooms of one rank of decode. For the thread of the scheduler.
+    """The rooms of one rank of decode. Only the scheduler's thread may use it.
 
     Args:
-        worker: worker of this rank.
-        scheduler: scheduler side of this rank alone. SGLang itself makes the ranks agree in each poll.
+        worker: our connector worker of this rank.
+        scheduler: our connector's scheduler side, for this rank alone. SGLang makes the ranks agree in each poll.
         client: sends messages to prefill.
-        told: called when a room is being read, was read or failed, and when its prefill process has ended.
+        told: callbacks for the events of a room.
     """
 
     def __init__(
@@ -89,28 +89,28 @@ class RoomPulls:
         self._told = told
         self._numbers = itertools.count()
         self._rooms: dict[int, _WantedRoom] = {}
-        # Rooms whose lease at prefill is renewed or whose pages are read, also if they were given up meanwhile.
+        # Rooms whose lease is renewed or whose pages are read. A room that was given up stays until its read has ended.
         self._open: dict[str, _WantedRoom] = {}
 
     @property
     def open_count(self) -> int:
-        """Rooms that are open, or whose pages may still be written."""
+        """The number of rooms that are open or whose local pages may still be written."""
         return len(self._rooms) + len(self._open)
 
     def want(self, room: int, endpoint: str, prompt: Prompt) -> None:
-        """Asks the prefill process at `endpoint` for a room, whose pages must match this prompt."""
+        """Asks the prefill process at `endpoint` for a room. Its pages must belong to `prompt`."""
         known = self._rooms[room] = _WantedRoom(room, f"{room}#{next(self._numbers)}", endpoint, prompt)
         if error := self._client.send(endpoint, RoomWanted(room=room)):
             self._fail(known, error)
 
     def place(self, room: int, destination: Destination) -> None:
-        """Sets the pages of a room, which may then be read."""
+        """Sets the local pages of a room, which can be read from now on."""
         if (known := self._rooms.get(room)) is not None:
             known.destination = destination
             self._load(known)
 
     def give_up(self, room: int, reason: str) -> None:
-        """Tells prefill that a room is not wanted. Its pages may be reused once it `is_over`."""
+        """Tells prefill that a room is not wanted. The local pages may be reused once `is_over` returns True."""
         if (known := self._rooms.pop(room, None)) is not None:
             self._drop(known, reason)
 
@@ -119,7 +119,7 @@ class RoomPulls:
         self.give_up(room, "given up")
 
     def is_over(self, room: int) -> bool:
-        """Whether nothing is written to the pages of a room any more."""
+        """Whether nothing can write to the local pages of a room any more."""
         self.step()
         return not any(known.room == room and known.is_loading for known in self._open.values())
 
@@ -153,7 +153,10 @@ class RoomPulls:
             self._received(self._open.pop(key))
 
     def _load(self, known: _WantedRoom) -> None:
-        """Begins to read if prefill is ready and there are pages; without pages, keeps prefill's lease alive."""
+        """Starts to read if prefill is ready and there is a destination.
+
+        Without a destination it renews prefill's lease.
+        """
         if known.ready is None or known.is_loading:
             return
         try:
@@ -194,7 +197,7 @@ class RoomPulls:
         self._scheduler.load(known.key, wanted, destination.block_ids, total, done, first_blocks=tuple(firsts))
         self._told.room_loading(known.room)
         if done >= total and not known.is_held:
-            self._received(known)  # all pages were local
+            self._received(known)  # no page has to be read
             return
         self._open[known.key] = known
         known.is_loading = True
@@ -221,7 +224,7 @@ class RoomPulls:
         known.is_given_up = True
         if known.key in self._open:
             self._scheduler.cancel(known.key, reason)
-        if not is_told:  # otherwise the lease would run out although no rank reads
+        if not is_told:  # without this, the lease would run out although no rank reads
             self._client.send(known.endpoint, RoomDropped(room=known.room, reason=short(reason)))
 
     def shutdown(self) -> None:

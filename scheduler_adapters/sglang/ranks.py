@@ -1,7 +1,10 @@
-"""Tensor parallelism at prefill: rank 0 decides about leases and talks to decode, and the other ranks follow it.
+"""Tensor parallelism at prefill: rank 0 decides about leases and exchanges messages with decode.
 
-The steps and outputs of ranks are those of any engine's workers (`transfer.connector.metadata`). Here they travel over
-the socket that decode uses too, authenticated by a token that only the ranks have.
+The other ranks follow it.
+
+Rank 0 sends each rank the same work that the workers of any engine get, and receives their outputs
+(`transfer.connector.metadata`). The messages use the socket that decode uses too. A token that only the ranks have
+authenticates them.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ _output = msgspec.msgpack.Decoder(WorkerOutput)
 
 
 class RankLeader:
-    """Rank 0's connections to the other ranks. Steps wait until every rank has sent its first message.
+    """Rank 0's connections to the other ranks. It sends nothing until every rank has sent its first message.
 
     Args:
         server: the socket that decode and the ranks talk to.
@@ -39,7 +42,7 @@ class RankLeader:
         self._unsaid: list[bytes] = []
 
     def tell(self, metadata: ConnectorMetadata) -> None:
-        """Sends a step's work to every other rank."""
+        """Sends the work of a step to every other rank."""
         data = _encode(metadata)
         if len(self._peers) < self._ranks - 1:
             self._unsaid.append(data)
@@ -51,7 +54,7 @@ class RankLeader:
             self._server.send(peer, RankStep(metadata=data))
 
     def heard(self, peer: bytes, message: RankOutput) -> tuple[int, WorkerOutput]:
-        """Returns the number of a rank and its output.
+        """Returns the rank that sent a message, and its output.
 
         Raises:
             MetadataError: the message is not from a rank of this engine.
@@ -84,14 +87,14 @@ class RankFollower:
         self._socket = connect(endpoint, keyring)
         self._rank = rank
         self._token = token
-        self.report(WorkerOutput())  # tells rank 0 our address
+        self.report(WorkerOutput())  # this tells rank 0 our address
 
     def report(self, output: WorkerOutput) -> None:
-        """Sends rank 0 the events of this rank."""
+        """Sends this rank's events to rank 0."""
         self._socket.send(_encode(RankOutput(rank=self._rank, token=self._token, output=_encode(output))))
 
     def steps(self) -> Iterator[ConnectorMetadata]:
-        """Yields the steps that rank 0 has sent."""
+        """Yields the work that rank 0 has sent, step by step."""
         decoder = msgspec.msgpack.Decoder(RankStep)
         while True:
             try:

@@ -1,11 +1,12 @@
-"""The messages and sockets by which decode asks prefill for a request. A room is SGLang's number of a request.
+"""The messages and sockets by which decode asks prefill for a request. A room is SGLang's number for a request.
 
 decode ──RoomWanted──► prefill    as soon as decode has the request: from then on prefill computes it
 decode ◄──RoomReady─── prefill    its pages are computed and leased
 decode ◄──RoomFailed── prefill
 decode ──RoomDropped─► prefill    decode has given it up
 
-The messages carry only pointers and SGLang's own row of metadata. The transfer reads the pages themselves.
+The messages carry only parameters for the transfer and SGLang's own metadata row. The transfer reads the pages
+themselves.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ class RoomReady(msgspec.Struct, frozen=True, tag="ready"):
     """The room's pages are computed and leased.
 
     Attributes:
-        room: the room.
+        room: number of the room.
         params: `kv_transfer_params`, as JSON.
-        row: SGLang's row of metadata, buffer by buffer: the first token, its probabilities, the room.
+        row: SGLang's metadata row of the room: the first token, its probabilities, the room. One entry per buffer.
     """
 
     room: Room
@@ -55,7 +56,7 @@ class RoomReady(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class RoomFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """Prefill has given the room up, or never had it."""
+    """Prefill has given the room up, or does not know it."""
 
     room: Room
     reason: Reason
@@ -70,7 +71,7 @@ class RankOutput(msgspec.Struct, frozen=True, tag="output"):
 
 
 class RankStep(msgspec.Struct, frozen=True, tag="step"):
-    """A step's leases and loads, from rank 0 of prefill to the other ranks."""
+    """The leases and loads of a step, from rank 0 of prefill to the other ranks."""
 
     metadata: bytes
 
@@ -113,7 +114,7 @@ def connect(endpoint: str, keyring: Keyring | None) -> Socket:
 
 
 class _PrefillSockets(NamedTuple):
-    """The sockets to a prefill process: for messages, for ZMQ's connection events, and for its liveness."""
+    """The sockets to a prefill process: for messages, for ZMQ's connection events, and for detecting its death."""
 
     socket: Socket
     monitor: Socket
@@ -127,7 +128,7 @@ class _PrefillSockets(NamedTuple):
 
 
 class RoomServer:
-    """Prefill's end. For the thread of the scheduler, which never waits here.
+    """Prefill's end of the sockets. Only the scheduler's thread may use it. No call waits.
 
     Args:
         host: address to bind, on a port of the system's choice.
@@ -165,11 +166,11 @@ class RoomServer:
 
 
 class RoomClient:
-    """Decode's end: a socket for each prefill process. For the thread of the scheduler, which never waits here.
+    """Decode's end: a socket for each prefill process. Only the scheduler's thread may use it. No call waits.
 
     Args:
         keyring: talks only to processes of the fleet; None talks to any process.
-        allowed: hosts that may be contacted, because addresses come with requests.
+        allowed: hosts that may be contacted. A check is needed because addresses come with requests.
     """
 
     def __init__(self, keyring: Keyring | None, allowed: AllowedPeers) -> None:
@@ -178,7 +179,7 @@ class RoomClient:
         self._connections: dict[str, _PrefillSockets] = {}
 
     def send(self, address: str, message: FromDecode) -> str:
-        """Sends a message. Returns the reason if that was impossible; empty if it was sent."""
+        """Sends a message. Returns why that was impossible, or "" if it was sent."""
         try:
             connection = self._connections.get(address) or self._connect(address)
             connection.socket.send(_encode(message), zmq.NOBLOCK)
@@ -201,12 +202,12 @@ class RoomClient:
                 try:
                     yield _from_prefill.decode(frames[-1])
                 except msgspec.DecodeError:
-                    continue  # its room times out
+                    continue  # the room of a message that cannot be decoded times out
 
     def lost(self) -> Iterator[str]:
-        """Yields the endpoints whose process is gone.
+        """Yields the endpoints of processes that have ended or cannot be reached.
 
-        Messages sent there stay unanswered; a new process may be there now.
+        Messages that were sent there are not answered. A new process may have started at the same endpoint.
         """
         for address, connection in list(self._connections.items()):
             if connection.monitor.poll(0) or connection.pulse.is_over:

@@ -1,7 +1,7 @@
-"""`pagewire top` over our cache in SGLang's scheduler: the pages of SGLang's pool, cached or in use, and their owners.
+"""`pagewire top` for our cache in SGLang's scheduler: the pages of SGLang's pool, their states and owners.
 
-Our cache knows which pages are cached and how soon they are evicted. SGLang knows which pages are free, and its rows
-say which request has each of the others. SGLang's data are tensors, which the thread of the watch reads.
+Our cache knows which pages are cached and how soon they are evicted. SGLang knows which pages are free, and its row
+pool says which request has each other page. SGLang's data are tensors, which the watch's thread reads.
 """
 
 from __future__ import annotations
@@ -31,13 +31,16 @@ from transfer.wire.secret import fleet_keys
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-    Row = tuple[Req, int, NDArray[np.int32]]  # a request, the number of its row, and the pages in it
+    # a request, the index of its row in SGLang's row pool, and the pages in that row
+    Row = tuple[Req, int, NDArray[np.int32]]
 
 logger = logging.getLogger("pagewire.sglang")
 
 
 def watch(cache: object, settings: Settings) -> None:
-    """Starts to answer watchers at the address in `PAGEWIRE_WATCH`. Only rank 0 does: all ranks have the same pages.
+    """Starts to serve watchers at the address in `PAGEWIRE_WATCH`.
+
+    Only rank 0 serves them, because all ranks have the same pages.
 
     Raises what `Watch` raises if the endpoint cannot be bound.
     """
@@ -63,7 +66,7 @@ def watch(cache: object, settings: Settings) -> None:
 
 
 class CachePool:
-    """The data of a watch: from our cache, and from SGLang's rows and free pages."""
+    """The data that a watch shows: from our cache, and from SGLang's row pool and free pages."""
 
     name = "0"
 
@@ -76,7 +79,10 @@ class CachePool:
         return self._cache.pool
 
     def cells(self) -> Cells:
-        """Our pool counts every uncached page as held by SGLang. This tells free pages from pages of requests."""
+        """The state of each page.
+
+        In our pool SGLang holds every uncached page; this method tells free pages from pages of requests.
+        """
         pool = self.pool
         cells = pool_cells(pool)
         free = self._cache.free_pages()
@@ -88,7 +94,7 @@ class CachePool:
         return cells
 
     def owners(self, phases: Mapping[str, str]) -> OwnerColumns:
-        """The requests that have a row, and those that wait for one."""
+        """The requests that have a row in SGLang, and those that wait for one."""
         rows = {id(req): (row + 1, len(pages)) for req, row, pages in self._rows()}
         known = [req for req in self._cache.requests() if id(req) in rows or not req.finished()]
         each = [rows.get(id(req), (0, 0)) for req in known]
@@ -117,7 +123,7 @@ class CachePool:
         found = [(req, row, tokens) for req, row, tokens in has if row is not None and tokens]
         if not found:
             return []
-        # One copy for all rows, because the table may be on a GPU.
+        # All rows are copied to the host at once, because the table may be on a GPU.
         slots = table[[row for _, row, _ in found], : max(tokens for _, _, tokens in found) : size]
         pages = (slots // size).cpu().numpy()
         return [(req, row, pages[at, : -(-tokens // size)]) for at, (req, row, tokens) in enumerate(found)]

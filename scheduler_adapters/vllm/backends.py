@@ -1,8 +1,8 @@
-"""Maps each of vLLM's attention backends to the contents of its pages, and to the place of keys and values in a head.
+"""Says, for each of vLLM's attention backends, what its pages contain and where a head's keys and values lie.
 
-vLLM's tensors do not show this. The CPU backend uses the [tokens, content] of a head for all keys, then all values, and
-stores the keys column by column. Backends are therefore recognised by class, and an unknown one is refused. `proof.py`
-tests the layout stated here on the tensors themselves.
+vLLM's tensors do not show this. In the CPU backend, for example, the [tokens, content] part of a head has all keys
+first, stored column by column, and then all values. Backends are therefore recognised by class, and an unknown one is
+refused. `proof.py` tests on the tensors themselves that these layouts are right.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.backend import AttentionBackend
 
-# Classes instead of names, because two backends of vLLM have the name FLASH_ATTN.
+# Backends are matched by class instead of by name, because two backends of vLLM are named FLASH_ATTN.
 _BACKENDS = "vllm.v1.attention.backends."
 _BY_TOKEN = {
     "flash_attn.FlashAttentionBackend",
@@ -48,7 +48,7 @@ _CPU = "cpu_attn.CPUAttentionBackend"
 _KEYS_IN_COLUMNS = {"vec", "vec16"}
 """Instruction sets for which the CPU backend keeps keys as columns and values as rows.
 
-For others, such as AMX, it keeps both in tiles whose layout only the backend knows.
+For other instruction sets, such as AMX, it keeps both in tiles, whose layout only the backend knows.
 """
 
 
@@ -58,9 +58,11 @@ class Contents:
 
     Attributes:
         text: a name for the contents; it must be equal on both sides of a transfer.
-        whole_pages: True if only the backend knows the layout of a head of a page.
-        columns: True if a head of a page has all keys, one column per token, and then all values, one row per token.
-        states: shape and dtype of each state in a page of bytes, in order.
+        whole_pages: True if the layout within a head of a page is known only to the backend, so that pages are moved
+            whole.
+        columns: True if a head of a page has all keys first, one column per token, and then all values, one row per
+            token.
+        states: for pages with recurrent states, the shape and dtype of each state, in memory order.
     """
 
     text: str
@@ -71,9 +73,9 @@ class Contents:
     def tensors(self, where: str, cache: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
         """Converts a layer's tensor `[pages, heads, tokens, content]` to the form that a transfer takes.
 
-        With `columns` the result is two tensors, keys and values, each `[pages, heads, tokens, dim]`, over the same
-        memory. With `states` it is one tensor for each state, `[pages, *shape]`: vLLM registers bytes, `[pages, 1, 1,
-        content]`, which hold the states of a layer one after another, followed by padding.
+        With `columns`, the result is two tensors over the same memory, keys and values, each `[pages, heads, tokens,
+        dim]`. With `states`, it is one tensor for each state, `[pages, *shape]`. vLLM registers states as bytes,
+        `[pages, 1, 1, content]`: the states of a layer one after another, and then padding.
         """
         if self.states:
             return _cut_states(where, cache, self.states)
@@ -152,9 +154,9 @@ def _contents(
 
 
 def _keys_and_values(spec: Any) -> str:
-    """Returns a name for pages with keys and values, for comparison with the other side.
+    """Returns a text that describes the keys and values in a page, for comparison with the other side.
 
-    It includes the sizes of keys and values if these differ, because both sides then need the same sizes.
+    The text includes the sizes of keys and values if these differ. Both sides then need the same sizes.
     """
     values = getattr(spec, "head_size_v", None) or spec.head_size
     return "keys and values" if values == spec.head_size else f"keys of {spec.head_size} and values of {values}"

@@ -1,7 +1,7 @@
-"""Derives our workers' configuration from a vLLM engine: its ranks from vLLM's own configs, plus our options.
+"""Derives the configuration of our workers from vLLM's own configs and from our options.
 
-Anything unknown is refused by name when the engine starts, because a cache that is transferred in a wrong shape would
-go unnoticed.
+Anything unknown is refused by name when the engine starts, because nothing would show that a cache was transferred in a
+wrong shape.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def read_options(vllm_config: VllmConfig, *, listens: bool = False) -> Options:
-    """Returns the options, with a separate port for each data-parallel engine.
+    """Returns the options. Each data-parallel engine gets a port of its own.
 
     `listens` is True in the scheduler's process, which answers readers if the engine serves any.
     """
@@ -33,10 +33,10 @@ def read_options(vllm_config: VllmConfig, *, listens: bool = False) -> Options:
 def worker_config(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kernel_block_sizes: Mapping[str, int] | None = None
 ) -> WorkerConfig:
-    """Returns the config of one rank; the scheduler's side uses that of rank 0.
+    """Returns the config of one rank. The scheduler's side uses the config of rank 0.
 
-    `kernel_block_sizes` has for each layer the number of tokens in a page of its tensor. A layer that it lacks has the
-    scheduler's block size. It is None at the scheduler, where there are no layers, so page contents are unknown.
+    `kernel_block_sizes` maps a layer to the number of tokens in a page of its tensor. A layer that is not in it has the
+    scheduler's block size. At the scheduler it is None: there are no layers, so page contents are unknown.
     """
     parallel, options, transfer = vllm_config.parallel_config, read_options(vllm_config), _transfer_config(vllm_config)
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):

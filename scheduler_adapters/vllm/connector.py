@@ -11,8 +11,7 @@ Our `kv_transfer_params` use only those keys of that connector that name the eng
 
 Ownership: vLLM keeps its blocks and its scheduler. One of our leases covers the blocks of a prefilled request; vLLM
 keeps the blocks until every rank reports that the lease has ended. The two sides may differ in block size, memory
-layout, tensor and pipeline parallelism: the plan handles any. Models with recurrent states need equal tensor
-parallelism.
+layout, tensor and pipeline parallelism. Only models with recurrent states need equal tensor parallelism.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ if TYPE_CHECKING:
 
 
 def log_as_vllm() -> None:
-    """Formats our log lines as vLLM's, with time and process, unless the program has set its own format."""
+    """Gives our log lines vLLM's format, with time and process, unless the program has set its own."""
     ours = logging.getLogger("pagewire")
     if not ours.hasHandlers():
         theirs = logging.getLogger("vllm")
@@ -63,7 +62,7 @@ def log_as_vllm() -> None:
 
 
 class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
-    """One role of the connector: vLLM makes one in its scheduler's process, and one in each worker's.
+    """One half of the connector: vLLM makes one in its scheduler's process, and one in each worker's process.
 
     Its methods are vLLM's; see `KVConnectorBase_V1` for when each is called.
 
@@ -99,10 +98,10 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Returns False, because nothing is done layer by layer.
+        """Returns False, because this connector does nothing layer by layer.
 
-        If graphs are full, vLLM asks before any process of the engine starts, so that invalid options end the start
-        here.
+        With full graphs, vLLM calls this before it starts any process of the engine, so that invalid options end the
+        start here.
         """
         check_options(extra_config)
         return False
@@ -115,7 +114,7 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
         """
         if vllm_config.kv_transfer_config is not None:
             read_options(vllm_config, listens=True)
-        model: Any = vllm_config.model_config  # None by default, whatever its type says
+        model: Any = vllm_config.model_config  # None by default, although its type says otherwise
         return None if model is None or model.use_mla else "LBHNC"
 
     @classmethod
@@ -125,7 +124,7 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
-        """Returns stats from the data that another process has sent."""
+        """Returns a stats object for the data that another process has sent."""
         return PullStats(data=data or {})
 
     @classmethod
@@ -144,14 +143,14 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Starts to answer readers."""
+        """Starts the handshake server, which answers readers."""
         ranks = {ranks: rank for ranks, rank in metadata.items() if isinstance(rank, RankHandshakeMetadata)}
         if len(ranks) != len(metadata):
             raise TypeError("the handshake metadata was made by another connector: all workers need PagewireConnector")
         self._scheduling.set_handshake_metadata(ranks)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """Starts to answer readers of an engine without pipeline stages."""
+        """Starts the handshake server of an engine without pipeline stages."""
         self.set_xfer_handshake_metadata_pp_aware({(0, rank): found for rank, found in metadata.items()})
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
@@ -173,15 +172,15 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
         return count, count > 0
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Handles the allocation of blocks to a request."""
+        """Handles the allocation of blocks to a request: starts its lease or its load."""
         self._scheduling.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Returns a step's work for the workers."""
+        """Returns the work of a step for the workers."""
         return self._scheduling.step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Processes the workers' output."""
+        """Handles the workers' reports of leases and loads."""
         metadata = connector_output.kv_connector_worker_meta
         if isinstance(metadata, WorkersMetadata):
             self._scheduling.update(metadata.outputs)
@@ -200,7 +199,7 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduling.ended(request, block_ids)
 
     def reset_cache(self) -> bool:
-        """Returns True: the connector has no cache that could be out of date."""
+        """Returns True, because the connector has no cache that could be out of date."""
         return True
 
     # The workers' side
@@ -222,17 +221,17 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
         self._working.start(self._metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Does nothing, because a request is parked until its load has ended.
+        """Does nothing: vLLM parks a request until its load has ended.
 
-        No token of the request may be used before the fence after its last layer. Running it while layers arrive could
-        save one step at most, and would delay the steps of all other requests.
+        No token of the request may be used before the fence, which follows the last layer. Running a request while its
+        layers arrive could save at most one step, and would delay the steps of all other requests.
         """
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Does nothing: readers read pages where the model has written them."""
+        """Does nothing, because readers read pages where the model has written them."""
 
     def wait_for_save(self) -> None:
-        """Copies blocks that this step has computed to host buffers, if there are any."""
+        """Copies blocks that this step has computed to host buffers, if the engine uses any."""
         self._working.running.save_kv_to_host(self._metadata().step)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:  # noqa: ARG002
@@ -243,7 +242,7 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
         """Returns the requests whose lease has ended, those whose load has ended, and those whose load failed.
 
-        Failures are reported by request instead of by block, which works for models with any number of groups.
+        Failures are reported by request instead of by block, because that works for any number of groups.
         """
         return KVConnectorTransferResults(*self._working.results())
 
@@ -253,7 +252,10 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
         return WorkersMetadata([(self._working.running.config.rank, output)]) if output else None
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Returns figures since the last call: of a rank, or, at the scheduler, of requests that failed to load."""
+        """Returns the figures since the last call.
+
+        A rank returns those of its pulls; the scheduler, those of failed loads.
+        """
         if self._scheduler is not None:
             counts = self._scheduler.take_counts()
             return PullStats(data=counts) if any(counts.values()) else None
@@ -275,7 +277,7 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.close()
 
 
-# The metrics process gets the stats of a `MultiConnector` as plain data, and looks up their classes by connector name.
+# With a `MultiConnector`, the metrics process gets our stats as plain data, and looks up their class by connector name.
 # An unknown name would end that process.
 with suppress(ValueError):  # the name is already registered
     KVConnectorFactory.register_connector(PagewireConnector.__name__, __name__, PagewireConnector.__name__)

@@ -1,7 +1,7 @@
-"""Makes page groups from vLLM's cache specs: the layout of the tensors, their layers, and the contents of a page.
+"""Makes page groups from vLLM's cache specs: layers, the layout of their tensors, and the contents of a page.
 
-The tensors are always [blocks, heads, tokens, content]; their strides give the layout in memory. The backend's kernels
-determine the layout of the content: see `backends.py`.
+The tensors are always [blocks, heads, tokens, content], and their strides give the layout in memory. How keys and
+values lie in `content` depends on the backend's kernels: see `backends.py`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MOVED = {FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, SlidingWindowM
 def cache_group(
     where: str, vllm_config: VllmConfig, group: KVCacheGroupSpec, kernels: Mapping[str, int] | None
 ) -> GroupConfig:
-    """Returns one page group. `kernels` has the tokens of a page of each layer's tensor; None at the scheduler."""
+    """Returns one page group. `kernels` maps a layer to the tokens in a page of its tensor; None at the scheduler."""
     spec = one_spec(where, group)
     sizes = {kernels[name] for name in group.layer_names if name in kernels} if kernels else set[int]()
     if len(sizes) > 1:
@@ -82,7 +82,7 @@ def _attention(where: str, vllm_config: VllmConfig, spec: Any) -> dict[str, Any]
             f"{spec.num_heads} slots; "
             "one token in a state and one slot for each head are expected"
         )
-    # The elements that a head keeps of a token. They are described as two sides of half the size, whatever they are.
+    # The elements that a head keeps of a token. Whatever they are, they are described as two sides of half the size.
     content = spec.state_content_size_bytes // spec.dtype.itemsize
     if type(spec) is MLAAttentionSpec:
         return {"kind": "mla", "layout": _LATENT_AXES, "head_dim": content, "dtype": _name(spec.dtype)}
@@ -102,11 +102,14 @@ def _attention(where: str, vllm_config: VllmConfig, spec: Any) -> dict[str, Any]
 
 
 def _all_heads(where: str, vllm_config: VllmConfig, here: int) -> int:
-    """Returns the heads of the model. A rank has `here` of them: a share, or one that other ranks have too."""
+    """Returns the number of heads of the model.
+
+    A rank has `here` of them: its share, or the same ones as other ranks.
+    """
     tp_size, total = vllm_config.parallel_config.tensor_parallel_size, vllm_config.model_config.get_total_num_kv_heads()
     if len(share(total, tp_size, 0)) == here:
         return total
-    if here > 1 or tp_size == 1:  # layers with another number of heads than most: assume an even share
+    if here > 1 or tp_size == 1:  # layers whose number of heads is unusual: assume an even share
         return here * tp_size
     raise InvalidEngineError(
         f"{where}: each of {tp_size} ranks has {here} heads, which does not fit the {total} heads of the model"
@@ -124,7 +127,7 @@ def _state(where: str, vllm_config: VllmConfig, names: Sequence[str], spec: Mamb
 
 
 def _layers(where: str, vllm_config: VllmConfig, names: list[str]) -> dict[str, int]:
-    """Returns the numbers of layers in the whole model: those in their names, or their order if names have none."""
+    """Returns each layer's index in the whole model: the number in its name, or its place if names have none."""
     numbers = {name: [int(part) for part in name.split(".") if part.isdigit()] for name in names}
     pp_size = vllm_config.parallel_config.pipeline_parallel_size
     plain = all(len(found) == 1 for found in numbers.values()) and len({*map(tuple, numbers.values())}) == len(names)
@@ -139,7 +142,7 @@ def _layers(where: str, vllm_config: VllmConfig, names: list[str]) -> dict[str, 
 def _of_all_stages(where: str, vllm_config: VllmConfig, layers: dict[str, int]) -> dict[str, int]:
     """Returns the layers of all pipeline stages.
 
-    A rank knows only its own, so all must be of one kind and named alike.
+    A rank knows only its own layers, so all stages must have layers of one kind with the same naming.
     """
     total = int(vllm_config.model_config.hf_text_config.num_hidden_layers)
     first, number = next(iter(layers.items()))

@@ -15,10 +15,10 @@ from transfer.connector.metadata import ConnectorMetadata, WorkerOutput
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """One step's work, from the scheduler to every worker.
+    """The work of one step, from the scheduler to every worker.
 
-    A worker also sees the end of leases and loads that vLLM does not wait for: those of requests that still run or that
-    never waited. It reports only the requests named here, because vLLM stops the engine if it is told of any other.
+    vLLM stops the engine if it is told of a request that it does not wait for. A worker, however, also sees the end of
+    leases and loads of requests that still run or never waited. It therefore reports only the requests named here.
 
     Attributes:
         step: leases and loads.
@@ -35,12 +35,15 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass
 class WorkersMetadata(KVConnectorWorkerMetadata):
-    """The workers' report after a step: each rank's output, in order of arrival."""
+    """The workers' reports after a step: each rank's output, in order of arrival."""
 
     outputs: list[tuple[int, WorkerOutput]]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Concatenates two reports. A rank can occur twice, because vLLM keeps its output of a step that failed."""
+        """Concatenates two reports.
+
+        A rank can occur twice, because vLLM keeps the rank's report of a step that failed.
+        """
         if not isinstance(other, WorkersMetadata):
             raise TypeError(f"got worker metadata of type {type(other).__name__}; PagewireConnector's is expected")
         return WorkersMetadata(self.outputs + other.outputs)

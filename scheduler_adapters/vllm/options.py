@@ -1,7 +1,7 @@
 """`Options`: the settings in `kv_connector_extra_config`, checked before anything is made from them.
 
-vLLM logs its arguments, and loads weights for minutes before it makes a connector. A secret is therefore given only by
-name, and all faults are reported together at the start, with the values as they were written.
+vLLM logs its arguments, and it makes a connector only after minutes of loading weights. Therefore a secret is given
+only by name, and all faults are reported together at the start, with the values as they were written.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """The options in `kv_connector_extra_config`.
 
     Attributes:
-        host: name or IPv4 address under which readers reach a source, not `0.0.0.0`. Defaults to vLLM's own setting for
-            its NIXL connector.
-        port: port of the handshake server. Defaults likewise.
-        keyring: file with the keys of the side channel; omit it if there is a secret.
+        host: name or IPv4 address at which readers reach this engine, not `0.0.0.0`. Defaults to vLLM's setting for its
+            NIXL connector.
+        port: port of the handshake server. Defaults to vLLM's setting for its NIXL connector.
+        keyring: file with the keys of the side channel. Leave it out if there is a secret.
         secret: `file:PATH` or `env:NAME` of the fleet's secret. The secret itself is refused, because vLLM logs its
             arguments.
-        allowed_peers: as in `WorkerConfig`, or one comma-separated string. This host is always allowed.
+        allowed_peers: hosts as in `WorkerConfig`, or one comma-separated string. This host is always allowed.
         kv_lease_duration: duration of a lease that no reader renews, in seconds.
         load_timeout: time until a load fails, in seconds.
         model_id: name of the weights, which both sides must share; vLLM's name if empty.
@@ -67,7 +67,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def secured_by(self) -> str:
-        """The origin of the side channel's keys, for the log."""
+        """A text that says where the side channel's keys come from, for the log."""
         return "of a secret" if self.secret else "of a keyring" if self.keyring else "none"
 
 
@@ -86,7 +86,7 @@ _TYPES = {field.name: field.type for field in msgspec.structs.fields(Options)}
 
 
 def check_options(extra: Mapping[str, Any]) -> None:
-    """Checks everything that needs no files, variables or host names of this machine.
+    """Checks the options, as far as that needs no files, variables or host names of this machine.
 
     Raises:
         InvalidEngineError: names every invalid option, its value and what is expected. A secret is not shown.
@@ -95,13 +95,13 @@ def check_options(extra: Mapping[str, Any]) -> None:
 
 
 def options_of(extra: Mapping[str, Any], index: int = 0, *, serves: bool = False, resolves: bool = False) -> Options:
-    """Returns the options, after checking that the files, variables and hosts that they name are usable.
+    """Returns the options, after checking that their files, variables and hosts are usable.
 
     Args:
         extra: `kv_connector_extra_config`.
         index: index of the data-parallel engine; it is added to the port.
-        serves: whether readers are told the host.
-        resolves: whether this process listens at the host, whose name must then have an address here.
+        serves: whether this engine tells readers the host.
+        resolves: whether this process listens at the host. The host's name must then have an address on this machine.
 
     Raises:
         InvalidEngineError: as `check_options`.
@@ -134,7 +134,7 @@ def _unknown(extra: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _faults(given: Mapping[str, Any], spelled: Mapping[str, str] = MappingProxyType({})) -> Iterator[str]:
-    """Yields the fault of each value by itself. `spelled` maps option names to the names in their source."""
+    """Yields each value's fault, without comparing values. `spelled` maps option names to their names in the source."""
     for name in (name for name in _TYPES if name in given):
         if reason := _fault(name, given[name]):
             shown = "" if name == "secret" else f" is {reprlib.repr(given[name])}"
@@ -180,7 +180,7 @@ def _faults_of_peers(listed: str | tuple[str, ...]) -> Iterator[str]:
 
 
 def _unusable(options: Options, index: int, *, resolves: bool) -> Iterator[str]:
-    """Yields faults that only show on this machine."""
+    """Yields faults that show only on this machine."""
     if options.port + index > _MAX_PORT:
         yield f"port is {options.port}: data-parallel engine {index} would listen at {options.port + index}"
     if resolves:

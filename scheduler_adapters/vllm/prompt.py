@@ -1,8 +1,8 @@
-"""`prompt_of`: everything that the KV of a vLLM request depends on, which is the inputs of vLLM's block hashes.
+"""`prompt_of`: everything that the KV of a vLLM request depends on. These are the inputs of vLLM's block hashes.
 
-The inputs are keyed by position instead of by block. An adapter is represented only by its name, because its file may
-have another path on the other side. An image or embedding is represented by vLLM's identifier, which is a hash of its
-content and of the model's name.
+The inputs are keyed by position instead of by block. An adapter is represented by its name alone, because its file may
+have another path on the other side. An image or embedding is represented by vLLM's identifier, a hash of its content
+and of the model's name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def prompt_of(request: Request, num_tokens: int) -> Prompt:
     """Returns the first tokens of a request, its salt, and the keys of its adapter, images and embeddings."""
-    # Converting a list by way of `array` takes a third of the time.
+    # Converting a list by way of `array` takes a third of the time of a direct conversion.
     token_ids = np.array(array("i", request.all_token_ids[:num_tokens]), np.int32)
     named = [(0, f"adapter {request.lora_request.lora_name}")] if request.lora_request else []
     named += [(one.mm_position.offset, f"input {one.identifier}") for one in request.mm_features]

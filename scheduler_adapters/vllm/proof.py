@@ -1,9 +1,10 @@
-"""Proves, when caches are registered, that our boxes are where vLLM's kernels write.
+"""Proves, when caches are registered, that our description of their memory matches where vLLM's kernels write.
 
-vLLM's own operation writes two pages of each layer, as a step of the model would, and the boxes that peers are told of
-read them. The written values number every element of the two pages, digit by digit, so that no two elements can be
-confused. A digit is recognised by the order of the values that are found, whatever the type of the cache. The proof
-takes about a millisecond per layer and restores the pages.
+vLLM's own operation writes two pages of each layer, as a step of the model would. The boxes that peers are told of then
+read these pages. A box is our description of a layer's memory. The written values number every element of the two
+pages, one digit at a time, so that no two elements can be confused. A digit is recognised by the order of the values
+that are read, which works for every type of cache. The proof takes about a millisecond per layer and restores the
+pages.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ from transfer.connector.config import GroupConfig, WorkerConfig
 from transfer.errors import InvalidEngineError
 
 _FEW, _MANY = 8, 128
-"""Counts of values, from 1 on, that are exact and keep their order: in every one-byte type, and in larger types."""
+"""How many values, counted from 1, each type can hold exactly and in order: by number of bytes."""
 
 
 def prove(config: WorkerConfig, layers: Mapping[str, Any], caches: Mapping[str, Cache], dtype: torch.dtype) -> int:
-    """Writes to and reads from the caches of every attention layer. Returns the number of layers.
+    """Tests the caches of every attention layer. Returns the number of layers.
 
     Args:
         config: config of the rank.
         layers: vLLM's layers by name, with their caches bound.
-        caches: the tensors of each layer, as they will be registered.
+        caches: the tensors of each layer, in the form in which they will be registered.
         dtype: dtype of the model's keys and values.
 
     Raises:
-        InvalidEngineError: written values are not found where the boxes are, or vLLM cannot write.
+        InvalidEngineError: written values are not where the boxes say, or vLLM cannot write.
     """
     memory, tried = cache_layout(config, caches), 0
     with torch.inference_mode():
         for number, group in enumerate(config.groups):
-            if group.is_state:  # moved whole, so there is nothing to prove
+            if group.is_state:  # states are moved whole, so there is nothing to prove
                 continue
             for name in [name for name in group.layers if name in caches]:
                 where = f"engine {config.engine_id!r} rank {config.rank}: group {number}, layer {name!r}"
@@ -76,7 +77,7 @@ class _Proof:
         return type(getattr(self.layer, "impl", self.layer)).__name__
 
     def _elements(self, pages: Sequence[int]) -> Iterator[str]:
-        """Yields each digit of the elements' numbers that is not found."""
+        """Yields each digit that is not found as it was written."""
         view = self.view
         shape = (len(pages) * view.page_size, view.heads, view.content)
         numbers, unit = torch.arange(math.prod(shape)).view(shape), 1
@@ -101,9 +102,9 @@ class _Proof:
             yield f"values that grow are found in another order: {[int(code) for code in codes[:8]]}"
 
     def _whole(self, pages: Sequence[int]) -> Iterator[str]:
-        """Yields each page whose read would include bytes of other pages.
+        """Yields each page for which a read would include bytes of other pages.
 
-        Only the backend knows the layout within a page.
+        Used if only the backend knows the layout within a page.
         """
         for page in pages:
             found: list[torch.Tensor] = []
@@ -136,9 +137,9 @@ class _Proof:
             ) from error
 
     def _scaled(self, given: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        """Multiplies by the scale, for all heads or per head, that an 8-bit kernel divides by.
+        """Multiplies values by the scale, for all heads or per head, by which an 8-bit kernel will divide them.
 
-        It adds 3 %, because some kernels truncate values that the type cannot represent, and others round them.
+        It adds 3 %, because some kernels truncate values that the type cannot represent, and others round these.
         """
         if self.view.itemsize > 1:
             return given

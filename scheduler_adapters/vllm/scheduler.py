@@ -1,13 +1,13 @@
 """The scheduler's side of our vLLM connector: leases for prefilled requests, and loads for decode.
 
-A source's request gets its lease when it gets its blocks, so that the lease is granted by the time that the request
-ends and its `kv_transfer_params` are made. A reader's request is handled when it arrives: its source is told at once
-that a reader waits. The lease then lasts however long vLLM keeps the request in its queue, and a dead source or invalid
-params are known before any block is allocated.
+A request that will be read gets its lease when it gets its blocks. The lease is then granted by the time that the
+request ends and its `kv_transfer_params` are made. A request that will read is handled when it arrives: its source is
+told at once that a reader waits. The lease then lasts however long vLLM keeps the request in its queue. A dead source
+and invalid params are noticed before any block is allocated.
 
-A request that cannot be loaded is parked all the same, and reported as failed. vLLM then follows its
-`kv_load_failure_policy`: the request fails, or vLLM computes the prompt and a warning is logged. No input from outside
-raises here, because that would end the engine.
+A request that cannot be loaded is still parked, and then reported as failed. vLLM applies its `kv_load_failure_policy`:
+the request fails, or vLLM computes the prompt and a warning is logged. No input from outside raises here, because an
+exception would end the engine.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pagewire.vllm")
 _DONE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
-_NULL = 0  # vLLM's null block, which stands for blocks that a window has left behind
+_NULL = 0  # vLLM's null block, which replaces blocks that a window no longer covers
 
 
 class SchedulerSide:
-    """The scheduler's side of one engine. For the thread of vLLM's scheduler.
+    """The scheduler's side of one engine. Only the thread of vLLM's scheduler may use it.
 
     Attributes:
-        manager: vLLM's block manager, bound once it exists. It gives the blocks to copy to host buffers, and is told
-            which blocks no request may find.
+        manager: vLLM's block manager, set once it exists. It names the blocks to copy to host buffers, and is told
+            which blocks must not be reused as cached.
     """
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -67,16 +67,17 @@ class SchedulerSide:
         self._group_ids = kv_cache_config.transfer_group_ids  # vLLM's numbers of the transferred groups
         address = socket.gethostbyname(options.host) if self._serves else "127.0.0.1"
         self._connector = NixlConnectorScheduler(config, options.host, f"tcp://{address}:{options.port}", options.keys)
-        self._sources: set[str] = set()  # requests with a lease that still run
-        self._unsaved: dict[str, Request] = {}  # sources whose blocks are not in host buffers yet
-        self._waiting: dict[str, Wanted] = {}  # readers' requests that have no blocks yet
-        self._refused: set[str] = set()  # readers' requests that cannot be loaded; vLLM still has to give them blocks
+        self._sources: set[str] = set()  # requests that will be read and still run; each has a lease
+        # requests that will be read and whose blocks are not in host buffers yet
+        self._unsaved: dict[str, Request] = {}
+        self._waiting: dict[str, Wanted] = {}  # requests that will read and have no blocks yet
+        self._refused: set[str] = set()  # requests that cannot be loaded, and to which vLLM still has to give blocks
         self._next = StepMetadata()
-        self._counts = Counter[str]()  # since the last stats
-        self._spans: dict[str, HandoverSpan] = {}  # spans of traced readers' requests, until they are loaded
+        self._counts = Counter[str]()  # counts since the last `take_counts`
+        self._spans: dict[str, HandoverSpan] = {}  # spans of traced requests that will read, until they are loaded
 
     def set_handshake_metadata(self, ranks: Mapping[tuple[int, int], RankHandshakeMetadata]) -> None:
-        """Starts to answer readers, and logs that. Keys are pipeline and tensor-parallel ranks."""
+        """Starts the handshake server, and logs that. The keys of `ranks` are pipeline and tensor-parallel ranks."""
         if not self._serves:
             self._say_started("reads only")
             return
@@ -128,7 +129,7 @@ class SchedulerSide:
             )
 
     def _begin_span(self, request: Request, wanted: Wanted) -> None:
-        """Begins a span if the request has trace headers. vLLM passes them only if it traces, so a provider exists."""
+        """Begins a span if the request has trace headers."""
         if request.trace_headers:
             from transfer.spans import HandoverSpan  # noqa: PLC0415  (vLLM's own tracing has it installed)
 
@@ -150,7 +151,7 @@ class SchedulerSide:
     def _shorten(self, request: Request, params: dict[str, Any]) -> None:
         """Leaves the last token of a prompt to decode, which computes it in any case.
 
-        A recurrent state cannot go back by one token, and a window moves on: prefill would give up a block that decode
+        A recurrent state cannot go back by one token. A window moves on: prefill would give up a block that decode
         needs for this token.
         """
         if not self._shortens or request.num_prompt_tokens < 2 or params.get("_shortened"):
@@ -159,7 +160,7 @@ class SchedulerSide:
             del request.prompt_token_ids[-1]
         elif request.prompt_embeds is not None:
             request.prompt_embeds = request.prompt_embeds[:-1]
-        # vLLM's own connector does the same; there is no public way.
+        # vLLM's own connector does the same, because there is no public way.
         del request._all_token_ids[-1]  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
         request.num_prompt_tokens -= 1
         request.max_tokens = 1
@@ -177,7 +178,7 @@ class SchedulerSide:
         logger.log(self._failure_level, "%s%s", reason, "; its prompt is computed here instead" if rescued else "")
 
     def match(self, request: Request, num_computed_tokens: int) -> int:
-        """Returns the number of tokens that a load would bring beyond the computed ones. Has no side effect."""
+        """Returns how many tokens a load would add to the computed ones. Has no side effect."""
         request_id = request.request_id
         if request_id in self._refused:
             return max(0, request.num_prompt_tokens - num_computed_tokens)
@@ -187,15 +188,17 @@ class SchedulerSide:
         return max(0, min(wanted.num_tokens, limit) - num_computed_tokens)
 
     def _limit(self, request: Request) -> int:
-        """Returns the most prompt tokens to load. If a load brings all of them, vLLM still runs the last token again.
+        """Returns how many prompt tokens may be loaded.
 
-        By then, however, vLLM has freed a block that only this token's window needs, and a state already includes the
-        token. With windows or states, the last token is therefore not loaded.
+        If a load brings all of them, vLLM still runs the last token again.
+
+        By then, however, vLLM has freed a block that only this token's window needs, and a recurrent state already
+        includes the token. With windows or states, the last token is therefore not loaded.
         """
         return request.num_prompt_tokens - self._shortens
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Handles the allocation of blocks: a source's request gets its lease, a reader's its load."""
+        """Handles the allocation of blocks: leases those of a request that will be read, or loads those of a reader."""
         request_id = request.request_id
         if _is_source(request.kv_transfer_params):
             self._offer(request)
@@ -209,13 +212,13 @@ class SchedulerSide:
             self._park(request_id, num_external_tokens, fails=fails)
 
     def _park(self, request_id: str, num_external_tokens: int, *, fails: bool) -> None:
-        if num_external_tokens > 0:  # otherwise it runs on at once, because it waits for no load
+        if num_external_tokens > 0:  # otherwise the request runs at once, because it waits for no load
             self._next.parked.add(request_id)
             if fails:
                 self._next.refused.add(request_id)
 
     def _offer(self, request: Request) -> None:
-        if request.request_id not in self._sources:  # otherwise it was preempted, and its lease is still open
+        if request.request_id not in self._sources:  # otherwise it was preempted, and still has its lease
             try:
                 self._connector.offer(request.request_id, running=True)
             except TransferError:
@@ -226,7 +229,7 @@ class SchedulerSide:
             self._unsaved[request.request_id] = request
 
     def _load(self, request: Request, wanted: Wanted, blocks: KVCacheBlocks, num_external_tokens: int) -> bool:
-        """Makes every rank read the missing pages. Returns whether that is possible."""
+        """Makes every rank read the missing pages. Returns False if that is impossible."""
         block_ids, first_blocks = _without_null(self._select(blocks.get_block_ids()))
         # If no page is missing, the load only tells the source that the reader is done.
         total = self._limit(request) if num_external_tokens else request.num_prompt_tokens
@@ -243,7 +246,7 @@ class SchedulerSide:
         return True
 
     def step(self, scheduler_output: SchedulerOutput) -> StepMetadata:
-        """Returns a step's work, and begins the next step's."""
+        """Returns the work of this step, and begins to collect that of the next."""
         for request_id, request in list(self._unsaved.items()):
             scheduled = scheduler_output.num_scheduled_tokens.get(request_id, 0)
             if scheduled and request.num_computed_tokens + scheduled >= request.num_prompt_tokens and self.manager:
@@ -259,7 +262,8 @@ class SchedulerSide:
         for rank, output in outputs:
             progress = self._connector.update(rank, output)
             for request_id, (fence_at, over_at) in output.times.items():
-                if (span := self._spans.get(request_id)) is not None:  # reached once for each rank
+                # reached once for each rank, but the span ends only once
+                if (span := self._spans.get(request_id)) is not None:
                     span.begin("fence", fence_at)
                     span.begin("commit", over_at)
             for request_id in progress.received - progress.failed.keys():
@@ -279,10 +283,12 @@ class SchedulerSide:
     def _hide(self, request_id: str, unwritten: Mapping[int, int]) -> None:
         """Keeps partly loaded blocks out of vLLM's prefix cache.
 
-        A block is loaded partly if prefill had already freed the first pages that the block covers.
+        Loaded blocks are larger than pages here. A block is partly loaded if prefill had already freed the first pages
+        in it.
 
-        The request itself needs no missing token. It publishes its blocks in the next step, starting with the first
-        block that its group's manager counts as not cached yet, so that count is raised past the incomplete blocks.
+        The request itself does not need the missing tokens. In the next step vLLM publishes the request's blocks,
+        starting with the first one that its group's manager does not count as cached. That count is therefore raised
+        past the incomplete blocks.
         """
         if self.manager is None:
             raise EngineClosedError(f"request {request_id!r}: vLLM has not bound its block manager")
@@ -293,7 +299,10 @@ class SchedulerSide:
                 cached[request_id] = max(cached.get(request_id, 0), token // blocks.block_size + 1)
 
     def take_counts(self) -> dict[str, int]:
-        """Returns the counts of failures since the last call, by the names of our stats. Each request counts once."""
+        """Returns the counts of failures since the last call, under the names of our stats.
+
+        Each request counts once.
+        """
         counts, self._counts = self._counts, Counter[str]()
         return dict(counts)
 
@@ -306,7 +315,7 @@ class SchedulerSide:
         self._refused.discard(request_id)
         self._waiting.pop(request_id, None)
         self._connector.cancel(request_id, f"the request has ended: {request.status}")
-        if request.status != RequestStatus.FINISHED_ERROR:  # otherwise `update` reports the failure right after this
+        if request.status != RequestStatus.FINISHED_ERROR:  # otherwise `update` is about to report the failure
             self._end_span(request_id, f"the request has ended: {request.status}")
         self._unsaved.pop(request_id, None)
         if request_id not in self._sources:
@@ -317,7 +326,7 @@ class SchedulerSide:
             self._connector.abort(request_id, f"the request has ended: {request.status}")
             return True, None
         blocks, first_blocks = _without_null(self._select(block_ids))
-        # with steps in flight, this may count tokens that have not run; those of the prompt have run
+        # with steps in flight, this may count tokens that have not run yet; the prompt's tokens have all run
         computed = request.num_computed_tokens
         tokens = computed if self._has_states else min(computed, request.num_prompt_tokens)
         try:
@@ -336,9 +345,9 @@ class SchedulerSide:
 
 
 def _is_source(params: dict[str, Any] | None) -> TypeGuard[dict[str, Any]]:
-    """Whether a request is to be offered to a reader.
+    """Whether a request's blocks are to be offered to a reader.
 
-    A request that also names a source is refused, and is not offered.
+    A request that also names a source is refused, so its blocks are not offered.
     """
     if not isinstance(params, dict) or params.get("do_remote_decode") is not True:
         return False
@@ -346,6 +355,9 @@ def _is_source(params: dict[str, Any] | None) -> TypeGuard[dict[str, Any]]:
 
 
 def _without_null(block_ids: Sequence[list[int]]) -> tuple[list[list[int]], list[int]]:
-    """Removes the null blocks that a window has left at the front of each group, and returns their numbers too."""
+    """Removes the null blocks at the front of each group, which a window has left behind.
+
+    Also returns how many there were.
+    """
     first_blocks = [next((at for at, block in enumerate(group) if block != _NULL), len(group)) for group in block_ids]
     return [list(group[first:]) for group, first in zip(block_ids, first_blocks, strict=True)], first_blocks

@@ -1,8 +1,9 @@
 """Splits the state of a recurrent layer into parts, as vLLM divides it over tensor-parallel ranks.
 
-Ranks that divide it differently can then exchange the parts. The channels of a convolution are several projections in
-sequence, each with a share for every rank: x, B and C of a Mamba 2 layer; queries, keys and values of a gated delta
-network. vLLM's spec has only their sum. A state that is no convolution has its heads first (Mamba 1: its channels).
+Ranks that divide the state differently can then exchange the parts. The channels of a convolution are several
+projections in sequence, and each rank has a share of every one: x, B and C of a Mamba 2 layer; queries, keys and values
+of a gated delta network. vLLM's spec has only the sum of the channels. A state that is not of a convolution has its
+heads first (in Mamba 1: its channels).
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import MambaSpec
 
 _TENSORS = {"MAMBA1": 2, "MAMBA2": 2, "GDN_ATTN": 2, "SHORT_CONV": 1}
-"""Known kinds of layers, and their number of tensors, the convolution's first. With more tensors a layer is unknown."""
+"""Known kinds of layers, each with its number of state tensors. The convolution's tensor comes first. A layer with more
+tensors is unknown.
+"""
 
 
 def is_cut(spec: MambaSpec) -> bool:
-    """Returns whether it is known how vLLM divides this state over ranks.
+    """Returns whether we know how vLLM divides this state over ranks.
 
-    A state for which this is unknown is moved whole, and needs equal tensor parallelism on both sides.
+    If not, the state is moved whole, and both sides need equal tensor parallelism.
     """
     return not spec.tp_replicated and _TENSORS.get(spec.mamba_type.name) == len(spec.shapes)
 
@@ -38,7 +41,7 @@ def state_parts(where: str, spec: MambaSpec, ranks: int, layer: Any) -> tuple[St
         where: names the cache in errors.
         spec: vLLM's spec for one rank.
         ranks: number of tensor-parallel ranks.
-        layer: a layer with this state; None at the scheduler, which moves nothing.
+        layer: a layer with this state; None at the scheduler, which moves no data.
     """
     if not is_cut(spec):
         units = 1 if spec.tp_replicated else ranks
@@ -63,7 +66,7 @@ def state_parts(where: str, spec: MambaSpec, ranks: int, layer: Any) -> tuple[St
 
 
 def described(spec: MambaSpec) -> str:
-    """Names further properties that must be equal on both sides of a transfer, whatever the number of ranks."""
+    """Returns a text with further properties that must be equal on both sides, for any number of ranks."""
     if not is_cut(spec):
         return "states " + " and ".join("x".join(map(str, shape)) for shape in spec.shapes)
     columns = spec.shapes[0][1 if is_conv_state_dim_first() else 0]
@@ -74,7 +77,7 @@ def described(spec: MambaSpec) -> str:
 def _projections(
     where: str, spec: MambaSpec, ranks: int, channels: int, layer: Any
 ) -> tuple[tuple[str, int, int], ...]:
-    """Returns the parts of a convolution's `channels` on a rank: name, units in the whole model, channels of a unit."""
+    """Returns the parts of a convolution's `channels` on a rank."""
     if spec.mamba_type.name in {"MAMBA1", "SHORT_CONV"}:
         return (("x", channels * ranks, 1),)
     heads, *sizes = spec.shapes[1]
@@ -88,7 +91,8 @@ def _projections(
         )
     if spec.mamba_type.name == "GDN_ATTN":
         return ("q", groups * ranks, unit), ("k", groups * ranks, unit), ("v", heads * ranks, sizes[0])
-    # If several ranks have one group each, they may all hold the model's only group, or each its own.
+    # If several ranks have one group each, either all of them hold the model's only group, or each holds its own. Only
+    # the layer tells.
     total = layer.norm.n_groups if groups == 1 and ranks > 1 and layer is not None else groups * ranks
     return ("x", heads * ranks, sizes[0]), ("B", total, unit), ("C", total, unit)
 

@@ -32,8 +32,8 @@ _LISTS = {
     "pull_bytes": ("Bytes of a rank's pull.", PULL_BUCKETS["num_bytes"]),
     "pull_runs": ("Descriptors of a rank's pull.", PULL_BUCKETS["num_runs"]),
 }
-# The metrics of vLLM's own NIXL connector, under vLLM's names and buckets, for existing dashboards. Each repeats one of
-# our metrics.
+# The metrics of vLLM's own NIXL connector, with vLLM's names and buckets, so that existing dashboards work. Each of
+# them repeats one of our metrics.
 _POSTS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
 _RUNS = (10, 20, 30, 50, 75, 100, 200, 400, 1000, 2000, 4000, 10_000, 20_000, 50_000)
 _NIXL_COUNTS = {
@@ -53,7 +53,7 @@ class PullStats(KVConnectorStats):
     """Events of one or more ranks in an interval: counts, and figures of each pull."""
 
     def __post_init__(self) -> None:
-        """Sets missing counts to zero and missing lists to empty."""
+        """Sets counts that are missing to zero, and lists that are missing to empty."""
         given = self.data
         self.reset()
         self.data |= given
@@ -69,7 +69,7 @@ class PullStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Returns one figure of each kind, for a log line."""
+        """Returns one figure for each statistic, for a log line."""
         counts: dict[str, int | float] = {name: count for name in _COUNTS if (count := self.data[name])}
         seconds, moved = self.data["pull_seconds"], self.data["pull_bytes"]
         if not seconds:
@@ -107,9 +107,10 @@ def _counts(snapshot: StatsSnapshot) -> dict[str, int]:
 
 
 class PullMetrics(KVConnectorPromMetrics):
-    """The same figures as Prometheus metrics, named `vllm:pagewire_*`, and again as `vllm:nixl_*`.
+    """The same figures as Prometheus metrics, once as `vllm:pagewire_*` and once more as `vllm:nixl_*`.
 
-    The `vllm:nixl_*` metrics are left out if vLLM's own NIXL connector runs in the same `MultiConnector` and has them.
+    The `vllm:nixl_*` metrics are left out if vLLM's own NIXL connector runs in the same `MultiConnector`, because it
+    makes them itself.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class PullMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters: list[tuple[str, Any]] = []  # with the name of the figure in our stats
+        self._counters: list[tuple[str, Any]] = []  # each counter, with the name of its figure in our stats
         self._histograms: list[tuple[str, Any]] = []
         for name, text in _COUNTS.items():
             self._counters.append((name, self._made(metric_types[Counter], f"pagewire_{name}", text)))

@@ -1,6 +1,6 @@
 """The versions of vLLM that this connector supports.
 
-They are checked before any import that other versions may lack.
+They are checked before any import, because other versions may lack the imported names.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from importlib.metadata import PackageNotFoundError, version
 from transfer.errors import InvalidEngineError
 
 TRIED = ("0.32", "0.33")
-"""vLLM changes its connector interface with every one of these versions: methods, arguments, and the time of calls."""
+"""Every one of these versions has changed vLLM's connector interface: its methods, their arguments, or when they are
+called.
+"""
 
 
 def check_version(found: str | None = None) -> str:
-    """Returns the installed version of vLLM, or `found` if given, if the connector supports it.
+    """Checks the installed version of vLLM (or `found`), and returns it if the connector supports it.
 
     Raises:
         InvalidEngineError: (a ValueError) vLLM is missing or has another version.

@@ -28,18 +28,18 @@ logger = logging.getLogger("pagewire.vllm")
 
 
 class WorkerSide:
-    """The worker's side of one rank. For the thread that runs its model."""
+    """The worker's side of one rank. Only the thread that runs its model may use it."""
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._keyring = read_options(vllm_config).keys
-        # Refuses an unsupported config before there are caches.
+        # An unsupported config is refused before there are caches.
         check_config(worker_config(vllm_config, kv_cache_config, {}))
         self._worker: NixlConnectorWorker | None = None
         self._copy: Any = None
-        self._waits = StepMetadata()  # requests whose load or lease vLLM waits for
-        self._sent: set[str] = set()  # requests whose lease has ended, but that vLLM does not wait for yet
+        self._waits = StepMetadata()  # the requests for whose load or lease vLLM waits
+        self._sent: set[str] = set()  # requests whose lease has ended before vLLM began to wait for it
         self._failures: set[str] = set()
         self._output = WorkerOutput()
         self._snapshot: StatsSnapshot | None = None
@@ -47,7 +47,7 @@ class WorkerSide:
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Registers the tensors of this rank's layers, and starts to serve and to read."""
         moved = self._kv_cache_config.transfer_group_index_by_layer
-        # A layer that is not in a transferred group shares the tensor of a layer that is.
+        # A layer outside the transferred groups shares the tensor of a layer inside them.
         caches = {name: cache for name, cache in kv_caches.items() if name in moved}
         pages = {name: cache.shape[2] for name, cache in caches.items()}
         config = worker_config(self._vllm_config, self._kv_cache_config, pages)
@@ -61,7 +61,7 @@ class WorkerSide:
             thread.replica.timed = self._vllm_config.observability_config.otlp_traces_endpoint is not None
 
     def _as_moved(self, caches: Mapping[str, Any], pages: Mapping[str, int]) -> dict[str, Cache]:
-        """Returns the tensors of layers, split into keys and values or states as the backend stores them."""
+        """Returns the layers' tensors as a transfer takes them: split into keys and values, or into states."""
         found: dict[str, Cache] = dict(caches)
         for number, group in enumerate(self._kv_cache_config.transfer_groups):
             where, names = f"cache group {number}", [name for name in group.layer_names if name in pages]
@@ -72,7 +72,7 @@ class WorkerSide:
         return found
 
     def _prove(self, config: WorkerConfig, caches: Mapping[str, Cache]) -> None:
-        """Raises if the kernels write elsewhere than the boxes say, before any reader can ask for a page."""
+        """Raises if vLLM's kernels do not write where our boxes say. Runs before any reader can ask for a page."""
         start = time.perf_counter()
         layers = layers_of(f"engine {config.engine_id!r}", self._vllm_config, list(caches))
         tried = prove(config, layers, caches, self._vllm_config.model_config.dtype)
@@ -109,9 +109,10 @@ class WorkerSide:
         self._waits.refused |= metadata.refused
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
-        """Returns the requests that vLLM waits for and that are done: sent, received, and which of the received failed.
+        """Returns the finished requests among those that vLLM waits for: sent, received, and failed of the received.
 
-        A failed load is reported only once nothing of it is in flight, because vLLM reuses its blocks at once.
+        A failed load is reported only when nothing of it is in flight any more, because vLLM then reuses its blocks at
+        once.
         """
         self._output = output = self.running.take_output()
         self._sent |= output.sent.keys() | {request_id for request_id, error in output.offered.items() if error}
