@@ -57,6 +57,10 @@ def test_each_layer_has_one_place_and_little_is_lost() -> None:
         for layer, (table, place) in tables.places.items():
             assert tables.tables[table].layers[place] == layer
             assert place < tables.layers_per_page
+        assert {group for group, _ in tables.groups} == set(groups)
+        assert sum(one.num_tables for one in tables.groups) == len(tables.tables)
+        for group, at in tables.groups:  # the tables of a group are consecutive, and have its layers in their order
+            assert [layer for table in tables.tables[at] for layer in table.layers] == list(group.layers)
         assert all(lost(tables, tokens) <= MOST_LOST for tokens in (1, 50, 1000, 1 << 20))
 
 
@@ -66,17 +70,25 @@ def test_without_groups_there_is_one_table_of_all_layers() -> None:
     assert tables.places == {layer: (0, layer) for layer in range(7)}
 
 
-@pytest.mark.parametrize("kind", ["window", "chunked"])
+@pytest.mark.parametrize("kind", ["full", "window", "chunked"])
 def test_what_a_query_sees_is_what_the_kind_says(kind: Any) -> None:
     for tokens in (1, 2, 5, 8):
-        group = LayerGroup(kind, (0,), tokens)
+        group = LayerGroup(kind, (0,), 0 if kind == "full" else tokens)
+        assert group.keeps_all == (kind == "full")
+        most = dict.fromkeys((1, 3, 4), 0)
         for position in range(40):
-            chunks = [key for key in range(position + 1) if key // tokens == position // tokens]
-            window = [key for key in range(position + 1) if position - key < tokens]
-            assert int(group.first_seen(np.array(position))) == (window if kind == "window" else chunks)[0]
-            for size in (1, 3, 4):
-                first = int(group.first_seen(np.array(position)))
-                assert position // size - first // size + 1 <= group.most_pages(position + 1, size)
+            seen = {
+                "full": range(position + 1),
+                "window": [key for key in range(position + 1) if position - key < tokens],
+                "chunked": [key for key in range(position + 1) if key // tokens == position // tokens],
+            }
+            first = int(group.first_seen(np.array(position)))
+            assert first == seen[kind][0]
+            for size in most:
+                most[size] = max(most[size], position // size - first // size + 1)
+                assert most[size] <= group.most_pages(position + 1, size)
+        if kind != "chunked":  # a chunk begins at few offsets in a page
+            assert most == {size: group.most_pages(40, size) for size in most}
 
 
 def test_layers_that_are_missing_or_named_twice_are_refused() -> None:
@@ -111,6 +123,16 @@ def test_no_group_has_to_be_of_full_attention() -> None:
     groups = (LayerGroup("window", (0,), 4), LayerGroup("chunked", (1,), 6))
     assert manager_of(layers=2, params={"groups": groups}).layer_tables.kinds == ("chunked 6", "window 4")
     assert manager_of(params={"groups": groups[:1]}).layer_tables.kinds == ("window 4",)
+
+
+def test_tables_are_named_by_kind_and_window_and_a_block_table_leaves_out_full_attention() -> None:
+    window, chunked, full = LayerGroup("window", (1,), 4), LayerGroup("chunked", (2,), 8), LayerGroup("full", (0,))
+    tables = layer_tables((window, chunked, full), 3)
+    assert tables.kinds == ("full", "chunked 8", "window 4")
+    assert tables.kinds_named == ("chunked 8", "window 4")
+    assert layer_tables((LayerGroup("window", (0,), 4),), 1).kinds_named == ("window 4",)
+    assert layer_tables((), 3).kinds_named == ()
+    assert tables.most_pages(1000, 2) == 500 + 5 + 3
 
 
 def test_groups_are_a_tuple_of_groups() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -35,6 +36,7 @@ LAST, FIRST = Retention(session_continues=True), Retention(session_continues=Fal
         (Retention(session_continues=True, priority=0), 2),
         (Retention(session_continues=False, priority=75), 1),
         (Retention(session_continues=True, priority=100), 4),
+        (Retention(session_continues=False, priority=0), 0),
     ],
 )
 def test_session_and_priority_give_one_level(hint: Retention, level: int) -> None:
@@ -63,6 +65,8 @@ def test_a_range_speaks_for_the_pages_that_lie_in_it() -> None:
     # Page 2 holds token 11, page 4 token 16: neither lies in a range.
     assert LEVEL_OF[hints.codes].tolist() == [4, 4, 0, 0, 0, 3, 3]
     assert hints.lives.tolist() == [math.inf] * 5 + [3.0, 3.0]
+    codes, lives = hints.of(np.array([6, 0]))
+    assert (LEVEL_OF[codes].tolist(), lives.tolist()) == ([3, 4], [3.0, math.inf])
     assert page_hints(LAST, 3, 4).lives.tolist() == [math.inf] * 3
     without_a_time = page_hints(Retention(ranges=(RangeRetention(5, 16, priority=100),)), 5, 4)
     assert without_a_time.lives.tolist() == [math.inf] * 5
@@ -78,14 +82,31 @@ def test_a_range_speaks_for_the_pages_that_lie_in_it() -> None:
         (lambda: Retention(priority=-1), "priority is -1"),
         (lambda: Retention(ttl_s=0.0), "ttl_s is 0.0"),
         (lambda: Retention(ttl_s=math.inf), "ttl_s is inf"),
+        (lambda: Retention(session_continues="no"), "session_continues is 'no'"),  # pyright: ignore[reportArgumentType]
+        (lambda: Retention(ranges=(FIRST,)), "retention: ranges is Retention"),  # pyright: ignore[reportArgumentType]
         (lambda: RangeRetention(3, 3), "from token 3 to 3 has no tokens"),
         (lambda: RangeRetention(-1), "from token -1"),
+        (lambda: RangeRetention("1"), "from token '1' to None"),  # pyright: ignore[reportArgumentType]
+        (lambda: RangeRetention(0, 2.5), "from token 0 to 2.5"),  # pyright: ignore[reportArgumentType]
         (lambda: RangeRetention(0, 3, ttl_s=-2.0), "ttl_s is -2.0"),
     ],
 )
 def test_a_hint_out_of_range_is_refused(made: object, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         made()  # pyright: ignore[reportCallIssue] - the table's functions
+
+
+def test_a_neutral_hint_is_the_default_and_takes_no_bytes() -> None:
+    for neutral in (Retention(priority=50), Retention(None, 50, None, ())):
+        assert msgspec.json.encode(neutral) == b"{}"
+    assert msgspec.json.encode(RangeRetention(3, priority=50)) == b'{"start":3}'
+
+
+def test_ranges_in_a_list_become_a_tuple() -> None:
+    ranges = [RangeRetention(0, 3)]
+    hint = Retention(ranges=ranges)  # pyright: ignore[reportArgumentType]
+    ranges.clear()
+    assert hint.ranges == (RangeRetention(0, 3),)
 
 
 def test_the_latest_word_counts_but_a_page_of_many_sessions_is_not_put_first() -> None:
@@ -96,5 +117,6 @@ def test_the_latest_word_counts_but_a_page_of_many_sessions_is_not_put_first() -
     assert merge_codes(first, first).tolist() == [SHARED]  # used again although an earlier session had ended
     assert merge_codes(np.array([SHARED], np.uint8), first).tolist() == [SHARED]
     assert merge_codes(np.array([SHARED], np.uint8), last).tolist() == last.tolist()
+    assert merge_codes(first, none).tolist() == none.tolist()
     assert merge_codes(first, None).tolist() == [SHARED]
     assert merge_codes(last, None).tolist() == last.tolist()

@@ -14,7 +14,6 @@ PACKAGES = ("kvcache", "transfer", "scheduler_adapters", "pagewire")
 # Source files and the test files through which they are tested, without the package and "test_".
 _DOORS: dict[str, dict[str, str]] = {
     "kvcache": {
-        "arguments": "misuse million_moves params",
         "claims": "misuse replicas manager replica/batch",
         "copies": "quantization layout",
         "events/log": "events/grouped_events events/events",
