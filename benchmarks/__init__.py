@@ -1,4 +1,4 @@
 """Benchmarks: each file answers one question.
 
-`python -m benchmarks` runs them, `benchmarks.peers` runs other managers.
+`python -m benchmarks` runs all of them. `benchmarks.peers` compares with other managers.
 """

@@ -53,12 +53,12 @@ def arguments() -> argparse.Namespace:
 
 
 def available() -> list[str]:
-    """The names of the available benchmarks."""
+    """The names of the benchmarks."""
     return [name for name in (*NAMES, "growth_transfer", "plan", "pull") if (HERE / f"{name}.py").exists()]
 
 
 def run(name: str, path: Path, *, quick: bool) -> bool:
-    """Run one benchmark, which prints its table. Returns False if it failed; its last line then says why."""
+    """Run one benchmark, which prints its table. Returns False if it failed; the last line that it printed says why."""
     command = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(path), *(["--quick"] if quick else [])]
     start = time.monotonic()
     failed = subprocess.run(command, cwd=HERE.parent, check=False).returncode  # noqa: S603 - our own files

@@ -1,8 +1,8 @@
 """What does it cost to admit one prompt: to hash it, look it up, and reserve its pages?
 
-In the case `cold` the prompt is new and gets fresh pages. With `evicting` it is new, and a page is evicted for each of
-its pages. With `warm` every full page is found. `publish` is the `step` after the prompt was computed. The pool is new,
-or full (`pools.age`). Each sample is a new context, so the figure includes the hash.
+In the case `cold` the prompt is new and gets fresh pages. In the case `evicting` it is new, and each of its pages needs
+an eviction. In the case `warm` every full page is found. `publish` is the `step` after the prompt was computed. The
+pool is new, or full (`pools.age`). Each sample is a new context, so the figure includes the hash.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Bench:
         return self._open
 
     def published(self) -> TextContext:
-        """Like `unseen`, but the previous sample's prompt is published, so that its pages stay cached."""
+        """Like `unseen`, but first publishes the previous sample's prompt, whose pages then stay cached."""
         if self._open is not None:
             compute(self.manager, self._open)
         return self.unseen()
 
     def sampled(self, prepare: Callable[[], TextContext], hit: int) -> Row:
-        """Time `maybe_reserve`, and check that each call found `hit` tokens."""
+        """Time `maybe_reserve`, and check that each call found `hit` cached tokens."""
         last: list[TextContext] = []
 
         def prepared() -> TextContext:
@@ -58,7 +58,7 @@ class Bench:
 
     def cold(self) -> Row:
         """The prompt gets fresh pages."""
-        # all samples take this prompt's pages, which were evicted if the pool is full
+        # every sample takes this prompt's pages, which had to be evicted first if the pool is full
         reserve(self.manager, self.unseen())
         before = self.manager.metrics.evictions
         row = self.sampled(self.unseen, 0)

@@ -1,12 +1,12 @@
 """What does it cost to ask another process for pages by content?
 
 Two managers and their exchanges run in one process. The source has a prompt of `pages` pages. The reader has none of
-it, asks for all of it, and refuses the lent pages. The rows of a loop are the times of its calls. The reader's loop
+it, asks for all of it, and gives the lent pages back. The rows of a loop are the times of its calls. The reader's loop
 calls `ask`, and polls for the answer. The source's loop polls twice: once to find and lease the pages, and once to
 learn that the lease was granted. `poll` is a poll with nothing to do. Bytes and messages are counted on the wire, from
-a question to its answer. `kept` is the memory, as allocated by Python, that the source keeps for a question that its
-loop has not seen yet, for an open lease, and for an ended one. Times are processor time of the loop's thread, because
-the threads of both sides share a core only here.
+a question to its answer. `kept` is the memory that the source keeps, as allocated by Python, in three cases: for a
+question that its loop has not processed yet, for an open lease, and for an ended one. Times are processor time of the
+loop's thread, because only in this benchmark do both sides share a core.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from transfer.pull.exchange import PageExchange
 from transfer.wire.messages import ContentQuery, LeaseReply, encode_message
 
 PAGE, SIZES, KEPT = 16, (16, 128, 1024, 8192), 32
-_PAUSE_S = 4e-3  # time for messages to arrive, after which a question may be repeated
+_PAUSE_S = 4e-3  # in seconds: time for messages to arrive, after which a question may be repeated
 _LONGEST_S = 60.0
 
 
 class Pair:
-    """A source that has a prompt of `pages` pages, and a reader that has none of it."""
+    """A source that has a prompt of `pages` pages, and a reader that has none of them."""
 
     def __init__(self, pages: int, spare: int) -> None:
         tokens = [*range(pages * PAGE + 1)]
@@ -57,7 +57,7 @@ class Pair:
 
         def counted(query: ContentQuery) -> LeaseReply:
             reply = lent(query)
-            # a query without digests is only checked again
+            # a query without digests only repeats an earlier question
             self.wire += [len(encode_message(query))] * bool(query.digests)
             self.wire += [len(encode_message(reply))] * (not reply.waits_for)
             return reply
@@ -85,7 +85,7 @@ def _manager(pages: int, tokens: int) -> PagedKVCacheManager:
 
 @contextmanager
 def pair(pages: int, spare: int = 1) -> Iterator[Pair]:
-    """Makes a `Pair`. `spare` is how often the source could lend its prompt at the same time."""
+    """Makes a `Pair`. The source has room for `spare` copies of its prompt besides the one that it lends."""
     made = Pair(pages, spare)
     try:
         yield made
@@ -117,7 +117,7 @@ def meet(it: Pair) -> None:
 
 
 def question(it: Pair, spent: dict[str, list[float]]) -> None:
-    """Ask one question, record the times of its calls, and give its lease back."""
+    """Ask one question, record the times of its calls, and end its lease."""
 
     def timed(name: str, call: Callable[[], Any]) -> Any:
         start = time.thread_time_ns()
@@ -152,7 +152,7 @@ def question(it: Pair, spent: dict[str, list[float]]) -> None:
     timed("reader: refuse", lambda: it.reader.refuse(0, lent[0].source, "measured"))
     until(
         lambda: not it.managers[0].num_leased_blocks, it.source.poll
-    )  # a reader gets each page under only one lease at a time
+    )  # a reader gets each page under only one lease at a time, so the lease must end before the next question
 
 
 def asked(pages: int, repeats: int) -> list[Row]:
@@ -184,7 +184,7 @@ def _allocated(act: Callable[[], object]) -> int:
 
 
 def kept(pages: int) -> list[Row]:
-    """The bytes that the source keeps for a waiting question, for its lease, and for that lease after its end."""
+    """The bytes that the source keeps for a waiting question, for its lease, and for that lease after it has ended."""
     with pair(pages, KEPT) as it:
         lender, wanted = it.source.lending.of[0], it.wanted
         template = ContentQuery(

@@ -1,11 +1,12 @@
-"""How long is the time to the first token over a slow link, if a head is pulled, computed, or both from its two ends?
+"""How long is the time to the first token over a slow link, if a head is pulled, computed, or both at once?
 
-`python -m benchmarks.both_ends` runs two prefill processes and one decode process, each on a host of its own (a network
-namespace) behind a slow link. One prefill process has computed a prompt, and the other gets a prompt with the same
-head. It serves the prompt in each way in turn, in an order that follows from the seed (`benchmarks.prefix_worker`), and
-also in the way that it chooses itself. Pages go over NIXL, torch has one thread, and requests come one at a time. For
-100 Mbit/s the model is the small Llama. For 1 Gbit/s its keys and values are larger, so that the model computes them
-about as quickly as the link brings them.
+"Head" is the first part of a prompt, which another prompt shares. `python -m benchmarks.both_ends` runs two prefill
+processes and one decode process, each on a host of its own (a network namespace) behind a slow link. One prefill
+process has computed a prompt, and the other gets a prompt with the same head. It serves this prompt in each way in
+turn: it pulls the head, computes it, or pulls its end while it computes its beginning. A last way leaves the choice to
+the process. The seed determines the order (`benchmarks.prefix_worker`). Pages go over NIXL, torch has one thread, and
+requests come one at a time. For 100 Mbit/s the model is the small Llama. For 1 Gbit/s its keys and values are larger,
+so that the model computes them about as quickly as the link brings them.
 
     pulled_ms     until the first token if the whole head is pulled
     computed_ms   if all of it is computed
@@ -50,7 +51,7 @@ _LEARNT = (64, 256, 1024)
 
 
 class Link(NamedTuple):
-    """A rate, whether the model's keys and values are wide, and the tokens of a head."""
+    """A link's rate, whether the model's keys and values are wide, and the tokens of a head."""
 
     rate: str
     is_wide: bool
@@ -94,7 +95,10 @@ def rounds_of(link: Link, model: str | None, rounds: int, seed: int) -> list[Row
     with HostedFleet(roles, link.rate) as fleet:
 
         def served(way: str, number: int, size: int) -> tuple[float, int]:
-            """Serves a prompt with a new head at p0, and another one at p1. Returns the latter's seconds, and pages."""
+            """Serves a prompt with a new head at p0, and another prompt with that head at p1.
+
+            Returns the second prompt's seconds and pages.
+            """
             head = tokens(numbers, size)
             ask(fleet, "d0", "p0", f"first {way}{number} {size}", head + tokens(numbers, _END))
             settle(fleet)

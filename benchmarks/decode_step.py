@@ -1,12 +1,12 @@
 """What does one decode step cost the host: reserve, fetch, update and step for every running request?
 
-The requests end at evenly spread places of their last pages, so that `batch / page` of them need a new page in each
-step. With few requests most steps need none. `page_mean` is therefore the mean over as many steps as a page has tokens,
-in which each request needs one page. A `Batch` keeps lengths and tokens in arrays. Its contexts catch up when they are
-read, and by themselves every 256 steps. After each step `Batch, arrays read` takes the length and the last token of
-every request from the batch, as a streaming server may. `Batch, contexts read` reads the last token of every context,
+The requests are at evenly spread places of their last pages, so `batch / page` of them need a new page in each step.
+With few requests, most steps need none. `page_mean` is therefore the mean over as many steps as a page has tokens, in
+which each request needs one page. A `Batch` keeps lengths and tokens in arrays. Its contexts are updated when they are
+read, and otherwise every 256 steps. `Batch, arrays read` also takes the length and the last token of every request from
+the batch after each step, as a streaming server may. `Batch, contexts read` also reads the last token of every context,
 as a server without batches would. `us_mean` and `us_max` cover all steps of a row, including the one in which all
-contexts catch up.
+contexts are updated.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _STATISTICS = (
 def begun(batch: int, page_size: int, steps: int, *, full: bool) -> tuple[PagedKVCacheManager, list[TextContext]]:
     """A manager and running requests with computed prompts.
 
-    Pages for `steps` more steps are free, or evicted ones if `full`.
+    For `steps` more steps, the pool has free pages, or pages to evict if `full`.
     """
     pages = max(batch, 64) * -(-(PROMPT + page_size + steps + 1) // page_size) + 1
     manager = manager_of(pages, page_size=page_size, rows=max(batch, 64), max_seq_len=LONGEST)
@@ -44,7 +44,7 @@ def begun(batch: int, page_size: int, steps: int, *, full: bool) -> tuple[PagedK
 
 
 def by_calls(manager: PagedKVCacheManager, contexts: list[TextContext]) -> None:
-    """Run one step through the plain calls, like code written for MAX 25.7."""
+    """Run one step through the plain calls, in the way of code written for MAX 25.7."""
     for context in contexts:
         manager.maybe_reserve(context)
     manager.fetch(contexts)
@@ -54,7 +54,7 @@ def by_calls(manager: PagedKVCacheManager, contexts: list[TextContext]) -> None:
 
 
 def bound(manager: PagedKVCacheManager, contexts: list[TextContext], calls: str = "Batch") -> Callable[[], None]:
-    """Run one step through a `Batch`, and then read what `calls` says."""
+    """Run one step through a `Batch`. Then read arrays or contexts, as `calls` says."""
     batch, tokens = manager.batch(contexts), np.ones(len(contexts), np.int32)
 
     def step() -> None:
@@ -74,7 +74,8 @@ def bound(manager: PagedKVCacheManager, contexts: list[TextContext], calls: str 
 
 def measure(batch: int, page_size: int, repeats: int, *, full: bool = False) -> list[Row]:
     """The rows for one batch size: by `Batch`, with contexts read or not, and by plain calls."""
-    repeats = -(-repeats // page_size) * page_size  # whole pages, so that every request needs equally many
+    # a multiple of the page size, so that every request needs equally many pages
+    repeats = -(-repeats // page_size) * page_size
     rows: list[Row] = []
     for calls in CALLS:
         manager, contexts = begun(batch, page_size, repeats + WARM_UP, full=full)

@@ -1,15 +1,15 @@
 """What do KV events cost the serving loop, and can a subscriber delay it?
 
-`prefills` reserves, fetches and steps a prompt in a pool that must evict all of its pages. `decodes` lets each running
-request fill a page in such a pool: it times the step that reserves the page, and the one that publishes it. One run has
-managers with and without events, several of each, in random order. `us_page_*` is this thread's processor time.
-`wall_cost` also includes the work of the publisher, which runs on the same core here.
+`prefills` times reserve, fetch and step for a prompt in a pool that must evict all of its pages. `decodes` lets each
+running request fill a page in such a pool: it times the step that reserves the page, and the one that publishes it. One
+run has managers with and without events, several of each, in random order. `us_page_*` is this thread's processor time.
+`wall_cost` also includes the work of the publisher, which shares the core in this benchmark.
 
-`loop` is a decode step, back to back or with a pause as long as a small model. There is no subscriber, or one that
-reads everything, is slower than the loop, reads nothing, dies half way, or asks for replays as fast as it can. The loop
-has a core for itself. The publisher's thread and the subscriber share another one. `missed` counts the batches that a
-subscriber did not get because its queue was full. `mib_grown` is the growth of the process in the second half of the
-last round, when all event queues are full.
+`loop` times a decode step. Steps follow each other at once, or with a pause as long as a small model runs. There is no
+subscriber, or one that reads everything, is slower than the loop, reads nothing, dies half way, or asks for replays as
+fast as it can. The loop has a core for itself. The publisher's thread and the subscriber share another one. `missed`
+counts the batches that a subscriber did not get because its queue was full. `mib_grown` is the growth of the process in
+the second half of the last round, when all event queues are full.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from kvcache import KVEvents
 ANY = "tcp://127.0.0.1:0"
 PAGE = 16
 SIDES = 3
-"""The number of managers with events, and of managers without them.
+"""How many managers with events take part, and as many without.
 
-One of each would not do: the addresses of a manager's arrays affect its times more than events do.
+One of each is not enough, because the addresses of a manager's arrays affect its times more than events do.
 """
 KEPT = 50
-"""Batches that wait for a subscriber, and that are kept for replays, in `loop`."""
+"""In `loop`: how many batches may wait for a subscriber, and how many are kept for replays."""
 PAUSES_MS = (0.0, 1.0)
 SUBSCRIBERS = ("off", "none", "reading", "slow", "stopped", "dead", "flooding")
 _START_S = 120.0
@@ -77,7 +77,7 @@ class Prefills:
 
 
 class Decodes:
-    """Running requests that all fill a page in the same step.
+    """Running requests that fill a page in the same step.
 
     It times the two steps in which they take and publish a page.
     """
@@ -115,7 +115,7 @@ def timed(call: Callable[[], object]) -> tuple[int, int]:
 
 
 def stores(kind: type[Prefills | Decodes], pages: int, repeats: int) -> Row:
-    """One row: the times of managers without and with events, which take turns in random order."""
+    """One row: the times of managers without events and with events, in random order."""
     made = [(on, kind(pages, KVEvents(ANY, ANY) if on else None)) for _ in range(SIDES) for on in (False, True)]
     for _, each in made * 3:
         each.store()
@@ -148,9 +148,11 @@ def stores(kind: type[Prefills | Decodes], pages: int, repeats: int) -> Row:
 def subscriber(kind: str, endpoints: tuple[str, str], ready: Event, over: Event, missed: Synchronized[int]) -> None:
     """Runs a subscriber of this kind until the loop is over."""
     context = zmq.Context()
-    context.linger = 0  # applies to every socket, so that the end does not wait for messages to a dead peer
+    # a context's linger applies to all of its sockets, so that the end does not wait for messages to a dead peer
+    context.linger = 0
     sub = context.socket(zmq.SUB)
-    if kind in ("slow", "stopped"):  # keeps the queues on this side as short as possible
+    # such a subscriber's queues are as short as possible, so that messages queue at the publisher
+    if kind in ("slow", "stopped"):
         sub.setsockopt(zmq.RCVHWM, 1)
         sub.setsockopt(zmq.RCVBUF, 1 << 12)
     sub.connect(endpoints[0])
@@ -190,7 +192,7 @@ def loop(kind: str, requests: int, pause_ms: float, steps: int) -> tuple[list[fl
     processes = multiprocessing.get_context("spawn")
     ready, over, missed = processes.Event(), processes.Event(), processes.Value("q", 0)
     cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, cores[:1])  # the core for the threads and processes that are started next
+    os.sched_setaffinity(0, cores[:1])  # the threads and processes that are started next get this core
     told = None if kind == "off" else KVEvents(ANY, ANY, hwm=KEPT, buffer_steps=KEPT)
     manager = manager_of(requests * 400, page_size=PAGE, rows=requests, kv_events=told)
     contexts = running(manager, Prompts(), [PAGE] * requests)
@@ -233,7 +235,7 @@ def resident() -> float:
 
 
 def loops(requests: int, steps: int, rounds: int) -> list[Row]:
-    """A row for each subscriber and pause.
+    """A row for each subscriber and each pause.
 
     Their steps come from several alternating rounds, so that machine noise affects all rows.
     """

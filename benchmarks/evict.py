@@ -1,7 +1,7 @@
 """What does it cost to evict a page, at any pool size?
 
-It alternates between reserving n pages that must be evicted and n fresh pages, on the same full pool (`pools.age`).
-`evict` is the difference for each page. The prompts are hashed beforehand, outside of the figures.
+On the same full pool (`pools.age`), n pages that must be evicted are reserved, and then n fresh pages. `evict` is the
+difference for each page. The prompts are hashed beforehand, which is not included.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _STATISTICS = (
 
 
 def hashed(manager: PagedKVCacheManager, prompts: Prompts, count: int) -> TextContext:
-    """A new prompt of `count` pages whose digests were already made, by asking for a replica."""
+    """A new prompt of `count` pages. Asking for its replica has already hashed it."""
     context = TextContext(prompts.tokens(count * manager.page_size), manager.max_seq_len)
     manager.get_or_recommend_replica(context)
     manager.external_claim(context.request_id)
@@ -27,7 +27,7 @@ def hashed(manager: PagedKVCacheManager, prompts: Prompts, count: int) -> TextCo
 
 
 def pair(manager: PagedKVCacheManager, prompts: Prompts, count: int) -> tuple[float, float]:
-    """Microseconds to reserve `count` pages by eviction, and to reserve the same pages when they are fresh."""
+    """Returns the microseconds to reserve `count` pages by eviction, and to reserve `count` fresh pages."""
     evictor = hashed(manager, prompts, count)
     before = manager.metrics.evictions
     evicting = timed(manager.maybe_reserve, evictor)
@@ -36,7 +36,7 @@ def pair(manager: PagedKVCacheManager, prompts: Prompts, count: int) -> tuple[fl
     fresh = hashed(manager, prompts, count)
     reusing = timed(manager.maybe_reserve, fresh)
     expect(manager.metrics.evictions == before + count, "the second reservation evicts nothing")
-    compute(manager, fresh)  # publishes and releases the pages, which are then the youngest idle ones
+    compute(manager, fresh)  # publishes the pages and releases them as the youngest idle pages
     manager.release(fresh.request_id)
     return evicting, reusing
 

@@ -1,9 +1,9 @@
 """Remakes every committed result, one after another, and the tables in the docs: `make figures`.
 
-`python -m benchmarks.figures [--quick] [--only GROUP,GROUP] [--list]`. The listed times are for two idle cores.
+`python -m benchmarks.figures [--quick] [--only GROUP,GROUP] [--list]`. The listed durations are for two idle cores.
 `--quick` tries every program with fewer sizes and repeats, writes to `benchmarks/out`, and does not change the docs. A
-result from a tree with uncommitted changes counts as old. `--list` also says what has changed since each result was
-made. The exit status is 1 if a program failed; the other results are written nevertheless.
+result from a tree with uncommitted changes counts as out of date. `--list` also says what has changed since each result
+was made. The exit status is 1 if a program failed; the other results are written nevertheless.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from benchmarks.measured import ROOT
 
 OUT = ROOT / "benchmarks" / "out"
 _BUSY = 0.5
-"""Load above which figures are worth little."""
+"""At a higher load, figures are not reliable."""
 
 
 class Step(NamedTuple):
-    """One program.
+    """One program that makes results.
 
     Attributes:
         group: the group that selects it.
         made: names of the results that it writes.
-        command: arguments after the interpreter; `{folder}` stands for the folder of results.
-        seconds: its duration.
-        quick: the command of a quick trial, and its duration.
-        environment: the environment below `.venvs` whose interpreter runs it; empty for the present one.
+        command: the arguments for the interpreter. `{folder}` stands for the folder of results.
+        seconds: the duration of the program.
+        quick: the command of a quick trial, and the trial's duration.
+        environment: the environment below `.venvs` whose interpreter runs the program; empty for the current one.
     """
 
     group: str

@@ -1,9 +1,9 @@
 """What does the first request to an engine cost the reader's host, before its first byte moves?
 
-The engine has 64 layers of 100,000 pages, each layer with its own tensor and region: 51 GB of address space that
-nothing touches. `connect` is the whole contact: decoding and checking the metadata, choosing sources, making plans, and
-loading the peer into NIXL. `pull` is what the first pull of 2,048 pages then adds. No work depends on the number of
-pages, so a hundredth of the pages costs the same.
+The engine has 64 layers of 100,000 pages. Each layer has its own tensor and region: 51 GB of address space that is
+never touched. `connect` is the whole first contact: decoding and checking the metadata, choosing sources, making plans,
+and loading the peer into NIXL. `pull` is what the first pull of 2,048 pages adds to that. No part of the work depends
+on the number of pages, so a pool of a hundredth of the size has the same cost.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ LAYERS, HEADS, PAGE_SIZE, DIM, PULLED = 64, 8, 16, 16, 2048
 
 
 def shard(pages: int, heads: range, layers: int = LAYERS) -> ShardLayout:
-    """A rank that holds some heads of every layer."""
+    """A rank that holds the heads `heads` of every layer."""
     page = PageLayout("bfloat16", 2, layers, 2, heads.start, len(heads), PAGE_SIZE, DIM, "layer,head,token,side,dim")
     return per_layer(page, pages, PACKED_HND)
 
 
 @contextmanager
 def ranks(engine_id: str, pages: int, tp: int, layers: int = LAYERS) -> Iterator[list[RankTransfer]]:
-    """The ranks of an engine over address space that is reserved and never touched."""
+    """The ranks of an engine whose memory is only reserved address space, which is never touched."""
     incarnation, made, memories = new_incarnation(), list[RankTransfer](), list[mmap.mmap]()
     try:
         for rank in range(tp):
@@ -53,7 +53,7 @@ def ranks(engine_id: str, pages: int, tp: int, layers: int = LAYERS) -> Iterator
 
 
 def contact(pages: int, tp: int, repeats: int, layers: int = LAYERS) -> list[Row]:
-    """The rows for one size: a reader with one rank and a source with `tp`."""
+    """The rows for one size: a reader with one rank and a source with `tp` ranks."""
     with ranks("p", pages, tp, layers) as source, ranks("d", pages, 1, layers) as (reader,):
         metadata = [rank.metadata for rank in source]
         mine = open_rank(reader.metadata)

@@ -1,7 +1,7 @@
-"""What does disaggregation add to the time to the first token, and where?
+"""What does disaggregation add to the time to the first token, and in which part?
 
 `make first-token`: requests of the scaled-down conversation trace (`fleet_trace`) arrive by a Poisson process, whether
-or not earlier ones are done. They go to a prefill and a decode process, or to one process that runs the same loop
+or not earlier ones have finished. They go to a prefill and a decode process, or to one process that runs the same loop
 alone. The two ways alternate, in rounds with new processes. The model is the small Llama, pages go over NIXL, and torch
 has one thread. Prefill sends the first token at once, and decode makes the second. All processes use the machine's
 monotonic clock. The parts, in order:
@@ -16,8 +16,8 @@ monotonic clock. The parts, in order:
     join          from there until the first decode step has ended
     second token  from the arrival until the client has the second token
 
-With one process there are no hand-over and no pull, and `join` is the step after the prompt's last chunk. Percentiles
-of parts do not add up to those of their sum. `added` is the difference between the percentiles of the two ways.
+With one process there is no hand-over and no pull, and `join` is the step after the prompt's last chunk. Percentiles of
+parts do not add up to the percentile of their sum. `added` is the difference between the percentiles of the two ways.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _MAX_REQUESTS = 16
 
 
 class Way(NamedTuple):
-    """One way to serve: the roles of its processes, and the arguments of their program."""
+    """One way to serve: the roles of its processes, and their program's arguments."""
 
     name: str
     roles: tuple[msg.Role, ...]
@@ -65,14 +65,14 @@ WAYS = (Way("disaggregated", ("prefill", "decode"), ()), Way("one process", ("de
 
 
 class Served(NamedTuple):
-    """The result of one way: milliseconds of each part of each request, and the final counters of its processes."""
+    """The result of one way: milliseconds of each part of each request, and the final counters of each process."""
 
     parts: dict[str, list[float]]
     stats: list[msg.Stats]
 
 
 def configs(way: Way, requests: list[TraceRequest]) -> list[ServerConfig]:
-    """The processes of a way, for requests up to the longest of these."""
+    """The processes of a way, with room for the longest of these requests."""
     return [
         ServerConfig(
             model=None,
@@ -91,7 +91,7 @@ def configs(way: Way, requests: list[TraceRequest]) -> list[ServerConfig]:
 
 
 def arrivals(count: int, rate: float, seed: int) -> list[float]:
-    """Seconds from the start at which requests arrive: a Poisson process."""
+    """The times at which requests arrive, in seconds from the start: a Poisson process."""
     rng, at, found = random.Random(seed), 0.0, list[float]()  # noqa: S311  (guards nothing)
     for _ in range(count):
         at += rng.expovariate(rate)
@@ -100,7 +100,7 @@ def arrivals(count: int, rate: float, seed: int) -> list[float]:
 
 
 def serve(way: Way, requests: list[TraceRequest], times: list[float]) -> Served:
-    """Submit each request at its time, and check that all end.
+    """Submit each request at its time, and check that all requests end.
 
     Raises:
         ServiceError: a process died, a request failed or was tried twice, or something is held at the end.
@@ -129,7 +129,7 @@ def serve(way: Way, requests: list[TraceRequest], times: list[float]) -> Served:
 
 
 def hear_until(client: Client, at: float) -> None:
-    """Handle messages until it is time."""
+    """Handle messages until the time `at`."""
     while (left := at - time.monotonic()) > 0:
         client.hear(min(left, 0.05))
 
@@ -150,7 +150,7 @@ def check(asked: list[Asked], stamps: dict[str, list[Stamp]], stats: dict[str, m
 
 
 def parts_of(one: Asked, stamps: list[Stamp]) -> dict[str, float]:
-    """Seconds of each part of a request. A request for a single token has no pull and no second token."""
+    """The seconds of each part of a request. A request for a single token has no pull and no second token."""
     first_at = {(stamp.role, stamp.what): stamp.at for stamp in reversed(stamps)}
     sent = [stamp.at for stamp in stamps if stamp.what == "token"]
     begins = first_at["prefill", "leasing"]
@@ -175,7 +175,7 @@ def parts_of(one: Asked, stamps: list[Stamp]) -> dict[str, float]:
 
 
 def rows_of(ways: dict[str, Served]) -> list[Row]:
-    """A row for each part: p50 and p99 of both ways in milliseconds, and what disaggregation adds."""
+    """A row for each part: p50 and p99 of both ways in milliseconds, and how much disaggregation adds."""
     two, one = (ways[way.name].parts for way in WAYS)
     rows: list[Row] = []
     for part in PARTS:
@@ -200,7 +200,9 @@ def counters(served: Served) -> Row:
 
 
 def measure(requests: list[TraceRequest], rate: float, seed: int, rounds: int) -> dict[str, Served]:
-    """Runs both ways alternately with the same requests at the same times, a share of them in each round.
+    """Runs both ways alternately, in several rounds.
+
+    Each round has a share of the requests, at the same times in both ways.
 
     Raises as `serve`.
     """

@@ -1,12 +1,12 @@
-"""Does a fleet serve a real trace correctly while processes are killed and requests are cancelled?
+"""Does a fleet answer a real trace correctly while processes are killed and requests are cancelled?
 
 `make fleet` runs two prefill and two decode processes with a small Llama and pages over NIXL. They serve 1,000 requests
 of the scaled-down conversation trace (`fleet_trace`), at most 32 at a time. Every tenth request is cancelled at a
-random time in the queue (nothing has run), in prefill, in the pull or in decode. After a third of the requests one busy
-prefill process is killed, and after two thirds one busy decode process. Each is restarted at once. A request must end
-with the tokens of the model's own greedy `generate`. If it is cancelled or fails, it must have a stated reason, and its
-tokens so far must be right. At the end no process may hold a page. The exit status is 0 only if all of this holds, and
-2 if there is no trace.
+random time: in the queue (nothing has run), in prefill, in the pull or in decode. After a third of the requests one
+busy prefill process is killed, and after two thirds one busy decode process. Each is restarted at once. A request must
+end with the tokens of the model's own greedy `generate`. If it is cancelled or fails, it must have a stated reason, and
+the tokens that it has got must be right. At the end no process may hold a page. The exit status is 0 only if all of
+this holds, and 2 if there is no trace.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ PROGRAM = (sys.executable, "-m", "benchmarks.fleet_worker")
 REQUESTS = 1000
 CONCURRENCY = 32
 CANCELLED = 0.1
-WINDOW_S = 10.0  # seconds before and after a kill in which silences are measured
+WINDOW_S = 10.0  # in seconds, before and after a kill: the time in which gaps between tokens are measured
 _WHOLE = ("eos", "length")
-_ROUNDS = 8  # most rounds of the process by which a cancellation may be delayed
-_BUSY = 2  # least open requests of a process to be killed
+_ROUNDS = 8  # a cancellation is delayed by at most this many rounds of the process
+_BUSY = 2  # a process is killed only if it has this many open requests
 _CACHE_BYTES = 64 << 20  # 2,048 pages, a tenth of the trace's pages
 
 
@@ -54,7 +54,7 @@ class Killed(NamedTuple):
 
 
 class Run(NamedTuple):
-    """The result of a run: requests, kills, counters of living and of killed processes, and stamps."""
+    """The result of a run: its requests and kills, the counters of living and of killed processes, and the stamps."""
 
     asked: list[Asked]
     planned: int
@@ -68,7 +68,7 @@ class Run(NamedTuple):
 
 
 def configs(requests: list[TraceRequest]) -> list[ServerConfig]:
-    """Two processes of each kind, for requests up to the longest of these."""
+    """Two processes of each kind, with room for the longest of these requests."""
     roles: tuple[msg.Role, ...] = ("prefill", "prefill", "decode", "decode")
     return [
         ServerConfig(
@@ -89,13 +89,13 @@ def configs(requests: list[TraceRequest]) -> list[ServerConfig]:
 
 
 def plan_of(requests: list[TraceRequest], rng: random.Random) -> dict[str, Planned]:
-    """Chooses the requests to cancel, and where. A request for a single token comes no further than prefill."""
+    """Chooses which requests to cancel, and where. A request for a single token never gets beyond prefill."""
     chosen = rng.sample(range(len(requests)), round(CANCELLED * len(requests)))
     plan: dict[str, Planned] = {}
     for number in chosen:
         phases = PHASES[: 4 if requests[number].new > 2 else 3 if requests[number].new == 2 else 2]
         phase: Phase = rng.choice(phases)
-        # A pull takes one or two rounds, and a decode phase takes as many rounds as there are tokens.
+        # A pull takes one or two rounds, and decoding takes as many rounds as there are tokens.
         most = {"queue": _ROUNDS, "prefill": 2, "pull": 1, "decode": min(_ROUNDS, requests[number].new - 2)}[phase]
         plan[f"r{number}"] = Planned(phase, rng.randrange(max(1, most)))
     return plan
@@ -105,7 +105,7 @@ def run(requests: list[TraceRequest], seed: int) -> Run:
     """Serve the requests, with kills and cancellations chosen by the seed.
 
     Raises:
-        ServiceError: a process died that was not killed, or there is no progress any more.
+        ServiceError: a process died without being killed here, or the run makes no more progress.
     """
     rng = random.Random(seed)  # noqa: S311  (guards nothing)
     plan = plan_of(requests, rng)
@@ -131,7 +131,7 @@ def run(requests: list[TraceRequest], seed: int) -> Run:
 
 
 def kill_due(client: Client, due: list[tuple[int, str]], count: int) -> list[Killed]:
-    """Kill a process when `due` requests have ended, or as soon afterwards as it is busy."""
+    """Kill a process when `due` requests have ended. If it is not busy then, wait until it is."""
     done = len(client.asked) - len(client.open)
     if not due or done < due[0][0]:
         return []
@@ -149,7 +149,7 @@ def kill_due(client: Client, due: list[tuple[int, str]], count: int) -> list[Kil
 
 
 def judge(model: Any, asked: list[Asked]) -> dict[str, str]:
-    """The verdict on each request: "equal" (tokens so far are right), "tie" (explained by rounding), or the fault."""
+    """The verdict on each request: "equal" (its tokens are right), "tie" (they differ by rounding), or the fault."""
     known: dict[TraceRequest, list[int]] = {}
     verdicts: dict[str, str] = {}
     for one in asked:
@@ -172,7 +172,7 @@ def judge(model: Any, asked: list[Asked]) -> dict[str, str]:
 def cancelled_in(stamps: list[Stamp]) -> str:
     """The phase in which a request was cancelled.
 
-    Its decode process may take a prefill for the queue, so the prefill process decides.
+    Decode may count a request as queued that is already in prefill, so the stamps of the prefill process decide.
     """
     cancel = next(stamp for stamp in stamps if stamp.what.startswith("cancel "))
     phase = cancel.what.removeprefix("cancel ")
@@ -184,13 +184,13 @@ def cancelled_in(stamps: list[Stamp]) -> str:
 
 
 def longest_gap(times: list[float], start: float, end: float) -> float:
-    """The longest interval between start and end without any of the times; 0.0 if there is none."""
+    """The longest interval between `start` and `end` in which none of the times lies; 0.0 if there is none."""
     marks = [start, *(at for at in sorted(times) if start < at < end), max(start, end)]
     return max(after - before for before, after in itertools.pairwise(marks))
 
 
 def longest_wait(asked: list[Asked], start: float, end: float) -> float:
-    """The longest time without a token, in seconds, of a request that was open between start and end."""
+    """The longest time in seconds that an open request waited for a token between `start` and `end`."""
     return max(
         (
             after - before
@@ -203,7 +203,7 @@ def longest_wait(asked: list[Asked], start: float, end: float) -> float:
 
 
 def silence_of(run: Run, kill: Killed) -> Row:
-    """The longest silences after a kill and, for comparison, before it."""
+    """The longest gaps between tokens after a kill and, for comparison, before it."""
     times = [at for one in run.asked for at in one.times]
     lost = [one for one in run.asked if one.error.startswith("decode process") and one.ended == kill.at]
     others = [one for one in run.asked if one not in lost]
@@ -262,7 +262,7 @@ def figures(requests: list[TraceRequest], seed: int, run: Run, verdicts: dict[st
 
 
 def is_good(found: Row) -> bool:
-    """Whether all conditions in the module's docstring hold."""
+    """Whether all conditions of the module's docstring hold."""
     return not (found["wrong"] or found["pages_held"] or found["open_requests"])
 
 

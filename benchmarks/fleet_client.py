@@ -1,4 +1,4 @@
-"""The client of a fleet. It records its requests, their processes, and their results with times."""
+"""The client of a fleet. It records requests, the processes that serve them, and their results with times."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _SETTLE_S = 30.0
 
 @dataclass(slots=True, eq=False)
 class Asked:
-    """A request. Times are seconds of `time.monotonic`.
+    """A request and its result. Times are seconds of `time.monotonic`.
 
     Attributes:
-        request_id: its name.
-        request: the request.
-        decode: the decode process that got it.
-        submitted: when it was submitted.
+        request_id: id of the request.
+        request: what was submitted.
+        decode: the decode process to which it was submitted.
+        submitted: when the request was submitted.
         tokens: the tokens so far.
-        times: when each message with tokens arrived.
-        finished: why it ended; empty while it continues.
-        error: its error, if it failed.
-        ended: when it ended.
+        times: when each message with tokens of the request arrived.
+        finished: why the request ended; empty while it continues.
+        error: the error, if the request failed.
+        ended: when the request ended.
     """
 
     request_id: str
@@ -46,17 +46,17 @@ class Asked:
 
 
 class Client:
-    """Submits requests to decode processes, and receives messages from all. One thread calls it.
+    """Submits requests to decode processes, and receives messages from all processes. One thread calls it.
 
     Args:
-        fleet: an entered fleet, all of whose servers serve.
+        fleet: a fleet that has been entered and all of whose servers serve.
 
     Attributes:
         asked: every request by its id.
         open: requests that have not ended.
         stats: the latest counters of each process.
         lost_stats: the last counters of killed processes.
-        started: when each restarted process served again.
+        started: when each restarted process began to serve again.
     """
 
     def __init__(self, fleet: Fleet) -> None:
@@ -81,9 +81,9 @@ class Client:
         return not self._starting
 
     def submit(self, request_id: str, request: TraceRequest, at: float | None = None) -> None:
-        """Submit a request to the decode process with the fewest of our open requests.
+        """Submit a request to the decode process that has the fewest open requests of this client.
 
-        It counts as arrived `at`; None means now.
+        The request counts as arrived at `at`; None means now.
         """
         load = dict.fromkeys(self.decodes, 0)
         for one in self.open.values():
@@ -99,7 +99,7 @@ class Client:
         """Handle the processes' messages, waiting up to `timeout_s` seconds for the first one.
 
         Raises:
-            ServiceError: a process has died without being killed here, or requests are open and nothing has come for
+            ServiceError: a process has died without being killed here, or requests are open and no message has come for
                 two minutes.
         """
         messages = self.fleet.receive(timeout_s)
@@ -123,7 +123,7 @@ class Client:
     def _take(self, message: msg.Tokens, now: float) -> None:
         one = self.open.get(message.request_id)
         if one is None:
-            return  # a message of a killed process, whose requests were given up
+            return  # a message of a killed process, whose requests have already been given up
         if message.tokens:
             one.tokens += message.tokens
             one.times.append(now)
@@ -134,8 +134,8 @@ class Client:
     def kill(self, name: str) -> float:
         """Kill a process as a crash would, and restart it.
 
-        Requests of a decode process fail. Returns the time of the kill. Its counters must be in `stats`; later work is
-        not counted.
+        If it is a decode process, its requests fail. Returns the time of the kill. The process's counters must be in
+        `stats`; any later work of the process is not counted.
         """
         self.lost_stats.append(self.stats.pop(name))
         self.fleet.kill(name)
@@ -160,7 +160,7 @@ class Client:
                 raise ServiceError(f"not ready after {_START_S:.0f} s: {', '.join(sorted(self._starting))}")
 
     def count(self, names: list[str]) -> None:
-        """Get the current counters of these processes into `stats`.
+        """Fetch the current counters of these processes into `stats`.
 
         Raises:
             ServiceError: a process does not answer, or finds an inconsistency in its pages.
@@ -175,7 +175,10 @@ class Client:
                 raise ServiceError(f"no counters after {_SETTLE_S:.0f} s from {', '.join(names)}")
 
     def settle(self) -> float:
-        """Wait until nothing is held, at most half a minute. Returns the seconds; `stats` then says what is held."""
+        """Wait until no page is held, at most half a minute. Returns the seconds.
+
+        Afterwards `stats` shows what is still held.
+        """
         start = time.monotonic()
         while True:
             self.count(self.fleet.running)

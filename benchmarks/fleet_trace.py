@@ -1,8 +1,9 @@
 """Requests of a public trace, scaled down to the small model by a factor of 32.
 
-A block of the trace, 512 tokens, becomes one page of 16. Its tokens are the first 16 bytes of the sha256 of its id, so
-that prompts share pages here exactly if they share blocks there. The last block and the output have one token for each
-32 tokens begun. Arrival times are not used, because the small model has its own speed.
+A block of the trace, 512 tokens, becomes one page of 16 tokens. Its tokens are the first 16 bytes of the sha256 of its
+id, so prompts share pages here exactly if they share blocks in the trace. The last block of a prompt, and the output,
+have one token for each 32 tokens of the original, rounded up. Arrival times are not used, because the small model has
+its own speed.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ PAGE = BLOCK // SCALE
 
 
 class TraceError(KVCacheError):
-    """A trace cannot be read, or has too few requests."""
+    """A trace cannot be read, or has fewer requests than needed."""
 
 
 class TraceRequest(NamedTuple):
-    """A request to the small model: its prompt, and the number of tokens that it wants."""
+    """A request to the small model: its prompt, and the number of tokens to generate."""
 
     prompt: tuple[int, ...]
     new: int
@@ -75,12 +76,12 @@ def scaled(hash_ids: list[int], input_length: int, output_length: int) -> TraceR
 
 
 def page_of(block: int) -> bytes:
-    """The tokens of a block: bytes, which the small model all knows."""
+    """The tokens of a block: bytes, all of which the small model knows."""
     return hashlib.sha256(str(block).encode()).digest()[:PAGE]
 
 
 def synthetic_requests(count: int, seed: int) -> list[TraceRequest]:
-    """Synthetic requests in place of a trace: conversations with a common beginning that then diverge."""
+    """Makes requests in place of a trace: conversations with a common beginning that then diverge."""
     rng, found = random.Random(seed), list[TraceRequest]()  # noqa: S311  (guards nothing)
     for number in range(count):
         shared = rng.randrange(1, 8)
@@ -91,11 +92,11 @@ def synthetic_requests(count: int, seed: int) -> list[TraceRequest]:
 
 
 def ideal_hit_rate(requests: list[TraceRequest]) -> float:
-    """The share of the prompts' full pages that one process with an infinite cache would find."""
+    """The share of the prompts' full pages that one process with an infinite cache would find cached."""
     seen, hits, pages = set[tuple[int, ...]](), 0, 0
     for request in requests:
         for end in range(PAGE, len(request.prompt) + 1, PAGE):
-            page = request.prompt[end - PAGE : end]  # a block's id stands for the whole prefix
+            page = request.prompt[end - PAGE : end]  # a page here stands for the whole prefix, as a block's id does
             hits, pages = hits + (page in seen), pages + 1
             seen.add(page)
     return hits / pages if pages else 0.0

@@ -1,9 +1,9 @@
-"""A worker that writes a stamp for each event of a request, and cancels requests in planned phases.
+"""A worker that writes a time stamp for each event of a request, and cancels requests in planned phases.
 
-`Fleet` starts `python -m benchmarks.fleet_worker FOLDER [alone]`. The folder has the plan and gets the stamps. With
-`alone` the decode process computes its prompts itself. A planned cancellation has the effect of a client's `Abort` that
-arrives between two rounds of the decode process. Sent from outside, an `Abort` would rarely arrive in the few
-milliseconds of a pull.
+`Fleet` starts `python -m benchmarks.fleet_worker FOLDER [alone]`. The worker reads the plan from the folder and writes
+stamps there. With `alone`, the decode process computes its prompts itself. A planned cancellation has the effect of a
+client's `Abort` that arrives between two rounds of the decode process. An `Abort` from the client itself would rarely
+arrive in the few milliseconds of a pull.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ PHASES: tuple[Phase, ...] = ("queue", "prefill", "pull", "decode")
 
 
 class Stamp(msgspec.Struct, frozen=True, array_like=True):
-    """An event of a request.
+    """An event of a request, with its time.
 
     Attributes:
         at: seconds of `time.monotonic`, which is the same clock in all processes of a host.
         request_id: the client's id of the request.
-        what: the new phase (`requests`); "token" for a message with tokens to the client; or "cancel PHASE".
-        role: role of the process.
-        attempt: attempt at the request; 0 if it is not known.
+        what: the new phase of the request (`requests`), "token" for a message with tokens to the client, or "cancel
+            PHASE".
+        role: role of the process that wrote the stamp.
+        attempt: number of the attempt at the request; 0 if it is not known.
     """
 
     at: float
@@ -54,11 +55,13 @@ class Stamp(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Planned(msgspec.Struct, frozen=True):
-    """A cancellation in this phase, or in the first later phase that the request reaches.
+    """A planned cancellation.
+
+    It takes effect in this phase or, if the request skips it, in the next one that it reaches.
 
     Attributes:
-        phase: the phase.
-        rounds: rounds of the decode process to wait first.
+        phase: the phase in which to cancel.
+        rounds: how many rounds of the decode process to wait in that phase first.
     """
 
     phase: Phase
@@ -82,9 +85,9 @@ def read_stamps(folder: Path) -> dict[str, list[Stamp]]:
 
 
 def stage(request: DecodeRequest) -> Phase:
-    """The stage of a request, as far as its decode process knows.
+    """The stage of a request, as its decode process sees it.
 
-    That process gets no message before the first chunk has run, so until then it reports the queue.
+    The decode process gets no message before the first chunk has run, so until then it reports the queue.
     """
     if request.phase == "decoding":
         return "decode"
@@ -106,7 +109,7 @@ class _Notes:
 
 
 class WatchedDecode(DecodeScheduler):
-    """Carries out the plan, and stamps each cancellation."""
+    """A decode process that cancels requests as planned, and writes a stamp for each cancellation."""
 
     notes: _Notes
     plan: dict[str, Planned]
@@ -127,7 +130,7 @@ class WatchedDecode(DecodeScheduler):
 
 
 class Alone:
-    """Replaces a `DecodeScheduler`: the same loop in one process, which computes its prompts itself."""
+    """Takes the place of a `DecodeScheduler`: the same loop in one process, which computes its prompts itself."""
 
     notes: _Notes
 
@@ -147,7 +150,7 @@ class Alone:
             self.frontend.send(msg.Tokens(request_id=message.request_id, finished="error", error=str(error)))
 
     def abort(self, request_id: str, serial: int = 0) -> None:  # noqa: ARG002  (its frontend numbers nothing)
-        """Forget a request."""
+        """Remove a request."""
         if self._loop.abort(request_id):
             self.frontend.send(msg.Tokens(request_id=request_id, finished="cancelled"))
 
@@ -177,7 +180,7 @@ class Alone:
 
     @property
     def has_drained(self) -> bool:
-        """Whether it drains and no request is left."""
+        """Whether the process drains and no request is left."""
         return self.draining and not self._loop.has_work
 
     def stats(self) -> msg.Stats:
@@ -196,7 +199,7 @@ class Alone:
 
 
 def stamped(move: Callable[..., None], notes: _Notes) -> Callable[..., None]:
-    """Wraps `TrackedRequest.move` to stamp each new phase."""
+    """Wraps `TrackedRequest.move` so that each new phase is stamped."""
 
     def move_and_stamp(request: TrackedRequest, phase: str, *deadline: Any) -> None:
         move(request, phase, *deadline)
@@ -207,7 +210,7 @@ def stamped(move: Callable[..., None], notes: _Notes) -> Callable[..., None]:
 
 
 def stamped_tokens(send: Callable[..., None], notes: _Notes) -> Callable[..., None]:
-    """Wraps `FrontendQueue.send` to stamp each message with tokens."""
+    """Wraps `FrontendQueue.send` so that each message with tokens is stamped."""
 
     def stamp_and_send(frontend: FrontendQueue, message: msg.ToFrontend) -> None:
         if isinstance(message, msg.Tokens) and message.tokens:

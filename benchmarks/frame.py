@@ -1,8 +1,8 @@
-"""The parts that all benchmarks share.
+"""Code that all benchmarks share.
 
-They pin a core, warm up, take minima and medians, and write a header. The garbage collector stays on, because a
-collection that our calls cause is a part of their cost. Objects of imported modules are frozen first, as servers do,
-because they are not part of that cost.
+It pins a core, warms up, takes minima and medians, and writes a header. The garbage collector stays on, because a
+collection that our calls cause is part of their cost. Objects of imported modules are frozen first, as servers do,
+because collecting them is not part of that cost.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from benchmarks.measured import PACKAGES, ROOT, measured
 Row = dict[str, Any]
 
 HEADER = ("command", "commit", "uncommitted", "date", "statistics", "machine", "versions", "measures")
-"""The keys that every result begins with."""
+"""Every result begins with these keys."""
 MINIMA_AND_MEDIANS = "columns *_min and *_median: minimum and median of the n samples of a row"
-_LOAD_BEFORE = round(os.getloadavg()[0], 2)  # read first, so that the load of this process is not included
+_LOAD_BEFORE = round(os.getloadavg()[0], 2)  # read first, so that it does not include the load of this process
 
 WARM_UP = 3
 CLOCK_VARIABLE = "BENCH_CLOCK"
-"""`cpu` counts the processor time of this thread in place of wall time: for a machine that has other work to do."""
+"""`cpu` counts the processor time of this thread instead of wall time, for machines that have other work to do."""
 now: Callable[[], int] = time.thread_time_ns if os.environ.get(CLOCK_VARIABLE) == "cpu" else time.perf_counter_ns
 POOL_SIZES = (10_000, 100_000, 1_000_000, 4_000_000)
 
 
 def pin() -> int:
     """Pin this process to the last core that it may use, and torch to one thread. Returns the core."""
-    # Pools are small on purpose, so the warning that a longest request would not fit is suppressed.
+    # suppresses the warning that a longest request would not fit; pools are small on purpose
     logging.getLogger("pagewire").setLevel(logging.ERROR)
     core = max(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {core})
@@ -51,20 +51,20 @@ def pin() -> int:
 
 
 def settle() -> None:
-    """Collect and freeze all objects, so that the following samples pay only for their own garbage."""
+    """Collect and freeze all existing objects, so that the following samples pay only for their own garbage."""
     gc.collect()
     gc.freeze()
 
 
 def timed(measured: Callable[[Any], object], given: Any) -> float:
-    """Returns the microseconds of one call."""
+    """Returns the microseconds that one call takes."""
     start = now()
     measured(given)
     return (now() - start) / 1e3
 
 
 def samples(repeats: int, prepare: Callable[[], Any], measured: Callable[[Any], object]) -> list[float]:
-    """Returns the microseconds of `measured(prepare())`, without the preparation, `repeats` times after a warm-up."""
+    """Returns, `repeats` times after a warm-up, the microseconds of `measured(prepare())` without the preparation."""
     for _ in range(WARM_UP):
         measured(prepare())
     settle()
@@ -85,10 +85,10 @@ def options(description: str | None) -> argparse.Namespace:
 
 
 def header(command: str, statistics: str = MINIMA_AND_MEDIANS, clock: str = "") -> Row:
-    """The header of a result: how, when, where and from which code it was made.
+    """Makes the header of a result, which says how, when and where it was made, and from which code.
 
     Args:
-        command: the command that makes it again.
+        command: the command that makes the result again.
         statistics: says which columns are minima and which are medians.
         clock: `wall` or `cpu`, if the figures were not made with this process's clock.
     """
@@ -109,7 +109,7 @@ def header(command: str, statistics: str = MINIMA_AND_MEDIANS, clock: str = "") 
 
 
 def machine() -> Row:
-    """A description of the machine. `load` is that of the minute before this process started."""
+    """A description of the machine. `load` is its load in the minute before this process started."""
     cpu = _cpuinfo("model name")
     return {
         "cpu": cpu or platform.machine(),
@@ -122,7 +122,7 @@ def machine() -> Row:
 
 
 def report(name: str, rows: Sequence[Row], chosen: argparse.Namespace, statistics: str = MINIMA_AND_MEDIANS) -> None:
-    """Print the rows as a table, and write them as JSON if asked to."""
+    """Print the rows as a table, and write them as JSON if an option says so."""
     print(f"\n{name}\n{table(rows)}", flush=True)
     if chosen.json:
         clock = f"{CLOCK_VARIABLE}=cpu " if now is time.thread_time_ns else ""

@@ -1,8 +1,8 @@
-"""Kernels by page order, copies to the host tier and back, the loop, and pulls, all on a GPU.
+"""Measures on a GPU: kernels by page order, copies to the host tier and back, the loop, and pulls.
 
-Kernels that are not installed are left out. For each page order the time of a decode step of one layer is measured: 64
-requests of 4,096 tokens in bfloat16, 32 query heads of 128 elements on 8 key/value heads, and pages at random places
-among those of 8 layers.
+Kernels that are not installed are left out. The kernel rows have, for each page order, the time of a decode step of one
+layer: 64 requests of 4,096 tokens in bfloat16, 32 query heads of 128 elements on 8 key/value heads, and pages at random
+places among those of 8 layers.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -36,7 +36,7 @@ _STATISTICS = "us_min and us_median: of n samples; gbps: bytes by the median; *_
 
 
 def of_device(work: Callable[[int], object], repeats: int = 30) -> Row:
-    """Microseconds of the device work that `work` launches, by CUDA events."""
+    """Returns the microseconds of the device work that `work` launches, measured by CUDA events."""
     for at in range(5):
         work(at)
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
@@ -52,7 +52,7 @@ def of_device(work: Callable[[int], object], repeats: int = 30) -> Row:
 
 
 class Decode:
-    """A pool with one page order, and the tables of requests whose pages lie anywhere in it."""
+    """A pool with one page order, and the tables of requests whose pages lie at random places of the pool."""
 
     def __init__(self, order: str, page_size: int) -> None:
         self.page_size = page_size
@@ -70,7 +70,7 @@ class Decode:
         self.output = torch.empty_like(self.query)
 
     def layer(self, at: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The key and value pages of a layer; a different layer each time."""
+        """The key and value pages of a layer. The caller takes a different layer each time."""
         return self.blocks[:, 0, at % LAYERS], self.blocks[:, 1, at % LAYERS]
 
 
@@ -238,7 +238,7 @@ def _calls(kib: int, count: int) -> Iterator[tuple[str, str, Callable[[], object
 def loop() -> Iterator[Row]:
     """The host's part of a decode step with pages on the CPU and on the GPU.
 
-    `idle` waits for the launched work after each step.
+    `idle` is the same with a wait for the launched work after each step.
     """
     for device in ("cpu", "cuda"):
         for count in (1, 64, 256, 1024):
@@ -281,7 +281,7 @@ def _steps(manager: PagedKVCacheManager, batch: Any, tokens: np.ndarray, *, ahea
 
 
 class Launch:
-    """A running step: its tokens, and the event after it."""
+    """A running step: its tokens, and the event that follows it."""
 
     def __init__(self, tokens: torch.Tensor, count: int) -> None:
         self._tokens, self._count = tokens, count
@@ -289,15 +289,15 @@ class Launch:
         self._event.record()
 
     def result(self) -> list[int]:
-        """Wait for them."""
+        """Wait for the tokens."""
         self._event.synchronize()
         return self._tokens[: self._count].tolist()
 
 
 class Weights:
-    """A substitute for a model that reads its weights once in each step, and writes its KV through the given tables.
+    """Stands for a model: reads its weights once in each step, and writes KV through the given tables.
 
-    A graph is captured for each set of tables that it sees: several from `fetch_ahead`, one from `fetch`.
+    A graph is captured for each set of tables that the model gets: several from `fetch_ahead`, one from `fetch`.
     """
 
     eos_token_ids = frozenset[int]()
@@ -352,7 +352,7 @@ class Weights:
 def overlap() -> Iterator[Row]:
     """A `ServingLoop` and an `OverlappedLoop` over a model that reads 15 GiB of weights in each step.
 
-    That is an 8B model in bfloat16.
+    This is the size of an 8B model in bfloat16.
     """
     for count, gib in ((64, 15.0), (256, 15.0), (256, 2.0)):
         model = Weights(count, gib, 64)
@@ -386,7 +386,7 @@ def overlap() -> Iterator[Row]:
 
 
 def pulls() -> Iterator[Row]:
-    """Hand-overs between two processes, from the import to its commit, without the first contact."""
+    """Hand-overs between two processes, from the import to its commit. The first contact is not included."""
     for device, order, repeats in (("cuda", "same", 5), ("cpu", "same", 5), ("cuda", "other", 2)):
         sizes = (1, 16, 256, 2048) if order == "same" else (1, 16, 256)
         counts = [8, *[count for count in sizes for _ in range(repeats)]]

@@ -1,10 +1,10 @@
 """What does a conversation's next turn cost, as the conversation grows?
 
-A turn adds 256 tokens, or 16 pages. With `kept` the same context continues, as in an open session. `hasher kept` is a
-new request whose context takes over the previous page hashes. `new` is a new request without any state, as over HTTP.
-All of its tokens must be hashed again, because only its hashes show what is cached. In these three cases the context
-exists, and only the reservation is timed. `new, from a list` is like `new`, but starts from a tokenizer's list of
-integers, so that making and claiming the context is also timed.
+A turn adds 256 tokens, or 16 pages. With `kept` the same context continues, as in an open session. With `hasher kept`,
+a new request's context takes over the previous page hashes. With `new`, a new request takes over nothing, as over HTTP.
+All of its tokens must be hashed again, because only their hashes show which pages are cached. In these three cases the
+context exists already, and only the reservation is timed. `new, from a list` is like `new`, but starts from a
+tokenizer's list of integers, so it also includes making and claiming the context.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PAGE = 16
 
 
 class Conversation:
-    """A conversation of `length` computed and published tokens, and its next turn."""
+    """A conversation of `length` tokens, all computed and published, and its next turn."""
 
     def __init__(self, length: int, algorithm: str) -> None:
         self.manager: PagedKVCacheManager = manager_of(1 << 15, algorithm=algorithm)

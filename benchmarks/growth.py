@@ -1,10 +1,10 @@
 """How does the cost of manager and loop calls grow with the number of requests, replicas and pages?
 
-`batch` is a decode step over a growing number of requests of 1,024 tokens, with pages of 16. The figure is the mean
-over 16 steps, in which each request needs one new page. `replicas` is a decode step of 64 requests over a growing
-number of replicas, and the choice of a replica for a new prompt of 4,096 tokens, including its hash. `pool` has a
-growing full pool. It times the decode step of 64 requests, and the reservation of 4,096 tokens by eviction or by hits.
-`waiting` is a step of 64 requests with a growing queue, and adding and aborting one request (`benchmarks.waiting`).
+`batch` is a decode step of a growing number of requests of 1,024 tokens, with pages of 16. The figure is the mean over
+16 steps, in which each request needs one new page. `replicas` is a decode step of 64 requests over a growing number of
+replicas, and the choice of a replica for a new prompt of 4,096 tokens, including its hash. `pool` has a full pool that
+grows. It times the decode step of 64 requests, and the reservation of 4,096 tokens by eviction or by hits. `waiting` is
+a step of 64 requests while a growing number waits, and adding and aborting one request (`benchmarks.waiting`).
 `benchmarks.growth_transfer` does the same for pulls, and `python -m benchmarks.plots` draws both on one page.
 """
 
@@ -55,7 +55,7 @@ def by_batch(size: int, repeats: int) -> Iterator[Row]:
 def by_replicas(count: int, repeats: int) -> Iterator[Row]:
     """A decode step of 64 requests over `count` replicas, and the choice of a replica."""
     prompts = Prompts()
-    # Each replica has room for all requests, and twice the room for the prompt to place.
+    # Each replica has room for all requests, and twice the room that the new prompt needs.
     pages = RUNNING * (PROMPT // PAGE + repeats + 6) + 2 * PROMPT_TOKENS // PAGE
     manager = manager_of_replicas(count, pages, "sha256", RUNNING)
     contexts = [TextContext(prompts.tokens(PROMPT + at % PAGE), LONGEST) for at in range(RUNNING)]
@@ -80,7 +80,7 @@ def by_pool(pages: int, repeats: int) -> Iterator[Row]:
     age(manager, bench.prompts)
     yield row("pool", pages, "reserve, evicting", bench.evicting())
     yield row("pool", pages, "reserve, cached", bench.warm())
-    # The most tokens that fit into the smallest of these pools next to idle pages.
+    # The most tokens for which the smallest of these pools still has idle pages.
     contexts = running(manager, bench.prompts, [PROMPT + at % PAGE for at in range(RUNNING)])
     yield row("pool", pages, "step", steps(bound(manager, contexts), min(repeats, 30)))
 

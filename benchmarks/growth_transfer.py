@@ -1,12 +1,13 @@
 """How does the cost of pulls grow with the number of pages, regions and sources?
 
-`pages` is a pull of a growing number of 16 KiB pages, anywhere in both pools, between two processes. `regions` is a
-pull of 16 pages with a growing number of layers. Each layer has its own tensor and region, and 16 KiB in each page. It
-also times the first contact with such an engine (`benchmarks.first_contact`). For both, `process_vm_readv` of the same
-runs is the reference. `peers` is a process that knows a growing number of sources, each an engine with its own agent
-and handshake server. All sources live in one other process. `contact` is the first pull of a page from one more source,
-`pull` is a pull from a known source, and `poll` is a poll of a process that reads nothing. `poll, pulls open` is a poll
-while a pull from each source waits for its pages. `mib` is the reader's memory for each source. Times are wall time.
+`pages` is a pull of a growing number of 16 KiB pages, at random places of both pools, between two processes. `regions`
+is a pull of 16 pages with a growing number of layers. Each layer has its own tensor and region, and 16 KiB in each
+page. It also times the first contact with such an engine (`benchmarks.first_contact`). For both, `process_vm_readv` of
+the same runs is the reference. `peers` is a process that knows a growing number of sources, each an engine with its own
+agent and handshake server. All sources live in one other process. `contact` is the first pull of a page from one more
+source, `pull` is a pull from a known source, and `poll` is a poll of a process that reads nothing. `poll, pulls open`
+is a poll while a pull from each source waits for its pages. `mib` is the reader's memory for each source. Times are
+wall time.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ REGIONS = (1, 2, 8, 32, 128, 512)
 PEERS = (1, 4, 16, 64, 256)
 _PAGE_BYTES = 16 * KIB
 _READ = 16  # pages
-_POOL = 64  # pages of each of many sources, and of their reader
-_NEEDED_MIB = 64  # memory for a source and for the reader's part of it, with a margin
+_POOL = 64  # pages of each of many sources, and of the reader that pulls from them
+_NEEDED_MIB = 64  # memory for a source, and for what the reader keeps of it, with a margin
 _TIMEOUT_S = 120.0
 
 
@@ -77,13 +78,13 @@ def _pulls(along: str, count: int, case: Case, budget_s: float) -> Iterator[Row]
 
 
 class Sources(NamedTuple):
-    """Many sources in one process, which makes more on request."""
+    """Many sources in one process. The process makes more of them on request."""
 
     pipe: Connection
     process: Any
 
     def more(self, count: int) -> list[str]:
-        """Makes sources until there are `count`. Returns the addresses of the new ones."""
+        """Makes sources until there are `count`. Returns the addresses of those that are new."""
         return self._asked(("make", count))
 
     def leases(self, numbers: Sequence[int]) -> list[LeaseRef]:
@@ -91,7 +92,7 @@ class Sources(NamedTuple):
         return self._asked(("lease", numbers))
 
     def close(self) -> None:
-        """End them."""
+        """End the sources."""
         self.pipe.close()
         self.process.join(5)
         self.process.kill()
@@ -103,7 +104,7 @@ class Sources(NamedTuple):
 
 
 def start_sources() -> Sources:
-    """Starts the process of the sources, without any source yet."""
+    """Starts the process of the sources. It makes none yet."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_main, args=(theirs,), daemon=True)
@@ -127,7 +128,7 @@ def _main(pipe: Connection) -> None:
                 while replica.events:
                     if isinstance(replica.events.popleft(), LeaseOver):
                         standing.discard(number)
-            if standing or not pipe.poll(0.5):  # the slot of a lease becomes free when the lease is over
+            if standing or not pipe.poll(0.5):  # the slot of a lease becomes free when the lease has ended
                 continue
             try:
                 what, given = pipe.recv()
@@ -149,7 +150,7 @@ def _main(pipe: Connection) -> None:
 
 
 class Peers:
-    """A reader and its known sources."""
+    """A reader, and the sources that it knows."""
 
     def __init__(self, sources: Sources) -> None:
         self._sources = sources
@@ -199,7 +200,7 @@ class Peers:
         read = np.random.default_rng(0).integers(count, size=repeats).tolist()
         times = [self._pull(number, self._sources.leases([number])[0]) for number in read]
         yield row("peers", count, "pull", summary(times))
-        for number in range(count):  # pulls under a lease that does not exist, so nothing is read
+        for number in range(count):  # these pulls name a lease that does not exist, so nothing is read
             self._replica.pull(f"open {number}", self._source(number, LeaseRef(new_lease_id(), 0, 600.0)), _TIMEOUT_S)
         polls = self._polls(max(repeats, 100))
         expect(not self._replica.events, "all pulls are open")

@@ -1,10 +1,10 @@
 """How long after a prompt's last chunk does decode run its first step, with and without pulling chunk by chunk?
 
-There are one prefill process and two decode processes, which are asked alternately. One pulls pages while the rest of
-the prompt runs, the other after all of it has run. Every prompt is new, so nothing is cached. All processes use the
-machine's monotonic clock. Prefill is pinned to the first core, decode to the last. Two columns have milliseconds.
-`handover` is the time from the end of the model's run of the last chunk to the start of decode's first step. `prefill`
-is the time from the start of the first chunk to the end of that run.
+There are one prefill process and two decode processes, which get prompts alternately. One decode process pulls pages
+while the rest of the prompt runs, and the other after all of it has run. Every prompt is new, so nothing is cached. All
+processes use the machine's monotonic clock. Prefill is pinned to the first core, decode to the last. Two columns are in
+milliseconds. `handover` is the time from the end of the model's run of the last chunk to the start of decode's first
+step. `prefill` is the time from the start of the first chunk to the end of the last chunk's run.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ PAGE = 16
 BUDGET = 512
 NEW = 2
 WARM_UP = 1
-# Keys and values of a token: 2 KiB with the small Llama; 32 KiB with wide heads, as a larger model has them.
+# The keys and values of a token take 2 KiB in the small Llama, and 32 KiB with wide heads, as in a larger model.
 MODELS = {"small": {}, "wide": {"num_key_value_heads": 8, "num_attention_heads": 8, "head_dim": 128}}
 
 
 class TimedLoop(ServingLoop):
-    """A loop that records when each request first ran, and when it last ran or joined."""
+    """A loop that records, for each request, when it first ran, and when it last ran or joined the loop."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -51,14 +51,14 @@ class TimedLoop(ServingLoop):
         self._joined: set[str] = set()
 
     def adopt(self, request: Request, context: TextContext) -> None:
-        """Adopts a request and remembers to time it."""
+        """Adopts a request whose first step will be timed."""
         super().adopt(request, context)
         self._joined.add(request.request_id)
 
     def step(self) -> list[Output]:
         """Runs a step. Records its start for requests that have joined.
 
-        For requests that run here from their first token, records start and end.
+        For requests that run here from their first token, it records start and end.
         """
         before = time.perf_counter()
         for request_id in self._joined:
@@ -92,10 +92,11 @@ def wide_model() -> Any:
 
 
 def prefill_process(kind: str, at: str, pipe: Connection) -> None:
-    """Serves until told to stop. Answers each other message with the times since the last one."""
+    """Serves until told to stop. Answers any other message with the times since the previous one."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     context: Any = zmq.Context()
-    context.linger = 0  # applies to every socket, so that the end does not wait for messages to a dead peer
+    # a context's linger applies to all of its sockets, so that the end does not wait for messages to a dead peer
+    context.linger = 0
     loop, exchange = make(kind, "p", at)
     scheduler = PrefillScheduler("p", loop, exchange, bind_router(context, f"ipc://{at}/p"))
     pipe.send("ready")
@@ -111,10 +112,11 @@ def prefill_process(kind: str, at: str, pipe: Connection) -> None:
 
 
 def decode_process(kind: str, at: str, name: str, pipe: Connection) -> None:
-    """Serves prompts one at a time. Answers each with the time of the first step."""
+    """Serves prompts one at a time. Answers each with the time of its first step."""
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     context: Any = zmq.Context()
-    context.linger = 0  # applies to every socket, so that the end does not wait for messages to a dead peer
+    # a context's linger applies to all of its sockets, so that the end does not wait for messages to a dead peer
+    context.linger = 0
     loop, exchange = make(kind, name, at)
     client, frontend = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
     client.bind(f"inproc://{name}")
@@ -150,7 +152,7 @@ def measure(kind: str, lengths: list[int], repeats: int) -> list[Row]:
             )
             processes.append(spawn.Process(target=target, args=args, daemon=True))
             processes[-1].start()
-            theirs.close()  # otherwise the parent would wait for a dead process for ever
+            theirs.close()  # otherwise the parent would never notice that the process has died
         for pipe in pipes.values():
             pipe.recv()
         for tokens in lengths:

@@ -1,14 +1,14 @@
 """What does the digest of a page cost, with SHA instructions and without them?
 
-prompt: all pages of a new prompt, by `PrefixHasher`. step: one new page of each of 64 requests, as hashed in a decode
-step, after 4,096 earlier tokens. Figures are for one page. `without` runs in a process whose OpenSSL is told that the
-processor has no SHA instructions (`OPENSSL_ia32cap`). It is left out if that is impossible. A function that is no
-`hash_algorithm` is a candidate, measured in the same loop. `sha256, hashlib` is sha256 without the compiled
-`chained.c`. `keyed polynomial` is a universal hash: the tokens are the coefficients of a polynomial, and the digest is
-its value at a secret point modulo 2**127 - 1, independent of the page size. numpy computes all pages of a prompt, or of
-a step, at once. A peer that sees digests can compute the key from them, and ours are sent to routers and peers. Hiding
-them would cost another hash for each page. `blake3, one call` hashes a whole prompt without a digest for each page. It
-shows the cost of hashing alone with the processor's full vector width.
+`prompt` is all pages of a new prompt, by `PrefixHasher`. `step` is one new page of each of 64 requests after 4,096
+earlier tokens, as hashed in a decode step. Figures are for one page. `without` runs in a process whose OpenSSL is told
+that the processor has no SHA instructions (`OPENSSL_ia32cap`); it is left out if that is impossible. A function that is
+not one of our `hash_algorithm`s is a candidate, measured in the same loop. `sha256, hashlib` is sha256 without the
+compiled `chained.c`. `keyed polynomial` is a universal hash: the tokens are the coefficients of a polynomial, and the
+digest is its value at a secret point modulo 2**127 - 1, independent of the page size. numpy computes all pages of a
+prompt, or of a step, at once. But a peer that sees such digests can compute the key from them, and our digests are sent
+to routers and peers. Hiding them would cost another hash for each page. `blake3, one call` hashes a whole prompt
+without a digest for each page. It shows the cost of hashing alone with the processor's full vector width.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ CANDIDATES: dict[str, Callable[[], Any]] = {
     "blake2b": lambda: hashlib.blake2b(digest_size=32),
     "sha256, hashlib": hashlib.sha256,
 }
-_LIMBS = 8  # limbs of 16 bits: their products with half a token, summed over a page, are exact in a float64
-_WITHOUT = {"OPENSSL_ia32cap": ":~0x20000000"}  # bit 29 of EBX of CPUID leaf 7 stands for SHA instructions
+_LIMBS = 8  # 16-bit limbs: their products with half a token, summed over a page, are exact in a float64
+# the mask clears bit 29 of EBX of CPUID leaf 7, which announces SHA instructions
+_WITHOUT = {"OPENSSL_ia32cap": ":~0x20000000"}
 _CHILD = "import json; from benchmarks.hashing import measure; print(json.dumps(measure({lengths}, {repeats})))"
 _STATISTICS = "columns us_min and us_median: minimum and median of the n samples of a row, for one page"
 
 
 class KeyedPolynomial:
-    """Page values of tokens under a secret key, and digests of prefixes."""
+    """A hash of single pages under a secret key, and from these a digest of each prefix."""
 
     def __init__(self, key: int, page_size: int) -> None:
         powers = [pow(key, page_size - 1 - at, PRIME) for at in range(page_size)]
@@ -66,7 +67,7 @@ class KeyedPolynomial:
         return [int.from_bytes(one, "little") for one in spread.view(f"V{2 * _LIMBS + 4}").ravel().tolist()]
 
     def chained(self, before: int, value: int) -> int:
-        """The digest of a prefix and the page after it."""
+        """The digest of a prefix that is extended by a page with this value."""
         return (before * self._step + value) % PRIME
 
     def prompt(self, tokens: NDArray[np.int32]) -> list[bytes]:

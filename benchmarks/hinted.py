@@ -1,8 +1,9 @@
 """What do retention hints cost the host, at any pool size?
 
-On a full pool (`pools.age`), prompts of 256 pages are reserved, which evicts a page for each, and released. This is
-done without any hint, and with a hint on every request. The prompts are hashed beforehand. `first` is the time of the
-release with the first hint, in milliseconds. That release searches the whole pool, once in a manager's life.
+On a full pool (`pools.age`), prompts of 256 pages are reserved and then released. Each reservation evicts as many
+pages. This is done without any hint, and with a hint on every request. The prompts are hashed beforehand. `first` is
+the time of the release with the first hint, in milliseconds. That release searches the whole pool, which happens once
+in a manager's life.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _PAGES = 256
 
 
 def sampled(manager: PagedKVCacheManager, prompts: Prompts, repeats: int, *, hinted: bool) -> tuple[Row, Row]:
-    """Times reserving and releasing new prompts. With hints, every second prompt's session continues."""
+    """Times reserving and releasing new prompts. With hints, every second hint says that the session continues."""
     reserving: list[float] = []
     releasing: list[float] = []
     before = manager.metrics.evictions

@@ -1,8 +1,8 @@
 """The disk space of each extra, and the time of imports.
 
-Run `python -m benchmarks.installed [--json FILE]`. A size covers the files in this environment of a distribution and of
-everything that it requires, so `pagewire[all]` must be installed. An extra counts only what it adds to the manager.
-Bytecode is not counted, but exists when imports are measured.
+Run `python -m benchmarks.installed [--json FILE]`. A size counts the files that a distribution and everything that it
+requires have in this environment, so `pagewire[all]` must be installed. An extra counts only what it adds to the
+manager. Bytecode is not counted, but exists when imports are measured.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ print(time.perf_counter() - wall, time.process_time() - cpu)
 
 
 def closure(name: str, extras: frozenset[str]) -> set[str]:
-    """The distributions that a distribution and its extras install."""
+    """The distributions that are installed with a distribution and its extras."""
     found: set[str] = set()
     pending = [(name, frozenset[str]()), *((name, frozenset({extra})) for extra in extras)]
     seen: set[tuple[str, frozenset[str]]] = set()
@@ -46,7 +46,7 @@ def closure(name: str, extras: frozenset[str]) -> set[str]:
 
 
 def required(name: str, extras: frozenset[str]) -> Iterator[tuple[str, frozenset[str]]]:
-    """Return the requirements of a distribution on this machine, each with its extras."""
+    """The requirements of a distribution on this machine, each with its extras."""
     for text in importlib.metadata.requires(name) or ():
         needed = Requirement(text)
         if needed.marker is None or any(needed.marker.evaluate({"extra": extra}) for extra in extras or {""}):
@@ -54,7 +54,7 @@ def required(name: str, extras: frozenset[str]) -> Iterator[tuple[str, frozenset
 
 
 def num_bytes(name: str) -> int:
-    """The bytes of a distribution's installed files. For an editable install of ours, its packages count."""
+    """The bytes of a distribution's installed files. If ours is installed editable, the files of its packages count."""
     if name == "pagewire":
         root = Path(__file__).resolve().parents[1]
         packages = ("kvcache", "transfer", "scheduler_adapters", "pagewire")
@@ -73,7 +73,7 @@ def sizes() -> Iterator[Row]:
             added = closure("pagewire", frozenset({extra})) - manager
             yield {"what": extra, "distributions": len(added), "MB": _mega(added)}
         except importlib.metadata.PackageNotFoundError:
-            continue  # a part of it is not installed
+            continue  # a required distribution is not installed
 
 
 def _mega(names: set[str]) -> float:
@@ -81,13 +81,13 @@ def _mega(names: set[str]) -> float:
 
 
 def imports(repeats: int) -> Iterator[Row]:
-    """Milliseconds of `import` in a new process, without Python's own start; the minimum of several runs."""
+    """Milliseconds of `import` in a new process, without the start of Python: the minimum of several runs."""
     with tempfile.TemporaryDirectory() as bytecode:
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         environment["PYTHONPYCACHEPREFIX"] = bytecode
         for name in _IMPORTS:
             command, times = [sys.executable, "-c", _TIMED.format(name=name)], list[list[float]]()
-            for _ in range(1 + repeats):  # the first run compiles bytecode
+            for _ in range(1 + repeats):  # the first run also compiles bytecode, and is not counted
                 told = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment).stdout  # noqa: S603 - ourselves
                 times.append([1e3 * float(seconds) for seconds in told.split()])
             wall, cpu = (round(min(each), 1) for each in zip(*times, strict=True))

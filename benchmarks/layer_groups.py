@@ -1,15 +1,16 @@
 """What do layers of several kinds cost, and how many requests fit? Four models in 40 GiB.
 
-An element of a page is simulated by one byte, so that the number of pages in 40 GiB of bfloat16 fits on any machine.
-fit: the number of requests of a given length that can decode at a time. Each prompt has its own tokens and runs in
-chunks of 2,048. lost: the share of such a request's bytes that belong to no layer, because places in its pages or
-blocks are empty. step: reserve, fetch, update and step of a batch of 256 requests of 2,000 tokens, as a mean over steps
-in which each needs one new page. It uses 640 GiB, which hold them all. cached: the share of tokens found for the first
-2,000 prompts of a public conversation trace (see `benchmarks.trace_replay`), one request after another. `one table` is
-the same model without groups: every layer keeps every page. With recurrent layers (`benchmarks.recurrent_models`) a
-step also handles the pages of states. `split memory` has a separate part for states. claim: in 40 GiB full of requests
-of 200 to 9,000 tokens that arrive and leave, each with memory for its state. `benchmarks.vllm_groups` asks vLLM's own
-manager the same, if `make test-vllm` has made its environment.
+An element of a page is simulated by one byte, so that the pages of 40 GiB of bfloat16 fit on any machine. `fit` is the
+number of requests of a given length that can decode at the same time. Each prompt has its own tokens and runs in chunks
+of 2,048. `lost` is the share of such a request's bytes that belong to no layer, because parts of its pages or blocks
+are empty. `step` is reserve, fetch, update and step of a batch of 256 requests of 2,000 tokens, as a mean over steps in
+which each needs one new page; its memory is 640 GiB, so that all of them fit. `cached` is the share of tokens found for
+the first 2,000 prompts of a public conversation trace (see `benchmarks.trace_replay`), one request after another. `one
+table` is the same model without groups: every layer keeps every page. With recurrent layers
+(`benchmarks.recurrent_models`), a step also handles the pages of states, and `split memory` has a separate part for
+states. `claim` is the time of a claim in 40 GiB full of requests of 200 to 9,000 tokens that arrive and leave, each
+with memory for its state. `benchmarks.vllm_groups` measures the same for vLLM's own manager, if `make test-vllm` has
+made its environment.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ PAGE, CHUNK, BATCH, LENGTH, CLAIMS = 16, 2048, 256, 2000, 4000
 BUDGET, BUDGET_OF_STEPS, LENGTHS, LONGEST = 40 << 30, 640 << 30, (8192, 65536), 1 << 17
 TRACE, REQUESTS, TRACE_BLOCK = FOLDER / "conversation_trace.jsonl", 2000, 512
 VLLM = ROOT / ".venvs" / "vllm-engine" / "bin" / "python"
-# For each model: the number of layers, which of them are full, the window of the others, and the bytes of a token in
-# one layer.
+# For each model: its number of layers, which of them see all tokens, the window of the others, and the bytes of a token
+# in one layer.
 MODELS = {
     "Gemma 3 27B": (62, range(5, 62, 6), 1024, 16 * 128 * 2 * 2),
     "gpt-oss 120B": (36, range(1, 36, 2), 128, 8 * 64 * 2 * 2),
@@ -50,14 +51,14 @@ _STATISTICS = (
 
 
 def manager_of(name: str, budget: int, *, grouped: bool, rows: int) -> PagedKVCacheManager:
-    """A manager with the budget's bytes, counted in units of a token in a layer."""
+    """A manager with `budget` bytes. It counts memory in units: the bytes of a token in one layer."""
     layers, full, window, of_token = MODELS[name]
     rest = tuple(layer for layer in range(layers) if layer not in full)
     groups = (LayerGroup("full", tuple(full)), LayerGroup("window", rest, window)) if grouped else ()
     params = KVCacheParams(
         dtype=torch.uint8, n_kv_heads=1, head_dim=1, page_size=PAGE, enable_prefix_caching=True, groups=groups
     )
-    memory = 2 * budget // of_token  # one byte for a key, and one for a value
+    memory = 2 * budget // of_token  # a token of a layer takes one byte for the key and one for the value
     return PagedKVCacheManager(params, rows, LONGEST, layers, ["cpu"], available_cache_memory=memory)
 
 
@@ -67,7 +68,7 @@ def prompt(number: int, length: int) -> np.ndarray:
 
 
 def lost_percent(name: str, length: int, places: int) -> float:
-    """The percentage of empty places in the pages of a request with `length` tokens and the next one."""
+    """The percentage of the token places in a request's pages that are empty."""
     layers, full, window, _ = MODELS[name]
     pages = -(-(length + 1) // PAGE)
     seen = min(pages, -(-(window - 1) // PAGE) + 1)
@@ -76,7 +77,7 @@ def lost_percent(name: str, length: int, places: int) -> float:
 
 
 def trace_prompts() -> Iterator[np.ndarray]:
-    """The prompts of the trace, int64; empty if there is no trace. Blocks with equal ids have equal tokens."""
+    """The prompts of the trace, int64; empty if there is no trace. Blocks with equal ids get equal tokens."""
     if not TRACE.exists():
         progress(f"layer_groups: no {TRACE.name} in {FOLDER}; PAGEWIRE_TRACES names another folder")
         return
@@ -88,7 +89,7 @@ def trace_prompts() -> Iterator[np.ndarray]:
 
 
 def prefilled(manager: PagedKVCacheManager, name: str, tokens: np.ndarray) -> tuple[TextContext, int] | None:
-    """A prefilled request, and how many of its tokens were found; None if it does not fit."""
+    """Returns a prefilled request, and how many of its tokens were cached. Returns None if the request does not fit."""
     context, found = TextContext(tokens, LONGEST, name), 0
     if not recurrent.claimed(manager, context):
         return None
@@ -106,7 +107,7 @@ def prefilled(manager: PagedKVCacheManager, name: str, tokens: np.ndarray) -> tu
 
 
 def fitting(manager: PagedKVCacheManager, length: int) -> tuple[int, int]:
-    """The number of requests of this length that can decode at a time, and the pages that the first of them holds."""
+    """How many requests of this length can decode at the same time, and how many pages the first one holds."""
     count = held = 0
     while (made := prefilled(manager, str(count), prompt(count, length))) is not None and manager.maybe_reserve(
         made[0]
@@ -117,7 +118,7 @@ def fitting(manager: PagedKVCacheManager, length: int) -> tuple[int, int]:
 
 
 def cached_tokens(manager: PagedKVCacheManager) -> int | None:
-    """The number of the trace's prompt tokens that were found; None if there is no trace."""
+    """The number of the trace's prompt tokens that were found cached; None if there is no trace."""
     total = 0
     for number, tokens in enumerate(trace_prompts()):
         made = prefilled(manager, f"t{number}", tokens)
@@ -161,14 +162,14 @@ def measure(repeats: int) -> Iterable[Row]:
                 lost = lost_percent(name, length, held * tables.layers_per_page) if grouped else 0.0
                 row[f"lost % {length}"] = lost
             row |= {"step_min": round(min(times), 1), "step_median": round(statistics.median(times), 1)}
-            if grouped:  # with one table the longest of these prompts does not fit
+            if grouped:  # with one table, the longest of these prompts does not fit
                 row["cached tokens"] = cached_tokens(manager_of(name, BUDGET, grouped=True, rows=8))
             yield row
     yield from measure_recurrent(repeats)
 
 
 def measure_recurrent(repeats: int) -> Iterable[Row]:
-    """A row for each model with recurrent layers, with one memory and with split memory."""
+    """A row for each model with recurrent layers: with one memory for pages and states, and with split memory."""
     for name in recurrent.RECURRENT:
         for split in (False, True):
             made = functools.partial(recurrent.manager_of, name, page=PAGE, longest=LONGEST, split=split)
@@ -185,7 +186,7 @@ def measure_recurrent(repeats: int) -> Iterable[Row]:
 
 
 def of_vllm(repeats: int) -> list[Row]:
-    """The rows for vLLM's manager, from its own environment; empty if that does not exist."""
+    """The rows for vLLM's manager, measured in its own environment; empty if that does not exist."""
     if not VLLM.exists():
         progress(
             f"layer_groups: no vLLM in {VLLM.parents[1].name}, which `make test-vllm` makes: its rows are left out"

@@ -1,9 +1,9 @@
-"""Records the code that a result has measured, so that later changes can be detected.
+"""Records which code a result has measured, so that later changes to it are detected.
 
-A result names our packages that its process had loaded, and the benchmarks that made it, each with a digest of its
-code. For `peers` and `pulls` the whole folder counts, because it starts other programs. The digest leaves out comments,
-docstrings and empty lines, which change no figure. Commits and dates are not compared: a result stays valid when its
-commit is squashed or rebased, and becomes old when one line of code changes.
+A result names the modules of ours that its process had loaded, and the benchmarks that made it, each with a digest of
+its code. For `peers` and `pulls` the whole folder counts, because these start other programs. The digest leaves out
+comments, docstrings and empty lines, which change no figure. Commits and dates are not compared: a result stays valid
+when its commit is squashed or rebased, and becomes out of date when one line of code changes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("kvcache", "transfer", "scheduler_adapters", "pagewire")
 _FRAME = {"__init__", "__main__", "frame", "measured", "plots", "readme", "results", "figures"}
-"""Files of this folder that start benchmarks, or write, draw and read results. No figure depends on them."""
+"""Files of this folder that only start benchmarks, or write, draw and read results. They affect no figure."""
 
 
 def measured() -> dict[str, str]:
@@ -41,7 +41,7 @@ def changed(measures: Mapping[str, str], root: Path = ROOT) -> list[str]:
 
 
 def digest(path: Path) -> str:
-    """16 hexadecimal digits of the code of a file, or of all Python files below a folder and their names."""
+    """Sixteen hexadecimal digits that identify the code of a file, or of all Python files below a folder."""
     found = hashlib.blake2b(digest_size=8)
     for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
         name = "" if file == path else str(file.relative_to(path))

@@ -1,10 +1,10 @@
 """How much memory does a pool of a million published pages take, and how long does it take to build?
 
-Each row runs in its own process, and counts the growth of its memory. The pages themselves (one byte for each token
-here) are subtracted. `arrays` is the sum of the manager's arrays. `rss` is the kernel's count after malloc has returned
-its free memory. `freed` is that returned memory: tokens and digests of the released requests that filled the pool. How
-much malloc keeps of it varies from run to run. `gc` is a full garbage collection with the pool full, and `gc_before` is
-one before the manager was made.
+Each row runs in its own process, and measures how much the memory of that process grows. The contents of the pages
+(here one byte for each token) are subtracted. `arrays` is the total size of the manager's arrays. `rss` is the kernel's
+figure after malloc has returned its free memory. `freed` is that returned memory, which held tokens and digests of the
+released requests that filled the pool. How much malloc keeps of it varies from run to run. `gc` is a full garbage
+collection with the pool full, and `gc_before` is one before the manager was made.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def resident() -> int:
 
 
 def trimmed() -> int:
-    """`resident` after malloc has returned what it can."""
+    """`resident` after malloc has returned its free memory."""
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # only glibc has it
         trim(0)
     return resident()
 
 
 def arrays_of(manager: PagedKVCacheManager) -> int:
-    """The bytes of all arrays that the manager's replicas refer to, without the pages themselves."""
+    """The bytes of all arrays that the manager's replicas refer to, without the contents of the pages."""
     seen: set[int] = set()
     total = 0
     waiting: list[object] = list(manager._replicas.each)  # noqa: SLF001 - what it weighs is inside
@@ -71,7 +71,7 @@ def gc_pass() -> float:
 
 
 def fill(manager: PagedKVCacheManager, prompts: Prompts) -> None:
-    """Publish every page of the pool, then release them all."""
+    """Publish every page of the pool, then release all of them."""
     left, requests = manager.total_num_pages, []
     while left:
         count = min(left, PROMPT_PAGES)
@@ -89,7 +89,7 @@ def weigh(pages: int, algorithm: str) -> Row:
     prompts = Prompts()
     requests = -(-pages // PROMPT_PAGES)
     small = manager_of(PROMPT_PAGES, rows=requests, max_seq_len=PROMPT_PAGES * 16, algorithm=algorithm)
-    fill(small, prompts)  # memory from the first use of libraries must not count for the pages
+    fill(small, prompts)  # otherwise memory from the first use of libraries would count for the pages
     before, objects, gc_before = trimmed(), len(gc.get_objects()), gc_pass()
     start = now()
     manager = manager_of(pages, rows=requests, max_seq_len=PROMPT_PAGES * 16, algorithm=algorithm)
@@ -98,7 +98,7 @@ def weigh(pages: int, algorithm: str) -> Row:
         fill(manager, prompts)
     gc.collect()
     blocks = sum(block.untyped_storage().nbytes() for shards in manager.device_tensors for block in shards)
-    # the rows of running requests do not belong to the pool, and are reported separately
+    # the block tables of running requests are not part of the pool, and are reported separately
     table = requests * PROMPT_PAGES * 4
     kept = resident()
     grown = trimmed() - before - blocks
@@ -129,7 +129,7 @@ def child(pages: int, algorithm: str) -> Row:
 def main() -> None:
     """Run and report."""
     chosen = options(__doc__)
-    pin()  # the children inherit the core
+    pin()  # the child processes inherit the core
     sizes = (100_000, 1_000_000) if chosen.quick else (10_000, 100_000, 1_000_000, 4_000_000)
     rows = [child(pages, algorithm) for algorithm in ("sha256", "xxh3_128") for pages in sizes]
     report("memory", rows, chosen, "one sample a row: every figure is as it was found once")

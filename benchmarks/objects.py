@@ -1,8 +1,8 @@
 """How fast is the object tier, and how long does a prompt wait for its pages?
 
-`python -m benchmarks.objects` measures the object tier with its checksums and NIXL's OBJ plugin, over moto, an S3
-server in Python on this host. The speed of moto dominates, so a plain client also reads the same objects, eight at a
-time. A link in between adds a delay, like a more distant store.
+`python -m benchmarks.objects` measures the object tier with its checksums and NIXL's OBJ plugin. The store is moto, an
+S3 server in Python on this host. Its speed dominates, so a plain client also reads the same objects, eight at a time. A
+proxy in between adds a delay, as if the store were further away.
 
     write_mbps, read_mbps    MB/s of whole prompts
     plain_mbps               MB/s of a plain client
@@ -38,7 +38,7 @@ _STATISTICS = "columns *_max, *_min and *_median: of the rounds of a row; MB/s a
 
 
 def host_of(page_bytes: int) -> tuple[HostTier, list[Digests]]:
-    """Host memory with pages of some prompts, under random digests."""
+    """Host memory that holds the pages of some prompts, under random digests."""
     host = HostTier([page_bytes], 4 * _PROMPTS * PROMPT, 4, pinned=False)
     host.memory[0].view(torch.int64).random_()
     prompts = [np.random.default_rng(at).integers(0, 1 << 63, (PROMPT, 4), np.uint64) for at in range(_PROMPTS)]
@@ -50,7 +50,7 @@ def host_of(page_bytes: int) -> tuple[HostTier, list[Digests]]:
 
 
 def fetch(tier: ObjectTier, host: HostTier, digests: Digests) -> tuple[float, float]:
-    """The seconds until a prompt's pages are in host memory, and the estimated seconds."""
+    """Returns the seconds until a prompt's pages are in host memory, and the seconds that were estimated."""
     rates, before = tier.rates, tier.read
     expected = 2 * rates.answer_s + PROMPT * (rates.page_s or 0.0)
     every, began = np.ones((1, PROMPT), np.bool_), time.perf_counter()
@@ -79,7 +79,7 @@ def one_round(store: MotoStore, link: SlowLink, page_bytes: int, count: int, nam
     layout = ObjectFormat(FileFormat(namespace_of(name), page_bytes, 32), count)
     objects = replace(store.bucket("benchmark", f"{name}/"), endpoint=link.url)
     tier = ObjectTier(layout, host, objects, _WAIT_S)
-    # leaves out the first prompt of each kind, which also waits for the plugin's process
+    # leaves out the first prompt of each kind, which also waits until the plugin's process has started
     size = (_PROMPTS - 1) * PROMPT * page_bytes
     tier.ended(prompts[0][None])
     tier.flush()
@@ -91,7 +91,7 @@ def one_round(store: MotoStore, link: SlowLink, page_bytes: int, count: int, nam
     expect(tier.written == _PROMPTS * PROMPT, "every page was written")
     tier.close()
     host.pool.forget_idle()
-    tier = ObjectTier(layout, host, objects, _WAIT_S)  # like another process, which has written nothing
+    tier = ObjectTier(layout, host, objects, _WAIT_S)  # stands for another process, which has written nothing
     times = [fetch(tier, host, digests) for digests in prompts][1:]
     expect(not tier.refusals, "every page that was read is right")
     tier.close()

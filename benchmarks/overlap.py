@@ -1,11 +1,11 @@
 """What does it cost to plan a step while the previous one runs, and what does that gain?
 
 `cost` is the host's part of a decode step of a `Batch`. The plain way is reserve, fetch, update and step. A step that
-is fetched ahead has its own tables, and a future token for each request, which is replaced a step later. Its time
-includes ending the previous step. `gain` compares a `ServingLoop` with an `OverlappedLoop`. Their model runs for
-`model_ms` by itself, like a device. A loop that waits for tokens spins until that time is over, by the benchmark's
-clock. `plan_ms` is the part of a step that the plain loop spends outside of the model. An overlapped loop hides it
-behind the model. All requests decode.
+is fetched ahead has its own tables. Each request has a future token in place of the one that the model has not returned
+yet; a step later it is replaced. The time of such a step includes ending the previous one. `gain` compares a
+`ServingLoop` with an `OverlappedLoop`. Their model runs for `model_ms` by itself, like a device. A loop that waits for
+tokens spins until that time is over, by the benchmark's clock. `plan_ms` is the part of a step that the plain loop
+spends outside of the model. An overlapped loop does this while the model runs. All requests decode.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _STATISTICS = (
 
 
 def ahead(batch: int, steps: int) -> Callable[[], None]:
-    """Runs steps of `batch` requests that are fetched ahead while the previous step is in flight."""
+    """Runs steps of `batch` requests. Each is fetched while the previous step is in flight."""
     manager, contexts = begun(batch, PAGE_SIZE, steps, full=False)
     requests, tokens, before = manager.batch(contexts), np.ones(batch, np.int32), list[StepInFlight]()
 
@@ -49,7 +49,7 @@ def ahead(batch: int, steps: int) -> Callable[[], None]:
 
 
 def cost(batch: int, repeats: int) -> list[Row]:
-    """The rows for a batch size: fetched, and fetched ahead."""
+    """The rows for a batch size: fetched one by one, and fetched ahead."""
     manager, contexts = begun(batch, PAGE_SIZE, repeats + WARM_UP, full=False)
     kinds = {"fetch": bound(manager, contexts), "fetch_ahead": ahead(batch, repeats + WARM_UP)}
     rows: list[Row] = []
@@ -60,20 +60,20 @@ def cost(batch: int, repeats: int) -> list[Row]:
 
 
 class Deadline(NamedTuple):
-    """The tokens of a step, and the time at which they are ready."""
+    """The tokens of a step, which are ready at a given time."""
 
     tokens: list[int]
     when: int
 
     def result(self) -> list[int]:
-        """Wait for them."""
+        """Wait for the tokens."""
         while now() < self.when:
             pass
         return self.tokens
 
 
 class Device:
-    """A model that takes a fixed time: a launched step continues by itself."""
+    """A model that takes a fixed time. A launched step continues by itself."""
 
     eos_token_ids = frozenset[int]()
 
@@ -90,7 +90,7 @@ class Device:
 
 
 def step_ms(loop: ServingLoop, batch: int, steps: int) -> float:
-    """Returns the time of a decode step: the least mean over as many steps as a page has tokens."""
+    """Returns the time of a decode step: the lowest mean over as many steps as a page has tokens."""
     prompts = Prompts()
     for number in range(batch):
         loop.add(Request(f"r{number}", prompts.tokens(PROMPT).tolist(), steps + 20))

@@ -1,12 +1,12 @@
-"""How many prompt tokens does a fleet find cached, by the rule that assigns prompts to prefill processes?
+"""How many prompt tokens does a fleet find cached, under each rule for assigning prompts to prefill processes?
 
 `python -m benchmarks.placement` runs `pagewire serve` as five processes on this host: a front, two prefill and two
 decode processes, with a small Llama. It serves the scaled-down conversation trace (`fleet_trace`) over HTTP, several
-requests at a time. One run has a single prefill process with the cache of both. The other runs place prompts by round
-robin, by each decode process's own guess, and by Dynamo's `SelectionService`, which follows our KV events. The last run
-repeats that with a kill and a drain on each side; each ended process is restarted at once. Each output must be that of
-the model's own greedy `generate`. At the end each process must drain, exit with 0 and report that it holds no page. The
-exit status is 0 only if all of this holds, and 2 if there is no trace.
+requests at a time. One run has a single prefill process with a cache as large as both. The other runs place prompts by
+round robin, by each decode process's own guess, and by Dynamo's `SelectionService`, which follows our KV events. The
+last run repeats that with a kill and a drain on each side; each ended process is restarted at once. Each output must
+equal that of the model's own greedy `generate`. At the end each process must drain, exit with 0 and report that it
+holds no page. The exit status is 0 only if all of this holds, and 2 if there is no trace.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from benchmarks.trace_replay import FOLDER, TRACES
 from scheduler_adapters.hf.runner import is_rounding_tie, load_model, reference_tokens
 
 CONCURRENCY = 16
-CACHE_MB = 128.0  # cache of the prefill processes: 4,096 pages. The first 600 requests fill about 15,000
+CACHE_MB = 128.0  # cache of the prefill processes together: 4,096 pages. The first 600 requests fill about 15,000
 _START_S = 300.0
 _END_S = 120.0
 
 
 class Setting(NamedTuple):
-    """One run: prefill processes, the `CACHE_MB` share of each, the placement rule, and whether some are ended."""
+    """One run: its prefill processes, their share of `CACHE_MB`, its placement rule, and whether any are ended."""
 
     name: str
     prefills: int
@@ -61,7 +61,7 @@ DUE = (
     ("prefill-2", signal.SIGTERM),
     ("decode-2", signal.SIGTERM),
 )
-"""The processes that end, and how, after each further fifth of the requests."""
+"""After each further fifth of the requests, one of these processes ends, in this way."""
 
 
 @dataclass(slots=True)
@@ -125,7 +125,7 @@ class Served:
         raise TimeoutError((self._folder / "log").read_text()[-2000:])
 
     def close(self) -> str:
-        """Drain all processes, decode first and the front last. Returns the log."""
+        """Drain all processes: first decode, last the front. Returns the log."""
         for name in sorted(self._processes, key=lambda name: ("decode", "prefil", "front").index(name[:6])):
             self.end(name, signal.SIGTERM)
         self._log.close()
@@ -139,7 +139,7 @@ class Served:
 
 
 async def ask(client: httpx.AsyncClient, request: TraceRequest) -> Answered:
-    """Have one request served as a stream."""
+    """Send one request, and read its answer as a stream."""
     answered, begun = Answered(request), time.monotonic()
     body = {
         "model": "pagewire",
@@ -168,7 +168,7 @@ async def ask(client: httpx.AsyncClient, request: TraceRequest) -> Answered:
 
 
 async def serve_all(served: Served, setting: Setting, requests: list[TraceRequest]) -> tuple[list[Answered], Row]:
-    """Serve the requests, with kills and drains if the setting has them. Returns each process's final counters."""
+    """Serve the requests, with kills and drains if the setting says so. Returns each process's final counters."""
     url = await served.ready()
     answered: list[Answered] = []
     waiting = iter(requests)
@@ -225,7 +225,7 @@ def run(setting: Setting, requests: list[TraceRequest]) -> tuple[list[Answered],
 
 
 def verdicts(model: Any, answered: list[Answered], known: dict[TraceRequest, list[int]]) -> Row:
-    """Count the outputs that are the model's own. The tokens of a failed one must be right so far."""
+    """Count the outputs that equal the model's own. A failed request's tokens must be right as far as they go."""
     found = {"equal": 0, "rounding_ties": 0, "wrong": 0}
     for one in answered:
         if one.request not in known:

@@ -1,9 +1,10 @@
-"""What does a plan cost the host, and what do runs on the wire and copies from the staging area cost?
+"""What does making a transfer plan cost the host, and what do runs on the wire and copies from the staging area cost?
 
-`check`, `sources` and `plan` are parts of the first contact with a rank of 64 layers and 100,000 pages. `runs` makes
-the runs for a pull of 2,048 pages, and their NIXL descriptors. `wire` is NIXL READs between two processes, of runs that
-are never adjacent. `copy` is `StagingPlan.permute` of slabs of 16 MiB between tokens-first and heads-first pages. A
-cost for each run and a cost for each byte are fitted to `wire` and `copy`; `transfer/plan/staging.py` has the results.
+`check`, `sources` and `plan` are parts of the first contact with a rank of 64 layers and 100,000 pages. `runs` is the
+time to make the runs for a pull of 2,048 pages, and their NIXL descriptors. `wire` is NIXL READs of runs that are never
+adjacent, between two processes. `copy` is `StagingPlan.permute` of slabs of 16 MiB between tokens-first and heads-first
+pages. From `wire` and `copy`, a cost for each run and a cost for each byte are fitted; `transfer/plan/staging.py` has
+the results.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def page(heads: range = range(8), page_size: int = PAGE_SIZE, order: str = OURS,
 
 
 def bases(layout: ShardLayout) -> NDArray[np.int64]:
-    """Addresses for the layout's regions."""
+    """Addresses for the regions of a layout."""
     return np.cumsum([0, *layout.region_bytes[:-1]]) + (1 << 40)
 
 
@@ -97,7 +98,7 @@ def _run(given: Any, made: Plan) -> Runs:
 
 
 def _serve(pipe: Connection) -> None:
-    """Runs the other process: it has a touched buffer, and polls until it is told to end."""
+    """Runs the other process: it writes to its buffer once, and polls until it is told to end."""
     memory = _buffer(SOURCE_BYTES)
     agent = Agent("plan-source")
     agent.register([(memory.ctypes.data, memory.nbytes, 0)])
@@ -108,7 +109,7 @@ def _serve(pipe: Connection) -> None:
 
 
 def _buffer(num_bytes: int) -> NDArray[np.uint8]:
-    """Touched memory in huge pages."""
+    """Memory in huge pages, written to once so that the pages exist."""
     layout = PageLayout("uint8", 1, 1, 1, 0, 1, 1, 1 << 20, OURS)
     return allocate_blocks(layout, num_bytes >> 20, torch.device("cpu")).reshape(-1).numpy()
 
@@ -120,7 +121,7 @@ def source() -> Iterator[tuple[bytes, int]]:
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs,), daemon=True)
     process.start()
-    theirs.close()  # otherwise the parent would wait for a dead process for ever
+    theirs.close()  # otherwise the parent would never notice that the process has died
     try:
         yield ours.recv()
     finally:
@@ -147,7 +148,7 @@ def wire(repeats: int) -> list[Row]:
             def read(given: tuple[NDArray[np.uint64], NDArray[np.uint64]]) -> None:
                 handle, done = agent.post("READ", "plan-source", *given)
                 while not done:
-                    time.sleep(50e-6)  # leaves the shared core to NIXL's thread
+                    time.sleep(50e-6)  # leaves the shared core to NIXL's thread for a moment
                     done = agent.done(handle)
                 agent.release(handle)
 
@@ -193,7 +194,7 @@ def _rate(runs: Runs, times: Sequence[float]) -> Row:
 
 
 def fitted(rows: Sequence[Row], case: str) -> Row:
-    """The costs of a run and of a byte with the least relative errors."""
+    """The cost of a run and the cost of a byte that give the least relative errors."""
     times = np.array([row["us_min"] for row in rows])
     sizes = np.array([[row["runs"], row["runs"] * row["run_bytes"]] for row in rows], float)
     run_us, byte_us = np.linalg.lstsq(sizes / times[:, None], np.ones(len(times)), rcond=None)[0]

@@ -1,4 +1,4 @@
-"""Draws the figures: cost against batch, prompt length, conversation and pool size, log-log.
+"""Draws the figures, log-log: cost against batch, prompt length, conversation and pool size.
 
 `python -m benchmarks.plots` draws the committed results again, without measuring.
 """
@@ -17,7 +17,7 @@ from pagewire import plots
 from pagewire.replay.plots import draw_capacities, draw_replicas
 
 Figures = Mapping[str, Sequence[Row]]
-"""Rows by the name of the benchmark."""
+"""The rows of each result, by the benchmark's name."""
 
 
 class Plot(NamedTuple):
@@ -26,12 +26,12 @@ class Plot(NamedTuple):
     Attributes:
         name: name of the file.
         title: the question.
-        along: the quantity on the x axis.
-        source: the benchmark of the rows.
-        wanted: selects the rows to draw.
-        line: the name of the line that a row belongs to.
+        along: the name of the x axis.
+        source: the benchmark whose rows are drawn.
+        wanted: returns whether to draw a row.
+        line: returns the name of the line that a row belongs to.
         x: the column of the x axis.
-        y: the column of the y axis, if it is not the minimum of a call.
+        y: the column of the y axis. The default is the minimum of a call.
     """
 
     name: str
@@ -105,7 +105,7 @@ PLOTS = (
 
 
 class Panel(NamedTuple):
-    """One panel of the growth page. `along` and `calls` select its rows."""
+    """One panel of the page on growth. `along` and `calls` select its rows."""
 
     title: str
     axis: str
@@ -194,7 +194,7 @@ def _draw_growth(figures: Figures, path: Path) -> None:
         plots.draw_lines(axes, curves, title=panel.title, along=panel.axis, up="µs")
         axes.legend(fontsize=8, edgecolor="none", framealpha=0.8)
         for line in axes.lines:
-            # the panel has its own legend, so these lines are left out of the one below the figure
+            # the panel has its own legend, and an underscore hides the line from the figure's
             line.set_label(f"_{line.get_label()}")
     plots.save(made, path)
 

@@ -52,19 +52,19 @@ class Prompts:
         return claimed(manager, self.tokens(length))
 
     def pick(self, count: int) -> int:
-        """One of `range(count)`."""
+        """A random number of `range(count)`."""
         return int(self._rng.integers(count))
 
 
 def claimed(manager: PagedKVCacheManager, tokens: np.ndarray | list[int]) -> TextContext:
-    """A claimed request of these tokens."""
+    """A claimed request with these tokens."""
     context = TextContext(tokens, LONGEST)
     manager.external_claim(context.request_id)
     return context
 
 
 def reserve(manager: PagedKVCacheManager, context: TextContext) -> None:
-    """Reserve, which must succeed."""
+    """Reserve pages, which must succeed."""
     if not manager.maybe_reserve(context):
         raise RuntimeError("the pool is too small for this benchmark")
 
@@ -76,7 +76,7 @@ def compute(manager: PagedKVCacheManager, context: TextContext) -> None:
 
 
 def running(manager: PagedKVCacheManager, prompts: Prompts, lengths: Iterable[int]) -> list[TextContext]:
-    """Requests with computed prompts of these lengths, each with its first new token."""
+    """Requests whose prompts have these lengths and are computed, each with its first new token."""
     contexts = [prompts.claimed(manager, length) for length in lengths]
     for context in contexts:
         reserve(manager, context)
@@ -88,14 +88,14 @@ def running(manager: PagedKVCacheManager, prompts: Prompts, lengths: Iterable[in
 
 
 def age(manager: PagedKVCacheManager, prompts: Prompts) -> None:
-    """Bring the pool to a server's state after hours.
+    """Bring the pool to the state that a server's pool has after hours.
 
-    Every page is published and idle, in mixed order. Prompts of mixed lengths, some tens at a time, are released in
-    random order until one and a half times the pool's pages have been allocated. Pages that are adjacent in eviction
-    order are then not adjacent in memory.
+    Every page is published and idle, in mixed order. Prompts of mixed lengths, some tens of them at a time, are
+    released in random order, until one and a half times as many pages as the pool has were allocated. Pages that are
+    adjacent in eviction order are then not adjacent in memory.
     """
     pages, size = manager.total_num_pages, manager.page_size
-    # Concurrent requests take at most half the pool.
+    # The concurrent requests take at most half of the pool.
     longest = min(1024, manager.max_seq_len // size - 1, max(2, pages // (2 * _OPEN)))
     running: list[TextContext] = []
     handed_out = 0
@@ -113,6 +113,6 @@ def age(manager: PagedKVCacheManager, prompts: Prompts) -> None:
 
 
 def expect(holds: bool, claim: str) -> None:
-    """Stop if a benchmark does not measure what it claims."""
+    """Stop the benchmark if it does not measure what it claims to measure."""
     if not holds:
         raise RuntimeError(f"this benchmark does not measure what it says: {claim}")

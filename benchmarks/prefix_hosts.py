@@ -1,4 +1,4 @@
-"""A fleet with each server on its own host, behind links of a given rate (`tests.hosts.network`)."""
+"""A fleet in which each server has its own host, behind links of a given rate (`tests.hosts.network`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORKER = (sys.executable, "-m", "benchmarks.prefix_worker")
 
 
 class HostedFleet(Fleet):
-    """The servers of `benchmarks.prefix_worker`. They exchange files with their parent, and use TCP between each other.
+    """The servers of `benchmarks.prefix_worker`. They exchange files with their parent, and use TCP with each other.
 
     Args:
         configs: one for each server, with its name.

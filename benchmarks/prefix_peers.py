@@ -2,11 +2,11 @@
 
 `python -m benchmarks.prefix_peers` runs real processes: first two for prefill and two for decode, then four and one.
 Then it runs two and one, each on a host of its own (a network namespace) with a slow link. The model is a small Llama,
-pages go over NIXL, torch has one thread, and requests come one at a time. Requests come in pairs. The first request of
-a pair has a head that no process has, so a prefill process computes it. The second has the same head and another end.
-It goes to another prefill process, which pulls the head or computes it, whichever it estimates to be quicker. Each pair
-is followed by one whose second request always pulls (`benchmarks.prefix_worker`), so that both ways are measured at
-every length. The order of the lengths follows from the seed.
+pages go over NIXL, torch has one thread, and requests come one at a time, in pairs. The first request of a pair begins
+with a part that no process has (its head), so a prefill process computes it. The second request has the same head and
+another end. It goes to another prefill process, which pulls the head or computes it, whichever it estimates to be
+quicker. In every other pair the second request always pulls (`benchmarks.prefix_worker`), so that both ways are
+measured at every length. The seed determines the order of the lengths.
 
     computed_ms   time to the first token if no process has the head, as with a single process
     pulled_ms     time to the first token if the head was pulled
@@ -17,7 +17,7 @@ every length. The order of the lengths follows from the seed.
     regret_ms     mean loss of a judged request: the median of the chosen way minus the median of the quicker way
     regret_if_*   the same if every head were pulled, or every head computed
 
-`hits` is the share of the heads' whole pages that the second requests found cached.
+`hits` is the share of the heads' full pages that the second requests found cached.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ from tests.hosts.network import why_not
 
 LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 3072)
 FLEETS = ((2, 2, ""), (4, 1, ""), (2, 1, "1gbit"), (2, 1, "100mbit"))
-"""Prefill processes, decode processes, and the rate of each host's link; empty for one host."""
+"""The number of prefill processes, of decode processes, and the rate of each host's link; empty if all run on one host.
+"""
 PAIRS = 10
 _PAGE = 16
 _END = 8  # tokens of a prompt after its head
@@ -74,11 +75,10 @@ class Heard(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """Two requests with one head.
+    """Two requests with the same head.
 
-    It has the times of both, and the outcome of asking other processes for the head of the second one. The head has
-    `length` tokens. `pulled` is a second request of another pair, whose head was always pulled; None if no source was
-    asked.
+    It has the times of both, and the outcome of asking other processes for the second one's head. The head has `length`
+    tokens. `pulled` is the second request of another pair, whose head was always pulled; None if no source was asked.
     """
 
     length: int
@@ -117,7 +117,10 @@ def pairs_of(prefills: int, decodes: int, count: int, seed: int, link: str = "")
     with HostedFleet(configs, link) if link else Fleet(configs, WORKER) as fleet:
 
         def both(decode: str, length: int, first: str, second: str) -> tuple[Heard, Heard, str]:
-            """Serves two requests with one head at two prefill processes. Also returns the outcome of asking."""
+            """Serves two requests with the same head at two prefill processes.
+
+            Also returns the outcome of asking for the head.
+            """
             owner, other = numbers.sample(names, 2)
             head = tokens(numbers, length)
             computed = ask(fleet, decode, owner, first, head + tokens(numbers, _END))
@@ -127,7 +130,7 @@ def pairs_of(prefills: int, decodes: int, count: int, seed: int, link: str = "")
             return computed, heard, ", ".join(came) or "nobody asked"
 
         for decode in range(decodes):
-            for name in names * 2:  # makes the first contacts, which are not measured
+            for name in names * 2:  # these requests make the first contacts, and are not measured
                 ask(fleet, f"d{decode}", name, f"hello {decode} {name} {numbers.random()}", tokens(numbers, 48))
         for number, length in enumerate(lengths):
             decode = f"d{number % decodes}"
@@ -139,7 +142,7 @@ def pairs_of(prefills: int, decodes: int, count: int, seed: int, link: str = "")
 
 
 def settle(fleet: Fleet) -> None:
-    """Wait until nothing is held, because a lease ends shortly after its request.
+    """Wait until no page is held, because a lease ends shortly after its request.
 
     Raises `ServiceError` after a time limit.
     """
@@ -151,7 +154,7 @@ def settle(fleet: Fleet) -> None:
 
 
 class Judged(NamedTuple):
-    """The second requests of one length: which ones were pulled, and the medians of both ways in milliseconds."""
+    """The second requests of one length: which of them pulled, and the medians of both ways in milliseconds."""
 
     pulls: list[bool]
     pulling: float
@@ -165,11 +168,11 @@ class Judged(NamedTuple):
 
     @property
     def right(self) -> list[bool]:
-        """Whether each request took the quicker way."""
+        """For each request, whether it took the quicker way."""
         return [pulls == (self.pulling < self.computing) for pulls in self.pulls]
 
     def regrets(self, pulls: Sequence[bool]) -> list[float]:
-        """The milliseconds that each request loses by its choice."""
+        """For each request, the milliseconds that its choice has lost."""
         least = min(self.pulling, self.computing)
         return [(self.pulling if one else self.computing) - least for one in pulls]
 
@@ -202,7 +205,7 @@ def _error_of_median(times: Sequence[float]) -> float:
 
 
 def rows_of(fleet: str, pairs: list[Pair]) -> list[Row]:
-    """A row for each length, and one for all."""
+    """A row for each length, and one for all lengths."""
     by_length: defaultdict[int, list[Pair]] = defaultdict(list)
     for pair in pairs:
         by_length[pair.length].append(pair)
@@ -225,7 +228,7 @@ def rows_of(fleet: str, pairs: list[Pair]) -> list[Row]:
 
 
 def shares(every: Sequence[Judged]) -> Row:
-    """The shares of requests that took the quicker way, and the loss of the others."""
+    """The share of requests that took the quicker way, and the loss of the others."""
     right = [one for judged in every for one in judged.right]
     clear = [one for judged in every if judged.is_clear for one in judged.right]
     lost = [one for judged in every for one in judged.regrets(judged.pulls)]

@@ -1,4 +1,4 @@
-"""A server that brings the head of a prompt in the way that the request's name begins with: see `WAYS`.
+"""A server that gets the head of a prompt in the way that the request's id begins with: see `WAYS`.
 
 `python -m benchmarks.prefix_worker`, started by `Fleet` in place of `scheduler_adapters.service.program`.
 """
@@ -21,27 +21,27 @@ if TYPE_CHECKING:
     from scheduler_adapters.service import messages as msg
 
 PULLED, COMPUTED, SPLIT = WAYS = ("pulled ", "computed ", "split ")
-"""A request whose name begins with one of these is always served in that way."""
+"""A request whose id begins with one of these is always served in that way."""
 
 
 class OneWay(PullOrCompute):
-    """Shares the times of another estimate, but always chooses this way."""
+    """An estimate that always chooses one way. It takes its times from another estimate."""
 
     def __init__(self, estimate: PullOrCompute, way: str) -> None:
         super().__init__()
         self.pull, self.compute, self._way = estimate.pull, estimate.compute, way
 
     def pays(self, cached: int, tokens: int, rest: int) -> bool:  # noqa: ARG002
-        """Whether to pull everything."""
+        """Whether to pull the whole head."""
         return self._way == PULLED
 
     def splits(self, cached: int, tokens: int, rest: int, page_size: int) -> bool:  # noqa: ARG002
-        """Whether to pull from the end."""
+        """Whether to pull pages from the end of the head while its front is computed."""
         return self._way == SPLIT
 
 
 class DirectedPrefixes(PeerPrefixes):
-    """Serves requests with such names in their way."""
+    """Serves requests with such ids in the way that they name."""
 
     estimate: PullOrCompute
 
@@ -51,7 +51,7 @@ class DirectedPrefixes(PeerPrefixes):
         self._ways: dict[str, PullOrCompute] = {way: OneWay(self._own, way) for way in WAYS}
 
     def begin(self, request: Request, context: TextContext, sources: Sequence[msg.KVSource]) -> bool:
-        """Begins with the estimate that the request's name selects. Requests come one at a time."""
+        """Chooses the way that the request's id names. Requests come one at a time."""
         name = request.request_id.partition("/")[2]
         self.estimate = next((self._ways[way] for way in WAYS if name.startswith(way)), self._own)
         return super().begin(request, context, sources)

@@ -1,8 +1,8 @@
 """What does it cost to verify that a source's pages belong to the reader's own prompt?
 
-`digest` is the digest of a prompt whose tokens are a list, as in a scheduler, or an array. `answer` is the source's
-work for each rank that asks which pages a lease holds; blocks have 16 tokens. `ask` is the time from the question to
-the checked answer, over the loopback, in one process with the source's server.
+`digest` is the time to make the digest of a prompt whose tokens are a list, as in a scheduler, or an array. `answer` is
+the source's work for each rank that asks which pages a lease holds; blocks have 16 tokens. `ask` is the time from the
+question to the checked answer over the loopback interface, with the source's server in the same process.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def answers(tokens: int, repeats: int) -> list[Row]:
         heard: list[object] = []
         client.ask_leased(wanted, heard.append)
         while not heard:
-            time.sleep(1e-5)  # gives the other side time, because both share a core and an interpreter
+            time.sleep(1e-5)  # leaves time to the other side, because both share a core and an interpreter
             client.poll()
         (reply,) = heard
         if not isinstance(reply, LeaseReply):

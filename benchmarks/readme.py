@@ -1,10 +1,10 @@
 """Writes the tables of `docs/results.md` and of the README from the committed results: `python -m benchmarks.readme`.
 
-A table stands between two comments that name it. The text above it says which statistic its figures are. The text below
-it says where each figure was made: machine, commit, day and command, from the headers of the results. A mark lists the
-code that has changed since. The README has six figures without provenance; a link leads to the page of results. A row
-with missing figures is left out. The tables must match the results. The marks may be out of date, so that a change of
-code needs no change of a page.
+A table stands between two comments that name it. The text above a table says which statistic its figures are. The text
+below says where each figure was made: machine, commit, day and command, from the headers of the results. A mark lists
+the code that has changed since. The README has six figures without this information, and links to the page of results.
+A row with missing figures is left out. The tables must match the results. The marks may be out of date, so that a
+change of code needs no change of a page.
 """
 
 # pyright: reportUnknownLambdaType=false, reportUnknownArgumentType=false
@@ -28,7 +28,7 @@ _BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", 
 
 
 class Missing(Exception):  # noqa: N818 - no error: the row is left out
-    """A result lacks a figure."""
+    """Raised if a result lacks a figure."""
 
 
 class Line(NamedTuple):
@@ -36,9 +36,9 @@ class Line(NamedTuple):
 
     Attributes:
         what: the measured quantity, in words.
-        of: the statistic.
+        of: the statistic of the figures.
         source: the name of the result.
-        figures: function of the result that returns the text of the cell.
+        figures: takes the result and returns the text of the cell.
     """
 
     what: str
@@ -117,9 +117,9 @@ MANAGER = (
     ("build a pool of 1 M pages, ms", ("build a pool of 1M pages, ms",)),
 )
 COLUMNS = {"max257": ("max257",), "max267": ("max-legacy", "max-jenga"), "vllm": ("vllm",), "sglang": ("sglang",)}
-"""The programs of each column. If a column has several, it shows the best one."""
+"""The programs that each column shows. If there are several, the column shows the best figure."""
 PARTS = {"sglang"}
-"""Columns of programs that do only a part of the work. They are shown, but ours is not compared with them."""
+"""Columns of programs that do only a part of the work. They are shown, but the ratios leave them out."""
 
 
 def manager_table() -> list[str]:
@@ -148,7 +148,7 @@ def _best(row: Row, peers: Sequence[str]) -> float | None:
 
 
 def _together(values: Sequence[float | None]) -> str:
-    """Joins the figures of a cell. Equal ones are shown once, as for a program with only one hash."""
+    """Joins the figures of a cell. Equal figures are shown once, as for a program that has only one hash."""
     return " / ".join(dict.fromkeys(number(value) for value in values if value is not None))
 
 
@@ -166,7 +166,7 @@ def pulled(program: str, size: int, pages: int) -> Callable[[Row], Row]:
 
 
 def blocks(program: str) -> Callable[[Row], str]:
-    """Milliseconds of vLLM's connector for 2,048 blocks in 64 layers: in all, and until the call returns."""
+    """For vLLM's connector and 2,048 blocks in 64 layers: the milliseconds in all, and until the call returns."""
 
     def cell(result: Row) -> str:
         row = one(result["rows"], program=program, page_bytes=256 << 10, pages=2048, order="a tensor a layer")
@@ -176,17 +176,17 @@ def blocks(program: str) -> Callable[[Row], str]:
 
 
 def columns_of(program: str, column: str, *cases: tuple[int, int]) -> Callable[[Row], str]:
-    """The ratio of each case, by KiB of a page and number of pages."""
+    """The ratio for each case, a case being the KiB of a page and the number of pages."""
     return lambda result: ratios(*(pulled(program, *case)(result)[column] for case in cases))
 
 
 def figure(result: Row, question: str, column: str = "min") -> float:
-    """Returns a single figure of a pull."""
+    """Returns a single figure from the results of pulls."""
     return one(result["figures"], question=question)[column]
 
 
 def handed(pull: str) -> Callable[[Row], str]:
-    """Milliseconds of a hand-over of 2,048 and 16,384 tokens."""
+    """The milliseconds of a hand-over of 2,048 and of 16,384 tokens."""
 
     def cell(result: Row) -> str:
         rows = [one(result["rows"], model="small", tokens=tokens, pull=pull) for tokens in (2048, 16_384)]
@@ -207,7 +207,7 @@ _LARGE, _SMALL = ((64, 2048), (256, 2048)), ((64, 256), (64, 16))
 
 
 def placed(result: Row) -> str:
-    """The share of cached prompt tokens, by placement rule."""
+    """For each placement rule, the share of prompt tokens that were cached."""
     rates = (
         one(result["runs"], placement=name)["hit_rate"] for name in ("one cache", "own guess", "dynamo", "in turns")
     )
@@ -230,7 +230,7 @@ def chosen_ways(result: Row) -> str:
 
 
 def asked(result: Row) -> str:
-    """The processor time of both loops for a question, with few and with many pages."""
+    """The processor time that both loops spend on a question, for few and for many pages."""
     sides = [
         [one(result["rows"], pages=pages, operation=f"{side}: in all")["us_median"] for side in ("source", "reader")]
         for pages in (128, 8192)
@@ -344,12 +344,12 @@ PROCESSES = (
 
 
 def priced(pages: int, *variants: str, column: str = "us_min") -> Callable[[Row], list[float]]:
-    """A column of the table of safety checks."""
+    """A column of the table on the cost of safety checks."""
     return lambda result: [one(result["rows"], pages=pages, variant=name)[column] for name in variants]
 
 
 def routed(result: Row) -> str:
-    """The hits of 8 replicas as a share of the hits of one pool, for both traces."""
+    """For both traces, the hits of 8 replicas as a share of the hits of one pool."""
     rows = [one(result["rows"], trace=trace, replicas=8, routing="prefix") for trace in ("conversation", "synthetic")]
     return " / ".join(f"{row['of_one_pool_pct']:.1f}" for row in rows) + " %"
 
@@ -363,7 +363,7 @@ def recommended(result: Row) -> str:
 
 
 def served(result: Row) -> str:
-    """The time to the first token without and with a host tier."""
+    """The time to the first token, without and with a host tier."""
     rows = [one(result["rows"], case="serving", host=host) for host in ("none", "4 x device")]
     return some(*(row["ttft_ms_median"] for row in rows), unit="ms")
 
@@ -486,7 +486,7 @@ def _question(question: str) -> Row:
 
 
 def _beside(what: str, question: str, unit: str) -> Figure:
-    """A row from the table of managers, with ours and the best other figure."""
+    """A row with our figure and the best other figure, from the table of managers."""
 
     def peers() -> dict[str, float]:
         best = {name: _best(_question(question), each) for name, each in COLUMNS.items() if name not in PARTS}
@@ -496,7 +496,7 @@ def _beside(what: str, question: str, unit: str) -> Figure:
 
 
 def _pulled_blocks(question: str | None = None) -> float:
-    """Milliseconds of a pull of 2,048 blocks in 64 layers: ours, or the better figure of vLLM's connector."""
+    """The milliseconds of a pull of 2,048 blocks in 64 layers: ours, or the better figure of vLLM's connector."""
     result = load("pull")
     if question is not None:
         return figure(result, question)
@@ -533,7 +533,7 @@ FIGURES = (
 
 
 def six_figures() -> list[str]:
-    """The README's table: each figure of ours, and the best one of others."""
+    """The README's table: for each row our figure, and the best one of others."""
     made = [["what", "pagewire", "best of the others"]]
     for each in FIGURES:
         try:
@@ -564,7 +564,7 @@ def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def origin(names: Sequence[str]) -> str:
-    """The provenance of results, with one sentence for results that were made together."""
+    """Says where results were made. Results that were made together share a sentence."""
     where: dict[str, list[str]] = {}
     changed: dict[str, set[str]] = {}
     for name in names:
@@ -586,13 +586,13 @@ def origin(names: Sequence[str]) -> str:
 
 
 def mark(changed: Collection[str]) -> str:
-    """The mark for results that are older than this changed code."""
+    """The mark for results that are out of date because this code has changed."""
     named = ", ".join(sorted(what for what in changed if what != UNKNOWN))
     return f"; newer code{f': {named}' if named else ''}" if changed else ""
 
 
 def without_marks(text: str) -> str:
-    """A page without its marks."""
+    """A page with its marks removed."""
     return _MARK.sub("", text)
 
 
@@ -602,7 +602,7 @@ def _made_anew(found: re.Match[str]) -> str:
 
 
 def rendered(text: str) -> str:
-    """A page with its tables made again."""
+    """A page with its tables written anew."""
     return _BLOCK.sub(_made_anew, text)
 
 

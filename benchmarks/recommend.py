@@ -1,9 +1,9 @@
 """What does `get_or_recommend_replica` cost?
 
-The prompt is hashed once and looked up in every replica. In the case `cold` no replica has a page of it. With `one` a
-single replica has all of its full pages, and with `all` every replica has them. `again` is like `all`, but the call is
-made a second time, as for a waiting request. Pages have 16 tokens. Each sample except those of `again` is a new
-context, so the figure includes the hash. `hash_min` is the hash alone.
+The prompt is hashed once and looked up in every replica. In the case `cold` no replica has a page of it. In the case
+`one` a single replica has all of its full pages, and in the case `all` every replica has them. `again` is like `all`,
+but the call is made a second time, as for a waiting request. Pages have 16 tokens. Each sample except those of `again`
+is a new context, so the figure includes the hash. `hash_min` is the hash alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PAGE = 16
 
 
 def manager_of(replicas: int, pages: int, algorithm: HashAlgorithm, rows: int = 8) -> PagedKVCacheManager:
-    """A manager whose replicas have `pages` pages and `rows` rows each, with one byte for each token."""
+    """A manager whose replicas have `pages` pages and `rows` rows each. A token takes one byte."""
     params = KVCacheParams(
         dtype=torch.uint8,
         n_kv_heads=1,

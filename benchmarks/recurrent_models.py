@@ -1,8 +1,9 @@
 """The models of `benchmarks.layer_groups` with recurrent layers, and our manager for them.
 
-As there, one byte stands for an element of a page, and a state takes the corresponding number of bytes. No model runs
-on the states. Only their progress is reported. `split` has a part of the memory only for states: three for each request
-that may run (its own and two copies), and as many requests as then have pages for `FOR` tokens each.
+As in `benchmarks.layer_groups`, one byte stands for an element of a page, and a state takes the corresponding number of
+bytes. No model computes the states; the manager is only told how far each state has got. `split` has a part of the
+memory only for states. This part holds three states for each request that may run: its own and two copies. The number
+of such requests is chosen so that the other part has pages for `FOR` tokens of each.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ MIXED = (200, 1500, 4000, 9000)
 
 
 class RecurrentModel(NamedTuple):
-    """A model's layers and their bytes: `full` layers for each token, `recurrent` layers for each request."""
+    """A model's layers and their bytes: `full` layers keep each token, `recurrent` layers one state per request."""
 
     full: int
     heads: int
     head_dim: int
     recurrent: int
-    conv: tuple[int, int]  # the convolution's kept inputs for each channel, and its channels; bfloat16
+    conv: tuple[int, int]  # how many inputs of each channel the convolution keeps, and its number of channels; bfloat16
     matrix: tuple[int, int, int]  # float32
 
     @property
@@ -56,9 +57,9 @@ RECURRENT = {
 def manager_of(
     name: str, budget: int, *, page: int, longest: int, rows: int, split: bool = False
 ) -> PagedKVCacheManager:
-    """A manager with the budget's bytes, counted in units of a token in a full layer."""
+    """A manager with `budget` bytes. It counts memory in units: the bytes of a token in one full layer."""
     model = RECURRENT[name]
-    unit = model.of_token // 2  # one byte for a key, and one for a value
+    unit = model.of_token // 2  # a token of a layer takes one byte for the key and one for the value
     size = model.recurrent * model.of_state // unit
     shape = StateShape(1, size, 1, 1, 1, 2, torch.uint8, torch.uint8, "short_conv")
     if split:
@@ -88,13 +89,13 @@ def claimed(manager: PagedKVCacheManager, context: TextContext) -> bool:
 
 
 def run(manager: PagedKVCacheManager, names: Sequence[str], starts: Sequence[int], ends: Sequence[int]) -> None:
-    """Report to the states, if there are any, that a model has run these tokens of requests."""
+    """Tell the states, if there are any, that a model has run these tokens of requests."""
     for states in manager.states:
         states.advance(states.pages_at(names, starts), ends)
 
 
 def claims_us(manager: PagedKVCacheManager, claims: int) -> list[float]:
-    """Microseconds of claims in a memory full of requests of 200 to 9,000 tokens, which arrive and leave at random."""
+    """Microseconds of claims while requests of 200 to 9,000 tokens fill the memory. They arrive and leave at random."""
     chosen, running, took = np.random.default_rng(1), list[str](), list[float]()
     while len(took) < claims:
         name, length = f"c{len(took)}", int(chosen.choice(MIXED))
@@ -104,7 +105,7 @@ def claims_us(manager: PagedKVCacheManager, claims: int) -> list[float]:
         start = now()
         manager.external_claim(name)
         took.append((now() - start) / 1e3)
-        if manager.maybe_reserve(context):  # otherwise the claim has taken the last pages
+        if manager.maybe_reserve(context):  # otherwise the request's state has taken the last pages
             running.append(name)
         else:
             manager.release(name)
@@ -119,6 +120,6 @@ def held_pages(manager: PagedKVCacheManager) -> int:
 
 
 def lost_percent(name: str, length: int, held: int, page: int) -> float:
-    """The percentage of the bytes in `held` pages that a request of `length` tokens and the next one need not keep."""
+    """The percentage of the bytes in a request's `held` pages that it does not need."""
     model = RECURRENT[name]
     return round(100 * (1 - model.bytes_of(length + 1) / (held * page * model.full * model.of_token)), 2)

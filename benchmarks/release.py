@@ -1,9 +1,9 @@
 """What does it cost to release a request of 2,048 pages?
 
-In the case `published` its pages stay cached, and no other request holds them. With `unpublished` the pages have no
-useful content, because the model never ran. With `shared` another request holds them all. The pool is full
-(`pools.age`), in several sizes. Deferred work must be paid at some time. `published` therefore continues until the pool
-has been allocated twice over, and also shows the mean and the worst call.
+In the case `published` its pages stay cached, and no other request holds them. In the case `unpublished` the pages have
+no useful content, because the model never ran. In the case `shared` another request holds all of them. The pool is full
+(`pools.age`), in several sizes. A release might defer work to later calls. `published` therefore continues until as
+many pages have been allocated as the pool has, twice over, and also shows the mean and the worst call.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Checks that committed results say how they were made, and finds measured code that has changed since.
+"""Checks that committed results say how they were made, and finds results whose measured code has changed since.
 
 `python -m benchmarks.results` reports both. A result that does not say how it was made fails the tests. A result that
-is older than the measured code does not: this report and `make figures ARGS=--list` list it, and the page of results
-says so below its table. It is old if the code of a package or benchmark in its header has changed
+is older than the measured code does not fail them: this report and `make figures ARGS=--list` list it, and the page of
+results says so below its table. A result is out of date if the code of a package or benchmark in its header has changed
 (`benchmarks.measured`), or if it was made from a tree with uncommitted changes.
 """
 
@@ -21,7 +21,7 @@ from benchmarks.measured import ROOT, changed
 
 RESULTS = ROOT / "benchmarks" / "results"
 UNKNOWN = "what it measures"
-"""Reported as changed if the header of a result does not name the code that the result has measured."""
+"""Reported as changed if a result's header does not name the code that was measured."""
 _OF_MACHINE = ("cpu", "cores", "sha_extensions", "clock", "load")
 _OF_VERSIONS = ("python", "torch", "nixl")
 

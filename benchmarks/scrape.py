@@ -1,7 +1,7 @@
-"""What does a scrape cost, and what does it cost to count a pull?
+"""What does a metrics scrape cost, and what does it cost to count a pull?
 
-A scrape does the work of `/metrics`: it reads every family and writes the text, with the manager's collector, the
-exchange's, or both in one registry. The manager has two replicas and a host tier, with a few hundred pages in use, and
+A scrape does the work of `/metrics`: it reads every metric family and writes the text. Its registry has the manager's
+collector, the exchange's, or both. The manager has two replicas and a host tier, with a few hundred pages in use, and
 `leases` open leases of 32 pages each. A scrape runs in its own thread, and holds the interpreter for about this long.
 """
 
@@ -28,7 +28,7 @@ COUNTED = 1000
 
 @contextmanager
 def served(pages: int, leases: int) -> Iterator[tuple[PagedKVCacheManager, PageExchange]]:
-    """A manager that has served some requests, with `pages` pages in each replica, and its exchange."""
+    """Returns a manager that has served some requests, with `pages` pages in each replica, and its exchange."""
     shape: dict[str, Any] = {"n_kv_heads": 1, "head_dim": 1, "page_size": PAGE, "enable_prefix_caching": True}
     plain = KVCacheParams(torch.float16, n_devices=REPLICAS, data_parallel_degree=REPLICAS, **shape)
     memory = plain.bytes_per_token(1) * PAGE * pages * REPLICAS
@@ -61,7 +61,7 @@ def served(pages: int, leases: int) -> Iterator[tuple[PagedKVCacheManager, PageE
 
 
 def scrapes(pages: int, leases: int, repeats: int) -> list[Row]:
-    """Times a scrape of each collector, and of both."""
+    """Times a scrape of each collector, and of both together."""
     rows: list[Row] = []
     with served(pages, leases) as (manager, exchange):
         made = {"manager": [ManagerCollector(manager)], "exchange": [TransferCollector(exchange)]}
@@ -84,7 +84,7 @@ def scrapes(pages: int, leases: int, repeats: int) -> list[Row]:
 
 
 def counting(repeats: int) -> Row:
-    """Times counting a pull, which sorts its four figures into buckets."""
+    """Times the counting of a pull, which sorts its four figures into buckets."""
     record = PullRecord(1 << 20, 40, 2e-4, 1.5e-3)
 
     def count(stats: TransferStats) -> None:

@@ -1,4 +1,4 @@
-"""What do the tiers gain, and what do they cost a step?
+"""What do lower tiers gain, and what do they cost a step?
 
     serving   hits and time to the first token of a small real model, whose prompts need three times the device's pages
     step      a step with copies to the host waiting and without, for that model and for the manager alone
@@ -41,13 +41,13 @@ from scheduler_adapters.loop import Request, ServingLoop
 PAGE = 16
 PROMPT = 1008  # 63 pages
 _GIB = 2**30
-_WINDOW = 24  # steps in each idle or busy window
+_WINDOW = 24  # number of steps in each idle or busy window
 _STATISTICS = "columns *_min, *_max, *_median and *_mean: of the samples of a row; GB/s are maxima, times minima"
-_WAITING = 3500  # pages, 110 MiB, at the start of a busy window
+_WAITING = 3500  # pages that wait to be copied at the start of a busy window, 110 MiB
 
 
 def loop_of(model: Any, pages: int, host_pages: int, rows: int = 32) -> ServingLoop:
-    """A loop over a manager with these numbers of pages on the device and on the host."""
+    """A loop whose manager has these numbers of pages on the device and in host memory."""
     params = kv_params_of(model.config, page_size=PAGE)
     layers = num_layers_of(model.config)
     size = params.bytes_per_token(layers) * PAGE
@@ -56,7 +56,7 @@ def loop_of(model: Any, pages: int, host_pages: int, rows: int = 32) -> ServingL
         params = dataclasses.replace(params, enable_kvcache_swapping_to_host=True, host_kvcache_swap_space_gb=space)
     manager = PagedKVCacheManager(params, rows, 1 << 16, layers, ["cpu"], available_cache_memory=pages * size)
     runner = HFRunner(model)
-    runner.eos_token_ids = frozenset()  # a random model would end anywhere
+    runner.eos_token_ids = frozenset()  # a random model could end a request at any token
     return ServingLoop(manager, runner, token_budget=2048)
 
 
@@ -71,7 +71,7 @@ def serving(model: Any, host_times: int, requests: int) -> Row:
     loop = loop_of(model, pages, host_times * pages)
     first_token: list[float] = []
     for number in range(prompts + requests):
-        if number == prompts:  # every prompt was seen once, so counting begins
+        if number == prompts:  # every prompt has been served once, so counting begins
             loop.manager.reset_metrics()
             first_token.clear()
         chosen = texts[number if number < prompts else int(rng.integers(prompts))]
@@ -101,7 +101,7 @@ def serving(model: Any, host_times: int, requests: int) -> Row:
 
 
 def fill_queue(manager: PagedKVCacheManager, prompts: Prompts) -> None:
-    """Publish pages without a model. They then wait to be copied to the host."""
+    """Publish pages without running a model. They then wait to be copied to host memory."""
     context = claimed(manager, prompts.tokens(_WAITING * PAGE + 1))
     expect(manager.maybe_reserve(context), "the pool has room for the pages that wait")
     context.update(1)
@@ -110,7 +110,7 @@ def fill_queue(manager: PagedKVCacheManager, prompts: Prompts) -> None:
 
 
 def busy_and_idle(manager: PagedKVCacheManager, step: Callable[[], object], windows: int) -> list[Row]:
-    """Times steps in alternating windows: with thousands of pages waiting to be copied, and with none."""
+    """Times steps in alternating windows: busy ones, with thousands of pages to be copied, and idle ones."""
     prompts, times = Prompts(), {"idle": list[float](), "busy": list[float]()}
     done = 0
     copied = 0
@@ -129,7 +129,7 @@ def busy_and_idle(manager: PagedKVCacheManager, step: Callable[[], object], wind
                 times[case].append(timed(lambda _: step(), None))
                 done = manager.metrics.d2h_blocks_copied - before
                 if case == "busy" and done > 0.9 * _WAITING:
-                    break  # later steps would have nothing to copy
+                    break  # the queue is used up, so later steps would have nothing to copy
             copied += done if case == "busy" else 0
     mean = {case: statistics.mean(each) for case, each in times.items()}
     return [
@@ -157,7 +157,7 @@ def model_steps(model: Any, batch: int, windows: int) -> list[Row]:
 
 
 def manager_steps(batch: int, windows: int) -> list[Row]:
-    """Times steps of the manager alone, through a `Batch`, so that no model time hides any cost."""
+    """Times steps of the manager alone, through a `Batch`. Without model time, no cost is hidden."""
     params = KVCacheParams(
         torch.float32,
         2,
@@ -193,7 +193,7 @@ def manager_steps(batch: int, windows: int) -> list[Row]:
 
 
 def nixl_io() -> Callable[[Any], PageIO] | None:
-    """The `PageIO` over NIXL's POSIX plugin; None without nixl."""
+    """The `PageIO` over NIXL's POSIX plugin; None if nixl is not installed."""
     try:
         from transfer.nixl.file_io import NixlFileIO  # noqa: PLC0415 - the file tier is measured without it, too
     except ImportError:
@@ -209,7 +209,7 @@ def empty_folder() -> Generator[Path]:
 
 
 def drop_cache(folder: Path) -> None:
-    """Drop these files from the page cache, so that the next read comes from the disk."""
+    """Drop these files from the kernel's page cache, so that the next read comes from the disk."""
     os.sync()
     for path in folder.rglob("*"):
         if path.is_file():
@@ -219,7 +219,7 @@ def drop_cache(folder: Path) -> None:
 
 
 def rates_of_dd(folder: Path, size: int) -> Row:
-    """GB/s of `dd`, which writes a new file and reads it."""
+    """GB/s of `dd`, once for writing a new file and once for reading it."""
     path, megabytes = folder / "dd", size >> 20
 
     def dd(*arguments: str) -> float:
@@ -237,7 +237,7 @@ def rates_of_dd(folder: Path, size: int) -> Row:
 
 
 def rates_of_tier(folder: Path, page_bytes: int, size: int, make_io: Callable[[Any], PageIO], name: str) -> Row:
-    """GB/s of the file tier, including checksums: pages of the host tier to files, and back."""
+    """GB/s of the file tier, including checksums: pages go from the host tier to files, and back."""
     pages = size // page_bytes
     host = HostTier([page_bytes], pages, 4, pinned=False)
     host.memory[0].view(torch.int64).random_()
@@ -270,7 +270,7 @@ def rates_of_tier(folder: Path, page_bytes: int, size: int, make_io: Callable[[A
 
 
 def files(page_bytes: int, size: int, repeats: int) -> list[Row]:
-    """Best and median of several rounds, each with a run of dd for comparison."""
+    """Best and median of several rounds, each with a run of `dd` for comparison."""
     makers: dict[str, Callable[[Any], PageIO]] = {"file tier": lambda _: SystemIO()}
     through_nixl = nixl_io()
     if through_nixl is not None:
@@ -296,7 +296,7 @@ def files(page_bytes: int, size: int, repeats: int) -> list[Row]:
 
 
 def killed(rounds: int) -> Row:
-    """Kills writing processes, with the test that compares every page served from their files."""
+    """Kills processes that write, by running the test that checks every page served from their files."""
     command = [sys.executable, "-m", "tests.kvcache.killed_writers", "--rounds", str(rounds)]
     root = Path(__file__).resolve().parents[1]
     run = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)  # noqa: S603 - our own file

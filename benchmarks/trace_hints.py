@@ -1,7 +1,7 @@
-"""What do retention hints gain on public traces, and what do wrong ones cost?
+"""What do retention hints gain on public traces, and what do wrong hints cost?
 
-The traces of `benchmarks.trace_replay` run through the real manager, with hints derived from the traces' future: all
-right, 20 % wrong, all inverted, and none. Without hints there must be exactly as many hits as with the reference LRU.
+The real manager runs the traces of `benchmarks.trace_replay` with hints derived from the traces' future: all right, 20
+% wrong, all inverted, and none. Without hints there must be exactly as many hits as with the reference LRU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pagewire.replay.replay import load_trace
 
 
 def measure(name: str, capacities: tuple[int, ...]) -> list[Row]:
-    """The rows for one trace. `points` is the hit rate above plain LRU, in percentage points."""
+    """The rows of one trace. `points` is the hit rate minus that of a plain LRU, in percentage points."""
     rows = sweep_capacities(load_trace(FOLDER / name), capacities, note=lambda row: progress(f"{name}: {row}"))
     for row in rows:
         row["points"] = round(row["hit_pct"] - row["lru_pct"], 2)
@@ -25,7 +25,7 @@ def measure(name: str, capacities: tuple[int, ...]) -> list[Row]:
 
 
 def main() -> int:
-    """Run and report. The exit status is 0 even without traces, because they are not part of the project."""
+    """Run and report. The exit status is 0 even if there are no traces, because they are not part of the project."""
     chosen = options(__doc__)
     pin()
     missing = [name for name in TRACES if not (FOLDER / name).exists()]

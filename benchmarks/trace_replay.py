@@ -1,6 +1,6 @@
 """What does a request of a public trace cost, and does a long replay leave anything behind?
 
-Replays the traces of `../shared/data/mooncake`, or of the folder that PAGEWIRE_TRACES names, through the real manager.
+The real manager replays the traces of `../shared/data/mooncake`, or of the folder that PAGEWIRE_TRACES names.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ TRACES = ("conversation_trace.jsonl", "synthetic_trace.jsonl")
 
 
 def measure(name: str, capacity: int) -> Row:
-    """One replay: its hits, those of the reference LRU and the optimum, the cost of a request, and leftovers.
+    """One replay: its hits, those of reference LRU and optimum, the cost of a request, and what is left behind.
 
-    `rss_growth_kib` is the growth of resident memory over the second half of the replay, in KiB; 8 bytes of it for each
-    request are our own list of times. The replay itself checks that no page is held at the end.
+    `rss_growth_kib` is how much resident memory grows in the second half of the replay, in KiB. Our own list of times
+    takes 8 bytes of it for each request. The replay itself checks that no page is held at the end.
     """
     trace, resident = load_trace(FOLDER / name), list[int]()
 
@@ -54,7 +54,7 @@ def _resident_kib() -> int:
 
 
 def main() -> int:
-    """Run and report. The exit status is 0 even without traces, because they are not part of the project."""
+    """Run and report. The exit status is 0 even if there are no traces, because they are not part of the project."""
     chosen = options(__doc__)
     pin()
     missing = [name for name in TRACES if not (FOLDER / name).exists()]

@@ -1,6 +1,6 @@
 """If a pool is divided into replicas, how many of its hits remain, and how even is their load?
 
-The traces of `benchmarks.trace_replay` are replayed with 10,000 blocks in all, for each claiming rule.
+The traces of `benchmarks.trace_replay` are replayed with 10,000 blocks in all, for each rule that chooses a replica.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def measure(name: str, counts: tuple[int, ...]) -> list[Row]:
 
 
 def main() -> int:
-    """Run and report. The exit status is 0 even without traces, because they are not part of the project."""
+    """Run and report. The exit status is 0 even if there are no traces, because they are not part of the project."""
     chosen = options(__doc__)
     pin()
     missing = [name for name in TRACES if not (FOLDER / name).exists()]

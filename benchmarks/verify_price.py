@@ -1,8 +1,8 @@
-"""The cost of safety: a pull without a fence, with it, and with some or all pages checked.
+"""What does safety cost? Times a pull without a fence, with a fence, and with some or all pages checked.
 
 Run `python -m benchmarks.verify_price [--quick] [--json FILE]`. Source and reader are agents of one process, which
-polls them in turn. The variants alternate, so that other load of the machine affects all of them. Sealing is the
-source's part.
+polls them in turn. The variants alternate, so that other load of the machine affects all of them. To seal pages is to
+make their checksums, which the source does.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SHARES = {UNFENCED: 0.0, "fence": 0.0, "sample 5 %": 0.05, "digest": 1.0}
 
 
 class Price(msgspec.Struct, frozen=True):
-    """One variant: microseconds of the whole pull, and of sealing the pages beforehand at the source."""
+    """One variant: the microseconds of the whole pull, and those in which the source made the checksums beforehand."""
 
     variant: str
     pages: int
@@ -50,7 +50,7 @@ class Price(msgspec.Struct, frozen=True):
 
 
 def make(name: str, pages: int, *, checks: bool, verify: float) -> tuple[ReplicaTransfer, EngineCard]:
-    """An engine of one rank over a pool in huge pages."""
+    """An engine with one rank, over a pool in huge pages."""
     pool = huge_pages(pages * PAGE.page_bytes)
     pool[:] = np.random.default_rng(0).integers(0, 256, 1 << 16, np.uint8).repeat(len(pool) >> 16)
     incarnation = new_incarnation()
@@ -64,7 +64,7 @@ _POOLS: list[np.ndarray] = []
 
 
 def take_fence_away(reader: ReplicaTransfer) -> None:
-    """Make a reader report success as soon as its READs end, whatever the lease word holds. Only for timing."""
+    """Make a reader report success when its READs end, whatever the lease word holds. Only for timing."""
     puller: Any = reader.ranks[0].puller
 
     def go_on(pull: Any) -> None:
@@ -101,7 +101,7 @@ def measure(count: int, rounds: int) -> list[Price]:
                 while not reader.events:
                     reader.poll()
                     if number < 2:
-                        source.poll()  # needed for the first contact
+                        source.poll()  # the source must poll for the first contact to succeed
                 times[name].append((now() - start) / 1e3)
                 expect(reader.events.popleft() == PullEvent("r", "", safe=True), "a pull ends well")
                 source.poll()

@@ -1,13 +1,13 @@
-"""Asks vLLM's KV cache manager what `benchmarks.layer_groups` asks ours, with a row for each model as JSON lines.
+"""Measures for vLLM's KV cache manager what `benchmarks.layer_groups` measures for ours. Prints JSON lines.
 
 `benchmarks.layer_groups` starts it with the Python of vLLM's environment. No model is loaded, and no cache memory is
 allocated. The layers' specs are vLLM's own for these models, vLLM makes the groups, and a pool has as many blocks as
 fit into the budget. A step does the work of vLLM's scheduler for each decoding request: it allocates slots for a token
-and appends the token, with the hash of a block that becomes full. It leaves out the block tables, which a worker makes;
-ours are part of the step. With recurrent layers vLLM sets the block length: the multiple of 16 tokens that has the
-bytes of a state in one layer. States are cached in vLLM's mode `align`, with its scheduler's own rule for chunk ends.
-`matched by 16` uses `prefix_match_unit` instead of whole blocks. The requested copies are made before the measured part
-ends.
+and appends the token, with the hash of a block that becomes full. It leaves out the block tables, which vLLM's worker
+makes; for our manager they are part of the step. With recurrent layers vLLM sets the block length: the multiple of 16
+tokens whose block has as many bytes as a state in one layer. States are cached in vLLM's mode `align`, with its
+scheduler's own rule for where chunks end. `matched by 16` uses `prefix_match_unit` instead of whole blocks. The copies
+of states that vLLM requests are made before the measured part ends.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ _PARAMS = SamplingParams(max_tokens=1 << 20)
 _HASH = get_hash_fn_by_name("sha256")
 
 
-# Mamba-2 can store a state from the middle of a chunk.
+# Mamba-2 can keep a state from the middle of a chunk.
 _EXPORTS = {"Nemotron-H 47B": {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1}}
 
 
 class Peer(NamedTuple):
-    """vLLM's manager, and the parts of its scheduler that belong to it."""
+    """vLLM's manager, and the parts of its scheduler that the measurements need."""
 
     manager: KVCacheManager
     block: int  # tokens
     matched_by: int  # tokens
-    ends: SimpleNamespace | None  # input of the scheduler's rule for chunk ends; None if chunks may end anywhere
+    ends: SimpleNamespace | None  # input of the scheduler's rule for where chunks end; None if they may end anywhere
 
 
 def peer_of(name: str, budget: int, matched_by: int | None = None) -> Peer:
@@ -92,9 +92,9 @@ def peer_of(name: str, budget: int, matched_by: int | None = None) -> Peer:
 
 
 def _window_specs(name: str) -> tuple[dict[str, KVCacheSpec], int, int]:
-    """The specs of layers, the tokens of a block, and its bytes in one layer."""
+    """The specs of the layers, the tokens of a block, and the bytes of a block in one layer."""
     layers, full, window, of_token = MODELS[name]
-    # A single head with the bytes of all heads, because only the bytes count.
+    # A single head has the bytes of all heads, because only the number of bytes matters.
     shape = {"block_size": PAGE, "num_kv_heads": 1, "head_size": of_token // 4, "dtype": torch.bfloat16}
     specs = {
         str(layer): FullAttentionSpec(**shape) if layer in full else SlidingWindowSpec(**shape, sliding_window=window)
@@ -139,7 +139,10 @@ def _ends(name: str, manager: KVCacheManager, block: int, matched_by: int) -> Si
 
 
 def prefilled(peer: Peer, name: str, tokens: Sequence[int]) -> tuple[Request, int] | None:
-    """A request whose prompt ran in chunks, and how many of its tokens were found; None if it does not fit."""
+    """Returns a request whose prompt ran in chunks, and how many tokens were cached.
+
+    Returns None if it does not fit.
+    """
     manager = peer.manager
     request = Request(name, list(tokens), _PARAMS, None, block_hasher=get_request_block_hasher(peer.matched_by, _HASH))
     blocks, found, request.shared_prefix_boundary = manager.get_computed_blocks(request)
@@ -165,12 +168,12 @@ def prefilled(peer: Peer, name: str, tokens: Sequence[int]) -> tuple[Request, in
 
 
 def copied(manager: KVCacheManager) -> None:
-    """Marks the requested copies as done, after which vLLM's scheduler frees their blocks."""
+    """Marks the requested copies as done. vLLM's scheduler then frees their blocks."""
     manager.block_pool.free_blocks(manager.take_kv_cache_block_copies()[1])
 
 
 def fitting(peer: Peer, length: int) -> tuple[int, int]:
-    """The number of requests of this length that can decode at a time, and the blocks that the first of them holds."""
+    """How many requests of this length can decode at the same time, and how many blocks the first one holds."""
     manager, count, held = peer.manager, 0, 0
     while (made := prefilled(peer, str(count), prompt(count, length).tolist())) is not None:
         manager.new_step_starts()
@@ -203,7 +206,7 @@ def step_us(peer: Peer, repeats: int) -> list[float]:
 
 
 def cached_tokens(peer: Peer) -> int | None:
-    """The number of the trace's prompt tokens that were found; None if there is no trace."""
+    """The number of the trace's prompt tokens that were found cached; None if there is no trace."""
     total = 0
     for number, tokens in enumerate(trace_prompts()):
         made = prefilled(peer, f"t{number}", tokens.tolist())

@@ -1,16 +1,16 @@
-"""How long until the first and the second token under real `vllm serve` processes, over our connector and over vLLM's?
+"""How long until the first and the second token under real `vllm serve` processes, with our connector and with vLLM's?
 
 Run it with `.venvs/vllm-serve/bin/python -m benchmarks.vllm_serve`; `make test-engines` makes that environment. The
 model is a small Llama with random weights on the CPU, with blocks of 32 tokens. A pair is a prefill and a decode
 process with a proxy in front of them. Only one pair runs at a time, because the threads of vLLM's connector poll
-without a pause and would take the processor from other processes. Each pair gets three loads:
+without a pause and would take processor time from other pairs. Each pair gets three loads:
 
 - Prompts of 60, 500 and 1,500 tokens, all different, are streamed one at a time. The figures are milliseconds until the
   first token, and until the second one, which is the first that decode makes.
 - 30 prompts are sent, 16 at a time. The figures are requests per second, and how many failed.
 - Nothing is sent for ten seconds. The figure is processor seconds of each process per second.
 
-`theirs` is vLLM's NIXL connector as shipped, and `theirs-ucx` is the same with the variables of
+`theirs` is vLLM's NIXL connector as shipped, and `theirs-ucx` is the same with the environment variables of
 `transfer.nixl.settings`. The machine should be otherwise idle.
 """
 
@@ -56,7 +56,7 @@ def first_two(url: str, prompt: Sequence[int]) -> tuple[float, float]:
 
 
 def percentiles(name: str, times: Sequence[float]) -> Row:
-    """The percentile columns of a row."""
+    """The columns with percentiles of a row."""
     ordered = sorted(times)
     return {
         f"{name} {label}": round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 1)
@@ -65,7 +65,7 @@ def percentiles(name: str, times: Sequence[float]) -> Row:
 
 
 def burst(url: str, numbers: random.Random) -> Row:
-    """Sends many requests at once. Returns requests in a second, and how many failed."""
+    """Sends many requests at once. Returns the requests per second, and how many failed."""
     prompts = [_prompt(numbers, numbers.choice((16, 60, 128, 300, 500, 1000, 1500))) for _ in range(TOGETHER)]
     start = time.perf_counter()
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -76,7 +76,7 @@ def burst(url: str, numbers: random.Random) -> Row:
 
 
 def processor_seconds(process: Process) -> float:
-    """The processor seconds of a process and all of its descendants."""
+    """The processor seconds that a process and all of its descendants have used."""
     ticks = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -89,7 +89,7 @@ def processor_seconds(process: Process) -> float:
 
 
 def idle(pair: Pair) -> Row:
-    """The processor seconds in a second of either side without requests."""
+    """The processor seconds per second that either side uses without requests."""
     time.sleep(2)
     before = [processor_seconds(server) for server in pair.both]
     time.sleep(IDLE_S)
@@ -176,7 +176,7 @@ def main() -> int:
         ways = chosen.ways.split(",")
         for count, way in enumerate(ways, start=1):
             rows += measure(way, Path(folder), chosen.repeats, chosen.rounds)
-            if chosen.json:  # writes the results so far, because a way takes up to 20 minutes
+            if chosen.json:  # writes the results so far, because one way takes up to 20 minutes
                 arguments = f"--ways {','.join(ways[:count])} --repeats {chosen.repeats} --rounds {chosen.rounds}"
                 command = f"python -m benchmarks.vllm_serve {arguments}"
                 write(chosen.json, {**header(command, _STATISTICS), "rows": rows})

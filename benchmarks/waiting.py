@@ -1,9 +1,9 @@
-"""What do waiting requests cost a step, a new or aborted request, and a poll of transfers?
+"""What do waiting requests cost: a step, adding or aborting a request, and a poll of transfers?
 
-64 requests decode and hold every row of the cache, so none of the waiting ones is admitted. There is no model, so a
-step is the time of the loop and the manager. `add` and `abort` are for one more request at the end of the queue. The
-polls are those of the transfer thread, with pulls whose pages are still being computed, and with pulls whose source
-does not answer.
+64 requests decode and hold every row of the cache, so no waiting request is admitted. There is no model, so a step is
+the time of the loop and the manager. `add` and `abort` are for one more request at the end of the queue. The polls are
+those of the transfer thread, in two cases: pulls whose pages are still being computed, and pulls whose source does not
+answer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _NoModel:
     eos_token_ids: frozenset[int] = frozenset()
 
     def run(self, batch: Sequence[Context], inputs: Sequence[RaggedKVCacheInputs]) -> list[int]:  # noqa: ARG002 - no model
-        """One token each."""
+        """Returns one token for each request."""
         return [1] * len(batch)
 
 
@@ -59,7 +59,7 @@ def measure(waiting: int, repeats: int) -> list[Row]:
 
 
 def measure_polls(waiting: int, repeats: int) -> list[Row]:
-    """The rows for `waiting` open pulls, none of which progresses."""
+    """The rows for `waiting` open pulls, none of which makes progress."""
     rows: list[Row] = []
     source = make(Spec(name="source", layers=1, pages=8))
     with HandshakeServer([source.card]) as server:
@@ -73,7 +73,7 @@ def measure_polls(waiting: int, repeats: int) -> list[Row]:
             times = samples(repeats, lambda: None, lambda _, replica=replica: replica.poll())
             expect(replica.num_pulls == (waiting, 0), "no pull has ended")
             rows.append({"running": 0, "waiting": waiting, "call": call, **summary(times)})
-            # polls the source, so that it learns of each pull
+            # the source must poll in order to learn of each pull
             for number in range(waiting if address != _NOBODY else 0):
                 replica.cancel(f"r{number}", "measured")
                 source.replica.poll()

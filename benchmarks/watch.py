@@ -1,13 +1,13 @@
-"""What does `pagewire top` cost the watched loop, its process, and the watcher?
+"""What does `pagewire top` cost the loop that it watches, that loop's process, and itself?
 
 A loop decodes all of its requests, and replaces one by a new prompt in every 16th step. All other pages of its pool are
-idle. It runs in turns of some seconds: unwatched; beside a `pagewire top` that watches another process of this size;
-and watched by that program, with two looks in a second. The second kind of turn is needed because two cores of one chip
-affect each other. The loop has one core. The watching threads and the program share the other. `model_ms` is the time
-that each step waits for its model. With 0 the loop does nothing but watched work, and each share is an upper bound.
-`us_mean` and `us_max` are the mean and longest step of a row, without the model. `cost` is what watching adds to the
-loop's time including the model, compared with the second kind of turn. `look_ms` is the processor time of a look in the
-watched process. `thread_cpu` and `watcher_cpu` are shares of a core.
+idle. It runs in turns of some seconds, of three kinds: unwatched; while a `pagewire top` watches another process of
+this size; and watched by that program, with two snapshots a second. The second kind is needed because two cores of one
+chip affect each other. The loop has one core. The watching threads and the program share the other. `model_ms` is the
+time that each step waits for its model. With 0 the loop does nothing but watched work, so each share is an upper bound.
+`us_mean` and `us_max` are the mean and the longest step of a row, without the model. `cost` is what watching adds to
+the loop's time including the model, compared with the second kind of turn. `look_ms` is the processor time of a
+snapshot in the watched process. `thread_cpu` and `watcher_cpu` are shares of a core.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SIDES = ("nobody looks", "somebody looks at another process", "two looks a secon
 
 
 def view(address: str, seconds: float) -> None:
-    """Runs the watcher: draws for `seconds`, and then reports its processor seconds and updates."""
+    """Runs the watcher: draws for `seconds`, and then reports the processor seconds that it used and its updates."""
     source = LiveSource([address], UPDATES)
     app = TopApp(source)
 
@@ -107,7 +107,7 @@ def grown(pages: int, batch: int) -> tuple[PagedKVCacheManager, Prompts]:
 
 
 def be_looked_at(pages: int, batch: int) -> None:
-    """Runs another process of this size with an idle loop, until its input ends."""
+    """Runs another process of this size: its loop is idle, and it ends when its standard input ends."""
     manager, prompts = grown(pages, batch)
     kept = Loop(manager, prompts, batch)
     with closing(ManagerWatch(kept.manager)) as watch:
@@ -117,7 +117,7 @@ def be_looked_at(pages: int, batch: int) -> None:
 
 @contextmanager
 def beside(pages: int, batch: int, cores: set[int]) -> Generator[str]:
-    """Starts such a process. Yields its address."""
+    """Starts such another process. Yields its address."""
     with subprocess.Popen(  # noqa: S603  (our own)
         [sys.executable, "-m", "benchmarks.watch", "--be-looked-at", str(pages), str(batch)],
         stdin=subprocess.PIPE,
@@ -132,7 +132,7 @@ def beside(pages: int, batch: int, cores: set[int]) -> Generator[str]:
 
 
 def looks(watch: ManagerWatch, count: int) -> tuple[float, int, int]:
-    """The milliseconds of processor time of a look, and the bytes of a first and of a later look."""
+    """The processor time of a snapshot in milliseconds, and the bytes of a first and of a later one."""
     client, followed = WatchClient(watch.address), Followed()
     costs, sizes = list[float](), list[int]()
     for _ in range(count):
@@ -171,7 +171,7 @@ def measure(pages: int, batch: int, turns: int, seconds: float) -> list[Row]:
 def _turns(
     loop: Loop, addresses: Sequence[str], away: set[int], turns: int, seconds: float, model_s: float
 ) -> tuple[list[list[float]], list[tuple[float, float]]]:
-    """The times of unwatched turns, turns beside the program and watched turns, and the program's share of a core."""
+    """The times of each kind of turn (unwatched, beside the program, watched), and the program's share of a core."""
     times: list[list[float]] = [[], [], []]
     cpu = list[tuple[float, float]]()
     for _ in range(turns):
@@ -180,7 +180,8 @@ def _turns(
             more, took = _watched(loop, address, away, seconds, model_s)
             times[at] += more
             cpu.append(took)
-            time.sleep(FORGET_S + 1)  # without looks, the data kept for them is dropped
+            # if no snapshot is requested for this long, the data kept for snapshots is dropped
+            time.sleep(FORGET_S + 1)
     return times, cpu[1::2]
 
 
@@ -198,7 +199,7 @@ def _rows(shape: Row, times: Sequence[Sequence[float]], cpu: Sequence[tuple[floa
 def _watched(
     loop: Loop, address: str, away: set[int], seconds: float, model_s: float
 ) -> tuple[list[float], tuple[float, float]]:
-    """Runs a turn while the program watches. Returns its share of a core, and its updates in a second."""
+    """Runs a turn while the program watches. Returns its share of a core, and its updates per second."""
     program = subprocess.Popen(  # noqa: S603  (our own)
         [sys.executable, "-m", "benchmarks.watch", "--view", address, str(seconds + 2)],
         stdout=subprocess.PIPE,
@@ -207,7 +208,7 @@ def _watched(
     )
     if program.stdout is None or program.stdout.readline() != "ready\n":
         raise RuntimeError("the watcher did not start")
-    loop.turn(1.0, model_s)  # the watcher's first look falls into this turn, which is not measured
+    loop.turn(1.0, model_s)  # the watcher's first snapshot falls into this turn, which is not measured
     times = loop.turn(seconds, model_s)
     used, updates = program.stdout.readline().split()
     program.communicate()

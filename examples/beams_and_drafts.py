@@ -1,9 +1,10 @@
 """Beam search with `fork`, and speculative decoding that drops wrong guesses.
 
 A fork shares the full pages of its parent and copies the last one, so beams cost little memory. A draft is a token that
-the model has not confirmed: the request runs it with the others, keeps it if it was right and drops it if not.
+the model has not confirmed. The request runs its drafts together with its known tokens, keeps those that were right,
+and drops the others.
 
-The model is that of `serving_loop.py`, beside this file.
+The model is the one of `serving_loop.py`, beside this file.
 
     python examples/beams_and_drafts.py
 """
@@ -33,7 +34,7 @@ def beam_search(manager: PagedKVCacheManager, model: Model) -> list[tuple[float,
             candidates += [(float(total), row, int(token)) for total, token in more]
         best = sorted(candidates, reverse=True)[:BEAMS]
 
-        # The model has computed these tokens. `step` reports that to the manager, which can then fork the requests.
+        # The model has computed these tokens. `step` tells the manager, which can then fork the requests.
         for request in requests:
             request.update(0)  # a placeholder for the token that each beam chooses below
         manager.step(requests)
@@ -64,13 +65,13 @@ def speculate(manager: PagedKVCacheManager, model: Model, guesser: list[int]) ->
             manager.maybe_reserve(request, num_steps=1 + len(guesses))
             for guess in guesses:
                 request.update(guess)
-            request.set_token_indices(start_idx=start)  # run the last known token and every guess
+            request.set_token_indices(start_idx=start)  # run the last known token and all guesses
             (inputs,) = manager.fetch([request])
-            # The model's own tokens: one in place of each guess, and one after the last.
+            # The model's own tokens: one for the position of each guess, and one after the last guess.
             found = model.run(request, inputs, 0)[-1 - len(guesses) :].numpy().tolist()
             runs += 1
 
-            # Keep the guesses up to the first one that the model would not have chosen. Append the model's own token.
+            # Keep the guesses before the first one that the model would not have chosen. Append the model's own token.
             right = next((at for at, guess in enumerate(guesses) if guess != found[at]), len(guesses))
             request.set_token_indices(active_idx=known + right, end_idx=known + right)
             request.update(found[right])
@@ -100,7 +101,8 @@ def main() -> None:
     greedy = list(PROMPT)
     while len(greedy) < len(PROMPT) + NEW_TOKENS:
         greedy.append(model.run_without_cache(greedy))
-    guesser = [token if at % 6 else 0 for at, token in enumerate(greedy)]  # a guesser that errs every sixth time
+    # a guesser that is wrong at every sixth token
+    guesser = [token if at % 6 else 0 for at, token in enumerate(greedy)]
     tokens, runs = speculate(manager, model, guesser)
     if tokens != greedy:
         raise SystemExit(f"with guesses {tokens}, without {greedy}")

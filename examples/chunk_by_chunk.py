@@ -1,7 +1,7 @@
-"""Prefill computes a prompt in chunks, and decode reads the pages of one chunk while the next one runs.
+"""Prefill computes a prompt in chunks. Decode reads the pages of one chunk while the next one runs.
 
-The lease begins before anything is computed (`running=True`). After each chunk prefill sends a block table with the new
-pages. `last` marks the last table, the only one that may name a page that is not full. In this example both sides run
+The lease is made before anything is computed (`running=True`). After each chunk, prefill sends a block table with the
+new pages. `last` marks the last table. Only this one may name a page that is not full. In this example both sides run
 in one process.
 
     python examples/chunk_by_chunk.py
@@ -21,7 +21,7 @@ from pagewire import (
 )
 
 CHUNKS = (40, 72, 96)
-"""The number of prompt tokens that are computed after each chunk."""
+"""A chunk ends after each of these numbers of prompt tokens."""
 
 
 def start(name: str) -> tuple[PagedKVCacheManager, PageExchange]:
@@ -45,7 +45,7 @@ def main() -> None:
         decode.external_claim("r")
         request = TextContext(range(97), max_length=2048, request_id="r")
         pending: PendingImport | None = None
-        offer = source.offer("r", duration_s=10.0, running=True)  # its time begins later, at `start_clock`
+        offer = source.offer("r", duration_s=10.0, running=True)  # the lease's time begins later, at `start_clock`
         if offer is None:
             raise SystemExit("as many leases stand as can")
         wait_for(Offered, source)
@@ -55,7 +55,7 @@ def main() -> None:
             prompt.update(token=96)  # a model would run here; `update` keeps only the token after the last chunk
             prefill.step([prompt])
             table, last = prefill.block_table("r", full_pages=True), end == CHUNKS[-1]
-            if pending is None:  # decode: the first pages
+            if pending is None:  # decode reserves pages for the first table
                 pending = decode.import_block_table(request, table, partial=True)
                 if pending is None:
                     raise SystemExit("decode has too few free pages")
@@ -64,7 +64,7 @@ def main() -> None:
                 decode.extend_import(request, pending, table, last=last)
             print(end, "tokens computed,", table.num_tokens, "told of")
             reader.read(0, "r", pending, last=last)  # the new pages
-        source.start_clock(offer)  # from now on the lease ends if its reader is silent for `duration_s`
+        source.start_clock(offer)  # from now on the lease ends if its reader sends nothing for `duration_s`
     if pending is not None:
         decode.commit_import(request, pending, wait_for(PullEvent, reader).proof)
     decode.maybe_reserve(request)

@@ -1,7 +1,7 @@
-"""A hand-over between two engines that own their pages: prefill on one rank, decode on two, each in its own process.
+"""A hand-over between two engines that own their pages. Prefill has one rank, decode has two, each in its own process.
 
-Prefill has written the KV of 32 tokens. Decode's request has one token more, which decode itself runs. The workers and
-the scheduler's side of an engine may also be separate processes, because they exchange plain data
+Prefill has written the KV of 32 tokens. Decode's request has one more token, which decode runs itself. The workers and
+the scheduler's side of an engine may also be separate processes, because they exchange only plain data
 (`ConnectorMetadata`, `WorkerOutput`, `kv_transfer_params`).
 
     python examples/connector.py
@@ -24,7 +24,7 @@ PROMPT = Prompt(range(33))
 
 @dataclasses.dataclass
 class Engine:
-    """One engine: the caches and workers of its ranks, its scheduler's side, and the reported events of requests."""
+    """One engine: its ranks' caches and workers, its scheduler's side, and the events reported for requests."""
 
     caches: list[torch.Tensor]
     workers: list[NixlConnectorWorker]
@@ -39,7 +39,8 @@ class Engine:
         time.sleep(1e-3)  # the model runs
         for rank, worker in enumerate(self.workers):
             progress = self.scheduler.update(rank, worker.take_output())
-            for name in progress.__struct_fields__:  # keep every field, because each event is reported once
+            # keep the events of every field, because each event is reported only once
+            for name in progress.__struct_fields__:
                 getattr(self.told, name).update(getattr(progress, name))
 
     def close(self) -> None:
@@ -50,7 +51,7 @@ class Engine:
 
 
 def engine(name: str, ranks: int) -> Engine:
-    """Returns an engine with 8 blocks on each rank. A rank's blocks hold the heads of that rank."""
+    """Returns an engine with 8 blocks on each rank. Each rank's blocks hold that rank's heads."""
     incarnation = uuid.uuid4().hex
     configs = [
         WorkerConfig(
@@ -73,7 +74,7 @@ def engine(name: str, ranks: int) -> Engine:
 
 
 def prefill(pipe: Connection) -> None:
-    """Offers a lease, tells decode of it, and keeps the blocks until the request is in `sent`."""
+    """Offers a lease, sends its parameters to decode, and keeps the blocks until the request is in `sent`."""
     ours = engine("prefill", ranks=1)
     ours.caches[0][:, [3, 5]] = KV  # 32 tokens of a request are computed
     ours.scheduler.offer("request")

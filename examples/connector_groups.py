@@ -1,9 +1,9 @@
 """Two engines with two groups of layers, whose block sizes and layouts differ, and a load that fails.
 
-One layer sees all tokens, the other one the last 20. Prefill has blocks of 16 tokens, heads first. Decode has blocks of
-8, tokens first. The second layer needs tokens 21 to 39 of 40, so its first blocks are not given. `first_blocks` has,
-for each group, the index of the first block that is given; leave it out if all are given. In this example both sides
-run in one process.
+One layer sees all tokens, and the other one sees the last 20. Prefill has blocks of 16 tokens, heads first. Decode has
+blocks of 8 tokens, tokens first. Of 40 tokens, the second layer needs only tokens 21 to 39, so its first blocks are not
+given. For each group, `first_blocks` is the index of the first block that is given; leave it out if all blocks are
+given. In this example both sides run in one process.
 
     python examples/connector_groups.py
 """
@@ -22,7 +22,7 @@ HEADS, HEAD_DIM, BLOCKS, WINDOW = 2, 4, 12, 20
 
 @dataclasses.dataclass
 class Engine:
-    """An engine of one rank: its caches, its worker, its scheduler's side, and the reported events of requests."""
+    """An engine of one rank: its caches, worker and scheduler's side, and the events reported for requests."""
 
     caches: dict[str, torch.Tensor]
     worker: NixlConnectorWorker
@@ -34,7 +34,8 @@ class Engine:
         self.worker.start_load_kv(self.scheduler.build_metadata())
         time.sleep(1e-3)  # the model runs
         progress = self.scheduler.update(0, self.worker.take_output())
-        for name in progress.__struct_fields__:  # keep every field, because each event is reported once
+        # keep the events of every field, because each event is reported only once
+        for name in progress.__struct_fields__:
             getattr(self.told, name).update(getattr(progress, name))
 
     def close(self) -> None:
@@ -59,7 +60,7 @@ def engine(name: str, layout: str, size: int) -> Engine:
 
 
 def main() -> None:
-    """Loads one request. The load of another one fails, because its lease ends before decode reads."""
+    """Loads one request. The load of a second request fails, because its lease ends before decode reads."""
     prefill, decode = engine("p", "HND", 16), engine("d", "NHD", 8)
     source, reader = prefill.scheduler, decode.scheduler
     source.offer("good")
@@ -69,7 +70,8 @@ def main() -> None:
     source.abort("late", "its client has gone")  # ends the lease at once, whether or not a reader is reading
     while "late" not in prefill.told.sent:
         prefill.step()
-    if (wanted := reader.read("good", good, Prompt(range(41)))) is not None:  # None: the params name no pages
+    # None would mean that the params name no pages
+    if (wanted := reader.read("good", good, Prompt(range(41)))) is not None:
         blocks = [[1, 2, 3, 4, 5], [6, 7, 8]]
         reader.load("good", wanted, blocks, num_tokens=41, num_computed_tokens=0, first_blocks=(0, 2))
     if (wanted := reader.read("late", late, Prompt(range(17)))) is not None:
@@ -85,7 +87,7 @@ def main() -> None:
         decode.caches["near"][:, 6:9].reshape(2, 24, *near.shape[2:]),
     ]
     print("full layer equal:", torch.equal(ours[0], full), "window layer equal:", torch.equal(ours[1][:, 5:], near))
-    print("failed loads:", sorted(decode.told.failed))  # with the lease, its source and the reason
+    print("failed loads:", sorted(decode.told.failed))  # each with its lease, its source and the reason
     print("how leases ended:", prefill.told.sent)
     for one in (prefill, decode):
         one.close()

@@ -1,7 +1,8 @@
 """A custom eviction order: it evicts the most recently used page first, for prompts that recur in a cycle.
 
-Ten prompts take turns, and the pool holds the pages of five. With least recently used first, each prompt is evicted
-just before its turn, so there is no hit. The order below keeps the pages of the first prompts, which are hits.
+Ten prompts take turns, and the pool holds the pages of five. If the least recently used page is evicted first, each
+prompt is evicted just before its turn, so there is no hit. The order below keeps the pages of the first prompts, which
+are then found.
 
     python examples/eviction_order.py
 """
@@ -19,8 +20,8 @@ class MostRecentFirst(EvictionOrder):
         self.idle: dict[int, None] = {}
 
     def append(self, pages: np.ndarray) -> None:
-        # `pages` begins with the end of a prompt. The end has to be evicted before the prefix, because more prompts
-        # can share the prefix. `pop` takes the page that was put in last, so the end is put in last.
+        # `pages` begins with the last page of a prompt. That page has to be evicted before the prefix, which more
+        # prompts can share. `pop` takes the page that was added last, so the pages are added in reverse.
         self.idle.update(dict.fromkeys(pages[::-1].tolist()))
         self.count = len(self.idle)
 
@@ -37,7 +38,7 @@ class MostRecentFirst(EvictionOrder):
     def pages(self) -> np.ndarray:
         return np.array([*reversed(self.idle)], np.int32)
 
-    def mend(self, pages: np.ndarray) -> None:  # after an interrupted call: only these pages are idle
+    def mend(self, pages: np.ndarray) -> None:  # called after an interrupted call: only `pages` are idle
         self.idle = dict.fromkeys(pages.tolist())
         self.count = len(self.idle)
 

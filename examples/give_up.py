@@ -1,7 +1,7 @@
-"""Gives up three of four requests: during the read, before the read, and at the source. The fourth is read.
+"""Gives up three of four requests: one during the read, one before the read, and one at the source. The fourth is read.
 
-The pull of `b` may succeed before it is cancelled. The last event of the pull says whether it did. A serving loop
-remembers what it has given up, and does not rely on the event for that. In this example both sides run in one process.
+The pull of `b` may succeed before it is cancelled; its last event says whether it did. A serving loop remembers which
+requests it has given up, so it does not depend on that. In this example both sides run in one process.
 
     python examples/give_up.py
 """
@@ -50,9 +50,9 @@ class Decode:
         self.exchange.pull(name, offer, pending, timeout_s=30.0)
 
     def finish(self, name: str, error: str, proof: ImportProof | None) -> None:
-        """Commits or cancels the import. Call it when nothing of the pull is in flight any more."""
+        """Commits or cancels the import. Call it only when nothing of the pull is in flight."""
         if name not in self.imports:
-            return  # given up before pages were reserved for it
+            return  # the request was given up before pages were reserved for it
         request, pending = self.imports[name]
         if error:
             self.manager.cancel_import(pending)
@@ -62,7 +62,7 @@ class Decode:
 
 
 def offers_of(prefill: PagedKVCacheManager, source: PageExchange) -> dict[str, tuple[Source, BlockTable]]:
-    """Computes each request at prefill, leases its pages and releases it. Returns the leases and block tables."""
+    """Prefill computes each request, leases its pages and releases it. Returns the leases and block tables."""
     offers: dict[str, tuple[Source, BlockTable]] = {}
     for name in "abcd":
         with prefill.claim(request := TextContext(range(96), max_length=2048, request_id=name)):
@@ -81,7 +81,7 @@ def main() -> None:
     (prefill, source), decode = start("prefill"), Decode()
     reader, offers, ended = decode.exchange, offers_of(prefill, source), dict[str, str]()
     while len(ended) < 7:
-        source.wait(replica=0, timeout_s=0.001)  # a serving loop runs a step of its batch instead
+        source.wait(replica=0, timeout_s=0.001)  # a real loop would run a step of its batch here
         for _, event, proof in source.poll() + reader.poll():  # keep every event
             match event:
                 case Offered("a", _, ""):
@@ -103,7 +103,8 @@ def main() -> None:
                     pass
     print([ended["lease " + name] for name in "acd"])
     print(prefill.num_held_blocks, prefill.num_leased_blocks, decode.manager.num_held_blocks, reader.open_pulls)
-    for one in (source, reader, prefill, decode.manager):  # exchanges first: they end what is open, and give pages back
+    # exchanges come first: they end everything that is open, and give pages back to the managers
+    for one in (source, reader, prefill, decode.manager):
         one.close()
 
 

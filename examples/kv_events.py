@@ -1,8 +1,8 @@
-"""A listener of KV events, as a router has one to learn which server has the pages of a prompt.
+"""Listens to KV events, as a router does to learn which server has the pages of a prompt.
 
-The manager publishes messages in vLLM's format over ZeroMQ, so this listener works with either. A message has three
-frames: the topic, a sequence number and a batch in msgpack. The listener keeps the set of cached pages and notices a
-gap in the numbers. In real use it runs in another process and only needs the endpoint.
+The manager publishes messages in vLLM's format over ZeroMQ, so this listener works with both. A message has three
+frames: the topic, a sequence number and a batch in msgpack. The listener keeps the set of cached pages, and notices a
+gap in the sequence numbers. In real use it runs in another process and needs only the endpoint.
 
     python examples/kv_events.py
 """
@@ -19,7 +19,7 @@ PAGE_SIZE = 16
 
 
 class Listener:
-    """Follows one replica. `cached` has the hash and the tokens of each page that can be found on the device."""
+    """Follows one replica. `cached` maps each page that is cached on the device from its hash to its tokens."""
 
     def __init__(self, endpoint: str) -> None:
         self.socket: zmq.Socket[bytes] = zmq.Context[Any].instance().socket(zmq.SUB)
@@ -45,7 +45,7 @@ class Listener:
     def apply(self, event: dict[str, Any]) -> None:
         """Applies one event to the set of cached pages."""
         match event["type"]:
-            case "BlockStored" if event["medium"] == "GPU":  # pages of the pool, even in host memory
+            case "BlockStored" if event["medium"] == "GPU":  # pages of the pool, even if the pool is in host memory
                 size, tokens = event["block_size"], event["token_ids"]
                 for at, name in enumerate(event["block_hashes"]):
                     self.cached[name] = tokens[at * size : (at + 1) * size]
@@ -55,7 +55,7 @@ class Listener:
             case "AllBlocksCleared":
                 self.cached.clear()
             case _:
-                pass  # the pages of lower tiers
+                pass  # ignore pages of lower tiers
 
     def until(self, pages: int) -> None:
         """Takes messages until `pages` pages are cached."""

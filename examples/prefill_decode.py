@@ -1,10 +1,10 @@
-"""Prefill and decode in two processes: decode reads the pages of each prompt with NIXL READs and goes on from there.
+"""Prefill and decode in two processes: decode reads each prompt's pages with NIXL READs, and continues from there.
 
 The prefill process runs the prompts. For each prompt it offers a lease, and sends three things through a pipe: where
 the pages can be read (`Source`), which pages they are (`BlockTable`), and the first new token. The decode process
-reserves pages, pulls, commits the import and decodes. Any other channel can take the place of the pipe.
+reserves pages, pulls, commits the import and decodes. Any other channel can replace the pipe.
 
-The model is that of `serving_loop.py`, beside this file.
+The model is the one of `serving_loop.py`, beside this file.
 
     python examples/prefill_decode.py
 """
@@ -33,7 +33,7 @@ MAX_LENGTH = 64
 
 
 def start(name: str) -> tuple[PagedKVCacheManager, PageExchange]:
-    """Makes the manager and the exchange of one process. The name of an exchange must be unique among its peers."""
+    """Makes the manager and the exchange of one process. No two peers may have exchanges of the same name."""
     params = KVCacheParams(torch.float32, HEADS, HEAD_DIM, page_size=PAGE_SIZE)
     manager = PagedKVCacheManager(
         params, max_batch_size=8, max_seq_len=MAX_LENGTH, num_layers=1, devices=["cpu"], available_cache_memory=1 << 20
@@ -42,7 +42,10 @@ def start(name: str) -> tuple[PagedKVCacheManager, PageExchange]:
 
 
 def next_events(exchange: PageExchange) -> list[ExchangeEvent]:
-    """Waits for events and returns them. `poll` returns each event once, for all requests, so look at every one."""
+    """Waits for events and returns them.
+
+    `poll` returns the events of all requests, each only once, so handle every one.
+    """
     while not (events := exchange.poll()):
         exchange.wait(replica=0, timeout_s=1.0)
     return events
@@ -62,14 +65,14 @@ def prefill(pipe: Connection) -> None:
             manager.step([request])
             source = exchange.offer(name, duration_s=60.0)
             tellable[name] = (source, manager.block_table(name), first)
-        # The request is released here. Its pages stay until their lease is over.
+        # # The request is released here. Its pages stay until its lease is over.
 
     leases_open = len(PROMPTS)
     while leases_open:
         for happened in next_events(exchange):
             match happened.event:
                 case Offered(request_id=name, error=""):
-                    # the lease is granted: only now may the decode process know of it
+                    # the lease has been granted, so the decode process may now be told of it
                     pipe.send((name, *tellable[name]))
                 case Offered(error=error):
                     raise SystemExit(error)
@@ -83,7 +86,7 @@ def prefill(pipe: Connection) -> None:
 
 
 def pull(manager: PagedKVCacheManager, exchange: PageExchange, pipe: Connection) -> list[TextContext]:
-    """Pulls the pages of every prompt. Returns the requests, which can run then."""
+    """Pulls the pages of every prompt. Returns the requests, which are then ready to run."""
     requests, pending = dict[str, TextContext](), dict[str, PendingImport]()
     for _ in PROMPTS:
         name, source, table, first = pipe.recv()
@@ -100,7 +103,7 @@ def pull(manager: PagedKVCacheManager, exchange: PageExchange, pipe: Connection)
             if isinstance(event := happened.event, PullEvent) and event.safe:
                 if event.error:
                     raise SystemExit(event.error)
-                # The proof says that the lease was still open when the last byte had arrived.
+                # The proof shows that the lease was still open when the last byte had arrived.
                 manager.commit_import(requests[event.key], pending.pop(event.key), happened.proof)
     return list(requests.values())
 

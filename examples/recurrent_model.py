@@ -1,10 +1,10 @@
 """A hybrid model: one recurrent layer (linear attention) beside one attention layer, with a prefix cache for both.
 
 A recurrent layer keeps one state for all tokens so far, and overwrites it with each token. The manager gives each
-request a state page, and keeps copies of states at the ends of pages. A cached prefix ends at the last cached page
-after which a copy of the state is kept.
+request a state page, and keeps copies of states at the ends of some pages. A cached prefix therefore ends at the last
+cached page for which such a copy exists.
 
-The model is that of `serving_loop.py`, beside this file.
+The model is the one of `serving_loop.py`, beside this file.
 
     python examples/recurrent_model.py
 """
@@ -15,11 +15,11 @@ from serving_loop import HEAD_DIM, HEADS, PAGE_SIZE, VOCABULARY, Model
 from pagewire import KVCacheParams, PagedKVCacheManager, RaggedKVCacheInputs, StatePages, StateShape, TextContext
 
 NEW_TOKENS, DECAY = 8, 0.9
-KIND = ("ssm",)  # the state's matrices; a layer with a convolution also keeps its last inputs
+KIND = ("ssm",)  # the state's matrices; a layer with a convolution would also keep its last inputs
 
 
 class HybridModel(Model):
-    """The model of `serving_loop.py`, whose hidden states first pass a recurrent layer."""
+    """The model of `serving_loop.py`, with a recurrent layer before its attention layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,12 +30,12 @@ class HybridModel(Model):
 
     def run_hybrid(self, context: TextContext, inputs: RaggedKVCacheInputs, states: StatePages) -> int:
         """Runs `tokens[start_idx:active_idx]` of one request. Returns the greedy token after them."""
-        # `pages_at` refuses a request whose state does not have exactly the tokens before `start_idx`.
+        # `pages_at` refuses a request whose state does not include exactly the tokens before `start_idx`.
         pages = states.pages_at([context.request_id], [context.start_idx])
-        self.state = states.read(0, pages, KIND)[0]  # of recurrent layer 0: [heads, d_state, head_dim]
+        self.state = states.read(0, pages, KIND)[0]  # the state of recurrent layer 0: [heads, d_state, head_dim]
         token = int(self.run(context, inputs, 0)[-1])
         states.write(0, pages, KIND, self.state[None])
-        states.advance(pages, [context.active_idx])  # the number of tokens in the state by now
+        states.advance(pages, [context.active_idx])  # the number of tokens that the state includes from now on
         return token
 
     def run_without_cache(self, tokens: list[int]) -> int:
@@ -61,7 +61,8 @@ def answer(manager: PagedKVCacheManager, model: HybridModel, prompt: list[int]) 
         manager.maybe_reserve(request)
         cached = request.start_idx
         while request.current_length < request.max_length:
-            # A prompt may run in chunks: `maybe_reserve` ends a chunk where a copy of the state is to be kept.
+            # A prompt may run in several chunks, because `maybe_reserve` ends a chunk where a copy of the state is to
+            # be kept.
             manager.maybe_reserve(request)
             (inputs,) = manager.fetch([request])
             request.update(model.run_hybrid(request, inputs, manager.states[0]))
@@ -84,7 +85,7 @@ def main() -> None:
     params = KVCacheParams(
         torch.float32, HEADS, HEAD_DIM, enable_prefix_caching=True, page_size=PAGE_SIZE, states=shape
     )
-    manager = PagedKVCacheManager(  # `num_layers` counts the layers that attend
+    manager = PagedKVCacheManager(  # `num_layers` counts only the attention layers
         params, max_batch_size=4, max_seq_len=128, num_layers=1, devices=["cpu"], available_cache_memory=1 << 20
     )
     model, tokens = HybridModel(), list(range(11))

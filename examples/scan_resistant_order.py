@@ -1,7 +1,7 @@
-"""A scan-resistant eviction order: pages that were found again are evicted after all pages that were used once.
+"""A scan-resistant eviction order: a page that was hit again is evicted only after all pages that were used once.
 
-A system prompt is served twice. Then 99 long one-off prompts follow. The default order evicts the system prompt to
-make room for them, and the order below keeps it.
+A system prompt is served twice. Then 99 long prompts follow, each of them once. The default order evicts the system
+prompt to make room for them; the order below keeps it.
 
     python examples/scan_resistant_order.py
 """
@@ -13,7 +13,7 @@ from pagewire import EvictionOrder, KVCacheParams, LruOrder, PagedKVCacheManager
 
 
 class FoundAgainLast(EvictionOrder):
-    """Evicts pages that were found again after all pages that were used once."""
+    """Evicts pages that were used once before pages that were hit again."""
 
     def __init__(self, num_pages: int) -> None:
         self.once, self.again = LruOrder(num_pages), LruOrder(num_pages)

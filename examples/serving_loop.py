@@ -1,9 +1,9 @@
 """A serving loop with its own attention layer: continuous batching, preemption, two replicas, a prefix cache.
 
 The model is one attention layer with random weights. It reads and writes the pages that `fetch` names, so its code
-shows where the keys and values of a token lie. There are too few pages for all requests at once. When a replica runs
-out of pages, the loop preempts the request that was admitted last. At the end the program compares every answer with
-one computed without a cache.
+shows where a token's keys and values lie. There are too few pages for all requests at once. When a replica runs out of
+pages, the loop preempts the request that was admitted last. At the end, every answer is compared with one computed
+without a cache.
 
     python examples/serving_loop.py
 """
@@ -19,14 +19,15 @@ VOCABULARY, HEADS, HEAD_DIM, PAGE_SIZE, NEW_TOKENS = 512, 2, 16, 4, 12
 
 
 class Model:
-    """One attention layer between an embedding and its transpose. It decodes greedily."""
+    """One attention layer between an embedding and that embedding's transpose. It decodes greedily."""
 
     def __init__(self) -> None:
         weights = torch.Generator().manual_seed(0)
         width = HEADS * HEAD_DIM
         self.embedding = torch.randn(VOCABULARY, width, generator=weights)
         self.positions = torch.randn(256, width, generator=weights)
-        self.project = torch.randn(3, width, width, generator=weights) / width**0.5  # to queries, keys, values
+        # projects to queries, keys and values
+        self.project = torch.randn(3, width, width, generator=weights) / width**0.5
 
     def run(self, context: TextContext, inputs: RaggedKVCacheInputs, row: int) -> torch.Tensor:
         """Runs `tokens[start_idx:active_idx]` of one request. Returns the greedy token after each of them."""
@@ -37,9 +38,9 @@ class Model:
         start, end = context.start_idx, context.active_idx
         query, key, value = self.qkv(context.tokens[start:end].tolist(), start)
 
-        # Token p is in entry p % PAGE_SIZE of page p // PAGE_SIZE of the request.
+        # Token p of a request is at index p % PAGE_SIZE of the request's page number p // PAGE_SIZE.
         pages = inputs.lookup_table[row].long()
-        keys, values = inputs.blocks[:, 0, 0], inputs.blocks[:, 1, 0]  # of layer 0: [pages, PAGE_SIZE, heads, head_dim]
+        keys, values = inputs.blocks[:, 0, 0], inputs.blocks[:, 1, 0]  # layer 0: [pages, PAGE_SIZE, heads, head_dim]
         at = torch.arange(start, end)
         keys[pages[at // PAGE_SIZE], at % PAGE_SIZE] = key
         values[pages[at // PAGE_SIZE], at % PAGE_SIZE] = value
@@ -57,12 +58,15 @@ class Model:
         return self.attend(query, key, value, 0)
 
     def qkv(self, tokens: list[int], start: int) -> torch.Tensor:
-        """Returns queries, keys and values of tokens at positions from `start` on: `[3, tokens, heads, head_dim]`."""
+        """Returns queries, keys and values of tokens from position `start` on: `[3, tokens, heads, head_dim]`."""
         hidden = self.embedding[tokens] + self.positions[start : start + len(tokens)]
         return (hidden @ self.project).unflatten(-1, (HEADS, HEAD_DIM))
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, start: int) -> torch.Tensor:
-        """Computes causal attention of the queries from position `start` on. Returns the logits after each query."""
+        """Computes causal attention of the queries, which begin at position `start`.
+
+        Returns the logits after each query.
+        """
         mask = torch.arange(len(key)) <= torch.arange(start, start + len(query))[:, None]
         query, key, value = (states.transpose(0, 1) for states in (query, key, value))
         hidden = scaled_dot_product_attention(query, key, value, attn_mask=mask)
@@ -78,7 +82,7 @@ def serve(manager: PagedKVCacheManager, model: Model, requests: list[TextContext
             while request in running and not manager.maybe_reserve(request):
                 replica = manager.get_replica(request)
                 newest = next(one for one in reversed(running) if manager.get_replica(one) == replica)
-                manager.release(newest.request_id)  # its context stays: it is claimed again later
+                manager.release(newest.request_id)  # its context is kept, because the request is claimed again later
                 running.remove(newest)
                 waiting.appendleft(newest)
                 preemptions += 1
@@ -96,7 +100,7 @@ def serve(manager: PagedKVCacheManager, model: Model, requests: list[TextContext
             mine = [request for request in batch if manager.get_replica(request) == replica]
             for row, request in enumerate(mine):
                 request.update(int(model.run(request, inputs, row)[-1]))
-        manager.step(batch)  # publishes the pages that are full now
+        manager.step(batch)  # publishes the pages that have become full
 
         for request in batch:
             if request.current_length == request.max_length:

@@ -1,7 +1,7 @@
 """All public names of the project in one module: `from pagewire import KVCacheParams, PagedKVCacheManager`.
 
 A name is imported from its package when it is first used, so `import pagewire` takes milliseconds and needs neither
-torch nor NIXL. `__all__` has the public names of the three packages below.
+torch nor NIXL. `__all__` has the public names of `kvcache`, `transfer` and `scheduler_adapters`.
 
 Imports `kvcache`, `transfer` and `scheduler_adapters`. Start reading at `cli.py`, the command line.
 """
@@ -37,7 +37,8 @@ def __getattr__(name: str) -> Any:
         return sorted({*public, "ShadowedPackageError"})
     if name.startswith("_") and name != "__version__":
         raise AttributeError(f"module 'pagewire' has no attribute {name!r}")
-    if find_spec(f"pagewire.{name}") is not None:  # `from pagewire import cli` asks here before it imports the module
+    # `from pagewire import cli` calls this function before it imports the module
+    if find_spec(f"pagewire.{name}") is not None:
         raise AttributeError(f"module 'pagewire' has no attribute {name!r} yet")
     for home in (_ADAPTERS.get(name, "kvcache"), "transfer"):
         module = import_module(home)

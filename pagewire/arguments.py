@@ -15,7 +15,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-_SHOWN = 300  # most characters of a value in a message
+_SHOWN = 300  # most characters of a value that an error message shows
 _LONGEST_PLAIN = 200
 _MOST_BYTES = 1 << 20  # the largest file that is read whole
 _MOST_PORT = 65_535
@@ -25,15 +25,15 @@ _MOST_DIGITS = 60  # Python refuses to parse numbers of thousands of digits
 def option(metavar: str | None, kind: Callable[[str], object], default: object, told: str, **more: object) -> Any:
     """Returns a field for an option with a value: its name in the help, its type, its default, and its help text.
 
-    `more` is passed to `ArgumentParser.add_argument`, except `name`, which replaces the field's own name, and `rare`:
-    `--help` omits a rare option and `--help-all` shows it.
+    `more` is passed to `ArgumentParser.add_argument`, except for two entries: `name` replaces the field's own name, and
+    `rare` hides the option from `--help`, but not from `--help-all`.
     """
     shown = "" if default is None or default is MISSING else f" (default: {_default(default)})"
     return field(default=default, metadata={"metavar": metavar, "type": kind, "help": told + shown, **more})
 
 
 def switch(told: str, *, default: bool = False, **more: object) -> Any:
-    """Returns a field for an option without a value, which inverts the default."""
+    """Returns a field for an option without a value. Giving the option inverts the default."""
     return field(default=default, metadata={"action": f"store_{not default}".lower(), "help": told, **more})
 
 
@@ -43,7 +43,7 @@ def choice(told: str, *, default: bool, **more: object) -> Any:
 
 
 def add_options(parser: argparse.ArgumentParser, options: Any, *, rare: bool) -> int:
-    """Adds the options of a command to a parser, whose result then has the arguments of that dataclass."""
+    """Adds the options of a command to a parser. What it parses then has the attributes of that dataclass."""
     left_out = 0
     for one in fields(options):
         told: dict[str, Any] = dict(one.metadata)
@@ -59,7 +59,7 @@ def add_options(parser: argparse.ArgumentParser, options: Any, *, rare: bool) ->
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:
-    """Returns the type of a whole number from `least` to `most`."""
+    """Returns a parser of whole numbers from `least` to `most`."""
 
     def parse(text: str) -> int:
         with contextlib.suppress(ValueError):
@@ -71,7 +71,7 @@ def whole(least: int, most: int) -> Callable[[str], int]:
 
 
 def number(above: int, most: int) -> Callable[[str], float]:
-    """Returns the type of a number above `above` and up to `most`."""
+    """Returns a parser of numbers above `above` and up to `most`."""
 
     def parse(text: str) -> float:
         with contextlib.suppress(ValueError):
@@ -83,7 +83,7 @@ def number(above: int, most: int) -> Callable[[str], float]:
 
 
 def num_bytes(least: int, most: int) -> Callable[[str], int]:
-    """Returns the type of a number of bytes from `least` to `most`: digits, a number with a unit (2.5GiB), or 4e9."""
+    """Returns a parser of a number of bytes from `least` to `most`: digits, a number with a unit (2.5GiB), or 4e9."""
     needed = f"not a number of bytes from {least:,} to {most:,}, as in 40000000000, 40e9, 40GB or 37.25GiB"
 
     def parse(text: str) -> int:
@@ -99,7 +99,7 @@ def num_bytes(least: int, most: int) -> Callable[[str], int]:
 
 
 def input_path(text: str) -> Path:
-    """Parses an input file or folder, which must exist. The command that reads it reports any other fault."""
+    """Parses an input file or folder, which must exist. The command that reads the file reports any other fault."""
     path = _path(text)
     if not path.exists():
         raise argparse.ArgumentTypeError(f"file or folder {_shown(text)} does not exist")
@@ -180,7 +180,7 @@ def device(text: str) -> str:
 
 
 def _path(text: str) -> Path:
-    """Returns the path that a text names. Raises if the system cannot name it."""
+    """Returns the path that a text names. Raises if the operating system cannot look it up."""
     try:
         text.encode()
         if not text.strip():
@@ -196,7 +196,7 @@ def _path(text: str) -> Path:
 
 
 def _default(value: Any) -> str:
-    """Returns a default as a user would type it."""
+    """Returns a default in the form in which a user would type it."""
     return str(value) if isinstance(value, str | int | float) else ",".join(map(str, value))
 
 

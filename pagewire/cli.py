@@ -25,10 +25,11 @@ from pagewire.serve.options import ServeOptions
 from pagewire.top.options import TopOptions
 from scheduler_adapters import interrupts
 
-# Nothing heavy is imported here: torch takes a second, and an interrupt during that would show a traceback.
+# # Nothing heavy is imported here: importing torch takes a second, and an interrupt during that time would show a
+# traceback.
 
 Options = DemoOptions | DoctorOptions | PlanOptions | ReplayOptions | ServeOptions | TopOptions
-_BAD = 2  # exit status of a failure, as in argparse
+_BAD = 2  # exit status of a failed command; argparse uses the same
 _LONGEST = 1000  # most characters of a message
 _WIDEST_HELP, _HELP_COLUMN = 100, 25
 
@@ -102,7 +103,7 @@ _COMMANDS: dict[str, _Command] = {
 
 
 class _Version(argparse.Action):
-    """Prints the version and exits. The distribution is looked up only on request."""
+    """Prints the version and exits. The installed distribution is looked up only when the option is used."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         from importlib import metadata  # noqa: PLC0415
@@ -191,7 +192,8 @@ def main(argv: list[str] | None = None) -> int:
         return _BAD
     except BrokenPipeError:  # the reader of our output has gone
         with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # takes the output that is flushed at exit
+            # takes the output that Python flushes at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
 
 
@@ -245,7 +247,7 @@ def _run_heavy(command: str, options: Options, listening: socket.socket | None) 
 
 def _complain(command: str, text: str) -> None:
     line = " ".join(text.splitlines())
-    if len(line) > _LONGEST:  # argparse repeats the whole value that it was given
+    if len(line) > _LONGEST:  # argparse repeats an invalid value in its message, however long it is
         line = f"{line[: _LONGEST // 2]} ... {line[-_LONGEST // 2 :]}"
     with contextlib.suppress(OSError):  # a terminal that has hung up accepts no output
         print(f"{command}: {line}", file=sys.stderr)  # noqa: T201  (the command line's own output)

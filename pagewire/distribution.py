@@ -1,7 +1,7 @@
 """Checks that the packages `kvcache`, `transfer` and `scheduler_adapters` are those of this distribution.
 
-Their names are common: PyPI's `transfer` installs a package of the same name. If such a package were imported in place
-of ours, the failure would come much later and name some missing attribute.
+Their names are common: the distribution `transfer` on PyPI installs a package of the same name. If Python imported such
+a package in place of ours, the failure would come much later and name some missing attribute.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class ShadowedPackageError(ImportError):
 
 
 def check_packages(root: Path = _ROOT) -> None:
-    """Raises `ShadowedPackageError`, with the file that is imported, unless all three packages are ours.
+    """Raises `ShadowedPackageError`, naming the imported file, unless all three packages are ours.
 
-    They must lie beside `pagewire`. If a wheel is installed, their `__init__.py` must also have the digest in its
-    RECORD, because pip lets a later distribution overwrite it.
+    Each package must lie beside `pagewire`. If a wheel is installed, the package's `__init__.py` must also have the
+    digest that the wheel's RECORD lists, because pip lets a later distribution overwrite the file.
     """
     recorded = _recorded(root)
     for name in PACKAGES:
@@ -56,7 +56,7 @@ def check_packages(root: Path = _ROOT) -> None:
 
 
 def _file_of(name: str) -> Path | None:
-    """Returns the file that `import name` runs or has run; None if there is no such file."""
+    """Returns the file that `import name` runs, or has run. Returns None if there is none."""
     loaded = sys.modules.get(name)
     spec: ModuleSpec | None = loaded.__spec__ if loaded is not None else find_spec(name)
     return None if spec is None or spec.origin is None else Path(spec.origin).resolve()

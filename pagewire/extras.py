@@ -1,4 +1,4 @@
-"""The extras of the distribution that commands need, and the error line for a missing one.
+"""The extras of the distribution that a command may need, and the error line if one is missing.
 
 This module imports no heavy packages, because the line is printed before torch is imported.
 """
@@ -24,7 +24,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "observe": ("prometheus_client", "opentelemetry"),
     "blake3": ("blake3",),
 }
-"""The packages that each extra brings, by import name."""
+"""For each extra, the import names of the packages that it installs."""
 
 
 class NotInstalledError(ImportError):
@@ -32,7 +32,7 @@ class NotInstalledError(ImportError):
 
 
 class Need(NamedTuple):
-    """A requirement of a command or option: the packages, and the extra that brings them."""
+    """A requirement of a command or option: packages, and the name of the extra that installs them."""
 
     who: str
     extra: str
@@ -83,7 +83,7 @@ def missing_line(error: ImportError) -> str:
     """Returns the error line for a package that cannot be imported. Raises `error` again if the package is ours."""
     package = (error.name or "").partition(".")[0]
     if package in ("", "pagewire", *PACKAGES):
-        raise error  # a bug in this distribution
+        raise error  # the missing module is a bug in this distribution
     extra = next((extra for extra, brought in EXTRAS.items() if package in brought), "")
     needed = f"'{DISTRIBUTION}[{extra}]'" if extra else DISTRIBUTION
     return f"this needs the package {package!r} (pip install {needed}): {error}"

@@ -1,7 +1,7 @@
-"""The common style of all plots: as wide as a README, with whole labels and round ticks.
+"""The common style of all plots: a README's width, unshortened labels and round ticks.
 
-Our own curves are solid and coloured. Others are dashed and grey, and the limit is dotted and black. Legends are below
-the panels. The same figures give the same bytes.
+Our own curves are solid and coloured. Curves of others are dashed and grey, and the theoretical limit is dotted and
+black. Legends are below the panels. Equal figures give byte-identical files.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any, Literal, NamedTuple
 
 from scheduler_adapters.errors import MissingExtraError
 
-WIDTH, HEIGHT, DPI = 9.0, 4.2, 100  # inches of a figure and of a row of panels; a README shows about 900 pixels
+# in inches: the width of a figure, and the height of a row of panels; a README shows about 900 pixels
+WIDTH, HEIGHT, DPI = 9.0, 4.2, 100
 
 CurveRole = Literal["ours", "peer", "limit", "worst"]
 _OURS = ("#0b6e99", "#d1495b", "#3a7d44", "#8a4fbe", "#c98b00", "#17a398", "#7a4b2a", "#b0578d", "#4f6d2f", "#274690")
@@ -27,7 +28,10 @@ _OF_BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 class Curve(NamedTuple):
-    """A curve of a panel: its name, its points, and its role. A `worst` curve belongs to the curve before it."""
+    """A curve of a panel: its name, its points, and its role.
+
+    A curve with the role `worst` belongs to the curve before it.
+    """
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -47,7 +51,10 @@ def pyplot() -> Any:
 
 
 def figure(columns: int, heights: Sequence[float] = (1.0,)) -> tuple[Any, Sequence[Sequence[Any]]]:
-    """Returns a figure and its panels, row by row, with these heights. A row higher than 1 is a single panel."""
+    """Returns a figure and its panels, row by row. `heights` has the height of each row.
+
+    A row higher than 1 has a single panel.
+    """
     plt = pyplot()
     made = plt.figure(figsize=(WIDTH, HEIGHT * sum(heights)), layout="constrained")
     grid = made.add_gridspec(len(heights), columns, height_ratios=heights)
@@ -98,7 +105,7 @@ def draw_lines(
 def draw_bars(
     axes: Any, bars: Mapping[str, Mapping[str, float]], roles: Mapping[str, CurveRole], title: str, along: str
 ) -> None:
-    """Draws a group of bars for each case: `bars[case][who]`, with the role of each `who`."""
+    """Draws a group of bars for each case. `bars[case][name]` is a bar's value, and `roles[name]` its role."""
     cases, thick = list(bars)[::-1], 0.8 / len(roles)
     looks: dict[CurveRole, dict[str, Any]] = {
         "ours": {"color": _OURS[0]},
@@ -118,7 +125,7 @@ def draw_bars(
 
 
 def mark(axes: Any, at: float, name: str) -> None:
-    """Draws a labelled vertical line at some x."""
+    """Draws a labelled vertical line at `at` on the x axis."""
     axes.axvline(at, color="black", linewidth=0.8)
     axes.annotate(
         name, (at, 1), xycoords=("data", "axes fraction"), xytext=(3, -10), textcoords="offset points", fontsize=8
@@ -134,7 +141,7 @@ def save(made: Any, path: Path) -> None:
     if named:
         columns = max(1, min(len(named), 3, int(110 // (max(map(len, named)) + 8))))
         made.legend(named.values(), named.keys(), loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
-    made.canvas.draw()  # the widths of the panels are known from here on
+    made.canvas.draw()  # the widths of the panels are known only after this
     for axes in made.axes:
         inches = axes.get_window_extent().width / made.dpi
         title = axes.get_title(loc="left").replace("\n", " ")
@@ -145,7 +152,7 @@ def save(made: Any, path: Path) -> None:
 
 
 def _round_ticks(axis: Any, values: Sequence[float], most: int, *, in_bytes: bool) -> None:
-    """Sets a few labelled ticks: at powers of two if all values are such, else at 1, 2 and 5 times powers of ten."""
+    """Sets a few labelled ticks."""
     some = [value for value in values if value > 0]
     if not some:
         return

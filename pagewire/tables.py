@@ -1,4 +1,4 @@
-"""Prints tables with `rich` at any width. No figure is ever cut, wherever the output goes."""
+"""Prints tables with `rich` at any width. No figure is ever cut, whether the output is a terminal or a file."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
-_WIDEST = 1 << 16  # characters that a table may take; rich cuts cells to fit this width
+_WIDEST = 1 << 16  # in characters: the widest table; rich would cut cells to fit a smaller width
 _GAP = 3  # characters between two columns
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> None:
-    """Prints a title, and a table whose first columns are words and the others figures.
+    """Prints a title and a table. The first `words` columns are text, and the others are figures.
 
-    A table that is wider than the terminal is printed in parts, one below the other. Each part begins with the columns
-    of words. For a file or a pipe there is no limit.
+    On a terminal, a table that is too wide is printed in parts, one below the other. Each part begins with the text
+    columns. In a file or a pipe the width has no limit.
 
     Args:
         title: printed above the table.
         columns: the headings. If all are empty, no heading is printed.
         rows: the cells of each row, as many as there are columns.
-        words: number of leading columns that are words.
+        words: number of leading columns that are text.
     """
     console, terminal = Console(width=_WIDEST), Console()
     console.print(title, style="bold", soft_wrap=True)
@@ -38,7 +38,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 
 def _parts(widths: Sequence[int], words: int, limit: int) -> Iterator[list[int]]:
-    """Yields the columns of each part: those of words, and as many others as fit, at least one."""
+    """Yields the columns of each part: the text columns, and as many others as fit, but at least one."""
     named = list(range(min(words, len(widths))))
     part, used = list(named), sum(widths[number] + _GAP for number in named)
     for number in range(len(named), len(widths)):

@@ -1,4 +1,4 @@
-"""Runs `pagewire top` beside a command that shows its own pages: in this terminal, or in a browser."""
+"""Runs `pagewire top` beside a command that shows its own pages, in this terminal or in a browser."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _END_S = 5.0
 
 
 def top_option(told: str) -> Any:
-    """Returns the option `--top`, or `--top web`."""
+    """Returns a field for the option `--top`, which also accepts `--top web`."""
     told += "; web: in a browser"
     return option(None, str, None, told, nargs="?", const="here", choices=("here", "web"))
 
 
 @contextmanager
 def viewer(addresses: Sequence[str], where: str, more: Sequence[str] = ()) -> Generator[Callable[[], bool]]:
-    """Shows the processes at these addresses. Waits at the end of the `with` block until the viewer quits.
+    """Shows the processes at these addresses. The `with` block does not end before the viewer quits.
 
-    Yields a function that tells whether the viewer is still open.
+    Yields a function that returns whether the viewer is still open.
     """
     told = [*addresses, *more, *(["--web"] if where == "web" else [])]
     program = subprocess.Popen([*PROGRAM, *told])  # noqa: S603  (our own)

@@ -1,8 +1,8 @@
 """Measures other KV cache managers and ours alternately on the same core in one run, and prints the ratios.
 
 Each peer runs in its own virtual environment under `.venvs/`, which the first run makes. Its script is not part of this
-project (`--scripts`). A ratio is the peer's figure divided by ours: above 1, ours is cheaper. Absolute figures drift on
-a shared machine; the ratios of one run drift less.
+project (`--scripts`). A ratio is the peer's figure divided by ours, so ours is cheaper if the ratio is above 1.
+Absolute figures drift on a shared machine; the ratios of one run drift less.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def run(one: Program) -> dict[str, Figures]:
 
 
 def over_rounds(rounds: Sequence[Figures]) -> Figures:
-    """Combines rounds: the least of the minima, and the median of the medians."""
+    """Combines several rounds: the lowest of the minima, and the median of the medians."""
     return {
         name: Figure(min(one[name].minimum for one in rounds), statistics.median(one[name].median for one in rounds))
         for name in rounds[0]
@@ -84,7 +84,7 @@ def over_rounds(rounds: Sequence[Figures]) -> Figures:
 
 
 def compare(figures: dict[str, Figures]) -> list[Row]:
-    """A row for each question for which we have a figure."""
+    """Returns a row for each question for which we have a figure."""
     return [_row(question, figures) for question in QUESTIONS if question.ours in figures[OURS]]
 
 
@@ -110,7 +110,7 @@ def _row(question: Question, figures: dict[str, Figures]) -> Row:
 
 
 def take_turns(programs: Sequence[Program], rounds: int) -> dict[str, list[Figures]]:
-    """Run every program once in each round. Returns all figures by program."""
+    """Run every program once in each round. Returns all figures, by program."""
     every: dict[str, list[Figures]] = {}
     for _ in range(rounds):
         for one in programs:

@@ -1,4 +1,4 @@
-"""Runs a peer's script in the peer's environment, and then measures further calls of its manager.
+"""Runs a peer's script in the peer's environment, and then takes further measurements of its manager.
 
 Run `python aside.py wall|cpu SCRIPT [ARGUMENT ...]`. With `cpu`, `perf_counter_ns` returns processor time. This file
 imports none of our code. The further measurements:
@@ -27,9 +27,11 @@ LENGTH, TURN, PAGE = 32_768, 256, 16
 WARM_UP, REPEATS = 3, 40
 TURNS = 9
 _SET_BELOW_PYTHON = ("PYTHONEXECUTABLE", "PYTHONPATH", "PYTHONHOME")
-"""MAX's libraries set these without `os.environ`. A child that inherited them would not find its environment."""
+"""MAX's libraries set these variables without `os.environ`. A child process that inherits them would not find its
+environment.
+"""
 Turn = Callable[[list[int]], tuple[int, int, int]]
-"""Takes a list of tokens. Returns the times in ns of the start, of the finished request, and of its reserved pages."""
+"""Takes a list of tokens. Returns three times in ns: the start, the request made, and its pages reserved."""
 
 
 def measure(kind: str, next_turn: Turn, history: list[int], fresh: Callable[[int], list[int]]) -> None:
@@ -49,7 +51,7 @@ def measure(kind: str, next_turn: Turn, history: list[int], fresh: Callable[[int
 
 
 def ask_vllm(found: dict[str, Any]) -> None:
-    """VLLM's manager."""
+    """Measures vLLM's manager."""
     clock, hashing = found["pc"], found["get_hash_fn_by_name"]("sha256")
     found["init_none_hash"](hashing)
     hasher, request = found["get_request_block_hasher"](PAGE, hashing), found["req"]
@@ -116,7 +118,7 @@ def ask_max257(found: dict[str, Any]) -> None:
 
 
 def ask_max267(found: dict[str, Any]) -> None:
-    """Measures both managers of MAX 26.7."""
+    """Measures both of the managers of MAX 26.7."""
     for kind in ("legacy", "jenga"):
         ask_max(kind, found["make"](kind, PAGE, 14 * LENGTH // PAGE, 4, LENGTH + 1024), found)
         for variable in _SET_BELOW_PYTHON:
@@ -125,7 +127,10 @@ def ask_max267(found: dict[str, Any]) -> None:
 
 
 def ask_sglang(found: dict[str, Any]) -> None:
-    """Measures SGLang's page allocator. Each call of its function returns a median; several calls give the figure."""
+    """Measures SGLang's page allocator.
+
+    Each call of its function returns a median, and several calls give the figure.
+    """
     for batch in (1, 1024):
         took = [found["bench_decode_sgl"](PAGE, batch)["full"] for _ in range(TURNS)]
         row = {"kind": "sglang", "name": f"decode {PAGE} {batch}", "min": min(took), "med": statistics.median(took)}
@@ -143,8 +148,8 @@ ASKED = {
 def run_script(script: str, name: str) -> dict[str, Any]:
     """Runs the script.
 
-    Returns the names that it defines. A folder takes the place of SGLang's package, so that none of the package's code
-    runs on import.
+    Returns the names that the script defines. An empty package takes the place of SGLang's, so that none of the
+    package's code runs on import.
     """
     if name != "bench_sglang.py":
         return runpy.run_path(script, run_name="__main__")

@@ -1,4 +1,4 @@
-"""A virtual environment for each peer, and the peers' scripts, which are not part of this project."""
+"""Makes a virtual environment for each peer, and finds the peers' scripts, which are not part of this project."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ def needed(folder: Path, name: str) -> Path:
 
 
 def python_of(name: str, pip_arguments: list[str], requirements: bytes) -> Path:
-    """The interpreter of the peer's environment. It is made if missing, and remade if `requirements` have changed.
+    """The interpreter of the peer's environment.
+
+    The environment is made if it is missing or `requirements` have changed.
 
     Raises:
         PeerError: pip failed; the message has its last lines.

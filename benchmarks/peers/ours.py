@@ -1,4 +1,4 @@
-"""Our side of `benchmarks.peers`: prints the same figures as the peers' scripts, under the same names, as JSON."""
+"""Our side of `benchmarks.peers`. It prints as JSON the same figures as the peers' scripts, under the same names."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def main() -> None:
     """Measure and print."""
     chosen = options(__doc__)
     pin()
-    # about as many samples as the peers' scripts take, so that minima are comparable
+    # about as many samples as the peers' scripts take, because more samples would give lower minima
     repeats = 6 if chosen.quick else 15
     steps = 64 if chosen.quick else 256
     for rows in (
@@ -76,8 +76,8 @@ def main() -> None:
     ):
         show(rows)
     if now is time.thread_time_ns:
-        return  # this thread's processor time would leave out the other threads of a pull
-    os.sched_setaffinity(0, range(os.cpu_count() or 1))  # a pull also has a source and a NIXL thread
+        return  # a pull uses other threads too, which this thread's processor time leaves out
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))  # a pull also needs a core for the source and for NIXL's thread
     show(pulls(0.5 if chosen.quick else 3.0))
 
 

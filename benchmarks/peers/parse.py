@@ -1,9 +1,9 @@
 """Parses the output of the peers' scripts into figures by name.
 
-A figure is a minimum and a median in microseconds, or bytes. The names say what was measured: `decode 16 1024` is a
-step of 1,024 requests on pages of 16 tokens. `cold 16 32768` is the reservation of a new prompt of 32,768 tokens,
-including its hash. `admit` also publishes its pages. `get` and `alloc` are parts that are added up. Lines of JSON with
-a name, as `aside.py` prints them, are already figures.
+A figure is a minimum and a median in microseconds, or a number of bytes. Its name says what was measured: `decode 16
+1024` is a step of 1,024 requests on pages of 16 tokens. `cold 16 32768` is the reservation of a new prompt of 32,768
+tokens, including its hash. `admit` also publishes its pages. `get` and `alloc` are parts, which are added up. Lines of
+JSON with a name, as `aside.py` prints them, are figures already.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Figure(NamedTuple):
         return Figure(self.minimum + other[0], self.median + other[1])
 
     def less(self, other: Figure, pages: int) -> Figure:
-        """The difference from another figure, divided by a number of pages."""
+        """Subtracts another figure, and divides the difference by a number of pages."""
         return Figure((self.minimum - other.minimum) / pages, (self.median - other.median) / pages)
 
 
@@ -53,7 +53,7 @@ _MEMORY_OF_MAX = (
 
 
 def rows_of_kind(output: str, kind: str) -> Figures:
-    """The rows of one of MAX's managers, or of one way to use NIXL: one JSON row in each line."""
+    """Parses the rows of one of MAX's managers, or of one way to use NIXL: a JSON row in each line."""
     figures: Figures = {}
     for line in output.splitlines():
         row = json.loads(line) if line.startswith("{") else {}
@@ -81,7 +81,7 @@ def rows_of_kind(output: str, kind: str) -> Figures:
 
 
 def rows_of_vllm(output: str) -> Figures:
-    """The lines for the parts hash, mgr (one group), decode and mem."""
+    """Parses the lines for the parts hash, mgr (one group), decode and mem."""
     figures: Figures = {}
     section = ""
     for line in output.splitlines():
@@ -108,7 +108,7 @@ def rows_of_vllm(output: str) -> Figures:
 
 
 def rows_of_json(output: str) -> Figures:
-    """Lines of JSON with a name, a minimum and a median, as `ours` prints them."""
+    """Parses lines of JSON with a name, a minimum and a median, as `ours` prints them."""
     rows = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     return {row["name"]: Figure(row["min"], row["med"]) for row in rows}
 
@@ -127,7 +127,8 @@ def _sums_of_vllm(parts: Figures) -> Figures:
                 if all(name in parts for name in names):
                     first, second, third = (parts[name] for name in names)
                     sums[f"{case} 16 {length} {algorithm}"] = first + second + third
-            if f"cold 16 {length} {algorithm}" in sums:  # vLLM's allocation publishes the pages at once
+            # vLLM's allocation publishes the pages at once, so it counts as both
+            if f"cold 16 {length} {algorithm}" in sums:
                 sums[f"admit 16 {length} {algorithm}"] = sums[f"cold 16 {length} {algorithm}"]
         if f"free {length}" in parts:
             sums[f"release 16 {length}"] = parts[f"free {length}"]

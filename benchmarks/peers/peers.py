@@ -1,4 +1,4 @@
-"""The peers in `versions.toml`: how each is installed, run, and its output parsed."""
+"""The peers in `versions.toml`: how to install and run each one, and how to parse its output."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _VERSION = "import importlib.metadata, sys; print(importlib.metadata.version(sys
 
 
 class Peer(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of `versions.toml`, which says what each field means."""
+    """One entry of `versions.toml`. That file says what each field means."""
 
     title: str
     package: str
@@ -38,7 +38,7 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def parsers(self) -> dict[str, Parser]:
-        """The parsers of its output, by the program name of the figures."""
+        """The parsers of the peer's output. The keys are the names under which their figures appear."""
         if self.kinds:
             return {name: partial(rows_of_kind, kind=kind) for name, kind in self.kinds.items()}
         return {self.package: rows_of_vllm}
@@ -53,7 +53,7 @@ class Program(NamedTuple):
     Attributes:
         name: name of the peer.
         command: the command to run.
-        parsers: the parsers of its output, by the program name of the figures.
+        parsers: the parsers of its output. The keys are the names under which their figures appear.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Program(NamedTuple):
 
 
 def interpreter(name: str, folder: Path) -> Path:
-    """The interpreter of a peer's environment, which is made if missing, with the version in `versions.toml`.
+    """The interpreter of a peer's environment, with the version in `versions.toml`. The environment is made if missing.
 
     Raises:
         PeerError: pip failed, or another version is installed.

@@ -31,10 +31,10 @@ class Question(NamedTuple):
     Attributes:
         text: what is measured, in microseconds unless it says otherwise.
         ours: the name of our figure.
-        target: the most that it may be, or None.
-        max: name of the figure of MAX's managers.
+        target: the highest figure of ours that is acceptable, or None.
+        max: name of the figure for MAX's managers.
         vllm: name of vLLM's figure.
-        unit: divisor of the microseconds.
+        unit: the microseconds are divided by this number.
         nixl: name of the figure of NIXL alone.
         sglang: name of SGLang's figure.
     """
@@ -49,7 +49,7 @@ class Question(NamedTuple):
     sglang: str = ""
 
     def of(self, peer: str) -> str:
-        """The name of the peer's figure; empty if it has none."""
+        """The name of a peer's figure; empty if the peer has none."""
         of = {"max": self.max, "nixl": self.nixl, "sglang": self.sglang, "vllm": self.vllm}
         return next(name for whose, name in of.items() if peer.startswith(whose))
 
@@ -72,7 +72,7 @@ def _prompts() -> list[Question]:
                         f"{case} {page} {length} {algorithm}",
                         target if page == 16 and case in {"cold", "warm"} else None,
                         f"{case} {page} {length}",
-                        # vLLM publishes reserved pages at once, so it has no figure without that.
+                        # vLLM publishes reserved pages at once, so it has no figure for reserving alone
                         "" if case in {"cold", "evicting"} else f"{case} {page} {length} {theirs}",
                     )
                 )

@@ -1,7 +1,7 @@
-"""NIXL alone, for comparison with our pulls.
+"""Measures NIXL alone, for comparison with our pulls.
 
-It reads the same pages between two processes, without lease and fence. It runs once `as shipped`, and once `as ours`:
-in another process, with the agents and the environment of our transfers.
+It reads the same pages between two processes, without lease and fence. It runs once `as shipped`, and once `as ours`,
+in another process with the agents and the environment of our transfers.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from benchmarks.pulls.as_shipped import AS_OURS
 SIZES = ((64 << 10, 1), (64 << 10, 256), (64 << 10, 2048))
 
 WAYS: dict[str, list[str]] = {"as shipped": [], "as ours": [AS_OURS]}
-"""Options of each way."""
+"""The options of each of the two ways."""
 
 
 def row(found: Row, way: str) -> Row:
-    """A row with the name of its figure."""
+    """A row, with the name of its figure added."""
     name = f"pull {found['page_bytes'] >> 10} {found['pages']}"
     return {"kind": way, "name": name, "min": found["us_min"], "med": found["us_median"]}
 

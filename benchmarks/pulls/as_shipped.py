@@ -1,8 +1,9 @@
 """NIXL alone between two processes: READs of listed pages with a notification, polled, without lease and fence.
 
-`python -m benchmarks.pulls.as_shipped [--as-ours] PAGE_BYTES,PAGES ...` prints a JSON row for each. It is a separate
-program because UCX reads the environment only once, and our agents set it. As shipped: default agents without
-environment settings. As ours: the environment and the agent options of ours. The pools lie in huge pages, like ours.
+`python -m benchmarks.pulls.as_shipped [--as-ours] PAGE_BYTES,PAGES ...` prints a JSON row for each size. It is a
+separate program because UCX reads the environment only once, and our agents set variables there. Without the option, it
+uses default agents and no environment settings. With `--as-ours`, it uses the environment and the options of our
+agents. The pools lie in huge pages, like ours.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def source(pipe: Connection, as_ours: bool) -> None:
 
 
 def measure(agent: Any, peer: str, bases: tuple[int, int], size: int, count: int, *, scattered: bool) -> Row:
-    """Microseconds of READs of `count` pages with `size` bytes, each READ with a notification."""
+    """Microseconds of READs of `count` pages of `size` bytes. Each READ carries a notification."""
     pages = POOL_BYTES // size
     rng = np.random.default_rng(0)
     lists = [
@@ -76,12 +77,12 @@ def measure(agent: Any, peer: str, bases: tuple[int, int], size: int, count: int
 
 
 def rows(wanted: Sequence[tuple[int, ...]], *, as_ours: bool) -> Iterator[Row]:
-    """Two rows for each (bytes of a page, pages): contiguous and random."""
+    """Two rows for each (bytes of a page, pages): one with contiguous pages, one with random ones."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     child = context.Process(target=source, args=(theirs, as_ours), daemon=True)
     child.start()
-    theirs.close()  # otherwise the parent would wait for a dead process for ever
+    theirs.close()  # otherwise the parent would never notice that the process has died
     metadata, remote_base = ours.recv()
     pool = huge_pages(POOL_BYTES)
     agent = agent_of("reader", pool, as_ours=as_ours)

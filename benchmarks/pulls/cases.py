@@ -1,4 +1,4 @@
-"""The cases of pulls: pairs of engines, numbers of pages, and their places."""
+"""The cases of pulls: pairs of engines, numbers of pages, and where the pages lie."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transfer.plan.shapes import PACKED_HND
 
 KIB = 1 << 10
 HEAD_BYTES = 4 * KIB
-"""Bytes of a layer of a page of 16 tokens."""
+"""The bytes of one layer of a page of 16 tokens."""
 
 ACROSS_NHD = "layer,side,token,head,dim"
 ACROSS_HND = "layer,side,head,token,dim"
@@ -25,7 +25,7 @@ TOPOLOGIES: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     "pages 16→64": ({}, {"page_size": 64}),
     "pages 64→16": ({"page_size": 64}, {}),
 }
-"""The differences from a plain engine: at the source, and at the reader."""
+"""For each topology, how source and reader differ from a plain engine."""
 
 _POOL_BYTES = 512 << 20
 _FINE_BYTES = 16 << 20
@@ -39,7 +39,7 @@ class Case(NamedTuple):
         order: key of `ORDERS`, the same on both sides.
         page_bytes: bytes of a page of 16 tokens of the whole model.
         pages: number of such pages that a pull reads.
-        scattered: whether they lie anywhere in both pools instead of side by side.
+        scattered: whether the pages lie at random places in both pools instead of side by side.
         huge: whether both pools lie in huge pages.
         heads: KV heads of the model.
     """
@@ -58,7 +58,7 @@ class Case(NamedTuple):
         return self.page_bytes * self.pages
 
     def specs(self) -> tuple[Spec, Spec]:
-        """The source and the reader."""
+        """The engines of the source and of the reader."""
         pages = max(2 * self.pages, _POOL_BYTES // self.page_bytes)
         made: list[Spec] = []
         for name, differs in zip(("source", "reader"), TOPOLOGIES[self.topology], strict=True):
@@ -85,7 +85,10 @@ def equal(*, quick: bool) -> Iterator[Case]:
 
 
 def topologies(*, quick: bool) -> Iterator[Case]:
-    """Different splits, sized so that head-major runs with TP have 64 and 256 KiB; then the other orders."""
+    """Cases in which the sides split the model differently, sized so that head-major runs with TP have 64 and 256 KiB.
+
+    Then the other page orders.
+    """
     parts = {"TP 2→1": 2, "TP 1→2": 2, "TP 1→4": 4}
     for run in (64 * KIB,) if quick else (64 * KIB, 256 * KIB):
         for topology, share in parts.items():
@@ -103,19 +106,21 @@ def topologies(*, quick: bool) -> Iterator[Case]:
 
 
 def shares(*, quick: bool) -> Iterator[Case]:
-    """The gain by head-major pages and by huge pages, each measured with and without, for TP 1→2 and 256 KiB pages."""
+    """How much head-major pages and huge pages gain: each with and without, for TP 1→2 and 256 KiB pages."""
     for huge in (False, True):
         for order in ("HND", "head-major"):
             yield Case("TP 1→2", order, 256 * KIB, 64 if quick else 512, huge=huge)
 
 
 VLLM_BLOCKS = ((4, 4, 2048), (16, 4, 512), (64, 1, 2048))
-"""Layers, heads and blocks of the pulls of vLLM's connector. Ours use the same layout, a tensor for each layer."""
+"""Layers, heads and blocks of the pulls of vLLM's connector. Our pulls use the same layout, with one tensor for each
+layer.
+"""
 QUICK_VLLM_BLOCKS = ((4, 4, 256),)
 
 
 def as_vllm(*, quick: bool) -> Iterator[Case]:
-    """The cases that vLLM's connector runs too, in 4 KiB pages (torch's default) and in huge pages."""
+    """The cases that vLLM's connector also runs, in 4 KiB pages (torch's default) and in huge pages."""
     for layers, heads, blocks in QUICK_VLLM_BLOCKS if quick else VLLM_BLOCKS:
         for huge in (False, True):
             yield Case("equal", "a tensor a layer", layers * heads * HEAD_BYTES, blocks, huge=huge, heads=heads)

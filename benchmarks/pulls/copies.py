@@ -1,4 +1,4 @@
-"""The limits of the machine: `process_vm_readv` and `memcpy` of the same bytes."""
+"""The limits of the machine: how quickly `process_vm_readv` and `memcpy` move the same bytes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 IOVECS = 512
-"""Runs of one call. The kernel takes 1,024; from 256 on the rate is the same."""
-_LARGEST = 1 << 30  # a call copies 2 GiB at most
+"""The number of runs in one call. The kernel allows 1,024; from 256 on the rate no longer rises."""
+_LARGEST = 1 << 30  # a single call copies at most 2 GiB
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _readv = _libc.process_vm_readv
@@ -24,7 +24,8 @@ class Reads(NamedTuple):
     """Prepared calls of `process_vm_readv`, so that only the calls themselves are timed.
 
     Attributes:
-        calls: for each call, address of the local iovecs, their number, address of the remote ones, and bytes.
+        calls: for each call, the address and the number of the local iovecs, the address of the remote ones, and the
+            bytes.
         held: the memory that these addresses point to.
     """
 
@@ -33,7 +34,7 @@ class Reads(NamedTuple):
 
 
 def reads_of(runs: Sequence[tuple[NDArray[np.uint64], NDArray[np.uint64]]]) -> Reads:
-    """The calls that copy runs, given as `Reader.runs` returns them."""
+    """The calls that copy the given runs, which have the form that `Reader.runs` returns."""
     made = Reads([], [])
     for local, remote in runs:
         here, there = _iovecs(local), _iovecs(remote)
@@ -57,7 +58,7 @@ def read_process(pid: int, reads: Reads) -> None:
     """Copies runs of another process's memory into ours.
 
     Raises:
-        OSError: the kernel refuses, or copies less than it was asked for.
+        OSError: the kernel refuses, or copies less than requested.
     """
     for here, count, there, size in reads.calls:
         done = _readv(pid, here, count, there, count, 0)

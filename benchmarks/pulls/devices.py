@@ -23,7 +23,7 @@ PAGE_SIZE, LAYERS, KV_HEADS, HEAD_DIM = 16, 4, 4, 128  # 128 KiB a page
 
 
 def manager_on(device: str, pages: int, heads_first: bool = True) -> PagedKVCacheManager:
-    """A manager for a request of this many pages."""
+    """A manager with room for one request of this many pages."""
     order: Any = "head,layer,side,token,dim" if heads_first else "layer,side,token,head,dim"
     params = KVCacheParams(torch.bfloat16, KV_HEADS, HEAD_DIM, page_size=PAGE_SIZE, page_order=order)
     memory = (pages + 2) * PAGE_SIZE * params.bytes_per_token(LAYERS)
@@ -75,9 +75,9 @@ def source(pipe: Connection, device: str, counts: list[int], order: bool) -> Non
 
 
 def reader(pipe: Connection, device: str, counts: list[int], order: bool) -> None:
-    """Runs the reader, which pulls each request.
+    """Runs the reader, which pulls each of the requests.
 
-    It sends `(pages, seconds, wrong pages)` for each, and again for a pull without the copy.
+    For each request it sends `(pages, seconds, wrong pages)`, first for a pull with the copy, then for one without.
     """
     manager = manager_on(device, max(counts), order)
     exchange = PageExchange(manager, "reader")
@@ -96,7 +96,7 @@ def reader(pipe: Connection, device: str, counts: list[int], order: bool) -> Non
             manager.commit_import(context, pending, happened.proof)
             seconds = time.perf_counter() - start
             pages = torch.tensor(manager.get_req_blocks(name), device=device)[:count]
-            # simulates a kernel that is launched right after the commit
+            # stands for a kernel that is launched right after the commit
             read = manager.device_tensors[0][0][pages].clone()
             wanted = bytes_of(name, count, device)
             wrong = int((read.view(torch.int16) != wanted).flatten(1).any(1).sum())
@@ -128,7 +128,7 @@ def _started(side: Callable[..., None], device: str, counts: list[int], order: b
     ours, theirs = processes.Pipe()
     process = processes.Process(target=side, args=(theirs, device, counts, order))
     process.start()
-    theirs.close()  # so that our end sees when the child dies
+    theirs.close()  # so that our end notices when the child dies
     return ours, process
 
 

@@ -24,7 +24,8 @@ from transfer.wire.handshake import EngineCard, HandshakeClient
 HEAD_MAJOR = "head,layer,side,token,dim"
 ITEMSIZE, TOKENS = 2, 16
 TABLE_KEY = bytes(range(32))
-"""The key that seals every source's block tables; the reader makes these tables itself."""
+"""The key that seals the block tables of all sources. The reader knows it, because it makes these tables itself here.
+"""
 
 Memory = NDArray[np.uint8]
 Elements = NDArray[np.uint16]
@@ -32,7 +33,7 @@ Elements = NDArray[np.uint16]
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """The geometry of one engine. With the defaults, a layer of a page has 16 KiB.
+    """The geometry of one engine. By default, one layer of a page has 16 KiB.
 
     Attributes:
         name: engine id.
@@ -43,7 +44,7 @@ class Spec:
         tp: ranks that split the heads.
         pp: stages that split the layers; one of `tp` and `pp` is 1.
         page_size: tokens of a page.
-        order: axes of a pool over all layers; if it names the page, axes of a tensor for each layer
+        order: axes of a pool with all layers; if `page` is among them, axes of a tensor for each layer
             (`transfer.plan.shapes`).
         huge: whether the pool lies in huge pages, as the manager allocates it, instead of 4 KiB pages.
     """
@@ -90,8 +91,8 @@ class Engine(NamedTuple):
     """A running engine.
 
     Attributes:
-        replica: leases and pulls.
-        card: its description for the handshake.
+        replica: the engine's leases and pulls.
+        card: the engine's description for the handshake.
         shards: the layout of each rank.
         regions: the memory of each region of each rank.
     """
@@ -127,12 +128,12 @@ def _pool(layout: PageLayout, pages: int, *, huge: bool) -> Memory:
     mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapping.madvise(mmap.MADV_NOHUGEPAGE)
     memory = np.frombuffer(mapping, np.uint8)
-    memory[:: mmap.PAGESIZE] = 0  # touched now, because the first READ of an untouched page is slow
+    memory[:: mmap.PAGESIZE] = 0  # touched now, because the first READ of an untouched page would be slow
     return memory
 
 
 def huge_pages(num_bytes: int) -> Memory:
-    """Memory as the manager allocates it for its pools."""
+    """Returns memory that is allocated like the manager's pools."""
     layout = PageLayout("uint8", 1, 1, 1, 0, 1, 1, mmap.PAGESIZE, HEAD_MAJOR)
     pages = -(-num_bytes // mmap.PAGESIZE)
     return allocate_blocks(layout, pages, torch.device("cpu")).view(-1).numpy()[:num_bytes]
@@ -151,11 +152,11 @@ def verify(
     """Raises an error if the first or last pulled pages do not have the contents of the source's pages.
 
     Args:
-        reader: the engine that has pulled whole pages from token 0 on.
-        source: geometry of the source.
-        local: its pages.
+        reader: the engine that has pulled whole pages, from token 0 on.
+        source: geometry of the source engine.
+        local: the reader's pages.
         remote: the source's pages.
-        pages: number of pages to check at either end.
+        pages: how many pages to check at either end.
     """
     spec, engine = reader
     remote_ids = np.asarray(remote)
@@ -169,7 +170,7 @@ def verify(
 
 
 def _boxes(engine: Engine) -> Iterator[tuple[Box, Elements]]:
-    """Each box of each rank, with its elements `[pages, layers, sides, heads, tokens, dims]`."""
+    """Each box of each rank, as an array of its elements: `[pages, layers, sides, heads, tokens, dims]`."""
     for shard, regions in zip(engine.shards, engine.regions, strict=True):
         (group,) = shard.groups
         for box in group.boxes:
@@ -179,7 +180,10 @@ def _boxes(engine: Engine) -> Iterator[tuple[Box, Elements]]:
 
 
 def _values(box: Box, slots: NDArray[np.int64]) -> Elements:
-    """`[pages, layers, sides, heads, tokens, dims]` of a box whose tokens lie in `slots`, int64 `[pages, tokens]`."""
+    """The values that `fill` gives a box: `[pages, layers, sides, heads, tokens, dims]`.
+
+    Its tokens lie in `slots`, int64 `[pages, tokens]`.
+    """
     layer, side, head, _ = box.first
     layers, sides, heads, _, dims = box.extent
     values = (slots * 40503)[:, None, None, None, :, None]

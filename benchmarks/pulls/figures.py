@@ -1,4 +1,4 @@
-"""Single figures: latency, the cost of the fence, the caller's waiting time, first contact, and host time."""
+"""Measures single figures: latency, the cost of the fence, how long the caller waits, first contact, and host time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Running = tuple[Reader, SourceProcess, list[Pages]]
 
 
 def row(question: str, values: Sequence[float], unit: str, goal: float | None = None) -> Row:
-    """A row: minimum and median of the samples of a figure."""
+    """A row with the minimum and the median of a figure's samples."""
     return {
         "question": question,
         "min": round(min(values), 3),
@@ -37,7 +37,7 @@ def row(question: str, values: Sequence[float], unit: str, goal: float | None = 
 
 @contextmanager
 def running(specs: tuple[Spec, Spec], pages: int, sets: int) -> Iterator[Running]:
-    """Starts a source and a reader, and pulls some sets of random pages once."""
+    """Starts a source and a reader, and pulls each of some sets of random pages once."""
     source_spec, spec = specs
     with SourceProcess(source_spec) as source:
         reader = Reader(spec, source, source_spec)
@@ -53,7 +53,7 @@ def running(specs: tuple[Spec, Spec], pages: int, sets: int) -> Iterator[Running
 
 
 def latency(budget_s: float) -> Iterator[Row]:
-    """The latency of one page of 64 KiB."""
+    """The latency of a pull of one page of 64 KiB."""
     with running(Case("equal", "head-major", 64 * KIB, 1).specs(), 1, 256) as (reader, source, sets):
         pulls = _pulls({"spun": reader.pull, "thread": reader.pull_by_thread}, source, sets)
         spun = in_turn({"spun": pulls["spun"]}, len(sets), budget_s)["spun"]
@@ -63,7 +63,7 @@ def latency(budget_s: float) -> Iterator[Row]:
 
 
 def fence(budget_s: float) -> Iterator[Row]:
-    """The cost of the fence: a second READ of 8 bytes, with the notification on it."""
+    """The cost of the fence: a second READ, of 8 bytes, which carries the notification."""
     for pages in (1, PAGES):
         with running(Case("equal", "head-major", 64 * KIB, pages).specs(), pages, 256 if pages == 1 else 8) as found:
             reader, source, sets = found
@@ -81,7 +81,7 @@ def fence(budget_s: float) -> Iterator[Row]:
 
 
 def caller(budget_s: float) -> Iterator[Row]:
-    """The delay of a serving loop by a pull of 2,048 pages in the transfer thread."""
+    """How long a pull of 2,048 pages in the transfer thread delays a serving loop."""
     with running(Case("equal", "head-major", 64 * KIB, PAGES).specs(), PAGES, 8) as (reader, source, sets):
         reader.start_thread()
         times = in_turn(_pulls({"": reader.pull_by_thread}, source, sets), len(sets), budget_s)[""]
@@ -111,7 +111,7 @@ def host(budget_s: float) -> Iterator[Row]:
 
 
 def first_contact(rounds: int) -> Iterator[Row]:
-    """Host time of the work that is done once for a peer with 64 layers, each a tensor of 100,000 pages."""
+    """Host time of the work that is done once for each peer. The peer has 64 layers, each a tensor of 100,000 pages."""
     fields: dict[str, Any] = {"layers": REGIONS, "heads": 1, "head_dim": 1, "pages": 100_000, "order": PACKED_HND}
     host_ms: list[float] = []
     total_ms: list[float] = []

@@ -13,7 +13,7 @@ def per_layer(layout: PageLayout, num_pages: int, axes: str, first_layer: int = 
     """One dense tensor and region for each layer.
 
     Args:
-        layout: contents of a page; its `order` is not used.
+        layout: contents of a page. Its `order` is ignored.
         num_pages: pages of each tensor.
         axes: order of a layer's tensor, as one of the names in `transfer.plan.shapes`.
         first_layer: the model's first layer that this pipeline stage holds.

@@ -19,13 +19,14 @@ ROOT = Path(__file__).resolve().parents[2]
 _VLLM_SCRIPT = "vllm_nixl_cpu_demo.py"
 
 
-_HUGE = {"THP_MEM_ALLOC_ENABLE": "1"}  # makes torch allocate in huge pages, like ours; this is not its default
+# makes torch allocate in huge pages, as our pools do; this is not torch's default
+_HUGE = {"THP_MEM_ALLOC_ENABLE": "1"}
 VLLM: dict[str, dict[str, str]] = {
-    "vLLM": {"UCX_TLS": "all"},  # UCX's own default, because the script would choose another transport
+    "vLLM": {"UCX_TLS": "all"},  # UCX's own default; without this, the script would choose another transport
     "vLLM, huge pages": {"UCX_TLS": "all", **_HUGE},
     "vLLM, UCX as ours": {**effective_settings(environ={}), **_HUGE, "PAGEWIRE_VLLM_NIXL_THREADS": "1"},
 }
-"""The environment of each way to run vLLM's connector."""
+"""For each way to run vLLM's connector, the environment variables."""
 
 
 def nixl(sizes: Sequence[tuple[int, int]], *, as_ours: bool) -> list[Row]:
@@ -37,7 +38,7 @@ def nixl(sizes: Sequence[tuple[int, int]], *, as_ours: bool) -> list[Row]:
 
 
 def _runs(row: Row) -> int:
-    """The number of runs as the limit counts them: adjacent pages on both sides form one run."""
+    """The number of runs, counted as for the limit: pages that are adjacent on both sides form one run."""
     return 1 if row["access"] == "contiguous" else row["pages"]
 
 
@@ -45,11 +46,11 @@ def vllm(sizes: Sequence[tuple[int, int, int]], way: str) -> list[Row]:
     """A row for each (layers, heads, blocks): random blocks of 16 tokens, a tensor for each layer, head_dim of 64.
 
     Args:
-        sizes: the sizes to pull.
+        sizes: the sizes to pull, as (layers, heads, blocks).
         way: key of `VLLM`.
 
     Raises:
-        PeerError: vLLM's environment or script is missing, or it failed.
+        PeerError: vLLM's environment or script is missing, or the script failed.
     """
     folder = scripts_folder(None)
     needed(folder, _VLLM_SCRIPT)

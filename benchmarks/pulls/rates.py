@@ -1,4 +1,4 @@
-"""Times a case: our pull, its parts and the machine's limit alternate in one loop, each on its own pages."""
+"""Times a case: our pull, its parts and the machine's limit alternate in one loop. Each uses pages of its own."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ LIMIT = "process_vm_readv"
 SPUN, THREADED = "pagewire", "pagewire, thread"
 _LEAST, _MOST = 9, 400
 _WORKING_SET = 48 << 20
-"""In bytes: more than the processor's caches hold, so that no program finds there what the previous one has read."""
+"""In bytes: more than the processor's caches hold, so that no program finds there what the previous program has read.
+"""
 _FEWEST_SETS, _MOST_SETS = 8, 256
 
 Program = Callable[[int], Times]
-"""Reads one of the sets of pages."""
+"""A program: it reads the set of pages with this index."""
 
 
 def measure(case: Case, budget_s: float) -> list[Row]:
@@ -59,7 +60,7 @@ def _limit(pid: int, reads: Sequence[Reads]) -> Program:
 
 
 def _others(case: Case, reader: Reader, sets: Sequence[Pages]) -> dict[str, Program]:
-    """The further programs that make sense if both sides have equal layouts."""
+    """Further programs that make sense only if both sides have equal layouts."""
     if case.topology != "equal" or len(reader.engine.regions[0]) > 1:
         return {}
     pool: Memory = reader.engine.regions[0][0]
@@ -84,8 +85,8 @@ def in_turn(
 ) -> dict[str, list[Times]]:
     """Runs all programs alternately for some seconds.
 
-    In as many rounds as there are sets, each program uses every set once. The source's processor time counts only for
-    our pull, which needs it for the lease and the notification.
+    There are as many rounds as sets, so that each program uses every set once. Only our pull needs the source's
+    processor time, for the lease and the notification, so only there it is counted.
     """
     times: dict[str, list[Times]] = {name: [] for name in programs}
     stride = max(sets // len(programs), 1)
@@ -112,7 +113,7 @@ def _rows(case: Case, page_bytes: int, runs: int, times: dict[str, list[Times]])
 
 def _each_row(case: Case, page_bytes: int, runs: int, times: dict[str, list[Times]]) -> Iterator[Row]:
     limits = [one.total for one in times[LIMIT]]
-    # The mean, because work of a NIXL thread or of the source may be charged to the next pull.
+    # The mean, because work of a NIXL thread or of the source may be counted for the next pull.
     cpu = {name: max(1.0, statistics.mean(one.cpu for one in found)) for name, found in times.items()}
     for name, found in times.items():
         totals = [one.total for one in found]

@@ -1,4 +1,4 @@
-"""The reader: it pulls under real leases, with a spinning poll, through the transfer thread, and without a fence."""
+"""The reader of the pulls. It can poll without a pause, use the transfer thread, or leave out the fence."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Rows = NDArray[np.uint64]
 
 
 class Pages(NamedTuple):
-    """One pull: page ids of the reader and of the source, int32, and the number of tokens."""
+    """The pages of one pull: page ids of the reader and of the source, int32, and the number of tokens."""
 
     local: Ids
     remote: Ids
@@ -48,10 +48,10 @@ class Times(NamedTuple):
     """Microseconds of one pull.
 
     Attributes:
-        total: from the call to the event that says that the pages may be used.
-        host: from the call until the calls that begin the pull have returned.
-        stall: the longest time for which a concurrent loop stood still; 0 if none ran.
-        cpu: processor time of all threads of this process, and of the source if it takes part.
+        total: from the call until the event that allows the pages to be used.
+        host: until the calls that begin the pull have returned.
+        stall: the longest time that a concurrent loop was held up; 0 if there was no such loop.
+        cpu: processor time of all threads of this process, and of the source if that is counted.
     """
 
     total: float
@@ -61,7 +61,7 @@ class Times(NamedTuple):
 
 
 def draw(rng: np.random.Generator, reader: Spec, source: Spec, tokens: int, *, scattered: bool) -> Pages:
-    """Pages for a pull: anywhere in both pools, or adjacent in both."""
+    """Draws pages for a pull: at random places of both pools, or adjacent in both."""
     found: list[Ids] = []
     for spec in (reader, source):
         count = -(-tokens // spec.page_size)
@@ -77,9 +77,9 @@ class Reader:
     """An engine in this process that pulls from one source.
 
     Args:
-        spec: its geometry.
-        source: the running source.
-        source_spec: its geometry.
+        spec: geometry of this engine.
+        source: the source process.
+        source_spec: geometry of the source.
     """
 
     def __init__(self, spec: Spec, source: SourceProcess, source_spec: Spec) -> None:
@@ -94,7 +94,7 @@ class Reader:
         return Source(self._address.endpoint, self.source_spec.name, lease)
 
     def _tables(self, pages: Pages, lease: LeaseRef) -> tuple[BlockTable]:
-        """The block table that the source would have sent, with the seal that the reader compares."""
+        """The block table that a source would have sent for these pages, with the seal that the reader checks."""
         table = BlockTable(
             request_id="r",
             replica_idx=0,
@@ -108,7 +108,7 @@ class Reader:
         return (replace(table, seals=(_SEALS.seal(lease.lease_id, table),)),)
 
     def pull(self, pages: Pages, lease: LeaseRef) -> Times:
-        """One pull, polled without a pause."""
+        """Pulls once, polling without a pause."""
         key, source, groups, replica = next(self._keys), self._source(lease), pages.groups, self.replica
         tables = self._tables(pages, lease)
         start = now()
@@ -121,12 +121,12 @@ class Reader:
         return Times((end - start) / 1e3, (begun - start) / 1e3)
 
     def start_thread(self) -> TransferThread:
-        """Hands everything over to a transfer thread; `pull` must not be called from here on."""
+        """From now on a transfer thread does the pulls, and `pull` must not be called any more."""
         self.thread = TransferThread(self.replica)
         return self.thread
 
     def pull_by_thread(self, pages: Pages, lease: LeaseRef) -> Times:
-        """One pull through the transfer thread, while this thread sleeps."""
+        """Pulls once through the transfer thread, while this thread sleeps."""
         if self.thread is None:
             self.start_thread()
         thread = self.thread
@@ -141,7 +141,10 @@ class Reader:
         return Times((end - start) / 1e3, (begun - start) / 1e3)
 
     def pull_beside_loop(self, pages: Pages, lease: LeaseRef) -> Times:
-        """The same while this thread runs Python code like a serving loop. `stall` is its longest delay."""
+        """Pulls once through the transfer thread, while this thread runs Python code, as a serving loop does.
+
+        `stall` is the longest time that this code was held up.
+        """
         thread = self.thread or self.start_thread()
         key, source, groups, events = next(self._keys), self._source(lease), pages.groups, thread.events
         tables = self._tables(pages, lease)
@@ -157,7 +160,7 @@ class Reader:
         return Times((end - start) / 1e3, (begun - start) / 1e3, longest / 1e3)
 
     def pull_of_rank(self, pages: Pages, lease: LeaseRef, *, fenced: bool) -> Times:
-        """One pull of the first rank's puller alone, until its event.
+        """Pulls once with the first rank's puller alone, until its event.
 
         Without a fence, it ends when the data has arrived.
         """
@@ -181,14 +184,17 @@ class Reader:
         return Times((end - start) / 1e3, (begun - start) / 1e3)
 
     def parts(self, pages: Pages) -> list[Part]:
-        """The READs of all ranks for a pull, as the transfer builds them. An earlier pull must have been made."""
+        """The READs of all ranks for a pull, as the transfer makes them.
+
+        At least one pull must have been made before.
+        """
         found: list[Part] = []
         for rank in self.replica.ranks:
             found += self._remote(rank).parts("parts", pages.groups)
         return found
 
     def runs(self, pages: Pages) -> list[tuple[Rows, Rows]]:
-        """The same without staging: runs from the source's pages into ours, uint64 `[runs, 3]` on both sides."""
+        """The runs of a pull without staging, from the source's pages into ours: uint64 `[runs, 3]` for each side."""
         found: list[tuple[Rows, Rows]] = []
         for rank in self.replica.ranks:
             there = self._remote(rank).ranks
@@ -221,7 +227,7 @@ class Reader:
         return Times((end - start) / 1e3, (begun - start) / 1e3)
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the engine."""
         if self.thread is not None:
             self.thread.close()
         self.replica.close()

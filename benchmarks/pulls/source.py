@@ -1,4 +1,4 @@
-"""The source of a pull in its own process. It leases, answers handshakes, and polls about every millisecond."""
+"""The source of a pull, in its own process. It makes leases, answers handshakes, and polls about every millisecond."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Address(NamedTuple):
 
 
 class SourceProcess:
-    """Starts the source; a context manager that ends it.
+    """Starts the process of the source. A context manager that ends it.
 
     Args:
-        spec: its geometry.
-        filled: whether its pages have the contents that `engines.verify` expects.
+        spec: geometry of the source.
+        filled: whether its pages have the contents that `engines.verify` checks.
 
     Attributes:
-        address: its address.
+        address: the address of the source.
     """
 
     def __init__(self, spec: Spec, *, filled: bool = True) -> None:
@@ -53,7 +53,7 @@ class SourceProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._pipe.close()  # the process waits for the end of this pipe
+        self._pipe.close()  # the process waits until this pipe is closed
         self._process.join(10)
         self._process.kill()
 
@@ -66,7 +66,8 @@ class SourceProcess:
 
     def cpu_ns(self) -> int:
         """The processor time of all threads of the source so far."""
-        return time.clock_gettime_ns(~self.address.pid << 3 | 2)  # the kernel's id of a process's clock
+        # this expression is the kernel's id of a process's clock
+        return time.clock_gettime_ns(~self.address.pid << 3 | 2)
 
     def _answer(self) -> Any:
         expect(self._pipe.poll(300), "the source answers within five minutes")

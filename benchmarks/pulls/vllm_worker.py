@@ -1,8 +1,9 @@
-"""vLLM's NixlConnector between two processes, on blocks of a chosen size; run by the interpreter of vLLM's environment.
+"""vLLM's NixlConnector between two processes, on blocks of a chosen size. Runs in the environment of vLLM.
 
-`python vllm_worker.py SCRIPTS LAYERS,HEADS,HEAD_DIM,BLOCKS,POOL ...`: pulls `BLOCKS` random blocks of 16 tokens from a
-pool of `POOL`, through both connectors' real workers, and prints a JSON row for each. `SCRIPTS` is the folder of the
-peers' scripts, one of which makes an engine of vLLM's on a machine without a GPU. This file imports nothing of ours.
+`python vllm_worker.py SCRIPTS LAYERS,HEADS,HEAD_DIM,BLOCKS,POOL ...` pulls `BLOCKS` random blocks of 16 tokens from a
+pool of `POOL` blocks, through both connectors' real workers, and prints a JSON row for each argument. `SCRIPTS` is the
+folder of the peers' scripts. One of them makes an engine of vLLM on a machine without a GPU. This file imports no code
+of ours.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
-_ROUNDS = 24  # about as many samples as for ours, so that minima are comparable
+_ROUNDS = 24  # about as many samples as for ours, because more samples would give lower minima
 _TIMEOUT_S = 60
 
 
 def demo_of(scripts: str) -> Any:
-    """Imports the script that makes engines. That chooses the platform, and writes a model's configuration."""
+    """Imports the script that makes engines. The import chooses the platform and writes a model's configuration."""
     if scripts not in sys.path:
         sys.path.insert(0, scripts)
     import vllm_nixl_cpu_demo  # noqa: PLC0415
@@ -32,11 +33,14 @@ def demo_of(scripts: str) -> Any:
 
 
 def engine(demo: Any, role: str, sizes: tuple[int, ...]) -> Any:
-    """An engine of vLLM's: scheduler, connector and worker. `sizes`: layers, heads, head_dim, blocks, pool."""
+    """An engine of vLLM: scheduler, connector and worker.
+
+    `sizes` has layers, heads, head_dim, blocks, and blocks of the pool.
+    """
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    # undoes vLLM's pinning to one core, which both processes would share
+    # undoes vLLM's pinning to one core, because both processes would share that core
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
     demo.L, demo.H, demo.DH = sizes[:3]
     if threads := os.environ.get("PAGEWIRE_VLLM_NIXL_THREADS"):
@@ -62,7 +66,7 @@ def produce(pipe: Any, scripts: str, model: str, sizes: tuple[int, ...]) -> None
 
 
 def pull(worker: Any, name: str, params: dict[str, Any], ids: list[list[int]]) -> tuple[float, float]:
-    """Returns the microseconds of one pull, and of the call that begins it."""
+    """Returns the microseconds of one pull, and of the call that begins the pull."""
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata  # noqa: PLC0415
 
     metadata = NixlConnectorMetadata()
@@ -74,7 +78,7 @@ def pull(worker: Any, name: str, params: dict[str, Any], ids: list[list[int]]) -
     end = time.monotonic() + _TIMEOUT_S
     while True:
         if name not in worker._recving_transfers:  # noqa: SLF001 - it tells nobody
-            # after a handshake, the call of the next step begins the READ
+            # after a handshake, vLLM begins the READ in the next step's call
             worker.start_load_kv(NixlConnectorMetadata())
         results = worker.get_transfer_results()
         if name in results.finished_recving:
@@ -94,11 +98,11 @@ def consume(scripts: str, sizes: tuple[int, ...]) -> dict[str, Any]:
     demo = demo_of(scripts)
     child = context.Process(target=produce, args=(theirs, scripts, demo.d.MODEL, sizes), daemon=True)
     child.start()
-    theirs.close()  # otherwise the parent would wait for a dead process for ever
+    theirs.close()  # otherwise the parent would never notice that the process has died
     port, engine_id = ours.recv()
     made = engine(demo, "kv_consumer", sizes)
     for tensor in made.kv.values():
-        tensor.fill_(2)  # touches the pages, because untouched ones would be slower
+        tensor.fill_(2)  # writes to the pages once, because pages that were never written are slower
     params = {
         "remote_engine_id": engine_id,
         "remote_host": "127.0.0.1",
@@ -117,7 +121,7 @@ def consume(scripts: str, sizes: tuple[int, ...]) -> dict[str, Any]:
     made.s.connector.shutdown()
     child.join(20)
     child.kill()
-    totals, hosts = zip(*times[1:], strict=True)  # leaves out the first pull, which makes contact
+    totals, hosts = zip(*times[1:], strict=True)  # leaves out the first pull, which makes the contact
     keys = ("layers", "heads", "head_dim", "blocks", "pool")
     return {
         **dict(zip(keys, sizes, strict=True)),
@@ -134,4 +138,4 @@ if __name__ == "__main__":
         row = consume(sys.argv[1], tuple(map(int, argument.split(","))))
         print(json.dumps(row), flush=True)
     sys.stdout.flush()
-    os._exit(0)  # vLLM leaves threads that do not end by themselves
+    os._exit(0)  # needed because vLLM leaves threads that do not end by themselves

@@ -1,14 +1,15 @@
-"""Fetches blocks of 64 KiB from another process with kvcr, Mooncake and ours alternately, and prints ratios.
+"""Fetches blocks of 64 KiB from another process with kvcr, Mooncake and our code alternately, and prints ratios.
 
 Ours is measured as users call it: from `PageExchange.ask` until the reader's manager finds the pages. Two more rows are
-the pull within that time, and plain pulls without managers, under an existing lease. kvcr is timed from `deliver` to
-its result. For Mooncake only `batch_transfer_sync_read` is timed: its caller knows the addresses, nothing protects the
-memory, and nothing is published. A ratio is a program's time divided by ours: above 1, ours is quicker.
+the pull within that time, and plain pulls without managers, under a lease that exists already. kvcr is timed from
+`deliver` to its result. For Mooncake only `batch_transfer_sync_read` is timed: its caller already knows the addresses,
+nothing protects the memory, and nothing is published. A ratio is a program's time divided by ours, so ours is quicker
+if the ratio is above 1.
 
-Then each source is killed, or evicts, during a fetch of 2,048 blocks. The rows say after how many seconds its reader is
-told, and which error. `--link 1gbit` measures ours between two hosts, which are network namespaces of this machine,
-alternating with a bare socket. `share` is the socket's time divided by ours. A first contact includes metadata and
-connections.
+Then each source is killed, or evicts pages, during a fetch of 2,048 blocks. The rows say after how many seconds the
+reader is told, and with which error. `--link 1gbit` measures ours between two hosts, which are network namespaces of
+this machine, alternating with a bare socket. `share` is the socket's time divided by ours. The first contact includes
+metadata and connections.
 
 Each rival runs in its own environment under `.venvs/`, which the first run makes. Its script is not part of this
 project (folder `rivals` in `--scripts`).
@@ -35,7 +36,7 @@ from benchmarks.rivals.programs import RIVALS, Program, output_of
 
 BLOCKS = (1, 16, 256, 2048)
 LINKED = {64 << 10: (1, 4, 16, 256, 1024), 1 << 20: (1, 16, 64)}
-"""Fetches over a link: bytes of a page, and number of pages."""
+"""The fetches over a link, each as bytes of a page and number of pages."""
 STATISTICS = (
     "us_min: least of the minima of all rounds; us_median: median of the medians of the rounds; cpu_s_per_gb: "
     "median of the rounds, both processes; /asked, /plain: us_min over that of ours from ask to published, and "
@@ -91,7 +92,7 @@ def take_turns(programs: Sequence[Program], rounds: int, seconds: float) -> list
 
 
 def compared(rows: Sequence[Row]) -> list[Row]:
-    """A row for each program and size over all rounds, with its ratios to our full fetch and to our plain pull."""
+    """A row for each program and size, over all rounds. Ratios compare with our full fetch and with our plain pull."""
     every: dict[_Order, list[Row]] = {}
     for row in rows:
         every.setdefault((row["access"], row["block_bytes"], row["blocks"], row["program"]), []).append(row)
@@ -118,9 +119,9 @@ def _merged(key: _Order, rows: Sequence[Row]) -> Row:
 
 
 def shares(rows: Sequence[Row]) -> list[Row]:
-    """The rows for one link.
+    """The rows of one link.
 
-    `share` is the time of a bare socket divided by that of a fetch, from medians of one run.
+    `share` is a bare socket's time divided by the time of a fetch, both medians of one run.
     """
     through = {(row["block_bytes"], row["blocks"]): row["us_median"] for row in rows if row["program"] == SOCKET}
     columns = ("link", "block_bytes", "blocks", "program", "us_min", "us_median", "gbps", "cpu_s_per_gb", "n")
@@ -133,7 +134,7 @@ def shares(rows: Sequence[Row]) -> list[Row]:
 
 
 def linked(rate: str, seconds: float) -> list[Row]:
-    """The rows over a link; empty, with a message, if hosts cannot be made."""
+    """The rows over a link. Empty, after a message, if hosts cannot be made."""
     try:
         return shares(
             [

@@ -1,4 +1,4 @@
-"""A bare TCP socket between the two hosts, which carries as many bytes as a pull, without any protocol."""
+"""A bare TCP socket between the two hosts. It carries as many bytes as a pull, without any protocol."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Faults of our source during a fetch (it dies, evicts or revokes): the reader's result, and pages still held."""
+"""Causes faults of our source during a fetch (it dies, evicts or revokes).
+
+Reports the reader's result and held pages.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ def faults(setting: Setting, prefix: Sequence[str], blocks: int) -> Iterator[Row
 
 
 def lent(reader: Fetcher, lender: LenderProcess, blocks: int) -> Iterator[Row]:
-    """The source continues to serve while its pages are lent."""
+    """The source goes on serving while its pages are lent."""
     asked = _asked(reader, 0, blocks)
     row = _in_a_pull(reader, asked, lambda _: lender.say("evict"), "evicts all it can while pages are lent")
     evicted = lender.answer()
@@ -47,7 +50,7 @@ def lent(reader: Fetcher, lender: LenderProcess, blocks: int) -> Iterator[Row]:
 
 
 def killed(reader: Fetcher, lender: LenderProcess, blocks: int, usual_s: float) -> Row:
-    """The source is killed by SIGKILL during a pull, after its first bytes have arrived."""
+    """The source is killed by SIGKILL during a pull, after the first bytes have arrived."""
 
     def kill(fetch: Fetch) -> None:
         deadline = time.monotonic() + 20
@@ -60,7 +63,7 @@ def killed(reader: Fetcher, lender: LenderProcess, blocks: int, usual_s: float) 
 
 
 def _usual_s(reader: Fetcher, blocks: int) -> float:
-    """The usual seconds of a pull."""
+    """The usual duration of a pull, in seconds."""
     seconds: list[float] = []
     for number in range(2):
         times, fetch = reader.fetch(number, blocks)
@@ -78,7 +81,7 @@ def _asked(reader: Fetcher, number: int, blocks: int) -> Fetch:
 
 
 def _in_a_pull(reader: Fetcher, fetch: Fetch, act: Callable[[Fetch], None], fault: str) -> Row:
-    """Begin the pull, cause a fault at its source, and wait.
+    """Begin the pull, cause a fault at its source, and wait for the result.
 
     Returns the seconds since the fault, and the reader's result.
     """
@@ -101,7 +104,7 @@ def _in_a_pull(reader: Fetcher, fetch: Fetch, act: Callable[[Fetch], None], faul
 
 
 def _evicted_before(reader: Fetcher, blocks: int) -> Row:
-    """The pages are evicted before they are asked for."""
+    """The pages are evicted before the reader asks for them."""
     fetch = Fetch(reader, 1, blocks)
     begin = time.monotonic()
     fetch.ask()
@@ -117,7 +120,7 @@ def _evicted_before(reader: Fetcher, blocks: int) -> Row:
 
 
 def _held_by_source(lender: LenderProcess) -> Row:
-    """The pages that the source still holds after its reader has finished."""
+    """How many pages the source still holds after its reader has finished."""
     deadline = time.monotonic() + 20
     while (held := lender("held")) and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -16,7 +16,7 @@ from kvcache import TextContext
 from transfer import ExchangeEvent, Lent, PullEvent
 
 _MOST_MS = 1
-"""The most milliseconds between two polls. An answer or the end of a pull wakes the loop sooner."""
+"""In milliseconds: the longest pause between two polls. An answer or the end of a pull wakes the loop sooner."""
 _TIMEOUT_S = 30.0
 _Happened = TypeVar("_Happened", Lent, PullEvent)
 
@@ -26,7 +26,7 @@ class FetchTimes(NamedTuple):
 
     Attributes:
         total: from the question until the manager finds the pages.
-        pull: the part from the answer on: import, pull, commit.
+        pull: the part from the answer on: import, pull and commit.
         digests: time to hash the prompt, before the question.
     """
 
@@ -36,7 +36,7 @@ class FetchTimes(NamedTuple):
 
 
 class Fetch:
-    """One fetch, step by step: `ask`, `hear`, `pull`, `finish`."""
+    """One fetch. Its steps are `ask`, `hear`, `pull` and `end`."""
 
     def __init__(self, fetcher: Fetcher, number: int, pages: int) -> None:
         self._fetcher, self._manager, self._exchange = fetcher, fetcher.manager, fetcher.exchange
@@ -69,7 +69,7 @@ class Fetch:
         self._exchange.pull(self.key, self.lent.source, pending, timeout_s=_TIMEOUT_S)
 
     def end(self) -> PullEvent:
-        """Wait for the end of the pull; publish the pages, or give them back."""
+        """Wait for the end of the pull. Then publish the pages, or give them back."""
         event, happened = self._fetcher.until(PullEvent, lambda event: event.key == self.key and event.safe)
         if event.error:
             self._manager.cancel_import(self.pending)
@@ -93,7 +93,7 @@ class Fetch:
         )
 
     def wrong_pages(self) -> int:
-        """The number of published pages that do not have the contents that the source has computed."""
+        """The number of published pages whose contents differ from what the source has computed."""
         pool = self._manager.device_tensors[0][0]
         pages = self._manager.get_req_blocks(self.key)[: self._pages]
         return sum(
@@ -102,7 +102,7 @@ class Fetch:
         )
 
     def num_runs(self) -> int:
-        """The number of runs of pages that are adjacent in both pools."""
+        """The number of runs. Pages that are adjacent in both pools form one run."""
         if self.lent.table is None:
             return 0
         theirs = np.array(self.lent.table.groups[0])
@@ -118,7 +118,7 @@ class Fetcher:
     """The reader; a context manager.
 
     Args:
-        setting: the setting of both sides.
+        setting: the settings that both sides share.
         lender: the source.
     """
 
@@ -137,12 +137,12 @@ class Fetcher:
         self.manager.close()
 
     def forget(self) -> None:
-        """Forget all prompts of the source that are cached here."""
+        """Forget all prompts of the source that the reader has cached."""
         self.manager.reset_prefix_cache()
         use_up(self.manager, self._prompts, scattered=self._scattered)
 
     def until(self, kind: type[_Happened], wanted: Callable[[_Happened], bool]) -> tuple[_Happened, ExchangeEvent]:
-        """Poll, with pauses, until an event of this kind has happened."""
+        """Poll, with pauses, until an event of this kind satisfies `wanted`."""
         while True:
             for happened in self.exchange.poll():
                 event = happened.event
@@ -151,10 +151,11 @@ class Fetcher:
             zmq.zmq_poll([(socket, zmq.POLLIN) for socket in self.exchange.sockets], _MOST_MS)
 
     def fetch(self, number: int, pages: int) -> tuple[FetchTimes, Fetch]:
-        """Fetch a prompt. Returns the fetch, whose request is still claimed.
+        """Fetch a prompt. Returns the fetch; its request is still claimed.
 
         Raises:
-            RuntimeError: the source did not lend all pages, the pull failed, or the pages are not found afterwards.
+            RuntimeError: the source did not lend all pages, the pull failed, or the reader does not find the pages
+                afterwards.
         """
         start = now()
         fetch = Fetch(self, number, pages)

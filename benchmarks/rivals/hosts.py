@@ -1,4 +1,7 @@
-"""Our two sides on two hosts of one machine (`tests.hosts.network`), over a link of a given rate, and a bare socket."""
+"""Our two sides on two hosts of one machine (`tests.hosts.network`), over a link of a given rate.
+
+Also a bare socket.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,13 @@ from benchmarks.rivals.lender import Setting
 from tests.hosts.network import network, why_not
 
 _BURST = "72kb"
-"""A little more than the kernel's largest packet. A larger bucket lets much of 1 MiB through without a limit."""
+"""In bytes: a little more than the kernel's largest packet. With a larger bucket, much of 1 MiB would pass unlimited.
+"""
 _SECRET = "a secret of the benchmark, of enough bytes"  # noqa: S105 - nobody else is on these hosts
 
 
 def over_link(rate: str, setting: Setting, blocks: Sequence[int], seconds: float) -> list[Row]:
-    """The rows of fetches over the link. Each alternates with the same number of bytes through a socket.
+    """The rows of fetches over the link. Each fetch alternates with sending the same number of bytes through a socket.
 
     Raises:
         PeerError: hosts cannot be made here, or the program on one of them failed.

@@ -1,7 +1,7 @@
-"""Our source: a process with a manager and an exchange of its own, which computes prompts and lends their pages.
+"""Our source: a process with its own manager and exchange. It computes prompts and lends their pages.
 
-Run `python -m benchmarks.rivals.lender SETTING`, with a `Setting` as JSON. Each line of standard input is a JSON array
-with a method of `Lender` and its arguments. Each answer is a line of standard output.
+Run `python -m benchmarks.rivals.lender SETTING`, with a `Setting` as JSON. Each line of standard input is a JSON array:
+a method of `Lender`, and its arguments. Each answer is a line of standard output.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from transfer import PageExchange, Source
 
 PAGE_SIZE = 16
 NAME = "lender"
-_LAYER_BYTES = 16 << 10  # a layer of a page: two sides, 4 heads, 16 tokens, 64 elements of two bytes
+_LAYER_BYTES = 16 << 10  # the bytes of a layer in a page: two sides, 4 heads, 16 tokens, 64 elements of two bytes
 _ROWS = 1024
-_EVICTING = 32  # pages of each prompt that evicts others
+_EVICTING = 32  # pages of each of the prompts that are computed to evict others
 _POLL_S = 1e-3
 _LONGEST_S = 30.0
 _SUBNETS = ("10.213.7.0/24",)  # the subnets of the hosts in `tests.hosts.network`
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings on which both sides agree.
+    """The settings that both sides share.
 
     Attributes:
         page_bytes: bytes of a page; a multiple of 16 KiB.
-        pool_bytes: bytes of the source's pool. The reader's pool is half as large, so that a prompt is evicted before
-            it is fetched again.
-        scattered: whether consecutively allocated pages lie anywhere in both pools.
+        pool_bytes: bytes of the source's pool. The reader's pool is half as large, so that it evicts a prompt before it
+            fetches that prompt again.
+        scattered: whether pages that are allocated consecutively lie at random places in both pools.
         address: address of the source.
         reader: address of the reader.
-        secret: secret for the sockets if the sides are on two hosts; otherwise empty.
+        secret: secret for the sockets if the sides are on two hosts; empty otherwise.
     """
 
     page_bytes: int = 64 << 10
@@ -62,19 +62,19 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def quiet() -> None:
-    """Suppress the warning that a longest request would not fit, because pools are small on purpose."""
+    """Suppress the warning that a longest request would not fit. Pools are small on purpose."""
     logging.getLogger("pagewire").setLevel(logging.ERROR)
 
 
 def tokens_of(number: int, pages: int) -> np.ndarray:
-    """The tokens of a prompt that fills this many pages, and one more token. Prompts share no page."""
+    """The tokens of a prompt that fills this many pages, plus one token. No two prompts share a page."""
     tokens = np.arange(pages * PAGE_SIZE + 1, dtype=np.int32)
     tokens[0] = number
     return tokens
 
 
 def stamp_of(number: int, column: int) -> int:
-    """The 16-bit value of every element of a page. Adjacent pages have different values."""
+    """The 16-bit value of all elements of a page. Adjacent pages have different values."""
     return (number * 7919 + column * 31) % 32_749
 
 
@@ -88,13 +88,13 @@ def manager_of(setting: Setting, pages: int) -> PagedKVCacheManager:
 
 
 def exchange_of(setting: Setting, manager: PagedKVCacheManager, name: str, address: str) -> PageExchange:
-    """The manager's exchange, which may lend all of its pages."""
+    """The manager's exchange. It may lend all pages."""
     bind = f"tcp://{address}:0"
     return PageExchange(manager, name, bind=bind, secret=setting.secret, allowed_peers=_SUBNETS, lend=1.0)
 
 
 def use_up(manager: PagedKVCacheManager, prompts: Prompts, *, scattered: bool) -> None:
-    """Fill the pool with prompts of one page, which are evicted in this order, or scattered."""
+    """Fill the pool with prompts of one page. They will be evicted in this order, or in random order if `scattered`."""
     rng = np.random.default_rng(1)
     for first in range(0, manager.total_num_pages, _ROWS):
         count = min(_ROWS, manager.total_num_pages - first)
@@ -111,16 +111,16 @@ class Lender:
         self._prompts = Prompts()
         self.manager = manager_of(setting, setting.pages)
         self.exchange = exchange_of(setting, self.manager, NAME, setting.address)
-        self._others = 1 << 20  # numbers of prompts that no reader asks for
+        self._others = 1 << 20  # numbers of prompts that no reader asks for begin here
 
     def place(self) -> tuple[str, str]:
-        """The address to ask, and the engine there."""
+        """The source's address, and the engine at that address."""
         return self.exchange.address, self.exchange.engine_id(0)
 
     def lay_out(self, count: int, pages: int) -> None:
-        """Compute prompts 0 to `count`. Afterwards only these are cached."""
+        """Compute prompts 0 to `count - 1`. Afterwards only these are cached."""
         deadline = time.monotonic() + _LONGEST_S
-        while self.manager.num_leased_blocks:  # the last reader's note "done" is still in flight
+        while self.manager.num_leased_blocks:  # the last reader's note that it is done may still be in flight
             self.exchange.poll()
             time.sleep(_POLL_S)
             expect(time.monotonic() < deadline, "leases that were read are over")
@@ -139,7 +139,7 @@ class Lender:
             compute(self.manager, context)
 
     def evict(self) -> int:
-        """Forget every prompt, and compute others in all available pages. Returns the number of these pages."""
+        """Evict every prompt, by computing others in all available pages. Returns the number of these pages."""
         self.manager.reset_prefix_cache()
         free = self.manager.total_num_pages - self.manager.num_held_blocks
         for _ in range(free // _EVICTING):
@@ -148,22 +148,22 @@ class Lender:
         return free // _EVICTING * _EVICTING
 
     def revoke(self, source: str) -> None:
-        """End a lease that its reader knows."""
+        """End a lease that its reader already knows."""
         self.exchange.revoke(msgspec.msgpack.decode(bytes.fromhex(source), type=Source), "revoked")
 
     def held(self) -> int:
-        """The number of held pages, after a `check`."""
+        """The number of held pages, after a `check` of the manager."""
         self.manager.check()
         return self.manager.num_held_blocks
 
     def listen(self) -> int:
-        """Open a bare socket, which sends as many bytes as it is asked for. Returns its port."""
+        """Open a bare socket that sends as many bytes as its peer asks for. Returns its port."""
         server = socket.create_server((self._setting.address, 0))
         threading.Thread(target=_send_bytes, args=(server,), daemon=True).start()
         return server.getsockname()[1]
 
     def serve(self) -> None:
-        """Carry out commands until standard input ends, and lend pages in between."""
+        """Carry out commands until standard input ends. Lend pages in between."""
         _say("ready")
         while True:
             self.exchange.poll()
@@ -192,11 +192,11 @@ def _send_bytes(server: socket.socket) -> None:
 
 
 class LenderProcess:
-    """A context manager that starts and ends the source. A call names a method of `Lender` and its arguments.
+    """Starts the source and ends it; a context manager. Its call takes the name of a `Lender` method and arguments.
 
     Args:
-        setting: of both sides.
-        prefix: a command that runs another one, for example on another host.
+        setting: the settings that both sides share.
+        prefix: a command that runs the source's command, for example on another host.
     """
 
     def __init__(self, setting: Setting, prefix: Sequence[str] = ()) -> None:
@@ -223,8 +223,9 @@ class LenderProcess:
         return self.answer()
 
     def cpu_ns(self) -> int:
-        """The processor time of all its threads so far."""
-        return time.clock_gettime_ns(~self._process.pid << 3 | 2)  # the kernel's id of a process's clock
+        """The processor time of all threads of the source so far."""
+        # this expression is the kernel's id of a process's clock
+        return time.clock_gettime_ns(~self._process.pid << 3 | 2)
 
     def kill(self) -> None:
         """Kills the source by SIGKILL."""
@@ -235,7 +236,7 @@ class LenderProcess:
 
     def __exit__(self, *_: object) -> None:
         if self._process.stdin is not None:
-            self._process.stdin.close()  # the process ends when its input ends
+            self._process.stdin.close()  # the process ends when its standard input ends
         try:
             self._process.wait(20)
         except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""Faults that the scripts of kvcr and Mooncake do not test: a source that reuses its memory, or is killed.
+"""Faults that the scripts of kvcr and Mooncake do not test: a source that reuses its memory, or one that is killed.
 
 Run `python others.py kvcr|mooncake SCRIPT` in the environment of that program. This file imports none of our code; the
 script makes the engines and their memory. It prints one JSON line for each fault:
@@ -54,7 +54,7 @@ def show(fault: str, told: str, seconds: float, wrong: int, usual_s: float) -> N
 
 
 def wrong_of(script: Any, local: int, blocks: Iterable[int] = range(BLOCKS)) -> int:
-    """The number of blocks that have a wrong value anywhere."""
+    """The number of blocks in which any value is wrong."""
     size: int = script.BLOCK
     held = ((at, ctypes.string_at(local + at * size, size)) for at in blocks)
     return sum(data != bytes([at % 251 + 1]) * size for at, data in held)
@@ -64,7 +64,7 @@ def wrong_of(script: Any, local: int, blocks: Iterable[int] = range(BLOCKS)) -> 
 
 
 def mooncake_source(pipe: Any, options: argparse.Namespace) -> None:
-    """Serves its memory. On command it overwrites all of it with other bytes."""
+    """Runs a source that serves its memory. On command it overwrites all of that memory with other bytes."""
     script = imported(options.script)
     engine, (_pool, start) = script.engine_of("tcp"), script.memory("huge")
     for number in range(BLOCKS):
@@ -88,7 +88,7 @@ def ask_mooncake(options: argparse.Namespace) -> None:
     if engine.register_memory(local, script.POOL):
         raise SystemExit("Mooncake does not register the memory")
     for fault in ("writes other bytes to the memory in the middle of the read", "is killed in the middle of the read"):
-        for _ in range(_TRIES):  # repeats until the fault happens before the read is over
+        for _ in range(_TRIES):  # repeats until the fault happens before the read has ended
             status, seconds, usual_s = read_in_fault(fault, (script, engine, local), options)
             if seconds > 0:
                 show(fault, f"status {status}", seconds, 0 if status else wrong_of(script, local), usual_s)
@@ -115,7 +115,7 @@ def read_in_fault(fault: str, reader: tuple[Any, Any, int], options: argparse.Na
 
 
 def timed(read: Callable[[], int]) -> tuple[int, float]:
-    """Returns the status of a read, and its seconds."""
+    """Returns the status of a read, and its duration in seconds."""
     begin = time.monotonic()
     return read(), time.monotonic() - begin
 
@@ -139,14 +139,14 @@ def act_once_begun(fault: str, process: Any, pipe: Any, memory: tuple[int, int],
 
 
 def pinned_nothing(self: Any, _keys: Any) -> int:
-    """Replaces the script's callback: the framework has no further blocks."""
+    """Replaces the script's callback: tells kvcr that the framework has no further blocks."""
     self.number += 1
     self.results.append((self.number, (f"pin {self.number}", {})))
     return self.number
 
 
 def kvcr_source(pipe: Any, options: argparse.Namespace) -> None:
-    """Deposits all its blocks. On command it deposits the same number of others into the same slots."""
+    """Runs a source that deposits all its blocks. On command it deposits as many others into the same slots."""
     script = imported(options.script)
     types = importlib.import_module("kvcr.types")
     _pool, start = script.memory("huge")
@@ -182,7 +182,7 @@ def kvcr_source(pipe: Any, options: argparse.Namespace) -> None:
 
 
 def ask_kvcr(options: argparse.Namespace) -> None:
-    """Delivers 2,048 blocks while the source evicts them, and again after the eviction."""
+    """Delivers 2,048 blocks while the source evicts them, and again afterwards."""
     script = imported(options.script)
     types = importlib.import_module("kvcr.types")
     _process, pipe, endpoint = started(kvcr_source, options)
@@ -201,7 +201,7 @@ def ask_kvcr(options: argparse.Namespace) -> None:
         results = script.finish(kvcr, handle, 1e-4)
         return {key: one.status.name for key, one in results.items()}, time.monotonic() - begin
 
-    for at in range(200):  # the first deliveries fail or wait while metadata is exchanged
+    for at in range(200):  # the first deliveries fail or wait because metadata is being exchanged
         if [*deliver(f"first {at}", 1)[0].values()] == ["SUCCESS"]:
             break
     usual_s = min(deliver(f"warm {at}", BLOCKS)[1] for at in range(_WARM))

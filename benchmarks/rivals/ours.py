@@ -1,6 +1,6 @@
 """Our side of `benchmarks.rivals`.
 
-It measures fetches, plain pulls, and fetches whose source dies, and prints JSON lines.
+It measures fetches, plain pulls, and fetches during which the source dies. It prints JSON lines.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ FIRST = "ours, first contact"
 PLAIN = {SPUN: "ours, plain pull", THREADED: "ours, plain pull by the thread"}
 _LEAST, _LEAST_OVER_LINK, _MOST = 9, 3, 2000
 _MOST_PROMPTS = 512
-_SPARE = 32  # spare pages of the pool, so that computing a prompt does not evict another
+_SPARE = 32  # spare pages of the pool, so that computing a prompt evicts no other prompt
 
 
 def row_of(program: str, blocks: int, page_bytes: int, times: Sequence[float], cpu_s: float | None) -> Row:
-    """A row: microseconds, and the processor seconds of both processes for a gigabyte."""
+    """A row: microseconds, and the processor seconds of both processes per gigabyte."""
     size = blocks * page_bytes
     return {
         "program": program,
@@ -51,7 +51,7 @@ def row_of(program: str, blocks: int, page_bytes: int, times: Sequence[float], c
 def fetches(
     setting: Setting, reader: Fetcher, lender: LenderProcess, blocks: int, budget_s: float, bare: BareSocket | None
 ) -> Iterator[Row]:
-    """Fetches of uncached prompts of equal length, alternating with a bare socket."""
+    """Times fetches of uncached prompts of equal length. They alternate with a bare socket."""
     count = min((setting.pages - _SPARE) // blocks, _MOST_PROMPTS)
     expect(count > 1, f"a pool of {setting.pages} pages has room for two prompts of {blocks}")
     lender("lay_out", count, blocks)
@@ -88,7 +88,7 @@ def fetches(
 
 
 def first_contacts(setting: Setting, lender: LenderProcess, blocks: int) -> Row:
-    """Fetches by new readers, from the question to published pages."""
+    """Times fetches by new readers, from the question to published pages."""
     times = list[float]()
     for _ in range(_LEAST_OVER_LINK):
         lender("lay_out", 2, blocks)
@@ -104,7 +104,7 @@ def _leased(pull: Callable[[Pages, LeaseRef], Times], pages: Sequence[Pages], so
 
 
 def plain(blocks: int, budget_s: float) -> Iterator[Row]:
-    """Pulls of random pages without managers, under a lease that was made before."""
+    """Times pulls of random pages without managers, under a lease that exists already."""
     case = Case("equal", "head-major", 64 << 10, blocks)
     sets = min(max((48 << 20) // case.num_bytes, 8), 256)
     with running(case.specs(), blocks, sets) as (reader, source, pages):

@@ -1,4 +1,4 @@
-"""The rival programs: how each is installed and run, and its output as rows."""
+"""The rival programs: how to install and run each one, and how to turn its output into rows."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from benchmarks.peers.environment import PeerError, needed, python_of
 HERE = Path(__file__).resolve().parent
 OTHERS = HERE / "others.py"
 FOLDER = "rivals"
-"""The subfolder of the scripts' folder."""
+"""The subfolder of the scripts' folder that has the rivals' scripts."""
 _LIMIT_S = 300.0
 
 
 class Rival(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of `versions.toml`, which says what each field means."""
+    """One entry of `versions.toml`. That file says what each field means."""
 
     title: str
     package: str
@@ -58,7 +58,7 @@ class Program:
         self._python = str(python_of(f"rival-{name}", arguments, path.read_bytes()))
 
     def fetches(self, blocks: Sequence[int], seconds: float) -> list[Row]:
-        """The measurements of its script: a row for each number of blocks that it completes."""
+        """The measurements of the rival's script: a row for each number of blocks that the script completes."""
         options = ["--seconds", str(seconds), "--blocks", ",".join(map(str, blocks))]
         lines, error = output_of([self._python, self._script, *options])
         if error:
@@ -66,7 +66,7 @@ class Program:
         return [_row(self.title, line) for line in lines if "blocks" in line]
 
     def faults(self) -> list[Row]:
-        """The results of its reader if its source dies or reuses the memory."""
+        """What the rival's reader gets if its source dies or reuses the memory."""
         return [*self._faults()]
 
     def _faults(self) -> Iterator[Row]:
@@ -81,7 +81,7 @@ class Program:
 
 
 def output_of(command: Sequence[str]) -> tuple[list[Row], str]:
-    """The JSON lines that a program prints, and why it failed; empty if it did not."""
+    """The JSON lines that a program prints, and why it failed; "" if it did not fail."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(  # noqa: S603 - what the user pointed us to
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -121,9 +121,9 @@ def _row(title: str, line: Row) -> Row:
 
 
 def _killed(title: str, lines: Sequence[Row], error: str) -> Row:
-    """The row of kvcr's script.
+    """Turns the output of kvcr's script into a row.
 
-    It has the result, what `close` reports about the memory, and when a guard has freed the blocks.
+    The row has the result, what `close` reports about the memory, and when a guard has freed the blocks.
     """
     row: Row = {"program": title, "the source": "is killed in the middle of the fetch", "told": error or "nothing"}
     for line in lines:

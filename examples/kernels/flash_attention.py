@@ -1,7 +1,7 @@
-"""FlashAttention 2 over our pages: `flash_attn_with_kvcache`, which also writes the new tokens.
+"""FlashAttention 2 over pagewire's pages: `flash_attn_with_kvcache`, which also writes the new tokens.
 
-The kernel needs a GPU, and a page size that is a multiple of 256 tokens. It takes the view with tokens first, of every
-page order.
+The kernel needs a GPU, and a page size that is a multiple of 256 tokens. It reads views with tokens first, which exist
+for every page order.
 
     python examples/kernels/flash_attention.py
 """
@@ -22,7 +22,7 @@ def attend(batch: PagedBatch, layer: int) -> torch.Tensor:
     keys, values = batch.layer(layer)
     outputs: list[torch.Tensor] = []
     for row, (first, last) in enumerate(zip(batch.first_rows[:-1], batch.first_rows[1:], strict=True)):
-        new = slice(int(first), int(last))  # one request at a time, because each runs another number of tokens
+        new = slice(int(first), int(last))  # one request at a time, because their numbers of new tokens differ
         found = flash_attn_with_kvcache(
             batch.query[None, new],
             keys,

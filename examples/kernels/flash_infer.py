@@ -1,7 +1,7 @@
 """FlashInfer's paged attention over our pages: its kernel for prompts in chunks, and its kernel for decoding.
 
-Both kernels need a GPU. They take keys and values as a pair of views with tokens first, of every page order. FlashInfer
-compiles them when they are first used.
+Both kernels need a GPU. They take keys and values as a pair of views with tokens first, which exist for every page
+order. FlashInfer compiles the kernels when they are first used.
 
     python examples/kernels/flash_infer.py
 """
@@ -28,7 +28,7 @@ def attend(batch: PagedBatch, layer: int) -> torch.Tensor:
     dtypes = {"q_data_type": batch.query.dtype, "kv_data_type": batch.key.dtype}
     prefill.plan(batch.first_rows, ends, pages, last, *shape, causal=True, **dtypes)
     output = prefill.run(batch.query, batch.layer(layer))
-    # The kernel for decoding takes one token of each request, so only the decoding requests go to it.
+    # The decoding kernel takes one token of each request, so only requests that decode go to it.
     rows = [row for row, count in enumerate(batch.counts) if count == 1]
     at = batch.first_rows[rows].long()
     decode = BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD")

@@ -1,8 +1,9 @@
-"""torch's FlexAttention over our pages, by its own `PagedAttention`, which needs a flat buffer of blocks.
+"""torch's FlexAttention over pagewire's pages, by torch's `PagedAttention`, which needs a flat buffer of blocks.
 
 `PagedAttention` maps logical blocks to physical ones, and would allocate the physical ones itself. Here the manager
-allocates them: its block table is put into `page_table`, and `PagedBatch.flat` gives the buffer. Every page order
-works. With `--compile` torch makes fused kernels, which takes a minute. Without it, torch computes all scores at once.
+allocates them: the manager's block table is copied into `page_table`, and `PagedBatch.flat` gives the buffer. Every
+page order works. With `--compile` torch makes fused kernels, which takes a minute. Without it, torch computes all
+scores at once.
 
     python examples/kernels/flex_attention.py [--compile]
 """
@@ -26,7 +27,7 @@ def attend(batch: PagedBatch, layer: int, attention: Attention = flex_attention)
     batch.write(layer)
     keys, values, stride = batch.flat(layer)
     outputs: list[torch.Tensor] = []
-    for row in range(len(batch.counts)):  # one request at a time, because each runs another number of tokens
+    for row in range(len(batch.counts)):  # one request at a time, because their numbers of new tokens differ
         query = batch.query[batch.first_rows[row] : batch.first_rows[row + 1]]
         key, value = (states.transpose(0, 1)[None] for states in (keys, values))  # [1, kv_heads, slots, head_dim]
         mask = block_mask(batch, row, stride, slots=key.shape[2])
@@ -36,10 +37,10 @@ def attend(batch: PagedBatch, layer: int, attention: Attention = flex_attention)
 
 
 def block_mask(batch: PagedBatch, row: int, stride: int, slots: int) -> BlockMask:
-    """Returns the mask of slots that the new tokens of a request see, from the pages of its block table."""
+    """Returns the mask of the slots that a request's new tokens see, from the pages of its block table."""
     size, start, end = batch.page_size, int(batch.starts[row]), int(batch.lengths[row])
     count = -(-end // size)
-    blocks = -(-slots // size)  # of the flat buffer; a page is one of `stride / size`
+    blocks = -(-slots // size)  # blocks of the flat buffer; a page is every `stride / size`th of them
     device = batch.query.device
     paged = PagedAttention(blocks, size, max_batch_size=1, device=str(device))
     physical = batch.inputs.lookup_table[row, :count].long() * (stride // size)
@@ -55,9 +56,9 @@ def block_mask(batch: PagedBatch, row: int, stride: int, slots: int) -> BlockMas
 
 if __name__ == "__main__":
     if "--compile" in sys.argv:
-        dynamo.config.recompile_limit = 32  # a kernel for each stride and dtype
+        dynamo.config.recompile_limit = 32  # a separate kernel for each stride and dtype
         fused: Attention = torch.compile(flex_attention, dynamic=True)  # pyright: ignore[reportUnknownMemberType]
-        if DEVICE == "cuda":  # a block of a kernel is no larger than a page
+        if DEVICE == "cuda":  # a block of a compiled kernel must not be larger than a page
             fused = partial(fused, kernel_options={"BLOCK_M": 16, "BLOCK_N": 16})
         print_errors(partial(attend, attention=fused))
     else:

@@ -1,7 +1,7 @@
 """The inputs of an attention kernel: requests with keys and values in pages, and their new tokens.
 
 The kernels beside this file attend over such a batch. It holds what a serving loop has when attention runs: the inputs
-that `fetch` returned, and queries, keys and values of the new tokens, which the model has just computed.
+that `fetch` returned, and the queries, keys and values that the model has just computed for the new tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,8 +15,8 @@ from pagewire import KVCacheParams, PagedKVCacheManager, RaggedKVCacheInputs, Te
 PAGE_ORDERS = ("head,layer,side,token,dim", "layer,side,head,token,dim", "layer,side,token,head,dim")
 LAYERS = 3
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# For each request: its tokens in the cache, and its tokens that run now. Two requests decode, the third runs a chunk of
-# its prompt, and the fourth its whole prompt.
+# For each request: how many of its tokens are cached, and how many run now. Two requests decode, the third runs a chunk
+# of its prompt, and the fourth runs its whole prompt.
 REQUESTS = ((36, 1), (0, 1), (20, 29), (0, 33))
 
 
@@ -28,9 +28,10 @@ class PagedBatch:
     inputs: RaggedKVCacheInputs  # as `fetch` returned them
     counts: list[int]  # new tokens of each request
     query: torch.Tensor  # [tokens, heads, head_dim]
-    key: torch.Tensor  # [layers, tokens, kv_heads, head_dim], of the new tokens
+    key: torch.Tensor  # [layers, tokens, kv_heads, head_dim], keys of the new tokens
     value: torch.Tensor
-    known: list[tuple[torch.Tensor, torch.Tensor]]  # all keys and values of each request, [layers, tokens, ...]
+    # for each request, all of its keys and values: [layers, tokens, ...]
+    known: list[tuple[torch.Tensor, torch.Tensor]]
 
     @property
     def page_size(self) -> int:
@@ -43,17 +44,17 @@ class PagedBatch:
 
     @property
     def starts(self) -> torch.Tensor:
-        """Number of each request's tokens that were in the cache before this step: int32 `[requests]`."""
+        """For each request, the number of tokens that were cached before this step: int32 `[requests]`."""
         return self.inputs.cache_lengths
 
     @property
     def lengths(self) -> torch.Tensor:
-        """Number of each request's tokens, including the new ones: int32 `[requests]`."""
+        """For each request, the number of tokens including the new ones: int32 `[requests]`."""
         return self.starts + torch.tensor(self.counts, dtype=torch.int32, device=self.starts.device)
 
     @property
     def first_rows(self) -> torch.Tensor:
-        """Row where each request's new tokens begin in the packed tensors, and the last end: int32 `[requests + 1]`."""
+        """Where each request's new tokens begin in the packed tensors, and the last end: int32 `[requests + 1]`."""
         return torch.tensor([0, *self.counts], device=self.starts.device).cumsum(0).to(torch.int32)
 
     @property
@@ -62,19 +63,19 @@ class PagedBatch:
         return torch.cat([self.slots_of(row, int(start)) for row, start in enumerate(self.starts)])
 
     def slots_of(self, row: int, first: int = 0) -> torch.Tensor:
-        """Returns the slot of each token of a request from `first` on: int64 `[tokens]`.
+        """Returns the slots of a request's tokens from token `first` on: int64 `[tokens]`.
 
-        A slot is `page * page_size` plus the token's place in the page.
+        A slot is `page * page_size` plus the token's index in the page.
         """
         at = torch.arange(first, int(self.lengths[row]), device=self.starts.device)
         pages = self.inputs.lookup_table[row].long()[at // self.page_size]
         return pages * self.page_size + at % self.page_size
 
     def flat(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Returns a layer's keys and values as flat views `[slots, kv_heads, head_dim]`, and the slots per page.
+        """Returns a layer's keys and values as flat views `[slots, kv_heads, head_dim]`, and a page's stride in slots.
 
-        The token at place t of page p is in slot `p * stride + t`, where `stride` is the third returned value. It may
-        exceed the page size, because a page also has the data of other layers and sides. No index names their slots.
+        Token t of page p is in slot `p * stride + t`. The stride may exceed the page size, because a page also holds
+        the data of other layers and sides. No index names their slots.
         """
         keys, values = self.layer(layer)
         page, token, head, element = keys.stride()
@@ -115,7 +116,7 @@ def make_batch(
 ) -> PagedBatch:
     """Returns a batch of four requests with random keys and values.
 
-    All other values in the pool are large, so that a kernel that reads a wrong place gives a wrong result.
+    All other values in the pool are large, so that a kernel that reads the wrong place gives a wrong result.
     """
     params = KVCacheParams(dtype, kv_heads, head_dim, page_size=page_size, page_order=page_order)  # pyright: ignore[reportArgumentType] - one of PAGE_ORDERS
     memory = 24 * page_size * params.bytes_per_token(LAYERS)
@@ -123,7 +124,7 @@ def make_batch(
     random = torch.Generator().manual_seed(0)
     manager.device_tensors[0][0].fill_(1e3)
 
-    # This request is released between the claims of the others, so that their pages are not neighbours.
+    # This request is released between the claims of the others, so that their pages are not consecutive.
     passing = TextContext(range(3 * page_size), 4 * page_size, request_id="passing")
     manager.external_claim("passing")
     manager.maybe_reserve(passing)

@@ -1,7 +1,7 @@
 """SGLang's Triton attention over our pages: decoding, and prompts in chunks.
 
-SGLang's kernels know no pages: they index a flat buffer by token. `PagedBatch.flat` makes such a view, for every page
-order. Without a GPU the kernels run in Triton's interpreter.
+SGLang's kernels do not know pages: they index a flat buffer by token. `PagedBatch.flat` makes such a view for every
+page order. Without a GPU the kernels run in Triton's interpreter.
 
     [TRITON_INTERPRET=1] python examples/kernels/sglang_triton.py
 """
@@ -13,7 +13,7 @@ from paged_batch import DEVICE, PagedBatch, print_errors
 from sglang.kernels.ops.attention.decode_attention import decode_attention_fwd
 from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd_unified
 
-KV_SPLITS = 2  # parts of a context that decoding attends to at once
+KV_SPLITS = 2  # number of parts into which decoding splits a context
 
 
 def attend(batch: PagedBatch, layer: int) -> torch.Tensor:
@@ -35,7 +35,7 @@ def attend(batch: PagedBatch, layer: int) -> torch.Tensor:
         prefix_lens=batch.starts,
         max_len_extend=int(batch.inputs.max_lengths[0, 0]),
     )
-    # The kernel for decoding takes one token of each request, so only the decoding requests go to it.
+    # The decoding kernel takes one token of each request, so only requests that decode go to it.
     rows = [row for row, count in enumerate(batch.counts) if count == 1]
     at = batch.first_rows[rows].long()
     decoded = decode(batch, keys, values, rows, stride)
@@ -70,7 +70,7 @@ def decode(batch: PagedBatch, keys: torch.Tensor, values: torch.Tensor, rows: li
 
 
 def kv_indices(batch: PagedBatch, stride: int, rows: list[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the slots of all tokens, request after request, and where the slots of each request end."""
+    """Returns the slots of all tokens, one request after another, and where each request's slots end."""
     found: list[torch.Tensor] = []
     for row in range(len(batch.counts)) if rows is None else rows:
         at = torch.arange(int(batch.lengths[row]), device=batch.query.device)
@@ -81,5 +81,5 @@ def kv_indices(batch: PagedBatch, stride: int, rows: list[int] | None = None) ->
 
 
 if __name__ == "__main__":
-    # In its interpreter, Triton 3.9 multiplies matrices of bfloat16 as if their bits were integers.
+    # Triton 3.9's interpreter multiplies bfloat16 matrices as if their bits were integers, hence float16 on CPUs.
     print_errors(attend, dtypes=(torch.float32, torch.float16 if DEVICE == "cpu" else torch.bfloat16))

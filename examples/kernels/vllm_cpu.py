@@ -1,7 +1,7 @@
-"""vLLM's attention on the CPU over our pages, from its wheel for CPUs: the C++ kernels of `vllm serve`.
+"""vLLM's CPU attention over pagewire's pages, from vLLM's wheel for CPUs: the C++ kernels of `vllm serve`.
 
-The kernels store the tokens of one head of a page as one piece, in a private order. So only vLLM's own kernel can write
-the pages. The page order must have heads before tokens, and the page size must be a multiple of 32 tokens.
+The kernels store the tokens of one head of a page together, in a private order, so only vLLM's own kernel can write the
+pages. The page order must have heads before tokens, and the page size must be a multiple of 32 tokens.
 
     python examples/kernels/vllm_cpu.py
 """
@@ -19,7 +19,7 @@ SERVED = PAGE_ORDERS[:2]
 def attend(batch: PagedBatch, layer: int) -> torch.Tensor:
     """Writes the new tokens of a layer, then attends. Returns `[tokens, heads, head_dim]`."""
     keys, values = (states.transpose(1, 2) for states in batch.layer(layer))  # [pages, kv_heads, page_size, head_dim]
-    if keys.stride(2) != keys.shape[3]:  # the kernels ignore this stride, and would give wrong results
+    if keys.stride(2) != keys.shape[3]:  # the kernels ignore this stride, and would give wrong results for another one
         raise SystemExit(f"the tokens of a head lie {keys.stride(2)} elements apart, {keys.shape[3]} are needed")
     heads, head_dim = batch.query.shape[1:]
     isa = _get_attn_isa(keys.dtype, batch.page_size, head_dim)  # "amx" for bfloat16 where the processor has it
@@ -58,7 +58,10 @@ def attend(batch: PagedBatch, layer: int) -> torch.Tensor:
 
 
 def write(batch: PagedBatch, layer: int, keys: torch.Tensor, values: torch.Tensor, isa: str) -> None:
-    """Writes all tokens to the pages, also the earlier ones, which `make_batch` has written in plain order."""
+    """Writes all tokens to the pages.
+
+    Earlier tokens are written again, because `make_batch` wrote them in plain order.
+    """
     for row, (key, value) in enumerate(batch.known):
         ops.cpu_attn_reshape_and_cache(key[layer], value[layer], keys, values, batch.slots_of(row), isa)
 

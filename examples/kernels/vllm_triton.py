@@ -68,10 +68,10 @@ def write(batch: PagedBatch, layer: int) -> None:
         USE_HEAD_MAJOR_LAYOUT=False,
         INTERLEAVED_V_PACK_FACTOR=0,
         FP8_KV_CACHE=False,
-        TILE_SIZE=heads * head_dim,  # a power of two
+        TILE_SIZE=heads * head_dim,  # must be a power of two
     )
 
 
 if __name__ == "__main__":
-    # In its interpreter, Triton 3.9 multiplies matrices of bfloat16 as if their bits were integers.
+    # Triton 3.9's interpreter multiplies bfloat16 matrices as if their bits were integers, hence float16 on CPUs.
     print_errors(attend, dtypes=(torch.float32, torch.float16 if DEVICE == "cpu" else torch.bfloat16))

@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DEFAULT_REQUESTS = 32
-_STALL_S = 120.0  # in seconds, without a message: a process hangs
-_SETTLE_S = 5.0  # in seconds, for the last notifications to arrive
-# Under chaos notifications get lost, so pages that were read stay leased until their lease expires.
+_STALL_S = 120.0  # in seconds: if no message arrives for so long, some process hangs
+_SETTLE_S = 5.0  # in seconds: how long the last notifications may take to arrive
+# With injected faults, notifications get lost, so pages that were read stay leased until their lease expires.
 _LEASE_S, _CHAOS_LEASE_S = 10.0, 3.0
 _MEGABYTE = 1 << 20
 
@@ -71,10 +71,10 @@ class _Side(NamedTuple):
 
 
 def run_demo(options: DemoOptions) -> int:
-    """Runs the demo. Returns 0 if every output is the model's own and no page is left held, else 1.
+    """Runs the demo. Returns 0 if every output equals the model's own and no page is left held, else 1.
 
     Raises:
-        KVCacheError: an option, a file or a process does not work; the message names it. No process is left.
+        KVCacheError: an option, a file or a process does not work; the message names it. All processes have been ended.
     """
     reporter = Reporter()
     prefill, decode = sides = _sides(options)
@@ -104,7 +104,7 @@ def run_demo(options: DemoOptions) -> int:
 
 
 def serve_watched(fleet: Fleet, served: list[Served], options: DemoOptions, where: str) -> None:
-    """Serves every request. With a viewer, repeats them until it is closed; only the first round counts."""
+    """Serves every request. With a viewer, repeats them until the viewer is closed, but counts only the first round."""
     addresses = [ready.watch for ready in fleet.ready.values()]
     keys = ["--keyring", str(fleet.viewer_keys)] if options.curve else []
     with viewer(addresses, where, keys) as is_open:
@@ -125,10 +125,10 @@ def serve(
 ) -> None:
     """Submits every request, at most `concurrency` at a time, and collects the tokens.
 
-    `earlier` is the number of requests that these processes were sent before.
+    `earlier` is the number of requests that were sent to these processes before.
 
     Raises:
-        ServiceError: no message arrives for a while.
+        ServiceError: no message has arrived for a long time.
     """
     by_id = {one.request_id: one for one in served}
     decodes = [name for name in fleet.running if fleet.role(name) == "decode"]
@@ -167,7 +167,7 @@ def _take(one: Served, message: msg.Tokens) -> bool:
 def settled_stats(fleet: Fleet) -> dict[str, msg.Stats]:
     """Returns the counters once no page is held any more, or after five seconds.
 
-    Pages may be held for a moment after the last token, because the last notifications come after it.
+    Pages may be held for a moment after the last token, because some notifications arrive after it.
     """
     deadline = time.monotonic() + _SETTLE_S
     while True:
@@ -222,7 +222,7 @@ def _server_configs(
     positions = getattr(text_config_of(model.config), "max_position_embeddings", None)
     if positions and needed > positions:
         raise PromptsError(f"{asked}, but the model has positions for only {positions:,}")
-    # Both sides have the same pages, so page checks can be compared.
+    # Page checks need equal pages on both sides.
     alike = len({(side.page_size, side.tp) for side in sides}) == 1
     configs: list[ServerConfig] = []
     for side in sides:
@@ -279,7 +279,7 @@ def _compare(
         for number, one in enumerate(served):
             theirs = reference_tokens(model, one.prompt, options.max_new_tokens)
             if one.error:
-                # Under chaos a reported failure is fine; a wrong answer would not be.
+                # With injected faults, a failed request is acceptable, but a wrong answer is not.
                 equal = equal and options.chaos is not None
                 notes.append(f"{one.request_id}: failed: {one.error}")
             elif one.tokens != theirs and is_rounding_tie(model, one.prompt, one.tokens, theirs):

@@ -64,10 +64,12 @@ def default_prompts(count: int) -> list[str]:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """Returns the prompts of a file: one per line, or JSON lines with a text "prompt" each. Skips empty lines.
+    """Returns the prompts of a file. Skips empty lines.
 
-    A file whose first line is a JSON object counts as JSON lines. An error raises `PromptsError` with the line and
-    reason.
+    The file has one prompt per line, or JSON lines, each with a text "prompt".
+
+    The file counts as JSON lines if its first line is a JSON object. A fault raises `PromptsError` with the line and
+    the reason.
     """
     where = f"prompts file {str(path)!r}"
     try:
@@ -88,7 +90,7 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def take(prompts: list[str], count: int | None) -> list[str]:
-    """Returns the first `count` prompts, repeated if there are fewer; all of them for None."""
+    """Returns the first `count` prompts. If there are fewer, they are repeated. None returns all of them once."""
     return prompts if count is None else list(islice(cycle(prompts), count))
 
 

@@ -13,16 +13,17 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The figures of a run, in the form that `--json` writes."""
 
     requests: int  # prompts served
-    tokens_equal: bool  # every output is the model's own, rounding ties excepted
+    tokens_equal: bool  # every output equals the model's own, except for rounding ties
     ties: int  # outputs whose first difference is a rounding tie
     prompt_tokens: int  # tokens of all prompts
     cached_tokens: int  # prompt tokens that prefill found in its prefix cache
     hit_rate: float  # cached over prompt tokens, 0 to 1
     pages_pulled: int  # pages that decode read from prefill
     bytes_pulled: int  # bytes of these pages
-    gbps: float  # bytes over the time in which at least one READ was in flight, in units of 1e9 bytes per second
-    ttft_ms_p50: float  # median over the requests of the time from submission to the first token, in milliseconds
-    tpot_ms_p50: float  # median over the requests of the mean time per further token, in milliseconds
+    # bytes pulled, divided by the time in which at least one READ was in flight, in units of 1e9 bytes per second
+    gbps: float
+    ttft_ms_p50: float  # median of the requests' times from submission to the first token, in milliseconds
+    tpot_ms_p50: float  # median of the requests' mean times per further token, in milliseconds
     leaked_pages: int  # pages that some process still holds after the last request
     failed: dict[str, str] | None = None  # requests that failed, with the reason; only with `--chaos`
     faults: dict[str, int] | None = None  # number of injected faults by kind, over all processes; only with `--chaos`
@@ -46,7 +47,10 @@ class Reporter:
 
     @contextmanager
     def phase(self, title: str, total: int) -> Generator[Callable[[int, str], None]]:
-        """Shows the progress of a phase. Yields a function that takes the number of requests done, and a remark."""
+        """Shows the progress of a phase.
+
+        Yields a function to call with the number of finished requests and a remark.
+        """
         if not self._console.is_terminal:
             self.line(f"{title} ...")
             yield lambda _done, _remark: None

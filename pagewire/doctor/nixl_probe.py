@@ -1,6 +1,6 @@
 """Makes a NIXL agent and prints its plugins.
 
-It runs as a process of its own, because NIXL may kill the process that makes an agent.
+It runs in a separate process, because NIXL may kill the process that makes an agent.
 """
 
 import json

@@ -39,7 +39,7 @@ def run_plan(options: PlanOptions) -> int:
     if options.plot is not None:
         if options.trace is None:
             raise PlanError("--plot needs --trace: it draws hits against memory")
-        plots.pyplot()  # checked before the replays, which take minutes
+        plots.pyplot()  # a missing matplotlib is reported before the replays, which take minutes
     console = Console()
     print_table(*table_of_answer(found))
     console.print(longest(found), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Reads the caches of a model's layers from its `config.json`, with the help of `transformers`."""
+"""Reads from a model's `config.json` which caches its layers have. Uses `transformers`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from scheduler_adapters.errors import MissingExtraError, PlanError
 
 CacheKind = Literal["full", "window", "chunked", "latent", "state", "conv"]
 
-# The caches of a layer, by its name in transformers. Some keep data of each token, others a state per request.
+# For each kind of layer in transformers, the caches that it has. Some caches keep data of each token, others a state
+# per request.
 _KEEPS: dict[str, tuple[CacheKind, ...]] = {
     "full_attention": ("full",),
     "sliding_attention": ("window",),
@@ -30,10 +31,10 @@ _KEEPS: dict[str, tuple[CacheKind, ...]] = {
     "dummy": (),  # such a layer has no attention, or reads the cache of another layer
 }
 _WINDOW_FIELDS = {"window": "sliding_window", "chunked": "attention_chunk_size"}
-# For each family, the fields for: heads, channels of a head, groups of heads that share one B and one C (queries and
-# keys), and channels of B and C. `_KERNEL_FIELDS` has the field for the kernel. The families, in order: gated delta
-# networks; Mamba-2 in Bamba, Granite 4 and Falcon-H1; Mamba-2 in Nemotron-H; Mamba-2 in Zamba2; and Kimi Linear, whose
-# values, queries and keys have equal shapes.
+# For each family of models, the config fields for: heads, channels of a head, groups of heads that share one B and one
+# C (queries and keys), and channels of B and C. `_KERNEL_FIELDS` has the field for the kernel. The families, in order:
+# gated delta networks; Mamba-2 in Bamba, Granite 4 and Falcon-H1; Mamba-2 in Nemotron-H; Mamba-2 in Zamba2; and Kimi
+# Linear, whose values, queries and keys have equal shapes.
 _STATE_FIELDS = (
     *[("linear_num_value_heads", "linear_value_head_dim", "linear_num_key_heads", "linear_key_head_dim")],
     *[("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state")],
@@ -49,19 +50,20 @@ _MOST = (1 << 31) - 1
 
 @dataclass(frozen=True, slots=True)
 class AlikeLayers:
-    """Layers with equal caches: data of each token, or a state of each request."""
+    """Layers with equal caches. A cache keeps data of each token, or a state of each request."""
 
     kind: CacheKind
     layers: int
     heads: int = 0  # KV heads of the whole model; 1 for a latent, 0 for states
     width: int = 0  # elements of a token per head: key and value together, or the latent
     window: int = 0  # tokens that a layer looks back; 0 for all
-    state: StateShape | None = None  # the state of all these layers together
-    value_width: int | None = None  # elements of `width` that belong to the value; None: half, or 0 for a latent
+    state: StateShape | None = None  # the states of all these layers together
+    # how many of the `width` elements belong to the value; None means half of them, or 0 for a latent
+    value_width: int | None = None
 
     @property
     def values(self) -> int:
-        """The elements of a token's value per head; 0 with a latent."""
+        """The elements of a token's value per head; 0 for a latent."""
         if self.value_width is not None:
             return self.value_width
         return 0 if self.kind == "latent" else self.width // 2
@@ -80,7 +82,7 @@ class AlikeLayers:
 
 @dataclass(frozen=True, slots=True)
 class CachedModel:
-    """The caches of a model."""
+    """The caches of all layers of a model."""
 
     name: str
     max_len: int | None  # the most positions of the model
@@ -89,7 +91,7 @@ class CachedModel:
 
     @property
     def paged(self) -> tuple[AlikeLayers, ...]:
-        """The layers with data of each token."""
+        """The layers that keep data of each token."""
         return tuple(one for one in self.each if one.heads)
 
     def state_bytes(self, tp: int) -> int:
@@ -100,8 +102,8 @@ class CachedModel:
 def read_model(folder: Path, kv_dtype: str = "auto") -> CachedModel:
     """Reads the caches of the model in this folder.
 
-    Raises `PlanError`, which names the file, the field and the allowed values, and `MissingExtraError` if transformers
-    is not installed.
+    Raises `PlanError` with the file, the field and the allowed values. Raises `MissingExtraError` if transformers is
+    not installed.
     """
     file = folder / "config.json"
     if not file.is_file():
@@ -128,7 +130,7 @@ def _load(file: Path) -> Any:
             f"reading a config.json needs transformers: pip install 'pagewire[plan]' ({error})"
         ) from error
     try:
-        with warnings.catch_warnings():  # these warnings matter only for a running model
+        with warnings.catch_warnings():  # the warnings of transformers matter only for a model that runs
             warnings.simplefilter("ignore")
             transformers.logging.set_verbosity_error()
             auto: Any = transformers.AutoConfig
@@ -178,7 +180,8 @@ def _attention(file: Path, own: Any, kind: CacheKind) -> AlikeLayers:
 
 def _state(file: Path, own: Any, number: int, config: Any) -> StateShape:
     dtype = _config_dtype(file, config)
-    if hasattr(own, "linear_attn_alpha_factor"):  # MiniMax's lightning attention has the heads of its attention
+    # MiniMax's lightning attention has as many heads as its softmax attention
+    if hasattr(own, "linear_attn_alpha_factor"):
         heads = _field(file, own, "num_attention_heads")
         width = _field(file, own, "head_dim", _field(file, own, "hidden_size", heads) // heads)
         return StateShape(1, heads, width, heads, width, 1, dtype, dtype, form="linear")
@@ -199,7 +202,7 @@ def _state(file: Path, own: Any, number: int, config: Any) -> StateShape:
 
 
 def _of_channels(file: Path, config: Any, form: StateForm, channels: int, elements: int, kernel: int) -> StateShape:
-    """Returns the state of a layer in which each channel counts as a head, with a matrix of `elements` elements."""
+    """Returns the state of a layer whose channels each count as a head, with a matrix of `elements` elements."""
     try:
         return StateShape(1, channels, 1, 1, elements, kernel, _config_dtype(file, config), form=form)
     except InvalidParamsError as error:
@@ -211,7 +214,7 @@ def _times(one: AlikeLayers, count: int) -> AlikeLayers:
 
 
 def _field(file: Path, config: Any, name: str, default: int | None = None) -> int:
-    """Returns a positive whole number of a config, or the default if it has none."""
+    """Returns a positive whole number from a config. Returns the default if the config does not have the field."""
     value = getattr(config, name, None)
     if value is None and default is not None:
         return default
@@ -221,7 +224,7 @@ def _field(file: Path, config: Any, name: str, default: int | None = None) -> in
 
 
 def _kv_dtype(file: Path, config: Any) -> torch.dtype:
-    """Returns the dtype of keys and values: that of the checkpoint's KV quantisation if given, else the model's own."""
+    """Returns the dtype of keys and values: that of the checkpoint's KV quantisation, or else the model's own."""
     text = config.get_text_config()
     found: Any = getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None) or {}
     told = cast("dict[str, Any]", found if isinstance(found, dict) else found.to_dict())

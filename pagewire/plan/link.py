@@ -1,4 +1,4 @@
-"""The bytes that move from prefill to decode, and the speed needed for the first token in time. Pure arithmetic."""
+"""Computes how many bytes move from prefill to decode, and the speed that the first token needs. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from transfer.plan.plan import plan
 from transfer.plan.shapes import dense
 from transfer.plan.source_ranks import sources
 
-_PAGES = 8  # pages whose runs are counted; scattered, so that no two form one run
+_PAGES = 8  # number of pages for which runs are counted; they are scattered, so that no two of them form one run
 
 
 class LinkLoad(msgspec.Struct, frozen=True):
-    """The load of a request on the link between prefill and decode, over all ranks together.
+    """The data that one request moves from prefill to decode, over all ranks together.
 
     Attributes:
         length: tokens of the request.
-        bytes: bytes that are read, including copies of the same heads for several ranks.
-        runs: NIXL descriptors for these bytes, if no two pages are neighbours.
-        compute_s: seconds of prefill.
-        after_gbps: needed GB/s if the pull starts after prefill; None if prefill alone takes too long.
-        after_runs_s: needed runs per second if the pull starts after prefill.
-        chunks_gbps: needed GB/s if each chunk is pulled while the next one is computed.
-        chunks_runs_s: needed runs per second if chunks are pulled during prefill.
+        bytes: bytes that are read. Heads that several ranks need count once for each of them.
+        runs: number of NIXL descriptors for these bytes, if no two pages are neighbours.
+        compute_s: seconds that prefill takes.
+        after_gbps: required GB/s if the pull starts after prefill; None if prefill alone takes too long.
+        after_runs_s: required runs per second if the pull starts after prefill.
+        chunks_gbps: required GB/s if each chunk is pulled while the next one is computed.
+        chunks_runs_s: required runs per second if each chunk is pulled while the next one is computed.
     """
 
     length: int
@@ -46,7 +46,7 @@ class LinkLoad(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The demands on a link: seconds to the first token, prefill tokens per second, and tokens of a chunk."""
+    """The requirements on a link: seconds to the first token, prefill tokens per second, and tokens of a chunk."""
 
     first_token_s: float
     prefill_speed: float
@@ -56,8 +56,8 @@ class Target:
 def pulls(
     model: CachedModel, tps: tuple[int, int], page_size: int, lengths: Sequence[int], target: Target
 ) -> Iterator[LinkLoad]:
-    """Yields the load of a request of each length, between replicas of `tps` ranks for prefill and decode."""
-    shapes = Counter[tuple[int, int, bool]]()  # layers of one shape share a page, whatever their window
+    """Yields the load of a request for each length. `tps` has the ranks of a prefill and of a decode replica."""
+    shapes = Counter[tuple[int, int, bool]]()  # layers of one shape share a page, even if their windows differ
     for one in model.paged:
         shapes[one.heads, one.width, one.kind == "latent"] += one.layers
     runs = sum(
@@ -71,8 +71,9 @@ def pulls(
         size, count = pages * of_page + states, -(-pages * runs // _PAGES)
         left = target.first_token_s - length / target.prefill_speed
         part = min(1.0, target.chunk / length)
-        # With chunks, the pages that are left when a chunk ends are due by the same deadline. The speed must be highest
-        # after the first chunk, when most pages are left, or after the last one, when least time is left.
+        # If chunks are pulled, the pages that remain when a chunk ends must all arrive by the same deadline. The
+        # required speed is highest either after the first chunk, when most pages remain, or after the last one, when
+        # the least time remains.
         ahead = target.first_token_s - part * length / target.prefill_speed
         after = None if left <= 0 else 1 / left
         chunks = None if left <= 0 else max(1 / ahead, part / left)
@@ -93,7 +94,7 @@ def _rate(amount: float, per_s: float | None) -> float | None:
 
 
 def _runs_of_pages(model: CachedModel, one: AlikeLayers, tps: tuple[int, int], page_size: int) -> int:
-    """Returns the runs that bring some pages of equal layers to all ranks of decode, as `transfer.plan` makes them."""
+    """Returns how many runs `transfer.plan` makes for a few pages of equal layers, over all ranks of decode."""
     prefill, decode = (
         [dense(shard_layout(params_of(model, one, tp, page_size), one.layers, page_size, rank), 2 * _PAGES + 1)
          for rank in range(tp)]

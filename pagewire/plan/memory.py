@@ -1,4 +1,4 @@
-"""The pages, tokens and requests that the memory of a rank holds, under each layout. Pure arithmetic."""
+"""Computes how many pages, tokens and requests fit into the memory of a rank, under each layout. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from pagewire.plan.layers import CachedModel
 from pagewire.plan.ways import LaidWay, MemoryAsked, Way, laid_ways, params_of
 from scheduler_adapters.errors import PlanError
 
-_LONGEST = 1 << 40  # in tokens, the end of the search for the longest request
+_LONGEST = 1 << 40  # in tokens: the search for the longest request ends here
 
 
 class RoomPart(msgspec.Struct, frozen=True):
-    """The memory of one part of a request: its block tables of one kind, or its state (see `ways.LaidPart`).
+    """The memory that one part of a request takes.
+
+    A part is its block tables of one kind, or its state (see `ways.LaidPart`).
 
     Attributes:
-        kind: the kind of the layers, and their window; "all" for several kinds in one table.
+        kind: the kind of the layers and their window; "all" if several kinds share one table.
         layers: the number of layers.
-        tables: block tables; 0 for a state.
-        request_bytes: bytes of a request of each length on each rank.
+        tables: number of block tables; 0 for a state.
+        request_bytes: for each length of a request, the bytes that this part takes on each rank.
     """
 
     kind: str
@@ -30,18 +32,18 @@ class RoomPart(msgspec.Struct, frozen=True):
 
 
 class Room(msgspec.Struct, frozen=True):
-    """The capacity of a host's memory under one layout.
+    """How much fits into a host's memory under one layout.
 
     Attributes:
         way: the layout (`ways.py`).
-        page_bytes: bytes of one page on each rank; None if there is no common page size.
-        pages: pages of each replica if they get all memory. Our null page is not included; vLLM's is.
-        longest: tokens of the longest request that a replica holds; None if unlimited, because every layer has a window
-            or a state.
-        request_bytes: bytes that a request of each length takes on each rank.
-        requests: the number of requests of each length that all replicas hold at a time.
-        lost_bytes: the part of `request_bytes` that the layers do not need.
-        parts: the memory of a request, table by table.
+        page_bytes: bytes of a page on each rank; None if pages differ in size.
+        pages: number of pages of each replica if pages get all memory. Our null page is not counted; vLLM's is.
+        longest: tokens of the longest request that fits into a replica; None if there is no limit, because every layer
+            has a window or a state.
+        request_bytes: for each length of a request, the bytes that it takes on each rank.
+        requests: for each length, how many requests all replicas together can hold at a time.
+        lost_bytes: how many of `request_bytes` no layer needs.
+        parts: the memory of a request, by part.
     """
 
     way: Way
@@ -55,16 +57,16 @@ class Room(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """One division of a host's devices: `dp` replicas of `tp` ranks.
+    """One way to divide a host's devices: `dp` replicas of `tp` ranks.
 
     Attributes:
-        tp: ranks of a replica.
-        dp: replicas.
-        heads: KV heads on a rank, for each kind of layer with pages.
-        copies: ranks that hold the same heads, the most over all kinds; their memory adds no capacity.
-        token_bytes: bytes of a token on each rank, for all layers.
+        tp: number of ranks of a replica.
+        dp: number of replicas.
+        heads: for each kind of layer with pages, the KV heads on a rank.
+        copies: how many ranks hold the same heads; the largest number over all kinds of layers. Copies add no capacity.
+        token_bytes: bytes of a token on each rank, over all layers.
         state_bytes: bytes of a request's recurrent states on each rank.
-        rooms: the capacity under each layout.
+        rooms: what fits, under each layout.
     """
 
     tp: int
@@ -77,7 +79,7 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 def choices(model: CachedModel, devices: int, asked: MemoryAsked) -> Iterator[Choice]:
-    """Yields every division of a host's devices that the model's heads allow, the largest `tp` first."""
+    """Yields every way to divide a host's devices that the model's heads allow, the largest `tp` first."""
     for tp in (tp for tp in range(devices, 0, -1) if devices % tp == 0):
         try:
             yield choice(model, tp, devices // tp, asked)
@@ -86,7 +88,7 @@ def choices(model: CachedModel, devices: int, asked: MemoryAsked) -> Iterator[Ch
 
 
 def choice(model: CachedModel, tp: int, dp: int, asked: MemoryAsked) -> Choice:
-    """Returns the capacity of the memory with `dp` replicas of `tp` ranks. Raises `PlanError` as `params_of` does."""
+    """Returns what fits into the memory of `dp` replicas of `tp` ranks. Raises `PlanError` as `params_of` does."""
     every, state = list(laid_ways(model, tp, asked)), model.state_bytes(tp)
     page = every[0].page or 0
     if asked.memory < page + state:
@@ -116,9 +118,9 @@ def _room(laid: LaidWay, least: LaidWay, asked: MemoryAsked, dp: int) -> Room:
 
 
 def _longest(memory: int, of_request: Callable[[int], int]) -> int | None:
-    """Returns the most tokens of one request that fit; None if unlimited.
+    """Returns the most tokens of one request for which the bytes `of_request` fit; None if there is no limit.
 
-    The size must not fall as the length grows.
+    The bytes must not decrease as the length grows.
     """
     low, high = 0, _LONGEST
     if of_request(high) <= memory:

@@ -1,4 +1,4 @@
-"""The results of `pagewire plan` for a model and some memory. These figures are also its JSON."""
+"""The results of `pagewire plan` for a model and an amount of memory. `--json` writes these fields."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ from scheduler_adapters.errors import PlanError
 
 
 class KindOfLayer(msgspec.Struct, frozen=True):
-    """The cache of layers of one kind in the whole model: bytes per token and per request."""
+    """One kind of layer in the whole model, with the bytes of its caches per token and per request."""
 
     kind: str
     layers: int
     heads: int
-    key_elements: int  # per token and head; per token for a latent, which stands for keys and values
-    value_elements: int  # per token and head; 0 with a latent
+    key_elements: int  # elements of a key per head; for a latent, elements of the token, which stand for key and value
+    value_elements: int  # elements of a value per head; 0 for a latent
     window: int
     token_bytes: int
     request_bytes: int
 
 
 class MemoryPlan(msgspec.Struct, frozen=True):
-    """The results of `pagewire plan`. Bytes of tokens and pages are those of a rank, unless said otherwise."""
+    """The results of `pagewire plan`.
+
+    Bytes of tokens and pages are bytes on one rank, unless a field says otherwise.
+    """
 
     model: str
     max_len: int | None
@@ -39,14 +42,16 @@ class MemoryPlan(msgspec.Struct, frozen=True):
     chosen: Choice
     prefill_tp: int
     pulls: list[LinkLoad]
-    made_gbps: float  # GB/s of keys and values that a busy prefill replica computes; reading pays only above this rate
+    # GB/s of keys and values that a busy prefill replica computes; loading them from elsewhere pays only above this
+    # rate
+    made_gbps: float
     trace: TracePlan | None = None
 
 
 def plan_memory(options: PlanOptions, model: CachedModel) -> MemoryPlan:
-    """Returns the capacity of the memory, and the load of a hand-over.
+    """Returns how much fits into the memory, and the data that a hand-over moves.
 
-    Raises `PlanError` for a `--tp` that does not fit.
+    Raises `PlanError` if `--tp` does not fit the model or the devices.
     """
     tp = options.tp or options.devices
     if options.devices % tp:
@@ -54,7 +59,7 @@ def plan_memory(options: PlanOptions, model: CachedModel) -> MemoryPlan:
     asked = MemoryAsked(options.memory, options.page_size, options.step_tokens, options.lengths)
     every = list(choices(model, options.devices, asked))
     if options.tp is None and every:
-        tp = every[0].tp  # the largest that the heads allow
+        tp = every[0].tp  # the largest number of ranks that the heads allow
     prefill_tp = options.prefill_tp or tp
     chosen = choice(model, tp, options.devices // tp, asked)
     target = Target(options.first_token, options.prefill_speed, options.step_tokens)

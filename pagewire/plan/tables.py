@@ -1,4 +1,4 @@
-"""The output of `pagewire plan`: a table for each question, and a sentence on the value of each kind of memory."""
+"""The output of `pagewire plan`: one table for each question, and sentences on what more memory would gain."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _OWN: dict[Way, str] = {
     "groups": "at a time with `params.groups`",
     "share_memory": "at a time with states in slabs (the default)",
 }
-"""Our own layouts, as rows of the answer."""
+"""The layouts of ours that are rows of the first table."""
 
 
 def table_of_answer(found: MemoryPlan) -> PrintedTable:
-    """Returns the number of requests of each length, and their memory."""
+    """Returns the table of how many requests of each length fit, and how much memory each takes."""
     chosen = found.chosen
     lengths = list(chosen.rooms[0].requests)
     devices = chosen.tp * chosen.dp
@@ -58,7 +58,7 @@ def longest(found: MemoryPlan) -> str:
 
 
 def table_of_kinds(found: MemoryPlan) -> PrintedTable:
-    """Returns the cache of each kind of layer per token, in the whole model."""
+    """Returns the table of the cache sizes per token of each kind of layer, in the whole model."""
     limit = "" if found.max_len is None else f", made for {found.max_len:,} tokens"
     rows = [
         (
@@ -78,7 +78,7 @@ def table_of_kinds(found: MemoryPlan) -> PrintedTable:
 
 
 def table_of_choices(found: MemoryPlan) -> PrintedTable:
-    """Returns the divisions of a host's devices, with the capacity of a rank of each."""
+    """Returns the table of the ways to divide a host's devices, with what fits on a rank of each."""
     lengths = list(found.chosen.rooms[0].requests)
     rows = [
         (
@@ -100,7 +100,7 @@ def table_of_choices(found: MemoryPlan) -> PrintedTable:
 
 
 def table_of_rooms(found: MemoryPlan) -> PrintedTable:
-    """Returns the capacity with the chosen ranks: in our layouts, in vLLM's, and in the least possible memory."""
+    """Returns the table of what fits on the chosen ranks: in our layouts, in vLLM's, and in the best possible one."""
     rows = [
         (
             room.way,
@@ -122,7 +122,7 @@ def table_of_rooms(found: MemoryPlan) -> PrintedTable:
 
 
 def table_of_parts(found: MemoryPlan) -> PrintedTable:
-    """Returns the memory of a request under each layout, table by table, and the part that no layer needs."""
+    """Returns the table of a request's memory under each layout, part by part, and of the bytes that no layer needs."""
     lengths = list(found.chosen.rooms[0].requests)
     rows: list[tuple[str, ...]] = []
     for room in found.chosen.rooms[:-1]:
@@ -142,7 +142,7 @@ def table_of_parts(found: MemoryPlan) -> PrintedTable:
 
 
 def table_of_pulls(found: MemoryPlan, options: PlanOptions) -> PrintedTable:
-    """Returns the bytes that move from prefill to decode, and the speed that they need."""
+    """Returns the table of the bytes that move from prefill to decode, and of the speed that this needs."""
     rows = [
         (
             f"{pull.length:,}",
@@ -161,7 +161,7 @@ def table_of_pulls(found: MemoryPlan, options: PlanOptions) -> PrintedTable:
 
 
 def table_of_trace(trace: TracePlan) -> PrintedTable:
-    """Returns the hits of the trace with the present memory, with less and with more."""
+    """Returns the table of the trace's hits with the given memory, with less and with more."""
     rows = [
         (
             "now" if point is trace.now else "",
@@ -189,7 +189,7 @@ def _order(point: TracePoint) -> tuple[int, int, int]:
 
 
 def worth(trace: TracePlan) -> Iterator[str]:
-    """Yields a sentence on the gain from each kind of additional memory."""
+    """Yields a sentence for each kind of additional memory: how much it gains."""
     for point in sorted(trace.others, key=_order):
         more = (point.bytes - trace.now.bytes) / 1e9
         where = "of more hosts" if point.hosts > 1 else "of a tier" if point.tier > trace.now.tier else "of devices"
@@ -201,7 +201,7 @@ def worth(trace: TracePlan) -> Iterator[str]:
 
 
 def _heads(kind: KindOfLayer) -> str:
-    """Formats heads and their dimension; both dimensions if keys and values differ."""
+    """Formats the number of heads and their dimension, or both dimensions if keys and values differ."""
     keys, values = kind.key_elements, kind.value_elements
     return f"{kind.heads} x ({keys} + {values})" if values and values != keys else f"{kind.heads} x {keys}"
 

@@ -1,4 +1,4 @@
-"""The gain from more memory on a trace: replays with the pages of each choice, compared with the optimum."""
+"""Computes what more memory would gain on a trace: replays it with each amount, and compares with the optimum."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from pagewire.replay.replay import WHOLE, BlockPages, needed_pages, optimum_hits
 from pagewire.replay.trace_hints import Blocks
 from scheduler_adapters.errors import PlanError
 
-_MEMORY = (0.25, 0.5, 2.0, 4.0)  # multiples of the given memory
+_MEMORY = (0.25, 0.5, 2.0, 4.0)  # multiples of the given memory for which the trace is replayed
 _HOSTS = (2, 4)
-_TIERS = (1, 4)  # multiples of a host's pages
+_TIERS = (1, 4)  # sizes of a lower tier, in multiples of a host's pages
 MOST_POINTS = 1 + len(_MEMORY) + len(_HOSTS) + len(_TIERS)
-_ROUNDED = 1.05  # largest ratio of a state's size in whole pages to its exact size
-_MOST_BLOCKS = 1 << 26  # the replay of more blocks would take gigabytes of memory
+_ROUNDED = 1.05  # how much larger than its exact size a state may become when it is rounded up to whole pages
+_MOST_BLOCKS = 1 << 26  # a replay with more blocks would take gigabytes of memory
 
 
 class TracePoint(msgspec.Struct, frozen=True):
-    """The hits of a trace with some memory.
+    """The hits of the trace with one amount of memory.
 
     Attributes:
-        memory: bytes of each device, for pages.
+        memory: bytes of each device that pages get.
         hosts: hosts that share the requests, each with all its devices.
-        tier: bytes of each host's tier below its pages.
-        blocks: blocks of the trace that all pools hold.
-        tier_blocks: blocks of the trace that all tiers hold.
-        bytes: bytes of pools and tiers together.
-        hit_pct: percentage of the blocks of prompts that were hits.
-        lru_pct: the same for a plain LRU of one pool, without a tier.
-        optimum_pct: the best possible percentage for one pool of all this memory. This and `lru_pct` ignore states.
-        points: percentage points of hits gained over the present memory.
-        saved_s: seconds of prefill saved over the trace, compared with the present memory.
+        tier: bytes of the tier below each host's pages.
+        blocks: number of blocks of the trace that fit into all pools together.
+        tier_blocks: number of blocks of the trace that fit into all tiers together.
+        bytes: bytes of all pools and tiers together.
+        hit_pct: percentage of the prompts' blocks that were hits.
+        lru_pct: the same percentage for a plain LRU in one pool of that size, without a tier.
+        optimum_pct: the best possible percentage for one pool with all this memory. Like `lru_pct`, it ignores states.
+        points: percentage points of hits gained, compared with the given memory.
+        saved_s: seconds of prefill saved over the trace, compared with the given memory.
     """
 
     memory: int
@@ -54,18 +54,18 @@ class TracePoint(msgspec.Struct, frozen=True):
 
 
 class TracePlan(msgspec.Struct, frozen=True):
-    """The hits with the present memory, and with each change of it."""
+    """The hits with the given memory, and with each other amount."""
 
     requests: int
     block_tokens: int
-    prefill_s: float  # seconds of prefill for the whole trace without a cache
+    prefill_s: float  # seconds of prefill that the whole trace takes without a cache
     now: TracePoint
     others: list[TracePoint]
 
 
 @dataclass(frozen=True, slots=True)
 class TraceQuestion:
-    """The parameters of a replay: a host's devices as in `choice`, tokens of a block, and the speed of prefill."""
+    """The parameters of a replay: the division of a host's devices, tokens of a block, and the speed of prefill."""
 
     choice: Choice
     memory: int
@@ -81,10 +81,10 @@ class TraceQuestion:
 
     @property
     def divided(self) -> BlockPages:
-        """The number of pages into which the replay divides a block of the trace.
+        """The number of pages into which the replay divides each block of the trace.
 
-        It is one page for a model without a state. A state takes whole pages. So with a state, a block is divided into
-        as few pages as make this rounding add at most 5 %, but never into more pages than a server has for a block.
+        Without states it is one page. A state takes whole pages. With states, a block is therefore divided until this
+        rounding adds at most 5 % to a state, but never into more pages than a real server has for a block.
         """
         block, most = self.choice.token_bytes * self.block_tokens, self.block_tokens // self.page_size
         if not self.choice.state_bytes:
@@ -101,11 +101,12 @@ def sweep(
 ) -> TracePlan:
     """Replays the trace with the given memory, and with less and more of it.
 
-    Sizes too small for the longest request are left out. Recurrent states lie among the pages, as with `share_memory`.
+    Sizes that are too small for the longest request are left out. Recurrent states lie among the pages, as with
+    `share_memory`.
 
     Raises:
-        ReplayError: the given memory is too small for the longest request, or the tier for two states.
-        PlanError: the block is no multiple of the page size, or there are too many blocks.
+        ReplayError: the given memory is too small for the longest request, or the tier is too small for two states.
+        PlanError: the block is not a multiple of the page size, or there are too many blocks.
     """
     if question.block_tokens % question.page_size:
         raise PlanError(
@@ -131,7 +132,7 @@ def sweep(
 
 
 def _blocks(question: TraceQuestion, memory: int) -> int:
-    """Returns the blocks of the trace that the pages of one replica hold."""
+    """Returns how many blocks of the trace fit into the pages of one replica."""
     page = question.choice.token_bytes * question.page_size
     return memory // page // (question.block_tokens // question.page_size)
 
@@ -161,7 +162,7 @@ def _point(trace: Sequence[Blocks], question: TraceQuestion, memory: int, hosts:
 
 
 def draw(found: TracePlan, title: str, path: Path) -> None:
-    """Draws hits against memory, hosts and tiers, and the optimum. Raises as `plots.pyplot` does, and `OSError`."""
+    """Draws hits against memory, hosts and tiers, with the optimum. Raises as `plots.pyplot` does, and `OSError`."""
     every = [found.now, *found.others]
     now = found.now
 

@@ -1,10 +1,12 @@
-"""The layouts of a model's cache, computed with the sizing code of the managers that use them.
+"""Lays out a model's cache in each supported way, with the sizing code of the manager that would do it.
 
-`pagewire` has one table for all layers with keys and values, in which windows keep their pages to the end of the
-request. Recurrent states have their own memory, one for each request. `groups` is the same with `params.groups`.
-`share_memory` keeps states in slabs of the pages, the default of managers. `vllm` is in `blocks.py`. `least` is the
-memory that the layers need if each kind has its own pages and a window has only the pages that it still sees. No
-manager can need less.
+- `pagewire`: one table for all layers with keys and values. Windows keep their pages until the request ends. Recurrent
+  states have separate memory, one state for each request.
+- `groups`: the same with `params.groups`.
+- `share_memory`: slabs of pages hold the states. This is the default of managers.
+- `vllm`: see `blocks.py`.
+- `least`: the memory that the layers need if each kind has its own pages and a window keeps only pages that it still
+  sees. No manager can need less than that.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ Way = Literal["pagewire", "groups", "share_memory", "vllm", "least"]
 
 @dataclass(frozen=True, slots=True)
 class MemoryAsked:
-    """The parameters of a plan: bytes of a device, tokens of a page and of a step, and lengths of requests."""
+    """The memory to plan for: bytes of a device, tokens of a page and of a step, and lengths of requests."""
 
     memory: int
     page_size: int
@@ -41,10 +43,10 @@ class LaidPart:
     """One part of a request's memory: its block tables of one kind, or its state.
 
     Attributes:
-        kind: the kind of the layers, and their window; "all" for several kinds in one table.
+        kind: the kind of the layers and their window; "all" if several kinds share one table.
         layers: the number of layers.
-        tables: block tables of a request; 0 for a state.
-        of_length: returns the bytes on each rank for a request's number of tokens.
+        tables: number of a request's block tables; 0 for a state.
+        of_length: returns, for a number of tokens, the bytes that the part takes on each rank.
     """
 
     kind: str
@@ -58,11 +60,11 @@ class LaidWay:
     """One layout of a model's cache on a rank.
 
     Attributes:
-        way: its name.
-        page: bytes of a page; None if there is no common page size.
-        memory: bytes that requests share. Requests take whole pages, so the remainder of a last page is unusable.
-        most: the most requests of a replica, however short they are; None if unlimited.
-        parts: the parts of a request.
+        way: name of the layout.
+        page: bytes of a page; None if pages differ in size.
+        memory: bytes that all requests share. Requests take whole pages, so a last incomplete page is unusable.
+        most: how many requests a replica holds at most, however short they are; None if there is no limit.
+        parts: the parts of a request's memory.
     """
 
     way: Way
@@ -84,7 +86,7 @@ class LaidWay:
 def params_of(model: CachedModel, one: AlikeLayers, tp: int, page_size: int) -> KVCacheParams:
     """Returns the parameters of a manager for these layers.
 
-    Raises `PlanError` if the heads cannot be split or shared.
+    Raises `PlanError` if the ranks can neither split nor share the heads.
     """
     latent = one.kind == "latent"
     try:
@@ -101,7 +103,7 @@ def params_of(model: CachedModel, one: AlikeLayers, tp: int, page_size: int) -> 
 
 
 def laid_ways(model: CachedModel, tp: int, asked: MemoryAsked) -> Iterator[LaidWay]:
-    """Yields each layout of the model on `tp` ranks, first the one with one table.
+    """Yields each layout of the model on `tp` ranks. The layout with a single table comes first.
 
     Raises `PlanError` as `params_of` does.
     """
@@ -112,13 +114,13 @@ def laid_ways(model: CachedModel, tp: int, asked: MemoryAsked) -> Iterator[LaidW
         LaidPart(one.kind, one.layers, 0, partial(_any_length, one.state_bytes(tp))) for one in model.each if one.state
     )
     page = sum(of_kinds)
-    own = asked.memory - model.state_bytes(tp)  # state page 0 is the null page: no request owns it
+    own = asked.memory - model.state_bytes(tp)  # one state belongs to page 0, the null page, which no request owns
     kinds = dict.fromkeys(_name(one) for one in model.paged)
     whole = LaidPart(
         kinds.popitem()[0] if len(kinds) == 1 else "all", sum(layers), 1, partial(_pages, size, page, None)
     )
     yield LaidWay("pagewire", page, own, None, (whole, *states))
-    if len(set(every)) == 1:  # pages of one size
+    if len(set(every)) == 1:  # all pages have the same size
         if not states and any(one.window for one in model.paged):
             yield _with_groups(model, every[0], asked)
         if len(states) == 1:
@@ -146,7 +148,7 @@ def _with_groups(model: CachedModel, params: KVCacheParams, asked: MemoryAsked) 
 
 
 def _with_slabs(model: CachedModel, params: KVCacheParams, asked: MemoryAsked, whole: LaidPart) -> Iterator[LaidWay]:
-    """Yields the layout of a manager with `share_memory`, if it has room for a slab."""
+    """Yields the layout of a manager with `share_memory`, if a slab fits into the memory."""
     tp, size, layers = params.n_devices, asked.page_size, sum(one.layers for one in model.paged)
     page = page_bytes(params, layers, size) // tp
     (recurrent,) = [one for one in model.each if one.state]
@@ -164,7 +166,7 @@ def _of_vllm(blocks: VllmBlocks, asked: MemoryAsked, whole: LaidPart) -> LaidWay
 
 
 def _groups(paged: Sequence[AlikeLayers]) -> tuple[LayerGroup, ...]:
-    """Returns a group for each set of equal layers. The layers are numbered one after another."""
+    """Returns a layer group for each set of equal layers. The groups number the layers consecutively."""
     found: list[LayerGroup] = []
     first = 0
     for one in paged:
@@ -181,7 +183,7 @@ def _name(one: AlikeLayers) -> str:
 def _pages(size: int, page: int, group: LayerGroup | None, length: int) -> int:
     """Returns the bytes of the pages that a group keeps for a request of `length` tokens, in pages of `size` tokens.
 
-    For None, which is no group, every page is kept.
+    If `group` is None, every page is kept.
     """
     return page * (-(-length // size) if group is None else group.most_pages(length, size))
 

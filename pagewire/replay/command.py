@@ -24,9 +24,9 @@ from pagewire.viewer import viewer
 
 def run_replay(options: ReplayOptions) -> int:
     """Replays a trace and reports. Returns the exit status. A `KVCacheError` says what does not work."""
-    hints_for([], options.hints)  # refuses an unknown kind before minutes of reading
+    hints_for([], options.hints)  # an unknown kind of hints is refused here, before minutes of reading
     if options.plots is not None:
-        plots.pyplot()  # likewise if matplotlib is missing
+        plots.pyplot()  # a missing matplotlib is reported here, for the same reason
     trace, console = load_trace(options.trace), Console(stderr=True)
     show = None if options.top is None else _Show(options, trace)
     with Progress(console=console, transient=True, disable=not console.is_terminal or show is not None) as bar:
@@ -52,7 +52,7 @@ def run_replay(options: ReplayOptions) -> int:
 
 
 class _Show:
-    """Shows a replay at the requested speed, with the optimum, until the viewer quits."""
+    """Shows a replay in `pagewire top`, at the requested speed, until the viewer quits. Also shows the optimum."""
 
     def __init__(self, options: ReplayOptions, trace: Sequence[Sequence[int]]) -> None:
         self._options = options
@@ -73,7 +73,7 @@ class _Show:
             yield
 
     def progress(self, done: int) -> None:
-        """Counts a request that has run. With a viewer, waits until the next one is due."""
+        """Counts a request that has run. With a viewer, waits until the next request is due."""
         self._done += done
         self._due += done / self._options.speed
         if self._is_open():

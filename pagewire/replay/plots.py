@@ -13,12 +13,13 @@ from scheduler_adapters.errors import ReplayError
 Row = dict[str, Any]
 
 CAPACITIES = (1000, 2000, 5000, 10_000, 20_000, 30_000)
-HOST = "+host"  # suffix of a kind of hints: with a host tier of `HOST_TIMES` the pool's blocks
+# suffix of a kind of hints: the replay also has a host tier, with `HOST_TIMES` as many blocks as the pool
+HOST = "+host"
 HOST_TIMES = 3
 HINTS = ("none", "true", "wrong=0.2", "inverted", "none+host")
 REPLICAS = (1, 2, 4, 8, 16)
 RULES: tuple[RoutingRule, ...] = ("prefix", "least-loaded", "round-robin")
-PEERS = "prefix, peers"  # the rule with which replicas copy pages from each other
+PEERS = "prefix, peers"  # a routing rule: by prefix, and replicas copy pages from each other
 _LABELS = {
     "none": "no hints (plain LRU)",
     "true": "hints, all right",
@@ -34,10 +35,10 @@ def sweep_capacities(
     kinds: Iterable[str] = HINTS,
     note: Callable[[Row], None] = lambda _: None,
 ) -> list[Row]:
-    """Returns a row for each capacity (in blocks) and kind of hints: hits, the reference LRU and the optimum, in %.
+    """Replays a trace for each capacity and kind of hints. Returns rows with hits, reference LRU and optimum, in %.
 
-    The reference and the optimum have the same capacity, but no host tier. Capacities below the longest request
-    are left out.
+    Capacities are in blocks. The reference and the optimum have the same capacity, but no host tier. Capacities that
+    are too small for the longest request are left out.
     """
     longest, rows = max(map(len, trace)), list[Row]()
     for capacity in (capacity for capacity in capacities if capacity >= longest):
@@ -56,11 +57,11 @@ def sweep_replicas(
     rules: Iterable[RoutingRule] = RULES,
     note: Callable[[Row], None] = lambda _: None,
 ) -> list[Row]:
-    """Replays a trace with each routing rule and number of replicas, which share `capacity` blocks.
+    """Replays a trace with each routing rule and number of replicas. The replicas share `capacity` blocks.
 
-    Each returned row has the hits of one replay, in %, and its window loads. For each number of replicas above 1, the
-    last row is for peers, which are routed by prefix; `peer_hits` counts the blocks that they moved. A number
-    of replicas is left out if a replica's share is smaller than the longest request.
+    Each row has the hits of one replay in %, and its load per window. For each number of replicas above 1, the last row
+    is a replay in which replicas copy pages from each other. It is routed by prefix, and `peer_hits` counts the copied
+    blocks. A number of replicas is left out if a replica's share is smaller than the longest request.
     """
     longest, rows = max(map(len, trace)), list[Row]()
     for count in (count for count in counts if capacity // count >= longest):
@@ -102,7 +103,10 @@ def draw_capacities(rows: Sequence[Row], title: str, path: Path) -> None:
 
 
 def draw_replicas(rows: Sequence[Row], title: str, path: Path) -> None:
-    """Draws hits and balance of load against the number of replicas, for each rule. Raises as `write_plots`."""
+    """Draws hits and the balance of load against the number of replicas, for each routing rule.
+
+    Raises as `write_plots`.
+    """
     figure, ((hits, loads),) = plots.figure(2)
     counts, along = [row["replicas"] for row in rows], "replicas that share the pool"
     found = [plots.Curve("one pool", [(at, rows[0]["lru_pct"]) for at in (min(counts), max(counts))], "limit")]

@@ -1,13 +1,13 @@
 """Drives the manager with a request trace, compared with the reference LRU and the offline optimum.
 
 A trace is in the Mooncake format: one JSON object per line, whose `hash_ids` name the blocks of a prompt. Equal ids
-mean an equal prefix up to and including that block. Requests run one after another. A block is a page. One more token
-follows the prompt, so that its last block is full of computed tokens and can be published. Hints, if requested, are
-made from the trace's own future (see `trace_hints`). The reference and the optimum are those of one pool without hints.
+mean an equal prefix up to and including that block. Requests run one after another, and a block is a page. Each prompt
+gets one more token, so that its last block is full of computed tokens and can be published. Hints are made from the
+trace's own future (see `trace_hints`). The reference and the optimum are for one pool without hints.
 
-A model with recurrent layers is replayed with the manager's own states. They lie among the pages, and are kept only
-after some pages. A state may be smaller than a block, so a block is then several pages, as in a server. The reference
-and the optimum ignore states, as for a model with pages only.
+For a model with recurrent layers, the replay uses the manager's own states. They lie among the pages, and only some of
+them are kept. A state may be smaller than a block. A block then becomes several pages, as in a server. The reference
+and the optimum ignore states.
 """
 
 import heapq
@@ -29,9 +29,11 @@ from kvcache.params import RoutingRule, StateShape
 from pagewire.replay.trace_hints import Blocks, hints_for
 from scheduler_adapters.errors import ReplayError
 
-PAGE_SIZE = 2  # a page is (block id, 0): with pages of one token, the token after the prompt would be published too
-WINDOW = 500  # requests over which the loads of the replicas are compared
-_STATE_UNIT = 16  # bytes of a page of a model with states; a state takes a multiple of this
+# each page has the tokens (block id, 0); with pages of one token, the additional token would fill a page and be
+# published
+PAGE_SIZE = 2
+WINDOW = 500  # number of requests in a window, over which the loads of the replicas are compared
+_STATE_UNIT = 16  # bytes of a page in replays with states; a state takes a multiple of this
 _NEVER = 1 << 60
 _LONGEST_LINE = 64 << 20  # in bytes; a file without line ends must not fill the memory
 
@@ -44,27 +46,29 @@ class ReplayResult(msgspec.Struct, frozen=True):
     hits: int
     hit_rate: float
     evictions: int
-    reference_lru_hits: int  # hits of a plain LRU in one pool of the capacity
-    optimum_hits: int  # the most hits that such a pool can have
-    # Share of the gap between reference LRU and optimum that the manager closes: 0.0 if it hits as often as the
-    # reference, below 0.0 if it hits less, None if there is no gap.
+    reference_lru_hits: int  # hits of a plain LRU in one pool of the same capacity
+    optimum_hits: int  # the most hits that are possible in one pool of the same capacity
+    # Where the manager's hits lie between the reference LRU (0.0) and the optimum (1.0). Negative if it hits less than
+    # the reference; None if the two are equal.
     gap_closed: float | None
     us_per_request_p50: float
-    # Blocks that the busiest replica computes, relative to an even share, at least 1.0: mean over the windows of
-    # `WINDOW` requests, and maximum. None for one replica, or without computed blocks.
+    # How uneven the load is: the blocks that the busiest replica computes in a window of `WINDOW` requests, divided by
+    # an even share, so at least 1.0. This is the mean over the windows, the next field the maximum. None for one
+    # replica, or if no block is computed.
     window_load_mean: float | None = None
     window_load_max: float | None = None
-    restored: int = 0  # hits that were copied back from the host tier
-    peer_hits: int = 0  # hits that other replicas had
-    moved_bytes_per_request: float | None = None  # moved between replicas; None if the size of a block is not known
+    restored: int = 0  # hits that were loaded from the host tier
+    peer_hits: int = 0  # hits that were copied from other replicas
+    # bytes copied between replicas, per request; None if the size of a block is not known
+    moved_bytes_per_request: float | None = None
 
 
 class BlockPages(NamedTuple):
-    """The division of a block of the trace.
+    """How the replay divides a block of the trace.
 
     Attributes:
-        block_pages: pages of a block.
-        state_pages: pages of a request's recurrent state; 0 for none.
+        block_pages: number of pages of a block.
+        state_pages: number of pages that a request's recurrent state takes; 0 for none.
     """
 
     block_pages: int = 1
@@ -121,14 +125,14 @@ def replay(
         trace: blocks of each request.
         capacity: blocks of all replicas together.
         replicas: number of replicas.
-        progress: called for each request, within `shown`.
-        hints: kind of hints, as for `trace_hints.hints_for`.
+        progress: called after each request, while `shown` is entered.
+        hints: the kind of hints, as in `trace_hints.hints_for`.
         routing: the routing rule.
-        host_blocks: blocks of a host tier below.
+        host_blocks: number of blocks of the host tier below the pool; 0 for no tier.
         peers: whether replicas copy pages from each other.
-        block_bytes: bytes of a block for the model in question, to compute the bytes moved.
-        divided: division of a block; evictions and `restored` count pages.
-        shown: a context manager around the replay, called with the manager.
+        block_bytes: bytes of a block for the model in question, from which the bytes moved are computed.
+        divided: how each block is divided into pages. With it, evictions and `restored` count pages.
+        shown: returns a context manager for the replay; called with the manager.
 
     Raises:
         ReplayError: a request does not fit into one replica, two states do not fit into the host tier, `peers` is set
@@ -188,7 +192,8 @@ def _serve(manager: PagedKVCacheManager, context: TextContext) -> tuple[int, int
     """Runs one request to its first token. Returns its replica and the number of pages hit."""
     length, hits = context.end_idx, -1
     with manager.claim(context) as replica:
-        while context.end_idx == length:  # chunks end where a copy of the state is kept
+        # a chunk ends where a copy of the state is kept, so several chunks may be needed
+        while context.end_idx == length:
             if not manager.maybe_reserve(context):
                 raise ReplayError(f"request {context.request_id}: it gets no pages, although no other request runs")
             hits = context.start_idx // PAGE_SIZE if hits < 0 else hits
@@ -198,7 +203,7 @@ def _serve(manager: PagedKVCacheManager, context: TextContext) -> tuple[int, int
                 states.advance(pages, [context.active_idx])
             context.update(0)
             manager.step([context])
-        manager.flush_tiers()  # a server has flushed them by the time that the next request runs
+        manager.flush_tiers()  # in a server, lower tiers have been written by the time that the next request runs
     return replica, hits
 
 
@@ -230,17 +235,17 @@ def _manager(
         enable_kvcache_swapping_to_host=host_blocks > 0,
         host_kvcache_swap_space_gb=host_blocks * block_pages * page / 2**30 if host_blocks else None,
     )
-    # One page more than the capacity, for the token after the prompt.
+    # one more page than the capacity, for the additional token of a prompt
     memory = (share * block_pages + 1) * page * replicas
     most = longest * block_pages * PAGE_SIZE + 1
     try:
         return PagedKVCacheManager(params, replicas, most, 1, ["cpu"] * replicas, available_cache_memory=memory)
-    except PoolTooSmallError as error:  # the pool has room, so the host tier is too small
+    except PoolTooSmallError as error:  # the pool has been checked already, so the host tier is too small
         raise ReplayError(f"a host tier of {host_blocks} blocks: {error}") from error
 
 
 def needed_pages(longest: int, divided: BlockPages) -> int:
-    """Returns how many pages a replica needs to run requests of at most `longest` blocks, one at a time."""
+    """Returns how many pages a replica needs to run a request of up to `longest` blocks."""
     return max(longest * divided.block_pages + divided.state_pages, 2 * divided.state_pages)
 
 
@@ -252,7 +257,7 @@ def _state_of(pages: int) -> StateShape:
 def _window_loads(computed: NDArray[np.int64]) -> dict[str, float | None]:
     """Returns the window loads of a result, from the computed blocks `[requests, replicas]`."""
     count, replicas = computed.shape
-    windows = max(1, count // WINDOW)  # a last incomplete window is ignored
+    windows = max(1, count // WINDOW)  # an incomplete last window is ignored
     sums = np.add.reduceat(computed[: windows * WINDOW], np.arange(0, windows * WINDOW, WINDOW), axis=0)
     loads = [float(each.max() * replicas / each.sum()) for each in sums if each.any()]
     if replicas == 1 or not loads:
@@ -261,8 +266,8 @@ def _window_loads(computed: NDArray[np.int64]) -> dict[str, float | None]:
 
 
 def reference_lru_hits(trace: Iterable[Blocks], capacity: int) -> int:
-    """Returns the hits of a plain LRU that frees a request's blocks tail first. Shares no code with the manager."""
-    idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
+    """Returns the hits of a plain LRU that frees a request's last blocks first. Shares no code with the manager."""
+    idle: OrderedDict[int, None] = OrderedDict()  # in order of use, the least recently used block first
     hits = 0
     for blocks in trace:
         hits += _found(blocks, idle)
@@ -277,8 +282,8 @@ def reference_lru_hits(trace: Iterable[Blocks], capacity: int) -> int:
 def optimum_hits(trace: Sequence[Blocks], capacity: int) -> int:
     """Returns the hits of a cache that knows the future.
 
-    It evicts the block whose next use is farthest away, and the deepest of a prompt first. This never breaks a prefix,
-    so it is also the optimum among caches that hit whole prefixes.
+    It evicts the block whose next use is farthest away. Among blocks of one prompt, it evicts the last one first. This
+    never breaks a prefix, so no cache that hits whole prefixes can do better.
     """
     return sum(optimum_of_each(trace, capacity))
 
@@ -287,7 +292,8 @@ def optimum_of_each(trace: Sequence[Blocks], capacity: int) -> list[int]:
     """Returns the hits of `optimum_hits` for each request."""
     following = _next_uses(trace)
     resident: dict[int, tuple[int, int]] = {}  # block → its valid entry in the heap
-    heap: list[tuple[int, int, int]] = []  # negated next use, negated depth, and block; stale entries stay
+    # negated next use, negated depth, and block; outdated entries are left in the heap
+    heap: list[tuple[int, int, int]] = []
     hits: list[int] = []
     for blocks, uses in zip(trace, following, strict=True):
         hits.append(_found(blocks, resident))
@@ -308,7 +314,7 @@ def _found(blocks: Blocks, kept: Container[int]) -> int:
 
 
 def _next_uses(trace: Sequence[Blocks]) -> list[list[int]]:
-    """Returns, for each block of each request, the number of the next request that uses it."""
+    """Returns, for each block of each request, the index of the next request that uses it."""
     coming: dict[int, int] = {}
     found: list[list[int]] = []
     for number in range(len(trace) - 1, -1, -1):

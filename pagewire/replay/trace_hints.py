@@ -1,4 +1,4 @@
-"""Retention hints for a trace, made from its future. They are an upper bound for clients' hints, not a prediction."""
+"""Retention hints for a trace, made from its future. They show the best that hints from clients could achieve."""
 
 import contextlib
 import random
@@ -14,7 +14,7 @@ def continues(trace: Sequence[Blocks]) -> list[bool]:
     """Returns, for each request, whether a later request begins with at least half of its blocks.
 
     The limit is a half because the end of a prompt often changes: its last block fills up, or another question follows
-    the document. Two requests that share only a system prompt are not one session.
+    the document. Two requests that share only a system prompt do not count as one session.
     """
     seen = set[int]()
     found: list[bool] = []
@@ -25,7 +25,10 @@ def continues(trace: Sequence[Blocks]) -> list[bool]:
 
 
 def hints_for(trace: Sequence[Blocks], kind: str, seed: int = 0) -> list[Retention | None]:
-    """Returns the hint of each request: `none`, `true`, `inverted`, or `wrong=SHARE` (that share is inverted)."""
+    """Returns a hint for each request.
+
+    `kind` is `none`, `true`, `inverted`, or `wrong=SHARE`, which inverts that share of the hints.
+    """
     if kind == "none":
         return [None] * len(trace)
     wrong = _share_wrong(kind)

@@ -1,4 +1,4 @@
-"""`pagewire serve`: runs the front and its processes, or one of them, until a signal tells it to drain."""
+"""`pagewire serve`: runs the front and its processes, or a single one, until a signal tells it to drain."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from scheduler_adapters.service.sockets import Context, bind_router
 from transfer.errors import HandshakeError
 from transfer.wire.allowed_peers import AllowedPeers
 
-_READY_S = 1.0  # in seconds, between two `Ready` messages of a process
-_RESTART_S = 5.0  # in seconds, between two starts of a process that dies
+_READY_S = 1.0  # in seconds, between two `Ready` messages of one process
+_RESTART_S = 5.0  # in seconds: a process that dies is restarted at most this often
 _WATCH_S = 0.25
-_START_S = 300.0  # in seconds, for processes to load the model
-_ADDRESS_S = 120.0  # in seconds, for the front to write its address
+_START_S = 300.0  # in seconds: how long the processes may take to load the model
+_ADDRESS_S = 120.0  # in seconds: how long the front may take to write its address file
 
 
 class _Addresses(msgspec.Struct):
-    """The endpoints of the front, as its address file has them."""
+    """The endpoints of the front, as written to its address file."""
 
     http: str
     front: str
@@ -48,7 +48,7 @@ class _Addresses(msgspec.Struct):
 
 
 def run_serve(options: ServeOptions, listening: sockets.socket | None) -> int:
-    """Serves until told to drain. Returns 0 if no page was left held. A `KVCacheError` says what does not work.
+    """Serves until told to drain. Returns 0 if no page was left held. A `KVCacheError` says what went wrong.
 
     `listening` is the HTTP socket; None for a process without one.
     """
@@ -68,7 +68,7 @@ def run_serve(options: ServeOptions, listening: sockets.socket | None) -> int:
 
 
 def _check_keys(options: ServeOptions) -> None:
-    """Raises `ServiceError` if an endpoint is beyond this host and there are no keys."""
+    """Raises `ServiceError` if an endpoint is reachable from other hosts and there are no keys."""
     for endpoint in (f"tcp://{options.host}:0", (options.front or "").replace(":*", ":0")):
         try:
             if endpoint and not (options.secret or options.keyring):
@@ -109,7 +109,7 @@ def _server_config(options: ServeOptions, role: Role) -> ServerConfig:
 
 
 def _front_in(path: Path | None) -> str:
-    """Returns the endpoint of the front from its address file, and waits for the file."""
+    """Waits for the front's address file, and returns the endpoint in it."""
     if path is None:
         raise ServiceError("give --front or --address-file, so that this process finds its front")
     deadline = time.monotonic() + _ADDRESS_S
@@ -146,7 +146,7 @@ async def _serve(options: ServeOptions, listening: sockets.socket, made: ExitSta
             tasks.append(asyncio.create_task(_watch(fleet)))
             http = f"http://{options.http_host}:{listening.getsockname()[1]}"
             watch = tuple(filter(None, (member.ready.watch for member in frontend.members.values())))
-            # The handlers are set before the address is published, because a signal may follow at once.
+            # The handlers are set before the address is published, because a signal may follow immediately.
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, server.handle_exit, number, None)
             _leave_addresses(options.address_file, _Addresses(http, endpoint, watch))
@@ -155,8 +155,8 @@ async def _serve(options: ServeOptions, listening: sockets.socket, made: ExitSta
             log.warning("%s serves at %s; processes join at %s", name, http, endpoint)
             await server.serve(sockets=[listening])
             if hearing.done():
-                hearing.result()  # raises the error that has ended the front's task
-            # No client is connected any more, and no request is open.
+                hearing.result()  # raises the error that ended the front's task, if there was one
+            # At this point no client is connected, and no request is open.
             decodes = [config.name for config in configs if config.role == "decode"]
             await frontend.drain(decodes)
             await frontend.drain([name for name in names if name not in decodes])
@@ -168,7 +168,7 @@ async def _serve(options: ServeOptions, listening: sockets.socket, made: ExitSta
 
 
 async def _figures(frontend: Frontend) -> dict[str, object]:
-    """Returns the figures of a service for `--json`: the front's, and the last ones of each process."""
+    """Returns the figures for `--json`: the front's counters, and the last counters of each process."""
     counts = frontend.counts
     processes = {**await frontend.stats(), **frontend.left}
     return {
@@ -182,7 +182,10 @@ async def _figures(frontend: Frontend) -> dict[str, object]:
 
 
 def _children(options: ServeOptions, endpoint: str) -> list[ServerConfig]:
-    """Returns the configurations of this host's processes. If no other host joins, they listen in a private folder."""
+    """Returns the configurations of this host's processes.
+
+    If no other host joins, their endpoints are in a private folder.
+    """
     counts: dict[Role, int] = {"prefill": options.prefills, "decode": options.decodes}
     options = replace(options, front=endpoint)
     configs = [
@@ -198,7 +201,7 @@ def _leave_addresses(path: Path | None, addresses: _Addresses) -> None:
         try:
             draft = path.with_name(f"{path.name}.{os.getpid()}")
             draft.write_bytes(msgspec.json.encode(addresses) + b"\n")
-            draft.replace(path)  # atomic, so that no reader sees half of it
+            draft.replace(path)  # atomic, so that no reader sees a half-written file
         except OSError as error:
             raise AdapterError(f"--address-file {str(path)!r} cannot be written: {error.strerror}") from error
 
@@ -227,9 +230,9 @@ async def _watch(fleet: Fleet) -> None:
 
 
 class _Server(uvicorn.Server):
-    """Lets `pagewire serve` handle the signals. It then accepts nothing new, and answers open requests."""
+    """An HTTP server that leaves signals to `pagewire serve`, which first answers the open requests."""
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
-        """A no-op: signals are for the whole process, and matter after HTTP has ended too."""
+        """A no-op: signals concern the whole process, and still matter after HTTP has ended."""
         yield

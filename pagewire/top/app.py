@@ -1,4 +1,4 @@
-"""`TopApp`: draws a `TopView` with Textual, and turns keys and mouse events into changes of it."""
+"""`TopApp`: draws a `TopView` with Textual, and changes the view on keys and mouse events."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from pagewire.top.view import Filter, TopView, nobody_answers
 
 _TICK_S = 0.1
 _WAITING = "waiting for a first look ..."
-_STEP_S = 5.0  # in seconds, the step of a seek in a recording
+_STEP_S = 5.0  # in seconds: how far one key press moves in a recording
 _SCROLLBAR = 2
-_MAP_SHARE = 0.6  # the most of the lines for map and panels that the map takes
+_MAP_SHARE = 0.6  # the page map gets at most this share of the lines that it and the panels have together
 _IDS = "request"  # heading of the column whose ids may be long
 _THEMES = {True: "textual-light", False: "textual-dark"}
 
 
 class _Area:
-    """The lines of one pool on the screen: a title, then the places of its map."""
+    """The screen lines of one pool: a title, and then the places of its map. See `PageMap`."""
 
     def __init__(self, key: str, top: int, lines: int, span: Span, *, wide: bool) -> None:
         self.key, self.top, self.lines, self.span, self.wide = key, top, lines, span, wide
@@ -46,19 +46,20 @@ class _Area:
         self.glyphs: list[str] = []
 
     def place_at(self, x: int, y: int, width: int) -> int | None:
-        """Returns the place below the pointer, or None."""
+        """Returns the place at these screen coordinates, or None."""
         line = y - self.top - 1
         if not 0 <= line < self.lines - 1:
             return None
-        # A half-block shows two places, one above the other; this returns the upper one.
+        # A half block shows two places, one above the other; this returns the upper one.
         place = line * (width // 2) + x // 2 if self.wide else line * 2 * width + x
         return place if place < self.span.places else None
 
 
 class PageMap(Widget):
-    """The map of all pools, or of one.
+    """The map of the pages of all pools, or of one pool.
 
-    A place is one page as a glyph, or half a character that sums up several pages.
+    The map consists of places. A place is one page, drawn as a glyph, or half a character that stands for several
+    pages.
     """
 
     DEFAULT_CSS = "PageMap { height: 1fr; }"
@@ -99,7 +100,7 @@ class PageMap(Widget):
         self.refresh()
 
     def lines_needed(self, width: int) -> int:
-        """Returns the lines for a title and a place for each page of every pool on the screen."""
+        """Returns how many lines a map with a title and a place for each page of every shown pool would take."""
         return sum(1 - (-pool.num_pages // max(1, width // 2)) for _, _, pool, _ in self._view.shown())
 
     def render_line(self, y: int) -> Strip:
@@ -117,12 +118,12 @@ class PageMap(Widget):
         return Strip(make(area, line, width)).adjust_cell_length(width)
 
     def _waiting(self, width: int) -> list[str]:
-        """Returns the lines that are shown without a map."""
+        """Returns the lines to show while there is no map."""
         unanswered = self._view.unanswered()
         return textwrap.wrap(nobody_answers(unanswered), max(1, width)) if unanswered else [_WAITING]
 
     def on_click(self, event: events.Click) -> None:
-        """Describes the pages below the pointer. A second click zooms in there."""
+        """Describes the pages below the pointer. A second click at the same place zooms in there."""
         for area in self._areas:
             place = area.place_at(event.x, event.y, self.size.width)
             if place is not None:
@@ -160,7 +161,10 @@ def _wide_line(area: _Area, line: int, width: int) -> list[Segment]:
 
 
 def _half_line(area: _Area, line: int, width: int) -> list[Segment]:
-    """Renders half blocks. Equal neighbours form one segment, because each segment of a line costs Textual time."""
+    """Renders a line of half blocks.
+
+    Neighbours of equal colour form one segment, because each segment costs Textual time.
+    """
     first = 2 * line * width
     upper = [_rounded(colour) for colour in area.colours[first : first + width]]
     lower = [_rounded(colour) for colour in area.colours[first + width : first + 2 * width]]
@@ -169,13 +173,16 @@ def _half_line(area: _Area, line: int, width: int) -> list[Segment]:
 
 
 def _rounded(colour: Colours) -> str:
-    """Returns the name of a colour, rounded so that few different ones occur."""
+    """Returns the name of a colour, rounded so that only a few different colours occur."""
     return "#" + (colour & 0xF8).tobytes().hex()
 
 
 @lru_cache(1 << 12)
 def _style(colour: str, below: str | None = None) -> Style:
-    """Returns the style of a colour over another one. Cached, because a new style costs more than its segment."""
+    """Returns the style for a colour over another one.
+
+    Cached, because making a style costs more than drawing with it.
+    """
     return Style(color=colour, bgcolor=below)
 
 
@@ -220,7 +227,8 @@ class TopApp(App[None]):
         self._phases = Static("", id="phases")
         self._totals = Static("", id="totals")
         self._panels = TabbedContent(id="panels")
-        self._rows: dict[str, panels.TableRows] = {}  # rows with full ids; the tables show short ones
+        # by panel, the rows with unshortened ids; the tables show shortened ones
+        self._rows: dict[str, panels.TableRows] = {}
         self._tables = {name: DataTable[str](cursor_type="row", zebra_stripes=True) for name in panels.HEADINGS}
         self._asked = Input(placeholder="request, tenant=…, replica=…, process=…", id="filter")
         self.updates = 0  # number of redraws
@@ -240,7 +248,7 @@ class TopApp(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Starts to poll for looks."""
+        """Starts to poll for snapshots."""
         for name, (_, headings) in panels.HEADINGS.items():
             self._tables[name].add_columns(*headings)
         self._tables["requests"].focus()
@@ -251,10 +259,10 @@ class TopApp(App[None]):
         self.call_after_refresh(self.redraw)
 
     def tick(self) -> None:
-        """Polls the source and applies new looks."""
+        """Polls the source and applies new snapshots."""
         heard = self.source.poll(self.view.followed)
         if self.view.paused and isinstance(self.source, LiveSource):
-            return  # recording continues, but the screen is paused
+            return  # the screen is paused, but the recording continues
         played = isinstance(self.source, PlayedSource)
         now = self.source.now if isinstance(self.source, PlayedSource) else time.time()
         was_gone = [self.view.is_gone(one) for one in self.view.processes.values()]
@@ -272,7 +280,7 @@ class TopApp(App[None]):
         self._fill(self._panels.active)
 
     def _share_lines(self) -> None:
-        """Gives the map the lines that it needs, up to a share of the screen, and the rest to the panels."""
+        """Gives the map the lines that it needs, up to `_MAP_SHARE` of the screen, and the rest to the panels."""
         lines = self.map.size.height + self._panels.size.height
         if not lines or not self.view.shown():
             return
@@ -294,7 +302,7 @@ class TopApp(App[None]):
         return "   ".join(parts).replace("[", r"\[")
 
     def _fill(self, name: str) -> None:
-        """Fills a panel with its rows. The cursor stays in its row."""
+        """Fills a panel with its rows. The cursor stays on the same item."""
         if name not in panels.HEADINGS:
             return
         table, (rows_of, headings) = self._tables[name], panels.HEADINGS[name]
@@ -312,7 +320,7 @@ class TopApp(App[None]):
 
     @staticmethod
     def _widen(table: DataTable[str], headings: Sequence[str], columns: Sequence[Sequence[str]]) -> None:
-        """Shares the remaining width among the columns, so that a table fills the screen. No cell is cut."""
+        """Shares unused width among the columns, so that a table fills the screen. No cell is cut."""
         widths = [max(map(cell_len, [name, *column])) for name, column in zip(headings, columns, strict=True)]
         left = table.size.width - sum(widths) - 2 * table.cell_padding * len(widths) - _SCROLLBAR
         for at, (column, width) in enumerate(zip(table.ordered_columns, widths, strict=True)):
@@ -322,7 +330,7 @@ class TopApp(App[None]):
     # ---- keys
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool:
-        """While a filter is typed, the keys that pan go to the input."""
+        """While a filter is typed, the keys for panning go to the input field."""
         del parameters
         return action != "pan" or not self._asked.has_focus
 
@@ -339,24 +347,24 @@ class TopApp(App[None]):
         self.map.redraw()
 
     def action_pool(self, step: int) -> None:
-        """Selects the next pool."""
+        """Selects another pool. `step` is the number of pools to move on."""
         self.view.next_pool(step)
         self.map.redraw()
 
     def action_pan(self, share: float) -> None:
-        """Moves along the pool."""
+        """Moves the visible part along the pool."""
         self.view.pan(share)
         self.map.redraw()
 
     def action_seek(self, steps: int) -> None:
-        """Seeks in a recording."""
+        """Moves in a recording."""
         if isinstance(self.source, PlayedSource):
             self.source.seek(self.source.position + steps * _STEP_S)
             self.view.forget()
             self.tick()
 
     def action_check(self) -> None:
-        """Makes the processes recount, and shows the results."""
+        """Makes the processes check their state, and shows the results."""
         if isinstance(self.source, LiveSource):
             self.source.check()
             self.action_panel("processes")
@@ -401,7 +409,7 @@ class TopApp(App[None]):
             self.redraw()
 
     def on_tabbed_content_tab_activated(self, event: TabbedContent.TabActivated) -> None:
-        """Fills a panel that was selected with the mouse."""
+        """Fills a panel that was selected by mouse."""
         self._fill(event.pane.id or "")
 
     def on_unmount(self) -> None:

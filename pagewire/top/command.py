@@ -27,21 +27,23 @@ from transfer.wire.keys import load_keyring
 from transfer.wire.secret import read_secret
 
 COOKIE = "pagewire_top"
-# Textual's page loads a font from another host and shows nothing until that answers, which never happens in a closed
-# network.
+# Textual's page loads a font from another host, and shows nothing until that host answers, which never happens in a
+# closed network.
 _ONLY_OURS = "default-src 'self' 'unsafe-inline' data:; connect-src 'self' ws: wss:"
 
 
 class _WatchAddresses(msgspec.Struct):
-    """The part of the address file of `pagewire serve` that is read here."""
+    """The part of `pagewire serve`'s address file that this command reads."""
 
     watch: tuple[str, ...] = ()
 
 
 def run_top(options: TopOptions) -> int:
-    """Shows the processes until the viewer quits, or prints one look if there is no terminal. Returns the exit status.
+    """Shows the processes until the viewer quits. Returns the exit status.
 
-    A `KVCacheError` says in a sentence what does not work.
+    Without a terminal, it prints one snapshot of each process.
+
+    A `KVCacheError` says in a sentence what went wrong.
     """
     if options.json is not None and (options.web or options.record is not None):
         raise WatchError(f"--json {str(options.json)!r} writes one look: leave out --web and --record")
@@ -63,16 +65,16 @@ def run_top(options: TopOptions) -> int:
 
 
 def is_light(options: TopOptions) -> bool:
-    """Returns whether the theme is light: as requested, else as the terminal's background is.
+    """Returns whether to use the light theme: as the option says, or else to match the terminal's background.
 
-    The theme is dark if the terminal does not name its background.
+    If the terminal does not report its background, the theme is dark.
     """
     background = os.environ.get("COLORFGBG", "").rpartition(";")[2]
     return options.theme == "light" or (options.theme == "auto" and background in ("7", "15"))
 
 
 def source_of(options: TopOptions) -> LiveSource | PlayedSource:
-    """Returns the source of looks. Raises `WatchError` if none is named, or if options exclude each other."""
+    """Returns the source of snapshots. Raises `WatchError` if the options name none, or exclude each other."""
     addresses = addresses_of(options)
     if options.play is not None:
         if addresses or options.record is not None:
@@ -86,7 +88,7 @@ def source_of(options: TopOptions) -> LiveSource | PlayedSource:
 
 
 def addresses_of(options: TopOptions) -> Sequence[str]:
-    """Returns the addresses on the command line, then those of the address file."""
+    """Returns the addresses on the command line, followed by those in the address file."""
     named = list(options.addresses)
     if options.address_file is not None:
         try:
@@ -100,7 +102,10 @@ def addresses_of(options: TopOptions) -> Sequence[str]:
 
 
 class TokenServer(Server):
-    """Textual's server, with a token: a browser sends it first in the printed address, then in a cookie."""
+    """Textual's server, protected by a token.
+
+    A browser sends the token first in the printed address, then in a cookie.
+    """
 
     def __init__(self, command: str, host: str, port: int, token: str) -> None:
         shown = f"[{host}]" if ":" in host else host
@@ -114,7 +119,7 @@ class TokenServer(Server):
         return f"{self.public_url}/?token={self._token}"
 
     async def make_app(self) -> web.Application:
-        """Returns the `aiohttp` application, which refuses every request without the token."""
+        """Returns the `aiohttp` application. It refuses every request without the token."""
         app = await self._make_app()
         app.middlewares.append(self._middleware)
         return app
@@ -150,7 +155,7 @@ def _same(one: str, other: str) -> bool:
 def serve_web(options: TopOptions) -> None:
     """Serves browsers, each with its own `pagewire top`, until interrupted."""
     if options.play is None:
-        source_of(options).close()  # reports an error here instead of in each browser
+        source_of(options).close()  # an error is reported here, instead of in each browser
     try:
         listening = socket.create_server((options.web_host, options.web_port))
     except OSError as error:
@@ -160,7 +165,7 @@ def serve_web(options: TopOptions) -> None:
 
 
 def web_command(options: TopOptions) -> str:
-    """Returns the command that is run for a browser: the same options, in a terminal of the server."""
+    """Returns the command that the server runs for each browser: the same options, in a terminal of the server."""
     named = {"updates": options.updates, "speed": options.speed, "play": options.play, "record": options.record}
     named |= {
         "theme": options.theme,

@@ -1,7 +1,7 @@
-"""Turns pages into colours: each place of a map stands for one page, or sums up several. Pure arithmetic.
+"""Turns pages into colours: each place of a map stands for one page, or for several. Pure arithmetic.
 
-A place that sums up several pages has the mean of their colours, so a state shows in proportion to its pages. A place
-with a quarantined page has the colour of that page alone, because users look for such pages.
+A place for several pages has the mean of their colours, so each state shows in proportion to its pages. A place with a
+quarantined page has that page's colour, because users look for such pages.
 """
 
 from functools import lru_cache
@@ -13,16 +13,17 @@ from numpy.typing import NDArray
 from kvcache.watched import Cells, PageState
 
 Colours = NDArray[np.uint8]
-"""Red, green and blue of each place: `[places, 3]`."""
+"""The red, green and blue of each place: `[places, 3]`."""
 
 
 class Palette(NamedTuple):
     """The colours of a theme.
 
     Attributes:
-        states: colour of each state; for idle pages, of those that are evicted last.
-        ground: colour towards which idle pages fade if they are evicted sooner, and pages that a filter hides.
-        fading: a word for the look of faded pages.
+        states: colour of each state. For idle pages, it is the colour of those that are evicted last.
+        ground: colour towards which others fade: the colours of idle pages that are evicted soon, and of pages that a
+            filter hides.
+        fading: a word that describes how faded pages look.
     """
 
     states: dict[PageState, tuple[int, int, int]]
@@ -62,14 +63,14 @@ GLYPHS = {
     PageState.WRITTEN: "▲▲",
     PageState.QUARANTINED: "✖✖",
 }
-_COLDEST = 0.35  # share of the colour of an idle page that is evicted first
-_DIM = 0.22  # share of the colour of pages that a filter hides
-_LOW = 64  # number of values of the bits that give the colour: state and age
-_CHUNK = 4096  # the most colours whose sum fits in 20 bits each
+_COLDEST = 0.35  # how much of its colour an idle page keeps if it is evicted first
+_DIM = 0.22  # how much of its colour a page keeps if a filter hides it
+_LOW = 64  # number of values of a cell's low bits, which determine the colour: state and age
+_CHUNK = 4096  # the most colours whose sum fits into 20 bits per channel
 
 
 class Span(NamedTuple):
-    """The pages of a pool that a map shows: `pages` from `first` on, `per_place` in each place, fewer in the last."""
+    """The pages of a pool that a map shows: `pages` pages from `first` on."""
 
     first: int
     pages: int
@@ -82,7 +83,7 @@ class Span(NamedTuple):
 
 
 def span_of(num_pages: int, places: int, zoom: int = 0, centre: float = 0.5) -> Span:
-    """Returns the pages for a map with so many places: all, or the `2**zoom`th part of them around `centre`."""
+    """Returns which pages a map with `places` places shows: all, or the `2**zoom`th part of them around `centre`."""
     shown = max(min(num_pages, places), num_pages >> zoom)
     first = round(centre * num_pages - shown / 2)
     return Span(1 + min(max(0, first), num_pages - shown), shown, -(-shown // max(1, places)))
@@ -90,9 +91,9 @@ def span_of(num_pages: int, places: int, zoom: int = 0, centre: float = 0.5) -> 
 
 @lru_cache
 def _packed(light: bool) -> NDArray[np.uint64]:
-    """Returns a table of colours by a cell's low bits (state and age), packed with 20 bits per channel.
+    """Returns the colour for each value of a cell's low bits (state and age), packed with 20 bits per channel.
 
-    Its second half has the colours of cells that a filter hides.
+    The second half of the table has the colours for pages that a filter hides.
     """
     palette = LIGHT if light else DARK
     table, ground = np.zeros((2, _LOW, 3)), np.array(palette.ground)
@@ -106,7 +107,10 @@ def _packed(light: bool) -> NDArray[np.uint64]:
 
 
 def colours(cells: Cells, span: Span, lit: NDArray[np.bool_] | None = None, *, light: bool = False) -> Colours:
-    """Returns the colour of each place. `lit` says, by owner number, whose pages the filter shows; None shows all."""
+    """Returns the colour of each place.
+
+    `lit` says, by owner number, whether the filter shows the owner's pages. None shows all pages.
+    """
     shown = cells[span.first : span.first + span.pages]
     low = (shown & np.uint32(_LOW - 1)).astype(np.uint8)
     if lit is not None:
@@ -121,9 +125,9 @@ def colours(cells: Cells, span: Span, lit: NDArray[np.bool_] | None = None, *, l
 
 
 def _summed(packed: NDArray[np.uint64], span: Span) -> NDArray[np.uint64]:
-    """Returns the sum of the colours of each place, `[places, 3]`.
+    """Returns, for each place, the sum of its pages' colours: `[places, 3]`.
 
-    It first sums at most `_CHUNK` pages at a time, so that no sum exceeds 20 bits.
+    It sums at most `_CHUNK` pages at a time, so that no sum needs more than 20 bits.
     """
     starts = np.arange(span.places) * span.per_place
     inner = (starts[:, None] + np.arange(0, span.per_place, _CHUNK)).ravel()

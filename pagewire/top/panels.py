@@ -1,4 +1,4 @@
-"""Turns each `Look`, a snapshot of a manager, into the rows of the tables of `pagewire top`, as text."""
+"""Turns each `Look`, a snapshot of a manager, into rows of text for the tables of `pagewire top`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _looks(view: TopView) -> Iterator[tuple[WatchedProcess, Look]]:
 
 
 def requests(view: TopView) -> TableRows:
-    """Returns a row for each request, those with the most pages first."""
+    """Returns a row for each request, the request with the most pages first."""
     found: list[tuple[int, tuple[str, ...]]] = []
     for process, look in _looks(view):
         own = look.owners
@@ -47,7 +47,7 @@ def phases(view: TopView) -> str:
 
 
 def totals(view: TopView) -> str:
-    """Returns one line for all processes: held pages, hit rate, pulled bytes per second, and waiting requests."""
+    """Returns one line on all processes: held pages, hit rate, pulled bytes per second, and waiting requests."""
     held = pages = cached = prompt = waiting = 0
     pulled = 0.0
     for process, look in _looks(view):
@@ -70,7 +70,7 @@ def _waiting(look: Look) -> int:
 
 
 def short_ids(names: Sequence[str]) -> list[str]:
-    """Shortens ids for the screen. The middle of a long id is left out, unless another id would look the same."""
+    """Shortens ids for the screen. The middle of a long id is left out, unless another id would then look the same."""
     cut = [name if len(name) <= _LONGEST_ID else f"{name[:_HEAD]}…{name[-_TAIL:]}" for name in names]
     alike = Counter(dict(zip(names, cut, strict=True)).values())
     return [short if alike[short] == 1 else name for name, short in zip(names, cut, strict=True)]
@@ -97,7 +97,7 @@ def transfers(view: TopView) -> TableRows:
 
 
 def tree(view: TopView) -> TableRows:
-    """Returns the prefix tree, each part below its parent."""
+    """Returns the prefix tree: rows of shared prefixes, each below the prefix that it continues."""
     found: TableRows = []
     for process, look in _looks(view):
         below: dict[tuple[str, int], list[int]] = {}
@@ -119,7 +119,7 @@ def tree(view: TopView) -> TableRows:
 
 
 def evictions(view: TopView) -> TableRows:
-    """Returns the costs of evictions by reason, and below them the latest evictions."""
+    """Returns the number and cost of evictions by reason, followed by the latest evictions."""
     found: list[tuple[float, tuple[str, ...]]] = []
     sums: TableRows = []
     for process, look in _looks(view):
@@ -135,7 +135,7 @@ def evictions(view: TopView) -> TableRows:
 
 
 def rates(view: TopView) -> TableRows:
-    """Returns rows for each process: hits, tokens, pulled bytes, evictions and the queue, now and over time."""
+    """Returns each process's rates, now and over time: hits, tokens, pulled bytes, evictions, and the queue."""
     found: TableRows = []
     for process, look in _looks(view):
         ran, cached = process.rates("input_tokens"), process.rates("cache_tokens")
@@ -153,14 +153,14 @@ def rates(view: TopView) -> TableRows:
             found.append((process.name, name, form(values[-1] if values else 0.0), in_all, _bars(values)))
         found.append((process.name, "queue", f"{_waiting(look)}", "", ""))
         for name, value in totals.items():
-            if name.startswith("optimum"):  # only a replay reports it
+            if name.startswith("optimum"):  # only a replay reports an optimum
                 found.append((process.name, name.replace("_", " "), f"{value:.1%}", "", ""))
         found.append((process.name, "cost of a look", f"{look.cost_s * 1e3:.1f} ms", "", ""))
     return found
 
 
 def processes(view: TopView) -> TableRows:
-    """Returns each process: whether it answers, its pages by state, and its last recount."""
+    """Returns a row for each process: whether it answers, its pages by state, and the result of its last check."""
     found: TableRows = []
     for process in view.processes.values():
         look = process.followed.look
@@ -209,4 +209,4 @@ HEADINGS: dict[str, tuple[Callable[[TopView], TableRows], tuple[str, ...]]] = {
     "rates": (rates, ("process", "rate", "now", "in all", "last looks")),
     "processes": (processes, ("process", "state", "pool", "pages", "by state", "last recount")),
 }
-"""For each panel: the function that makes its rows, and their headings."""
+"""For each panel: the function that makes its rows, and the headings of its columns."""

@@ -1,4 +1,4 @@
-"""`pagewire top` without a terminal: prints one look at each process as text."""
+"""`pagewire top` without a terminal: prints one snapshot of each process as text."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from pagewire.top.sources import LiveSource, PlayedSource
 from pagewire.top.view import ANSWER_S, TopView, nobody_answers
 
 _TICK_MS = 50
-# Rates are left out, because they need several looks.
+# Rates are left out, because they need several snapshots.
 _PANELS = ("processes", "requests", "transfers", "tree", "evictions")
 
 
 def print_looks(source: LiveSource | PlayedSource, *, until_interrupted: bool) -> int:
-    """Prints the looks of the processes, or the last look of a recording. Returns 0.
+    """Prints a snapshot of each process, or the last snapshots of a recording. Returns 0.
 
     Args:
-        source: the source of the looks.
-        until_interrupted: keep polling afterwards, to record every look. The program ends with a signal, or when
-            standard output is closed.
+        source: the source of the snapshots.
+        until_interrupted: whether to keep polling afterwards, in order to record every snapshot. The program then ends
+            with a signal, or when standard output is closed.
 
     Raises:
-        WatchError: an address has not answered within a few seconds, or its answer is no look. The looks of the others
-            have been printed.
+        WatchError: an address has not answered within a few seconds, or its answer is not a snapshot. The snapshots of
+            the other addresses have been printed.
     """
     view = _looked(source)
     print(text_of(view), end="", flush=True)  # noqa: T201  (the command line's own output)
@@ -39,7 +39,10 @@ def print_looks(source: LiveSource | PlayedSource, *, until_interrupted: bool) -
 
 
 def one_look(source: LiveSource | PlayedSource) -> dict[str, object]:
-    """Returns a look at each process by address, or the last look of a recording. Raises as `print_looks` does."""
+    """Returns a view with one snapshot of each process by address, or the last ones of a recording.
+
+    Raises as `print_looks` does.
+    """
     view = _looked(source)
     _check_answers(view)
     return {address: msgspec.to_builtins(process.followed.look) for address, process in view.processes.items()}

@@ -1,7 +1,8 @@
-"""The sources of looks: processes that are asked for them, or a recording in a file.
+"""Where snapshots (`Look`) come from: processes that are asked for them, or a recording in a file.
 
-A recording begins with a line that identifies it. Each look is four bytes of length, followed by the compressed time,
-address and frames. A recording that was cut off because its writer was killed is played as far as it goes.
+A recording begins with a line that identifies the format. Each snapshot has four bytes for its length, and then,
+compressed, its time, the process's address, and the frames. If its writer was killed, a recording is played up to the
+last complete snapshot.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from kvcache.errors import WatchError
 from kvcache.watch.follower import Followed, WatchClient
 
 _MAGIC = b"pagewire recording 1\n"
-_AGAIN_S = 2.0  # in seconds, until a process that has not answered is asked again
+_AGAIN_S = 2.0  # in seconds: a process that has not answered is asked again after this time
 _LENGTH = 4
-_MOST_BYTES = 1 << 28  # the most bytes of a look, because a recording may come from an untrusted source
+# the most bytes of a snapshot; a limit is needed because a recording may come from an untrusted source
+_MOST_BYTES = 1 << 28
 
 
 class Heard(NamedTuple):
-    """A look that has arrived."""
+    """A snapshot that has arrived."""
 
     at: float  # seconds since 1970
     address: str
@@ -32,7 +34,7 @@ class Heard(NamedTuple):
 
 
 class LiveSource:
-    """Asks each process for `updates` looks a second, and records those that arrive."""
+    """Asks each process for `updates` snapshots a second, and records those that arrive."""
 
     def __init__(
         self,
@@ -50,7 +52,7 @@ class LiveSource:
         self._check = dict.fromkeys(self.addresses, False)
 
     def poll(self, followed: dict[str, Followed]) -> list[Heard]:
-        """Returns the looks that have arrived, and asks the processes that are due."""
+        """Returns the snapshots that have arrived, and asks the processes whose next snapshot is due."""
         found: list[Heard] = []
         for address, client in self._clients.items():
             while (frames := client.answer()) is not None:
@@ -68,7 +70,7 @@ class LiveSource:
         return found
 
     def check(self) -> None:
-        """Makes every process recount its state."""
+        """Makes every process check its state."""
         self._check = dict.fromkeys(self.addresses, True)
         self._due = dict.fromkeys(self.addresses, 0.0)
 
@@ -81,7 +83,7 @@ class LiveSource:
 
 
 class PlayedSource:
-    """A recording, played at a speed. `position` is in seconds from its beginning, up to `length`."""
+    """Plays a recording at a speed. `position` is in seconds from its beginning, up to `length`."""
 
     def __init__(self, path: Path, speed: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
         self.speed, self.position, self.paused = speed, 0.0, False
@@ -93,11 +95,11 @@ class PlayedSource:
 
     @property
     def now(self) -> float:
-        """The time at the position, in seconds since 1970."""
+        """The time of the current position, in seconds since 1970."""
         return self._heard[0].at + self.position
 
     def poll(self, followed: dict[str, Followed]) -> list[Heard]:
-        """Advances the position, and returns the looks up to it."""
+        """Advances the position. Returns the snapshots up to it."""
         del followed
         now = self._clock()
         if not self.paused:
@@ -109,9 +111,9 @@ class PlayedSource:
         return self._heard[first : self._next]
 
     def seek(self, seconds: float) -> None:
-        """Moves to another position. The next poll returns all looks from the beginning up to it.
+        """Moves to another position. The next poll returns all snapshots from the beginning up to that position.
 
-        The caller must therefore forget what earlier looks have told it.
+        The caller must therefore first discard everything from earlier snapshots.
         """
         self.position = min(self.length, max(0.0, seconds))
         self._next = 0
@@ -149,7 +151,7 @@ def _read(path: Path) -> list[Heard]:
 
 
 def _looks(path: Path, file: IO[bytes]) -> Iterator[Heard]:
-    """Yields one look after another; the last one may be cut off."""
+    """Yields one snapshot after another. The last one may be incomplete, and is then left out."""
     while len(length := file.read(_LENGTH)) == _LENGTH:
         at, size = file.tell() - _LENGTH, int.from_bytes(length, "big")
         if size > _MOST_BYTES:

@@ -1,7 +1,7 @@
-"""Shows `pagewire top` in this terminal. The program ends with its terminal and with signals, even if threads hang.
+"""Runs `pagewire top` in this terminal. Makes the process end with its terminal or on a signal, even if threads hang.
 
-Textual reads and writes in threads of its own. If the terminal is gone, they fail or spin. If it accepts no output, the
-main thread blocks in the middle of an update, where an exception from a signal cannot end it.
+Textual reads and writes in its own threads. If the terminal is gone, these threads fail or spin. If the terminal
+accepts no output, the main thread blocks in the middle of an update, and an exception from a signal cannot end it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from pagewire.top.app import TopApp
 from scheduler_adapters import interrupts
 
-_LAST_S = 0.5  # in seconds, from a signal to the end of the process, even if Textual has not finished
+_LAST_S = 0.5  # in seconds: how long after a signal the process ends, even if Textual has not finished
 _LAST_WRITE_S = 0.05
 # Leave the alternate screen, show the cursor, report no mouse, focus or pasted text, and take plain keys again.
 _RESTORE = b"\x1b[<u\x1b[?1000l\x1b[?1003l\x1b[?1006l\x1b[?2004l\x1b[?1004l\x1b[?7h\x1b[?1049l\x1b[?25h"
@@ -41,15 +41,15 @@ def run_in_terminal(app: TopApp) -> int:
 
 
 def run_for_browser(app: TopApp) -> int:
-    """Draws for the browser's server, at the other end of standard input. Returns the exit status."""
+    """Draws for a browser. The server is at the other end of standard input. Returns the exit status."""
     return _run(app, (0,), 0)
 
 
 def _run(app: TopApp, descriptors: Sequence[int], hung_up: int) -> int:
     """Run the app. The process ends with status `hung_up` when a descriptor hangs up.
 
-    A signal ends the app, and half a second later the process, if it is still there. This loses no data: a recording
-    stores each look as it arrives.
+    A signal first ends the app, and half a second later the process, if it still runs. No data are lost, because a
+    recording stores each snapshot as it arrives.
     """
     attributes = termios.tcgetattr(0) if os.isatty(0) else None
     told, tell = os.pipe()
@@ -65,7 +65,7 @@ def _run(app: TopApp, descriptors: Sequence[int], hung_up: int) -> int:
             os.write(tell, bytes([number]))
         try:
             loop = asyncio.get_running_loop()
-        except RuntimeError:  # the app has not begun, or has ended
+        except RuntimeError:  # the app has not started, or has already ended
             before[number](number, frame)
             return
         came.append(number)
@@ -76,7 +76,8 @@ def _run(app: TopApp, descriptors: Sequence[int], hung_up: int) -> int:
     try:
         app.run()
     finally:
-        # The pipe stays open and the thread keeps waiting, so that it also ends a program that hangs after this.
+        # The pipe stays open and the thread keeps waiting, so that the thread also ends a program that hangs after this
+        # point.
         for number, handler in before.items():
             signal.signal(number, handler)
     if came:
@@ -88,12 +89,12 @@ def _end(descriptors: Sequence[int], hung_up: int, told: int, attributes: list[A
     """Waits for a hangup or a signal, and ends the process."""
     waited = select.poll()
     for descriptor in descriptors:
-        waited.register(descriptor, 0)  # hangups and errors are always reported
+        waited.register(descriptor, 0)  # no events are requested, because hangups and errors are always reported
     waited.register(told, select.POLLIN)
     if told not in dict(waited.poll()):
         os._exit(hung_up)
     (number,) = os.read(told, 1)
-    time.sleep(_LAST_S)  # usually the process, and this thread with it, has ended by then
+    time.sleep(_LAST_S)  # usually the process has ended by then, and this thread with it
     if attributes is not None:
         threading.Thread(target=os.write, args=(2, _RESTORE), daemon=True).start()
         time.sleep(_LAST_WRITE_S)  # if the terminal accepts no output, the write never returns

@@ -1,4 +1,4 @@
-"""`TopView`: the state that is shown, apart from drawing: processes, filter, selected pool, zoom, and rates."""
+"""`TopView`: everything that `pagewire top` shows, without the drawing: processes, filter, pool, zoom, and rates."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from kvcache.watched import Cells, Look, PageState, PoolLook, ages_of, owners_of
 from pagewire.top.pagemap import Span, span_of
 from pagewire.top.sources import Heard
 
-_SILENT_S = 3.0  # in seconds, after which a silent process counts as gone
-ANSWER_S = 5.0  # in seconds, for an address to answer for the first time
-_KEPT = 240  # number of looks kept for rates
+_SILENT_S = 3.0  # in seconds: a process counts as gone if it has been silent for so long
+ANSWER_S = 5.0  # in seconds: how long an address may take to answer for the first time
+_KEPT = 240  # number of snapshots from which rates are computed
 _MOST_ZOOM = 24
 
 
 @dataclass(slots=True)
 class WatchedProcess:
-    """One process, as of its last look."""
+    """One process, as of its latest snapshot."""
 
     address: str
     followed: Followed = field(default_factory=Followed)
     heard_at: float = 0.0  # 0: never
     error: str = ""
-    # Time of each look, and its totals.
+    # the time of each snapshot, and its totals
     totals: deque[tuple[float, dict[str, float]]] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
     @property
     def name(self) -> str:
-        """Its name, or its address until the first look."""
+        """The process's name. Before its first snapshot, its address."""
         return self.followed.look.name if self.followed.look else self.address
 
     def take(self, heard: Heard) -> None:
-        """Applies a look.
+        """Applies a snapshot.
 
-        One that does not follow the last is dropped, and the next question asks for the whole state.
+        A snapshot that does not follow the last one is dropped, and the next question asks for the whole state.
         """
         self.heard_at = heard.at
         try:
@@ -55,7 +55,7 @@ class WatchedProcess:
             self.totals.append((look.at, look.figures))
 
     def rates(self, name: str) -> list[float]:
-        """Returns the growth per second of a total, for each look except the first."""
+        """Returns the growth per second of a total, for each snapshot except the first."""
         pairs = zip(self.totals, list(self.totals)[1:], strict=False)
         return [
             max(0.0, now.get(name, 0) - was.get(name, 0)) / max(1e-3, at - then) for (then, was), (at, now) in pairs
@@ -66,7 +66,7 @@ class WatchedProcess:
 class Filter:
     """Selects the requests, tenants, replicas and processes to show; an empty text selects all.
 
-    A text matches every request, tenant or process whose name contains it, but only the replica of exactly this name.
+    A text matches every request, tenant or process whose name contains it, but only the replica with exactly this name.
     """
 
     request: str = ""
@@ -76,7 +76,7 @@ class Filter:
 
     @classmethod
     def parse(cls, text: str) -> Filter:
-        """Parses `tenant=a replica=0 process=decode chat-1`; a bare word is a request.
+        """Parses `tenant=a replica=0 process=decode chat-1`. A word without `=` filters requests.
 
         Raises `WatchError` for an unknown name.
         """
@@ -91,7 +91,8 @@ class Filter:
     def has_owner(self, request_id: str, tenant: str) -> bool:
         """Whether a request is shown."""
         is_asked = self.request in request_id
-        if not is_asked and request_id.startswith("#"):  # ids are hidden, but the user may know this one
+        # ids are hidden from the viewer, but the user may know this one
+        if not is_asked and request_id.startswith("#"):
             is_asked = request_id == request_digest(self.request)
         return is_asked and self.tenant in tenant
 
@@ -101,7 +102,7 @@ class Filter:
 
 
 def nobody_answers(addresses: list[str]) -> str:
-    """Returns the message for addresses where no process answers, with the things to check."""
+    """Returns a message for the case that no process answers at these addresses. It lists what to check."""
     return (
         f"no process answers at {', '.join(addresses)}. Check that the process runs and is watched (`pagewire serve "
         "--watch` logs the addresses), and that the keys are the fleet's (--secret or --keyring)"
@@ -109,7 +110,7 @@ def nobody_answers(addresses: list[str]) -> str:
 
 
 class TopView:
-    """The state behind the drawing."""
+    """The state that `pagewire top` draws."""
 
     def __init__(self, addresses: list[str], *, light: bool = False) -> None:
         self.light = light
@@ -124,25 +125,25 @@ class TopView:
 
     @property
     def followed(self) -> dict[str, Followed]:
-        """The followed state of each address."""
+        """What is known of the process at each address."""
         return {address: process.followed for address, process in self.processes.items()}
 
     def take(self, heard: list[Heard], now: float | None = None) -> None:
-        """Applies looks that have arrived."""
+        """Applies snapshots that have arrived."""
         for one in heard:
             self.processes.setdefault(one.address, WatchedProcess(one.address)).take(one)
         self.now = time.time() if now is None else now
 
     def forget(self) -> None:
-        """Forgets all looks, because a recording is wound back."""
+        """Forgets all snapshots, because a recording moves back."""
         self.processes = {address: WatchedProcess(address) for address in self.processes}
 
     def is_gone(self, process: WatchedProcess) -> bool:
-        """Whether a process has been silent for a while."""
+        """Whether a process has been silent for so long that it counts as gone."""
         return self.now - process.heard_at > _SILENT_S
 
     def unanswered(self) -> list[str]:
-        """Returns the addresses that have never answered, a few seconds after the start."""
+        """Returns the addresses that have never answered. Empty during the first seconds."""
         if time.monotonic() - self.began < ANSWER_S:
             return []
         return [address for address, process in self.processes.items() if not process.heard_at]
@@ -182,11 +183,14 @@ class TopView:
         self.centre = min(1 - half, max(half, self.centre + share / 2**self.zoom))
 
     def span(self, pool: PoolLook, places: int) -> Span:
-        """Returns the pages of a pool for a map with so many places."""
+        """Returns the pages of a pool that a map with `places` places shows."""
         return span_of(pool.num_pages, places, self.zoom, self.centre)
 
     def lit(self, process: WatchedProcess, pool: str) -> NDArray[np.bool_] | None:
-        """Returns for each owner number whether its pages are shown; None if no request or tenant is filtered."""
+        """Returns, by owner number, whether its pages are shown.
+
+        Returns None if requests and tenants are not filtered.
+        """
         look = process.followed.look
         if look is None or not (self.filter.request or self.filter.tenant):
             return None
@@ -199,7 +203,7 @@ class TopView:
         return lit
 
     def told(self, process: WatchedProcess, pool: PoolLook, first: int, count: int) -> str:
-        """Describes pages: their states, their owners, and the age of idle ones."""
+        """Describes some pages: their states, their owners, and how soon the idle ones are evicted."""
         cells = process.followed.cells[pool.name][first : first + count]
         states = np.bincount(states_of(cells), minlength=len(PageState))
         parts = [f"{states[state]:,} {state.name.lower()}" for state in PageState if states[state]]
@@ -212,7 +216,7 @@ class TopView:
         return f"{process.name}/{pool.name} {pages}: " + ", ".join(parts)
 
     def _names(self, look: Look | None, pool: str, cells: Cells) -> list[str]:
-        """Returns the owners with the most of these pages, at most five."""
+        """Returns the owners of most of these pages, at most five of them."""
         if look is None:
             return []
         owners = look.owners
