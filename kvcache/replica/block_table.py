@@ -7,7 +7,7 @@ has a list of pages in the table. For layers with a window, only the pages that 
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -16,9 +16,6 @@ from numpy.typing import ArrayLike, NDArray
 from kvcache.errors import InvalidRequestError
 from kvcache.replica.hashing import PrefixHasher
 from kvcache.types import RequestID
-
-if TYPE_CHECKING:
-    from kvcache.replica.context import SafeContext
 
 Pages = NDArray[np.int32]
 
@@ -155,7 +152,9 @@ class PendingImport:
     on_free: Callable[[], None] = _nothing  # called after the pages of the cancelled import were freed
     told: list[BlockTable] = field(default_factory=list[BlockTable])  # tables whose pages no copier has taken yet
     others: tuple[BlockTable, ...] = ()  # tables of other managers that hold some of the same tokens
-    prompt: "SafeContext | None" = None  # the prompt, if no request waits for the pages (`PageContents.import_pages`)
+    # A copy of the tokens up to the end of the pages, if no request waits for them (`PageContents.import_pages`). The
+    # context may drop tokens and get others meanwhile.
+    prompt: NDArray[np.integer[Any]] | None = None
 
     @property
     def tokens(self) -> tuple[int, int]:

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.errors import BlockTableMismatchError
+from kvcache.arguments import whole
+from kvcache.errors import BlockTableMismatchError, InvalidRequestError
 from kvcache.replica import imports
 from kvcache.replica.block_table import BlockTable, PageDigests, PendingImport
 from kvcache.replica.context import Context, check_context, hasher_of, read_context
@@ -46,7 +47,7 @@ class PageContents:
 
         A page counts if the replica's devices have it. A recurrent state counts if the devices or host memory have it.
         """
-        replica = self._replicas[replica_idx]
+        replica = self._replicas[self._index("cached", replica_idx)]
         digests = np.frombuffer(wanted.digests, np.uint64).reshape(-1, DIGEST_BYTES[replica.hash_algorithm] // 8)
         return replica.tables.find(0, digests, replica.ends(digests)).end * replica.page_size if len(digests) else 0
 
@@ -114,12 +115,15 @@ class PageContents:
         request computes the prompt meanwhile, it finds the imported pages once it has computed all pages before them.
         `table` and `others` are as for `import_block_table`; their pages must have this manager's page size, and their
         digests its algorithm. Returns None if the import would take more than half of the free pages. Raises
-        `BlockTableMismatchError` if a table does not fit the context.
+        `BlockTableMismatchError` if a table does not fit the context, and `InvalidRequestError` if there is no such
+        replica.
         """
         self._mark.check("contents.import_pages")
         check_context(context, "contents.import_pages")
+        read = read_context(context)
+        replica_idx = self._index(f"request {read.request_id!r}", replica_idx)
         replica = self._replicas[replica_idx]
-        pending = imports.check_pages(replica, replica_idx, read_context(context), table, others)
+        pending = imports.check_pages(replica, replica_idx, read, table, others)
         with self._mark.changing("contents.import_pages", pending):
             return pending if imports.begin_pages(replica, pending, table) else None
 
@@ -133,12 +137,16 @@ class PageContents:
         with self._mark.changing("contents.commit_pages", pending):
             imports.finish_pages(replica, pending, proof)
 
+    def _index(self, name: str, replica_idx: int) -> int:
+        """The index of a replica, checked."""
+        return whole(f"{name}: replica_idx", replica_idx, 0, len(self._replicas) - 1, InvalidRequestError)
+
     def _wanted(self, name: RequestID, replica_idx: int, wanted: PageDigests) -> tuple[Replica, NDArray[np.uint64]]:
         """The replica, and the wanted digests as an array.
 
         Raises `BlockTableMismatchError` if they cannot be compared.
         """
-        replica = self._replicas[replica_idx]
+        replica = self._replicas[self._index(f"request {name!r}", replica_idx)]
         if wanted.first_page and not replica.lends_any_part:
             kept = "recurrent states (params.states)" if replica.tables.is_plain else "(params.groups)"
             raise BlockTableMismatchError(

@@ -116,6 +116,8 @@ def check_others(
     replica: Replica, context: SafeContext, table: BlockTable, others: Sequence[BlockTable], *, partial: bool
 ) -> None:
     """Raise `BlockTableMismatchError` unless `others` hold a prefix of the context, too, in pages of the same size."""
+    needed = "a sequence of BlockTables"
+    of_kind(f"request {context.request_id!r}: others", others, Sequence, needed, BlockTableMismatchError)
     hasher: PrefixHasher | None = None
     for other in others:
         hasher = check_table(replica, context, other, hasher, last=True)
@@ -230,8 +232,7 @@ def begin_import(
     Returns None if there are too few pages.
     """
     hasher = check_table(replica, context, table, last=not partial)
-    if others:
-        check_others(replica, context, table, others, partial=partial)
+    check_others(replica, context, table, others, partial=partial)
     replica.refuse_pending(row, "import_block_table")
     if replica.rows.num_pages[row]:
         raise InvalidRequestError(
@@ -365,7 +366,7 @@ def check_pages(
         parts=[ImportPart(table.first_page * size, _NO_PAGES)],
         hasher=hasher,
         others=tuple(others),
-        prompt=context,
+        prompt=context.tokens[: table.num_tokens].copy(),
     )
 
 
@@ -393,9 +394,9 @@ def finish_pages(replica: Replica, pending: PendingImport, proof: ImportProof | 
         )
     _check_proof(replica, pending, proof, "commit_pages")
     first, stop = (token // size for token in pending.tokens)
-    names = hasher.digests(prompt.tokens, first, stop)
+    names = hasher.digests(prompt, first, stop)
     if replica.log.is_read:
-        run = token_bytes(prompt.tokens[first * size : stop * size])
+        run = token_bytes(prompt[first * size : stop * size])
         replica.log.describe(([hasher], np.array([first]), np.array([stop]), [run]))
     written = pending.written[: stop - first]
     is_new = pool.index.publish(written, names) == written

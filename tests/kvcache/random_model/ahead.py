@@ -13,9 +13,9 @@ import numpy as np
 from kvcache import FUTURE_TOKEN, Batch, InvalidRequestError, StepInFlight, TextContext
 from tests.kvcache.kv import Named, Run
 from tests.kvcache.random_model import seam
-from tests.kvcache.random_model.handover import ImportMoves
 from tests.kvcache.random_model.matrix import LONGEST
 from tests.kvcache.random_model.plain import Request
+from tests.kvcache.random_model.tails import TailMoves
 
 
 @dataclass(eq=False)
@@ -40,7 +40,7 @@ class Flight:
     batch: Batch | None
 
 
-class AheadMoves(ImportMoves):
+class AheadMoves(TailMoves):
     """Up to two steps are in flight. A device runs them later, in their order."""
 
     def __init__(self, *args: Any) -> None:

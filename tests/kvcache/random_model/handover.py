@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import torch
 
-from kvcache import BlockTable, ImportCopier, PageCopy, PendingImport, PromptTooLongError, TextContext
+from kvcache import BlockTable, ImportCopier, ImportProof, PageCopy, PendingImport, PromptTooLongError, TextContext
 from tests.kvcache.kv import kv_of
 from tests.kvcache.random_model import seam
 from tests.kvcache.random_model.matrix import BUILT, LONGEST, PAGE_SIZE, ROWS, World, build
@@ -39,6 +39,7 @@ class ImportMoves(Moves):
     def __init__(self, choose: Any, world: World, features: frozenset[str] | None = None, *more: Any) -> None:
         self.imports: dict[str, Import] = {}
         self.stray: list[Import] = []  # imports that were cancelled or left, whose copiers may still write
+        self.closed: tuple[PendingImport | None, ImportProof | None] = (None, None)  # the last one that was committed
         super().__init__(choose, world, features, *more)
         self.source = None
 
@@ -166,6 +167,7 @@ class ImportMoves(Moves):
         proof = self.call("prove", copier.prove)
         del self.imports[one.name]
         self.call("commit_import", lambda: self.manager.commit_import(context, pending, proof))
+        self.closed = pending, proof
         one.cached, one.ends = context.start_idx, mine.ends
         assert one.cached >= mine.table.num_tokens, f"{one.name}: goes on from {one.cached} after its import"
         one.ready = one.room >= len(one.tokens)

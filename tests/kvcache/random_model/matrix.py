@@ -24,15 +24,20 @@ PAGE_SIZE, ROWS, LONGEST = 3, 4, 60
 BUILT = ("window", "chunk", "windows alone", "latents", "states apart", "states in slabs", "host", "files", "objects")
 BUILT += ("quotas", "partial", "peer copies", "replicas", "shards")
 CALLED = ("hints", "drafts", "imports", "leases", "lends", "forks", "preemption", "batches", "renames", "stale")
-CALLED += ("own contexts", "resets", "hostile", "interrupts", "overlap")
+CALLED += ("own contexts", "resets", "hostile", "interrupts", "overlap", "tails")
 FEATURES = BUILT + CALLED
 NEEDED = {"files": "host", "objects": "host", "peer copies": "replicas"}
 """Features that need another one. If such a feature is wanted, both are used."""
 ONE_OF = tuple(
     frozenset(one)
-    for one in (("states apart", "states in slabs"), ("overlap", "states apart"), ("overlap", "states in slabs"))
+    for one in (
+        *(("states apart", "states in slabs"), ("overlap", "states apart"), ("overlap", "states in slabs")),
+        *(("tails", one) for one in ("states apart", "states in slabs", "window", "chunk", "windows alone")),
+    )
 )
-"""Features that exclude each other. For example, steps cannot be fetched ahead with recurrent states."""
+"""Features that exclude each other. For example, steps cannot be fetched ahead with recurrent states. With windows and
+states no tail is imported either: `wrong_tail` checks the refusal.
+"""
 
 _STATES = "it must be 0 with states, because a state is kept only after whole pages"
 REFUSED: dict[frozenset[str], str] = {
@@ -123,7 +128,7 @@ def build(
 
     It sometimes lacks prefix caching, if no feature needs that.
     """
-    needs_caching = {"host", "quotas", "partial", "peer copies", "hints", "lends"} & features
+    needs_caching = {"host", "quotas", "partial", "peer copies", "hints", "lends", "tails"} & features
     caching = bool(needs_caching or choose.integer(0, 3))
     dp, tp = (2 if "replicas" in features else 1), (2 if "shards" in features else 1)
     if layers:  # the same layers as another manager

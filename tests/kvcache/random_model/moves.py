@@ -936,7 +936,8 @@ class Moves:
             return False
         at, context = self.choose.integer(0, len(self.books.replicas) - 1), self.newcomer()
         replica, contents = self.books.replicas[at], self.manager.contents
-        wanted, most = contents.digests(context), self.choose.pick((1 << 20, 1 << 20, 3))
+        first = self.choose.integer(0, (context.end_idx - 1) // PAGE_SIZE) if contents.takes_any_part else 0
+        wanted, most = contents.digests(context, first), self.choose.pick((1 << 20, 1 << 20, 3))
         if "host" in self.features and self.choose.integer(0, 1):
             self.books.orders.blurred = True
             self.call("contents.bring", lambda: contents.bring("asker", at, wanted, most))
@@ -948,13 +949,17 @@ class Moves:
         names, states = self.books.names, bool(self.manager.states)
         end = replica.resume(
             asked,
-            0,
+            first,
             lambda _, what: replica.has(what),
             lambda what: not states or names.digest_of.get(what) in replica.kept,
         )
+        if not states:
+            assert contents.cached(at, wanted) == (end - first) * PAGE_SIZE
         found = self.call("contents.lease", lambda: contents.lease("asker", at, wanted, most))
         if found is None:
-            needs_none = not end or (not states and all(table.seen(end * PAGE_SIZE) == end for table in replica.tables))
+            needs_none = end == first or (
+                not states and all(table.seen(end * PAGE_SIZE) == end for table in replica.tables)
+            )
             assert needs_none or most < 1 << 20, f"{end} pages are there, and none is lent"
             return False
         ours, table = found
@@ -966,7 +971,7 @@ class Moves:
             self.books.touch_state(at, after)
             lease.state = replica.kept[after], after
         for number, (of, pages) in enumerate(zip(replica.tables, table.groups, strict=not states)):
-            columns = range(of.seen(table.num_tokens), end)
+            columns = range(max(first, of.seen(table.num_tokens)), end)
             whats = [content(number, asked.tokens, asked.named, column) for column in columns]
             assert [*pages] == [replica.page_of(what) for what in whats], "other pages are lent"
             if pages:

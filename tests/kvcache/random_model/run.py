@@ -47,6 +47,7 @@ SIGNS: dict[str, tuple[str, ...]] = {
     "hostile": ("wrong call",),
     "interrupts": ("interrupted",),
     "overlap": ("land",),
+    "tails": ("tail",),
 }
 
 
@@ -55,11 +56,12 @@ class Model(AheadMoves):
 
     def __init__(self, choose: Any, world: World, *more: Any) -> None:
         super().__init__(choose, world, *more)
-        self.closed: tuple[Any, Any] = (None, None)
         self.interrupts = Interrupts(self.manager, choose) if "interrupts" in self.features else None
         self.wrong = None
         if "hostile" in self.features:
-            self.wrong = WrongCalls(self.manager, choose, self.live, self.open_import, lambda: self.closed)
+            self.wrong = WrongCalls(
+                self.manager, choose, self.live, self.open_import, self.open_tail, lambda: self.closed
+            )
 
     @classmethod
     def of(cls, seed: int, features: Iterable[str] = (), params: dict[str, Any] | None = None) -> Model:
@@ -70,6 +72,10 @@ class Model(AheadMoves):
     def open_import(self) -> tuple[Any, Any, Any] | None:
         mine = next(iter(self.imports.values()), None)
         return None if mine is None else (mine.pending, mine.one.context, mine.copier)
+
+    def open_tail(self) -> tuple[Any, Any] | None:
+        mine = next(iter(self.tails), None)
+        return None if mine is None else (mine.pending, mine.copier)
 
     def call(self, name: str, call: Callable[[], T]) -> T:
         return call() if self.interrupts is None else self.interrupts.call(name, call)
@@ -100,9 +106,10 @@ class Model(AheadMoves):
             self.interrupts.recover({name: one.context for name, one in self.live.items()})
         self.end_unknown(before)
         self.leases = [lease for lease in self.leases if not lease.ours.is_over]
-        for mine in self.stray:
+        for mine in [*self.stray, *self.left_tails]:
             manager.cancel_import(mine.pending)
         self.stray = [mine for mine in self.stray if mine.copier is not None and not mine.copier.is_over]
+        self.left_tails = [mine for mine in self.left_tails if mine.copier is not None and not mine.copier.is_over]
         books.lenient = True
         books.host_foretold = False
         for one in self.live.values():
@@ -125,9 +132,12 @@ class Model(AheadMoves):
         assert report.call is None
         for one in before | dict.fromkeys(self.live.values(), ()):
             self.name(one)
-        for mine in self.imports.values():  # takes copiers that the interrupted call did not return
+        for mine in (*self.imports.values(), *self.tails):  # takes copiers that the interrupted call did not return
             mine.copier = mine.copier or next((one for one in report.copiers if one.pending is mine.pending), None)
-        known = [*self.imports.values(), *self.stray]
+        for mine in [mine for mine in self.tails if mine.is_taken]:  # its proof may be lost
+            self.tails.remove(mine)
+            self.drop(mine)
+        known = [*self.imports.values(), *self.stray, *self.tails, *self.left_tails]
         copiers = [mine.copier for mine in known if mine.copier is not None]
         self.end_unknown_steps(report.steps)
         end_unknown(manager, report, [one.ours for one in self.leases], [mine.pending for mine in known], copiers)

@@ -8,11 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
 from kvcache import (
     Batch,
+    BlockTable,
     ImportProof,
     KVCacheError,
     KVCacheParams,
@@ -22,6 +24,7 @@ from kvcache import (
     Routing,
     TextContext,
 )
+from kvcache.replica.hashing import PrefixHasher
 from kvcache.steps_in_flight import StepsInFlight
 from tests.kvcache.books import Books, books_of, first_difference
 from tests.kvcache.build import manager_of
@@ -70,7 +73,8 @@ class WrongCalls:
 
     Args:
         live: the claimed requests, by name.
-        imports: an open import with its context and its copier (None if no caller has one); empty if none is open.
+        imports: an open import with its context and its copier (None if no caller has one); None if none is open.
+        tails: an open import that no request waits for, with its copier, as above.
         old: a closed import and the proof that it was committed with, as far as they exist.
 
     Attributes:
@@ -83,9 +87,11 @@ class WrongCalls:
         choose: Chooser,
         live: dict[str, Request],
         imports: Callable[[], tuple[Any, TextContext, Any] | None],
+        tails: Callable[[], tuple[Any, Any] | None],
         old: Callable[[], tuple[Any, Any]],
     ) -> None:
-        self.manager, self.choose, self.live, self.imports, self.old = manager, choose, live, imports, old
+        self.manager, self.choose, self.live = manager, choose, live
+        self.imports, self.tails, self.old = imports, tails, old
         self.seen: Counter[str] = Counter()
         self.other = manager_of(8, page_size=PAGE_SIZE, rows=2, checks=False, dtype=torch.int64)
         self.stranger = TextContext([1, 2, 3, 4], 20, "stranger")
@@ -245,7 +251,90 @@ class WrongCalls:
     def wrong_table(self) -> Wrong | None:
         context = self.any_context()
         table = self.other.block_table("stranger")
-        return context and (lambda: self.manager.import_block_table(context, self.pick([*nothing_right(), table])))
+        calls: list[Callable[[Any], object]] = [
+            lambda one: self.manager.import_block_table(one, self.pick([*nothing_right(), table])),
+            lambda one: self.manager.import_block_table(one, table, others=self.no_tables()),
+        ]
+        return context and (lambda: self.pick(calls)(context))
+
+    def no_tables(self) -> Any:
+        """Anything but a list of block tables."""
+        nothing = [one for one in nothing_right() if type(one) is not list]  # an empty list names no further table
+        return self.pick([*nothing, None, 5, "ab", [None], [self.stranger], [[]], {1: 2}])
+
+    def wrong_tail(self) -> Wrong:
+        """`import_pages` with a wrong context, replica or table, or on a manager that has no use for such pages."""
+        contents, context = self.manager.contents, TextContext([1] * (2 * PAGE_SIZE + 1), 99, "tail")
+        algorithm = self.manager.params.hash_algorithm
+        hasher = PrefixHasher(algorithm, PAGE_SIZE, None, ())
+        digests = hasher.digests(context.tokens, 0, 2).tobytes()
+        fine = BlockTable("told", 0, 2 * PAGE_SIZE, PAGE_SIZE, ((1, 2),), "", algorithm, digests)
+        if not contents.takes_any_part:
+            return lambda: contents.import_pages(context, 0, fine)
+        field, values = self.pick(
+            [
+                ("num_tokens", [*no_integer(), 5, 7, 2 * PAGE_SIZE + 1, 3 * PAGE_SIZE]),
+                ("page_size", [*no_size(), 2 * PAGE_SIZE, PAGE_SIZE - 1]),
+                ("first_page", [*no_integer(0), 1, 2, 3]),
+                ("groups", [*nothing_right(), None, ((1,),), ((1, 1),), ((0, 1),), ((1, 2, 3),), ((1, 2), (1,))]),
+                ("digests", [*nothing_right(), None, b"", digests[:-1], digests[::-1], bytes(len(digests))]),
+                ("hash_algorithm", [*no_text(), None, "", "md5", "xxh3_128" if algorithm == "sha256" else "sha256"]),
+                ("kinds", [Wild(), 1.5, None, ("window",), ("full",)]),
+            ]
+        )
+        wrong = msgspec.structs.replace(fine, **{field: self.pick(values)})
+        named = TextContext(context.tokens, 99, "tail", cache_salt="of another tenant")
+        short, replica = (
+            TextContext(context.tokens[:-1], 99, "tail"),
+            self.pick([*no_integer(0), self.manager.num_replicas]),
+        )
+        calls: list[Wrong] = [
+            lambda: contents.import_pages(self.pick([*nothing_right(), None, named, short]), 0, fine),
+            lambda: contents.import_pages(context, replica, fine),
+            lambda: contents.import_pages(context, 0, self.pick([*nothing_right(), None, wrong])),
+            lambda: contents.import_pages(context, 0, fine, self.pick([self.no_tables(), [wrong], [fine, None]])),
+        ]
+        return self.pick(calls)
+
+    def wrong_replica_of_contents(self) -> Wrong | None:
+        """A lookup by content on a replica that does not exist."""
+        if not self.manager.enable_prefix_caching:
+            return None
+        contents, wrong = self.manager.contents, self.pick([*no_integer(0), self.manager.num_replicas])
+        wanted = contents.digests(TextContext([1] * 9, 99, "asker"))
+        calls: list[Wrong] = [
+            lambda: contents.cached(wrong, wanted),
+            lambda: contents.lease("asker", wrong, wanted, 9),
+            lambda: contents.bring("asker", wrong, wanted, 9),
+        ]
+        return self.pick(calls)
+
+    def wrong_end_of_a_tail(self) -> Wrong | None:
+        """`commit_pages` of a wrong import or with a wrong proof, and other calls with an import of pages alone."""
+        manager, commit, context = self.manager, self.manager.contents.commit_pages, self.any_context()
+        (old, used), tail, mine = self.old(), self.tails(), self.imports()
+        forged = ImportProof("tail", 1 << 20)
+        proofs = [*nothing_right(), None, forged, *([] if used is None else [used])]
+        calls: list[Wrong] = [lambda: commit(self.pick([*nothing_right(), None]), forged)]
+        if old is not None:
+            calls += [lambda: commit(old, used)]
+        if mine is not None:
+            calls += [lambda: commit(mine[0], None if mine[2] is None else mine[2].proof)]
+        if tail is not None:
+            pending, copier = tail
+            calls += [
+                lambda: commit(pending, self.pick(proofs)),
+                lambda: commit(copy.copy(pending), self.pick(proofs)),
+                lambda: manager.cancel_import(copy.copy(pending)),
+                lambda: self.other.contents.commit_pages(pending, forged),
+                lambda: self.other.cancel_import(pending),
+                lambda: copier.prove() if copier is not None else commit(pending, None),
+            ]
+            if context is not None:
+                table = self.other.block_table("stranger")
+                calls += [lambda: manager.commit_import(context, pending, self.pick(proofs))]
+                calls += [lambda: manager.extend_import(context, pending, table, last=True)]
+        return self.pick(calls)
 
     def wrong_commit(self) -> Wrong | None:
         """`commit_import` with a wrong context, import or proof, or of a closed import."""

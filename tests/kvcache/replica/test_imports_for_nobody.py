@@ -231,6 +231,41 @@ def test_pages_of_another_salt_are_refused(served: Any) -> None:
     it.manager.cancel_import(pending)
 
 
+@pytest.mark.parametrize("replica", [-1, 1, None, True, "0", 0.0])
+def test_a_replica_that_does_not_exist_is_named_with_the_request(served: Any, replica: Any) -> None:
+    source, it = served(), served()
+    source.serve(PROMPT)
+    contents, context, table = it.manager.contents, it.waiting(PROMPT), lent(source, 4)
+    wanted = contents.digests(context)
+    calls: list[tuple[str, Callable[[], object]]] = [
+        (f"request {context.request_id!r}", lambda: contents.import_pages(context, replica, table)),
+        ("request 'asker'", lambda: contents.lease("asker", replica, wanted, 9)),
+        ("request 'asker'", lambda: contents.bring("asker", replica, wanted, 9)),
+        ("cached", lambda: contents.cached(replica, wanted)),
+    ]
+    for name, call in calls:
+        with pytest.raises(InvalidRequestError, match=f"{name}: replica_idx is {replica!r}: an integer from 0 to 0"):
+            call()
+    assert it.manager.num_held_blocks == 0
+
+
+@pytest.mark.parametrize("others", [5, None, "ab", [None], {1}, [b""]])
+def test_what_is_no_list_of_further_tables_is_refused_and_the_manager_goes_on(served: Any, others: Any) -> None:
+    source, it = served(), served()
+    source.serve(PROMPT)
+    context, table = it.claim(PROMPT), lent(source, 0)
+    for call in (
+        lambda: it.manager.contents.import_pages(context, 0, table, others),
+        lambda: it.manager.import_block_table(context, table, others=others),
+    ):
+        with pytest.raises(
+            BlockTableMismatchError, match=rf"request '{context.request_id}': .* is .*BlockTable.* is needed"
+        ):
+            call()
+    assert it.manager.num_held_blocks == 0
+    assert rest(it, context)[0] == 0
+
+
 @pytest.mark.parametrize("options", [{"caching": False}, {"groups": True}])
 def test_a_model_that_has_no_use_for_later_pages_takes_none(served: Any, options: dict[str, Any]) -> None:
     source = served()
@@ -294,6 +329,23 @@ def test_routers_learn_of_the_pages_and_their_order(served: Any) -> None:
         mirror.settle(it.manager, 0)
         mirror.check_same(it.manager, 0)
         assert len(mirror.tree) == 8
+
+
+def test_routers_learn_the_tokens_of_the_pages_even_if_the_prompt_has_others_by_now(served: Any) -> None:
+    source, it = served(), served(params={"kv_events": KVEvents("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")})
+    source.serve(PROMPT)
+    with Mirror(it.manager.kv_event_endpoints[0]).begin() as mirror:
+        context = it.waiting(PROMPT)
+        pending = brought(it, source, context, lent(source, 4))
+        context.set_token_indices(active_idx=20, end_idx=20)  # drops the tokens of three pages
+        for token in range(100, 113):
+            context.update(token)
+        it.manager.contents.commit_pages(pending, proven(it.manager, pending))
+        mirror.settle(it.manager, 0)
+        tokens = {one for one, _ in mirror.there["GPU"].values()}
+        assert tokens == {(*PROMPT,)[first : first + SIZE] for first in range(16, 32, SIZE)}
+    assert it.serve(PROMPT) == 0
+    assert it.serve(PROMPT) == 32
 
 
 def test_the_host_keeps_them_when_they_are_evicted(served: Any) -> None:
