@@ -16,6 +16,7 @@ _DOORS: dict[str, dict[str, str]] = {
     "kvcache": {
         "claims": "misuse replicas manager replica/batch",
         "copies": "quantization layout",
+        "errors": "under_way",
         "events/log": "events/grouped_events events/events",
         "families": "prometheus",
         "layout": "layout quantization",
@@ -46,7 +47,6 @@ _DOORS: dict[str, dict[str, str]] = {
         "tiers/page_objects": "tiers/object_tier",
         "tiers/object_tier": "tiers/object_tier tiers/object_tables tiers/read_rates",
         "tiers/tiers": "tiers/host_tier tiers/object_tier replica/pages_below replica/lent_tables",
-        "types": "manager",
         "watch/book": "watch/endpoint watch/log",
         "watch/cells": "watch/endpoint",
         "watch/follower": "watch/endpoint",
