@@ -33,12 +33,12 @@ class PrefixIndex:
         self._bucket_mask = buckets - 1
         # An array, because numpy takes twice as long with a Python int.
         self._bucket_masks = np.array(self._bucket_mask)
-        # One link for each page, then one for each bucket: the next page in the chain, or `NO_PAGE` at its end.
-        self._links = np.zeros(num_pages + 1 + buckets, np.int32)
-        self._before = np.zeros(num_pages + 1, np.int32)  # by published page: the link that points to it
         self._first = num_pages + 1  # the link of the first bucket
+        # One link for each page, then one for each bucket: the next page in the chain, or `NO_PAGE` at its end.
+        self._links = np.zeros(self._first + buckets, np.int32)
+        self._before = np.zeros(self._first, np.int32)  # by published page: the link that points to it
         self._heads = self._links[self._first :]  # a view
-        self._digests = np.zeros((num_pages + 1, digest_words), np.uint64)
+        self._digests = np.zeros((self._first, digest_words), np.uint64)
         # A view with one item a page. Here and below, `put` and `take` need a quarter of the time of indexing by rows.
         self._records = self._digests.view(f"V{8 * digest_words}").reshape(-1)
         self._words = self._digests[:, 0]  # the first word nearly always tells two digests apart
@@ -87,7 +87,7 @@ class PrefixIndex:
         if not pages.size:
             return
         at = pages.astype(INDEX)
-        self._changed(at, False, self.digests_of(at) if self.journal.changed else None)
+        self._changed(at, False)
         self._unlink_pages(at)
 
     def _unlink_pages(self, at: Buckets) -> None:
@@ -95,17 +95,14 @@ class PrefixIndex:
         # If two neighbours in a chain are removed, the second one waits for the next round. Otherwise each would
         # rewrite a link that the other has already read.
         while (first := np.count_nonzero(linked := self._linked[link := before.astype(INDEX)])) < len(link):
-            if not first:
-                raise InvariantError(f"page {at[0]} is not in the chain of its digest")
             others = at[~linked]
-            if len(others) > _FEW:
+            if first and len(others) > _FEW:
                 self._unlink(at[linked], before[linked], link[linked])
                 at, before = others, self._before[others]
-                continue
-            for page in others.tolist():  # removed one by one, in any order
-                self._unlink_one(page)
-            at, before, link = at[linked], before[linked], link[linked]
-            break
+            else:
+                for page in others.tolist():  # removed one by one, in any order
+                    self._unlink_one(page)
+                at, before = at[linked], before[linked]
         self._unlink(at, before, link)
 
     def rename(self, pages: Pages, others: Pages) -> None:
@@ -234,7 +231,7 @@ class PrefixIndex:
             return
         at = pages.astype(INDEX)
         self._records.put(at, digests.view(self._records.dtype).reshape(-1))
-        self._changed(at, True, digests)
+        self._changed(at, True)
         self._link(pages, buckets)
 
     def _link(self, pages: Pages, buckets: Buckets) -> None:
@@ -253,7 +250,7 @@ class PrefixIndex:
                 return
             at, pages, buckets = at[lost], pages[lost], buckets[lost]
 
-    def _changed(self, pages: Buckets | int, come: bool, digests: Digests | None = None) -> None:
+    def _changed(self, pages: Buckets | int, come: bool) -> None:
         """Mark `pages` as published if `come`, else as not published, and notify readers.
 
         Every change of the index goes here.
@@ -261,8 +258,9 @@ class PrefixIndex:
         self.published[pages] = come
         self.generation += 1
         if told := self.journal.changed:
+            digests = self._digests.item(pages, -1) if isinstance(pages, int) else self.digests_of(pages)
             for tell in told:
-                tell(pages, come, self._digests.item(pages, -1) if digests is None else digests)
+                tell(pages, come, digests)
 
     def _unlink(self, at: Buckets, before: Pages, link: Buckets) -> None:
         """Remove `at` from their chains. `before`: the link that points to each page.

@@ -172,9 +172,6 @@ class PagePool:
             self.release(pages)
             return
         first = np.unique(at, return_index=True)[1]
-        if len(first) == len(at):
-            self.release(pages)
-            return
         np.subtract.at(self.holders, at, 1)
         pages = pages[np.sort(first)]
         if self.parked:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from itertools import count
+from typing import Any
 
 import numpy as np
 import pytest
@@ -68,9 +69,11 @@ def test_a_hit_compares_the_whole_digest(words: int) -> None:
 
 def test_no_chain_is_walked_for_pages_that_lie_behind_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     index = PrefixIndex(20, 4)
-    index.publish(pages(1, 2), digests(0, 1))
+    everything = digests(*range(8))
+    everything[2:, 0] = np.arange(6) * 32  # one bucket of the 32
+    index.publish(pages(1, 2, 3), everything[[0, 1, 2]])
     monkeypatch.setattr(PrefixIndex, "_find_exactly", lambda *_: pytest.fail("two digests share their first word"))
-    assert index.find(digests(5, 0, 6, 1)).tolist() == [NO_PAGE, 1, NO_PAGE, 2]
+    assert index.find(everything).tolist() == [1, 2, 3, *[NO_PAGE] * 5]
 
 
 def test_digests_that_share_their_first_word_are_told_apart() -> None:
@@ -100,6 +103,15 @@ def test_one_crowded_bucket_can_be_filled_and_emptied_in_any_order() -> None:
         index.withdraw(pages(*(set(range(1, 51)) - set((gone + 1).tolist()))))
 
 
+@pytest.mark.parametrize(("num_pages", "buckets"), [(1, 8), (8, 8), (9, 16), (16, 16), (17, 32)])
+def test_there_are_as_many_chains_as_pages_and_every_bit_of_a_digest_chooses_one(num_pages: int, buckets: int) -> None:
+    index = PrefixIndex(num_pages, 1)
+    words = np.arange(num_pages, dtype=np.uint64) + np.uint64(num_pages * buckets)
+    index.publish(np.arange(1, num_pages + 1, dtype=np.int32), words.reshape(-1, 1))
+    assert len(index._heads) == buckets
+    assert np.count_nonzero(index._heads) == num_pages
+
+
 def test_a_long_chain_is_followed_to_its_end() -> None:
     index = PrefixIndex(50, 4)
     everything = digests(*range(60))
@@ -115,9 +127,20 @@ def test_a_long_chain_is_followed_to_its_end() -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 39), unique=True)), max_size=30))
 def test_any_sequence_equals_a_dict(moves: list[tuple[bool, list[int]]]) -> None:
-    index, known = PrefixIndex(40, 4), dict[int, int]()
+    index, known, told = PrefixIndex(40, 4), dict[int, int](), dict[int, list[int]]()
     everything = digests(*range(40))
     everything[::3, 0] = 7  # some share a bucket
+
+    class Reader(PageReader):
+        def changed(self, pages: Any, come: bool, digests: Any) -> None:
+            for page, digest in zip(pages.tolist(), digests.tolist(), strict=True):
+                if come:
+                    assert page not in told
+                    told[page] = digest
+                else:
+                    assert told.pop(page) == digest
+
+    index.journal.read(Reader())
     for add, names in moves:
         if add:
             free = [page for page in range(1, 41) if page not in known.values()]
@@ -130,6 +153,7 @@ def test_any_sequence_equals_a_dict(moves: list[tuple[bool, list[int]]]) -> None
             index.withdraw(pages(*gone))
         index.check()
         assert index.find(everything).tolist() == [known.get(name, NO_PAGE) for name in range(40)]
+        assert told == {page: everything[name].tolist() for name, page in known.items()}
 
 
 def test_generation_counts_changes_only() -> None:
@@ -178,6 +202,12 @@ def test_a_page_that_is_not_there_cannot_be_withdrawn() -> None:
             index.withdraw_one(3)
         with pytest.raises(InvariantError, match="page 3 is not in the chain"):
             index.withdraw(gone)
+    index = PrefixIndex(40, 4)
+    index.publish(np.arange(1, 41, dtype=np.int32), digests(*range(40), bucket=3))
+    behind = np.flatnonzero(index._before[1:] < 41).astype(np.int32) + 1
+    index.clear()
+    with pytest.raises(InvariantError, match="is not in the chain"):
+        index.withdraw(behind)  # more than are removed one by one
 
 
 def test_what_is_found_elsewhere_has_neither_come_nor_gone() -> None:
