@@ -68,21 +68,15 @@ class PagePool:
         """
         if count == 1:
             return np.array([self.allocate_one()], np.int32)
-        fresh = min(count, self._fresh_count)
-        self._fresh_count -= fresh
-        pages = self._fresh[self._fresh_count : self._fresh_count + fresh]
-        if fresh < count:
-            told = self.journal
-            evicted = self._pop_and_tell(count - fresh) if told.gone else self.idle.pop(count - fresh)
-            ascending = evicted.copy()
-            ascending.sort()  # sorted, because neighbouring pages share cache lines of the arrays
-            self.index.withdraw(ascending)
-            self.evictions += len(evicted)
-            for save in told.going:
-                save(evicted)
-            pages = np.sort(np.concatenate((pages, evicted))) if fresh else ascending
+        evicted = count - self._fresh_count
+        if evicted > 0:
+            pages = self._evict_next(evicted)
+            if self._fresh_count:
+                pages = np.sort(np.concatenate((self._fresh[: self._fresh_count], pages)))
+                self._fresh_count = 0
         else:
-            pages = pages.copy()
+            self._fresh_count -= count
+            pages = self._fresh[self._fresh_count : self._fresh_count + count].copy()
             pages.sort()  # takes half the time of `np.sort`
         self.holders[pages.astype(INDEX)] = _ONE
         return pages
@@ -284,6 +278,18 @@ class PagePool:
         self.idle.mend(idle)
         self._fresh_count = 0
         self._push_fresh(fresh[::-1])
+
+    def _evict_next(self, count: int) -> Pages:
+        """Evict the next `count` pages. Returns them in ascending order."""
+        told = self.journal
+        evicted = self._pop_and_tell(count) if told.gone else self.idle.pop(count)
+        pages = evicted.copy()
+        pages.sort()  # before the withdrawal, because neighbouring pages share cache lines of the arrays
+        self.index.withdraw(pages)
+        self.evictions += count
+        for save in told.going:
+            save(evicted)
+        return pages
 
     def _pop_and_tell(self, count: int) -> Pages:
         """Pop the next pages of the order, and tell readers why they were evicted."""
