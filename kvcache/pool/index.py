@@ -31,9 +31,10 @@ class PrefixIndex:
         self.digest_words = digest_words
         buckets = 1 << max(3, (num_pages - 1).bit_length())
         self._bucket_mask = buckets - 1
-        # An array, because numpy takes twice as long with a Python int.
+        # Here and in `_firsts` an array, because numpy takes twice as long with a Python int.
         self._bucket_masks = np.array(self._bucket_mask)
         self._first = num_pages + 1  # the link of the first bucket
+        self._firsts = np.array(self._first)
         # One link for each page, then one for each bucket: the next page in the chain, or `NO_PAGE` at its end.
         self._links = np.zeros(self._first + buckets, np.int32)
         self._before = np.zeros(self._first, np.int32)  # by published page: the link that points to it
@@ -244,7 +245,7 @@ class PrefixIndex:
             # head. The others go through the loop again.
             written = self._heads[buckets]
             self._before[heads.astype(INDEX)] = written  # an entry for the null page is never read
-            self._before[at] = buckets + self._first
+            self._before[at] = buckets + self._firsts
             lost = (written != pages).nonzero()[0]
             if not lost.size:
                 return

@@ -11,7 +11,7 @@ from kvcache.errors import InvalidRequestError, SequenceTooLongError
 from kvcache.events.log import AnyLog
 from kvcache.replica.context import FUTURE_TOKEN, Context, TextContext, computed_of
 from kvcache.replica.hashing import PrefixHasher, next_digests, token_bytes
-from kvcache.replica.rows import NEVER, Ints, Rows, rows_at
+from kvcache.replica.rows import NEVER, ONE, Ints, Rows, rows_at
 
 HasherOf = Callable[[int, int, Context], PrefixHasher]
 """Maps replica, row and context to the hasher of the request."""
@@ -178,7 +178,7 @@ class Batch(Gathered, Sequence[Context]):
     def __init__(
         self, contexts: Sequence[Context], replicas: Ints, rows: Ints, places: Ints, page_size: int, owner: object
     ) -> None:
-        self._page_size = page_size
+        self._page_size, self._page_sizes = page_size, np.array(page_size)
         self.owner = owner  # the owner of the rows
         # One row for each step, with a token of each context. The first rows are the known tokens of the last page; the
         # updates come after them.
@@ -363,9 +363,9 @@ class Batch(Gathered, Sequence[Context]):
         self._stale = False
 
     def digests(self, places: Ints, firsts: Ints, lasts: Ints, hasher_of: HasherOf, log: AnyLog) -> NDArray[np.uint64]:
-        steps = self._count - self.ends[places] + firsts * self._page_size
-        step = steps.item(0)
-        differ = np.count_nonzero(steps != step) or np.count_nonzero(lasts - firsts != 1)
+        ahead = firsts * self._page_sizes - self.ends[places]
+        step = self._count + ahead.item(0)
+        differ = np.count_nonzero(ahead != ahead[0]) or np.count_nonzero(lasts - firsts != ONE)
         if not self._together or step < 0 or differ:
             return super().digests(places, firsts, lasts, hasher_of, log)
         # The usual case: all these requests fill a page with the same token. The log has the tokens of that page, so no

@@ -18,6 +18,7 @@ Ints = NDArray[np.int64]
 Rows = Ints | slice
 """Rows of a block table: an array, or a slice if they are consecutive."""
 NEVER = 1 << 62
+ONE = np.array(1)  # an array, because numpy takes twice as long with a Python int
 
 
 def as_rows(rows: Rows) -> Ints:
@@ -80,11 +81,16 @@ class BlockRows:
         self.tensor = torch.zeros(shape if shape[0] > 1 else shape[1:], dtype=torch.int32, pin_memory=pinned)
         self.table: Pages = self.tensor.numpy().reshape(shape)  # a view of `tensor`
         self._first_table: Pages = self.table[0]
+        # All entries in one line, because numpy indexes it in a tenth of the time. `places` returns the indices.
+        self.entries: Pages = self.table.reshape(-1)
+        # Arrays, because numpy takes twice as long with a Python int.
+        self._begins = np.arange(shape[0])[:, None] * (shape[1] * shape[2])  # where each table begins in `entries`
+        self.width, self.size, self._most = np.array(shape[2]), np.array(page_size), np.array(max_seq_len)
         # By group and row: the first column with a page, and the column after the last page.
         self._bounds = np.zeros((2, len(groups), rows), np.int64)
         self.firsts, self.ends = self._bounds
         self.num_pages: Ints = self.ends[0]  # ends of the first group, whose pages end last
-        self._shortest: Ints = self.ends[-1]
+        self.shortest: Ints = self.ends[-1]
         self.changed = np.zeros(rows, np.bool_)  # rows that have changed; cleared by the copies to devices
         self.committed = np.zeros(rows, np.int64)  # the number of published pages, from the first on
         self.prompt = np.full(rows, -1, np.int64)  # tokens of the request at its first reservation; -1 before
@@ -111,26 +117,29 @@ class BlockRows:
         self.changed[row] = True
         self.capacity[row] = min(end * self.page_size, self.max_seq_len)
 
+    def places(self, rows: Ints, columns: Ints, tables: slice = slice(None)) -> Ints:
+        """The indices in `entries` of one column of each of `rows`, in each of `tables`: `[tables, rows]`."""
+        return self._begins[tables] + (rows * self.width + columns)
+
     def append(self, rows: Ints, pages: Pages) -> None:
         """Append one page to each of `rows` in each table: `[rows]` or `[tables, rows]`. The rows are distinct."""
         counts = self.num_pages[rows]
         if pages.ndim == 1:
             self._first_table[rows, counts] = pages
-            counts += 1
-            self.num_pages[rows] = counts
         else:
-            self.table[:, rows, counts] = pages
-            counts += 1
-            self.ends[:, rows] = counts
+            self.entries[self.places(rows, counts)] = pages
+        counts += ONE
+        for ends in self.ends:
+            ends[rows] = counts
         self.changed[rows] = True
-        self.capacity[rows] = np.minimum(counts * self.page_size, self.max_seq_len)
+        self.capacity[rows] = np.minimum(counts * self.size, self._most)
 
     def commit(self, rows: Ints | int, pages: Ints | int) -> None:
         self.committed[rows] = pages
         self.commit_at[rows] = (pages + 1) * self.page_size
 
     def measure(self, row: int, *, usable: bool = True) -> None:
-        self.capacity[row] = min(self._shortest.item(row) * self.page_size, self.max_seq_len) if usable else -1
+        self.capacity[row] = min(self.shortest.item(row) * self.page_size, self.max_seq_len) if usable else -1
 
     def mend(self, row_of: dict[RequestID, int]) -> None:
         """Bind exactly these requests to rows, and cut their tables at holes.

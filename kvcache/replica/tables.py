@@ -16,15 +16,16 @@ If a request is leased, its leases take over the pages that fall out of a window
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvcache.errors import InvalidRequestError, InvariantError
 from kvcache.layer_groups import LayerGroup, LayerTables, TableGroup
-from kvcache.pool.index import NO_PAGE, Digests
+from kvcache.pool.index import INDEX, NO_PAGE, Digests
 from kvcache.pool.pages import PagePool
 from kvcache.replica.context import ContextIndices, chunk_end
 from kvcache.replica.leases import PageLeases
 from kvcache.replica.resume import Asked, Below, Found, FromBelow, Host, Reservation, Slots, last_end, resume
-from kvcache.replica.rows import BlockRows, Ints, Pages, Rows, as_rows
+from kvcache.replica.rows import ONE, BlockRows, Ints, Pages, Rows, as_rows
 
 _NO_PAGES: Pages = np.zeros(0, np.int32)
 _NONE_FOUND = (_NO_PAGES,)
@@ -58,13 +59,16 @@ class RowTables:
         self.in_chunks = not all(group.keeps_all for group, _ in self.groups)
         self._pool, self._rows, self._leases, self._caching = pool, rows, leases, caching
         self._page_size = rows.page_size
-        self._mixed = np.array([number * _MIX % (1 << 64) for number in range(self.count)], np.uint64)
+        # By table: what is mixed into a digest, `[tables, 1, words]`.
+        self._mixed = np.zeros((self.count, 1, pool.index.digest_words), np.uint64)
+        self._mixed[:, 0, 0] = [number * _MIX % (1 << 64) for number in range(self.count)]
         self._no_pages = tuple(np.zeros((group.num_tables, 0), np.int32) for group in self.groups)
         self._number_pages()
 
     def _number_pages(self) -> None:
         """Let the index record the table of each page."""
         self._numbers = self._pool.index.tables = np.zeros(len(self._pool.index.published), np.intp)
+        self._own_numbers, self._counts = np.arange(self.count)[:, None], np.array(self.count)
 
     # ---- lookups
 
@@ -306,11 +310,12 @@ class RowTables:
 
         Returns False, and changes nothing, if there are too few pages or a row is within a chunk.
         """
-        ends = self._rows.ends
-        if (ends[-1, rows] != ends[0, rows]).any() or len(rows) * self.count > self._pool.free_count:
+        state = self._rows
+        in_chunk = np.count_nonzero(state.shortest[rows] != state.num_pages[rows])
+        if in_chunk or len(rows) * self.count > self._pool.free_count:
             return False
         self._slide(rows)
-        self._rows.append(rows, self._pool.allocate(self.count * len(rows)).reshape(self.count, -1))
+        state.append(rows, self._pool.allocate(self.count * len(rows)).reshape(self.count, -1))
         return True
 
     def publish(self, rows: Ints, columns: Ints, digests: Digests, told: Ints | None) -> tuple[Pages, Digests, Ints]:
@@ -320,30 +325,30 @@ class RowTables:
         readers may know; None without leases. Returns the pages that are new in the index, their digests, and for each
         page that was shared in the first table, its row.
         """
-        table = self._rows.table
-        at = table[:, rows, columns]
-        there = (at != NO_PAGE) & ~self._pool.index.published[at]  # published pages were found by a lookup
-        own, names = at[there], self.every(digests)[there]
-        of_table, places = there.nonzero()
-        self._numbers[own] = of_table
-        kept = self._pool.index.publish(own, names)
-        of_rows, of_columns, shared = rows[places], columns[places], _NO_ROWS
-        duplicate = kept != own
-        if np.count_nonzero(duplicate):
+        state, index, count = self._rows, self._pool.index, len(rows)
+        where = state.places(rows, columns)
+        own = state.entries[where]
+        at = own.astype(INDEX)
+        self._numbers[at] = self._own_numbers
+        new = ((own != NO_PAGE) & ~index.published[at]).ravel().nonzero()[0]  # published pages were found by a lookup
+        where, own = where.ravel()[new], own.ravel()[new]
+        names = _taken(self.every(digests), new)
+        kept, shared = index.publish(own, names), _NO_ROWS
+        if kept is not own and np.count_nonzero(duplicate := kept != own):
             # Rows name the shared pages before the duplicates are freed, so that no row ever names a free page.
             self._pool.hold(kept[duplicate])
-            at[there] = kept
-            table[:, rows, columns] = at
-            self._rows.changed[rows] = True
-            self._pass_to_readers(of_rows[duplicate], of_columns[duplicate], own[duplicate], told)
+            state.entries[where] = kept
+            state.changed[rows] = True
+            of_rows, of_columns = (one[new[duplicate] % count] for one in (rows, columns))
+            self._pass_to_readers(of_rows, of_columns, own[duplicate], told)
             self._pool.release(own[duplicate])
-            shared = of_rows[duplicate & (of_table == 0)]
+            shared = of_rows[new[duplicate] < count]
             own, names = own[~duplicate], names[~duplicate]
-            of_table, of_rows, of_columns = (one[~duplicate] for one in (of_table, of_rows, of_columns))
+            new = new[~duplicate]
         for tell in self._pool.journal.followed:
-            first = of_table == 0
-            before = np.where(of_columns > 0, table[0, of_rows, of_columns - 1], NO_PAGE)
-            tell(own[first], before[first])
+            first = new[new < count]
+            before = np.where(columns[first] > 0, state.table[0, rows[first], columns[first] - 1], NO_PAGE)
+            tell(own[: len(first)], before)
         return own, names, shared
 
     def _pass_to_readers(self, rows: Ints, columns: Ints, pages: Pages, told: Ints | None) -> None:
@@ -455,15 +460,15 @@ class RowTables:
 
     def _slide(self, rows: Ints) -> None:
         """Free the pages that the next queries of `rows` do not see, those of the first row first."""
-        size, state, published = self._page_size, self._rows, self._rows.committed[rows]
-        of_row = self._leases.of_row
+        state, published = self._rows, self._rows.committed[rows]
+        of_row, width = self._leases.of_row, state.width
         leased = [at for at, row in enumerate(rows.tolist()) if row in of_row] if of_row else []
-        found: list[tuple[Ints, Ints, Ints, Pages]] = []
-        for number, (group, tables) in enumerate(self.groups):
+        found: list[tuple[Ints, Pages]] = []  # each page's turn to be freed, and the page
+        for firsts, (group, tables) in zip(state.firsts, self.groups, strict=True):
             if group.keeps_all:
                 continue
-            before = state.firsts[number, rows]
-            now = group.first_seen(state.cached[rows]) // size
+            before = firsts[rows]
+            now = group.first_seen(state.cached[rows]) // state.size
             now = np.maximum(before, np.minimum(now, published) if self._caching else now)
             for at in leased:
                 told, behind = self._told(group, int(rows[at]))
@@ -473,22 +478,21 @@ class RowTables:
             if not at.size:
                 continue
             columns = before[at]
-            if np.count_nonzero(counts[at] != 1):  # in nearly all steps each of these rows frees one page
+            if np.count_nonzero(counts[at] != ONE):  # in nearly all steps each of these rows frees one page
                 at = np.repeat(np.arange(len(rows)), counts)
                 columns = np.arange(len(at)) + np.repeat(before - np.cumsum(counts) + counts, counts)
-            mine = state.table[tables]
-            pages = mine[:, rows[at], columns]
-            mine[:, rows[at], columns] = NO_PAGE
-            state.firsts[number, rows] = now
-            of_tables: Ints = np.arange(int(tables.start), int(tables.stop))[:, None]
-            at, columns, of_table = (np.broadcast_to(key, pages.shape).ravel() for key in (-at, columns, of_tables))
-            found.append((at, columns, of_table, pages.ravel()))
+            where = state.places(rows[at], columns, tables)
+            pages = state.entries[where].ravel()
+            state.entries[where] = NO_PAGE
+            firsts[rows] = now
+            # The last row first, and in each row by column, then by table.
+            turns = (columns - at * width) * self._counts + self._own_numbers[tables]
+            found.append((turns.ravel(), pages))
         if found:
-            parts = zip(*found, strict=True)
-            at, columns, of_table, pages = (part[0] if len(part) == 1 else np.concatenate(part) for part in parts)
+            turns, pages = found[0] if len(found) == 1 else map(np.concatenate, zip(*found, strict=True))
             for tell in self._pool.journal.left:
-                tell(rows[-at], pages)
-            self._pool.release_each(pages[np.lexsort((of_table, columns, at))])
+                tell(rows[-(turns // (width * self.count))], pages)
+            self._pool.release_each(pages[turns.argsort()])
 
     def _for_readers(
         self, row: int, found: Sequence[Pages], ends_found: Sequence[int], firsts: Sequence[int]
@@ -537,9 +541,7 @@ class RowTables:
 
     def _mix(self, tables: slice, digests: Digests) -> Digests:
         """The digests of pages of `tables`, given the digests of their tokens: uint64 `[tables, pages, words]`."""
-        mixed = np.repeat(digests[None], len(self._mixed[tables]), axis=0)
-        mixed[:, :, 0] ^= self._mixed[tables, None]
-        return mixed
+        return digests ^ self._mixed[tables]
 
     def _to_hold(self, group: LayerGroup, indices: ContextIndices, length: int, start: int) -> int:
         """The number of columns that need pages if the request runs from `start`.
@@ -550,6 +552,11 @@ class RowTables:
             active = chunk_end(indices, start)
             length = active if active < indices[2] else length
         return -(-length // self._page_size)
+
+
+def _taken(digests: Digests, at: NDArray[np.intp]) -> Digests:
+    """Some of the digests `[tables, pages, words]`: uint64 `[len(at), words]`."""
+    return digests.reshape(-1, digests.shape[2]).take(at, axis=0)
 
 
 def _before_hole(pages: Pages, end: int) -> int:

@@ -63,28 +63,26 @@ class KeptStates:
 
     def computed(self, stepped: Rows, computed: Ints) -> None:
         """After a step: keep the states of the rows whose `computed` tokens now end a page."""
-        size, rows = self._replica.page_size, self._replica.rows
-        at = ((computed % size == 0) & (computed > 0)).nonzero()[0]
+        rows = self._replica.rows
+        at = ((computed % rows.size == 0) & (computed > 0)).nonzero()[0]
         if not at.size:
             return
         ended, tokens = rows_at(stepped, at), computed[at]
-        pages = rows.table[0, ended, tokens // size - 1]
+        pages = rows.entries[rows.places(ended, tokens // rows.size - 1)[0]]
         # Null pages are left out: their window has moved on although nothing was computed.
         if len(there := pages.nonzero()[0]) < len(pages):
             ended, tokens, pages = ended[there], tokens[there], pages[there]
         of_rows: list[int] = ended.tolist()
         counts: list[int] = tokens.tolist()
         names = [rows.request_ids[row] or "" for row in of_rows]
-        stay = [self._stays(row, count) for row, count in zip(of_rows, counts, strict=True)]
+        # Which of these states stay cached when their requests go further.
+        stops, spacing = self._stops, self._spacing
+        stay = [count in stops[row] or not count % spacing for row, count in zip(of_rows, counts, strict=True)]
         digests = self._replica.pool.index.digests_of(pages)
         if not any(stay) and self._pages.keep_passing(names, digests, tokens):
             return
         for place, (name, count) in enumerate(zip(names, counts, strict=True)):
             self._pages.keep(name, digests[place : place + 1], count, passing=not stay[place])
-
-    def _stays(self, row: int, tokens: int) -> bool:
-        """Whether the state after this many tokens stays cached when the request goes further."""
-        return tokens in self._stops[row] or tokens % self._spacing == 0
 
     def digest_at(self, row: int, context: SafeContext, tokens: int) -> Digests:
         """The digest of the page that ends the request's first `tokens` tokens, `[1, words]`.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from kvcache.errors import InvariantError, NoFreeStatePageError, StatePageError,
 from kvcache.layout import KindPages
 from kvcache.params import StateShape
 from kvcache.pool.index import NO_PAGE, Digests, Pages
+from kvcache.replica.inputs import from_numpy
 from kvcache.replica.leases import HeldPages
 from kvcache.replica.pages_below import PagesBelow
 from kvcache.replica.resume import NO_STATE, Asked, last_end
@@ -100,6 +102,13 @@ class DraftedPages:
             raise InvariantError(f"{sorted(odd)} have a second state page but no first one")
 
 
+class _PageOf(dict[str, int]):
+    """The state page of each request."""
+
+    def __missing__(self, request_id: str) -> NoReturn:
+        raise UnknownRequestError(f"request {request_id!r} holds no state page")
+
+
 class StatePages:
     """The state pages of one replica: their memory, the page of each request, and the tokens that each state covers.
 
@@ -126,7 +135,7 @@ class StatePages:
         # By page: the tokens of the state that a block table named last.
         self._told = np.zeros(self.num_pages + 1, np.int64)
         self.below = PagesBelow()
-        self._page_of: dict[str, int] = {}
+        self._page_of = _PageOf()
         # By page that a transfer writes: the cached state from which its request had resumed.
         self._before: dict[int, int] = {}
         # By page that a transfer writes, if no such state was cached: its former content, in host memory.
@@ -182,10 +191,11 @@ class StatePages:
 
     def page_of(self, request_id: str) -> int:
         """The request's page. Raises `UnknownRequestError` if it holds none."""
-        page = self._page_of.get(request_id)
-        if page is None:
-            raise UnknownRequestError(f"request {request_id!r} holds no state page")
-        return page
+        return self._page_of[request_id]
+
+    def _pages_of(self, request_ids: Sequence[str]) -> Ints:
+        """`page_of` for each request."""
+        return np.fromiter(map(self._page_of.__getitem__, request_ids), np.int64, len(request_ids))
 
     def tokens_of(self, request_id: str) -> int:
         """The number of tokens in the request's state. Raises `StatePageError` while a transfer writes it."""
@@ -298,7 +308,7 @@ class StatePages:
         each request: if a request has no such copy, if a copy has a holder, if a digest already has a copy, or if a
         state covers other tokens.
         """
-        pages, index = [self.page_of(request_id) for request_id in request_ids], self.pool.index
+        pages, index = self._pages_of(request_ids), self.pool.index
         before = [self._passing[request_id] for request_id in request_ids if request_id in self._passing]
         if not before or np.count_nonzero(self._tokens[pages] != tokens):
             return False
@@ -309,7 +319,7 @@ class StatePages:
 
         def write(copies: Pages) -> None:
             self._spare(copies)
-            for page, copy in zip(pages, copies.tolist(), strict=True):
+            for page, copy in zip(pages.tolist(), copies.tolist(), strict=True):
                 self._copy(page, copy)
 
         self.pool.rewrite(copies, digests, write)
@@ -483,25 +493,25 @@ class StatePages:
         count twice without a trace. A run overwrites the state, so it may not be leased. Raises `UnknownRequestError`,
         and `StatePageError` if a state covers other tokens, is leased, or is being written by a transfer.
         """
-        pages = [self.page_of(request_id) for request_id in request_ids]
-        if not self.drafts.page_of and self._all_run_on(np.array(pages, np.int64), tokens):
-            return torch.tensor(pages, device=self.blocks[0][0].device)
-        pages.clear()
-        for request_id, start in zip(request_ids, tokens, strict=True):
-            self.drafts.check_booked(request_id)
-            has, page = self.tokens_of(request_id), self.page_of(request_id)
-            if has != start:
-                raise StatePageError(
-                    f"request {request_id!r} would run from token {start}, but its state covers {has} tokens: "
-                    "release it and run it from its first token"
-                )
-            if self.is_promised(request_id):
-                raise StatePageError(
-                    f"request {request_id!r}: its state after {has} tokens is leased, and the next step would "
-                    "overwrite it: end the lease, or release the request and run it from its first token"
-                )
-            pages.append(page)
-        return torch.tensor(pages, device=self.blocks[0][0].device)
+        pages = self._pages_of(request_ids)
+        if self.drafts.page_of or not self._all_run_on(pages, tokens):
+            for request_id, start in zip(request_ids, tokens, strict=True):
+                self._refuse_run(request_id, start)
+        return from_numpy(pages).to(self.blocks[0][0].device)
+
+    def _refuse_run(self, request_id: str, start: int) -> None:
+        """Raise if the request cannot run from token `start`: see `pages_at`."""
+        self.drafts.check_booked(request_id)
+        if (has := self.tokens_of(request_id)) != start:
+            raise StatePageError(
+                f"request {request_id!r} would run from token {start}, but its state covers {has} tokens: "
+                "release it and run it from its first token"
+            )
+        if self.is_promised(request_id):
+            raise StatePageError(
+                f"request {request_id!r}: its state after {has} tokens is leased, and the next step would "
+                "overwrite it: end the lease, or release the request and run it from its first token"
+            )
 
     def _all_run_on(self, pages: NDArray[np.int64], tokens: Sequence[int]) -> bool:
         """Whether `pages_at` surely accepts all of these requests: a quick test for steps of many requests."""

@@ -87,7 +87,7 @@ HANDWRITTEN: tuple[Module, ...] = (
     Module(
         "kvcache.replica.tables",
         [
-            Mutation("RowTables._mix", "^= self._mixed[tables, None]", "^= self._mixed[:1, None]"),
+            Mutation("RowTables._mix", "^ self._mixed[tables]", "^ self._mixed[:1]"),
             Mutation("RowTables.publish", "own[~duplicate], names[~duplicate]", "own, names"),
             Mutation("RowTables.plan", "self._seen(group, start)", "self._seen(group, context.end_idx - 1)"),
         ],
