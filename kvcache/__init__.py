@@ -1,7 +1,7 @@
 """A paged KV cache: pages, block tables, a prefix index, and the manager that a serving loop drives.
 
 Imports no other package of the project. Start reading at `manager.py`, which callers use, and `replica/replica.py`,
-which has the rules. `docs/concepts/architecture.md` is the map.
+which has the rules. `docs/concepts/architecture.md` shows the way.
 """
 
 from importlib.metadata import distributions
@@ -45,7 +45,7 @@ from kvcache.states.state_pages import StatePages
 from kvcache.steps_in_flight import StepInFlight
 from kvcache.types import Admission, KVCacheMetrics, RaggedKVCacheInputs, RequestID
 
-# "unknown": it runs from a folder and was never installed.
+# "unknown" if the package runs from a folder and was never installed
 __version__ = next((found.version for found in distributions(name="pagewire")), "unknown")
 
 __all__ = [

@@ -1,6 +1,6 @@
-"""Checks of callers' arguments, before any state changes. An error names the argument, its value and what is allowed.
+"""Checks callers' arguments before any state changes. An error names the argument, its value and what is allowed.
 
-An integer of numpy counts as an integer, a bool does not. No value is rounded.
+An integer of numpy counts as an integer; a bool does not. No value is rounded.
 """
 
 import math
@@ -13,7 +13,7 @@ import numpy as np
 from kvcache.errors import InvalidParamsError, InvalidRequestError, KVCacheError
 
 MOST = (1 << 31) - 1
-"""The largest position, page id or count: models read them as int32."""
+"""The largest position, page id or count. Models read these numbers as int32."""
 
 _Kind = TypeVar("_Kind")
 
@@ -21,7 +21,7 @@ _SHOWN = 120  # the most characters of a value in a message
 
 
 def shown(value: object) -> str:
-    """`value` as text for a message: one line of bounded length, whatever its `repr` returns or raises."""
+    """Returns `value` as text for a message: one line of bounded length, whatever its `repr` returns or raises."""
     try:
         text = " ".join(repr(value).split())
     except Exception as error:  # noqa: BLE001 - a caller's own object, or an integer of too many digits
@@ -30,21 +30,21 @@ def shown(value: object) -> str:
 
 
 def integer(value: object) -> int | None:
-    """`value` as an int if it is an integer, else None."""
+    """Returns `value` as an int if it is an integer, else None."""
     if type(value) is int:
         return value
     if isinstance(value, bool | np.bool_):
         return None
     try:
         return operator.index(cast("SupportsIndex", value))
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # torch raises the last one
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # torch raises a RuntimeError
         return None
 
 
 def whole(
     name: str, value: object, least: int, most: int = MOST, error: type[KVCacheError] = InvalidParamsError
 ) -> int:
-    """`value` as an int from `least` to `most`. Raises `error` if it is not an integer in this range."""
+    """Returns `value` as an int from `least` to `most`. Raises `error` if it is not an integer in this range."""
     found = integer(value)
     if found is None or not least <= found <= most:
         raise refusal(name, value, f"an integer from {least} to {most}", error)
@@ -58,23 +58,24 @@ def number(
     most: float = math.inf,
     error: type[KVCacheError] = InvalidParamsError,
 ) -> float:
-    """`value`, a finite number from `least` to `most`. Raises `error` if it is anything else."""
+    """Returns `value`, a finite number from `least` to `most`. Raises `error` if it is anything else."""
     given = cast("Any", value)
     if isinstance(given, int | float | np.integer | np.floating) and type(value) is not bool:
         found = cast("float", given)
-        if -(1 << 62) < found < 1 << 62 and least <= found <= most:  # a huge int does not fit into a float
+        # a huge int must not be converted, because it does not fit into a float
+        if -(1 << 62) < found < 1 << 62 and least <= found <= most:
             return found
     limits = "a finite number" if math.isinf(least) else f"a number from {least} to {most}"
     raise refusal(name, value, limits, error)
 
 
 def flag(name: str, value: object, error: type[KVCacheError] = InvalidParamsError) -> bool:
-    """`value`, which must be True or False. Raises `error` otherwise."""
+    """Returns `value`, which must be True or False. Raises `error` otherwise."""
     return bool(of_kind(name, value, (bool, np.bool_), "True or False", error))
 
 
 def one_of(name: str, value: object, choices: tuple[str, ...]) -> str:
-    """`value`, which must be one of these texts. Raises `InvalidParamsError` otherwise."""
+    """Returns `value`, which must be one of these texts. Raises `InvalidParamsError` otherwise."""
     needed = f"one of {', '.join(choices)}"
     text = of_kind(name, value, str, needed)
     if text not in choices:
@@ -89,9 +90,9 @@ def of_kind(
     needed: str,
     error: type[KVCacheError] = InvalidParamsError,
 ) -> _Kind:
-    """`value`, which must be of this kind.
+    """Returns `value`, which must be of this kind.
 
-    Raises `error` otherwise, with the text "<name> is <value>: <needed> is needed".
+    Raises `error` otherwise, with the message "<name> is <value>: <needed> is needed".
     """
     if isinstance(value, kind):
         return value
@@ -101,7 +102,7 @@ def of_kind(
 def tuple_of(
     name: str, value: object, kind: type[_Kind], needed: str, error: type[KVCacheError] = InvalidParamsError
 ) -> tuple[_Kind, ...]:
-    """The items of `value`, a tuple or a list, which must all be of this kind. Raises `error` otherwise."""
+    """Returns the items of `value`, a tuple or a list, which must all be of this kind. Raises `error` otherwise."""
     items = cast("Sequence[object]", of_kind(name, value, (tuple, list), needed, error))
     return tuple(of_kind(name, item, kind, needed, error) for item in items)
 
@@ -112,18 +113,18 @@ def refusal(name: str, value: object, needed: str, error: type[KVCacheError] = I
 
 
 def optional(rule: Callable[[str, Any], object]) -> Callable[[str, Any], object]:
-    """A rule that accepts None and otherwise applies `rule`."""
+    """Returns a rule that accepts None and otherwise applies `rule`."""
     return lambda name, value: None if value is None else rule(name, value)
 
 
 def steps(num_steps: object) -> int:
-    """`num_steps` as an int, checked. Raises `InvalidRequestError`."""
+    """Returns `num_steps` as an int. Raises `InvalidRequestError` if it is not a valid number of steps."""
     if type(num_steps) is int and 1 <= num_steps <= MOST:  # nearly always
         return num_steps
     return whole("num_steps", num_steps, 1, error=InvalidRequestError)
 
 
 def check_request_id(request_id: object, call: str) -> None:
-    """Raise `InvalidRequestError` unless it is a string."""
-    if type(request_id) is not str:  # tested here, because a function call would cost more than the test
+    """Raise `InvalidRequestError` unless `request_id` is a string."""
+    if type(request_id) is not str:  # tested here, because a function call for it would cost more than the test itself
         of_kind(f"{call}: request_id", request_id, str, "a string", InvalidRequestError)

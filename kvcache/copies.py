@@ -1,8 +1,8 @@
-"""Copies of whole pages, as rows of memory: from one pool to another, and between a pool and the host tier.
+"""Copies whole pages, as rows of memory: from one pool to another, and between a pool and the host tier.
 
 Each call of a GPU's copy engine takes the loop some microseconds. From CUDA 13 on, one call copies many rows. Before
-CUDA 13, a kernel gathers rows into a dense buffer in device memory, or scatters them from it. Then the engine is called
-once for each run of slots, and not once for each page.
+CUDA 13, a kernel gathers rows into a dense buffer in device memory, or scatters them from it. The copy engine is then
+called once for each run of slots, instead of once for each page.
 """
 
 import ctypes
@@ -18,11 +18,13 @@ from numpy.typing import NDArray
 
 Ids = NDArray[np.int32]
 
-_STAGED_BYTES = 32 << 20  # the most device memory used at a time
+_STAGED_BYTES = 32 << 20  # in bytes: the most device memory used for the buffer at a time
 
 
 def page_rows(blocks: torch.Tensor) -> torch.Tensor:
-    """A view of a pool `[pages, ...]` as rows `[pages, words]`: int64, or uint8 if the row size is no multiple of 8.
+    """Returns a view of a pool `[pages, ...]` as rows `[pages, words]`.
+
+    The words are int64, or uint8 if the row size is not a multiple of 8.
 
     A row is a whole page: everything up to the start of the next page, including scales and padding.
     """
@@ -30,19 +32,19 @@ def page_rows(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _as_words(blocks: torch.Tensor, elements: int) -> torch.Tensor:
-    """A view of the first `elements` of each page, `[pages, words]`, int64.
+    """Returns a view of the first `elements` of each page, `[pages, words]`, int64.
 
-    It is uint8 if their size is no multiple of 8.
+    The view is uint8 if their size is not a multiple of 8.
     """
     rows = blocks.as_strided((blocks.shape[0], elements), (blocks.stride(0), 1)).view(torch.uint8)
-    # A kernel that gathers bytes one by one takes several times as long as one that gathers words.
+    # A kernel that gathers single bytes takes several times as long as one that gathers words.
     return rows if rows.shape[1] % 8 else rows.view(torch.int64)
 
 
 def copy_pages(source: torch.Tensor, taken: Ids, target: torch.Tensor, given: Ids) -> None:
-    """Copy rows `taken` of `source` to rows `given` of `target`, one to one, in any memory.
+    """Copy rows `taken` of `source` to rows `given` of `target`, one to one. Both may be in any memory.
 
-    `given` must be distinct.
+    The rows in `given` must be distinct.
     """
     if source.device.type == target.device.type == "cpu":
         copy_rows(source.numpy(), taken, target.numpy(), given)
@@ -55,24 +57,25 @@ def copy_pages(source: torch.Tensor, taken: Ids, target: torch.Tensor, given: Id
 
 def copy_rows(source: NDArray[Any], taken: Ids, target: NDArray[Any], given: Ids) -> None:
     """Do the same as `copy_pages` within host memory."""
-    if not source.flags.c_contiguous:  # otherwise `take` would first copy all of it, and such rows are large
+    if not source.flags.c_contiguous:  # otherwise `take` would first copy the whole array, whose rows are large
         for row, place in zip(taken.tolist(), given.tolist(), strict=True):
             target[place] = source[row]
         return
     at = taken.astype(np.intp)
     for first, last in runs(given):
-        # One call for each run of target rows. Assigning arrays of rows takes three to five times as long.
+        # One call for each run of consecutive target rows. Assigning to an array of rows takes three to five times as
+        # long.
         np.take(source, at[first:last], axis=0, out=target[given[first] : given[last - 1] + 1], mode="clip")
 
 
 def runs(ids: Ids) -> Iterator[tuple[int, int]]:
-    """The start and the end of each run of consecutive ids, as indices into `ids`."""
+    """Returns the start and the end of each run of consecutive ids, as indices into `ids`."""
     cuts = [0, *(np.flatnonzero(np.diff(ids) != 1) + 1).tolist(), len(ids)]
     return pairwise(cuts) if len(ids) else iter(())
 
 
 def _gather(rows: torch.Tensor, ids: Ids, device: torch.device) -> torch.Tensor:
-    """These rows as a dense buffer in device memory: host rows on `device`, device rows on their own device."""
+    """Returns these rows as a dense buffer in device memory. Host rows go to `device`, device rows stay on theirs."""
     if rows.device.type != "cpu":
         return rows.index_select(0, _upload(ids, rows.device))
     staged = torch.empty((len(ids), rows.shape[1]), dtype=rows.dtype, device=device)
@@ -94,12 +97,12 @@ def _upload(ids: Ids, device: torch.device) -> torch.Tensor:
 
 
 def launching_on(stream: Any) -> Any:
-    """A context manager in which device work is launched on `stream`, or on the current stream if that is None."""
+    """Returns a context manager in which device work is launched on `stream`; None means the current stream."""
     return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 class _Place(ctypes.Structure):
-    """`cudaMemLocation`. With zeros the driver finds out where an address lies."""
+    """`cudaMemLocation`. If all fields are zero, the driver finds out where an address lies."""
 
     _fields_ = [("kind", ctypes.c_int), ("device", ctypes.c_int)]
 
@@ -116,7 +119,7 @@ _IN_STREAM_ORDER = 1
 
 @cache
 def _batched_copy() -> Any:
-    """`cudaMemcpyBatchAsync` of torch's CUDA. None unless that is CUDA 13, because its signature is used."""
+    """Returns `cudaMemcpyBatchAsync` of torch's CUDA, or None unless that is CUDA 13, whose signature is used."""
     major = (torch.version.cuda or "").partition(".")[0]
     if major != "13":
         return None
@@ -129,12 +132,12 @@ def _batched_copy() -> Any:
 def _copy_batched(call: Any, source: torch.Tensor, taken: Ids, target: torch.Tensor, given: Ids, stream: int) -> None:
     """Copy rows between device memory and pinned memory by one call.
 
-    It runs in order with the other work of `stream`, which is a handle.
+    The copy runs in order with the other work of `stream`, a stream handle.
     """
     row = source.shape[1] * source.element_size()
     steps = [tensor.stride(0) * tensor.element_size() for tensor in (source, target)]
     ends = np.array([len(taken)])
-    if steps == [row, row]:  # rows that are neighbours on both sides are one copy
+    if steps == [row, row]:  # consecutive rows on both sides are one copy
         cuts = np.flatnonzero((np.diff(taken) != 1) | (np.diff(given) != 1)) + 1
         first, ends = np.concatenate(([0], cuts)), np.concatenate((cuts, ends))
     else:
@@ -154,7 +157,7 @@ def _copy_batched(call: Any, source: torch.Tensor, taken: Ids, target: torch.Ten
 
 
 class _Mark:
-    """Marks the point in a device's work at which a copy ends."""
+    """A point in a device's work. The copy before it has ended when the device gets there."""
 
     def __init__(self, side: Any, main: Callable[[], Any]) -> None:
         self.event: Any = torch.cuda.Event()  # pyright: ignore[reportUnknownMemberType] - torch's has no types
@@ -163,10 +166,10 @@ class _Mark:
 
 
 class Copy:
-    """A copy of pages from one memory to another. A device may make it while the calling thread continues.
+    """A copy of pages from one memory to another. If a device makes it, the calling thread continues meanwhile.
 
-    `make` makes or launches the copy, and returns a mark for each device that makes it. If an exception interrupts it,
-    the copy has not begun.
+    `make` makes or launches the copy. It returns a mark for each device that makes the copy. If an exception interrupts
+    it, the copy counts as not begun.
     """
 
     def __init__(self, make: Callable[[], Sequence[_Mark]]) -> None:
@@ -175,7 +178,7 @@ class Copy:
         self.begun = False
 
     def begin(self) -> None:
-        """Begin the copy. A no-op if it has begun. If no device makes it, it is over when the call returns."""
+        """Begin the copy. A no-op if it has begun. If no device makes it, it is over when this call returns."""
         if not self.begun:
             self._marks = self._make()
             self.begun = True
@@ -191,9 +194,9 @@ class Copy:
             mark.event.synchronize()
 
     def order(self) -> None:
-        """Begin the copy if it has not begun, and order all device work that is launched later after it.
+        """Begin the copy if it has not begun, and let all device work that is launched later wait for it.
 
-        Never waits.
+        The calling thread itself never waits.
         """
         self.begin()
         for mark in self._marks:
@@ -203,18 +206,17 @@ class Copy:
 class PageMover:
     """Copies between the pages of a replica and slots of the host tier.
 
-    `shards`: the pages of each shard, `[pages, ...]`, and its slots, uint8 `[slots, page_bytes]`. The size of a slot is
-    the number of bytes copied for each page. Pages may lie further apart, and slots may be parts of larger ones, with
-    other data between them.
+    `shards` has, for each shard, its pages, `[pages, ...]`, and its slots, uint8 `[slots, page_bytes]`. As many bytes
+    as a slot has are copied of each page. Pages may lie further apart, and slots may be parts of larger ones.
 
-    A GPU copies between pages and pinned slots on a stream of its own, in order with `stream` (None: the current one).
+    A GPU copies between pages and pinned slots on a separate stream, in order with `stream` (None: the current one).
     Every copy begins at once, and runs while the calling thread continues.
 
-    On the CPU the calling thread copies, at the rate of memcpy. A copy to pages begins only when it is needed, so that
-    it costs nothing if its request is cancelled. A second thread was rejected: it releases the GIL while it
-    copies, but whenever it takes the GIL back, the loop may wait for a scheduler tick. One of a hundred steps of 0.2 ms
-    then took 4.3 ms (two cores, decode steps of 64 and 1,024 requests). A thread also saves no work if the model runs
-    on the same cores.
+    On the CPU the calling thread copies, at the rate of memcpy. A copy to pages begins only when it is needed, so it
+    costs nothing if its request is cancelled. A second thread was rejected. It releases the GIL while it copies, but
+    whenever it takes the GIL back, the loop may wait for a scheduler tick. One of a hundred steps of 0.2 ms then took
+    4.3 ms (two cores, decode steps of 64 and 1,024 requests). A thread also saves no work if the model runs on the same
+    cores.
     """
 
     def __init__(self, shards: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Any) -> None:
@@ -234,7 +236,10 @@ class PageMover:
         return copy
 
     def load(self, slots: Ids, pages: Ids) -> Copy:
-        """A copy of host slots to distinct pages, one to one. If a GPU makes it, it has begun when the call returns."""
+        """Return a copy of host slots to distinct pages, one to one.
+
+        If a GPU makes it, it has begun when the call returns.
+        """
         copy = Copy(partial(self._copy, self._slots, slots, self._pages, pages))
         if self._sides:
             copy.begin()
@@ -244,7 +249,8 @@ class PageMover:
         self, sources: Sequence[torch.Tensor], taken: Ids, targets: Sequence[torch.Tensor], given: Ids
     ) -> list[_Mark]:
         mains = {device: partial(self._main, device) for device in self._sides}
-        # Kernels that were launched earlier may still write pages that are copied, or read pages that are overwritten.
+        # The copy is ordered after kernels that were launched earlier: they may still write the pages to copy, or read
+        # the pages to overwrite.
         for device, side in self._sides.items():
             side.wait_stream(mains[device]())
         for pages, source, target in zip(self._pages, sources, targets, strict=True):

@@ -1,7 +1,7 @@
-"""The error tree. Every error names the request, the value and the limit that was broken.
+"""The exceptions of pagewire. Every message names the request, the value and the limit that was broken.
 
 Each error also subclasses the built-in error that code for the documented API catches (`ValueError`, `KeyError`,
-`RuntimeError`). None is an `AssertionError`: an assert reports a mistake in this package, these errors report a
+`RuntimeError`). None is an `AssertionError`: an assert reports a mistake in this package, and these errors report a
 caller's.
 """
 
@@ -12,13 +12,13 @@ class KVCacheError(Exception):
     """Base of every error that pagewire raises on purpose.
 
     Attributes:
-        nothing_changed: True if no change is half done when the error is raised. It is False for two errors only.
+        nothing_changed: True if the error is raised before any change. Only two errors set it to False.
     """
 
     nothing_changed: ClassVar[bool] = True
 
     def __str__(self) -> str:
-        # KeyError would print the repr of its argument; these messages are sentences.
+        # KeyError would print the repr of its argument, but these messages are sentences.
         return str(self.args[0]) if self.args else ""
 
 
@@ -27,11 +27,11 @@ class InvalidParamsError(KVCacheError, ValueError):
 
 
 class UnknownArgumentError(InvalidParamsError, TypeError):
-    """An unknown keyword. If it were accepted, what the caller wanted to change would be silently ignored."""
+    """A keyword is unknown. If it were accepted, the option that the caller wanted to set would be silently ignored."""
 
 
 class InvalidRequestError(KVCacheError, ValueError):
-    """An argument of a call is invalid, or does not fit its request or the manager."""
+    """An argument of a call is invalid, or does not fit the request or the manager."""
 
 
 class AlreadyClaimedError(KVCacheError, ValueError):
@@ -47,7 +47,7 @@ class NoFreeStatePageError(NoFreeRowError):
 
 
 class StatePageError(KVCacheError, ValueError):
-    """A recurrent state cannot be used: it covers other tokens, is leased or drafted, or a transfer writes it."""
+    """A recurrent state cannot be used: it includes other tokens, is leased or drafted, or a transfer writes it."""
 
 
 class UnknownRequestError(KVCacheError, KeyError):
@@ -55,11 +55,11 @@ class UnknownRequestError(KVCacheError, KeyError):
 
 
 class PoolTooSmallError(KVCacheError, RuntimeError):
-    """The memory budget, a device or the host is too small for what the cache needs at least."""
+    """The memory budget, a device or the host is too small for what the cache needs at the least."""
 
 
 class SequenceTooLongError(KVCacheError, RuntimeError):
-    """A request would become longer than the longest sequence for which the block table has columns."""
+    """A request would become longer than the longest sequence that the block table has columns for."""
 
 
 class PromptTooLongError(SequenceTooLongError):
@@ -77,7 +77,7 @@ class BlockTableMismatchError(KVCacheError, ValueError):
 class InterruptedCallError(KVCacheError, RuntimeError):
     """A call was interrupted while it changed the manager's state.
 
-    Other calls fail until `recover()` has repaired it.
+    Other calls fail until `recover()` has repaired the state.
     """
 
     nothing_changed = False

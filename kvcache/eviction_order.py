@@ -4,8 +4,8 @@
     HintedOrder   another order, biased by the retention hints of requests
     QuotaOrder    another order, in which pages above their tenants' quotas are evicted first
 
-`KVCacheParams.eviction_order` accepts an order of your own. `tests/kvcache/test_eviction_order.py` tests all orders
-against one contract: run it on yours.
+`KVCacheParams.eviction_order` accepts your own order. `tests/kvcache/test_eviction_order.py` tests all orders against
+one contract; run it on yours.
 """
 
 from abc import abstractmethod
@@ -22,21 +22,21 @@ Indices = NDArray[np.intp]
 Reasons = NDArray[np.uint8]
 
 BY_TURN, BY_HINT, BY_QUOTA = 0, 1, 2
-"""The reasons of evictions: the page was the next in order, a hint put it first, or its tenant was above its quota."""
+"""Why a page was evicted: it was the next in order, a hint put it first, or its tenant was above its quota."""
 
 
 class EvictionOrder(Protocol):
     """The idle pages of one pool, numbered 1 to its `num_pages`, in the order in which they are evicted.
 
     The pool calls `append` when a page becomes idle, `remove` when an idle page is used again, and `pop` when it needs
-    pages. An order only names pages; it neither frees nor holds them. All calls come from one thread, except
-    `positions`. Your own order needs `count` and the abstract methods. The other methods have defaults, which ignore
-    hints and tenants. `CheckedOrder` checks the results of your order: if `pop` returns a page that is not idle, the
-    call fails with an error.
+    pages. An order only sorts page ids; it neither frees nor holds pages. All calls come from one thread, except
+    `positions`. Your own order must provide `count` and the abstract methods. The other methods have defaults, which
+    ignore hints and tenants. `CheckedOrder` checks the results of your order: if `pop` returns a page that is not idle,
+    the call fails with an error.
 
     Attributes:
         count: the number of pages in the order. The pool reads it at each allocation.
-        by_age: whether pages are evicted strictly in the order in which they became idle, whatever hints say.
+        by_age: whether pages are evicted strictly in the order in which they became idle, regardless of hints.
     """
 
     count: int = 0
@@ -46,32 +46,32 @@ class EvictionOrder(Protocol):
 
     @abstractmethod
     def append(self, pages: Pages | Indices) -> None:
-        """Add `pages`, which are idle now and are not in the order.
+        """Add `pages`, which have become idle and are not in the order.
 
-        Pages are listed by worth, the least valuable first.
+        The least valuable page comes first in `pages`.
         """
 
     @abstractmethod
     def remove(self, pages: Pages | Indices) -> None:
-        """Remove `pages`, which are in the order and are used again. `append` may add them again later."""
+        """Remove `pages`, which are in the order and are used again. They may be appended again later."""
 
     @abstractmethod
     def pop(self, count: int) -> Pages:
-        """Remove and return the next `count` pages, at most `self.count`, in their order. Their contents are lost.
+        """Remove and return the next `count` pages (at most `self.count`), in their order. Their contents are lost.
 
-        Calling `pop(1)` this many times gives the same pages.
+        The result is the same as that of `count` calls of `pop(1)`.
         """
 
     @abstractmethod
     def pages(self) -> Pages:
         """All pages, roughly in eviction order.
 
-        The next one to evict comes first, unless the order overrides `first`.
+        The page to evict next comes first, unless the order overrides `first`.
         """
 
     @abstractmethod
     def mend(self, pages: Indices) -> None:
-        """Make the order contain exactly `pages`, because an interrupted call may have left it half changed.
+        """Make the order contain exactly `pages`. Called because an interrupted call may have left it half changed.
 
         Pages that were already in it keep their order, as far as it is known, and come before the others.
         """
@@ -79,7 +79,7 @@ class EvictionOrder(Protocol):
     # ---- optional for an order
 
     def first(self) -> int:
-        """The page that `pop` would return first. It stays in the order. Undefined if the order is empty."""
+        """Returns the page that `pop` would return first, without removing it. Undefined if the order is empty."""
         return int(self.pages()[0])
 
     def pop_one(self) -> int:
@@ -87,48 +87,51 @@ class EvictionOrder(Protocol):
         return int(self.pop(1)[0])
 
     def pop_explained(self, count: int) -> tuple[Pages, Reasons | None]:
-        """Do the same as `pop`, and return each page's reason (such as `BY_HINT`). None if all were next in order."""
+        """Do the same as `pop`, and also return each page's reason (such as `BY_HINT`).
+
+        None if all were next in order.
+        """
         return self.pop(count), None
 
     def forget(self, pages: Pages) -> None:
-        """Forget everything about `pages`, which are not in the order: they lost their content without a `pop`."""
+        """Forget everything about `pages`. They are not in the order, and lost their content without a `pop`."""
 
     def moved(self, sources: Pages, targets: Pages) -> None:
         """Transfer what is known about `sources` to `targets`, to which their content was moved.
 
-        None of them is in the order.
+        No page of either list is in the order.
         """
 
     def renew(self, pages: Pages) -> None:
-        """Prepare for `pages`, which are in the order, to be replaced by others with the same content."""
+        """Prepare to replace `pages`, which are in the order, by other pages with the same content."""
 
     def hint(self, pages: Pages, hints: PageHints | None) -> None:
-        """Record that a request releases `pages`, which are not in the order. `hints`: its hints for them, or None."""
+        """Record that a request releases `pages`, which are not in the order, and its hints for them (or None)."""
 
     def own(self, pages: Pages, salt: str | None) -> None:
         """Assign `pages`, which are not in the order, to the tenant of `salt`. None means no tenant."""
 
     def trust(self, share: float) -> None:
-        """Let `share` of the idle pages follow hints from now on, 0.0 to 1.0."""
+        """From now on, let `share` of the idle pages follow hints, 0.0 to 1.0."""
 
-    # ---- comparison with pages of another order
+    # # ---- to compare pages with those of another order
 
     def due(self) -> int:
-        """The page that must be evicted next, however recently it was used. 0 if there is none."""
+        """Returns the page that must be evicted next, however recently it was used. 0 if there is none."""
         return 0
 
     def leads(self, pages: Pages | Indices) -> NDArray[np.float64]:
-        """How much later than by age each of `pages` is evicted, in pool sizes. Negative if it is evicted earlier."""
+        """For each of `pages`, how much later than by its age it is evicted, in pool sizes. Negative means earlier."""
         return np.zeros(len(pages))
 
     def first_lead(self) -> float:
-        """`leads` of the page that is evicted next."""
+        """The value of `leads` for the page that is evicted next."""
         return 0.0
 
     def positions(self, pages: Indices) -> Indices:
-        """A number for each of `pages`. Larger numbers roughly mean later evictions.
+        """Returns a number for each of `pages`. Larger numbers mean later evictions, approximately.
 
-        Undefined for pages not in the order. It may be called from another thread than the one that changes the order.
+        Undefined for pages that are not in the order. Unlike the other methods, it may be called from any thread.
         """
         mine = self.pages()
         places = np.zeros(1 + max(int(mine.max(initial=0)), int(pages.max(initial=0))), np.int64)

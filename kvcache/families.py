@@ -1,6 +1,6 @@
-"""Metrics for Prometheus: families, each with the function that reads its values, and the collector for scrapes.
+"""Prometheus metrics: families, each with the function that reads its values, and the collector for scrapes.
 
-Imported only if metrics are wanted, because it needs `prometheus_client` (the extra `observe`).
+Imported only if metrics are wanted, because this module needs `prometheus_client` (the extra `observe`).
 """
 
 import functools
@@ -13,7 +13,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 Histogram = tuple[Sequence[float], Sequence[int], float]
-"""The upper bounds; the number of values in each bucket, with those above all bounds last; and the sum of all values.
+"""A histogram: the upper bounds; the number of values in each bucket, the last one being for values above all bounds;
+and the sum of all values.
 """
 Sample = tuple[Sequence[object], float | Histogram]
 """The values of a family's own labels, and the measured value."""
@@ -25,12 +26,12 @@ class Family(NamedTuple):
     """A metric family.
 
     Attributes:
-        name: its name in a scrape: counters end in `_total`, units are seconds and bytes, shares are 0 to 1.
-        kind: its Prometheus type.
-        text: its help, a sentence.
-        labels: the names of its own labels.
-        read: returns its samples, given the observed object. The scraping thread calls it, not the thread that counts.
-            So it only reads, and first copies, in one step, anything that the other thread may change
+        name: the name in a scrape. Counters end in `_total`, units are seconds and bytes, shares are 0 to 1.
+        kind: the Prometheus type.
+        text: the help text, a sentence.
+        labels: the names of the family's own labels.
+        read: returns the family's samples, given the observed object. The scraping thread calls it, while another
+            thread counts. So the function must only read, and must first copy in one step anything that may change
             (`list(d.values())`).
     """
 
@@ -42,20 +43,22 @@ class Family(NamedTuple):
 
 
 class FamilyCollector(Collector):
-    """Reads families at each scrape. Register it with a `CollectorRegistry`, which accepts one collector of a class.
+    """Reads metric families at each scrape.
 
-    Scraping costs the loop nothing: a scrape reads existing counters in its own thread. Each figure is right by itself;
-    two figures of one scrape may be a step apart, because the loop continues meanwhile. A family that cannot be read is
+    Register it with a `CollectorRegistry`, which accepts one collector of a class.
+
+    Scraping costs the loop nothing: a scrape reads existing counters in its own thread. Each figure is right by itself.
+    Two figures of one scrape may be a step apart, because the loop continues meanwhile. A family that cannot be read is
     left out of the scrape, logged the first time, and counted. The collector never raises.
 
     Attributes:
-        families: the families that it reads, and a count of those that it could not read.
+        families: the families to read; it also has a family that counts those that could not be read.
     """
 
     def __init__(
         self, room: str, look: Callable[[], Any], families: Sequence[Family], labels: Mapping[str, object]
     ) -> None:
-        self._look = look  # called once a scrape; the families read from its result
+        self._look = look  # called once per scrape; the families read from its result
         self._labels, self._values = tuple(labels), tuple(map(str, labels.values()))
         self._unread: dict[str, int] = {}
         errors = f"pagewire_{room}_unread_families_total"
@@ -66,11 +69,11 @@ class FamilyCollector(Collector):
         return [((), sum(self._unread.values()))]
 
     def describe(self) -> Iterator[Any]:
-        """The families without samples. A registry uses them to find duplicate names."""
+        """Returns the families without samples. A registry uses them to find duplicate names."""
         return map(self._empty, self.families)
 
     def collect(self) -> Iterator[Any]:
-        """The families with their current samples."""
+        """Returns the families with their current samples."""
         look = functools.cache(self._look)
         for family in self.families:
             metric = self._empty(family)
@@ -94,7 +97,7 @@ class FamilyCollector(Collector):
 
 
 def _cumulative(figure: Histogram) -> tuple[list[tuple[str, float]], float]:
-    """Convert to Prometheus's form: the number of values up to each bound, and up to infinity."""
+    """Convert to Prometheus's form: for each bound and for infinity, the number of values up to it."""
     bounds, counts, total = figure
     return list(zip([*map(repr, map(float, bounds)), "+Inf"], accumulate(counts), strict=True)), total
 

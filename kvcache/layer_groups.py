@@ -1,8 +1,8 @@
-"""`LayerGroup`: layers that keep the same tokens. Also how groups of different sizes share pages of one size.
+"""`LayerGroup`: layers that keep the same tokens. Groups of different sizes share pages of one size.
 
 As in vLLM, all groups take pages of the same size in bytes from one pool: a page holds the KV of `page_size` tokens in
 `layers_per_page` layers of any group. So no memory is reserved for a group, and any free page fits any group. A group
-with more than `layers_per_page` layers has several block tables. If a table has fewer layers, the rest of each of its
+with more than `layers_per_page` layers has several block tables. If a table has fewer layers, a part of each of its
 pages is unused.
 """
 
@@ -21,12 +21,12 @@ LayerKind = Literal["full", "window", "chunked"]
 _Positions = TypeVar("_Positions", int, NDArray[np.int64])
 
 _NEEDED = "one or more layer numbers"
-MOST_LOST = 0.05  # the share of a request's pages that may be unused
+MOST_LOST = 0.05  # the largest share of a request's pages that may be unused
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers of one kind, by their numbers among the layers of the cache, from 0.
+    """Layers of one kind, as indices among the cache's layers, from 0.
 
     A query of a `full` layer sees every token before it. A query of a `window` layer sees the last `window` tokens,
     including its own. A query of a `chunked` layer sees the tokens from the last multiple of `window` on. Pages that no
@@ -50,11 +50,11 @@ class LayerGroup:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether every query sees all tokens before it, so that a request needs pages for all known tokens."""
+        """Whether every query sees all tokens before it. A request then needs pages for all known tokens."""
         return self.kind == "full"
 
     def first_seen(self, position: _Positions) -> _Positions:
-        """The first token that the query at each position sees."""
+        """Returns the first token that a query at each position sees."""
         if self.kind == "full":
             return position * 0
         if self.kind == "chunked":
@@ -63,13 +63,13 @@ class LayerGroup:
         return first * (first > 0)
 
     def most_pages(self, tokens: int, page_size: int) -> int:
-        """The most pages of a request with `tokens` tokens in one table of the group, running one token at a time."""
+        """Returns the most pages of a request with `tokens` tokens in one table of the group."""
         pages = -(-tokens // page_size)
         return pages if self.kind == "full" else min(pages, -(-(self.window - 1) // page_size) + 1)
 
 
 class GroupTable(NamedTuple):
-    """A block table of a model: the layers whose KV its pages hold, and the group of these layers."""
+    """A block table of a model: the layers whose KV its pages hold, and these layers' group."""
 
     group: LayerGroup
     layers: tuple[int, ...]  # in the order in which a page holds them
@@ -83,7 +83,7 @@ class TableGroup(NamedTuple):
 
     @property
     def num_tables(self) -> int:
-        """The number of tables of the group."""
+        """Returns the number of tables of the group."""
         return self.tables.stop - self.tables.start
 
 
@@ -95,7 +95,7 @@ class LayerTables(NamedTuple):
 
     @property
     def groups(self) -> tuple[TableGroup, ...]:
-        """Each group with its tables."""
+        """Returns each group with its tables."""
         found: list[TableGroup] = []
         for at, (group, _) in enumerate(self.tables):
             first = found.pop().tables.start if found and found[-1].group is group else at
@@ -104,7 +104,7 @@ class LayerTables(NamedTuple):
 
     @property
     def places(self) -> dict[int, tuple[int, int]]:
-        """The table of each layer, and the layer's place in a page of that table."""
+        """Returns the table of each layer, and the layer's index within a page of that table."""
         return {
             layer: (number, place)
             for number, table in enumerate(self.tables)
@@ -113,27 +113,27 @@ class LayerTables(NamedTuple):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kind of each table: "full", or the kind and its number of tokens, such as "window 1024"."""
+        """Returns the kind of each table: "full", or the kind and its number of tokens, such as "window 1024"."""
         groups = (table.group for table in self.tables)
         return tuple(one.kind if one.kind == "full" else f"{one.kind} {one.window}" for one in groups)
 
     @property
     def kinds_named(self) -> tuple[str, ...]:
-        """`kinds` in the form of a `BlockTable`: without a first table of full attention."""
+        """Returns `kinds` in the form of a `BlockTable`, which leaves out a first table of full attention."""
         return self.kinds[1:] if self.tables[0].group.keeps_all else self.kinds
 
     def described(self) -> str:
-        """The kind and the layers of each table. Two managers with equal descriptions can exchange pages."""
+        """Returns a text with the kind and layers of each table. Managers with equal texts can exchange pages."""
         tables = zip(self.kinds, self.tables, strict=True)
         return ", ".join(f"{kind} of layers {' '.join(map(str, table.layers))}" for kind, table in tables)
 
     def most_pages(self, tokens: int, page_size: int) -> int:
-        """The most pages of a request with `tokens` tokens in all tables together, if it runs one token at a time."""
+        """Returns the most pages of a request in all tables together, if its `tokens` tokens run one at a time."""
         return sum(table.group.most_pages(tokens, page_size) for table in self.tables)
 
 
 def layer_tables(groups: tuple[LayerGroup, ...], num_layers: int) -> LayerTables:
-    """The fewest tables that leave at most `MOST_LOST` of a request's pages unused, whatever its length.
+    """Returns as few tables as possible that leave at most `MOST_LOST` of a request's pages unused, at any length.
 
     Without groups the result is one table of all `num_layers` layers. Raises `InvalidParamsError` unless each layer is
     in exactly one group.
@@ -165,11 +165,11 @@ def layer_tables(groups: tuple[LayerGroup, ...], num_layers: int) -> LayerTables
 
 
 def _cut(groups: list[LayerGroup], size: int) -> tuple[int, float]:
-    """The number of tables of `size` layers that the groups take, and the unused share of pages at the worst length.
+    """Returns how many tables of `size` layers the groups take, and the unused share of pages at the worst length.
 
-    `groups` begins with full layers and long windows, which have an ever larger part of the pages as a request grows.
-    So the unused share at any length is at most the largest share of the first group alone, the first two groups, and
-    so on.
+    `groups` begins with full layers and long windows. As a request grows, their part of its pages grows too. So the
+    unused share at any length is at most the largest share of these sets: the first group, the first two groups, and so
+    on.
     """
     tables, layers, lost = 0, 0, 0.0
     for group in groups:

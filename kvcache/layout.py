@@ -16,25 +16,25 @@ from kvcache.params import KVCacheParams
 
 AXES = ("layer", "side", "head", "token", "dim")
 HUGE_PAGE_BYTES = 2 << 20
-_ALIGNED = 16  # the alignment in bytes of pages with scales, and of the scales in them
+_ALIGNED = 16  # in bytes: the alignment of pages with scales, and of the scales in them
 
 
 class PageLayout(msgspec.Struct, frozen=True, omit_defaults=True, tag="page_layout/1"):
-    """The byte geometry of one page on one shard, and the part of the model's KV that it holds.
+    """The byte geometry of one page on one shard, and which part of the model's KV the page holds.
 
     A page is a dense box of `layers × sides × heads × page_size × head_dim` elements. `order` lists its axes in memory,
-    outermost first. In the default order a page is one run of bytes, and so is any range of its heads. So a transfer
-    between different tensor-parallel splits still copies one run per page.
+    outermost first. In the default order a page is one run of bytes, and so is any range of its heads. Therefore a
+    transfer between different tensor-parallel splits still copies one run per page.
 
-    If values are quantised, their scales follow them in the page, as a dense box in the same order. `scales` has the
-    extents of that box. It has fewer tokens, heads or dims if several of them share a scale.
+    If values are quantised, their scales follow them in the page, as a dense box in the same order. `scales` describes
+    that box. It has fewer tokens, heads or dims than the values if several of these share a scale.
     """
 
     dtype: str  # element type, as torch spells it ("bfloat16")
     itemsize: int  # bytes of one element
     num_layers: int  # layers that contribute KV
     sides: int  # 2 for keys and values, 1 for a latent
-    first_head: int  # the model's number of this shard's first head
+    first_head: int  # index in the model of this shard's first head
     num_heads: int  # heads on this shard
     page_size: int  # tokens in a page
     head_dim: int  # elements of one head of one token
@@ -65,7 +65,7 @@ class PageLayout(msgspec.Struct, frozen=True, omit_defaults=True, tag="page_layo
 
     @property
     def strides(self) -> dict[str, int]:
-        """The distance of neighbours along each axis, in elements."""
+        """The distance between neighbours along each axis, in elements."""
         extents, step, found = self.extents, 1, dict[str, int]()
         for axis in reversed(self.order.split(",")):
             found[axis] = step
@@ -89,17 +89,18 @@ class PageLayout(msgspec.Struct, frozen=True, omit_defaults=True, tag="page_layo
 
 
 class KindPages(NamedTuple):
-    """The location on one shard of pages that are not token pages, such as a part of recurrent states."""
+    """Where pages of another kind than token pages lie on one shard, such as those with a part of recurrent states."""
 
     kind: str  # the name of the logical tensor, such as "ssm"
     layout: PageLayout  # the layout of one page
-    region: int | None  # the index of their tensor among the tensors of such kinds; None if they lie in the token pages
+    # the index of their tensor among the tensors of these kinds; None if they lie in the token pages
+    region: int | None
     offset: int  # bytes from the start of the tensor to page 0
     stride: int  # bytes from one page to the next
 
 
 def shard_layout(params: KVCacheParams, num_layers: int, page_size: int, shard: int) -> PageLayout:
-    """The layout of shard `shard` of each replica."""
+    """Returns the layout of shard `shard`, which is the same for each replica."""
     heads = params.heads_of_shard(shard)
     values = PageLayout(
         dtype=str(params.dtype).removeprefix("torch."),
@@ -129,20 +130,20 @@ def shard_layout(params: KVCacheParams, num_layers: int, page_size: int, shard: 
 
 
 def shard_layouts(params: KVCacheParams, num_layers: int, page_size: int) -> list[PageLayout]:
-    """The layouts of all shards of a replica."""
+    """Returns the layouts of all shards of a replica."""
     return [shard_layout(params, num_layers, page_size, shard) for shard in range(params.tensor_parallel_degree)]
 
 
 def replica_fingerprint(layouts: list[PageLayout], groups: str = "") -> str:
-    """A digest of the geometry of all shards of a replica, and of its `groups` of layers if there are several."""
+    """Returns a digest of the geometry of all shards, and of the `groups` of layers if there are several."""
     joined = ",".join(layout.fingerprint() for layout in layouts) + groups
     return hashlib.sha256(joined.encode()).hexdigest()[:16]
 
 
 def kv_kind(layouts: Sequence[PageLayout]) -> str:
-    """A text that describes what a replica keeps for a token.
+    """Returns a text that describes what a replica keeps for each token.
 
-    It does not depend on the split of heads or the page layout.
+    The text does not depend on the split of heads or the page layout.
     """
     one, heads = layouts[0], max(layout.first_head + layout.num_heads for layout in layouts)
     kind = f"{one.dtype}, {one.num_layers} layers of {one.sides} x {heads} heads of {one.head_dim}"
@@ -150,7 +151,7 @@ def kv_kind(layouts: Sequence[PageLayout]) -> str:
 
 
 def scales_kind(layouts: Sequence[PageLayout]) -> str:
-    """A text that describes which values share a scale. Empty if values have no scales."""
+    """Returns a text that says which values share a scale. Empty if there are no scales."""
     layout = layouts[-1]
     scales = layout.scales
     if scales is None:
@@ -162,14 +163,14 @@ def scales_kind(layouts: Sequence[PageLayout]) -> str:
 
 
 def as_blocks(pages: torch.Tensor, layout: PageLayout, num_pages: int) -> torch.Tensor:
-    """View a flat tensor of `num_pages` pages as `[pages, sides, layers, page, heads, dim]`, without their scales."""
+    """View a flat tensor of `num_pages` pages as `[pages, sides, layers, page, heads, dim]`. Scales are left out."""
     return pages.as_strided((num_pages, *layout.shape), (layout.page_bytes // layout.itemsize, *layout.shape_strides))
 
 
 def scales_of(rows: torch.Tensor, layout: PageLayout) -> torch.Tensor | None:
-    """The scales in `rows`, which are whole pages as words of any type, `[pages, words]`. None if pages have no scales.
+    """Returns a view of the scales in `rows`, which are whole pages, `[pages, words]`. None if pages have no scales.
 
-    Shape `[pages, sides, layers, tokens, heads, dims]`. Tokens, heads or dims is 1 if one scale covers the whole axis.
+    The shape is `[pages, sides, layers, tokens, heads, dims]`. An axis has size 1 if one scale covers all of it.
     """
     scales = layout.scales
     if scales is None:
@@ -185,12 +186,14 @@ def _aligned(num_bytes: int) -> int:
 
 
 def allocate_blocks(layout: PageLayout, num_pages: int, device: torch.device) -> torch.Tensor:
-    """Zeroed pages of one shard, `[num_pages, sides, layers, page_size, heads, head_dim]`, strided by `layout`.
+    """Returns zeroed pages of one shard, `[num_pages, sides, layers, page_size, heads, head_dim]`.
+
+    The strides are those of `layout`.
 
     If pages have scales, these follow the values in the same memory (`scales_of`).
 
-    On the CPU the memory is private and anonymous, lies in huge pages, and is touched here. Transfers are much slower
-    if a page was never touched, or is a page of 4 KiB (measured: 0.4 to 8 GB/s instead of 15). Raises
+    On the CPU the memory is private and anonymous, lies in huge pages, and is written to here. Transfers are much
+    slower if memory was never touched, or if its pages have only 4 KiB (measured: 0.4 to 8 GB/s instead of 15). Raises
     `PoolTooSmallError` if the memory cannot be allocated.
     """
     elements = num_pages * layout.page_bytes // layout.itemsize
@@ -208,9 +211,11 @@ def allocate_blocks(layout: PageLayout, num_pages: int, device: torch.device) ->
 
 
 def allocate_host_rows(rows: int, row_bytes: int, pinned_for: object = None) -> torch.Tensor:
-    """Zeroed host memory, uint8 `[rows, row_bytes]`, in huge pages. It is pinned while `pinned_for`, if given, exists.
+    """Returns zeroed host memory, uint8 `[rows, row_bytes]`, in huge pages.
 
-    Pinned memory is registered with the driver. torch does not allocate it, because torch rounds sizes up to a power of
+    If `pinned_for` is given, the memory stays pinned as long as that object exists.
+
+    Pinned memory is registered with the driver. torch is not used for it, because torch rounds sizes up to a power of
     two. Raises `PoolTooSmallError` if there is too little memory, or if it cannot be pinned.
     """
     try:
@@ -225,14 +230,14 @@ def allocate_host_rows(rows: int, row_bytes: int, pinned_for: object = None) -> 
 
 
 def _unpin(cudart: Any, memory: torch.Tensor) -> None:
-    """Unregister pinned memory. The argument `memory` keeps it mapped until then."""
+    """Unregister pinned memory. The argument `memory` keeps the memory mapped until then."""
     cudart.cudaHostUnregister(memory.data_ptr())
 
 
 def _huge_pages(num_bytes: int) -> torch.Tensor:
-    """Zeroed memory of `num_bytes`, rounded up to huge pages, as uint8. The tensor keeps the mapping alive."""
+    """Returns at least `num_bytes` of zeroed memory in huge pages, as uint8. The tensor keeps the mapping alive."""
     size = -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-    # Private, because shared mappings get no huge pages. One huge page is added so that the start can be aligned.
+    # Private, because shared mappings get no huge pages. One more huge page allows the start to be aligned.
     mapping = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)

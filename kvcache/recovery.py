@@ -2,8 +2,8 @@
 
 Rows, leases and imports are trusted. All other state of pages is computed from them: the holders and writers of pages,
 which pages are idle or fresh, the links of the index, quotas, and copies between tiers. A page stays published if a row
-counts it as committed. It also stays published if it has no holder, because then its content was complete before it was
-published.
+counts it as committed. It also stays published if it has no holder, because pages are published only when their content
+is complete.
 """
 
 from collections.abc import Iterable
@@ -23,19 +23,20 @@ from kvcache.types import RequestID
 from kvcache.under_way import UnderWay
 
 _OF_A_REQUEST = {"external_claim", "release", "fork", "extend_import", "commit_import"}
-"""Calls after which their request is released, because the caller did not learn their result."""
+"""Calls after which their request is released, because the caller did not get their result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
     """The result of `PagedKVCacheManager.recover`, and the state after it.
 
-    The interrupted call has returned nothing. If it was interrupted while it returned, the manager cannot know that its
-    result was lost. So the other fields list everything that is open. End all objects that you do not know.
+    The interrupted call has returned nothing. If the interrupt came while it was returning, the manager cannot know
+    that its result was lost. So the other fields list everything that is open. End every listed object that you do not
+    know.
     """
 
     call: str | None
-    """The call that was interrupted while it changed the state. None if there was none; then nothing was done."""
+    """The call that was interrupted while it changed the state. None if there was none; then nothing was repaired."""
     released: tuple[RequestID, ...]
     """Requests that are no longer claimed, as after `release`."""
     claimed: tuple[RequestID, ...]
@@ -60,7 +61,8 @@ def recover(replicas: Replicas, claims: Claims, mark: UnderWay) -> Recovered:
     claims.mend()
     _close_unknown(replicas, claims, mark, call, about)
     lost = replicas.mend(about)
-    # Recorded before the first request is released. If this is interrupted, a repeated `recover` releases the others.
+    # Recorded before the first request is released, so that a repeated `recover` releases the others if this one is
+    # interrupted.
     mark.leaving += sorted({*lost, *_doubtful(claims, call, about)} - {*mark.leaving})
     for request_id in mark.leaving:
         if request_id in claims.places:
@@ -91,7 +93,7 @@ def _close_unknown(replicas: Replicas, claims: Claims, mark: UnderWay, call: str
 
 
 def _doubtful(claims: Claims, call: str, about: object) -> Iterable[RequestID]:
-    """Claimed requests that cannot continue, or whose claim was not reported to the caller."""
+    """Returns claimed requests that cannot continue, or whose claim was not reported to the caller."""
     named: list[RequestID] = []
     if call in _OF_A_REQUEST:
         yield cast("RequestID", about)

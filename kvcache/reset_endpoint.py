@@ -12,7 +12,7 @@ import zmq
 from kvcache.arguments import of_kind, refusal
 from kvcache.sockets import BoundSocket, bound_socket
 
-_PAUSE_S = 0.005  # the pause after reading messages
+_PAUSE_S = 0.005  # in seconds: the pause after messages were read
 _MESSAGES = 64
 
 _log = logging.getLogger("pagewire")
@@ -53,7 +53,7 @@ class NoEndpoint:
 class ResetEndpoint(NoEndpoint):
     """A PULL socket at `<base>-reset_prefix_cache`. Any message asks for one reset.
 
-    A thread reads the socket. The loop only tests a flag.
+    A thread reads the socket, and the loop only tests a flag.
     """
 
     def __init__(self, endpoint_base: str) -> None:
@@ -81,7 +81,7 @@ def _end(thread: threading.Thread, wake: int) -> None:
 def _read(socket: BoundSocket, wake: int, endpoint: "weakref.ref[ResetEndpoint]") -> None:
     poller = zmq.Poller()
     poller.register(socket, zmq.POLLIN)
-    poller.register(wake, zmq.POLLIN)  # instead of a timeout, which would keep waking an idle process
+    poller.register(wake, zmq.POLLIN)  # used instead of a timeout, which would keep waking an idle process
     with closing(socket), suppress(zmq.ContextTerminated):
         while wake not in dict(poller.poll()):
             taken = 0
@@ -93,4 +93,4 @@ def _read(socket: BoundSocket, wake: int, endpoint: "weakref.ref[ResetEndpoint]"
                 asked.is_asked = True
                 del asked
             time.sleep(_PAUSE_S)
-        os.close(wake)  # it was written to, and is not written again
+        os.close(wake)  # the pipe was written to, and is not needed any more

@@ -1,6 +1,6 @@
-"""`Retention`: hints of clients about the future use of pages, and their one-byte codes for each page.
+"""`Retention`: a client's hints about the future use of pages, and the one-byte codes that pages get from them.
 
-The codes are used by `kvcache.pool.hinted_order`.
+`kvcache.pool.hinted_order` uses the codes.
 """
 
 import functools
@@ -15,19 +15,19 @@ from kvcache.arguments import flag, integer, number, optional, shown, tuple_of, 
 from kvcache.errors import InvalidRequestError
 
 Codes = NDArray[np.uint8]
-"""Kinds of hint: a level, from 0 (evicted first) to 4 (evicted last), and a class of time to live."""
+"""A kind of hint: a level, from 0 (evicted first) to 4 (evicted last), and a class of time to live."""
 Times = NDArray[np.float64]
 
 LEVELS = 5
 NEUTRAL = 2  # the level, and the code, of a page without a hint
-_TTL_CLASSES = 7  # no limit; up to 4, 16, 64, 256, 1024 seconds; longer
-# Neutral, but a later hint cannot make the page the first to be evicted: see `merge_codes`.
+_TTL_CLASSES = 7  # the classes: no limit; up to 4, 16, 64, 256, 1024 seconds; longer
+# Neutral, but a later hint cannot make the page the first one to be evicted (see `merge_codes`).
 SHARED = LEVELS * _TTL_CLASSES
 LEVEL_OF = np.array([*[code % LEVELS for code in range(SHARED)], NEUTRAL], np.uint8)
 
 
 class RangeRetention(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A `Retention` for some of a request's tokens, such as a system prompt or tools. Raises the same errors."""
+    """A `Retention` for a part of a request's tokens, such as a system prompt or tools. Raises the same errors."""
 
     start: int  # the first of these tokens
     end: int | None = None  # the token after the last one; None: all tokens from `start` on
@@ -44,19 +44,19 @@ class RangeRetention(msgspec.Struct, frozen=True, omit_defaults=True):
         _check_hint(self)
 
     def columns(self, pages: int, page_size: int) -> slice:
-        """The columns of the pages that lie entirely in the range, among a request's first `pages` pages."""
+        """Returns the columns of the pages that lie entirely in the range, among a request's first `pages` pages."""
         return slice(-(-self.start // page_size), pages if self.end is None else self.end // page_size)
 
 
 class Retention(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A client's knowledge about the future use of a request's pages. It biases the eviction order, and pins no page.
+    """What a client knows about the future use of a request's pages. It biases the eviction order, and pins no page.
 
     It is read when the request is admitted and again when it is released; the second reading counts for its pages. A
     wrong hint costs little (see `kvcache.pool.hinted_order`). A correct `session_continues` can be worth as much as a
     pool of twice the size. Raises `InvalidRequestError` (a ValueError) if a value is out of range.
     """
 
-    session_continues: bool | None = None  # whether another request is expected to extend this one; None: unknown
+    session_continues: bool | None = None  # whether a later request is expected to extend this one; None: unknown
     priority: int = 50  # 0 (evicted first) to 100 (evicted last), in steps of 25
     ttl_s: float | None = None  # how many seconds after the release the hint holds; None: it decays
     ranges: tuple[RangeRetention, ...] = ()  # hints for some tokens; a page follows the last range that contains it
@@ -69,7 +69,7 @@ class Retention(msgspec.Struct, frozen=True, omit_defaults=True):
         msgspec.structs.force_setattr(self, "ranges", ranges)
 
     def columns(self, pages: int, page_size: int) -> slice:  # noqa: ARG002 - as `RangeRetention.columns`
-        """All of a request's pages."""
+        """Returns the columns of all of a request's pages."""
         return slice(0, pages)
 
 
@@ -84,18 +84,18 @@ def _check_hint(hint: Retention | RangeRetention) -> None:
 
 
 class PageHints(NamedTuple):
-    """The hints of a request for its pages, and how many seconds each holds, infinity for most."""
+    """The hints of a request for its pages, and for how many seconds each one holds; mostly infinity."""
 
     codes: Codes
     lives: Times
 
     def of(self, at: NDArray[np.intp]) -> "PageHints":
-        """The hints for the pages at these indices."""
+        """Returns the hints for the pages at these indices."""
         return PageHints(self.codes[at], self.lives[at])
 
 
 def page_hints(retention: Retention, pages: int, page_size: int) -> PageHints:
-    """The hints for a request's first `pages` pages. A range applies to pages that lie entirely in it."""
+    """Returns the hints for a request's first `pages` pages. A range applies to pages that lie entirely in it."""
     codes, lives = np.zeros(pages, np.uint8), np.zeros(pages)
     for hint in (retention, *retention.ranges):  # a range overrides the hint of the whole request
         columns = hint.columns(pages, page_size)
@@ -113,15 +113,16 @@ def _code_of(hint: Retention | RangeRetention) -> int:
 
 
 def _life_of(hint: Retention | RangeRetention) -> float:
-    """How many seconds the hint holds."""
+    """Returns how many seconds the hint holds."""
     return math.inf if hint.ttl_s is None else hint.ttl_s
 
 
 def merge_codes(old: Codes, new: Codes | None) -> Codes:
-    """The codes of pages that had `old` codes, after a request that used them brings the hints `new`, or None.
+    """Returns the codes of pages that had the codes `old`, after a request that used them brings `new` hints, or None.
 
-    The latest hint counts, with one exception. If a hint put a page first, and the page was used again nevertheless,
-    several sessions share it (for example, a system prompt). Then the end of one session does not put it first again.
+    The latest hint counts, with one exception. If a hint made a page the first to be evicted, and the page was used
+    again nevertheless, then several sessions share it (for example, a system prompt). In that case the end of one
+    session does not make it the first again.
     """
     refuted = LEVEL_OF[old] < NEUTRAL
     if new is None:

@@ -1,9 +1,9 @@
-"""How many pages, tokens and requests a memory budget holds, and whether the host can hold them. Allocates nothing.
+"""Computes how many pages, tokens and requests a memory budget holds, and whether the host can hold them.
 
-The page size is that of the params, or else of the argument, as in the manager. With groups of layers, the pages of a
-request are counted as if it ran one token at a time. A longer chunk of a prompt takes more pages of windows. The
-documented API has keywords that only other kinds of managers use. They are refused, because they would have no effect
-here.
+Nothing is allocated. The page size is that of the params, or else of the argument, as in the manager. With groups of
+layers, the pages of a request are counted as if it ran one token at a time; a longer chunk of a prompt takes more pages
+of windows. The documented API has keywords that only other kinds of managers use. They are refused, because they would
+have no effect here.
 """
 
 import functools
@@ -61,19 +61,20 @@ class Needs(NamedTuple):
         return slab_pages_of(self.params, shard_layouts(self.params, self.tables.layers_per_page, self.page_size))
 
     def bytes_apart(self, requests: int) -> int:
-        """The bytes of the states of `requests` requests in separate memory, including page 0."""
+        """Returns the bytes of the states of `requests` requests in separate memory, including page 0."""
         count = self.params.states_apart(requests)
         layouts = state_layouts(self.params.states, self.params.tensor_parallel_degree)
         return (count + 1) * state_bytes(layouts) if count else 0
 
     def bytes_of(self, longest: int, requests: int) -> int:
-        """The bytes of `requests` requests of `longest` tokens each, including their states."""
+        """Returns the bytes of `requests` requests of `longest` tokens each, including their states."""
         pages, slab = self.tables.most_pages(longest, self.page_size), self.slab_pages
-        count = max(requests * (pages + slab), (requests + 1) * slab - 1)  # the slab with page 0 cannot be used
+        # the slab that contains page 0 cannot be used
+        count = max(requests * (pages + slab), (requests + 1) * slab - 1)
         return count * self.page_bytes + self.bytes_apart(requests)
 
     def longest(self, pages: int) -> int:
-        """The tokens of the longest request that `pages` pages hold, a multiple of the page size."""
+        """Returns the tokens of the longest request that fits into `pages` pages, a multiple of the page size."""
         size, most = self.page_size, self.tables.most_pages
         fits = bisect_right(range(pages + 1), pages, key=lambda columns: most(columns * size, size))
         return (fits - 1) * size
@@ -89,7 +90,9 @@ def estimated_memory_size(
     page_size: int = 128,
     **unknown: Any,
 ) -> int:
-    """The bytes of pages and states over all devices: the budget, or less if requests of full length need less.
+    """Returns the bytes of pages and states over all devices.
+
+    They are the whole budget, or less if requests of full length need less.
 
     Raises `InvalidParamsError` (a ValueError), and `UnknownArgumentError` (a TypeError) for an unknown keyword.
     """
@@ -110,9 +113,11 @@ def infer_optimal_batch_size(
     page_size: int = 128,
     **unknown: Any,
 ) -> int:
-    """How many requests of full length the budget holds at a time: at least one a replica, at most `MOST_REQUESTS`.
+    """Returns how many requests of full length the budget holds at the same time.
 
-    Raises the same errors as `estimated_memory_size`.
+    At least one for each replica, and at most `MOST_REQUESTS`.
+
+    Raises the errors of `estimated_memory_size`.
     """
     _refuse_unknown("infer_optimal_batch_size", unknown)
     check_params(params)
@@ -127,7 +132,10 @@ def infer_optimal_batch_size(
 def max_supported_sequence_length(
     params: KVCacheParams, num_layers: int, memory_available: int, page_size: int = 128
 ) -> int:
-    """The tokens of the longest request that a replica can hold, in whole pages. Raises `InvalidParamsError`."""
+    """Returns the tokens of the longest request that a replica can hold, in whole pages.
+
+    Raises `InvalidParamsError`.
+    """
     check_params(params)
     needs, memory = _each_replica(params, check_layers(num_layers), page_size, "memory_available", memory_available)
     pages, slab = max(0, memory - needs.bytes_apart(1)) // needs.page_bytes, needs.slab_pages
@@ -137,22 +145,22 @@ def max_supported_sequence_length(
 def _each_replica(
     params: KVCacheParams, num_layers: int, page_size: int, name: str, memory: object
 ) -> tuple[Needs, int]:
-    """The needs of each replica, and its share of the memory in bytes."""
+    """Returns the needs of each replica, and its share of the memory in bytes."""
     needs = Needs(params, layer_tables(params.groups, num_layers), resolve_page_size(params, page_size))
     return needs, whole(name, memory, 0, MOST_BYTES) // params.data_parallel_degree
 
 
 def page_bytes(params: KVCacheParams, num_layers: int, page_size: int) -> int:
-    """Bytes of one page on all shards of a replica together."""
+    """Returns the bytes of one page on all shards of a replica together."""
     return sum(layout.page_bytes for layout in shard_layouts(params, num_layers, page_size))
 
 
 def pages_per_replica(needs: Needs, sizes: Sizes, memory: object, devices: Sequence[torch.device]) -> int:
-    """The number of pages of each replica if `memory` bytes are split over the replicas.
+    """Returns the number of pages of each replica if `memory` bytes are split over the replicas.
 
     Raises `InvalidParamsError` if `memory` is not a number of bytes, or is enough for more pages than there are ids.
-    Raises `PoolTooSmallError` (a RuntimeError) if it holds not even one page, or if the host has too little memory for
-    the pages.
+    Raises `PoolTooSmallError` (a RuntimeError) if `memory` is too small for one page, or if the host has too little
+    memory for the pages.
     """
     if memory is None:
         raise InvalidParamsError("available_cache_memory is not given: a number of bytes is needed")
@@ -183,8 +191,8 @@ def pages_per_replica(needs: Needs, sizes: Sizes, memory: object, devices: Seque
 def _refuse_more_than_the_host_holds(needs: Needs, sizes: Sizes, pages: int, devices: Sequence[torch.device]) -> None:
     """Raise `PoolTooSmallError` if the host's memory is too small for its part of `pages` pages a replica.
 
-    This is checked because the system often grants memory that it does not have, and kills the process later, when the
-    memory is touched.
+    The check is needed because the system often grants memory that it does not have, and kills the process later, when
+    the memory is touched.
     """
     params, dp = needs.params, needs.params.data_parallel_degree
     on_host = sum(device.type == "cpu" for device in devices)
@@ -222,7 +230,7 @@ def check_params(params: object) -> None:
 
 
 def check_sizes(params: KVCacheParams, max_batch_size: object, max_seq_len: object, num_layers: object) -> Sizes:
-    """These sizes as integers. Raises `InvalidParamsError` if one of them is out of range."""
+    """Returns these sizes as integers. Raises `InvalidParamsError` if one of them is out of range."""
     check_params(params)
     return Sizes(
         whole("max_batch_size", max_batch_size, params.data_parallel_degree, MOST_ROWS),
@@ -232,12 +240,12 @@ def check_sizes(params: KVCacheParams, max_batch_size: object, max_seq_len: obje
 
 
 def check_layers(num_layers: object) -> int:
-    """The number of layers as an integer. Raises `InvalidParamsError`."""
+    """Returns the number of layers as an integer. Raises `InvalidParamsError`."""
     return whole("num_layers", num_layers, 1, MOST_LAYERS)
 
 
 def check_devices(params: KVCacheParams, devices: object, *, here: bool = False) -> list[torch.device]:
-    """The device of each shard, the CPU or a GPU. `here`: it must exist. Raises `InvalidParamsError`."""
+    """Returns the device of each shard. With `here`, it must exist. Raises `InvalidParamsError`."""
     needed = "a list of torch devices or their names"
     if isinstance(devices, str):  # a str is a sequence, too
         raise refusal("devices", devices, needed)
@@ -265,7 +273,10 @@ def _checked_device(device: object, *, here: bool) -> torch.device:
 
 
 def stream_of(session: object, devices: Sequence[torch.device]) -> Any:
-    """The CUDA stream that `session` is, or has as `stream`. None if it has none. Raises `InvalidParamsError`."""
+    """Returns the CUDA stream that `session` is, or has as `stream`; None if it has none.
+
+    Raises `InvalidParamsError`.
+    """
     stream = getattr(session, "stream", session)
     if stream is None:
         return None

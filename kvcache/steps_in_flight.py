@@ -20,7 +20,7 @@ class StepInFlight:
 
     Attributes:
         inputs: as `fetch` returns them. The tensors stay unchanged until the step has ended. `cache_lengths` and
-            `lookup_table` have the same addresses as in the step before the last.
+            `lookup_table` have the addresses that they had in the step before the last one.
     """
 
     __slots__ = ("inputs", "num_requests", "number", "owner")
@@ -29,7 +29,7 @@ class StepInFlight:
         self.owner = of_kind(
             "owner", owner, StepsInFlight, "a manager, whose fetch_ahead makes the step,", InvalidRequestError
         )
-        self.number = number  # which set of tables it uses
+        self.number = number  # which set of tables the step uses
         self.num_requests = num_requests
         self.inputs: list[RaggedKVCacheInputs] = []
 
@@ -39,7 +39,9 @@ class StepInFlight:
         return self not in self.owner.open
 
     def padded(self, batch_size: int) -> list[RaggedKVCacheInputs]:
-        """`inputs` with `batch_size` rows and all columns, for a captured graph. Added rows have no tokens or pages.
+        """Returns `inputs` with `batch_size` rows and all columns, for a captured graph.
+
+        Added rows have no tokens or pages.
 
         Raises `InvalidRequestError` if a replica has more requests in the step than that, if it has fewer rows, or if
         the step is over.
@@ -119,7 +121,7 @@ class StepsInFlight:
 
 
 def check_step(step: object, owner: StepsInFlight) -> StepInFlight:
-    """The step. Raises `InvalidRequestError` unless it belongs to this manager."""
+    """Returns the step. Raises `InvalidRequestError` unless it belongs to this manager."""
     found = of_kind("end_step: step", step, StepInFlight, "a step that fetch_ahead returned", InvalidRequestError)
     if found.owner is not owner:
         raise InvalidRequestError(f"end_step: another manager fetched this step of {found.num_requests} requests")

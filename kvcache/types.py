@@ -9,24 +9,24 @@ import torch
 from numpy.typing import NDArray
 
 RequestID = str
-"""The name of a request: any string, unique among the claimed requests of one manager."""
+"""The name of a request: any string that is unique among the claimed requests of one manager."""
 
 
 class RaggedKVCacheInputs(NamedTuple):
     """The inputs of a model's attention on one device, as `PagedKVCacheManager.fetch` returns them.
 
     Valid until the manager's next `maybe_reserve`, `step` or `release`, because the tensors are views of its tables.
-    Those of `fetch_ahead` are valid until `end_step`.
+    The inputs of `fetch_ahead` are valid until `end_step`.
 
     Attributes:
         blocks: the whole pool of this device, `[pages + 1, sides, layers, page_size, heads, head_dim]`, strided. Page 0
             is the null page.
-        cache_lengths: int32 `[batch]`, the tokens of each request whose KV is in the cache.
-        lookup_table: int32 `[batch, columns]`, page ids in logical order; unused entries name the null page, 0. If
+        cache_lengths: int32 `[batch]`, the number of each request's tokens whose KV is in the cache.
+        lookup_table: int32 `[batch, columns]`, page ids in logical order. Unused entries name the null page, 0. If
             groups of layers have several tables (`PagedKVCacheManager.layer_tables`), it is `[tables, batch, columns]`,
             and entries that have left a window also name the null page.
         max_lengths: int32 `[num_steps, 2]` on the host: the longest active run and the longest context of each step.
-        kv_scales: the scales of quantised values, in the same pages (`KVCacheParams.kvcache_quant_config`), else None.
+        kv_scales: the scales of quantised values, in the same pages (`KVCacheParams.kvcache_quant_config`), or None.
             `[pages + 1, sides, layers, page_size, heads, head_dim / quantization_granularity]`, strided. If a scale
             covers a whole page, the extents of tokens and heads are 1.
     """
@@ -39,20 +39,20 @@ class RaggedKVCacheInputs(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """The best replica for a request that is not claimed yet, and whether a claim there would succeed."""
+    """The best replica for an unclaimed request, and whether a claim there would succeed."""
 
     replica_idx: int
     cached_pages: int  # pages of the request that are published on that replica
     missing_pages: int  # pages that must still be allocated there for the request
-    # Whether a row and the missing pages are free now, so that `external_claim` and `maybe_reserve` succeed if nothing
-    # else happens before. If False, the request fits on no replica (rule `prefix`) or not on this one (other rules),
-    # and must wait for a release. If recurrent states lie among the pages, the claim itself may evict found pages.
-    # These do not count, so `fits` may be False for a request that would fit.
+    # Whether a row and the missing pages are free now. If so, `external_claim` and `maybe_reserve` succeed, provided
+    # that nothing else happens before. If not, the request must wait for a release: it fits on no replica (rule
+    # `prefix`), or not on this one (other rules). If recurrent states lie among the pages, the claim itself may evict
+    # found pages. These do not count, so `fits` may be False for a request that would fit.
     fits: bool
 
 
 class StateCopy(NamedTuple):
-    """A cached state on a device: the tensor of each shard and kind, and the number of tokens that it covers."""
+    """A cached state on a device: the tensor of each shard and kind, and the number of tokens that it includes."""
 
     parts: Sequence[torch.Tensor]
     tokens: int
@@ -75,7 +75,7 @@ class PageIO(Protocol):
 class ObjectRange(NamedTuple):
     """A range of bytes of an object, from `offset` on.
 
-    `start`: where these bytes lie in the memory of an `ObjectIO`.
+    `start` is where these bytes lie in the memory of an `ObjectIO`.
     """
 
     key: str
@@ -87,14 +87,14 @@ class ObjectRange(NamedTuple):
 class ObjectIO(Protocol):
     """Moves bytes between objects of a store and `memory`, for one thread.
 
-    No call takes much longer than the time limit that the object was made with. If the store fails or is too slow, a
-    call raises `OSError`, and so may the next one. Data that arrives later is never written to `memory`.
+    No call takes much longer than the time limit that was given to its maker. If the store fails or is too slow, a call
+    raises `OSError`, and so may the next one. Data that arrives later is never written to `memory`.
     """
 
     @property
     def memory(self) -> Part: ...  # noqa: D102 - see the class
     def exist(self, keys: Sequence[str]) -> list[bool]:
-        """Whether the object of each key exists."""
+        """Returns whether the object of each key exists."""
         ...
 
     def write(self, objects: Sequence[ObjectRange]) -> None:
@@ -103,7 +103,7 @@ class ObjectIO(Protocol):
     def read(self, ranges: Sequence[ObjectRange]) -> list[bool]:
         """Read these ranges. Returns whether each was read: False if its object is absent.
 
-        If an object is shorter than a range, the rest of the range stays unfilled.
+        If an object is shorter than a range, the rest of the range is left as it was.
         """
         ...
 
@@ -126,11 +126,11 @@ class KVCacheMetrics(msgspec.Struct, frozen=True):
     file_blocks_written: int = 0  # pages written to the file tier
     file_blocks_read: int = 0  # pages read from the file tier into the host tier
     file_blocks_refused: int = 0  # pages of the file tier that were not read; the next five fields count them by reason
-    file_blocks_gone: int = 0  # their file was deleted
-    file_blocks_unreadable: int = 0  # a link or folder has the file's name, or the system fails to read it
-    file_blocks_cut: int = 0  # the size of their file has changed
-    file_blocks_foreign: int = 0  # the file has other pages in their place
-    file_blocks_corrupted: int = 0  # their checksums do not match
+    file_blocks_gone: int = 0  # because their file was deleted
+    file_blocks_unreadable: int = 0  # because a link or folder has the file's name, or the system fails to read it
+    file_blocks_cut: int = 0  # because the size of their file has changed
+    file_blocks_foreign: int = 0  # because the file has other pages in their place
+    file_blocks_corrupted: int = 0  # because their checksums do not match
     object_blocks_written: int = 0  # pages written to the object store
     object_blocks_read: int = 0  # pages read from the object store into the host tier
     object_blocks_refused: int = 0  # pages of objects that were not accepted: damaged, cut short or gone
@@ -140,10 +140,10 @@ class KVCacheMetrics(msgspec.Struct, frozen=True):
     d2d_states_copied: int = 0  # recurrent states copied from one replica to another
     file_states_written: int = 0  # recurrent states written to the file tier
     file_states_read: int = 0  # recurrent states read from the file tier into the host tier
-    file_states_refused: int = 0  # recurrent states of the file tier that were not read, for one of the same reasons
+    file_states_refused: int = 0  # recurrent states of the file tier that were not read, for one of the reasons above
     object_states_written: int = 0  # recurrent states written to the object store
     object_states_read: int = 0  # recurrent states read from the object store into the host tier
-    object_states_refused: int = 0  # recurrent states of objects that were not accepted: wrong, cut short or gone
+    object_states_refused: int = 0  # recurrent states of objects that were not accepted: damaged, cut short or gone
     state_hits: int = 0  # requests that resumed from a cached recurrent state
     state_evictions: int = 0  # cached recurrent states that were evicted from the device
     files_refused: int = 0  # files in the file tier's folder that were not accepted: broken, or of another kind

@@ -1,10 +1,10 @@
 """`UnderWay`: a mark that says which call of a manager is changing its state.
 
-A call sets the mark before its first change and clears it after its last. If it is interrupted in between (Ctrl-C, a
-signal handler that raises, no memory, no stack), the mark stays set, whatever exception handlers do. Every later call
-then sees that the state may be half changed, and refuses to run. `PagedKVCacheManager.recover` repairs the state and
-clears the mark. A closed manager has a mark of its own, which is never cleared. Calls that only release or read
-something still work.
+A call sets the mark before its first change and clears it after its last one. If the call is interrupted in between
+(Ctrl-C, a signal handler that raises, no memory, no stack), the mark stays set, whatever exception handlers do. Every
+later call then sees that the state may be half changed, and refuses to run. `PagedKVCacheManager.recover` repairs the
+state and clears the mark. A closed manager has a different mark, which is never cleared; calls that only release or
+read something still work.
 """
 
 from typing import NoReturn, Protocol, Self
@@ -27,9 +27,9 @@ class UnderWay:
     """The mark of one manager. Everything that changes the manager's state shares it.
 
     Attributes:
-        call: the call that changes the state, and its requests or objects; None: the state is consistent.
-        context: the context that the call moves, which may refuse; None without one. It is set only while `call` is.
-        leaving: requests whose `with claim` block ended while the mark was set; `recover` releases them.
+        call: the call that is changing the state, and its requests or objects. None means that the state is consistent.
+        context: the context that the call changes, which may raise; None without one. It is set only while `call` is.
+        leaving: requests whose `with claim` block ended while the mark was set. `recover` releases them.
     """
 
     __slots__ = ("_rest", "call", "context", "leaving")
@@ -78,7 +78,7 @@ class UnderWay:
             self.refuse(call)
 
     def changing(self, call: str, about: object = None, context: Refusing | None = None) -> Self:
-        """A context manager for a block in which the call changes the state, and may move `context`.
+        """A context manager for a block in which the call changes the state, and may change `context`.
 
         The mark is cleared at the end of the block, and after an error that guarantees that nothing has changed: an
         error of this package, or an error of the context before any change. After any other error it stays set.
@@ -97,7 +97,7 @@ class UnderWay:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """Handle an error of a call that changes the state and may move `context`: see `changing`."""
+        """Handle an error of a call that changes the state and may change `context`: see `changing`."""
         if isinstance(error, KVCacheError):
             nothing_changed = error.nothing_changed
         else:

@@ -1,9 +1,9 @@
 """The messages between a manager and a watcher. A `Look` is a snapshot of every page and request.
 
-A look is complete, or lists the changes since an earlier look. It is one message: the header below, in msgpack, then
-two frames of little-endian uint32 for each pool: the changed pages, and their cells. A complete pool has an empty first
-frame, and a cell for every page, including the null page. A cell holds everything about a page: its state, its place in
-the eviction order, whether it is shared, and its owner.
+A snapshot is complete, or lists the changes since an earlier one. It is one message: the header below, in msgpack, and
+then two frames of little-endian uint32 for each pool, the changed pages and their cells. A complete pool has an empty
+first frame, and a cell for every page, including the null page. A cell holds everything about a page: its state, its
+place in the eviction order, whether it is shared, and its owner.
 """
 
 import hashlib
@@ -30,38 +30,41 @@ class PageState(IntEnum):
     IDLE = 1  # cached and findable, without a holder: it may be evicted
     HELD = 2  # a request has it
     LEASED = 3  # no request has it; a lease keeps it for a reader
-    WRITTEN = 4  # a transfer or a copy from a lower tier writes it
+    WRITTEN = 4  # a transfer, or a copy from a lower tier, writes it
     QUARANTINED = 5  # its import was cancelled, and a write in flight may still reach it
 
 
 def states_of(cells: Cells) -> NDArray[np.uint8]:
-    """The `PageState` of each cell."""
+    """Returns the `PageState` of each cell."""
     return (cells & STATE_BITS).astype(np.uint8)
 
 
 def ages_of(cells: Cells) -> NDArray[np.uint8]:
-    """The place of each idle page in the eviction order, in eighths: 0 is evicted first, 7 was released last."""
+    """Returns each idle page's place in the eviction order, in eighths: 0 is evicted first, 7 was released last."""
     return (cells >> AGE_SHIFT & 7).astype(np.uint8)
 
 
 def owners_of(cells: Cells) -> Cells:
-    """The number of each cell's owner (`Owners.numbers`), or 0."""
+    """Returns the number of each cell's owner (`Owners.numbers`), or 0."""
     return cells >> np.uint32(OWNER_SHIFT)
 
 
 def request_digest(request_id: str) -> str:
-    """A substitute for a hidden request id. It is the same in every process, so that a request can be followed."""
+    """Returns a substitute for a hidden request id.
+
+    It is the same in every process, so that a request can be followed.
+    """
     return "#" + hashlib.blake2b(request_id.encode("utf-8", "surrogatepass"), digest_size=5).hexdigest()
 
 
 class _Versioned(msgspec.Struct, frozen=True):
-    """The field that messages of all versions have: type and version. Looks without it are of version 1."""
+    """The field that messages of all versions have: type and version. A message without it has version 1."""
 
     type: str = ""
 
 
 def other_version(message: bytes, known: type[msgspec.Struct]) -> str:
-    """The text of an error if the version of `message` is not `known`, otherwise empty."""
+    """Returns the text of an error if the version of `message` is not `known`, otherwise ""."""
     try:
         found = msgspec.msgpack.decode(message, type=_Versioned).type
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -73,15 +76,16 @@ def other_version(message: bytes, known: type[msgspec.Struct]) -> str:
 
 
 class AskLook(msgspec.Struct, frozen=True, kw_only=True, tag="ask_look/1"):
-    """A watcher's question. One look answers it. Without questions no look is made."""
+    """A watcher's question, which one snapshot answers. Without questions no snapshot is made."""
 
-    known: Count = 0  # the number of the last look received; 0 if there was none, so that the answer is complete
-    incarnation: Label = ""  # the incarnation of the watch that sent that look
-    check: bool = False  # ask the loop for a recount, which blocks it meanwhile; `CheckReport` has the result
+    known: Count = 0  # the number of the last snapshot received; 0 if there was none, so that the answer is complete
+    incarnation: Label = ""  # the incarnation of the watch that sent that snapshot
+    # whether the loop is to recount its pages, which blocks the loop meanwhile; `CheckReport` has the result
+    check: bool = False
 
 
 class WatchRefusal(msgspec.Struct, frozen=True, kw_only=True, tag="watch_refusal/1"):
-    """The answer instead of a look, if there are too many watchers, or if the question has another version."""
+    """The answer instead of a snapshot, if there are too many watchers, or if the question has another version."""
 
     refused: Label  # the reason
 
@@ -89,7 +93,7 @@ class WatchRefusal(msgspec.Struct, frozen=True, kw_only=True, tag="watch_refusal
 class PoolLook(msgspec.Struct, frozen=True, kw_only=True):
     """The pages of one pool."""
 
-    name: Label  # the number of the replica, or the name of the tier
+    name: Label  # the index of the replica, or the name of the tier
     num_pages: Annotated[int, Meta(ge=1, lt=1 << 31)]  # without page 0, the null page
     counts: tuple[Count, ...]  # the number of pages in each `PageState`
 
@@ -114,7 +118,7 @@ class LeaseRow(msgspec.Struct, frozen=True, kw_only=True):
     pool: Label
     age_s: float
     left_s: float | None  # seconds to its deadline, unless a reader renews it; None while its request runs
-    heard: Label = ""  # the last messages that readers sent
+    heard: Label = ""  # the last messages that readers sent about the lease
 
 
 class PullRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,7 +129,7 @@ class PullRow(msgspec.Struct, frozen=True, kw_only=True):
     source: Label
     stage: Label
     num_bytes: Count  # bytes that were read or are on their way
-    age_s: float | None  # None if it has not begun
+    age_s: float | None  # seconds since the pull began; None if it has not begun
     left_s: float
 
 
@@ -136,7 +140,7 @@ class TreeRow(msgspec.Struct, frozen=True, kw_only=True):
     page: Count  # the first page of the run
     parent: Count  # the first page of the run before it, or 0
     pages: Count
-    below: Count  # the number of pages in this run and in all runs below it
+    below: Count  # the number of pages in this run and in all runs that continue it
     hits: Count  # how many requests found the first page
 
 
@@ -156,8 +160,8 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
 
     age_s: float
     seconds: float  # how long the recount took
-    error: str  # the first discrepancy, or empty
-    counts: dict[Label, tuple[Count, ...]]  # by pool: the number of pages in each `PageState` at that moment
+    error: str  # the first discrepancy; empty if there was none
+    counts: dict[Label, tuple[Count, ...]]  # by pool: the number of pages in each `PageState` when it ran
 
 
 class Look(msgspec.Struct, frozen=True, kw_only=True, tag="look/1"):
@@ -165,10 +169,10 @@ class Look(msgspec.Struct, frozen=True, kw_only=True, tag="look/1"):
 
     name: Label  # the name of the process
     incarnation: Label  # a random id of the watch
-    number: Count  # the number of the look
-    base: Count  # the look since which changes are listed; 0 if this look is complete
+    number: Count  # the number of this snapshot
+    base: Count  # the snapshot since which changes are listed; 0 if this one is complete
     at: float  # seconds since 1970
-    cost_s: float  # processor time of the last look
+    cost_s: float  # processor time of the last snapshot, in seconds
     page_size: Count
     page_bytes: Count
     pools: tuple[PoolLook, ...]
@@ -179,7 +183,8 @@ class Look(msgspec.Struct, frozen=True, kw_only=True, tag="look/1"):
     evictions: tuple[EvictionRow, ...] = ()
     # By reason: how many pages were evicted since the watch began, and how many of them were needed again.
     evicted: dict[Label, tuple[Count, Count]] = {}
-    figures: dict[Label, float] = {}  # totals; a rate is the difference of two looks divided by their distance in time
+    # totals; a rate is the difference of two snapshots divided by their distance in time
+    figures: dict[Label, float] = {}
     check: CheckReport | None = None
 
 

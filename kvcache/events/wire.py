@@ -1,8 +1,8 @@
-"""KV events as vLLM 0.33 sends them: msgpack maps with their kind under "type", in batches of one rank.
+"""KV events in the form in which vLLM 0.33 sends them: msgpack maps, their kind under "type", in batches per rank.
 
-The fields, their order and their defaults are those of vLLM's `kv_events.py`. A field that is None in vLLM is left out
-here, too. The last field exists only here. Only events of chunked local attention have it, and readers skip unknown
-fields.
+The fields, their order and their defaults are those of vLLM's `kv_events.py`. A field that vLLM leaves out when it is
+None is left out here, too. The last field exists only here. Only events of chunked local attention have it, and readers
+skip unknown fields.
 """
 
 from collections.abc import Sequence
@@ -13,9 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 Hashes = NDArray[np.uint64]
-"""Pages named by the low 64 bits of their digests, read as big-endian integers."""
+"""Pages named by the low 64 bits of their digests, which are read as big-endian integers."""
 BlockKeys = tuple[str | tuple[str, int], ...]
-"""Everything except tokens that a block depends on: names of adapters, salts, and `(identifier, offset)` of images."""
+"""Everything except tokens that a block's KV depends on: names of adapters, salts, and `(identifier, offset)` of
+images.
+"""
 
 GPU, CPU, STORAGE = "GPU", "CPU", "STORAGE"
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
@@ -25,8 +27,8 @@ _IDENTIFIER_BYTES = 32
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     """Consecutive blocks of one prompt were stored.
 
-    `token_ids` has the tokens of all blocks, and `extra_keys` one item for each block. Fields that are never set here
-    are declared so that the bytes are the same as vLLM's, because a map begins with the number of its fields.
+    `token_ids` has the tokens of all blocks, and `extra_keys` one item for each block. Some fields are never set here.
+    They are declared because a map begins with the number of its fields, and the bytes must be the same as vLLM's.
     """
 
     block_hashes: list[int]
@@ -48,7 +50,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
 
 
 class CacheSpec(NamedTuple):
-    """The kind of layers of a group of blocks, in vLLM's terms."""
+    """The kind of layers that a group of blocks belongs to, in vLLM's terms."""
 
     kind: str
     window: int | None = None  # the length of a sliding window, in tokens
@@ -71,7 +73,7 @@ KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """Events of one rank that are sent together, in order. `ts`: seconds since 1970."""
+    """Events of one rank that are sent together, in order. `ts` is in seconds since 1970."""
 
     ts: float
     events: Sequence[KVEvent]
@@ -82,12 +84,12 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 def hashes_of(digests: NDArray[np.uint64]) -> Hashes:
-    """The hashes of pages with these digests, uint64 `[pages, words]`."""
+    """Returns the hashes of pages with these digests, uint64 `[pages, words]`."""
     return digests[:, -1].byteswap()
 
 
 def adapter_of(keys: Sequence[tuple[int, bytes]]) -> str | None:
-    """The adapter's name among a request's extra keys: text at position 0 that is not a hexadecimal digest."""
+    """Returns the adapter's name among a request's extra keys: text at position 0 that is not a hexadecimal digest."""
     for position, key in keys:
         name = None if position else _text(key)
         if name is not None and len(name) != 2 * _IDENTIFIER_BYTES:
@@ -96,7 +98,7 @@ def adapter_of(keys: Sequence[tuple[int, bytes]]) -> str | None:
 
 
 def keys_of_block(salt: str | None, keys: Sequence[tuple[int, bytes]], block: int, block_size: int) -> BlockKeys | None:
-    """A block's `extra_keys`: the adapter, the images that begin in the block and, for the first block, the salt."""
+    """Returns a block's `extra_keys`: its adapter, the images that begin in it and, for the first block, the salt."""
     adapter = adapter_of(keys)
     found: list[str | tuple[str, int]] = [] if adapter is None else [adapter]
     for position, key in sorted(keys):

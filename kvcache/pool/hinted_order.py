@@ -1,4 +1,4 @@
-"""`HintedOrder`: an eviction order biased by retention hints, over another order. It frees no page.
+"""`HintedOrder`: wraps an eviction order and biases it by retention hints.
 
 A bounded share of the idle pages follows the hints. The other pages follow the wrapped order, usually plain LRU:
 
@@ -7,11 +7,11 @@ A bounded share of the idle pages follows the hints. The other pages follow the 
 `older` evicts the page of the lowest rank. The rank of a page is its place in the LRU order plus the lead of its hint,
 which is measured in pool sizes. A page with a higher level lives longer by its lead, and is then evicted as if it had
 no hint. So a hint decays and never pins a page. Whatever the hints are, the cache keeps at least the pages that plain
-LRU keeps in a pool that is smaller by the share. Rejected: strict classes, because they pin pages; and leads without a
-share, because wrong hints could then cost any number of hits.
+LRU would keep in a smaller pool: without the share of pages that follow hints. Two designs were rejected: strict
+classes, because they pin pages; and leads without a share, because wrong hints could then cost any number of hits.
 
-Hints have to earn their share (`HintShare`). Two simulated caches show whether hints help: one is plain LRU, the other
-trusts hints fully.
+Hints have to earn their share (`HintShare`). To learn whether hints help, two caches are simulated: one is plain LRU,
+and the other trusts hints fully.
 """
 
 import time
@@ -26,7 +26,7 @@ from kvcache.eviction_order import BY_HINT, EvictionOrder, Indices, Pages, Reaso
 from kvcache.pool.lru_order import LruOrder, OrderLog
 from kvcache.retention import LEVEL_OF, LEVELS, NEUTRAL, SHARED, PageHints, Times, merge_codes
 
-# The lead of one level, in pool sizes. On public traces a lead twice as long gives the same hits within 1 %, also if
+# The lead of one level, in pool sizes. On public traces, a lead twice as long gives the same hits within 1 %, even if
 # every fifth hint is wrong; half as long gives up to 4 % fewer.
 _LEAD = 2
 _LAST = 1 << 62
@@ -34,26 +34,26 @@ KINDS = SHARED + 1
 """The number of kinds of hint. The pages of each kind have an LRU order of their own."""
 
 Words = NDArray[np.uint64]
-"""The first word of each page's digest, in logical order. Different pages nearly always have different first words."""
+"""The first word of each page's digest, in logical order. It nearly always tells two pages apart."""
 
-# A baseline keeps at least this many pages, if the pool has as many. A smaller sample costs less and is less exact. On
-# public traces, over three samplings, hit rates with this sample were within 0.4 points of an unsampled LRU; with 4,096
-# pages they were within 0.2 points.
+# A baseline (a simulated cache) keeps at least this many pages, if the pool has as many. A smaller sample costs less
+# and is less exact. On public traces, over three samplings, hit rates with this sample were within 0.4 points of an
+# unsampled LRU; with 4,096 pages they were within 0.2 points.
 _LEAST_SAMPLE = 1024
 _FIRST_SHARE = 0.2
-_LEAST_SHARE = 0.02  # not 0, because hints that never apply could never earn a larger share
+_LEAST_SHARE = 0.02  # not 0, because hints that are never applied could never earn a larger share
 _STEP = 8.0
-_CREDIT = 0.25  # the initial credit as a share of the pool's pages
+_CREDIT = 0.25  # the initial credit (see `HintShare`), as a share of the pool's pages
 _CREDIT_OF_LOOKUPS = 0.01
 
 
 class HintedOrder(EvictionOrder):
     """The idle pages of one pool in their order of eviction. The module's docstring explains the order.
 
-    `recent` must hold the pages that are idle now. `clock` returns seconds, for hints with a time to live.
+    `recent` must hold exactly the pages that are idle now. `clock` returns seconds, for hints with a time to live.
 
     Attributes:
-        share: the share of idle pages that follows hints; `trust` changes it.
+        share: the share of idle pages that follows hints. `trust` changes it.
     """
 
     def __init__(
@@ -68,11 +68,12 @@ class HintedOrder(EvictionOrder):
         self._recent = recent
         self._log = OrderLog(num_pages, KINDS)
         self._older: dict[int, LruOrder] = {}  # by kind of hint
-        self._settled = np.zeros(num_pages + 1, np.bool_)  # the pages in `_older`
-        self._since = np.zeros(num_pages + 1, np.int64)  # the place of each page of `_older` in the LRU order
+        self._settled = np.zeros(num_pages + 1, np.bool_)  # by page: whether it is in `_older`
+        self._since = np.zeros(num_pages + 1, np.int64)  # the position of each page of `_older` in the LRU order
         self._expires: Times = np.zeros(num_pages + 1)  # read only for kinds with a time to live
         self._places = 0
-        # The number of pages that were put back; this many pages keep their old places when they next move to `_older`.
+        # How many pages were put back by `renew`. As many pages keep their old position when they move to `_older`
+        # next.
         self._renewed = 0
         self.count = recent.count
 
@@ -80,7 +81,7 @@ class HintedOrder(EvictionOrder):
         self.share = share
 
     def lead_by(self, pages: int) -> None:
-        """Set the length of a lead to `_LEAD` times `pages` a level. The default is the whole pool."""
+        """Set a level's lead to `_LEAD` times `pages`. By default, `pages` is the size of the pool."""
         self._lead_pages = pages
 
     def hint(self, pages: Pages, hints: PageHints | None) -> None:
@@ -100,7 +101,7 @@ class HintedOrder(EvictionOrder):
         self._expires[targets] = self._expires[sources]
 
     def append(self, pages: Pages | Indices) -> None:
-        if not len(pages):  # only an added page can push a recent page into `_older`
+        if not len(pages):  # pages move to `_older` only when others are added
             return
         self._recent.append(pages)
         self.count += len(pages)
@@ -150,7 +151,7 @@ class HintedOrder(EvictionOrder):
         return np.concatenate([*(order.pages() for order in self._older.values()), self._recent.pages()])
 
     def mend(self, pages: Indices) -> None:
-        """See the base class. Pages that followed hints still come before the others."""
+        """See the base class. Pages that followed hints before still come first."""
         settled = self._settled[pages]
         older = pages[settled]
         self._recent.mend(pages[~settled])
@@ -185,7 +186,7 @@ class HintedOrder(EvictionOrder):
         return taken[0] if len(taken) == 1 else np.concatenate(taken) if taken else np.zeros(0, np.int32)
 
     def _settle(self, pages: Pages) -> None:
-        """Move `pages`, the oldest of `recent`, to the orders of their hints."""
+        """Move `pages`, the oldest of `recent`, to the orders for their kinds of hints."""
         renewed = min(self._renewed, len(pages))
         self._renewed -= renewed
         self._since[pages] = self._places + np.maximum(0, np.arange(len(pages)) - renewed)
@@ -200,7 +201,7 @@ class HintedOrder(EvictionOrder):
     def _pop_older(self, most: int) -> Pages:
         """Pop up to `most` pages of the lowest rank.
 
-        All are of one kind and rank below every page of the other kinds.
+        All of them are of one kind, and rank below every page of the other kinds.
         """
         chosen, bound, now = self._lowest()
         order = self._older[chosen]
@@ -214,9 +215,9 @@ class HintedOrder(EvictionOrder):
         return pages
 
     def _lowest(self) -> tuple[int, int, float]:
-        """Find the kind whose oldest page has the lowest rank.
+        """Find the kind of hint whose oldest page has the lowest rank.
 
-        Returns that kind, the lowest rank among the other kinds, and the present time.
+        Returns that kind, the lowest rank among the other kinds, and the current time.
         """
         now = self._clock()
         ranks: list[tuple[int, int]] = []
@@ -232,10 +233,10 @@ class HintedOrder(EvictionOrder):
         return (int(LEVEL_OF[code]) - NEUTRAL) * _LEAD * self._lead_pages
 
     def _expired(self, code: int, pages: Pages, now: float) -> tuple[bool, int]:
-        """Whether the hint of the first of `pages` has expired, and for how many pages in a row the answer is the same.
+        """Returns whether the hint of the first of `pages` has expired, and for how many pages this is the same.
 
-        `pages` are oldest first. All hints of a kind have similar times to live, so a page never waits long behind a
-        page whose hint lives longer.
+        `pages` begins with the oldest page. All hints of a kind have similar times to live, so a page never waits long
+        behind a page whose hint lives longer.
         """
         if code == SHARED or code < LEVELS:
             return False, len(pages)
@@ -247,29 +248,31 @@ class HintedOrder(EvictionOrder):
 class LruBaseline:
     """A simulated plain LRU of page digests, for a pool of `num_pages` pages.
 
-    It keeps one in `rate` digests as a sample. The sample is chosen by digest: it has all uses of a page, or none. The
-    counts of such a sample scale to the whole pool (C. Waldspurger and others, "Efficient MRC construction with
-    SHARDS", FAST 2015).
+    It keeps one in `rate` digests as a sample. The digest decides whether a page is in the sample, so the sample has
+    either all uses of a page or none. The counts of such a sample scale to the whole pool (C. Waldspurger and others,
+    "Efficient MRC construction with SHARDS", FAST 2015).
     """
 
     def __init__(self, num_pages: int) -> None:
         self.rate = 1
         while num_pages // (2 * self.rate) >= _LEAST_SAMPLE:
             self.rate *= 2
-        # A digest is in the sample if its first word has none of these bits. The prefix index uses other bits for its
-        # buckets.
+        # A digest is in the sample if its first word has none of these bits set. The prefix index uses other bits for
+        # its buckets.
         self.mask = np.uint64((self.rate - 1) << 32)
-        self._room = max(1, num_pages // self.rate)  # the number of pages kept, as of the last visit
+        self._room = max(1, num_pages // self.rate)  # how many pages the sample may keep, as of the last visit
         self._kept: OrderedDict[int, None] = OrderedDict()  # least recently used first
 
     def count(self, words: Words) -> int:
-        """The number of `words` that are in the sample."""
+        """Returns how many of `words` are in the sample."""
         return len(self._sample(words))
 
     def visit(self, words: Words, room: int) -> int:
-        """Record that a request asks for these pages, which become the newest. Returns the sampled hits before a miss.
+        """Record that a request asks for these pages. They become the newest.
 
-        `room`: the number of pages of the pool that can be used for caching now.
+        Returns the hits in the sample before a miss.
+
+        `room` is the number of pages of the pool that can currently be used for caching.
         """
         self._room = max(1, room // self.rate)
         sample, kept = self._sample(words), self._kept
@@ -278,11 +281,11 @@ class LruBaseline:
         return found
 
     def touch(self, words: Words) -> None:
-        """Record a use of these pages. The first page counts as used last."""
+        """Record a use of these pages. The first page counts as the most recently used."""
         self._touch(self._sample(words))
 
     def forget(self, words: Words) -> None:
-        """Remove pages that left the pool for another reason than eviction."""
+        """Remove pages that left the pool for another reason than an eviction."""
         for word in self._sample(words):
             self._kept.pop(word, None)
 
@@ -304,11 +307,11 @@ class LruBaseline:
 
 
 class HintedBaseline:
-    """The hinted order of a pool, simulated at a fixed `share` over the same sample of digests as `LruBaseline`.
+    """A pool's hinted order, simulated at a fixed `share`, over the same sample of digests as `LruBaseline`.
 
-    The real cache shows what hints gain only at their present share. If that share is too small to keep any page until
+    The real cache shows what hints gain only at their current share. If that share is too small to keep any page until
     its next request, right hints gain nothing and look like wrong ones. This baseline tells the two apart. Its methods
-    mean the same as those of `LruBaseline`.
+    have the meaning of those of `LruBaseline`.
     """
 
     def __init__(self, num_pages: int, rate: int, mask: np.uint64, share: float) -> None:
@@ -316,9 +319,9 @@ class HintedBaseline:
         self.rate, self.mask = rate, mask
         self._order = HintedOrder(most, LruOrder(most), share=share)
         self._most = most
-        self._room = most  # the number of pages kept, as of the last visit
-        self._ids: dict[int, int] = {}  # the id of each word
-        self._words = np.zeros(most + 1, np.uint64)  # the word of each id
+        self._room = most  # how many pages the sample may keep, as of the last visit
+        self._ids: dict[int, int] = {}  # by word, the id that stands for the page
+        self._words = np.zeros(most + 1, np.uint64)  # by id, the word
         self._free = [*range(most, 0, -1)]
 
     def visit(self, words: Words, room: int) -> int:
@@ -329,9 +332,9 @@ class HintedBaseline:
         return found
 
     def widen(self, width: float) -> None:
-        """Adapt the length of a lead, which is in pages of the pool.
+        """Adapt the length of a lead, which is measured in pages of the pool.
 
-        Each page of this order stands for `width` of these.
+        Each page of this order stands for `width` pages of the pool.
         """
         self._order.lead_by(max(1, int(self._most / width)))
 
@@ -339,7 +342,7 @@ class HintedBaseline:
         self._append(self._take(words[self._sampled(words)].tolist()))
 
     def leave(self, words: Words, hints: PageHints | None) -> None:
-        """Record that a request releases these pages. `hints`: their hints, or None."""
+        """Record that a request releases these pages, and its hints for them (or None)."""
         at = self._sampled(words)
         pages = self._take(words[at].tolist())
         if hints is not None:  # `_take` may have dropped the last pages
@@ -362,12 +365,12 @@ class HintedBaseline:
         return np.flatnonzero(words & self.mask == 0)
 
     def _take(self, words: list[int]) -> Pages:
-        """Take these pages out of the order. New pages evict others.
+        """Remove these pages from the order. New pages evict others.
 
-        The last pages are dropped if there are too many.
+        The last of them are dropped if there are too many.
         """
         del words[self._room :]
-        if len(set(words)) < len(words):  # different pages with the same first word; only an attacker makes such pages
+        if len(set(words)) < len(words):  # several pages have the same first word, which only an attacker achieves
             words = []
         known = [self._ids[word] for word in words if word in self._ids]
         if known:
@@ -379,7 +382,7 @@ class HintedBaseline:
 
     def _append(self, pages: Pages) -> None:
         if pages.size:
-            self._order.append(pages[::-1])  # the last page first, as a pool frees them
+            self._order.append(pages[::-1])  # the last page comes first, in the order in which a pool frees them
 
     def _page_of(self, word: int) -> int:
         page = self._ids.get(word)
@@ -399,34 +402,34 @@ class HintShare:
     """The share of a pool's idle pages that follows hints. Hints have to earn it.
 
     Each page hit that plain LRU would have missed adds `_STEP` pages to the share. Each hit that plain LRU would have
-    had and the cache missed takes `_STEP` away. So wrong hints lose their share when the hits that they cost reach an
-    eighth of it, in pages. Right hints have the largest share when a few times the pool's pages were looked up. On
+    had and the cache missed takes `_STEP` pages away. So wrong hints lose their share once they have cost as many hits
+    as an eighth of its pages. Right hints have the largest share after lookups of a few times the pool's pages. On
     public traces at 1,000 to 30,000 blocks, hints that are all inverted lose at most 0.6 points of hit rate against
     plain LRU.
 
     If a share is too small to keep a hinted page until its next request, hints gain no hits, and the share would never
-    change, however good they are. So a baseline simulates the largest share. While it has more hits than both plain LRU
-    and the real cache, the share is adjusted by the hits of the baseline, and no longer by those of the real cache.
-    The lead of the baseline is only a promise, which is believed on credit. Each hit that plain LRU has and the real
-    cache misses uses up credit. The credit begins as a part of the pool, grows by a part of the lookups, and bounds the
-    cost of a promise that does not come true.
+    change, however good they are. So a baseline simulates the largest share. While the baseline has more hits than both
+    plain LRU and the real cache, its hits adjust the share, in place of those of the real cache. But the baseline's
+    lead is only a promise, so it counts only while there is credit. Each hit that plain LRU has and the real cache
+    misses uses up credit. The credit begins as a part of the pool, grows by a part of the lookups, and bounds the cost
+    of a promise that does not come true.
 
     Attributes:
-        value: the share now, 0.0 to `most`.
+        value: the current share, from 0.0 to `most`.
     """
 
     def __init__(self, num_pages: int, most: float) -> None:
         self._num_pages = num_pages
         self._most = most
-        self._promise = 0.0  # by how many pages the largest share is ahead of both plain LRU and the real share
+        self._promise = 0.0  # in pages: how far the largest share is ahead of both plain LRU and the current share
         self._credit = _CREDIT * num_pages
         self.value = min(most, _FIRST_SHARE)
 
     def learn(self, gained: int, promised: int, looked: int) -> None:
-        """Adjust the share after a lookup of `looked` pages.
+        """Adjust the share after `looked` pages were looked up.
 
-        `gained`: the hits of the cache minus the hits of plain LRU. `promised`: the hits that the largest share would
-        have, minus the hits of plain LRU.
+        `gained` is the number of hits of the cache, minus those of plain LRU. `promised` is the number of hits that the
+        largest share would have had, minus those of plain LRU.
         """
         learned = promised if self._promise > 0 and self._credit > 0 else gained
         most = self._num_pages / _STEP

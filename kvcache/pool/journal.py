@@ -1,8 +1,8 @@
 """`Journal`: reports to readers what happens to the pages of one pool.
 
-A reader is called before the call that caused the change returns, in the order in which readers were added. A reader
-that saves pages before they are overwritten comes first. Readers do not know each other. A report that has no reader
-costs one look at an empty tuple:
+Readers are called before the call that caused the change returns, in the order in which they were added. A reader that
+saves pages before they are overwritten comes first. Readers do not know each other. A report without readers costs only
+a test of an empty tuple:
 
     for tell in pool.journal.found:
         tell(pages)
@@ -24,36 +24,36 @@ BY_RESET = 3
 
 
 class PageReader:
-    """A reader of a journal. It overrides the methods of the reports that it wants.
+    """Reads a journal. A reader overrides the methods for the reports that it wants.
 
-    Other reports are not sent to it.
+    It does not get the other reports.
     """
 
     def going(self, pages: Pages) -> None:
-        """`pages` are about to be overwritten: their content can be copied for the last time."""
+        """`pages` are about to be overwritten, so this is the last moment to copy their content."""
 
     def gone(self, pages: Pages, why: Reasons | int) -> None:
-        """`pages` were evicted. `why`: one reason for each page, or one for all. The index still has their digests."""
+        """`pages` were evicted, `why` for one reason each, or one for all. The index still has their digests."""
 
     def came(self, pages: Pages, digests: Digests) -> None:
-        """`pages` were just published. Pages that were fetched from a lower tier are not reported."""
+        """`pages` were just published. Pages that come from a lower tier are not reported."""
 
     def followed(self, pages: Pages, parents: Pages) -> None:
-        """Each of `pages`, just published, follows the page in `parents` in its prompt.
+        """Each of `pages`, just published, follows the page in `parents` within its prompt.
 
-        0 means that it begins the prompt.
+        A parent of 0 means that the page begins the prompt.
         """
 
     def found(self, pages: Pages) -> None:
-        """A request reuses published `pages`."""
+        """A request reuses the published `pages`."""
 
     def left(self, rows: NDArray[np.int64], pages: Pages) -> None:
-        """`pages` are about to leave these rows, because later queries no longer see them."""
+        """`pages` are about to leave these rows, because no later query sees them."""
 
     def changed(self, pages: Indices | int, come: bool, digests: Digests | int) -> None:
         """`pages` were published if `come`, else withdrawn.
 
-        For a single withdrawn page, `digests` is only its last word.
+        If a single page was withdrawn, `digests` is only the last word of its digest.
         """
 
 
@@ -65,7 +65,7 @@ class Journal:
         self._sort()
 
     def read(self, reader: PageReader, *, saves: bool = False) -> None:
-        """Add `reader`. If `saves`, it is called before all others. Any thread may call this, and `end`."""
+        """Add `reader`. With `saves`, it is called before all others. Any thread may call this, and `end`."""
         self.readers = (reader, *self.readers) if saves else (*self.readers, reader)
         self._sort()
 

@@ -1,4 +1,4 @@
-"""`LruOrder`: pages in the order in which they were appended. They leave from the old end or from the middle."""
+"""`LruOrder`: pages in the order in which they were appended. They are removed at the old end, or in the middle."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from kvcache.eviction_order import EvictionOrder, Indices, Pages
 from kvcache.pool.index import INDEX
 
 CHUNK = 1 << 12  # entries in a chunk
-# Arrays, because numpy takes twice as long with a Python int.
+# arrays, because numpy takes twice as long with a Python int
 _BITS, _NOWHERE = np.array(12, np.int32), np.array(-1, np.int32)
 _SCAN = 64
 _NEAR = 8  # the most entries that `pop_one` tests one by one
@@ -15,15 +15,15 @@ _LAST = 1 << 62
 
 
 class OrderLog:
-    """The storage for the entries of up to `most_orders` orders. A page is in one order at a time."""
+    """Stores the entries of up to `most_orders` orders. A page is in one order at a time."""
 
     def __init__(self, num_pages: int, most_orders: int = 1) -> None:
-        # Twice the pool: if no chunk is spare, some order has two neighbours that fit into one chunk. Each order also
+        # Twice the pool: if no chunk is spare, then two neighbouring chunks of some order fit into one. Each order also
         # needs two chunks for its oldest and its newest entries.
         chunks = 2 * -(-num_pages // CHUNK) + 2 * most_orders
         self.entries = np.zeros((chunks, CHUNK), np.int32)
         self.stamp = np.full(num_pages + 1, -1, np.int32)
-        self.live = np.zeros(chunks, np.int32)  # by chunk: the number of its entries that are still valid
+        self.live = np.zeros(chunks, np.int32)  # by chunk: how many of its entries are still valid
         self.spare = list(range(chunks))
         self.orders: list[LruOrder] = []
 
@@ -39,28 +39,28 @@ class OrderLog:
 class LruOrder(EvictionOrder):
     """The least recently used order of idle pages, which are published and have no holder.
 
-    It is a log of page ids in chunks, oldest first. An entry is valid only while the page's stamp names its place, so a
-    page leaves from the middle by clearing its stamp. An empty chunk is reused. If no chunk is spare, two neighbours
-    that fit into one are merged. They always exist, because there are chunks for twice the pool. The cost of a call is
-    bounded by its pages and one chunk. Rejected: compacting the whole log at once, which would stop a server of 4
-    million pages for 50 ms.
+    It is a log of page ids in chunks, oldest first. An entry is valid only while the page's stamp names the entry's
+    place. So clearing its stamp removes a page from the middle. A chunk without valid entries is reused. If no chunk is
+    spare, two neighbouring chunks that fit into one are merged. Such neighbours always exist, because there are chunks
+    for twice the pool. The cost of a call is bounded by its pages and one chunk. Compacting the whole log at once was
+    rejected, because it would stop a server of 4 million pages for 50 ms.
     """
 
     by_age = True
 
     def __init__(self, num_pages: int, log: OrderLog | None = None) -> None:
-        self.log = log = log or OrderLog(num_pages)  # a log of its own, or one that several orders share
+        self.log = log = log or OrderLog(num_pages)  # the order's own log, or one that several orders share
         self._log, self._stamp, self._live, self._spare = log.entries, log.stamp, log.live, log.spare
         self._family = log.orders
         self.chunks: list[int] = []  # this order's chunks of the log, oldest first
         self.begin()
-        self._family.append(self)  # last, because `OrderLog.clear` calls `begin` of each order in the family
+        self._family.append(self)  # last, because `OrderLog.clear` calls `begin` of every order in the family
 
     def begin(self) -> None:
-        """Empty the order. It keeps one spare chunk of the log."""
+        """Empty the order. One spare chunk of the log is kept for it."""
         self.chunks.clear()
-        self._head = 0  # the next entry of the oldest chunk to look at; earlier ones are invalid
-        self._filled = CHUNK  # the number of entries used in the newest chunk
+        self._head = 0  # index of the next entry to test in the oldest chunk; earlier ones are invalid
+        self._filled = CHUNK  # how many entries of the newest chunk are used
         self._open_chunk()
         self.count = 0
 
@@ -69,7 +69,7 @@ class LruOrder(EvictionOrder):
         self.begin_with(pages[np.argsort(np.where(known, self.positions(pages), _LAST), kind="stable")])
 
     def begin_with(self, pages: Indices) -> None:
-        """Make this order consist of `pages`, oldest first. Every other order that shares the log is emptied."""
+        """Make this order consist of `pages`, oldest first. All other orders that share the log are emptied."""
         self.log.clear()
         self.append(pages)
 
@@ -93,7 +93,7 @@ class LruOrder(EvictionOrder):
         self._stamp[pages] = _NOWHERE
         self.count -= len(pages)
         first = chunks.item(0)
-        # One chunk has all the pages, as is usual for a request.
+        # All pages are in one chunk, as is usual for a request.
         if (each := chunks.tobytes()) == each[:4] * len(pages):
             self._live[first] = live = self._live.item(first) - len(pages)
             if not live:
@@ -108,7 +108,7 @@ class LruOrder(EvictionOrder):
             raise InvariantError(f"idle order: {count} pages were asked for, but it holds {self.count}")
         chunk, head = self.chunks[0], self._head
         left = self._live.item(chunk) - count
-        if left > 0 and left + count == self._end_of(chunk) - head:  # no gaps in the chunk, which halves the cost
+        if left > 0 and left + count == self._end_of(chunk) - head:  # no gaps in the chunk: this halves the cost
             pages = self._log[chunk, head : head + count].copy()
             self._stamp[pages.astype(INDEX)] = _NOWHERE
             self._live[chunk], self._head = left, head + count
@@ -135,7 +135,7 @@ class LruOrder(EvictionOrder):
         """Do the same as `pop(1)` in a tenth of the time. The order must not be empty."""
         chunk, log, stamp, at = self.chunks[0], self._log, self._stamp, self._head
         start, last = chunk * CHUNK, at + _NEAR
-        # The oldest chunk has a valid entry, or the order is empty and starts at 0. So the loop never runs past the
+        # The oldest chunk has a valid entry, unless the order is empty and starts at 0. So the loop never runs past the
         # chunk.
         while stamp.item(page := log.item(chunk, at)) != start + at:
             at += 1
@@ -151,7 +151,10 @@ class LruOrder(EvictionOrder):
         return page
 
     def oldest(self, most: int) -> Pages:
-        """The oldest page and up to `most - 1` pages after it, without removing them. Empty if the order is empty."""
+        """Returns the oldest page and up to `most - 1` pages after it, without removing them.
+
+        Empty if the order is empty.
+        """
         chunk = self.chunks[0]
         last = self._end_of(chunk)
         while True:
@@ -166,7 +169,7 @@ class LruOrder(EvictionOrder):
 
     def positions(self, pages: Indices) -> Indices:
         chunks = list(self.chunks)
-        # Absent pages have the stamp -1, which selects the last entry.
+        # Absent pages have the stamp -1, which selects the last element.
         places = np.full(len(self._live) + 1, -1, np.int64)
         places[chunks] = np.arange(len(chunks)) * CHUNK
         stamps = self._stamp[pages]
@@ -190,7 +193,7 @@ class LruOrder(EvictionOrder):
 
     def squeeze(self) -> bool:
         """Merge the two neighbouring chunks with the fewest valid entries. Returns False if no two fit into one."""
-        # The newest chunk is left out while it is being filled.
+        # The newest chunk is left out if it is still being filled.
         chunks = self.chunks if self._filled == CHUNK else self.chunks[:-1]
         live = self._live[chunks]
         pairs = live[:-1] + live[1:]
@@ -209,7 +212,7 @@ class LruOrder(EvictionOrder):
         return True
 
     def _entries(self, chunk: int, first: int, end: int) -> Pages:
-        """The valid entries from `first` to `end` of a chunk.
+        """Returns the valid entries from `first` to `end` of a chunk.
 
         If all of them are valid, the result is a view of the log.
         """
@@ -228,7 +231,7 @@ class LruOrder(EvictionOrder):
             self._filled = 0
             return
         if chunk == self.chunks[-1]:
-            self._filled = CHUNK  # the previous chunk is the newest now, and it is full
+            self._filled = CHUNK  # the newest chunk is now the previous one, which is full
         self.chunks.remove(chunk)
         self._spare.append(chunk)
 

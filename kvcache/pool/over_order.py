@@ -1,4 +1,4 @@
-"""`OverOrder`: an eviction order that wraps another. `CheckedOrder`: checks an order that a caller supplies."""
+"""`OverOrder`: an eviction order that wraps another one. `CheckedOrder`: checks an order that a caller supplies."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,7 +9,7 @@ from kvcache.retention import PageHints
 
 
 class OverOrder(EvictionOrder):
-    """Base of orders that wrap `order`. Every call that a subclass does not override goes to the wrapped order."""
+    """Base of orders that wrap `order`. Calls that a subclass does not override go to the wrapped order."""
 
     def __init__(self, order: EvictionOrder) -> None:
         self._order = order
@@ -56,8 +56,8 @@ class CheckedOrder(OverOrder):
     """Checks a caller's own order: only idle pages may leave it.
 
     If an order returned a page that a request holds, that page would be overwritten. Each wrong result raises
-    `InvariantError`, which says what was wrong. The error interrupts the call that needed pages, and `recover` then
-    repairs the state.
+    `InvariantError`, which says what was wrong. The error interrupts the call that needed pages, and `recover` can then
+    repair the state.
 
     Raises `InvalidParamsError` if `order` is not an empty `EvictionOrder`.
     """
@@ -120,7 +120,7 @@ class CheckedOrder(OverOrder):
         return pages
 
     def _idle_ones(self, pages: object, count: int, call: str) -> Pages:
-        """A copy of `pages`, which cannot change later. Raises unless they are `count` distinct idle pages."""
+        """Returns a copy of `pages`, which cannot change later. Raises unless they are `count` distinct idle pages."""
         if type(pages) is not np.ndarray or pages.dtype.kind not in "iu" or pages.shape != (count,):
             raise InvariantError(f"{self._name}: {call} returned {pages!r:.100}: {count} page numbers are needed")
         wide = pages.astype(np.int64)

@@ -1,15 +1,15 @@
-"""`SlabPool`: one memory for token pages and for slabs, which are runs of pages that hold a recurrent state.
+"""`SlabPool`: one memory for token pages and for slabs. A slab is a run of pages that holds a recurrent state.
 
-A slab is `slab_pages` pages, as many as a state takes, and begins at a multiple of `slab_pages`. Pages are allocated as
-in any pool. A slab is taken where this costs least: where all pages are fresh; else where all are idle, and were used
-least recently, so that they are evicted; else where held pages can be moved elsewhere. When a slab is given back, its
-pages are fresh again. So neither kind has memory reserved for it. The only loss is the part of a slab that its state
-does not fill.
+A slab has `slab_pages` pages, as many as a state needs, and begins at a multiple of `slab_pages`. Pages are allocated
+as in any pool. A slab is taken where this costs least. Best is a place where all pages are fresh. Next best is one
+where all pages are idle and were used least recently; they are evicted. Otherwise held pages are moved elsewhere. When
+a slab is given back, its pages are fresh again. So no memory is reserved for pages or slabs. The only loss is the part
+of a slab that its state does not fill.
 
 Cached slabs (`CachedSlabs`) and idle pages are evicted in the order of their last use: a slab is evicted if it was last
-used before the page that was evicted last. With hints, the last use of both is shifted by their leads, as far as hints
-are trusted, and a slab is evicted before the next page if its use is older. Slabs and pages above a tenant's quota are
-evicted before all others.
+used before the page that was evicted last. With hints, the leads of the hints shift the last use of both, as far as
+hints are trusted, and a slab is evicted before the next page if its use is older. Slabs and pages above a tenant's
+quota are evicted before all others.
 """
 
 import numpy as np
@@ -25,7 +25,7 @@ _HELD = 1 << 62
 class CachedSlabs:
     """The cached slabs without a holder, least recently used first.
 
-    This base class has none, for pools without states.
+    This base class has none. It serves pools without states.
     """
 
     @property
@@ -43,7 +43,10 @@ class CachedSlabs:
 
 
 class PageMoves:
-    """Moves held pages and updates all records of their ids. This base class moves none, for a pool without slabs."""
+    """Moves held pages, and updates all records of their ids.
+
+    This base class moves none. It serves pools without slabs.
+    """
 
     def claimed(self, row: int) -> None:
         """Record that a new request has claimed the row."""
@@ -58,9 +61,9 @@ class PageMoves:
         """Record that another process knows the row's pages. They are not moved while the row is claimed."""
 
     def staying(self) -> NDArray[np.bool_] | np.bool_:
-        """Which pages cannot be moved while they are held, bool `[num_pages + 1]`.
+        """Returns which pages cannot be moved while they are held, bool `[num_pages + 1]`.
 
-        A single bool holds for all pages.
+        A single bool applies to all pages.
         """
         return np.True_
 
@@ -69,19 +72,19 @@ class PageMoves:
 
 
 def num_slabs(num_pages: int, slab_pages: int) -> int:
-    """The number of slabs in a pool of `num_pages` pages. Slab 0 contains the null page and does not count."""
+    """Returns the number of slabs in a pool of `num_pages` pages. Slab 0 contains the null page and does not count."""
     return (num_pages + 1) // slab_pages - 1
 
 
 class SlabPool(PagePool):
     """A pool in which pages can be taken as slabs.
 
-    Slab s, with s > 0, is `slab_pages` pages from page `s * slab_pages` on. Each page of a taken slab has one holder.
-    The caller that takes slabs sets `cached` and `moves`.
+    Slab s, with s > 0, consists of `slab_pages` pages from page `s * slab_pages` on. Each page of a taken slab has one
+    holder. The owner of the pool sets `cached` and `moves`.
 
     Attributes:
         cached: the cached slabs.
-        moves: moves held pages to make room for slabs.
+        moves: moves held pages when a slab needs room.
     """
 
     def __init__(self, num_pages: int, digest_words: int, slab_pages: int, order: EvictionOrder | None = None) -> None:
@@ -92,19 +95,20 @@ class SlabPool(PagePool):
         self.cached = CachedSlabs()
         self.moves = PageMoves()
         self.moved = 0  # the number of pages moved so far
-        self.clock = 1  # the number of pages released so far, plus one
+        self.clock = 1  # one more than the number of pages released so far
         # By page: the value of `clock` at the last use of an idle page; 0 for a fresh page.
         self._used = np.zeros(num_pages + 1, np.int64)
-        # By page: its last use (`_used`), shifted by the lead of the hint that the page had when it was released. While
-        # the order has no leads, this is the same array as `_used`.
+        # By page: its last use (`_used`), shifted by the lead of its hint at its release. While the order has no leads,
+        # this is the same array as `_used`.
         self._turn = self._used
         self._last_evicted = 0  # the last use of the page that was evicted last
-        # By slab: a lower bound of the last use of its most recently used page. A use does not update the bound, so the
-        # oldest slab is checked before it is taken. `_ages_back` is the same in reverse.
+        # By slab: a lower bound for the last use of its most recently used page. A use does not update this bound, so
+        # the oldest slab is checked before it is taken. `_ages_back` is a reversed view.
         self._ages = np.zeros(num_pages // slab_pages + 1, np.int64)
         self._ages_back = self._ages[self.num_slabs : 0 : -1]
         # The fresh pages are a section of this stack. The section moves up when slabs are taken from its lower end, and
-        # down when they are given back. `_bottom` is never above the number of pages in all taken slabs.
+        # down when they are given back. `_bottom`, the start of the section, is never above the number of pages in all
+        # taken slabs.
         self._stack: Pages = np.concatenate((self._fresh, np.zeros(slab_pages, np.int32)))
         self._bottom = 0
         self._place = np.arange(num_pages, -1, -1)  # the place of each fresh page in `_stack`
@@ -113,7 +117,7 @@ class SlabPool(PagePool):
 
     @property
     def free_count(self) -> int:
-        """The pages that `allocate` can return: fresh pages, idle pages, and those of slabs that can be evicted."""
+        """The number of pages that `allocate` can return: fresh ones, idle ones, and those of evictable slabs."""
         return self._fresh_count + self.idle.count + self.cached.num_idle * self.slab_pages
 
     def follow(self, order: EvictionOrder) -> None:
@@ -139,9 +143,9 @@ class SlabPool(PagePool):
     # ---- slabs
 
     def take_slab(self, *, moving: bool = True) -> int:
-        """Take a slab and return its number. Returns 0 if there is none, or if a cached slab must be evicted before.
+        """Take a slab and return its number. Returns 0 if there is none, or if a cached slab has to be evicted first.
 
-        `moving`: if every slab has held pages, they may be moved out of one slab.
+        With `moving`, held pages may be moved out of one slab if every slab has some.
         """
         chosen, age = self._oldest_slab()
         if age and self._evict_due():
@@ -166,9 +170,9 @@ class SlabPool(PagePool):
         return not self._oldest_slab()[1]
 
     def use_of(self, order: EvictionOrder, used: Indices) -> int:
-        """The last use of the entry that `order` evicts next, shifted by its hint. Negative if it is above a quota.
+        """Returns the last use of the entry that `order` evicts next, shifted by its hint. Negative if above a quota.
 
-        `used`: the last use of each entry, by the clock. The present lead of a hint counts, unless the hint has
+        `used` has the last use of each entry, by the clock. The hint's current lead counts, unless the hint has
         expired.
         """
         if due := order.due():
@@ -177,7 +181,7 @@ class SlabPool(PagePool):
 
     @property
     def width(self) -> float:
-        """Cached pages, including those of cached slabs, divided by published pages."""
+        """The number of cached pages, including those of cached slabs, divided by that of published pages."""
         published = np.count_nonzero(self.index.published)
         return 1.0 + self.cached.num_idle * self.slab_pages / published if published else 1.0
 
@@ -218,7 +222,7 @@ class SlabPool(PagePool):
                 raise InvariantError(f"slab {slab} was last used at {self._age_of(slab)}, before the recorded time")
 
     def mend(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
-        """See the base class. `taken` must already mark the slabs in use, whose pages have no other holder."""
+        """See the base class. `taken` must already mark the slabs in use. Their pages must have no other holder."""
         holders[np.flatnonzero(np.repeat(self.taken, self.slab_pages))] += 1
         super().mend(holders, writers)
 
@@ -251,7 +255,7 @@ class SlabPool(PagePool):
         self._fresh = self._stack[bottom:]
 
     def _take_fresh(self, pages: Pages) -> None:
-        """Remove `pages` from the fresh ones, and fill their places with fresh pages from the bottom of the section."""
+        """Remove `pages` from the fresh ones. Fresh pages from the bottom of the section fill their places."""
         at, above = self._place[pages], self._bottom + len(pages)
         lower = np.zeros(len(pages), np.bool_)
         lower[at[at < above] - self._bottom] = True
@@ -269,14 +273,14 @@ class SlabPool(PagePool):
             cached.give_up_oldest()
 
     def _next_use(self) -> int:
-        """The last use of the page to be evicted next.
+        """The last use of the page that will be evicted next.
 
-        Without hints, the last use of the last evicted page is close enough.
+        Without hints, the last use of the page evicted last is close enough.
         """
         return self._last_evicted if self.idle.by_age else self.use_of(self.idle, self._used)
 
     def _oldest_slab(self) -> tuple[int, int]:
-        """The slab that has been unused longest, and its last use; `_HELD` if every slab has a held page."""
+        """Returns the slab that has been unused longest, and its last use. `_HELD` if every slab has a held page."""
         while True:
             slab = self.num_slabs - int(self._ages_back.argmin())
             age = self._age_of(slab)
@@ -285,16 +289,16 @@ class SlabPool(PagePool):
             self._ages[slab] = age
 
     def _age_of(self, slab: int) -> int:
-        """The last use of any page of the slab; `_HELD` if one of its pages is held."""
+        """Returns the latest use of any page of the slab. `_HELD` if one of its pages is held."""
         pages = slice(slab * self.slab_pages, (slab + 1) * self.slab_pages)
         if np.count_nonzero(self.holders[pages]) or np.count_nonzero(self.writers[pages]):
             return _HELD
         return int(self._turn[pages].max())
 
     def _cheapest_to_move(self) -> int:
-        """The slab with the fewest held pages, if all of them can be moved to free pages elsewhere.
+        """Returns the slab with the fewest held pages, if all of them can be moved to free pages elsewhere.
 
-        0 if there is none.
+        Returns 0 if there is none.
         """
         if self._fresh_count + self.idle.count < self.slab_pages:
             return 0
@@ -317,7 +321,7 @@ class SlabPool(PagePool):
         self.holders[pages[self.holders[pages] == 0]] = 1
         self.taken[slab] = True
         if held.size:
-            # Before the move, because pending copies name these pages by their present ids.
+            # before the move, because pending copies name these pages by their current ids
             for save in self.journal.going:
                 save(held)
             targets = self.allocate(len(held))
@@ -361,15 +365,15 @@ class SlabPool(PagePool):
 class SlabStates(PagePool, CachedSlabs):
     """The pool of states in slabs: page s of this pool is slab s of `slabs`.
 
-    A slab is given back as soon as its state has no holder and is not published. Slabs that are not taken count as held
-    in this pool, because token pages use them.
+    A slab is given back as soon as its state has no holder and is not published. In this pool, slabs that are not taken
+    count as held, because token pages use them.
     """
 
     def __init__(self, slabs: SlabPool) -> None:
         super().__init__(slabs.num_slabs, slabs.index.digest_words)
         self._slabs = slabs
         self._fresh_count, self.holders[1:] = 0, 1
-        # By state: the value of the clock of `slabs` at its last use.
+        # By state: the time of its last use, by the clock of `slabs`.
         self._used = np.zeros(slabs.num_slabs + 1, np.int64)
         slabs.cached = self
 
@@ -400,7 +404,7 @@ class SlabStates(PagePool, CachedSlabs):
         return 0
 
     def make_room(self, *, moving: bool) -> bool:
-        """See the base class. Takes a slab from the token pages, unless a cached state must be evicted before."""
+        """See the base class. Takes a slab from the token pages, unless a cached state has to be evicted first."""
         if slab := self._slabs.take_slab(moving=moving):
             self.holders[slab] = 0
             super()._push_fresh(np.array([slab], np.int32))

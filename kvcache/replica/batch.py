@@ -1,4 +1,7 @@
-"""`Batch`: the requests of a step, looked up once and moved together. `Gathered`: the data of requests for one call."""
+"""`Batch`: the requests of a step, looked up once and advanced together.
+
+`Gathered`: the data of requests for one call.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -14,19 +17,19 @@ from kvcache.replica.hashing import PrefixHasher, next_digests, token_bytes
 from kvcache.replica.rows import NEVER, ONE, Ints, Rows, rows_at
 
 HasherOf = Callable[[int, int, Context], PrefixHasher]
-"""Maps replica, row and context to the hasher of the request."""
+"""Returns the hasher of a request, given replica, row and context."""
 
 
 class Share(NamedTuple):
-    """The requests of a batch that are in one replica: their places in the batch, and their rows."""
+    """The requests of a batch that are in one replica: their indices in the batch, and their rows."""
 
     replica: int
-    at: Rows  # a slice if they are consecutive, so that arrays are read without a copy
+    at: Rows  # a slice if the indices are consecutive, so that arrays are read without a copy
     rows: Rows
 
 
 class BatchState(NamedTuple):
-    """The requests of one replica in a batch: int64 `[batch]`, and maxima over them."""
+    """The requests of one replica in a batch: int64 arrays `[batch]`, and maxima over them."""
 
     rows: Rows
     starts: Ints  # the number of cached tokens
@@ -39,7 +42,7 @@ class BatchState(NamedTuple):
 
 UNKNOWN = -(1 << 62)
 _UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
-_STEPS_KEPT = 256  # updates that a batch keeps before it passes them to the contexts
+_STEPS_KEPT = 256  # how many updates a batch keeps before it passes them to the contexts
 
 
 class Gathered:
@@ -58,17 +61,19 @@ class Gathered:
         self.rows = rows  # the row of each request in that replica
         self.places: Rows = as_run(places)  # the row of each request among the rows of all replicas
         self._shares: list[Share] = []
-        self.unbound = False  # whether some requests have no pages yet, so that no context is bound to their rows
+        self.unbound = False  # whether some requests have no pages yet; their rows are then not bound to a context
         self.gather(starts_only=starts_only)
 
     def gather(self, *, starts_only: bool = False) -> None:
-        """Read the indices of every context. `starts_only`: do not read `actives` and `ends`."""
+        """Read the indices of every context. With `starts_only`, `actives` and `ends` are not read."""
         contexts, count = self.contexts, len(self.contexts)
         self.starts: Ints = np.fromiter([context.start_idx for context in contexts], np.int64, count)
-        self.computed: Ints = self.starts  # corrected by `read_computed` if steps are in flight
-        # A lower bound of the tokens by which every request can grow on its pages; each update subtracts one.
+        self.computed: Ints = self.starts  # `read_computed` corrects this if steps are in flight
+        # A lower bound of the number of tokens by which every request can grow within its pages. Each update subtracts
+        # one.
         self.slack = UNKNOWN
-        # A lower bound of the tokens that every request can compute before one fills a page; also minus one an update.
+        # A lower bound of the number of tokens that every request can compute before one fills a page. Each update
+        # subtracts one.
         self.due = UNKNOWN
         if starts_only:
             return
@@ -76,7 +81,7 @@ class Gathered:
         self.ends: Ints = np.fromiter([context.current_length for context in contexts], np.int64, count)
 
     def read_computed(self) -> None:
-        """If steps may be in flight, read how many tokens are computed, without the tokens that these steps run."""
+        """Read how many tokens are computed. If steps are in flight, the tokens that they run are left out."""
         contexts = self.contexts
         self.computed = np.fromiter([computed_of(context) for context in contexts], np.int64, len(contexts))
 
@@ -87,11 +92,11 @@ class Gathered:
 
     @property
     def looks_up(self) -> bool:
-        """Whether some requests need a prefix lookup. Requests that have pages and only one token to run need none."""
+        """Whether some requests need a prefix lookup. A request that has pages and only one token to run needs none."""
         return self.unbound or bool((self.actives - self.starts > 1).any())
 
     def split(self, count: int) -> list[Share]:
-        """The share of each of the `count` replicas in the batch."""
+        """Returns the share of each of the `count` replicas in the batch."""
         if not self._shares:
             if count == 1:
                 self._shares = [Share(0, slice(0, len(self.rows)), self.places)]
@@ -100,14 +105,14 @@ class Gathered:
         return self._shares
 
     def turning(self, most: int = NEVER) -> list[Share] | None:  # noqa: ARG002 - `Batch` uses it
-        """The requests whose newest token is the first of a page. None means that the caller must test each request.
+        """Returns the requests whose newest token is the first of a page. None: the caller must test each request.
 
-        `most`: the most tokens that a request may have. If one has more, the result is None.
+        `most` limits the tokens that a request may have. If one has more, the result is None.
         """
         return None
 
     def part(self, share: Share) -> BatchState:
-        """The state of the requests in a share."""
+        """Returns the state of the requests in a share."""
         at, rows = share.at, share.rows
         starts, actives, ends = self.starts[at], self.actives[at], self.ends[at]
         if not len(starts):
@@ -120,9 +125,9 @@ class Gathered:
         )
 
     def digests(self, places: Ints, firsts: Ints, lasts: Ints, hasher_of: HasherOf, log: AnyLog) -> NDArray[np.uint64]:
-        """The digests of pages `firsts` to `lasts` of each context at `places`, one after another.
+        """Returns the digests of pages `firsts` to `lasts` of each context at `places`, one after another.
 
-        `log`: where the request of each digest and its tokens are recorded, if the log wants them.
+        `log` records which request each digest belongs to, and the tokens, if it wants them.
         """
         at, pages = places.tolist(), list(zip(firsts.tolist(), lasts.tolist(), strict=True))
         hashers = self.hashers(at, hasher_of)
@@ -152,7 +157,10 @@ class Gathered:
     def digest_pages(
         self, at: list[int], hashers: list[PrefixHasher], firsts: list[int], tokens: NDArray[np.int32]
     ) -> NDArray[np.uint64]:
-        """The digest of page `firsts[i]` of the context at place `at[i]`. `tokens`: `[len(at), page_size]`."""
+        """Returns the digest of page `firsts[i]` of the context at place `at[i]`.
+
+        `tokens` is `[len(at), page_size]`.
+        """
 
         def from_the_context(nth: int) -> bytes:
             return hashers[nth].digests(self.tokens(at[nth]), firsts[nth], firsts[nth] + 1).tobytes()
@@ -168,35 +176,35 @@ class Gathered:
 
 
 class Batch(Gathered, Sequence[Context]):
-    """Contexts bound to their rows and moved together by `update`. Made by `PagedKVCacheManager.batch`.
+    """Contexts bound to their rows and advanced together by `update`. Made by `PagedKVCacheManager.batch`.
 
-    The batch keeps the indices of its contexts in arrays. A `TextContext` catches up when it is read. If a caller moves
-    such a context directly, the context leaves the batch, and the batch reads it again at its next call. A batch is
-    valid until one of its requests is released.
+    The batch keeps the indices of its contexts in arrays. A `TextContext` catches up when it is read. If a caller
+    changes such a context directly, the context leaves the batch, and the batch reads it again at its next call. A
+    batch is valid until one of its requests is released.
     """
 
     def __init__(
         self, contexts: Sequence[Context], replicas: Ints, rows: Ints, places: Ints, page_size: int, owner: object
     ) -> None:
         self._page_size, self._page_sizes = page_size, np.array(page_size)
-        self.owner = owner  # the owner of the rows
-        # One row for each step, with a token of each context. The first rows are the known tokens of the last page; the
-        # updates come after them.
+        self.owner = owner  # the object that owns the rows
+        # One row for each step, with a token for each context. The first rows are the known tokens of the last page;
+        # the updates follow.
         self._log = np.zeros((page_size + _STEPS_KEPT, len(contexts)), np.int32)
         self._hashers: dict[int, PrefixHasher] = {}  # by place
-        self.checked_at = -1  # how many releases there had been when the claims were last compared
+        self.checked_at = -1  # how many releases there had been when the claims were last checked
         # The contexts of class `TextContext`. They follow the batch only if all contexts are of this class.
         self._own = [context for context in contexts if isinstance(context, TextContext)]
         super().__init__(tuple(contexts), replicas, rows, places)
 
     def found_right(self, releases: int, *, unbound: bool) -> None:
-        """Record that the rows were valid after this number of `releases`.
+        """Record that the rows were valid after `releases` releases.
 
-        `unbound`: some requests have no pages yet.
+        With `unbound`, some requests have no pages yet.
         """
         self.unbound = unbound
-        self.slack = self.due = UNKNOWN  # a request may have been claimed again and have other pages
-        self.checked_at = releases  # set last: after an interrupt the claims are compared again
+        self.slack = self.due = UNKNOWN  # a request may have been claimed again, and may have other pages
+        self.checked_at = releases  # set last, so that the claims are checked again after an interrupt
 
     @overload
     def __getitem__(self, index: int) -> Context: ...
@@ -212,13 +220,14 @@ class Batch(Gathered, Sequence[Context]):
         return iter(self.contexts)
 
     def gather(self, *, starts_only: bool = False) -> None:
-        self._stale = True  # cleared only when all contexts follow: after an interrupt they are read again
+        self._stale = True  # cleared only when all contexts follow, so that they are read again after an interrupt
         super().gather(starts_only=starts_only)
         self._begin_log()
         self._hashers = {}
-        # By the position of the first request's newest token within its page.
+        # By the position of the first request's newest token within its page: the shares with requests whose newest
+        # token begins a page.
         self._turning: dict[int, list[Share]] = {}
-        # By replica: the longest request of the batch minus the longest of this replica.
+        # By replica: the length of the longest request of the batch, minus that of the longest of this replica.
         self._behind: dict[int, int] = {}
         self._updated = False
         own = self._own
@@ -233,10 +242,11 @@ class Batch(Gathered, Sequence[Context]):
                 last = context.tokens[-self._page_size :]
                 self._log[self._page_size - len(last) : self._page_size, place] = last
                 context.follow(self, place)
-        self._stale = False  # cleared last: a context that already followed this batch left it above, which set it
+        # cleared last, because a context that already followed this batch left it above, which set the flag
+        self._stale = False
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuse `copy` and `pickle`: two batches would each move the same contexts, unaware of the other."""
+        """Refuse `copy` and `pickle`: two batches would each advance the same contexts without knowing of the other."""
         raise InvalidRequestError(
             f"batch of {len(self)} requests: a batch cannot be copied; call manager.batch to make another"
         )
@@ -251,7 +261,7 @@ class Batch(Gathered, Sequence[Context]):
     def last_tokens(self) -> NDArray[np.integer[Any]]:
         """The last token of each request, `[len]`.
 
-        A loop that streams tokens can use it instead of reading the contexts.
+        A loop that streams tokens can use this instead of reading the contexts.
         """
         self.refresh()
         if self._together:
@@ -263,7 +273,7 @@ class Batch(Gathered, Sequence[Context]):
             return None
         at = self.ends.item(0) % self._page_size
         shares = self._turning.get(at)
-        if shares is None:  # all requests grow by one token a step, so one page later it is the same requests
+        if shares is None:  # all requests grow by one token per step, so after each page it is the same requests
             places = (self.ends % self._page_size == 1 % self._page_size).nonzero()[0]
             shares = self._turning[at] = shares_at(self.replicas, self.rows, places)
         return shares
@@ -285,7 +295,7 @@ class Batch(Gathered, Sequence[Context]):
         return self._futures > 0
 
     def refresh(self) -> None:
-        """Read all contexts again if a call outside the batch has moved one."""
+        """Read all contexts again if a call outside the batch has changed one of them."""
         if self._stale or not self._together:
             self.gather()
 
@@ -294,7 +304,7 @@ class Batch(Gathered, Sequence[Context]):
 
         Raises `InvalidRequestError` unless there is one integer from 0 to 2**31 - 1 for each request, and
         `SequenceTooLongError` if a request already has `max_length` tokens. In both cases nothing changes. Contexts of
-        another class are updated one by one. An interrupt (Ctrl-C) may leave some of these with their token and others
+        other classes are updated one by one. An interrupt (Ctrl-C) may leave some of these with their token and others
         without; their lengths show which.
         """
         array = self._checked(tokens)
@@ -317,7 +327,7 @@ class Batch(Gathered, Sequence[Context]):
     def update_with_future_tokens(self) -> None:
         """Do the same as `update` while the step that runs these requests is in flight: see `TextContext`.
 
-        Raises the same errors as `update`, and `InvalidRequestError` if a request already has a future token, or is no
+        Raises the errors of `update`, and `InvalidRequestError` if a request already has a future token, or is not a
         `TextContext`.
         """
         self.refresh()
@@ -343,7 +353,7 @@ class Batch(Gathered, Sequence[Context]):
     def realize_future_tokens(self, tokens: Sequence[int] | NDArray[np.integer]) -> None:
         """Replace the future tokens by the tokens of the step in flight, int `[len]`, one for each request.
 
-        This also works after a request was released, when the manager accepts the batch no more. Raises
+        This also works after a request was released, when the manager no longer accepts the batch. Raises
         `InvalidRequestError`, and changes nothing, unless every request has a future token.
         """
         array = self._checked(tokens)
@@ -357,7 +367,8 @@ class Batch(Gathered, Sequence[Context]):
             return
         self._log[self._count - 1] = array
         self._stale = True
-        self._future_row = -1  # all tokens are known now; a context with a future token replaces it when it is read
+        # all tokens are known now; when a context with a future token is read, it gets the real one
+        self._future_row = -1
         self._futures = 0
         self.computed = self.starts
         self._stale = False
@@ -368,8 +379,8 @@ class Batch(Gathered, Sequence[Context]):
         differ = np.count_nonzero(ahead != ahead[0]) or np.count_nonzero(lasts - firsts != ONE)
         if not self._together or step < 0 or differ:
             return super().digests(places, firsts, lasts, hasher_of, log)
-        # The usual case: all these requests fill a page with the same token. The log has the tokens of that page, so no
-        # context is read.
+        # The usual case: all these requests fill a page with the same update. The log has the tokens of that page, so
+        # no context is read.
         tokens = np.ascontiguousarray(self._log[step : step + self._page_size].take(places, axis=1).T)
         at = places.tolist()
         hashers = self.hashers(at, hasher_of)
@@ -394,14 +405,14 @@ class Batch(Gathered, Sequence[Context]):
         if behind <= 0:
             return
         context = self._own[place]
-        end += behind  # its last token is the one to run
+        end += behind  # the context's last token is the one to run
         if behind == 1:
             context.append_one(self._log.item(count - 1, place), end - 1, end)
         else:
             context.append(self._log[count - behind : count, place], end - 1, end)
 
     def _catch_up_with_futures(self, place: int, end: int, behind: int) -> int:
-        """`catch_up` for a context that may have a future token or get one. Returns how many tokens it lacks."""
+        """Do `catch_up` for a context that has, or will get, a future token. Returns how many tokens it lacks."""
         context, count = self._own[place], self._count
         if self._future_row != count - behind - 1:
             context.realize(self._log.item(count - behind - 1, place))
@@ -419,14 +430,14 @@ class Batch(Gathered, Sequence[Context]):
 
     def _begin_log(self) -> None:
         """Begin a new log. All contexts have caught up, so the next token is the first one that they lack."""
-        # Set first, so that a context that is read meanwhile finds nothing to catch up with.
+        # set first, so that a context that is read meanwhile finds nothing to catch up with
         self._count = self._page_size
         self._had_futures = False  # whether this log had future tokens, which contexts may have copied
-        # The number of tokens that each context knew, and the log's row for the next token.
+        # how many tokens each context knew when the log began, and the log's row for the next token
         self._began: tuple[list[int], int] = (self.ends.tolist(), self._page_size)
 
     def _append(self, tokens: NDArray[np.integer] | int) -> None:
-        """Add one token for each request. The caller clears `_stale` at the end; an interrupt leaves it set."""
+        """Add one token for each request. The caller clears `_stale` at the end, so an interrupt leaves it set."""
         self._stale = True
         if self._count == len(self._log):
             self._hand_over()
@@ -444,7 +455,7 @@ class Batch(Gathered, Sequence[Context]):
     def _read_futures(self) -> None:
         """Find which contexts end with a future token.
 
-        Only if all or none do, the batch moves its contexts together.
+        The batch advances its contexts together only if all of them do, or none.
         """
         own = self._own
         waiting = [context for context in own if context.has_future_token]
@@ -458,7 +469,7 @@ class Batch(Gathered, Sequence[Context]):
             self._had_futures = True  # the contexts have their future tokens themselves
 
     def _refuse_futures(self, call: str, *, waiting: bool) -> NoReturn:
-        """Raise for the first request with a future token if `waiting`, else for the first request without one."""
+        """Raise for the first request that has a future token if `waiting`, or that has none otherwise."""
         for context in self.contexts:
             if not isinstance(context, TextContext):
                 raise InvalidRequestError(
@@ -478,7 +489,7 @@ class Batch(Gathered, Sequence[Context]):
                 )
 
     def _hand_over(self) -> None:
-        """Let every context catch up, and begin a new log with the last page's worth of tokens."""
+        """Let every context catch up, and begin a new log that has the tokens of the last page."""
         for place, context in enumerate(self._own):
             context.catch_up(self, place)
         self._log[: self._page_size] = self._log[self._count - self._page_size :].copy()
@@ -504,9 +515,9 @@ class Batch(Gathered, Sequence[Context]):
 
 
 def shares_of_all(replicas: Ints, rows: Ints, count: int) -> list[Share]:
-    """The share of each of `count` replicas, empty ones included.
+    """Returns the share of each of `count` replicas, empty ones included.
 
-    `replicas`, `rows`: of each request, in batch order.
+    `replicas` and `rows` are those of each request, in batch order.
     """
     order = np.argsort(replicas, kind="stable")
     bounds = np.searchsorted(replicas[order], np.arange(count + 1)).tolist()
@@ -518,7 +529,7 @@ def shares_of_all(replicas: Ints, rows: Ints, count: int) -> list[Share]:
 
 
 def shares_at(replicas: Ints, rows: Rows, places: Ints) -> list[Share]:
-    """The share of each replica that has requests at these places of the batch."""
+    """Returns the share of each replica that has requests at these places of the batch."""
     if not places.size:
         return []
     mine, own = replicas[places], rows_at(rows, places)
@@ -531,7 +542,7 @@ def shares_at(replicas: Ints, rows: Rows, places: Ints) -> list[Share]:
 
 
 def as_run(indices: Ints) -> Rows:
-    """`indices` as a slice if they are consecutive."""
+    """Returns `indices` as a slice if they are consecutive, else unchanged."""
     count = len(indices)
     if not count:
         return slice(0, 0)

@@ -1,8 +1,8 @@
 """`BlockTable`, by which a manager describes a request's pages to another manager, and the types of an import.
 
 A table states where the KV of a request lies. The manager that accepts a table makes a `PendingImport` of it, and the
-copier receives a `PageCopy` for each group of layers. If the model has several groups of layers (`params.groups`), each
-has a list of pages in the table. For layers with a window, only the pages that the next token sees are copied.
+copier receives a `PageCopy` for each group of layers. If the model has several groups of layers (`params.groups`), the
+table has a list of pages for each. For layers with a window, only the pages that the next token sees are copied.
 """
 
 from collections.abc import Callable
@@ -23,27 +23,28 @@ Pages = NDArray[np.int32]
 class BlockTable(msgspec.Struct, frozen=True, tag="block_table/1", omit_defaults=True):
     """The location of one request's KV: the contract between a manager, a transfer, and another manager.
 
-    The page ids are meaningful only to the manager that made the table, and only while it holds them for the request.
-    If the fingerprints of two managers agree (`kvcache.layout.replica_fingerprint`), pages may be copied as they are. A
-    transfer that plans from the layouts does not need the fingerprint.
+    The page ids are meaningful only to the manager that made the table, and only while that manager holds the pages for
+    the request. If the fingerprints of two managers agree (`kvcache.layout.replica_fingerprint`), pages may be copied
+    as they are. A transfer that plans from the layouts does not need the fingerprint.
     """
 
-    request_id: str  # the id that the table's maker uses
-    replica_idx: int  # the maker's replica that holds the pages
+    request_id: str  # the request's id at the manager that made the table
+    replica_idx: int  # the replica that holds the pages, at the manager that made the table
     num_tokens: int  # tokens whose KV the pages hold; the last page may be partly filled
     page_size: int  # tokens of a page
     # The page ids of each group of layers in logical order, up to the page of the last token. A group with a window may
-    # lack its first pages, because pages that no query sees any more are freed. It has none while the prompt still
-    # runs.
+    # lack its first pages, because pages that no later query sees are freed. Such a group has no pages in the table
+    # while the prompt still runs.
     groups: tuple[tuple[int, ...], ...]
     fingerprint: str  # identifies the geometry of the pages on all shards
     hash_algorithm: str = ""  # the algorithm of `digests`; empty if prefix caching is off
     digests: bytes = b""  # the digests of all full pages, one after another; empty if prefix caching is off
     # The kind of each group (`LayerTables.kinds_named`), except a first group of full attention.
     kinds: tuple[str, ...] = ()
-    first_page: int = 0  # the logical page of the first id and digest; the importer already has all pages before it
+    # the logical page of the first id and digest; the importing manager already has all pages before it
+    first_page: int = 0
     # One seal for each lease of the request. The manager that grants a lease makes its seal (`manager.lease`). A reader
-    # compares it (`transfer.pull.seals`) to see that the lease holds these pages. Empty without a lease.
+    # compares the seal (`transfer.pull.seals`) to see that the lease holds these pages. Empty without a lease.
     seals: tuple[bytes, ...] = ()
 
     def follows(self, before: "BlockTable | None") -> bool:
@@ -67,16 +68,17 @@ class PageDigests(NamedTuple):
 class PageCopy(NamedTuple):
     """Pages of one group of layers to copy from another manager. They are the logical pages that hold `tokens`."""
 
-    dst_pages: ArrayLike  # int32, pages of this manager, of its page size; the last ones may be unused
-    src_pages: ArrayLike  # int32, pages of the other manager, of its page size
-    tokens: tuple[int, int]  # the first token to copy, and the end; tokens before the first must not be overwritten
+    dst_pages: ArrayLike  # int32, pages of this manager, in its page size; the last ones may be unused
+    src_pages: ArrayLike  # int32, pages of the other manager, in its page size
+    # the first token to copy, and the end; earlier tokens in the first page must not be overwritten
+    tokens: tuple[int, int]
 
 
 @dataclass(eq=False, slots=True)
 class ImportPart:
     """The part of a `PendingImport` for one block table of a request, or for its recurrent state."""
 
-    first: int  # the first token to copy; earlier tokens that are needed are cached here
+    first: int  # the first token to copy; this manager has cached all earlier tokens that are needed
     # This manager's pages, from the page of token `first` on. The transfer owns them until the import is closed.
     dst_pages: Pages
     at_end: bool = False  # True for a window: while the prompt runs, the source may still free these pages
@@ -87,7 +89,7 @@ class ImportPart:
     taken: int = 0  # the end of the tokens that the copier has taken so far
 
     def named(self, pages: tuple[int, ...], num_tokens: int, page_size: int) -> Pages | None:
-        """The other manager's pages to copy: pages that an earlier table named, followed by `pages` of its new table.
+        """Returns the other manager's pages to copy: pages that earlier tables named, then `pages` of its new table.
 
         Returns None if the new table leaves out a page that was never named, if a page differs from an earlier table,
         or if a page occurs twice.
@@ -116,13 +118,13 @@ class ImportPart:
         self.src_pages, self.stop = pages, max(self.first, num_tokens)
 
     def copy_from(self, token: int, page_size: int, src_page_size: int) -> PageCopy:
-        """The pages that can be copied by now, from `token` on. `token` is not before `first`."""
+        """Returns the pages that can be copied by now, from `token` on. `token` is not before `first`."""
         dst = self.dst_pages[token // page_size - self.first // page_size :]
         src = self.src_pages[token // src_page_size - self.first // src_page_size :]
         return PageCopy(dst, src, (token, self.stop))
 
     def take(self, page_size: int, src_page_size: int) -> PageCopy:
-        """The pages that can be copied by now and were not taken before."""
+        """Returns the pages that can be copied by now and were not taken before."""
         token, self.taken = max(self.first, self.taken), self.stop
         return self.copy_from(token, page_size, src_page_size)
 
@@ -143,33 +145,33 @@ class PendingImport:
     page_size: int  # tokens of this manager's pages
     src_page_size: int  # tokens of the other manager's pages
     replica_idx: int  # the replica of this manager
-    src_replica_idx: int  # the replica of the other manager
+    src_replica_idx: int  # the replica that holds the pages at the other manager
     parts: list[ImportPart]  # one for each block table, then one for the recurrent state
-    num_tokens: int = 0  # the tokens that the table covers; it grows when the import is extended
+    num_tokens: int = 0  # how many tokens the table covers; extending the import raises this
     # The hasher of the request's tokens, in the table's page size and algorithm; None if the table has no digests.
     hasher: PrefixHasher | None = None
     closed: bool = False  # committed or cancelled
-    on_free: Callable[[], None] = _nothing  # called after the pages of the cancelled import were freed
+    on_free: Callable[[], None] = _nothing  # called after the import was cancelled and its pages were freed
     told: list[BlockTable] = field(default_factory=list[BlockTable])  # tables whose pages no copier has taken yet
-    others: tuple[BlockTable, ...] = ()  # tables of other managers that hold some of the same tokens
+    others: tuple[BlockTable, ...] = ()  # tables of further managers that hold some of the same tokens
     # A copy of the tokens up to the end of the pages, if no request waits for them (`PageContents.import_pages`). The
     # context may drop tokens and get others meanwhile.
     prompt: NDArray[np.integer[Any]] | None = None
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """The tokens to import: from the first that this manager lacks in its first block table to the table's end."""
+        """The range of tokens to import, from the first one that this manager lacks in its first block table."""
         first = self.parts[0].first
         return first, max(first, self.num_tokens)
 
     @property
     def needs_copy(self) -> bool:
-        """Whether anything has to be copied by now. False if everything was cached here."""
+        """Whether anything has to be copied by now. False if all pages were cached here."""
         return any(part.is_state or part.first < part.stop for part in self.parts)
 
     @property
     def written(self) -> Pages:
-        """This manager's pages that are overwritten, in all block tables: int32 `[pages]`."""
+        """This manager's pages that the copy overwrites, in all block tables: int32 `[pages]`."""
         pages = [part.dst_pages for part in self.parts if not part.is_state]
         return pages[0] if len(pages) == 1 else np.concatenate(pages)
 
@@ -182,7 +184,7 @@ class PendingImport:
         return len(self.parts) == 1 and not self.parts[0].at_end
 
     def shorten(self, num_tokens: int) -> None:
-        """End the import at `num_tokens`, where a copied page ends, and not at the end of the table."""
+        """End the import at `num_tokens` instead of at the end of its table. A copied page must end there."""
         first, stop = self.tokens
         if not self.can_shorten or num_tokens % self.page_size or not first < num_tokens <= stop:
             raise InvalidRequestError(
@@ -192,9 +194,9 @@ class PendingImport:
         self.num_tokens = self.parts[0].stop = num_tokens
 
     def copies_from(self, table: BlockTable) -> list[PageCopy]:
-        """The pages to copy, named by another table as far as it has them.
+        """Returns the pages to copy, with the page ids of another table, as far as that table has them.
 
-        `table` must have the page size of the first one.
+        `table` must have the page size of the first table.
         """
         copies: list[PageCopy] = []
         for part, pages in zip(self.parts, table.groups, strict=True):
@@ -212,9 +214,11 @@ class PendingImport:
         return copies
 
     def named(self, table: BlockTable, *, last: bool) -> list[Pages] | None:
-        """The other manager's pages to copy by now, for each block table. `last`: the table will not grow any more.
+        """Returns the other manager's pages to copy by now, for each block table.
 
-        Returns None if they contradict earlier tables.
+        With `last`, the table is the last one.
+
+        Returns None if the pages contradict earlier tables.
         """
         found: list[Pages] = []
         for part, pages in zip(self.parts, table.groups, strict=True):
@@ -225,9 +229,9 @@ class PendingImport:
         return found
 
     def take_up(self, table: BlockTable, named: list[Pages], *, last: bool) -> None:
-        """Record which tokens the other manager's table covers now, and its pages.
+        """Record which tokens the other manager's table now covers, and in which pages.
 
-        `last`: the table will not grow any more.
+        With `last`, the table will not grow any more.
         """
         self.num_tokens = table.num_tokens
         self.told.append(table)
@@ -236,9 +240,9 @@ class PendingImport:
                 part.take_up(pages, 0 if part.is_state else table.num_tokens)
 
     def take(self, *, last: bool) -> list[PageCopy]:
-        """The pages that can be copied by now and were not taken before.
+        """Returns the pages that can be copied by now and were not taken before.
 
-        A state is copied only when all tokens have run.
+        A state is copied only when all tokens have run (`last`).
         """
         for part in self.parts:
             if part.is_state and last:

@@ -19,29 +19,29 @@ _NO_KEYS: ExtraKeys = ()
 ContextIndices = tuple[int, int, int]
 """`start_idx`, `active_idx` and `end_idx` of a context."""
 FUTURE_TOKEN = -999
-"""A placeholder at the end of a request's tokens for the token that a step in flight will give."""
+"""Stands at the end of a request's tokens, in place of the token that a step in flight will give."""
 
 
 class Context(Protocol):
-    """The interface of a request that the manager reads and writes. `TextContext` documents each member.
+    """The interface through which the manager reads and changes a request. `TextContext` documents each member.
 
     An object may also have these optional attributes: `cache_salt` (str), `extra_keys` (`ExtraKeys`), `retention`
-    (`Retention`), `computed_idx`, and `prefix_hasher`. The last is None at first; in it the manager keeps the page
-    hashes of a request that waits or is preempted.
+    (`Retention`), `computed_idx`, and `prefix_hasher`. The last one is None at first; while a request waits or is
+    preempted, the manager keeps its page hashes there.
 
-    Salt and keys may change until the request gets pages, and are then fixed until its release. If they have changed
-    since the pages were reserved, `maybe_reserve`, `step` and imports refuse the context.
+    Salt and keys may change until the request gets pages, and are then fixed until its release. If they change after
+    that, `maybe_reserve`, `step` and imports refuse the context.
 
     Known tokens never change. A context that drops tokens from its end (such as a rejected draft) must have
-    `prefix_hasher`, and must set it to None at that moment. Otherwise its later pages would be found by the digests of
-    the dropped tokens.
+    `prefix_hasher`, and must set it to None at that moment. Otherwise its later pages would be published under the
+    digests of the dropped tokens.
 
-    If a step in flight has yet to compute tokens before `start_idx`, `computed_idx` is the number of tokens that are
-    computed; `step` publishes no page beyond it.
+    If a step in flight has yet to compute tokens before `start_idx`, then `computed_idx` is the number of tokens that
+    are already computed; `step` publishes no page beyond it.
 
-    The manager knows how much of a request is computed. When the request gets its first pages, the manager moves
-    `start_idx` by `set_token_indices`: forward to the end of a prefix hit, or back if the request has lost the pages
-    that it had before.
+    The manager knows how much of a request is computed. When the request gets its first pages, the manager calls
+    `set_token_indices` to move `start_idx`: forward to the end of a prefix hit, or back if the request has lost the
+    pages that it had before.
     """
 
     @property
@@ -65,9 +65,9 @@ class Context(Protocol):
 
 
 class Leader(Protocol):
-    """A `Batch`: moves many contexts at once, and lets each context catch up when it is read.
+    """A `Batch` as its contexts see it: it advances many contexts at once, and each context catches up when it is read.
 
-    `end`: the number of tokens that the context at `place` has so far.
+    `end` is the number of tokens that the context at `place` has so far.
     """
 
     def catch_up(self, place: int, end: int) -> None: ...
@@ -75,13 +75,13 @@ class Leader(Protocol):
 
 
 class _NoLeader:
-    """The leader of contexts that move alone."""
+    """The leader of contexts that are in no batch."""
 
     def catch_up(self, place: int, end: int) -> None:
-        """Do nothing: these contexts lack nothing."""
+        """Do nothing: such a context has nothing to catch up with."""
 
     def lose(self, place: int, end: int) -> None:
-        """Do nothing: no leader has to know."""
+        """Do nothing: no batch has to know."""
 
     def __reduce__(self) -> str:
         """Make a copied or unpickled context refer to this same object."""
@@ -100,17 +100,17 @@ class TextContext:
     Args:
         tokens: the prompt, 1-D, each from 0 to 2**31 - 1.
         max_length: the most tokens that the request may ever have, including generated ones.
-        request_id: generated if it is None.
+        request_id: a new id is generated if this is None.
         cache_salt: requests with different salts never share a page. Like the keys, it may be changed while the request
-            waits. A change while it holds pages is an error: its next `maybe_reserve` for more than a step, or the
-            `step` that publishes its next page, refuses it and changes nothing.
+            waits. A change while the request holds pages is an error: its next `maybe_reserve` for more than a step, or
+            the `step` that publishes its next page, refuses it and changes nothing.
         retention: what the client knows about the future use of these pages.
-        extra_keys: `(position, key)`: an input other than tokens on which the KV depends from this token on, such as
-            the name of a LoRA adapter (position 0) or a digest of an image (its first token). Requests share pages only
-            if these are equal, too.
+        extra_keys: `(position, key)` for each input other than tokens that the KV depends on, from the token at
+            `position` on: such as the name of a LoRA adapter (position 0) or a digest of an image (its first token).
+            Requests share pages only if their keys are equal, too.
 
-    A copy (`copy`, `pickle`) has tokens and indices of its own, and is another object of the same request. The manager
-    accepts it if the request has no pages yet. `fork` makes a context of another request.
+    A copy (`copy`, `pickle`) has its own tokens and indices, and is another object for the same request. The manager
+    accepts it if the request has no pages yet. `fork` makes a context for another request.
 
     Raises:
         InvalidRequestError: (a ValueError) no tokens, not 1-D, not integers, or out of range; an id or salt that is not
@@ -144,8 +144,8 @@ class TextContext:
         self._in_flight = False  # whether a step is in flight whose token is not known yet
         self._flight = 0  # the token from which that step runs
         self.prefix_hasher: PrefixHasher | None = None
-        # The salt and keys. Pages depend on them as well as on tokens. Both are in one tuple, so that one identity test
-        # usually shows that neither has changed.
+        # The salt and the keys, on which pages depend as well as on tokens. They are in one tuple, so that usually one
+        # identity test shows that neither has changed.
         self.named = (checked_salt(self.request_id, cache_salt), checked_keys(self.request_id, extra_keys))
         self.retention = retention
         self._buffer = checked_tokens(self.request_id, tokens)
@@ -165,7 +165,7 @@ class TextContext:
     @cache_salt.setter
     def cache_salt(self, salt: str | None) -> None:
         self.named = (checked_salt(self.request_id, salt), self.named[1])
-        self.leave()  # because a batch keeps the hashers of its requests
+        self.leave()  # a batch keeps the hashers of its requests, so it has to read this context again
 
     @property
     def extra_keys(self) -> ExtraKeys:
@@ -236,19 +236,19 @@ class TextContext:
 
     @property
     def indices(self) -> ContextIndices:
-        """`start_idx`, `active_idx` and `end_idx`, for the price of reading one of them."""
+        """`start_idx`, `active_idx` and `end_idx`, at the cost of reading one of them."""
         if self._follows:
             self._leader.catch_up(self._place, self._end)
         return self._start, self._active, self._end
 
     def run_from(self, start: int, active: int) -> None:
-        """Set `start_idx` and `active_idx`, which must be ordered within the tokens."""
+        """Set `start_idx` and `active_idx`, which must be ordered and within the tokens."""
         if self._follows:
             self.leave()
         self._start, self._active = start, active
 
     def decodes_within(self, most: int) -> bool:
-        """Whether exactly one token is to run, and at most `most` are known."""
+        """Whether exactly one token is to run, and at most `most` tokens are known."""
         if self._follows:
             self._leader.catch_up(self._place, self._end)
         return self._active - self._start == 1 and self._end <= most
@@ -257,7 +257,7 @@ class TextContext:
         """Record the model's result for the active tokens.
 
         If the active tokens reach the end of the known tokens, `token` is appended. Otherwise a chunk of the prompt has
-        run, and the model's output means nothing: `token` is dropped, and the other known tokens become active. Raises
+        run, and the model's output has no meaning: `token` is dropped, and the other known tokens become active. Raises
         `InvalidRequestError` if the token is out of range, and `SequenceTooLongError` if the request already has
         `max_length` tokens.
         """
@@ -281,15 +281,15 @@ class TextContext:
     def update_with_future_token(self) -> None:
         """Do the same as `update` while the step that runs the active tokens is in flight (`fetch_ahead`).
 
-        `FUTURE_TOKEN` stands for the step's token, so that the next step can be planned. `realize_future_token` must be
-        called before another update. Raises the same errors as `update`.
+        `FUTURE_TOKEN` takes the place of the step's token, so that the next step can be planned. `realize_future_token`
+        must be called before another update. Raises the errors of `update`.
         """
         self.leave()
         if self._in_flight:
             self._refuse_future("update_with_future_token")
         if self._active == self._end:
             self._refuse_full()
-            # Set first, because a future token without a step in flight would be an error.
+            # set first, because a future token without a step in flight would be an error
             self._flight, self._in_flight = self._start, True
             self.append_one(FUTURE_TOKEN, self._active, self._end + 1)
         else:
@@ -299,8 +299,8 @@ class TextContext:
     def realize_future_token(self, token: int) -> None:
         """Record the token of the step in flight. The tokens that the step ran then count as computed.
 
-        `token` is dropped if the step ran a chunk other than the last. The request may have been released meanwhile.
-        Raises `InvalidRequestError` if the token is out of range, or if no step is in flight.
+        `token` is dropped if the step ran a chunk other than the last one. The request may have been released
+        meanwhile. Raises `InvalidRequestError` if the token is out of range, or if no step is in flight.
         """
         self.leave()
         if not self._in_flight:
@@ -335,7 +335,7 @@ class TextContext:
         self._start, self._active, self._end = start, active, end
 
     def reset(self) -> None:
-        """Make every known token active. Not needed after preemption, because `maybe_reserve` moves the start."""
+        """Make every known token active. Not needed after a preemption, because `maybe_reserve` moves the start."""
         self.leave()
         self._start, self._active = 0, self._end
 
@@ -347,7 +347,7 @@ class TextContext:
         return plain, {**slots, "_buffer": tokens, "_follows": False, "_leader": NO_LEADER, "prefix_hasher": None}
 
     def fork(self, request_id: RequestID | None = None) -> "TextContext":
-        """A context of another request with the same tokens, indices, salt and keys (beam search, several answers).
+        """Returns a context of another request with the same tokens, indices, salt and keys.
 
         While a step is in flight, the new context has only the known tokens, and runs from the end of the computed
         ones.
@@ -361,9 +361,9 @@ class TextContext:
         return twin
 
     def follow(self, leader: "Leader", place: int) -> None:
-        """Let `leader` move this context until `leave`. A previous leader loses it.
+        """Let `leader` advance this context until `leave`. A previous leader loses it.
 
-        `place`: its place in the leader.
+        `place` is the context's index in the leader.
         """
         self.leave()
         self._place, self._leader = place, leader
@@ -399,12 +399,12 @@ class TextContext:
         return f"TextContext({self.request_id!r}, start={self.start_idx}, active={self.active_idx}, end={self.end_idx})"
 
     def append_future(self, start: int, end: int) -> None:
-        """`append_one` for the token of a step in flight, which began at `start`."""
+        """Do `append_one` for the token of a step in flight, which began at token `start`."""
         self._flight, self._in_flight = start, True
         self.append_one(FUTURE_TOKEN, end - 1, end)
 
     def realize(self, token: int) -> None:
-        """Replace the future token, if there is one, with the token that the leader knows."""
+        """Replace the future token, if there is one, by the real token, which the leader knows."""
         if self._in_flight:
             self._buffer[self._end - 1] = token
             self._in_flight = False
@@ -441,9 +441,9 @@ class TextContext:
 
 
 def chunk_end(indices: ContextIndices, start: int) -> int:
-    """The end of the chunk that runs from `start`. If a hit covers the whole chunk, the next chunk has the same length.
+    """Returns the end of the chunk that runs from `start`. If a hit covers the whole chunk, the next one is as long.
 
-    `indices`: those of the context, with its own start.
+    `indices` are those of the context, with its own start.
     """
     before, active, end = indices
     return active if start < active else min(end, start + active - before)
@@ -452,8 +452,8 @@ def chunk_end(indices: ContextIndices, start: int) -> int:
 class ReadContext:
     """A snapshot of a caller's own context at the start of a call, so that reading it later in the call cannot fail.
 
-    `run_from` sets the indices of the caller's context. If the context raises, its old indices are set again. `refused`
-    says whether that has worked.
+    `run_from` sets the indices of the caller's context. If that context raises, its old indices are set again.
+    `refused` says whether this succeeded.
     """
 
     __slots__ = (
@@ -510,16 +510,16 @@ class ReadContext:
 
 
 SafeContext = TextContext | ReadContext
-"""A context that a call may read at any point, even while it changes state: reading cannot raise."""
+"""A context that a call may read at any point, even while it changes state, because reading it cannot raise."""
 
 
 def computed_of(context: Context) -> int:
-    """The number of computed tokens: `start_idx`, unless the context has `computed_idx` for a step in flight."""
+    """Returns the number of computed tokens: `start_idx`, or `computed_idx` if the context has that attribute."""
     return getattr(context, "computed_idx", context.start_idx)
 
 
 def read_context(context: Context) -> SafeContext:
-    """The context itself if it is a `TextContext`, else a snapshot of it."""
+    """Returns the context itself if it is a `TextContext`, else a snapshot of it."""
     return context if type(context) is TextContext else ReadContext(context)
 
 
@@ -528,7 +528,7 @@ def _indices_of(context: Context) -> ContextIndices:
 
 
 def checked_tokens(request_id: str, tokens: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int32]:
-    """A private int32 copy of `tokens`. Raises `InvalidRequestError` unless it is a non-empty list of token ids."""
+    """Returns an int32 copy of `tokens`. Raises `InvalidRequestError` unless it is a non-empty list of token ids."""
     try:
         array = np.asarray(tokens)
     except (TypeError, ValueError, OverflowError) as error:
@@ -547,7 +547,7 @@ def checked_tokens(request_id: str, tokens: Sequence[int] | NDArray[np.integer])
 
 
 def checked_salt(request_id: str, salt: object) -> str | None:
-    """`salt` itself if it is None or valid UTF-8 text. Raises `InvalidRequestError` otherwise."""
+    """Returns `salt` if it is None or valid UTF-8 text. Raises `InvalidRequestError` otherwise."""
     if salt is None:
         return None
     try:
@@ -560,11 +560,11 @@ def checked_salt(request_id: str, salt: object) -> str | None:
 
 
 def checked_keys(request_id: str, keys: object) -> ExtraKeys:
-    """`keys` as a tuple of `(position, bytes)`.
+    """Returns `keys` as a tuple of `(position, bytes)`.
 
     Raises `InvalidRequestError` unless positions and lengths are below 2**31.
     """
-    if keys is _NO_KEYS:  # nearly always true: Python has only one empty tuple
+    if keys is _NO_KEYS:  # nearly always true, because Python has only one empty tuple
         return _NO_KEYS
     found: list[tuple[int, bytes]] = []
     try:
@@ -585,19 +585,19 @@ def checked_keys(request_id: str, keys: object) -> ExtraKeys:
 
 
 HasherOfRow = Callable[[int, SafeContext], PrefixHasher]
-"""Maps row and context to the hasher of the request."""
+"""Returns the hasher of a request, given its row and context."""
 
 
 def salt_and_keys(context: Context) -> tuple[str | None, ExtraKeys]:
-    """The salt and extra keys that the context's pages depend on. Raises `InvalidRequestError` if they are invalid."""
+    """Returns the salt and extra keys that the context's pages depend on. Raises `InvalidRequestError` if invalid."""
     name, keys = context.request_id, getattr(context, "extra_keys", None)
     return checked_salt(name, getattr(context, "cache_salt", None)), checked_keys(name, () if keys is None else keys)
 
 
 def hasher_of(context: SafeContext, algorithm: HashAlgorithm, page_size: int) -> PrefixHasher:
-    """The hasher that the context carries, if it fits.
+    """Returns the hasher that the context carries, if it fits.
 
-    Otherwise a new one, which is stored in the context if possible.
+    Otherwise makes a new one, and stores it in the context if possible.
     """
     kept = context.prefix_hasher
     if kept is None or not kept.fits(algorithm, page_size, context.named):

@@ -26,7 +26,7 @@ class PageMemory:
     ) -> None:
         self.layouts, self.devices, self.stream = layouts, devices, stream
         pages = num_pages + 1  # the null page, 0, is not part of the budget
-        # Per shard `[pages + 1, sides, layers, page_size, heads, head_dim]`.
+        # one tensor per shard: `[pages + 1, sides, layers, page_size, heads, head_dim]`
         self.blocks = [allocate_blocks(layout, pages, device) for layout, device in zip(layouts, devices, strict=True)]
         self.rows = [page_rows(blocks) for blocks in self.blocks]  # whole pages, including their scales
 
@@ -54,7 +54,7 @@ class PageMemory:
                 torch.cuda.current_stream(device).synchronize()
 
     def on_stream(self) -> Any:
-        """A context manager in which device work is launched on the stream."""
+        """Returns a context manager in which device work is launched on the stream."""
         return launching_on(self.stream)
 
 
@@ -70,12 +70,16 @@ class PlacedReplica:
             mirrors = {device: DeviceTables(replica.rows.tensor, device) for device in gpus}
         of_host = HostTables(replica.rows.tensor)
         self._tables: list[Tables] = [mirrors.get(device, of_host) for device in memory.devices]
-        self._of_steps: dict[int, list[StepTables]] = {}  # by set number: the tables of each shard
+        self._of_steps: dict[int, list[StepTables]] = {}  # by number of the set: the tables of each shard
         self._mirrored = [*mirrors.values()]
-        self._is_plain = memory.stream is None and not mirrors  # no streams to order, and no tables to upload
+        # whether there are no streams to order and no tables to upload
+        self._is_plain = memory.stream is None and not mirrors
 
     def inputs(self, state: BatchState, num_steps: int, number: int | None = None) -> list[RaggedKVCacheInputs]:
-        """The model's inputs for this batch, one entry a shard. `number`: the set of tables in which to build them."""
+        """Returns the model's inputs for this batch, one entry a shard.
+
+        `number` selects the set of tables to build them in.
+        """
         rows, tables = self.replica.rows, self._tables if number is None else self._of_steps[number]
         if self._is_plain:
             return build_inputs(self._pools, tables, state, self.replica.page_size, num_steps)
@@ -88,7 +92,7 @@ class PlacedReplica:
             return build_inputs(self._pools, tables, state, self.replica.page_size, num_steps)
 
     def step_tables(self, number: int) -> list[StepTables]:
-        """The set of tables with this number, one entry a shard. Shards on the same device share a table."""
+        """Returns the set of tables with this number, one entry a shard. Shards on the same device share a table."""
         if number not in self._of_steps:
             tensor = self.replica.rows.tensor
             with self.memory.on_stream():

@@ -1,8 +1,8 @@
 """Page hashes: the digest of page `i` covers every token from the first to the end of page `i`.
 
 A running hash takes the pages in turn and gives a digest after each. So digests form a chain (equal digests mean equal
-prefixes) at the cost of one update and one digest a page. Hashing `parent + page` for each page takes 60 % longer with
-sha256.
+prefixes) at the cost of one update and one digest per page. Hashing `parent + page` for each page would take 60 %
+longer with sha256.
 
 hashlib needs two calls and an allocation for each page. If `chained.c` was compiled, it hashes all pages of a call, or
 all pages of a step, at once. It uses the sha256 of hashlib's libcrypto, and gives the same digests.
@@ -24,20 +24,20 @@ from numpy.typing import NDArray
 from kvcache.params import HashAlgorithm
 
 ExtraKeys = tuple[tuple[int, bytes], ...]
-"""`(position, key)`: an input other than tokens. The KV depends on it from the token at `position` on."""
+"""`(position, key)` of an input other than tokens. The KV depends on it from the token at `position` on."""
 DIGEST_BYTES: dict[HashAlgorithm, int] = {"sha256": 32, "blake3": 32, "xxh3_128": 16}
 _TOKEN, _WORD = np.dtype("<i4"), np.dtype(np.uint64)
 _AT_ONCE = 1 << 17
 """The most tokens that C hashes in one go. Making a digest counts as 16 tokens. No other Python thread runs meanwhile,
-so this must be short: even without SHA instructions it takes less than 5 ms, the interval in which Python switches
+so this must be short: even without SHA instructions it takes less than 5 ms, the interval at which Python switches
 threads.
 """
 PLAIN = "PAGEWIRE_PLAIN_SHA256"
-"""An environment variable. If it is set to anything, hashlib computes every sha256."""
+"""The name of an environment variable. If it is set to anything, hashlib computes every sha256."""
 
 
 def _compiled() -> tuple[type[Any], str]:
-    """The class of `chained.c`, or `_NotCompiled`, and the name of the implementation of sha256 that is used.
+    """Returns the class of `chained.c`, or `_NotCompiled`, and a text that says which implementation of sha256 is used.
 
     `chained.c` is used if it was compiled, is not switched off, and gives the same digests as hashlib.
     """
@@ -59,11 +59,11 @@ class _NotCompiled:
 
 
 _Chain, SHA256_BY = _compiled()
-"""`SHA256_BY`: the implementation of sha256 in this process: "chained.c", or "hashlib: " and why C is not used."""
+"""`SHA256_BY`: which implementation of sha256 this process uses: "chained.c", or "hashlib: " and why C is not used."""
 
 
 class PrefixHasher:
-    """The page digests of one request. They are extended as it grows, and never computed twice.
+    """The page digests of one request. They are extended as the request grows, and are never computed twice.
 
     Two pages have the same digest exactly if algorithm, page size, salt, and all tokens and extra keys up to the end of
     the page are the same. No salt (None) differs from every salt. Digests are the same in any process, so they may be
@@ -81,33 +81,33 @@ class PrefixHasher:
         self.extra_keys = extra_keys
         self.width = DIGEST_BYTES[algorithm]
         self._begin()
-        # By index: the index's generation, the first and last page, and the result of the lookup (see `Replica.find`).
+        # By index: its generation, the first and last page, and the result of the lookup (see `Replica.find`).
         self.matches: dict[object, tuple[int, int, int, Any]] = {}
 
     def _begin(self) -> None:
         """Start over, with no page hashed."""
         running = _seeded(self.algorithm, self.page_size, self.salt).copy()
-        # The extra keys that are not hashed yet as `(page, bytes to hash)`, the next one last. Each key is marked by
-        # -1, which is never a token, and has its length, which says where the key ends.
+        # The extra keys that are not hashed yet as `(page, bytes to hash)`, with the next one last. The bytes of a key
+        # begin with -1, which is never a token, and its length, which says where the key ends.
         self.keys_left = self._keys_to_come() if self.extra_keys else []
         self.known = _known(running, b"")  # the digests, one after another
-        # The running hash after all pages in `known`. It is None while pages are hashed.
+        # The running hash after all pages in `known`. It is None while pages are being hashed.
         self.running: Any = running
 
     def begin_if_interrupted(self) -> None:
-        """Start over if hashing was interrupted. In that case `running` is None."""
+        """Start over if hashing was interrupted. `running` is None in that case."""
         if self.running is None:
             self._begin()
 
     def fits(self, algorithm: HashAlgorithm, page_size: int, named: tuple[str | None, ExtraKeys]) -> bool:
-        """Whether this hasher uses this algorithm and page size, and this salt and these keys (`named`)."""
+        """Whether this hasher has this algorithm and page size, and this salt and these keys (`named`)."""
         salt, keys = named
         same = self.salt == salt and self.extra_keys == keys
         return same and self.page_size == page_size and self.algorithm == algorithm
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens in the pages with known digests."""
+        """The number of tokens in the pages whose digests are known."""
         return len(self.known) // self.width * self.page_size
 
     def _keys_to_come(self) -> list[tuple[int, bytes]]:
@@ -125,9 +125,9 @@ class PrefixHasher:
         return twin
 
     def digests(self, tokens: NDArray[np.integer[Any]], first: int, last: int) -> NDArray[np.uint64]:
-        """The digests of pages `first` to `last` (excluded), uint64 `[pages, DIGEST_BYTES / 8]`.
+        """Returns the digests of pages `first` to `last` (excluded), uint64 `[pages, DIGEST_BYTES / 8]`.
 
-        `tokens`: all known tokens of the request.
+        `tokens` are all known tokens of the request.
         """
         width = self.width
         if len(self.known) < last * width:
@@ -136,7 +136,7 @@ class PrefixHasher:
         return np.ndarray((last - first, width // 8), _WORD, wanted)
 
     def _extend(self, tokens: NDArray[np.integer[Any]], last: int) -> None:
-        """Hash the pages from the first one without a digest to `last`. `tokens`: all known tokens."""
+        """Hash the pages from the first one without a digest to `last`. `tokens` are all known tokens."""
         self.begin_if_interrupted()
         running, self.running = self.running, None
         size, keys, page = self.page_size, self.keys_left, len(self.known) // self.width
@@ -164,7 +164,7 @@ class PrefixHasher:
 
 @functools.lru_cache(maxsize=256)
 def _seeded(algorithm: HashAlgorithm, page_size: int, salt: str | None) -> Any:
-    """The running hash before the first page. Callers copy it and must not update it."""
+    """Returns the running hash before the first page. Callers must copy it and not update it."""
     # Each field comes with its length, so that different fields never give the same bytes.
     fields = (algorithm.encode(), str(page_size).encode(), b"" if salt is None else b"=" + salt.encode())
     seed = b"pagewire/1" + b"".join(struct.pack("<I", len(field)) + field for field in fields)
@@ -178,17 +178,17 @@ def _seeded(algorithm: HashAlgorithm, page_size: int, salt: str | None) -> Any:
 
 
 def _known(running: Any, digests: bytes | bytearray) -> bytearray:
-    """A byte array with the content `digests`, of the type in which a hasher with this `running` keeps its digests."""
+    """Returns a byte array with the content `digests`, of the type that a hasher with this `running` uses."""
     return running.known if type(running) is _Chain else bytearray(digests)
 
 
 def token_bytes(tokens: NDArray[np.integer[Any]]) -> bytes:
-    """A copy of `tokens` in the form in which they are hashed."""
+    """Returns a copy of `tokens` in the form in which they are hashed."""
     return np.ascontiguousarray(tokens, _TOKEN).tobytes()
 
 
 def page_rows(tokens: NDArray[np.integer[Any]], page_size: int) -> list[bytes]:
-    """The bytes of each page of `tokens`, in the form in which they are hashed. `tokens` must fill whole pages."""
+    """Returns the bytes of each page of `tokens`, in the form in which they are hashed. All pages must be full."""
     # One call turns a view of the raw bytes into bytes objects. Slicing a memoryview page by page takes twice as long.
     return np.ascontiguousarray(tokens, _TOKEN).reshape(-1).view(_page_type(page_size)).tolist()
 
@@ -204,7 +204,7 @@ def next_digests(
     pages: NDArray[np.integer[Any]],
     slow: Callable[[int], bytes],
 ) -> NDArray[np.uint64]:
-    """The digest of one page of each request: page `firsts[i]` of request i, which has the tokens `pages[i]`.
+    """Returns the digest of one page of each request: page `firsts[i]` of request i, with the tokens `pages[i]`.
 
     `pages` is `[requests, page_size]`; the result is uint64 `[requests, words]`. `slow(i)` computes the digest of
     request i in the ordinary way. It is called if an earlier page of the request is not hashed yet, or if the request
@@ -234,11 +234,11 @@ _KEYS_LEFT, _RUNNING = attrgetter("keys_left"), attrgetter("running")
 def _next_in_c(
     hashers: Sequence[PrefixHasher], firsts: Sequence[int], pages: NDArray[np.int32], slow: Callable[[int], bytes]
 ) -> NDArray[np.uint64]:
-    """`next_digests` with `chained.c`, usually in one call."""
+    """Do `next_digests` with `chained.c`, usually in one call."""
     if not any(map(_KEYS_LEFT, hashers)):
         try:
             digests = _Chain.extend_each(list(map(_RUNNING, hashers)), list(firsts), pages)
-        except TypeError:  # a hasher was interrupted: its `running` is None
+        except TypeError:  # a hasher was interrupted, so its `running` is None
             digests = None
         if digests is not None:
             return np.frombuffer(digests, np.uint64).reshape(len(hashers), -1)

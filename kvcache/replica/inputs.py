@@ -1,4 +1,4 @@
-"""The inputs of a model's attention: how they are built from a batch, described to `torch.export`, and advanced."""
+"""The inputs of a model's attention: built from a batch, described to `torch.export`, and advanced by a step."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, cast
@@ -17,25 +17,25 @@ from kvcache.replica.rows import Ints, Rows
 from kvcache.types import RaggedKVCacheInputs
 
 from_numpy = cast("Callable[[NDArray[Any]], torch.Tensor]", torch.from_numpy)  # pyright: ignore[reportUnknownMemberType]
-"""torch's own function with types added. It takes a third of the time of `torch.as_tensor`."""
+"""torch's own function, with types added. It takes a third of the time of `torch.as_tensor`."""
 
 
 class Tables(Protocol):
     """Provides the tensors of a batch's rows on one device."""
 
     def lookup(self, rows: Rows, columns: int) -> torch.Tensor:
-        """The first `columns` entries of `rows`, int32 `[..., len(rows), columns]`."""
+        """Returns the first `columns` entries of `rows`, int32 `[..., len(rows), columns]`."""
         ...
 
     def upload(self, array: NDArray[np.int32]) -> torch.Tensor:
-        """A copy of `array` on the device, such as the length of each row, int32 `[len(rows)]`."""
+        """Returns a copy of `array` on the device. An example is the length of each row, int32 `[len(rows)]`."""
         ...
 
 
 class HostTables:
     """Provides lookup tables on the CPU.
 
-    They are views of the block table if the batch's rows are consecutive, and copies otherwise. `tensor`: one block
+    They are views of the block table if the batch's rows are consecutive, and copies otherwise. `tensor` is one block
     table, or several with the same rows.
     """
 
@@ -50,10 +50,10 @@ class HostTables:
 
 
 class DeviceTables:
-    """Provides lookup tables on a GPU, where a copy of the block table lives.
+    """Provides lookup tables on a GPU, which keeps a copy of the block table.
 
-    Only rows that changed since the last call are uploaded, from pinned memory on the current stream. torch's pinned
-    allocator keeps a staging buffer until the copy from it is done.
+    Only rows that have changed since the last call are uploaded, from pinned memory on the current stream. torch's
+    pinned allocator keeps a staging buffer until the copy from it is done.
     """
 
     def __init__(self, tensor: torch.Tensor, device: torch.device) -> None:
@@ -66,7 +66,7 @@ class DeviceTables:
         return self._mirror[..., :columns].index_select(-2, self.upload(rows))
 
     def upload_changes(self, changed: NDArray[np.int64]) -> None:
-        """Bring the device's copy up to date for the rows `changed`."""
+        """Upload the rows `changed`, so that the device's copy is up to date."""
         if changed.size:
             self._mirror.index_copy_(-2, self.upload(changed), self.upload(self._table[..., changed, :]))
 
@@ -75,10 +75,10 @@ class DeviceTables:
 
 
 class StepTables:
-    """The tables of one step in flight. They are copies in memory of their own, at the same address for each step.
+    """The tables of one step in flight. They are copies in separate memory, at the same address for each step.
 
-    Rows and columns after those of the batch are cleared: such rows have length 0, and such entries name the null page.
-    So a CUDA graph that was captured for more rows and columns may read the tables.
+    Rows and columns beyond those of the batch are cleared: such rows have length 0, and such entries name the null
+    page. So the tables may be read by a CUDA graph that was captured for more rows and columns.
     """
 
     def __init__(self, source: Tables, tensor: torch.Tensor, device: torch.device) -> None:
@@ -93,7 +93,7 @@ class StepTables:
         self._used = (
             max(count, had_rows),
             max(columns, had_columns),
-        )  # before the copy: the next call clears what an interrupted one wrote
+        )  # set before the copy, so that the next call clears what an interrupted one wrote
         table = self._table[..., :count, :columns]
         table.copy_(found)
         if count < had_rows:
@@ -110,7 +110,7 @@ class StepTables:
         return lengths
 
     def padded(self, inputs: RaggedKVCacheInputs, rows: int) -> RaggedKVCacheInputs:
-        """The step's `inputs`, extended to `rows` rows and to all columns."""
+        """Returns the step's `inputs`, extended to `rows` rows and to all columns."""
         return inputs._replace(cache_lengths=self._lengths[:rows], lookup_table=self._table[..., :rows, :])
 
     def pages(self) -> NDArray[np.int32]:
@@ -127,7 +127,7 @@ def build_inputs(
     page_size: int,
     num_steps: int,
 ) -> list[RaggedKVCacheInputs]:
-    """The inputs of a replica, one entry a shard. `pools`: the values and scales of each shard.
+    """Returns the inputs of a replica, one entry a shard. `pools` has the values and scales of each shard.
 
     For an empty batch the tables have no rows, and there is one row of zero lengths.
     """
@@ -147,7 +147,7 @@ def build_inputs(
 
 
 def max_lengths(state: BatchState, num_steps: int) -> torch.Tensor:
-    """int32 `[num_steps, 2]`: the longest active run and the longest context of each step.
+    """Returns int32 `[num_steps, 2]`: the longest active run and the longest context of each step.
 
     From the second step on, each request runs one token.
     """
@@ -210,7 +210,7 @@ def _advanced(
 
 
 def data_parallel_splits(replicas: Ints, count: int) -> torch.Tensor:
-    """0, followed by the end of each replica's requests in the batch. `replicas`: the replica of each request."""
+    """Returns 0, then the end of each replica's requests in the batch. `replicas` has each request's replica."""
     if (np.diff(replicas) < 0).any():
         raise InvalidRequestError(f"the replicas of the batch are {replicas.tolist()}: order its requests by replica")
     counts = np.bincount(replicas, minlength=count)
@@ -221,13 +221,13 @@ class RaggedKVCacheInputSymbols(NamedTuple):
     """The shapes of `fetch`'s inputs on one device, for `torch.export`."""
 
     inputs: RaggedKVCacheInputs  # meta tensors
-    dynamic_shapes: RaggedKVCacheInputs  # the named dimensions of each tensor that vary between calls
+    dynamic_shapes: RaggedKVCacheInputs  # by tensor: the named dimensions that vary between calls
 
 
 def input_symbols(
     params: KVCacheParams, num_layers: int, page_size: int, num_pages: Sequence[int]
 ) -> list[RaggedKVCacheInputSymbols]:
-    """The symbols for each shard of each replica. `num_pages`: the pages of each replica's pool.
+    """Returns the symbols for each shard of each replica. `num_pages` has the pages of each replica's pool.
 
     Shards of a replica share their dimensions.
     """

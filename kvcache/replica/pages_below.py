@@ -1,4 +1,4 @@
-"""`PagesBelow`: the interface of a replica to the tier below its pool."""
+"""`PagesBelow`: the interface of a replica to the tiers below its pool."""
 
 from collections.abc import Callable, Iterable
 
@@ -12,29 +12,29 @@ from kvcache.replica.rows import Pages, Rows
 class PagesBelow:
     """Stores published pages in lower tiers, where they survive evictions. This base class stores nothing.
 
-    `kvcache.tiers.host_tier` has the class that does.
+    The class that does is in `kvcache.tiers.host_tier`.
     """
 
     keeps = False  # whether stored pages may be restored
-    generation = 0  # changes whenever pages come or go
-    answers = 0  # changes whenever something new is known about the contents of the tiers below the host
+    generation = 0  # changes whenever lower tiers gain or lose pages
+    answers = 0  # changes whenever more is known about the contents of the tiers below the host
     brought_at_once = 0  # the most pages that a caller should pass to one call of `bring`
     fetches = False  # whether there are tiers below the host
     asks = False  # whether a remote store must be asked which pages it has
-    # The most pages beyond the found ones that a tier may have stored together as the tail of a prompt.
+    # A tier may have stored up to this many pages after the found ones, together, as the tail of a prompt.
     longest_tail = 0
     is_bringing = False  # whether `bring` has copies under way
 
     def has(self, digests: Digests, asked: Asked) -> Asked:  # noqa: ARG002 - there is nothing to look in
-        """Which of the `asked` pages are known to be below, bool `[tables, pages]`."""
+        """Returns which of the `asked` pages lower tiers are known to have, bool `[tables, pages]`."""
         return np.zeros_like(asked)
 
     def may_have(self, digests: Digests, asked: Asked) -> Asked:
-        """Which pages `has` reports, plus the pages that are not known to be absent."""
+        """Returns the pages that `has` reports, plus those that are not known to be absent."""
         return self.has(digests, asked)
 
     def host_has(self, digests: Digests, asked: Asked) -> Asked:
-        """Which of the `asked` pages the host has, so that they can be copied now."""
+        """Returns which of the `asked` pages the host has, so that they can be copied now."""
         return self.has(digests, asked)
 
     def ask(self, digests: Digests, perhaps: Asked) -> bool:  # noqa: ARG002 - as above
@@ -42,9 +42,9 @@ class PagesBelow:
         return False
 
     def to_host(self, digests: Digests, wanted: Asked, gain: int, *, wait: bool) -> bool:  # noqa: ARG002 - as above
-        """Bring the `wanted` pages, all of which lower tiers have, to the host. Returns whether some are on their way.
+        """Load the `wanted` pages, which lower tiers have, to the host. Returns whether some are on their way.
 
-        `gain`: the number of pages whose tokens then need not be computed. `wait`: wait a while for the pages.
+        `gain` is the number of pages whose tokens then need not be computed. With `wait`, waits a while for the pages.
         """
         return False
 
@@ -52,7 +52,7 @@ class PagesBelow:
         """Copy held `slots` to held `pages` that belong to no row. The pages are published when the copy is over."""
 
     def slots(self, digests: Digests) -> Slots:
-        """The host slot of each of these pages, 0 if there is none."""
+        """Returns the host slot of each of these pages; 0 if there is none."""
         return np.zeros(len(digests), np.int32)
 
     def touch(self, digests: Digests) -> None:
@@ -62,7 +62,7 @@ class PagesBelow:
         """Hold `slots` until `restore` or `bring` takes over the hold, or until `drop`."""
 
     def drop(self, slots: Slots) -> None:
-        """Give up the hold of `slots`, which are not copied to the device."""
+        """Give up the hold of `slots` that are not copied to the device."""
 
     def restore(self, row: int, pages: Pages, slots: Slots) -> None:
         """Copy held `slots` to `pages`, which only the row holds. The pages may be read after `arrive`."""
@@ -71,7 +71,7 @@ class PagesBelow:
         """Make later reads of the pages of `rows` see the restored data."""
 
     def coming(self, row: int | None = None) -> list[Pages]:  # noqa: ARG002 - as above
-        """The pages that are being copied to the device: for this row, or for all if `row` is None."""
+        """Returns the pages that are being copied to the device for this row, or for all rows if `row` is None."""
         return []
 
     def mend(self, rows: Iterable[int]) -> None:
@@ -81,8 +81,8 @@ class PagesBelow:
         """Record that a request has just used these pages, in logical order, whichever tier has them."""
 
     def leave(self, row: int, pages: Pages, names: Digests, ends: Callable[[Digests], Asked]) -> None:
-        """Called when the row releases its pages, after it used the published `pages`, in logical order.
+        """Called when the row releases its pages. It has used the published `pages`, in logical order.
 
-        `names`: the digests of its published columns. `ends`: returns after which of these columns other requests may
+        `names` has the digests of its published columns. `ends` returns after which of these columns other requests may
         resume.
         """

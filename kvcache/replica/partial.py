@@ -3,7 +3,7 @@
 It is off by default, because on public traces it gains less than one point of hit rate, and it costs a few hundred
 bytes of Python objects for each published page. It helps with long pages and short prompts.
 
-With several block tables the page is copied in each table, if each still has it. Only the first table's page is
+With several block tables the page is copied in each table, if each table still has it. Only the first table's page is
 recorded.
 """
 
@@ -17,7 +17,7 @@ from kvcache.replica.context import SafeContext
 from kvcache.replica.replica import Replica
 from kvcache.replica.rows import Pages
 
-_MOST_SIBLINGS = 64  # pages after one prefix that are compared, the latest first
+_MOST_SIBLINGS = 64  # how many pages that continue one prefix are compared, the latest first
 
 
 class PartialReuse:
@@ -31,7 +31,7 @@ class PartialReuse:
     def __init__(self, replica: Replica, min_tokens: int) -> None:
         self._replica = replica
         self._min_tokens = min_tokens
-        self._siblings: dict[bytes, dict[int, tuple[bytes, NDArray[np.int32]]]] = {}  # prefix → page → digest, tokens
+        self._siblings: dict[bytes, dict[int, tuple[bytes, NDArray[np.int32]]]] = {}  # prefix → page → (digest, tokens)
         self._prefix_of: dict[int, bytes] = {}
 
     def learn(self, row: int, context: SafeContext, first: int, last: int) -> None:
@@ -57,7 +57,8 @@ class PartialReuse:
     def find(self, row: int, context: SafeContext) -> tuple[Pages, Pages, int] | None:
         """The pages that the reserved row can copy.
 
-        Returns the sources and the targets, one page a table, and the number of tokens that are cached after the copy.
+        Returns the sources and the targets, one page for each table, and the number of tokens that are cached after the
+        copy.
         """
         size, rows, start = self._replica.page_size, self._replica.rows, context.start_idx
         at = start // size
@@ -79,9 +80,9 @@ class PartialReuse:
         return None if best is None else (best, own, at * size + length)
 
     def _prefix(self, row: int, context: SafeContext, at: int) -> bytes:
-        """A name for the prefix that page `at` continues: the digest of the page before, or the salt.
+        """Returns a name for the prefix that page `at` continues: the digest of the page before it, or the salt.
 
-        Empty if unknown.
+        Empty if it is not known.
         """
         if at:
             return self._replica.published_digests(row, context, at - 1, at).tobytes()

@@ -1,4 +1,4 @@
-"""The rows of a replica's running requests: the block tables in memory, their progress, and token counts."""
+"""The rows of a replica's running requests: their block tables in memory, their progress, and token counts."""
 
 import heapq
 from array import array
@@ -26,7 +26,7 @@ def as_rows(rows: Rows) -> Ints:
 
 
 def rows_at(rows: Rows, at: NDArray[np.intp]) -> Ints:
-    """The rows at the positions `at` in `rows`."""
+    """Returns the rows at the positions `at` in `rows`."""
     if isinstance(rows, slice):
         return at + rows.start if rows.start else at
     return rows[at]
@@ -36,29 +36,29 @@ class AllRows:
     """Arrays over the rows of all replicas, for steps of a batch. Indexed by place: `replica × rows + row`."""
 
     def __init__(self, replicas: int, rows: int, page_size: int) -> None:
-        # Tokens for which a row has pages; -1 while an import is pending, because they may not be used then. numpy code
-        # writes it. Calls for one request read the Python array, which is faster. The last entry, at place -1, belongs
-        # to no row.
+        # The number of tokens for which a row has pages. It is -1 while an import is pending, because its pages may not
+        # be used then. numpy code writes this array, and calls for one request read it as a Python array, which is
+        # faster. The last entry, at place -1, belongs to no row.
         self.capacity_of = array("q", bytes(8 * (replicas * rows + 1)))
         self.capacity: Ints = np.frombuffer(self.capacity_of, np.int64)[:-1]
         self.cached: Ints = np.zeros(replicas * rows, np.int64)  # tokens whose KV was cached at the last `step`
-        # The number of computed tokens at which the next page is full.
+        # by row: how many computed tokens fill the next page
         self.commit_at: Ints = np.full(replicas * rows, page_size, np.int64)
 
     def slack(self, places: Rows, ends: Ints) -> int:
-        """How many tokens every request at `places` can still get before one of them needs a new page."""
+        """Returns how many tokens every request at `places` can still get before one of them needs a new page."""
         return int((self.capacity[places] - ends).min()) if len(ends) else NEVER
 
     def due(self, places: Rows, starts: Ints) -> int:
-        """How many tokens every request at `places` can still compute before one of them fills a page."""
+        """Returns how many tokens every request at `places` can still compute before one of them fills a page."""
         return int((self.commit_at[places] - starts).min()) if len(starts) else NEVER
 
 
 class BlockRows:
     """One row for each running request: its page ids in each block table, and its progress.
 
-    The tables of all groups lie in one tensor. Entries without a page hold the null page. Groups of full attention come
-    first. In each row the pages of the first group end last, and those of the last group end first.
+    The tables of all groups are in one tensor. Entries without a page hold the null page. Groups of full attention come
+    first. In each row, no group has pages after those of the first group.
     """
 
     def __init__(
@@ -75,9 +75,10 @@ class BlockRows:
         self.page_size = page_size
         self.max_seq_len = max_seq_len
         self.groups = groups
-        self._is_plain = groups[0].group.keeps_all and groups[-1].tables.stop == 1  # one table that keeps all pages
+        # whether there is a single table that keeps all pages
+        self._is_plain = groups[0].group.keeps_all and groups[-1].tables.stop == 1
         shape = (groups[-1].tables.stop, rows, -(-max_seq_len // page_size))
-        # `[rows, columns]`, or with several tables `[tables, rows, columns]`: page ids in logical order.
+        # page ids in logical order: `[rows, columns]`, or with several tables `[tables, rows, columns]`
         self.tensor = torch.zeros(shape if shape[0] > 1 else shape[1:], dtype=torch.int32, pin_memory=pinned)
         self.table: Pages = self.tensor.numpy().reshape(shape)  # a view of `tensor`
         self._first_table: Pages = self.table[0]
@@ -86,20 +87,22 @@ class BlockRows:
         # Arrays, because numpy takes twice as long with a Python int.
         self._begins = np.arange(shape[0])[:, None] * (shape[1] * shape[2])  # where each table begins in `entries`
         self.width, self.size, self._most = np.array(shape[2]), np.array(page_size), np.array(max_seq_len)
-        # By group and row: the first column with a page, and the column after the last page.
+        # by group and row: the first column with a page, and the column after the last page
         self._bounds = np.zeros((2, len(groups), rows), np.int64)
         self.firsts, self.ends = self._bounds
-        self.num_pages: Ints = self.ends[0]  # ends of the first group, whose pages end last
+        self.num_pages: Ints = self.ends[0]  # the ends of the first group, after which no other group has pages
         self.shortest: Ints = self.ends[-1]
-        self.changed = np.zeros(rows, np.bool_)  # rows that have changed; cleared by the copies to devices
-        self.committed = np.zeros(rows, np.int64)  # the number of published pages, from the first on
-        self.prompt = np.full(rows, -1, np.int64)  # tokens of the request at its first reservation; -1 before
-        self.counted = np.zeros(rows, np.int64)  # tokens that metrics have counted
-        # Views of the arrays of all replicas.
+        self.changed = np.zeros(rows, np.bool_)  # rows that have changed since they were last copied to devices
+        self.committed = np.zeros(rows, np.int64)  # by row: the number of published pages, counted from the first page
+        # by row: how many tokens the request had at its first reservation; -1 before that
+        self.prompt = np.full(rows, -1, np.int64)
+        self.counted = np.zeros(rows, np.int64)  # by row: how many tokens metrics have counted
+        # views of the arrays of all replicas
         self.capacity, self.cached, self.commit_at = every.capacity[own], every.cached[own], every.commit_at[own]
         self.request_ids: list[RequestID | None] = [None] * rows
         self.row_of: dict[RequestID, int] = {}
-        self.free = list(range(rows))  # a heap: the lowest row first, so that a batch is often one run of rows
+        # a heap that gives the lowest row first, so that a batch is often one run of rows
+        self.free = list(range(rows))
 
     def claim(self, request_id: RequestID) -> int:
         row = heapq.heappop(self.free)
@@ -151,7 +154,7 @@ class BlockRows:
         names: list[RequestID | None] = [None] * len(taken)
         for request_id, row in row_of.items():
             names[row] = request_id
-        # In one statement, so that after an interrupt both name the same owners of rows.
+        # a single statement, so that after an interrupt both attributes name the same owners of rows
         self.row_of, self.request_ids[:] = row_of, names
         self.free[:] = np.flatnonzero(~taken).tolist()  # ascending: a heap
         for counts in (self.cached, self.counted):
@@ -162,9 +165,9 @@ class BlockRows:
         self.changed[:] = True
 
     def _mend_tables(self) -> None:
-        """Cut all tables at the first hole of a table that keeps all pages.
+        """Cut all tables at the first hole of any table that keeps all pages.
 
-        Other tables begin after their last hole.
+        Other tables then begin after their last hole.
         """
         columns = np.arange(self.table.shape[2], dtype=np.int64)
         for number, (group, tables) in enumerate(self.groups):
@@ -201,12 +204,12 @@ class PromptCounter:
 
     def __init__(self, rows: BlockRows) -> None:
         self._rows = rows
-        self.open: set[int] = set()  # rows whose prompt is not fully counted; rows that decode are not among them
+        self.open: set[int] = set()  # rows whose prompt is not fully counted; a row that decodes is not in it
         self.ran = 0
         self.found = 0
 
     def admit(self, row: int, known: int) -> None:
-        """Record a request at its first reservation: its `known` tokens are its prompt."""
+        """Record a request at its first reservation. Its `known` tokens are its prompt."""
         if self._rows.prompt.item(row) < 0:
             self._rows.prompt[row] = known
             self.open.add(row)
@@ -243,7 +246,7 @@ class PromptCounter:
             raise self.ahead(row, start, seen)
 
     def refuse_all_ahead(self, rows: Rows, starts: Ints) -> None:
-        """`refuse_ahead` for each of `rows`."""
+        """Do `refuse_ahead` for each of `rows`."""
         state = self._rows
         seen = state.counted[rows]
         ahead = (starts > seen) & (seen < state.prompt[rows])
@@ -251,7 +254,7 @@ class PromptCounter:
             self.refuse_ahead(int(as_rows(rows)[at]), int(starts[at]))
 
     def ahead(self, row: int, start: int, most: int) -> InvalidRequestError:
-        """The error for a context that claims more computed tokens than are possible."""
+        """Returns the error for a context that claims more computed tokens than are possible."""
         return InvalidRequestError(
             f"request {self._rows.request_ids[row]!r}: its start_idx is {start}, but {most} tokens at most are "
             "computed: set it back, or release the request and claim it anew"
@@ -271,7 +274,7 @@ class PromptCounter:
         self.open.discard(row)
 
     def mend(self) -> None:
-        """Find from the counts which prompts are not fully counted."""
+        """Find out from the counts which prompts are not fully counted."""
         self.open = {*np.flatnonzero(self._rows.counted < self._rows.prompt).tolist()}
 
     def forget(self, row: int) -> None:

@@ -12,12 +12,12 @@ only x, and each of its channels is a head. A short convolution does the same an
 without a convolution has only matrices.
 
 A shard holds a range of the heads, the channels of x that belong to these heads, and the channels of B and C that
-belong to their groups. All layers of a request lie in one page of each pool, head-major as pages of keys and values
-do: a transfer moves a state as it moves any page, and any range of heads or channels is one run.
+belong to their groups. All layers of a request lie in one page of each pool, head-major like pages of keys and values.
+Therefore a transfer moves a state as it moves any page, and any range of heads or channels is one run.
 
-The pages have memory of their own (`room_apart`), or share one budget with the pages of tokens (`room_in_slabs`). A
-slab (`kvcache.pool.slabs`) is a run of as many pages of tokens as hold a state on every shard. State page s is slab s.
-Its kinds lie one behind the other from the slab's first byte on, each aligned.
+The pages have separate memory (`room_apart`), or share one budget with the pages of tokens (`room_in_slabs`). A slab
+(`kvcache.pool.slabs`) is a run of as many pages of tokens as hold a state on every shard. State page s is slab s. Its
+kinds follow each other from the slab's first byte on, each aligned.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from kvcache.params import CONV_KINDS, SSM_KIND, KVCacheParams, StateShape
 from kvcache.pool.pages import PagePool
 from kvcache.pool.slabs import SlabPool, SlabStates, num_slabs
 
-_ALIGNED = 16  # the alignment in bytes of slabs, and of the kinds in them
+_ALIGNED = 16  # in bytes: the alignment of slabs, and of the kinds in them
 
 StateLayouts = Sequence[Mapping[str, PageLayout]]
 
 
 def state_layouts(shape: StateShape | None, shards: int) -> list[Mapping[str, PageLayout]]:
-    """The page layout of each kind of state on each of `shards` shards. Empty for a model without recurrent layers.
+    """Returns the page layout of each kind of state on each of `shards` shards. Empty without recurrent layers.
 
     Heads are split evenly, and so are groups. If there are fewer groups than shards, several shards hold the same
     group. Raises `InvalidParamsError` if the shards can neither split nor share them evenly.
@@ -70,7 +70,7 @@ def state_layouts(shape: StateShape | None, shards: int) -> list[Mapping[str, Pa
 
 
 def page_bytes(layouts: list[Mapping[str, PageLayout]]) -> int:
-    """The bytes of a state on all shards together."""
+    """Returns the bytes of a state on all shards together."""
     return sum(layout.page_bytes for kinds in layouts for layout in kinds.values())
 
 
@@ -80,9 +80,9 @@ def _page(layers: int, first: int, count: int, dim: int, dtype: torch.dtype) -> 
 
 
 def slab_pages_of(params: KVCacheParams, layouts: Sequence[PageLayout]) -> int:
-    """The number of token pages that a request's state takes. 0 if states do not share the memory of token pages.
+    """Returns how many token pages a request's state takes. 0 if states do not share memory with token pages.
 
-    `layouts`: of a token page on each shard.
+    `layouts` are those of a token page on each shard.
     """
     if not params.has_states_in_pages:
         return 0
@@ -90,7 +90,7 @@ def slab_pages_of(params: KVCacheParams, layouts: Sequence[PageLayout]) -> int:
 
 
 def pages_of_slab(states: StateLayouts, pages: Sequence[PageLayout]) -> int:
-    """The least number of pages that hold a state on each shard, and whose bytes are a multiple of the alignment."""
+    """Returns the fewest pages that hold a state on each shard and whose bytes are a multiple of the alignment."""
     count = max(-(-kind_offsets(kinds)[-1] // page.page_bytes) for kinds, page in zip(states, pages, strict=True))
     while any(count * page.page_bytes % _ALIGNED for page in pages):
         count += 1
@@ -98,7 +98,7 @@ def pages_of_slab(states: StateLayouts, pages: Sequence[PageLayout]) -> int:
 
 
 def most_states(num_pages: int, slab_pages: int) -> int:
-    """The most states that fit into `num_pages` pages of a replica if no tokens are cached."""
+    """Returns the most states that fit into `num_pages` pages of a replica if no tokens are cached."""
     return num_slabs(num_pages, slab_pages)
 
 
@@ -108,10 +108,10 @@ class StateRoom(NamedTuple):
     Attributes:
         layouts: the page layout of each kind, per shard.
         blocks: the states, `[shard][kind]`: tensors `[pages + 1, ...]`. Page 0 is the null page.
-        tensors: the tensors of `blocks` that do not lie in token pages, `[shard][kind]`.
-        kinds: the location of each kind, `[shard][kind]`.
+        tensors: those tensors of `blocks` that do not lie in token pages, `[shard][kind]`.
+        kinds: where each kind lies, `[shard][kind]`.
         pool: the holders of the pages, and the cached states, which are found by their digests. The least recently used
-            one is evicted first.
+            state is evicted first.
     """
 
     layouts: StateLayouts
@@ -121,7 +121,10 @@ class StateRoom(NamedTuple):
     pool: PagePool
 
     def check(self) -> None:
-        """Raise `InvariantError` if page 0 was written. Not checked among token pages, because they use this memory."""
+        """Raise `InvariantError` if page 0 was written.
+
+        If states lie among token pages, these use its memory, and it is not checked.
+        """
         if any(tensor[0].any() for tensor in chain.from_iterable(self.tensors)):
             raise InvariantError("state page 0, the null page, was written")
 
@@ -129,10 +132,10 @@ class StateRoom(NamedTuple):
 def room_apart(
     shape: StateShape | None, num_pages: int, devices: Sequence[torch.device | str], digest_words: int
 ) -> StateRoom:
-    """Memory, apart from the token pages, for `num_pages` states on these devices, one for each shard.
+    """Returns separate memory for `num_pages` states on these devices, one for each shard.
 
-    Raises `InvalidParamsError` if the heads cannot be divided among them, and
-    `PoolTooSmallError` if a device is too small.
+    Raises `InvalidParamsError` if the heads cannot be divided among the devices, and `PoolTooSmallError` if a device is
+    too small.
     """
     layouts = state_layouts(shape, len(devices))
     blocks = [
@@ -147,9 +150,9 @@ def room_apart(
 
 
 def room_in_slabs(shape: StateShape | None, slabs: SlabPool, rows: Sequence[torch.Tensor]) -> StateRoom:
-    """The slabs of a pool of token pages as the memory of states. `rows`: the token pages by shard, `[pages, words]`.
+    """Returns the slabs of a pool as the memory of states. `rows` has the token pages by shard, `[pages, words]`.
 
-    Raises the same errors as `room_apart`, and `PoolTooSmallError` if the pool has no slab.
+    Raises the errors of `room_apart`, and `PoolTooSmallError` if the pool has no slab.
     """
     if slabs.num_slabs < 1:
         raise PoolTooSmallError(
@@ -169,7 +172,7 @@ def room_in_slabs(shape: StateShape | None, slabs: SlabPool, rows: Sequence[torc
 
 
 def kind_offsets(kinds: Mapping[str, PageLayout]) -> list[int]:
-    """The byte offset of each kind in a state, one after another, and the end of the last kind."""
+    """Returns the byte offset of each kind in a state, one after another, and the end of the last kind."""
     at = [0]
     for page in kinds.values():
         at.append(-(-(at[-1] + page.page_bytes) // _ALIGNED) * _ALIGNED)
@@ -199,7 +202,7 @@ class StateViews:
         blocks: Sequence[Sequence[torch.Tensor]],
         matrix: tuple[int, ...],
     ) -> None:
-        # The tensors of each kind, one for each shard: `[pages + 1, layers, channels or heads, ...]`.
+        # the tensors of each kind, one for each shard: `[pages + 1, layers, channels or heads, ...]`
         self.each: dict[str, list[tuple[PageLayout, torch.Tensor]]] = {}
         for kinds, tensors in zip(layouts, blocks, strict=True):
             for (kind, layout), of_kind in zip(kinds.items(), tensors, strict=True):
@@ -209,7 +212,7 @@ class StateViews:
                 self.each.setdefault(kind, []).append((layout, view))
 
     def read(self, layer: int, pages: torch.Tensor, kinds: Sequence[str]) -> torch.Tensor:
-        """A copy of the states of `kinds` for all shards, one kind after another: `[pages, channels or heads, ...]`."""
+        """Returns a copy of the states of `kinds`, one kind after another: `[pages, channels or heads, ...]`."""
         found = list[torch.Tensor]()
         for kind in kinds:
             seen = 0

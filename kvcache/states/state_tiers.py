@@ -26,13 +26,13 @@ from kvcache.tiers.tiers import Kept, TierRoom, Tiers, make_tiers
 
 _GB = 2**30
 _LEAST_SLOTS = 2  # one may be read from a file while another is held
-_SHARE = 0.025  # the share of the time that copies may take in the loop's thread
+_SHARE = 0.025  # the share of the loop thread's time that copies may take
 
 
 class StateTier(ReplicaTier):
-    """The host tier of states as one replica uses it.
+    """The host tier of states, as one replica uses it.
 
-    A state that returns is copied at once, in order with the device's other work.
+    A state that is loaded is copied at once, in order with the device's other work.
     """
 
     def _keep(self, pages: Pages) -> None:
@@ -43,9 +43,10 @@ class StateTier(ReplicaTier):
 
 
 def divide_tiers(params: KVCacheParams, shards: int) -> TierRoom:
-    """Divide host memory and files between pages and states. States get their share, pages the rest.
+    """Divide host memory and files between pages and states. States get their share, and pages the rest.
 
-    `shards`: the shards of a replica. Raises `PoolTooSmallError` if there is room for fewer than two states.
+    `shards` is the number of shards of a replica. Raises `PoolTooSmallError` if there is room for fewer than two
+    states.
     """
     space, most = (int((size or 0) * _GB) for size in (params.host_kvcache_swap_space_gb, params.file_tier_max_gb))
     state_bytes = sum(kind_offsets(kinds)[-1] for kinds in state_layouts(params.states, shards))
@@ -66,9 +67,9 @@ def divide_tiers(params: KVCacheParams, shards: int) -> TierRoom:
 def state_tiers(
     params: KVCacheParams, room: TierRoom, pages: Sequence[PageLayout], states: Sequence[StatePages]
 ) -> Tiers | None:
-    """The tiers below the states of each replica, connected to them. None if the params ask for no tier.
+    """Returns the tiers below the states of each replica, connected to them. None if the params ask for no tier.
 
-    `pages`: the layouts of the token pages, whose digests name the states.
+    `pages` has the layouts of the token pages, whose digests name the states.
     """
     if not room.state_slots:
         return None
@@ -93,7 +94,10 @@ def state_tiers(
 
 
 def state_mover(states: StatePages, host: HostTier) -> PageMover:
-    """The mover of states between their pages and the slots of a host tier. Each kind takes a part of a slot."""
+    """Returns the object that moves states between their pages and slots of a host tier.
+
+    Each kind takes a part of a slot.
+    """
     parts = [
         (blocks, memory[:, first : first + layout.page_bytes])
         for kinds, layouts, memory in zip(states.blocks, states.layouts, host.memory, strict=True)

@@ -1,6 +1,6 @@
 """Objects of pages: their pages, layout, packing and checks. This module moves no bytes.
 
-An object holds `count` consecutive pages of a prompt, each with its row as in a file of pages:
+An object holds `count` consecutive pages of a prompt, each with its record as in a file of pages:
 
     page 0 │ row 0 │ page 1 │ row 1 │ …
              digest, checksum
@@ -37,7 +37,7 @@ class ObjectFormat:
 
     @property
     def record_bytes(self) -> int:
-        """The size of a page and its row, in bytes."""
+        """The size of a page and its record, in bytes."""
         return self.page.page_bytes + self.page.row_bytes
 
     @property
@@ -45,7 +45,7 @@ class ObjectFormat:
         return self.count * self.record_bytes
 
     def bounds(self, pages: int) -> list[tuple[int, int]]:
-        """The first page of each object of a run of `pages` pages, and the page after its last."""
+        """Returns the first page of each object of a run of `pages` pages, and the page after its last."""
         ends = [*range(self.count, pages + 1, self.count)]
         if self.tails and pages % self.count:
             ends.append(pages)
@@ -64,13 +64,16 @@ class ObjectFormat:
         return text + xxhash.xxh3_128_digest(self.page.namespace + text)
 
     def epoch_of(self, content: bytes) -> str | None:
-        """The epoch that an object names by its content. None if the content is broken, or of another namespace."""
+        """Returns the epoch that an object names by its content.
+
+        None if the content is broken, or of another namespace.
+        """
         text = content[:_EPOCH_BYTES]
         right = _EPOCH.fullmatch(text) and content == self.epoch_object(text.decode())
         return text.decode() if right else None
 
     def pack(self, records: Part, digests: Digests, pages: Sequence[Sequence[Part]]) -> None:
-        """Write pages and their rows into `records`, one after another."""
+        """Write pages and their names into `records`, one after another."""
         for digest, parts, page, row in self._records(records, digests, pages):
             np.concatenate(parts, out=page)
             row[:] = np.frombuffer(self.page.row(digest, parts), np.uint8)
@@ -80,7 +83,7 @@ class ObjectFormat:
         records.reshape(-1, self.record_bytes)[:, self.page.page_bytes :] = 0
 
     def unpack(self, records: Part, digests: Digests, pages: Sequence[Sequence[Part]]) -> list[FileRefusal | None]:
-        """Copy pages out of `records`. Returns why each page is refused, or None.
+        """Copy pages out of `records`. Returns for each page why it is refused, or None.
 
         The bytes of a refused page are undefined.
         """
@@ -96,7 +99,7 @@ class ObjectFormat:
     def _records(
         self, records: Part, digests: Digests, pages: Sequence[Sequence[Part]]
     ) -> list[tuple[bytes, Sequence[Part], Part, Part]]:
-        """For each page: its digest, its parts in memory, and the parts of `records` with the page and its row."""
+        """Yields for each page: its digest, its parts in memory, and the parts of `records` that belong to it."""
         rows = records.reshape(-1, self.record_bytes)
         cut = self.page.page_bytes
         return [

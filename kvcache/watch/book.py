@@ -1,4 +1,4 @@
-"""`WatchBook`: makes snapshots ("looks") of some pools, and remembers in which look each cell changed last."""
+"""`WatchBook`: makes snapshots (`Look`) of some pools, and remembers in which one each page's cell changed last."""
 
 import secrets
 import time
@@ -16,15 +16,16 @@ from kvcache.watched import Beside, Cells, CheckReport, Look, Owners, PageState,
 
 _TREE_ROWS = 64
 _TREE_SHARE = 0.03  # the share of the time that may be spent on the tree of each pool
-_AT_ONCE = 512  # log entries applied at a time, in about a millisecond; then the loop can take the interpreter lock
+# log entries applied at a time, in about a millisecond; after that the loop can take the interpreter lock
+_AT_ONCE = 512
 _PAUSE_S = 1e-4
-_MOST_CHANGED = 0.4  # the share of a pool's cells; if more than this have changed, all cells are sent
+_MOST_CHANGED = 0.4  # if more than this share of a pool's cells have changed, all cells are sent
 
 Frames = list[NDArray[np.uint32]]
 
 
 class PoolBook:
-    """The cells of one pool as of the last look, and the number of the look in which each cell changed last."""
+    """The cells of one pool as of the last snapshot, and the number of the snapshot in which each cell changed last."""
 
     def __init__(self, watched: WatchedPool) -> None:
         self.watched, self.name, self.pool = watched, watched.name, watched.pool
@@ -40,9 +41,9 @@ class PoolBook:
         self.cells = cells
 
     def since(self, base: int) -> Frames:
-        """The pages that changed since look `base`, and their cells.
+        """Returns the pages that have changed since snapshot number `base`, and their cells.
 
-        If `base` is 0, or if many pages changed, returns no pages and all cells.
+        If `base` is 0, or if many pages have changed, returns no pages and all cells.
         """
         if base:
             pages = np.flatnonzero(self._changed > base)
@@ -64,7 +65,10 @@ class PoolBook:
             self.tree.add_row(pages)
 
     def tree_rows(self) -> tuple[TreeRow, ...]:
-        """The largest parts of the tree. The result is reused for a while, which is longer if the tree is large."""
+        """Returns the largest parts of the tree.
+
+        The result is reused for a while, which is longer if the tree is large.
+        """
         started = time.monotonic()
         if started >= self._tree_at:
             self._tree_rows = self.tree.rows(self.name, _TREE_ROWS)
@@ -73,10 +77,10 @@ class PoolBook:
 
 
 class WatchBook:
-    """Makes looks at some pools, as long as a watcher asks for them.
+    """Makes snapshots of some pools, as long as a watcher asks for them.
 
-    `sizes` are a page's tokens and bytes. `beside` returns data of other components. `names` decides how requests are
-    shown. Only the watch's own thread uses this object.
+    `sizes` has a page's tokens and bytes. `beside` returns data of other components. `names` decides under which names
+    requests are shown. Only the watch's own thread uses this object.
     """
 
     def __init__(
@@ -90,10 +94,10 @@ class WatchBook:
     ) -> None:
         self.incarnation = secrets.token_hex(8)
         self.number = 0
-        self.cost_s = 0.0  # processor time of the last look, in seconds
+        self.cost_s = 0.0  # processor time of the last snapshot, in seconds
         # The part of `cost_s` in which numpy reads whole pools, mostly without the interpreter lock.
         self.beside_s = 0.0
-        self.check: tuple[float, CheckReport] | None = None  # the time and the result of the last recount
+        self.check: tuple[float, CheckReport] | None = None  # the time and the result of the last `check`
         self._name, self._sizes, self._beside = name, sizes, beside
         self._metrics, self._names = metrics, names
         self._evictions = EvictionBook()
@@ -113,7 +117,7 @@ class WatchBook:
             pool.log.end()
 
     def update(self) -> None:
-        """Make a new look: read all cells, and apply the logs."""
+        """Make a new snapshot: read all cells, and apply the logs."""
         self.number += 1
         self.beside_s = 0.0
         for pool in self._pools:
@@ -123,7 +127,7 @@ class WatchBook:
             pool.take(self._evictions)
 
     def look(self, known: int) -> tuple[Look, Frames]:
-        """The changes since the look numbered `known`, or the whole state if that is 0."""
+        """Returns the changes since the snapshot numbered `known`, or the whole state if that is 0."""
         beside = self._beside()
         owners = self._owners(beside)
         beside = self._names.beside(beside)
@@ -175,7 +179,7 @@ class WatchBook:
 
 
 def counted(cells: Cells) -> tuple[int, ...]:
-    """The number of pages in each state, without the null page."""
+    """Returns the number of pages in each state, without the null page."""
     counts = np.bincount((cells[1:] & 7).astype(np.uint8), minlength=len(PageState))
     return tuple(counts.tolist())
 

@@ -1,9 +1,9 @@
 """One cell for each page of a pool, read from another thread in a few numpy operations over the loop's arrays.
 
 Reading from another thread is safe: the arrays are never moved, lists and dicts are first copied in one step, and a
-page's state follows from its own holders, writers and digest. So each cell is right for some moment within the look. If
-the loop does nothing meanwhile, all cells agree with the recount of `check`. numpy releases the interpreter lock, so
-the loop can run.
+page's state follows from its own holders, writers and digest. So each cell is right for some moment during the
+snapshot. If the loop does nothing meanwhile, all cells agree with the counts of `check`. numpy releases the interpreter
+lock, so the loop can run.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,8 @@ from kvcache.pool.pages import PagePool
 from kvcache.replica.replica import Replica
 from kvcache.watched import AGE_SHIFT, MOST_OWNERS, OWNER_SHIFT, SHARED_BIT, STATE_BITS, Cells, PageState
 
-# How the state of a page that no request has is shown: a lease holds it, or a cancelled import may still write to it.
+# The state that is shown for a page that no request has. Either a lease holds the page, or a cancelled import may still
+# write to it.
 _BECOMES = ((PageState.HELD, PageState.LEASED), (PageState.WRITTEN, PageState.QUARANTINED))
 
 
@@ -39,7 +40,7 @@ class OwnerNumbers:
         self._known: dict[int, tuple[object, int]] = {}
 
     def of(self, holdings: list[Holding]) -> list[int]:
-        """The number of each holding. Holdings that are not in this list are forgotten."""
+        """Returns the number of each holding. Holdings that are not in this list are forgotten."""
         known = self._known
         self._known = {id(one.what): known.get(id(one.what)) or (one.what, self._new()) for one in holdings}
         return [self._known[id(one.what)][1] for one in holdings]
@@ -51,19 +52,19 @@ class OwnerNumbers:
 
 
 def leased(replica: Replica) -> list[Holding]:
-    """The pages that leases of released requests hold."""
+    """Returns the pages that leases of released requests hold."""
     found = ((lease, np.concatenate(pages)) for lease, pages in replica.leases.held() if pages)
     return [Holding(lease, lease.request_id, pages) for lease, pages in found]
 
 
 def quarantined(replica: Replica) -> list[Holding]:
-    """The pages of cancelled imports to which transfers in flight may still write."""
+    """Returns the pages of cancelled imports to which transfers in flight may still write."""
     given_up = (pending for pending in list(replica.imports.each) if pending.closed)
     return [Holding(pending, pending.request_id, pending.written) for pending in given_up]
 
 
 def pool_cells(pool: PagePool) -> Cells:
-    """State and age of each page, from the pool alone: uint32 `[num_pages + 1]`."""
+    """Returns state and age of each page, from the pool alone: uint32 `[num_pages + 1]`."""
     holders = pool.holders
     cells = (pool.index.published & (holders == 0)).astype(np.uint32)  # PageState.IDLE is 1
     cells[holders > 0] = PageState.HELD

@@ -1,8 +1,8 @@
 """`Watch`: answers watchers of some pools in its own thread. `ManagerWatch`: the same for a manager's pools.
 
-A snapshot (look) is made when a watcher asks, by this thread and not by the loop. Copying the arrays of 4 million pages
-takes milliseconds, which is too long for a step. Reading them in another thread costs the loop nothing (`cells.py` says
-why that is safe). A recount must run in the loop's thread, so it waits until the loop calls `attend`.
+A snapshot is made when a watcher asks, by this thread and not by the loop. Copying the arrays of 4 million pages takes
+milliseconds, which is too long for a step. Reading them in another thread costs the loop nothing (`cells.py` says why
+that is safe). A recount (`check`) must run in the loop's thread, so it waits until the loop calls `attend`.
 """
 
 import logging
@@ -29,19 +29,20 @@ from kvcache.watch.names import WatchNames
 from kvcache.watch.pools import WatchedPool, pools_of
 from kvcache.watched import AskLook, Beside, CheckReport, WatchRefusal, other_version
 
-_WAKE_MS = 200  # the interval of tests whether the watch is closed or its manager is gone
-_SHARE = 0.25  # the share of this thread's time that looks may take; if they have taken it, questions wait
-# The share of the loop's time that looks may cost by holding the interpreter lock. If the rest of the process is always
-# busy, the pauses between looks keep to this share, up to a longest pause. If the process mostly waits for its model,
-# looks disturb nothing.
+_WAKE_MS = 200  # in milliseconds: how often the thread tests whether the watch is closed or its manager is gone
+_SHARE = 0.25  # the share of this thread's time that snapshots may take; once they have taken it, questions wait
+# The share of the loop's time that snapshots may cost by holding the interpreter lock. If the rest of the process is
+# always busy, the pauses between snapshots keep to this share, up to a longest pause. If the process mostly waits for
+# its model, snapshots disturb nothing.
 _LOOP_SHARE = 0.01
 _LEAST_S, _MOST_S = 0.05, 2.0
-_FAILED_S = 1.0  # the pause after a look that failed
-_FORGET_S = 10.0  # if no question comes for this long, recording stops and the state is dropped
+_FAILED_S = 1.0  # in seconds: the pause after a snapshot that failed
+_FORGET_S = 10.0  # in seconds: if no question comes for this long, recording stops and the state is dropped
 _CHECK_SHARE = 0.1  # the share of the loop's time that recounts may take
 _MOST_WAITING = 64  # the most answers that wait for a slow watcher; further answers are dropped
 _MOST_WATCHERS = 64  # the most watchers that have asked in the last `_FORGET_S` seconds; further watchers are refused
-_TURN_S = 0.1  # processor time for the answers of one look; watchers that remain get the next look
+# in seconds of processor time, for the answers from one snapshot; the remaining watchers get the next snapshot
+_TURN_S = 0.1
 _QUESTIONS = 256  # the most questions that are read at a time
 _REFUSAL = msgspec.msgpack.encode(
     WatchRefusal(
@@ -58,7 +59,7 @@ class _Watcher:
 
     asked: AskLook | None = None  # its question that is not answered yet
     asked_at: float = 0.0
-    answered_at: float = 0.0  # 0: it was never answered
+    answered_at: float = 0.0  # 0 means that it was never answered
 
 
 class _WatchThread:
@@ -74,7 +75,7 @@ class _WatchThread:
         self._book: WatchBook | None = None
         self._watchers: dict[bytes, _Watcher] = {}
         self._asked_at = self._due = 0.0
-        self._clocks = _clocks()  # the times at the end of the last look
+        self._clocks = _clocks()  # the times at the end of the last snapshot
 
     def run(self) -> None:
         poller = zmq.Poller()
@@ -138,7 +139,7 @@ class _WatchThread:
         return len(self._watchers) < _MOST_WATCHERS
 
     def _answer(self) -> None:
-        """Make one look for all, and send it to new watchers first, then to those that have waited longest."""
+        """Make one snapshot for all, and send it to new watchers first, then to those that have waited longest."""
         if self._book is not None and self._book.is_outdated:
             self._forget()
         book, owner = self._book, self._owner()
@@ -150,7 +151,7 @@ class _WatchThread:
         started = time.thread_time()
         book.update()
         book.check = self.checked
-        made: dict[int, list[Any]] = {}  # by base: the frames for watchers that know this look
+        made: dict[int, list[Any]] = {}  # by base: the frames for watchers that have this snapshot
         waiting = [(sender, watcher) for sender, watcher in self._watchers.items() if watcher.asked is not None]
         for sender, watcher in sorted(waiting, key=lambda one: one[1].answered_at):
             ask, watcher.asked = watcher.asked, None
@@ -171,7 +172,7 @@ class _WatchThread:
     def _send(self, parts: Sequence[Any]) -> bool:
         """Send without waiting. Returns whether the watcher is still there."""
         try:
-            # The frames are not copied: a look makes new arrays, and never changes old ones.
+            # The frames are not copied, because a snapshot makes new arrays and never changes old ones.
             self._socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
             return error.errno == zmq.EAGAIN  # True if the watcher is there and only its queue is full
@@ -185,14 +186,16 @@ class Watch:
     valid for this process.
 
     Args:
-        owner: watched until `close`, or until it is garbage-collected: nothing that the thread keeps may refer to it.
-        make_book: makes a book of the owner, for the thread.
-        recount: recounts everything in the loop's thread; raises `InvariantError` if the counts disagree.
+        owner: the object to watch until `close`, or until it is garbage-collected. Nothing that the thread keeps may
+            refer to it.
+        make_book: makes the thread's `WatchBook`, given the owner.
+        recount: recounts everything in the loop's thread. Raises `InvariantError` if the counts disagree.
         pools: returns the pools whose pages are counted after a recount.
-        endpoint: the address to bind. Without `secure` it must be of this host. Port 0: any free port, see `address`.
-        secure: prepares the socket before it is bound: `Keyring.secure_server` of `transfer` turns CURVE on.
+        endpoint: the address to bind. Without `secure` it must be on this host. Port 0 means any free port, see
+            `address`.
+        secure: prepares the socket before it is bound. `Keyring.secure_server` of `transfer` turns CURVE on.
 
-    Raises `InvalidParamsError` if the endpoint cannot be bound, and what `secure` raises.
+    Raises `InvalidParamsError` if the endpoint cannot be bound, and whatever `secure` raises.
     """
 
     def __init__(
@@ -213,10 +216,10 @@ class Watch:
         self._thread.start()
 
     def attend(self) -> None:
-        """Recount everything if a watcher has asked for it. The loop calls this between two steps.
+        """Recount everything if a watcher has asked for that. The loop calls this between two steps.
 
-        Otherwise it only tests a flag. A recount takes as long as `check`. Recounts use at most a tenth of the loop's
-        time.
+        Otherwise the call only tests a flag. A recount takes as long as `check`. Recounts use at most a tenth of the
+        loop's time.
         """
         if not self._worker.check_asked or time.monotonic() < self._check_due:
             return
@@ -238,18 +241,20 @@ class Watch:
 
 
 class ManagerWatch(Watch):
-    """`Watch` of a manager.
+    """A `Watch` of a manager.
 
     Args:
-        manager: watched until `close`, or until it is garbage-collected.
-        endpoint: the address to bind. Without `secure` it must be of this host. Port 0: any free port, see `address`.
+        manager: the manager to watch until `close`, or until it is garbage-collected.
+        endpoint: the address to bind. Without `secure` it must be on this host. Port 0 means any free port, see
+            `address`.
         name: the name under which this process is shown.
-        secure: prepares the socket before it is bound: `Keyring.secure_server` of `transfer` turns CURVE on.
+        secure: prepares the socket before it is bound. `Keyring.secure_server` of `transfer` turns CURVE on.
         beside: returns further data to show, for example `transfers_of(exchange)` of `transfer.watch`. It is called in
             another thread than the loop's.
-        clear_names: show the ids of requests; None: only if `secure` is given. Otherwise their `request_digest`.
+        clear_names: whether to show the ids of requests; None: only if `secure` is given. Otherwise their
+            `request_digest` is shown.
 
-    Raises `InvalidParamsError` if the endpoint cannot be bound, and what `secure` raises.
+    Raises `InvalidParamsError` if the endpoint cannot be bound, and whatever `secure` raises.
     """
 
     def __init__(
@@ -277,15 +282,16 @@ class ManagerWatch(Watch):
 
 
 def _clocks() -> tuple[float, float]:
-    """Wall time, and the processor time of all other threads of this process."""
+    """Returns the wall time, and the processor time of all other threads of this process."""
     return time.monotonic(), time.process_time() - time.thread_time()
 
 
 def _pause(cost_s: float, held_s: float, busy: float) -> float:
-    """Seconds to wait after a look that took `cost_s` of processor time.
+    """Returns the seconds to wait after a snapshot that took `cost_s` of processor time.
 
-    `held_s`: the part of it that held the interpreter lock. `busy`: how many cores other threads have used since the
-    last look. Two threads that both need the interpreter lock delay each other, and `busy` says how often that happens.
+    `held_s` is the part of that time in which it held the interpreter lock. `busy` is the number of cores that other
+    threads have used since the last snapshot. Two threads that both need the interpreter lock delay each other, and
+    `busy` says how often that happens.
     """
     for_the_loop = min(_MOST_S, held_s * min(1.0, busy) / _LOOP_SHARE)
     return max(_LEAST_S, cost_s * (1 / _SHARE - 1), for_the_loop)

@@ -1,4 +1,4 @@
-"""The watcher's side of a watch: asks for snapshots (looks), and keeps the cells of every pool as of the last one."""
+"""The watcher's side of a watch: asks for snapshots (`Look`), and keeps the cells of every pool as of the last one."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -18,10 +18,10 @@ _decoder, _refusals = msgspec.msgpack.Decoder(Look), msgspec.msgpack.Decoder(Wat
 
 
 class Followed:
-    """The state of one watched process, as of the last look received.
+    """The state of one watched process, as of the last snapshot received.
 
     Attributes:
-        look: the last look; None before the first.
+        look: the last snapshot; None before the first one.
         cells: by pool name, uint32 `[num_pages + 1]`.
     """
 
@@ -31,13 +31,13 @@ class Followed:
 
     @property
     def ask(self) -> AskLook:
-        """A question that asks for the changes since the last look."""
+        """Returns a question that asks for the changes since the last snapshot."""
         if self.look is None:
             return AskLook()
         return AskLook(known=self.look.number, incarnation=self.look.incarnation)
 
     def apply(self, frames: Sequence[Any]) -> Look:
-        """Apply a look. Raises `WatchError`, and changes nothing, if the look is malformed or is not the next one."""
+        """Apply a snapshot. Raises `WatchError`, and changes nothing, if it is malformed or is not the next one."""
         if len(frames) == 1:
             with suppress(msgspec.DecodeError, UnicodeDecodeError):
                 raise WatchError(f"the process refuses to be watched: {_refusals.decode(frames[0]).refused}")
@@ -65,7 +65,10 @@ class Followed:
 
 
 def _changes(look: Look, at: int, frames: Sequence[Any], known: Mapping[str, Cells]) -> tuple[Cells, Cells]:
-    """The changed pages of a pool, and their cells. The page numbers are checked, because they index our memory."""
+    """Returns the changed pages of a pool, and their cells.
+
+    The page numbers are checked, because they index our memory.
+    """
     pool = look.pools[at]
     try:
         pages, cells = (np.frombuffer(frame, np.uint32) for frame in frames[1 + 2 * at : 3 + 2 * at])
@@ -83,9 +86,9 @@ def _changes(look: Look, at: int, frames: Sequence[Any], known: Mapping[str, Cel
 
 
 class WatchClient:
-    """Asks one address for looks. Never waits.
+    """Asks one address for snapshots. Never waits.
 
-    `secure` prepares the socket: `Keyring.secure_client` of `transfer` turns CURVE on. Raises `WatchError` if the
+    `secure` prepares the socket. `Keyring.secure_client` of `transfer` turns CURVE on. Raises `WatchError` if the
     address is invalid.
     """
 
@@ -111,7 +114,7 @@ class WatchClient:
             self._socket.send(msgspec.msgpack.encode(ask), zmq.NOBLOCK)
 
     def answer(self, timeout_s: float = 0.0) -> list[bytes] | None:
-        """Return the frames of one look. None if none arrives within `timeout_s` seconds."""
+        """Return the frames of one snapshot. None if none arrives within `timeout_s` seconds."""
         if not self._socket.poll(int(timeout_s * 1000)):
             return None
         return self._socket.recv_multipart()

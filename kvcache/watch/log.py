@@ -16,19 +16,19 @@ from kvcache.watched import EvictionRow, TreeRow
 
 Words: TypeAlias = NDArray[np.uint64]
 
-_ENTRIES = 1 << 15  # the most entries that wait for the thread; if there are more, the oldest are lost
+_ENTRIES = 1 << 15  # the most entries that wait for the watch's thread; if there are more, the oldest are lost
 _EVICTED = 1 << 16  # the most evicted pages that are remembered, to notice when they are published again
 _SHOWN = 32
-_SPREAD_S = 0.25  # evictions with the same reason within this time are shown as one
-_PUBLISHED = -1  # stands for a publication where evictions have their number
+_SPREAD_S = 0.25  # in seconds: evictions with the same reason within this time are shown as one
+_PUBLISHED = -1  # marks a publication, where an eviction has its number
 _NO_WORDS = np.zeros(0, np.uint64)
-REASONS = ("LRU", "hint", "quota", "reset")  # in the order of their numbers in the journal
+REASONS = ("LRU", "hint", "quota", "reset")  # indexed by the reason's number in the journal
 
 
 class PoolEntry(NamedTuple):
     """A report about some pages. `words` identify their content.
 
-    `more`: the reasons of evictions, or the preceding pages. Entries of found pages have no words, because nothing
+    `more` has the reasons of evictions, or the preceding pages. Entries for found pages have no words, because nothing
     reads them.
     """
 
@@ -89,9 +89,9 @@ class _Evicted:
 class EvictionBook:
     """The last evictions of all pools, and how many of their pages were published again.
 
-    The loop writes a thousand entries between two looks. Looking up each page in a dict would be too slow, because this
-    thread and the loop share the interpreter lock. So many entries are applied at once by a numpy sort, during which
-    the loop can run.
+    The loop writes a thousand entries between two snapshots. Looking up each page in a dict would be too slow, because
+    this thread and the loop share the interpreter lock. So many entries are applied at once by a numpy sort, during
+    which the loop can run.
     """
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class EvictionBook:
         self.again: Counter[str] = Counter()
         self._last: deque[_Evicted] = deque(maxlen=_SHOWN)
         self._latest: dict[tuple[str, str], _Evicted] = {}  # the last eviction of each pool and reason
-        self._count = 0  # the number of evictions so far, by which they are numbered
+        self._count = 0  # how many evictions there were so far; each gets the next number
         # The last evicted pages that were not published since: their words, ascending, and the numbers of their
         # evictions.
         self._words = _NO_WORDS
@@ -156,7 +156,7 @@ class EvictionBook:
         self._by_number = {number: self._by_number[number] for number in known}
 
     def rows(self) -> tuple[EvictionRow, ...]:
-        """The last evictions, newest first."""
+        """Returns the last evictions, newest first."""
         now = time.monotonic()
         return tuple(
             EvictionRow(
@@ -172,7 +172,7 @@ class EvictionBook:
 
 
 def _by_reason(entry: PoolEntry) -> list[tuple[str, Words]]:
-    """The words of evicted pages by reason. There is nearly always only one reason."""
+    """Returns the words of evicted pages by reason. There is nearly always only one reason."""
     if not entry.words.size:
         return []
     codes = set(entry.more.reshape(-1).tolist())
@@ -182,7 +182,7 @@ def _by_reason(entry: PoolEntry) -> list[tuple[str, Words]]:
 
 
 class PrefixTree:
-    """The preceding page of each page of a pool.
+    """Records for each page of a pool the page that precedes it.
 
     It has the pages that were published, or in a row, since the watch began. `_born` has the number of the entry that
     published each page. If a page's parent is younger than the page itself, the parent was overwritten with other
@@ -225,7 +225,7 @@ class PrefixTree:
         self._parent[pages], self._born[pages], self._hits[pages] = parents, born, 0
 
     def rows(self, pool: str, most: int) -> tuple[TreeRow, ...]:
-        """The `most` largest parts of the tree, each counted with everything below it.
+        """Returns the `most` largest parts of the tree, each counted with everything below it.
 
         A part is a run of pages without a branch.
         """
@@ -256,12 +256,15 @@ class PrefixTree:
 
 
 def _each(clocks: list[int], pages: list[NDArray[np.int32]]) -> NDArray[np.uint32]:
-    """The clock of each entry, repeated for each page of the entry."""
+    """Returns the clock of each entry, repeated for each page of the entry."""
     return np.repeat(np.array(clocks, np.uint32), [len(some) for some in pages])
 
 
 def _with_below(heads: NDArray[np.intp], before: NDArray[np.int32], own: NDArray[np.intp]) -> NDArray[np.intp]:
-    """By part: the number of its pages and of all pages below it. Summed level by level, from the deepest up."""
+    """Returns, by part, the number of its pages and of all pages below it.
+
+    Summed level by level, from the deepest up.
+    """
     level, reached = np.zeros(len(own), np.int32), before == 0
     levels = [reached]
     level[heads[reached]] = 1

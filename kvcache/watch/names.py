@@ -17,14 +17,17 @@ _MOST_KEPT = 1 << 14
 
 
 def tenant_name(salt: str) -> str:
-    """The name of a salt. It stays the same as long as this process runs. Empty if there is no salt."""
+    """Returns the name that is shown for a salt. It stays the same as long as this process runs.
+
+    Empty without a salt.
+    """
     if not salt:
         return ""
     return "#" + hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=4, key=_KEY).hexdigest()
 
 
 class WatchNames:
-    """The names under which requests and tenants are shown. `are_clear`: requests are shown by their ids."""
+    """The names under which requests and tenants are shown. With `are_clear`, requests are shown by their ids."""
 
     def __init__(self, *, are_clear: bool) -> None:
         self._are_clear = are_clear
@@ -32,11 +35,11 @@ class WatchNames:
         self._tenants: dict[str, str] = {}
 
     def requests(self, ids: Iterable[str]) -> list[str]:
-        """The name of each request."""
+        """Returns the name of each request."""
         return list(ids) if self._are_clear else [_kept(self._requests, one, request_digest) for one in ids]
 
     def tenants(self, salts: Iterable[str]) -> list[str]:
-        """The name of each salt, which does not reveal the salt."""
+        """Returns the name of each salt, which does not reveal the salt."""
         return [_kept(self._tenants, one, tenant_name) for one in salts]
 
     def beside(self, beside: Beside) -> Beside:
@@ -49,13 +52,13 @@ class WatchNames:
         return beside._replace(leases=leases, pulls=pulls)
 
     def error(self, text: str, ids: Iterable[str]) -> str:
-        """The error text of a recount, in which the ids of these requests are replaced by names."""
+        """Returns the error text of a recount, with the ids of these requests replaced by names."""
         if not text or self._are_clear:
             return text
         longest_first = sorted(filter(None, ids), key=len, reverse=True)
         if not longest_first:
             return text
-        # In one pass, because a digest that was put in could contain a shorter id.
+        # All ids are replaced in one pass, because an inserted digest could contain a shorter id.
         return re.sub("|".join(map(re.escape, longest_first)), lambda found: request_digest(found[0]), text)
 
 

@@ -32,20 +32,23 @@ class WatchedPool(Protocol):
         ...
 
     def cells(self) -> Cells:
-        """State, age and owner of each page."""
+        """Returns state, age and owner of each page."""
         ...
 
     def owners(self, phases: Mapping[str, str]) -> OwnerColumns:
-        """The owners of pages and their phases. A phase comes from `phases`, by request id, or from the rows."""
+        """Returns the owners of pages and their phases.
+
+        A phase comes from `phases`, by request id, or from the rows.
+        """
         ...
 
     def prefixes(self) -> Iterable[NDArray[np.int32]]:
-        """The published pages of each running request, in order from the first."""
+        """Returns the published pages of each running request, in order from the first."""
         ...
 
 
 def pools_of(all_of: Replicas) -> list[WatchedPool]:
-    """The pools of a manager: its replicas, then the host tier if it has one."""
+    """Returns the pools of a manager: its replicas, then the host tier if it has one."""
     found: list[WatchedPool] = [ReplicaPool(str(at), replica) for at, replica in enumerate(all_of.each)]
     if all_of.tiers is not None:
         found.append(HostPool(all_of.tiers.host.pool))
@@ -71,7 +74,7 @@ class HostPool:
 
 
 class ReplicaPool:
-    """A replica of a manager. Its pages are owned by requests, or by leases and imports of released requests."""
+    """A replica of a manager. The owners of its pages are requests, or leases and imports of released requests."""
 
     def __init__(self, name: str, replica: Replica) -> None:
         self.name, self.pool = name, replica.pool
