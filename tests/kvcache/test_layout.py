@@ -66,6 +66,12 @@ def test_fingerprints_tell_geometries_apart() -> None:
     assert len({way.fingerprint() for way in ways}) == len(ways)
     assert layout().fingerprint() == layout().fingerprint()
     assert replica_fingerprint([layout()]) != replica_fingerprint([layout(), layout()])
+    assert replica_fingerprint([layout()]) != replica_fingerprint([layout()], "window 4 of layers 1")
+
+
+def test_fingerprints_are_those_that_processes_of_earlier_versions_send() -> None:
+    assert layout().fingerprint() == "92e0ee92088dfda8"
+    assert replica_fingerprint([layout(), layout(n_kv_heads=4)], "g") == "8e23b0228d1bfdf5"
 
 
 @pytest.mark.gpu

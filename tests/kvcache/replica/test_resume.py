@@ -9,7 +9,7 @@ import pytest
 
 from kvcache import LayerGroup
 from kvcache.layer_groups import TableGroup, layer_tables
-from kvcache.replica.resume import last_end, resume
+from kvcache.replica.resume import Found, last_end, resume
 
 SIZE = 4
 WINDOW = LayerGroup("window", (1,), 6)
@@ -66,3 +66,8 @@ def test_the_last_end_of_none_is_none() -> None:
     assert last_end(np.zeros(3, np.bool_)) == 0
     assert last_end(np.zeros(0, np.bool_)) == 0
     assert last_end(np.array([True, True, False])) == 2
+
+
+def test_columns_that_were_a_requests_own_before_are_not_found() -> None:
+    assert Found(first=3, end=8, pages=(), reached=9).num_columns == 5
+    assert Found(first=3, end=3, pages=(), reached=3).num_columns == 0
