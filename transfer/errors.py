@@ -1,6 +1,6 @@
-"""Errors of transfers between engines. Each also derives from the built-in error that existing callers catch.
+"""Errors of transfers between engines. Each one also derives from the built-in error that existing callers catch.
 
-A call that raises one of them has done nothing. The engine and its other peers keep working.
+A call that raises one of these has done nothing. The engine and its other peers keep working.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ class TransferError(KVCacheError, RuntimeError):
     """Base of every error of this package.
 
     Attributes:
-        kind: the kind of failure of a pull that ends with this error.
+        kind: the kind of failure that is recorded for a pull that this error ends.
     """
 
     kind: FailureKind = FailureKind.OTHER
 
     @property
     def failure(self) -> Failure:
-        """The failure to report for a pull that this error ends."""
+        """The failure that is reported for a pull that this error ends."""
         return Failure(self.kind, str(self))
 
 
@@ -33,13 +33,13 @@ class InvalidTransferError(TransferError, ValueError):
 
 
 class MetadataError(TransferError, ValueError):
-    """Metadata is damaged, of another version, or does not fit our engine. None of it has reached NIXL."""
+    """Metadata is damaged, of another version, or does not fit our engine. NIXL has seen none of it."""
 
     kind = FailureKind.HANDSHAKE
 
 
 class SettingsMismatchError(MetadataError):
-    """The peer's UCX or NIXL settings differ from ours. Connecting anyway would crash the source process."""
+    """The peer's UCX or NIXL settings differ from ours. Connecting nevertheless would crash the source process."""
 
 
 class AlreadyConnectedError(TransferError, ValueError):
@@ -65,10 +65,10 @@ class TransferTimeoutError(TransferError, TimeoutError):
 
 
 class AgentError(TransferError):
-    """NIXL refused a call or failed in it.
+    """NIXL refused a call, or failed in it.
 
     Attributes:
-        peer_lost: True if NIXL reports that the other process is gone; the connection to it is dead as well.
+        peer_lost: True if NIXL reports that the other process is gone. The connection to it is then dead as well.
     """
 
     def __init__(self, message: str, *, peer_lost: bool = False) -> None:
@@ -84,7 +84,7 @@ class TransferFailedError(TransferError):
 
 
 class PeerFailedError(TransferFailedError, ConnectionError):
-    """The peer is gone and its transfers fail. Call `disconnect` for it before its successor connects."""
+    """The peer is gone, so transfers with it fail. Call `disconnect` for it before its successor connects."""
 
     kind = FailureKind.SOURCE_GONE
 
@@ -100,11 +100,11 @@ class NoFreePortError(TransferError):
 
 
 class InvalidLeaseError(TransferError, ValueError):
-    """A lease cannot be granted as asked, or its records are inconsistent."""
+    """A lease cannot be granted as requested, or the records of leases are inconsistent."""
 
 
 class HandshakeError(TransferError, ConnectionError):
-    """A peer did not answer, refused, or has metadata that does not fit ours. Only requests that name it fail."""
+    """A peer did not answer, has refused, or has metadata that does not fit ours. Only requests that name it fail."""
 
     kind = FailureKind.HANDSHAKE
 

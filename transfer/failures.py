@@ -1,6 +1,6 @@
 """The failures of pulls: each has a kind, which metrics count, and a text, which people read.
 
-The code that notices a failure names its kind. No code reads the text, so a message may be reworded freely.
+The code that notices a failure chooses its kind. No code reads the text, so a message may be reworded freely.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ class FailureKind(StrEnum):
     REFUSED = "refused"
     """The lease does not hold the pages that the request or its block table names, or the source refused to answer."""
     SOURCE_GONE = "source_gone"
-    """The source died, was restarted, is silent or was given up."""
+    """The source died, was restarted, is silent, or was given up."""
     TRANSPORT = "transport"
-    """NIXL failed in a READ, although the source may live."""
+    """NIXL failed in a READ, although the source may be alive."""
     SHUTDOWN = "shutdown"
     """This engine was shut down."""
     OTHER = "other"
     """The caller's own pages, tokens or times are invalid, or the error does not come from this package."""
     CANCELLED = "cancelled"
-    """The owner gave the pull up."""
+    """The owner gave up the pull."""
 
 
 class Failure(NamedTuple):
-    """Why a pull failed: the kind, and the words for its owner and for the source."""
+    """Why a pull failed: the kind, and the texts for its owner and for the source."""
 
     kind: FailureKind
     text: str

@@ -1,8 +1,8 @@
 """An OpenTelemetry span for each hand-over, which shows where the time goes until a request has its pages.
 
-A hand-over has six consecutive parts. Each is an attribute of one span, which can be searched and summed, and an event
-that marks its start. A child span for each part would take seven times the storage. The parts sum to the duration of
-the span.
+A hand-over has six consecutive parts. Each part is an attribute of one span, which can be searched and summed, and an
+event that marks its start. A child span for each part would take seven times the storage. The parts sum to the duration
+of the span.
 
 Import this module only if hand-overs are traced, because it needs `opentelemetry-api` (the extra `observe`). The
 process's own tracer provider decides where spans go. If the process has none, they are dropped.
@@ -28,7 +28,7 @@ PARTS = {
 }
 """The parts of a hand-over, in order.
 
-A part that was not reached, after a failure or with no page to read, takes 0 s.
+A part that was not reached, after a failure or because no page had to be read, takes 0 s.
 """
 
 NAME = "kv_handover"
@@ -39,9 +39,9 @@ class HandoverSpan:
     """Records when each part of a hand-over began, and emits a span at its end. Can be reused for the next hand-over.
 
     Args:
-        carrier: headers of the request; a `traceparent` among them joins the span to its trace.
+        carrier: headers of the request. If a `traceparent` is among them, the span joins that trace.
         attributes: attributes of every span.
-        clock: a monotonic clock in seconds, the same one that the times passed to `begin` come from.
+        clock: a monotonic clock in seconds, the one that the times passed to `begin` come from.
     """
 
     def __init__(
@@ -58,7 +58,8 @@ class HandoverSpan:
     def begin(self, part: str, at: float | None = None) -> None:
         """Begins a part, now or at time `at`, and ends the part before it.
 
-        A time that another thread or host has read is clamped between the start of the previous part and now.
+        A time that another thread or host has read is limited to the range between the start of the previous part and
+        now.
         """
         now = self._clock()
         at = now if at is None else min(at, now)

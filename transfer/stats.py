@@ -28,7 +28,7 @@ class Buckets:
 
     Attributes:
         bounds: upper bounds, ascending and inclusive.
-        counts: number of values in each bucket; the last entry counts the values above all bounds.
+        counts: number of values in each bucket. The last entry counts the values above all bounds.
         total: sum of the values.
     """
 
@@ -58,17 +58,17 @@ class StatsSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Counters at one moment, and percentiles over the pulls since the last snapshot.
 
     Attributes:
-        pulls: successful pulls, counted for each rank.
-        failed_pulls: requests whose pull failed.
-        failed_handshakes: sources that gave no answer, or an unusable one.
-        leases: ended leases by outcome: "read", "expired" or "other".
+        pulls: number of successful pulls, counted for each rank.
+        failed_pulls: number of requests whose pull failed.
+        failed_handshakes: number of sources that gave no answer, or an unusable one.
+        leases: number of ended leases by outcome: "read", "expired" or "other".
         num_bytes: bytes read in total.
         num_runs: descriptors posted in total.
-        interval_pulls: successful pulls since the last snapshot, at most 4,096.
+        interval_pulls: number of successful pulls since the last snapshot, at most 4,096.
         records: the record of each pull in this interval, like the next three fields.
         total_ms: p50 and p90 of the duration of a pull, in milliseconds.
         post_ms: p50 and p90 of the time that posting a pull took, in milliseconds.
-        mb_per_s: bytes of all pulls over the sum of their durations, in 1e6 bytes a second.
+        mb_per_s: bytes of all pulls divided by the sum of their durations, in 1e6 bytes a second.
     """
 
     pulls: int
@@ -84,7 +84,7 @@ class StatsSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     mb_per_s: float
 
     def line(self) -> str:
-        """One line for a log."""
+        """Formats the figures as one line for a log."""
         return (
             f"pulls {self.interval_pulls}: p50/p90 {self.total_ms[0]:.3g}/{self.total_ms[1]:.3g} ms, "
             f"post {self.post_ms[0]:.3g}/{self.post_ms[1]:.3g} ms, {self.mb_per_s:.4g} MB/s; "
@@ -94,13 +94,13 @@ class StatsSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TransferStats:
-    """Counts what one replica does. One thread writes; any other thread may read the attributes at any time.
+    """Counts what one replica does. One thread writes. Any other thread may read the attributes at any time.
 
     Attributes:
-        failed_handshakes: sources that gave no answer, or an unusable one.
-        failures: requests whose pull failed, by kind (`FAILURES`).
-        leases: ended leases by outcome: "read", "expired" or "other".
-        buckets: histograms of successful pulls of ranks, by field of `PullRecord`.
+        failed_handshakes: number of sources that gave no answer, or an unusable one.
+        failures: number of requests whose pull failed, by kind (`FAILURES`).
+        leases: number of ended leases by outcome: "read", "expired" or "other".
+        buckets: histograms of the ranks' successful pulls, by field of `PullRecord`.
     """
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class TransferStats:
     def record(self, pull: PullRecord) -> None:
         """Counts a successful pull of one rank."""
         total_s, post_s, num_bytes, num_runs = self._of_pulls
-        # inlined `Buckets.add`, which takes twice as long
+        # `Buckets.add` is inlined here, because the call would take twice as long
         total_s.counts[bisect_left(total_s.bounds, pull.total_s)] += 1
         total_s.total += pull.total_s
         post_s.counts[bisect_left(post_s.bounds, pull.post_s)] += 1
@@ -131,7 +131,7 @@ class TransferStats:
         self._last.append(pull)
 
     def record_failure(self, kind: FailureKind) -> None:
-        """Counts a request whose pull failed, unless its owner gave it up."""
+        """Counts a request whose pull failed. If its owner gave it up, it is not counted."""
         if kind is not FailureKind.CANCELLED:
             self.failures[kind] += 1
 

@@ -20,12 +20,12 @@ Cache: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 
 
 def tensors_of(cache: Cache) -> tuple[torch.Tensor, ...]:
-    """The tensors of a layer."""
+    """Returns the tensors of a layer."""
     return (cache,) if isinstance(cache, torch.Tensor) else tuple(cache)
 
 
 class _Storages:
-    """The torch storages behind the tensors, one region each. Layers and groups may share a storage."""
+    """The torch storages behind the tensors; each becomes one region. Layers and groups may share a storage."""
 
     def __init__(self) -> None:
         self.bases: list[int] = []
@@ -114,7 +114,10 @@ def _layer_run(label: str, group: GroupConfig, names: Sequence[str]) -> tuple[in
 
 @dataclass(frozen=True)
 class _Layer:
-    """Makes the boxes of a layer, or of several that share a tensor. Adds the tensors' numbers of pages to `sizes`."""
+    """Makes the boxes of a layer, or of several layers that share a tensor.
+
+    Adds the page counts of the tensors to `sizes`.
+    """
 
     label: str
     config: WorkerConfig
@@ -148,7 +151,7 @@ class _Layer:
         return boxes
 
     def state(self, tensors: tuple[torch.Tensor, ...], sizes: set[int]) -> list[Box]:
-        """Returns the boxes of a recurrent state; each part takes the next channels of its tensor."""
+        """Returns the boxes of a recurrent state. Each part takes the next channels of its tensor."""
         boxes: list[Box] = []
         taken, channels = [0] * len(tensors), [0] * len(tensors)
         for part in self.group.state:
@@ -233,7 +236,7 @@ def _bytes(tensor: torch.Tensor) -> list[int]:
 
 
 def _split_sides(tensor: torch.Tensor, names: list[str]) -> tuple[list[int], list[int]]:
-    """Returns sizes, and strides in bytes. A last dimension that K and V share is split in two."""
+    """Returns sizes, and strides in bytes. A last dimension that K and V share is split into two."""
     shape, strides = list(tensor.shape), _bytes(tensor)
     if names[-2:] == ["side", "dim"] and len(shape) == len(names) - 1 and shape[-1] % 2 == 0:
         shape[-1:] = [2, shape[-1] // 2]
@@ -242,7 +245,7 @@ def _split_sides(tensor: torch.Tensor, names: list[str]) -> tuple[list[int], lis
 
 
 def _merge_last(label: str, tensor: torch.Tensor, dimensions: int) -> tuple[list[int], list[int]]:
-    """Returns sizes, and strides in bytes, with the dimensions after the named ones merged into the last."""
+    """Returns sizes, and strides in bytes. Dimensions after the named ones are merged into the last named one."""
     shape, strides = list(tensor.shape), _bytes(tensor)
     for axis in range(len(shape) - 1, dimensions - 1, -1):
         if strides[axis - 1] != strides[axis] * shape[axis] and shape[axis - 1] > 1:
@@ -258,23 +261,23 @@ _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _BoxView(NamedTuple):
-    """A box as integers `[pages, sides, heads, tokens, dims]`, and the index of its first dim in a head's content."""
+    """A box as integers `[pages, sides, heads, tokens, dims]`, and where its elements begin in a head's content."""
 
     first: int
     elements: torch.Tensor
 
 
 class LayerView:
-    """One attention layer of a rank, seen through its boxes.
+    """Reads and writes one attention layer of a rank through its boxes.
 
     Args:
         memory: the rank's boxes.
         caches: the tensors that the boxes were made from.
-        group: number of the layer's group.
-        layer: number of the layer in the model.
+        group: index of the layer's group.
+        layer: index of the layer in the model.
 
     Attributes:
-        num_pages: pages of the layer.
+        num_pages: number of pages of the layer.
         page_size: tokens of a page.
         heads: heads of a token on this rank.
         content: elements of a head: keys and values, or a latent.
@@ -307,7 +310,7 @@ class LayerView:
         return found
 
     def write(self, pages: Sequence[int], found: torch.Tensor) -> None:
-        """Writes back what `read` returned."""
+        """Writes back what `read` has returned."""
         for first, elements in self._boxes:
             _, sides, heads, tokens, dims = elements.shape
             held = found[..., first : first + sides * dims].reshape(len(pages), tokens, heads, sides, dims)

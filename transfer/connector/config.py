@@ -1,6 +1,6 @@
 """The configuration of a connector worker: its rank, and how the caches of its model lie in memory.
 
-Every struct is plain data that pickles and encodes; a deployment makes one for each rank. Groups, blocks and kernel
+Every struct is plain data that pickles and encodes. A deployment makes one for each rank. Groups, blocks and kernel
 blocks are named as in vLLM, which owns the tensors.
 """
 
@@ -38,7 +38,7 @@ LAYOUTS = {
     "packed": PACKED_HND,
     "packed-NHD": PACKED_NHD,
     "mla": LATENT,
-    # The names of vLLM 0.33: layers, blocks, heads, tokens, content of both sides, in memory order.
+    # vLLM 0.33's names for layouts: layers, blocks, heads, tokens, content of both sides, in memory order.
     "LBHNC": PACKED_HND,
     "LBNHC": PACKED_NHD,
     "LHBNC": "head,page,token,side,dim",
@@ -48,7 +48,7 @@ LAYOUTS = {
     "cross-layer": "page,layer,side,head,token,dim",
     "cross-layer-NHD": "page,layer,side,token,head,dim",
 }
-"""The layouts by name, and the axes of a tensor of each, named as in `transfer.plan.shapes`.
+"""The layouts by name. Each has the axes of a tensor, named as in `transfer.plan.shapes`.
 
 The axes name the dimensions of the tensor, outermost first; its strides give the order in memory. Packed sides,
 "side,dim", may be one dimension of twice the size.
@@ -70,11 +70,12 @@ class StatePart(msgspec.Struct, frozen=True, kw_only=True):
     """Channels of a recurrent state that are split over tensor-parallel ranks in the same way.
 
     A Mamba 2 layer has four parts. x (one unit per head, of head_dim channels), B and C (one unit per group, of d_state
-    channels each) follow one another in the convolution's tensor. The fourth is the SSM state (one unit per head).
+    channels each) follow one another in the convolution's tensor. The fourth part is the SSM state (one unit per head).
 
     Attributes:
         kind: name of the part on both sides: "conv.x", "conv.B", "conv.C", "ssm".
-        units: units of the whole model. Ranks hold even shares, or one replicated unit each if there are more ranks.
+        units: number of units of the whole model. Ranks hold even shares; if there are more ranks than units, each
+            holds one replicated unit.
         width: channels of a unit.
         dtype: name of the element type.
         tensor: index of the layer's tensor that holds the part.
@@ -91,22 +92,23 @@ class StatePart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The layers of the whole model that share a block table. Ranks register the layers that they have.
+    """The layers of the whole model that share a block table. A rank registers only the layers that it has.
 
     Attributes:
-        layers: number in the model of each layer, by name.
+        layers: by name, the index of each layer in the model.
         kind: the kind of cache that the layers have.
         block_size: tokens of a block of the scheduler.
         layout: a name of `LAYOUTS`, or the axes themselves. Not used for "mamba".
-        kernel_block_size: tokens of a page of the tensors; 0 if it equals the block size.
+        kernel_block_size: tokens of a page of the tensors; 0 if that is the block size.
         num_kv_heads: KV heads of the model.
         head_dim: elements of a head, or of a latent.
         dtype: name of the element type.
         window: tokens of a sliding window, including the current one; 0 for full attention.
         state: parts of a recurrent state, in memory order.
-        content: a name for further page contents that both sides must share; empty if there are none.
-        whole_pages: True if only the engine knows how the elements of a head lie in a page. Pages are then moved as a
-            whole, to pages of the same size.
+        content: a name for further properties of the page contents, which both sides must share; empty if there are
+            none.
+        whole_pages: True if only the engine knows how the elements of a head lie in a page. Pages are then moved whole,
+            and only to pages of the same size.
     """
 
     layers: dict[str, int]
@@ -139,11 +141,11 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def block_pages(self) -> int:
-        """Number of the tensors' pages that form one block."""
+        """The number of pages of the tensors that form one block."""
         return 1 if self.is_state else self.block_size // self.page_size
 
     def needed(self, num_tokens: int) -> int:
-        """The first token that is needed to compute token `num_tokens` next: the start of the window, or 0."""
+        """Returns the first token that is needed to compute token `num_tokens`: the start of the window, or 0."""
         return max(0, num_tokens - self.window + 1) if self.window else 0
 
 
@@ -153,9 +155,9 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         lease: duration of a lease that no reader renews.
         load: time after which a load fails.
-        handshake: time that a source has to answer.
-        heartbeat: interval between pings to a source that is read from.
-        dead_after: silence after which a source is given up.
+        handshake: time that a source may take to answer.
+        heartbeat: interval between pings to a source that is being read.
+        dead_after: if a source is silent for this long after a ping, it is given up.
         idle: time after which an unused source is forgotten.
     """
 
@@ -171,17 +173,17 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The configuration of one rank.
 
     Attributes:
-        engine_id: shared by all ranks of the engine, and by no other engine.
-        incarnation: random, new with each start, shared by all ranks (`transfer.pull.rank.new_incarnation`).
+        engine_id: the engine's id, which all its ranks share. No other engine has it.
+        incarnation: a random name, new with each start, which all ranks share (`transfer.pull.rank.new_incarnation`).
         groups: the same on all ranks, and in the same order on all peers.
         model: name of the weights; peers must have the same.
-        compatibility: anything else that must agree with a peer, such as a quantisation.
-        tp_rank: number of this rank among `tp_size` tensor-parallel ranks.
-        tp_size: tensor-parallel ranks.
-        pp_rank: number of this rank's pipeline stage among `pp_size`.
-        pp_size: pipeline stages.
-        kv_buffer_device: "cpu" to move pages through host memory; otherwise pages move from the caches' own device.
-        registrable: device types whose memory NIXL can register.
+        compatibility: any other settings that must agree with a peer, such as a quantisation.
+        tp_rank: index of this rank among the `tp_size` tensor-parallel ranks.
+        tp_size: number of tensor-parallel ranks.
+        pp_rank: index of this rank's pipeline stage among `pp_size` stages.
+        pp_size: number of pipeline stages.
+        kv_buffer_device: "cpu" moves pages through host memory. Otherwise pages move from the caches' own device.
+        registrable: the device types whose memory NIXL can register.
         page_checks: True if a source records a checksum of each page that it leases.
         verify: share of the pages, 0 to 1, that a reader compares with these checksums.
         key: key of the digests over metadata. Leave it empty if `secret` is given.
@@ -217,19 +219,20 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rank(self) -> int:
-        """The number of this rank among `ranks`, counted pipeline stage by pipeline stage."""
+        """The index of this rank among `ranks`, counted pipeline stage by pipeline stage."""
         return self.pp_rank * self.tp_size + self.tp_rank
 
     @property
     def ranks(self) -> int:
-        """Ranks of the engine."""
+        """The number of ranks of the engine."""
         return self.tp_size * self.pp_size
 
     def fingerprint(self) -> dict[str, str]:
         """Returns the settings that must agree with a peer, by name.
 
-        A refused peer is told each difference, with both values. Layouts, page sizes and parallelism are not included,
-        because the plan handles any combination. The page size is included if pages are moved whole.
+        A peer with other settings is refused, and told each difference with both values. Layouts, page sizes and
+        parallelism are not included, because the transfer plan handles any combination. The page size is included if
+        pages are moved whole.
         """
         groups = {f"group {number}": _described(group) for number, group in enumerate(self.groups)}
         return {"model": self.model, "protocol": str(PROTOCOL)} | groups | self.compatibility
@@ -277,7 +280,7 @@ _HIDDEN = {"key", "secret"}
 
 
 def _wrong_types(name: str, value: object, kind: type[msgspec.Struct]) -> Iterator[str]:
-    """Yields the fields, each with its value, that have another type than the one declared. Secrets are not shown."""
+    """Yields the fields that have another type than declared, each with its value. Secrets are not shown."""
     if not isinstance(value, kind):
         yield f"{name} is {shown(value)}: a {kind.__name__} is needed"
         return
@@ -307,7 +310,7 @@ def _plain(value: object) -> object:
 
 
 def _faults(config: WorkerConfig) -> Iterator[str]:
-    """Yields the faults of a config. A later check relies on earlier ones, so only the first fault is meaningful."""
+    """Yields the faults of a config. Only the first one is meaningful, because later checks rely on earlier ones."""
     if not config.engine_id or not config.incarnation or not config.groups:
         yield "an engine id, an incarnation and at least one group are needed"
     for name, rank, size in (("tp", config.tp_rank, config.tp_size), ("pp", config.pp_rank, config.pp_size)):

@@ -1,4 +1,4 @@
-"""Host buffers for device memory that NIXL cannot register: pages are copied between the two."""
+"""Host buffers for device memory that NIXL cannot register. Pages are copied between the two."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ Direction: TypeAlias = Literal["d2h", "h2d"]
 CopyBlocks: TypeAlias = Callable[
     [Mapping[str, Cache], Mapping[str, Cache], Sequence[int], Sequence[int], Direction], None
 ]
-"""Copies pages of some layers: (source caches, target caches of the same names, source pages, target pages, direction).
+"""Copies pages of some layers, given (source caches, target caches of the same names, source pages, target pages,
+direction).
 
 It returns when the copy is done.
 """
 
-# With heads before tokens, any range of heads of a page is one run for every TP ratio, whatever the device's order.
+# With heads before tokens, any range of a page's heads is one run for every TP ratio, whatever the device's order.
 _ORDER = ("page", "layer", "head", "side", "token", "dim")
 
 
@@ -39,10 +40,10 @@ def needs_host_buffer(config: WorkerConfig, device: torch.device) -> bool:
 
 
 class HostBuffers:
-    """One host tensor for each registered tensor, of the same shape. Moves pages between the two.
+    """One host tensor for each registered tensor, of the same shape. Copies pages between the two.
 
-    `caches` holds the host tensors under the names of the device caches; their strides may differ. `copy` is the
-    function that copies pages, and may be replaced.
+    `caches` has the host tensors under the names of the device caches; the strides may differ. `copy` is the function
+    that copies pages, and may be replaced.
     """
 
     def __init__(self, config: WorkerConfig, caches: Mapping[str, Cache]) -> None:
@@ -90,7 +91,7 @@ class HostBuffers:
 
 
 def _names(tensor: torch.Tensor, group: GroupConfig) -> list[str]:
-    """The names of a tensor's dimensions, without "side" if no dimension of its own has it; empty for a state."""
+    """Returns the names of a tensor's dimensions, without "side" if no dimension is only for it; empty for a state."""
     if group.is_state:
         return []
     names = group.axes.split(",")
@@ -106,6 +107,7 @@ def _host_copy(tensor: torch.Tensor, group: GroupConfig) -> torch.Tensor:
     names = _names(tensor, group)
     by_place = sorted(range(tensor.dim()), key=lambda axis: _ORDER.index(names[axis]) if names else axis)
     shape = [tensor.shape[axis] for axis in by_place]
-    # `zeros` writes to the memory, so that it is mapped: the first READ of untouched memory is many times slower.
+    # `zeros` writes to the memory, so that it is mapped. The first READ of memory that was never touched is many times
+    # slower.
     memory = torch.zeros(shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     return memory.permute([by_place.index(axis) for axis in range(tensor.dim())])

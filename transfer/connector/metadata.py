@@ -11,19 +11,19 @@ from transfer.wire.messages import Wanted
 
 
 class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The pages that a request loads from a source.
+    """Which pages a request loads from a source.
 
-    If the request's source was held before the request had blocks (`NixlConnectorScheduler.hold`), the request has two
-    such loads: the first without blocks, and the second with them.
+    If the source was told to hold its lease before the request had blocks (`NixlConnectorScheduler.hold`), the request
+    has two such loads: the first one without blocks, and the second one with them.
 
     Attributes:
         wanted: the source's lease, and the tokens whose pages it must hold.
-        local_block_ids: our blocks of each group, starting with the one that holds the first token to read. Blocks
-            beyond the tokens are left alone. Without any group nothing is read yet, and the source's lease is renewed
-            until the blocks arrive.
-        first_blocks: index in the request of the first of these blocks, for each group.
-        num_computed_tokens: tokens that are already local.
-        num_tokens: most tokens to load.
+        local_block_ids: our blocks of each group, starting with the one that holds the first token to read. Surplus
+            blocks are not written. If there is no group, nothing is read yet, and the source's lease is renewed until
+            the blocks arrive.
+        first_blocks: for each group, the index in the request of the first of these blocks.
+        num_computed_tokens: number of tokens that this engine already has.
+        num_tokens: the most tokens to load.
     """
 
     wanted: Wanted
@@ -34,7 +34,7 @@ class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total_tokens(self) -> int:
-        """The number of tokens that are local once the load is done."""
+        """The number of tokens that this engine has once the load is done."""
         return min(self.wanted.num_tokens, self.num_tokens)
 
 
@@ -42,10 +42,11 @@ class SendRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A lease that the workers are to grant over a request's pages.
 
     Attributes:
-        lease: a new id, a free slot, and the duration in seconds.
-        engines: reading engines that must finish before the lease ends.
-        running: True while the request is still computed. The lease's time starts once `reqs_computed` names it.
-        block_ids: the leased blocks of each group if page checks are made; otherwise empty.
+        lease: the lease: a new id, a free slot, and the duration in seconds.
+        engines: how many reading engines must finish before the lease ends.
+        running: True while the request is still computed. The lease's time starts when `reqs_computed` names the
+            request.
+        block_ids: the leased blocks of each group, if page checks are made; otherwise empty.
     """
 
     lease: LeaseRef
@@ -55,19 +56,19 @@ class SendRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConnectorMetadata(msgspec.Struct, kw_only=True):
-    """One step's work for every worker, by request.
+    """The work of one step for every worker, by request.
 
-    `reqs_to_send` names a request before its lease leaves the scheduler, and not only after it was part of a batch. A
-    reader that comes early then finds no lease yet. Otherwise it could read pages that no rank has leased.
+    `reqs_to_send` names a request before its lease leaves the scheduler, even if the request was not part of a batch
+    yet. A reader that comes early then finds no lease. Otherwise it could read pages that no rank has leased.
 
     Attributes:
         reqs_to_recv: loads to begin or to continue.
-        reqs_to_save: blocks of each group to copy to host buffers, if there are any.
+        reqs_to_save: blocks of each group to copy to host buffers, if the engine has any.
         reqs_to_send: leases to grant.
-        reqs_computed: requests whose pages are all computed, so that the time of their leases starts.
+        reqs_computed: requests whose pages are all computed. The time of their leases starts now.
         reqs_not_processed: requests whose leases end now, with the reason.
         reqs_to_cancel: loads to give up, with the reason.
-        to_give_back: leases of other engines that will not be read, with the reason.
+        to_give_back: leases at other engines that will not be read, with the reason.
     """
 
     reqs_to_recv: dict[str, LoadRequest] = {}
@@ -83,14 +84,15 @@ class WorkerOutput(msgspec.Struct, kw_only=True):
     """The events of one rank since they were last taken. Each request is named once.
 
     Attributes:
-        offered: requests whose lease was granted (empty reason), or was not (with the reason).
-        sent: requests whose lease has ended, with "read" or the reason. The rank no longer needs their pages.
-        received: requests whose load has ended, successfully or not. None of its transfers is in flight any more.
-        failed: requests whose load failed, with the reason. They are in `received` now or later.
-        block_ids_with_errors: blocks of failed loads, of every group. Their contents must not be used.
-        times: for timed loads that succeeded: when the last fence was posted, and when it had passed.
-        unwritten: by request and group, the first token that a successful load wrote, if the group's blocks begin
-            before that token. The request is in `received` at the same time.
+        offered: the requests whose lease was granted or refused. The reason is empty if it was granted.
+        sent: the requests whose lease has ended, with "read" or another reason. The rank no longer needs their pages.
+        received: the requests whose load has ended, successfully or not. None of the load's transfers is in flight any
+            more.
+        failed: the requests whose load has failed, with the reason. They are in `received` now or later.
+        block_ids_with_errors: blocks of failed loads, in all groups. Their contents must not be used.
+        times: for timed loads that succeeded, when the last fence was posted and when it passed.
+        unwritten: by request and group, the first token that a successful load wrote. Only for groups whose blocks
+            begin before that token. The request is in `received` at the same time.
     """
 
     offered: dict[str, str] = {}
@@ -107,17 +109,18 @@ class WorkerOutput(msgspec.Struct, kw_only=True):
 
 
 class Progress(msgspec.Struct, kw_only=True):
-    """What a scheduler learns from its workers' outputs. Each request is named once in each field.
+    """What a scheduler learns from its workers' outputs. Each field names a request only once.
 
     Attributes:
-        offered: requests whose lease was granted on every rank.
-        sent: requests whose lease has ended on every rank, with "read" or another reason. Their pages may be freed.
-        received: requests whose load has ended on every rank, successfully or not. Their pages may be used or freed.
-        failed: requests whose load failed, with the reason. They are in `received` now or later.
-        block_ids_with_errors: blocks of failed loads, of every group.
-        unwritten: by request and group, the first token that a successful load wrote, if the group's blocks begin
-            before that token. The request itself needs no earlier token. Other requests must not find the block that
-            holds this token or any block before it in the prefix cache, because the KV of some of their tokens is
+        offered: the requests whose lease was granted on every rank.
+        sent: the requests whose lease has ended on every rank, with "read" or another reason. Their pages may be freed.
+        received: the requests whose load has ended on every rank, successfully or not. Their pages may be used or
+            freed.
+        failed: the requests whose load has failed, with the reason. They are in `received` now or later.
+        block_ids_with_errors: blocks of failed loads, in all groups.
+        unwritten: by request and group, the first token that a successful load wrote. Only for groups whose blocks
+            begin before that token. The request itself needs no earlier token. But other requests must not find these
+            blocks in the prefix cache, up to the one that holds this token, because the KV of some of their tokens is
             missing.
     """
 

@@ -1,9 +1,9 @@
 """`NixlConnectorScheduler`: the scheduler's side of the connector workers, at a source and at a reader.
 
 An engine's scheduler tells it of requests, sends the result of `build_metadata` to every worker once a step, and passes
-the result of each worker's `take_output` to `update`. At a source, a request goes through `offer`, then `params` once
-its lease is granted; when it is in `sent`, its pages may be freed. At a reader, it goes through `read` with the
-parameters that came with it, then `load`, until it is in `received`.
+the result of each worker's `take_output` to `update`. At a source, call `offer` for a request, and `params` when its
+lease is granted. When the request is in `sent`, its pages may be freed. At a reader, call `read` with the parameters
+that came with a request, and then `load`. The load has ended when the request is in `received`.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from transfer.wire.prompt import Prompt
 from transfer.wire.secret import fleet_keys
 
 _LARGEST_BLOCK = 4096
-"""In tokens: the largest block of a reader that a source provides for if layers have a sliding window.
+"""In tokens: if layers have a sliding window, a source provides for readers with blocks of up to this size.
 
-The first block that a reader needs can begin up to one block before the window. A source therefore also names its
-blocks of this many tokens before the window, as far as it has them.
+The first block that a reader needs can begin up to one block before the window. A source therefore also names blocks
+that hold this many tokens before the window, as far as it has them.
 """
 
 
 class OfferedPages(NamedTuple):
-    """The pages of a request that readers may read once they are computed.
+    """The pages of a request that readers may read when they are computed.
 
     Attributes:
-        prompt: the prompt whose KV they hold.
-        num_tokens: tokens that they hold, from the first on.
+        prompt: the prompt whose KV the pages hold.
+        num_tokens: how many tokens the pages hold, from the first one on.
         block_ids: the blocks of each group. The last block holds the last token, or the state after it.
     """
 
@@ -47,22 +47,22 @@ class OfferedPages(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Offer:
-    """A lease that every rank grants and ends on its own.
+    """A lease. Every rank grants and ends it separately.
 
-    The scheduler's thread writes it; the server's thread reads it.
+    The scheduler's thread writes it, and the server's thread reads it.
     """
 
     lease: LeaseRef
     ranks: int
     held: OfferedPages | None = None  # None until `params` names the pages
-    offered: set[int] = field(default_factory=set[int])  # ranks that have granted it
-    over: set[int] = field(default_factory=set[int])  # ranks on which it has ended, or that did not grant it
-    reason: str = "read"  # "read", or the first other reason for which a rank ended the lease
-    aborted: bool = False  # the scheduler has asked for its end
+    offered: set[int] = field(default_factory=set[int])  # the ranks that have granted the lease
+    over: set[int] = field(default_factory=set[int])  # the ranks on which the lease has ended, or that have refused it
+    reason: str = "read"  # "read", or else the first reason for which a rank ended the lease
+    aborted: bool = False  # whether the scheduler has asked for the lease to end
 
     @property
     def ended(self) -> str:
-        """Why nothing can be read under the lease any more; empty while it is open or still being granted."""
+        """Why nothing can be read under the lease any more. Empty while it is open or still being granted."""
         if self.aborted:
             return "it is being ended"
         return f"it has ended on ranks {sorted(self.over)[:16]}: {self.reason}" if self.over else ""
@@ -76,7 +76,7 @@ class Offer:
     def answer(self, query: LeaseQuery, config: WorkerConfig, key: bytes) -> LeaseReply:
         """Returns the leased pages once every rank has granted the lease and the pages are known.
 
-        Until then the answer says what is waited for, and the reader asks again.
+        Until then the answer says what is missing, and the reader asks again.
         """
         held, count = self.held, query.num_tokens
         error = self.ended
@@ -102,7 +102,7 @@ class Offer:
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """The load of one request: what every rank was asked for, the ranks that are done, and whether one failed."""
+    """The load of one request: what the ranks were asked for, which ranks are done, and whether one has failed."""
 
     asked: LoadRequest
     received: set[int] = field(default_factory=set[int])
@@ -114,11 +114,11 @@ class NixlConnectorScheduler:
     """Leases and loads of one engine, over all its ranks. Single-threaded.
 
     Args:
-        config: the config of any of the ranks.
-        host: name or address under which readers reach this process.
-        bind: ZMQ endpoint of the handshake server; by default the loopback and a free port.
-        keyring: keys for the side channel. With None, the keys are derived from the config's shared secret; without a
-            secret, the sockets are plain.
+        config: the config of any one of the ranks.
+        host: name or address at which readers reach this process.
+        bind: ZMQ endpoint of the handshake server. The default is the loopback interface and a free port.
+        keyring: keys for the side channel. If it is None, the keys are derived from the config's shared secret; without
+            a secret, the sockets are plain.
 
     Raises:
         InvalidEngineError: no engine can be made from the config.
@@ -149,9 +149,9 @@ class NixlConnectorScheduler:
         """Starts to answer handshakes for the engine. Returns the endpoint for readers.
 
         Args:
-            ranks: the result of `get_handshake_metadata` of each rank.
-            fingerprint: fingerprint of the ranks' configs, if they know more than this config; None takes this
-                config's.
+            ranks: by rank, the result of `get_handshake_metadata`.
+            fingerprint: the fingerprint of the ranks' configs, if these have more settings than this config. None means
+                this config's.
 
         Raises:
             HandshakeError: a rank is missing, or the endpoint is taken.
@@ -194,18 +194,18 @@ class NixlConnectorScheduler:
         engines: int = 1,
         block_ids: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Asks every rank for a lease over a request's pages.
+        """Asks every rank for a lease of a request's pages.
 
         The caller keeps the pages until the request is in `sent`.
 
         Args:
             request_id: the request.
-            running: True while the request is still computed. The lease's time starts with `computed`.
-            engines: reading engines that must finish before the lease ends.
-            block_ids: the blocks of each group, if page checks are made.
+            running: True while the request is still computed. The lease's time then starts with `computed`.
+            engines: how many reading engines must finish before the lease ends.
+            block_ids: the blocks of each group, needed if page checks are made.
 
         Raises:
-            InvalidLeaseError: the request has a lease, or no slot is free.
+            InvalidLeaseError: the request already has a lease, or no slot is free.
         """
         if request_id in self._offers:
             raise InvalidLeaseError(f"request {request_id!r}: its lease has not ended on every rank yet")
@@ -219,7 +219,7 @@ class NixlConnectorScheduler:
         )
 
     def computed(self, request_id: str) -> None:
-        """Reports that all pages of a request are written, which starts the time of its lease."""
+        """Reports that all pages of a request are computed. This starts the time of its lease."""
         self._metadata.reqs_computed.append(request_id)
 
     def is_offered(self, request_id: str) -> bool:
@@ -228,7 +228,7 @@ class NixlConnectorScheduler:
         return offer is not None and not offer.missing
 
     def _leased(self, query: LeaseQuery) -> LeaseReply:
-        """Answers a reader's query for a lease. Runs on the handshake server's thread."""
+        """Answers a reader's question about a lease. Runs on the handshake server's thread."""
         offer = self._by_lease.get(query.lease_id)
         if offer is None:
             error = f"lease {query.lease_id:#018x} has ended, or engine {self.config.engine_id!r} never had it"
@@ -244,23 +244,23 @@ class NixlConnectorScheduler:
         *,
         first_blocks: Sequence[int] = (),
     ) -> dict[str, Any]:
-        """Returns the `kv_transfer_params` for the reader of a leased request, and records the pages under the lease.
+        """Returns the `kv_transfer_params` for the reader of a leased request, and records which pages are leased.
 
-        The parameters are only a pointer to the lease. A reader uses them to ask which pages the lease holds, and gets
-        the answer once every rank has granted the lease. Blocks before the sliding window that no reader needs are left
+        The parameters only point to the lease. A reader uses them to ask which pages the lease holds, and gets the
+        answer when every rank has granted the lease. Blocks before the sliding window that no reader needs are left
         out.
 
         Args:
             request_id: the request.
-            prompt: its tokens, and everything else that its KV depends on.
+            prompt: the request's tokens, and everything else that its KV depends on.
             block_ids: the blocks of each group. The caller must still hold all of them, because a reader may read each
-                in full. Blocks beyond the tokens are left out. For a state only the last one is used.
-            num_tokens: tokens whose pages are written, or will be by the end of the current step.
-            first_blocks: index in the request of the first block of each group; all 0 if empty.
+                of them in full. Surplus blocks are left out. For a state, only the last block is used.
+            num_tokens: how many tokens' pages are computed, or will be at the end of this step.
+            first_blocks: for each group, the index in the request of its first block; all 0 if empty.
 
         Raises:
             InvalidLeaseError: the request has no lease, or its lease has ended on a rank.
-            InvalidTransferError: there are too few blocks or tokens, or blocks of another number of groups.
+            InvalidTransferError: there are too few blocks or tokens, or another number of groups.
         """
         offer = self._offers.get(request_id)
         if offer is None or offer.ended:
@@ -299,17 +299,17 @@ class NixlConnectorScheduler:
         return offer is not None
 
     def read(self, request_id: str, params: object, prompt: Prompt) -> Wanted | None:
-        """Returns the source's lease that a request's `kv_transfer_params` name, or None if they ask for no pages.
+        """Returns the lease that a request's `kv_transfer_params` name, or None if they ask for no pages.
 
         Args:
             request_id: the request.
-            params: untrusted data from outside.
-            prompt: the request's prompt, which the pages must match. It may have more tokens than the source has
-                computed, or fewer.
+            params: parameters from outside, which are not trusted.
+            prompt: the request's prompt. The leased pages must be those of this prompt. It may have more tokens than
+                the source has computed, or fewer.
 
         Raises:
-            TransferParamsError: (a ValueError) a parameter is invalid; names the request, the key, its value and the
-                limits.
+            TransferParamsError: (a ValueError) a parameter is invalid. The message names the request, the key, its
+                value and the limits.
         """
         found, count = read_params(request_id, params), len(prompt.token_ids)
         if found is not None and found.num_tokens > count and any(group.is_state for group in self.config.groups):
@@ -322,7 +322,7 @@ class NixlConnectorScheduler:
     def give_back(self, params: object, reason: str) -> None:
         """Tells a source that the lease in a request's params will not be read. A no-op if the params name no lease.
 
-        Use this for a request that takes no load: its params are invalid, or another load has its name.
+        Use this for a request that gets no load, because its params are invalid, or another load has its name.
         """
         if (wanted := pointer_in(params)) is not None:
             self._metadata.to_give_back.append((wanted, reason))
@@ -330,7 +330,7 @@ class NixlConnectorScheduler:
     def hold(self, request_id: str, wanted: Wanted) -> None:
         """Has a source's lease renewed for a request that has no blocks yet.
 
-        The time limit of the load starts now. `load` continues it; `cancel` gives it up and tells the source.
+        The time limit of the load starts now. `load` continues the load, and `cancel` gives it up and tells the source.
 
         Raises:
             InvalidTransferError: the request has a load that has not ended.
@@ -352,20 +352,20 @@ class NixlConnectorScheduler:
     ) -> None:
         """Has every rank read the pages of a request. If no page is missing, this only notifies the source.
 
-        A request whose source is held (`hold`) appears in `received` even if no page was missing.
+        If `hold` was called for the request, it appears in `received` even if no page was missing.
 
         Args:
             request_id: the request.
             wanted: the result of `read`.
-            block_ids: the local blocks of each group to read into, for all pages to load. For a state only the last one
-                is used.
-            num_tokens: the tokens of the request.
-            num_computed_tokens: tokens that are already local.
-            first_blocks: index in the request of the first block of each group. If empty, the first block is the one
-                that holds the first missing token.
+            block_ids: our blocks of each group to read into, for all pages to load. For a state, only the last block is
+                used.
+            num_tokens: number of tokens of the request.
+            num_computed_tokens: number of tokens that this engine already has.
+            first_blocks: for each group, the index in the request of its first block. If empty, the first block is the
+                one that holds the first missing token.
 
         Raises:
-            InvalidTransferError: the request has a load that has not ended, or blocks of another number of groups.
+            InvalidTransferError: the request has a load that has not ended, or there is another number of groups.
         """
         missing = min(wanted.num_tokens, num_tokens) > num_computed_tokens
         groups, load = self.config.groups, self._loads.get(request_id)
@@ -390,7 +390,7 @@ class NixlConnectorScheduler:
             self._loads[request_id] = _Load(asked)
 
     def cancel(self, request_id: str, reason: str) -> bool:
-        """Gives a load up. Returns whether there is one; its pages may be freed once the request is in `received`."""
+        """Gives up a load. Returns whether there is one. Its pages may be freed when the request is in `received`."""
         if request_id in self._loads:
             self._metadata.reqs_to_cancel[request_id] = reason
         return request_id in self._loads
@@ -400,7 +400,7 @@ class NixlConnectorScheduler:
         self._metadata.reqs_to_save[request_id] = as_blocks(block_ids)
 
     def build_metadata(self) -> ConnectorMetadata:
-        """Returns a step's work, the same for every worker, and begins the next step's."""
+        """Returns the work of this step, the same for every worker, and begins to collect the next step's."""
         metadata, self._metadata = self._metadata, ConnectorMetadata()
         return metadata
 
@@ -427,7 +427,7 @@ class NixlConnectorScheduler:
         return progress
 
     def _lease_over(self, rank: int, request_id: str, reason: str, progress: Progress) -> None:
-        """Records the end of a lease on one rank. The request is in `sent` once every rank's lease has ended."""
+        """Records the end of a lease on one rank. The request is in `sent` when the lease has ended on every rank."""
         if (offer := self._offers.get(request_id)) is None:
             return
         offer.over.add(rank)
@@ -441,8 +441,8 @@ class NixlConnectorScheduler:
     def _book_loads(self, rank: int, output: WorkerOutput, progress: Progress) -> None:
         """Records the loads that have failed or ended on a rank.
 
-        A load fails when it fails on one rank, and the other ranks then give it up. It ends once it has ended on every
-        rank.
+        A load that fails on one rank has failed, and the other ranks then give it up. It has ended when it has ended on
+        every rank.
         """
         for request_id, reason in output.failed.items():
             load = self._loads.get(request_id)
@@ -471,7 +471,7 @@ class NixlConnectorScheduler:
 
 
 def _kept(where: str, group: GroupConfig, blocks: Sequence[int], first: int, num_tokens: int) -> list[int]:
-    """Returns the blocks that a reader can need; the last one holds the last token."""
+    """Returns the blocks that a reader can need. The last of them holds the last token."""
     if group.is_state:
         return list(blocks[-1:])
     end = -(-num_tokens // group.block_size)

@@ -1,9 +1,9 @@
-"""`kv_transfer_params`: the dict in a prefill engine's answer that names the source of its pages to a decode engine.
+"""`kv_transfer_params`: the dict by which a prefill engine's answer tells a decode engine where its pages are.
 
-It travels through proxies and HTTP bodies as JSON, so a reader trusts nothing in it. It is only a pointer: the source
-itself says which pages the lease holds, and for which tokens, when it is asked (`transfer.wire.messages.Wanted`). Every
-value is checked here. Whether the engine and the lease exist is checked when they are asked for, and a failure fails
-only that request. The keys are those of vLLM's connector, and `lease_id`.
+It travels through proxies and HTTP bodies as JSON, so a reader trusts nothing in it. It is only a pointer: when the
+source is asked, the source itself says which pages the lease holds, and for which tokens
+(`transfer.wire.messages.Wanted`). Every value is checked here. Whether the engine and the lease exist shows only when
+they are asked for, and a failure then fails only that request. The keys are those of vLLM's connector, and `lease_id`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _MAX_NAME = 512
 _PRINTABLE = "printable text is expected"
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = 80
-# A host name, an IPv4 or a bracketed IPv6 address. Other text must not get into an endpoint.
+# A host name, an IPv4 address or a bracketed IPv6 address. No other text may get into an endpoint.
 _HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]{2,45}\]")
 _LEASE_ID = re.compile(r"0x(?=.*[1-9a-f])[0-9a-f]{1,16}")
 _NAMES = {name: f"remote_{name}" for name in ("engine_id", "request_id", "host", "port", "num_tokens")}
 
 
 class _Pointer(msgspec.Struct, frozen=True, kw_only=True, rename=_NAMES):
-    """The part of the params that names a lease and its source."""
+    """The part of the params that names a source and a lease."""
 
     engine_id: Annotated[str, Meta(min_length=1, max_length=_MAX_NAME)]
     host: Annotated[str, Meta(min_length=1, max_length=_MAX_NAME)]
@@ -50,15 +50,16 @@ class TransferParams(_Pointer, frozen=True, kw_only=True, rename=_NAMES):
     """The contents of `kv_transfer_params`. Made by a source, or checked by `read_params`.
 
     Attributes:
-        engine_id: the source.
-        request_id: the source's name for the request; for logs.
+        engine_id: id of the source.
+        request_id: the source's name for the request, used only in logs.
         host: name or address of the source's handshake server.
         port: port of the handshake server.
-        num_tokens: tokens that the source has computed. A smaller number loads fewer; a larger one makes the load fail.
-        lease_id: in hexadecimal, because many JSON readers keep only 53 bits of a number.
-        do_remote_prefill: True to ask for pages.
-        do_remote_decode: True to offer pages. It cannot be true together with `do_remote_prefill`.
-        transfer_mode: "pull": the reader moves the pages.
+        num_tokens: how many tokens the source has computed. If a client changes it, a smaller number loads fewer
+            tokens, and a larger one makes the load fail.
+        lease_id: the lease's id in hexadecimal, because many JSON readers keep only 53 bits of a number.
+        do_remote_prefill: True asks for pages.
+        do_remote_decode: True offers pages. It cannot be combined with `do_remote_prefill`.
+        transfer_mode: "pull" means that the reader moves the pages.
     """
 
     do_remote_prefill: bool = True
@@ -68,7 +69,7 @@ class TransferParams(_Pointer, frozen=True, kw_only=True, rename=_NAMES):
     transfer_mode: Literal["pull"] = "pull"
 
     def wanted(self, prompt: Prompt) -> Wanted:
-        """Returns the lease to ask for, with as many tokens of the reader's own prompt as the source has computed."""
+        """Returns the lease to ask for, with as many tokens of the reader's prompt as the source has computed."""
         num_tokens = min(self.num_tokens, len(prompt.token_ids))
         return Wanted(self.address, self.engine_id, int(self.lease_id, 16), num_tokens, prompt.digest(num_tokens))
 
@@ -97,7 +98,7 @@ def read_params(request_id: str, params: object) -> TransferParams | None:
         found = msgspec.convert(known, TransferParams)
     except msgspec.ValidationError as error:
         reason, _, path = str(error).partition(" - at `$.")
-        # A missing key is the last word of the message.
+        # the last word of the message is the missing key
         key, *steps = re.findall(r"\w+", path or reason.rpartition(" ")[2])
         raise _refusal(request_id, known, (key, *map(int, steps)), reason) from error
     faults = _faults(found)
@@ -109,7 +110,7 @@ def read_params(request_id: str, params: object) -> TransferParams | None:
 
 
 def pointer_in(params: object) -> Wanted | None:
-    """Returns the lease that a dict from outside names, so that it can be given back even if the rest is malformed.
+    """Returns the lease that a dict from outside names.
 
     Returns None if the dict asks for no pages, or names no valid lease.
     """
@@ -123,7 +124,7 @@ def pointer_in(params: object) -> Wanted | None:
 
 
 def _faults(found: _Pointer) -> dict[str, str]:
-    """What is expected in place of each value that has the right type but is invalid, by key."""
+    """Returns, by key, what is expected in place of each value that has the right type but is invalid."""
     faults: dict[str, str] = {}
     if not found.engine_id.isprintable():
         faults["remote_engine_id"] = _PRINTABLE
@@ -150,5 +151,5 @@ def _is_dict(value: object) -> TypeGuard[Mapping[object, object]]:
 def _short(value: object) -> str:
     try:
         return _repr.repr(value)
-    except ValueError:  # Python formats no integer of more than a few thousand digits
+    except ValueError:  # Python does not format integers of more than a few thousand digits
         return f"an object of {type(value).__name__}"

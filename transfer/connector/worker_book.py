@@ -1,4 +1,4 @@
-"""Records the leases and loads of one worker by request: the pages and outcome of each load, and events to report."""
+"""The records of one worker by request: its leases, the pages and outcomes of its loads, and events to report."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ _NONE = BlocksOfGroup((), (0, 0), 0)
 
 @dataclass(slots=True, eq=False)
 class OpenLoad:
-    """One load, from its first `LoadRequest` to its end."""
+    """One load, from its first `LoadRequest` until it has ended."""
 
     request_id: str
-    key: str  # key of its pull, unique to this load
-    pages: list[list[int]]  # for each group, the pages that it writes to
-    # For each group: the first missing token of its blocks, and the first token that it asks for.
+    key: str  # key of the load's pull, which no other load has
+    pages: list[list[int]]  # for each group, the pages that the load writes to
+    # For each group: the first missing token of its blocks, and the first token that the load asks for.
     begins: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    blocks: set[int] = field(default_factory=set[int])  # blocks of all groups
-    closed: bool = False  # its pages were asked for; until then it has no blocks
-    silent: bool = True  # nothing is to be read: only the source is told, and no event is reported
-    cancelled: bool = False  # cancelled by the scheduler
+    blocks: set[int] = field(default_factory=set[int])  # the blocks of all groups
+    closed: bool = False  # whether the load's pages were asked for; before that it has no blocks
+    silent: bool = True  # whether nothing is to be read: only the source is told, and no event is reported
+    cancelled: bool = False  # whether the scheduler has cancelled the load
     error: str = ""
 
 
 class WorkerBook:
-    """The leases and loads of a worker, and their events. For the thread that runs the model."""
+    """The leases and loads of a worker, and their events. Only the thread that runs the model may use it."""
 
     def __init__(self, groups: Sequence[GroupConfig]) -> None:
-        self.leases: dict[str, int] = {}  # ids of the leases that were asked for and have not ended, by request
+        self.leases: dict[str, int] = {}  # by request: the ids of the leases that were asked for and have not ended
         # The requests in `leases` whose lease the transfer thread has neither granted nor refused yet.
         self.ungranted: set[str] = set()
-        # Host buffers are copied back page by page, so a load must begin at the start of a page.
+        # If True, a load must begin at the start of a page, because host buffers are copied back page by page.
         self.whole_pages = False
         self.output = WorkerOutput()
         self._groups = groups
@@ -50,7 +50,7 @@ class WorkerBook:
         self._by_key: dict[str, OpenLoad] = {}
 
     def lease(self, request_id: str, lease_id: int) -> None:
-        """Records a lease that the transfer thread is asked for."""
+        """Records a lease that the transfer thread was asked for."""
         self.leases[request_id] = lease_id
         self.ungranted.add(request_id)
 
@@ -59,7 +59,7 @@ class WorkerBook:
         return self._by_request.get(request_id)
 
     def check_new(self, step: ConnectorMetadata) -> None:
-        """Raises `InvalidTransferError` if a request already has a lease, or a load that asked for all its pages."""
+        """Raises `InvalidTransferError` if a request has a lease, or has a load that asked for all its pages."""
         for request_id in step.reqs_to_send:
             if request_id in self.leases:
                 raise InvalidTransferError(
@@ -130,18 +130,18 @@ class WorkerBook:
                 f"{where}: its blocks here begin with token {first * group.block_size}, but the load starts at token "
                 f"{begin}"
             )
-        # The pages from the one that holds token `begin` to the one that holds the last token.
+        # the pages from the one that holds token `begin` to the one that holds the last token
         pages = kernel_pages(blocks[skipped:], group.block_pages)[begin % group.block_size // group.page_size :]
         pages = pages[: -(-stop // group.page_size) - begin // group.page_size]
         return BlocksOfGroup(pages, (begin, stop), needed)
 
     def fail(self, load: OpenLoad, reason: str, *, safe: bool) -> None:
-        """Records a failure. If `safe`, nothing of the load is in flight, and the load ends."""
+        """Records a failure. With `safe`, nothing of the load is in flight, so the load has ended."""
         load.silent = False
         self.on_pull(PullEvent(load.key, reason, safe))
 
     def on_pull(self, event: PullEvent) -> OpenLoad | None:
-        """Records the outcome of a pull. Returns the load if it has just ended successfully."""
+        """Records the outcome of a pull. Returns the load if this has ended it successfully."""
         load = self._by_key.get(event.key)
         if load is None:
             return None
@@ -162,7 +162,7 @@ class WorkerBook:
         return None if load.error else load
 
     def on_lease(self, event: Offered | LeaseOver) -> None:
-        """Records the outcome of a lease. Events of an earlier lease of the request are ignored."""
+        """Records the outcome of a lease. Events of an earlier lease of the same request are ignored."""
         if self.leases.get(event.request_id) != event.lease_id:
             return
         self.ungranted.discard(event.request_id)
@@ -176,13 +176,13 @@ class WorkerBook:
 
 def _begins(group: GroupConfig, read: BlocksOfGroup, first: int, stop: int) -> tuple[int, int]:
     if group.is_state:
-        return stop, stop  # a state block holds one token's state, and is written as a whole
+        return stop, stop  # a state block holds a single state, and is written as a whole
     start, end = read.tokens
     return first, start if start < end else stop
 
 
 def _unwritten(load: OpenLoad, begins: Sequence[int]) -> dict[int, int]:
-    """Returns the first token that a load wrote, for each group whose blocks begin before that token."""
+    """Returns, for each group whose blocks begin before it, the first token that a load wrote."""
     return {
         group: max(asked, read)
         for group, ((first, asked), read) in enumerate(zip(load.begins, begins or [0] * len(load.begins), strict=True))
@@ -191,6 +191,6 @@ def _unwritten(load: OpenLoad, begins: Sequence[int]) -> dict[int, int]:
 
 
 def _naming(load: OpenLoad, reason: str) -> str:
-    """Names the request in a failure's reason instead of the pull's key, which only the transfer thread knows."""
+    """Makes a failure's reason name the request in place of the pull's key, which has no meaning for users."""
     reason = reason.removeprefix(f"request {load.key!r}: ")
     return reason if repr(load.request_id) in reason else f"request {load.request_id!r}: {reason}"

@@ -70,7 +70,7 @@ def _check_tensor(label: str, tensor: torch.Tensor, total_num_pages: int) -> Non
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements, in some order of dimensions, cover one stretch of memory without gap or overlap."""
+    """Whether the elements, in some order of dimensions, cover one range of memory without gap or overlap."""
     covered = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:
@@ -90,7 +90,7 @@ def _check_apart(engine: str, flat: list[tuple[str, torch.Tensor]]) -> None:
 
 
 def page_indices(label: str, idxs: Sequence[int] | npt.NDArray[Any], total_num_pages: int) -> Ints:
-    """Returns page ids as int64 `[pages]`. Raises `InvalidTransferError` if one is no page of the engine."""
+    """Returns page ids as int64 `[pages]`. Raises `InvalidTransferError` for an id that is not a page of the engine."""
     try:
         values = np.asarray(idxs)
     except ValueError as error:
@@ -99,7 +99,7 @@ def page_indices(label: str, idxs: Sequence[int] | npt.NDArray[Any], total_num_p
         raise InvalidTransferError(
             f"{label} has shape {list(values.shape)}; one dimension with at least one page is needed"
         )
-    # numpy turns [True, 7] into integers, so the input is checked too.
+    # numpy turns [True, 7] into integers, so the input itself is checked too.
     are_integers = isinstance(idxs, np.ndarray) or {int}.issuperset(map(type, idxs)) or None not in map(integer, idxs)
     if values.dtype.kind not in "iu" or not are_integers:
         wrong = next((value for value in idxs if integer(value) is None), "an integer beyond 64 bits")

@@ -1,8 +1,8 @@
-"""The transfer engine: moves pages between the pools of two processes, and tracks the end of each transfer.
+"""The transfer engine: moves pages between the pools of two processes, and tracks each transfer until it ends.
 
-A page belongs to a transfer until NIXL reports its end, even if the caller stopped waiting for it. NIXL cannot stop a
-copy. After a time-out, a failure or a `disconnect`, the copies in flight are parked and polled until they end. Until
-then `quarantined_pages` reports their local pages, which must not be used again before it stops doing so.
+A page belongs to a transfer until NIXL reports the transfer's end, even if the caller no longer waits for it. NIXL
+cannot stop a copy. After a time-out, a failure or a `disconnect`, the copies in flight are parked and polled until they
+end. Until then `quarantined_pages` reports their local pages, which must not be used again meanwhile.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from transfer.memory import MemoryType
 from transfer.nixl.agent import Agent
 from transfer.nixl.settings import agreed_settings
 
-_FIRST_PAUSE_S = 20e-6  # most small transfers end within this time
-_LAST_PAUSE_S = 1e-3  # a stuck transfer is polled every millisecond, which takes 2 % of a core
+_FIRST_PAUSE_S = 20e-6  # in seconds: most small transfers end within this time
+_LAST_PAUSE_S = 1e-3  # in seconds: a stuck transfer is polled every millisecond, which takes 2 % of a core
 
 
 class KVTransferEngine:
@@ -54,18 +54,19 @@ class KVTransferEngine:
     One NIXL agent serves each (replica, shard). Not thread-safe: one thread owns the engine.
 
     Args:
-        name: name of the engine for its peers; a restarted engine may take its predecessor's.
-        tensors: `[replica][tp_shard]`, all of one size, dtype and kind of device. Each covers a dense stretch of
-            memory, page after page, whatever the order of its dimensions. It stays registered until `cleanup`, and must
-            stay mapped while any peer lives: a READ of unmapped memory breaks the connection, or delivers half a page.
+        name: name of the engine for its peers. A restarted engine may have the name of its predecessor.
+        tensors: `[replica][tp_shard]`, all of one size, dtype and kind of device. Each covers a dense range of memory,
+            page after page, whatever the order of its dimensions. It stays registered until `cleanup`. It must stay
+            mapped while any peer lives, because a READ of unmapped memory breaks the connection, or delivers half a
+            page.
         total_num_pages: pages of each tensor.
 
     Attributes:
-        name, total_num_pages: the arguments.
+        name, total_num_pages: as in the arguments.
         bytes_per_page: bytes of a page of one tensor.
-        dp, tp: number of replicas, and of shards of a replica.
+        dp, tp: number of replicas, and number of shards of a replica.
         memory_type: where the tensors live.
-        metadata: argument for a peer's `connect`, for all replicas.
+        metadata: the argument for a peer's `connect`, which covers all replicas.
         tensor_agents: `[replica][tp_shard]`; empty after `cleanup`.
 
     Raises:
@@ -123,27 +124,27 @@ class KVTransferEngine:
 
     @property
     def remote_connections(self) -> dict[str, KVTransferEngineMetadata]:
-        """Metadata of each connected peer by engine name, including dead peers until `disconnect`."""
+        """The metadata of each connected peer, by engine name. Dead peers stay here until `disconnect`."""
         return {name: peer.metadata for name, peer in self._peers.connected.items()}
 
     @property
     def remote_agent_to_engine(self) -> dict[str, str]:
-        """Engine name by agent name, for each agent of a connected peer."""
+        """The engine name for each agent name of a connected peer."""
         return {agent: name for agent, (name, _) in self._peers.sender.items()}
 
     @property
     def inflight_send_transfers(self) -> dict[str, TransferReqData]:
-        """The request of each WRITE that this engine started and that is not cleaned up, by transfer name."""
+        """By transfer name, the request of each WRITE that this engine started and that is not cleaned up."""
         return self._postings.requests(is_read=False)
 
     @property
     def inflight_read_transfers(self) -> dict[str, TransferReqData]:
-        """The request of each READ that this engine started and that is not cleaned up, by transfer name."""
+        """By transfer name, the request of each READ that this engine started and that is not cleaned up."""
         return self._postings.requests(is_read=True)
 
     @property
     def completed_recv_transfers(self) -> dict[str, dict[str, set[int]]]:
-        """The shards that have ended of each transfer that a peer started, by engine name and transfer name."""
+        """By engine name and transfer name, the shards that have ended of each transfer that a peer started."""
         return self._notifications.completed
 
     @property
@@ -153,23 +154,26 @@ class KVTransferEngine:
 
     @property
     def suspect_peers(self) -> frozenset[str]:
-        """Peers with a transfer that timed out. A peer leaves the set when a transfer that we start succeeds."""
+        """Peers for which a transfer timed out.
+
+        A peer is removed when a transfer that this engine starts with it succeeds.
+        """
         return frozenset(self._suspects)
 
     @property
     def failed_peers(self) -> dict[str, str]:
-        """The connected peers that are known to be dead, with the reason. Only `disconnect` works for such a peer."""
+        """The connected peers that are known to be dead, with the reason. Such a peer can only be disconnected."""
         return {name: str(peer.failure) for name, peer in self._peers.connected.items() if peer.failure is not None}
 
     def connect(self, remote: KVTransferEngineMetadata) -> None:
-        """Connects to an engine, with all its replicas. The number of replicas and of pages may differ from ours.
+        """Connects to an engine, with all its replicas. It may have another number of replicas and pages than this one.
 
         `remote` is the other engine's `metadata`. It must come from a trusted origin, because NIXL's own bytes in it
         cannot be checked. If it comes over a network, give `encode` and `decode_metadata` a key, or use
         `NixlConnectorWorker`.
 
-        A name stays connected until `disconnect`, even if its engine has died and a new incarnation calls: only the
-        caller can decide about the transfers with the old one.
+        A name stays connected until `disconnect`, even if its engine has died and a new incarnation calls, because only
+        the caller can decide about the transfers with the old one.
 
         Raises:
             AlreadyConnectedError: an engine of this name is connected, or its last connection has not drained yet.
@@ -181,10 +185,10 @@ class KVTransferEngine:
         self._notifications.connect(self._peers.connect(self.metadata, self.tensor_agents, remote))
 
     def disconnect(self, name: str) -> None:
-        """Forgets a peer. Transfers with it that have not ended fail; those in flight are drained by `poll`.
+        """Forgets a peer. Unfinished transfers with it fail, and `poll` drains those that are in flight.
 
-        This does not stop the peer: pages of a transfer that the peer started and that was given up here stay in
-        quarantine until `release_quarantine`.
+        This does not stop the peer. If a transfer that the peer started was given up here, its pages stay in quarantine
+        until `release_quarantine`.
 
         Raises:
             UnknownPeerError: no engine of this name is connected.
@@ -206,9 +210,9 @@ class KVTransferEngine:
         """Starts to write local pages into pages of a peer, the same pages in every shard. Returns at once.
 
         Args:
-            remote_metadata: the peer's metadata, as it was connected.
+            remote_metadata: the metadata with which the peer was connected.
             src_idxs: local pages, in any order.
-            dst_idxs: pages of the peer, one for each of `src_idxs`, none twice.
+            dst_idxs: pages of the peer, one for each of `src_idxs`, no page twice.
             src_replica_idx: the local replica.
             dst_replica_idx: the peer's replica.
 
@@ -217,10 +221,10 @@ class KVTransferEngine:
 
         Raises:
             InvalidTransferError: a page, a replica or a length does not fit, or a local page is in quarantine.
-            UnknownPeerError: no engine of this name, or not this incarnation of it, is connected.
+            UnknownPeerError: no engine of this name is connected, or only another incarnation of it.
             PeerFailedError: the peer is gone.
-            TransferFailedError: NIXL refused a shard. The shards that were started before it are parked; the transfer
-                never completes.
+            TransferFailedError: NIXL refused a shard. The shards started before it are parked, and the transfer never
+                completes.
         """
         return self._initiate(False, remote_metadata, (src_idxs, dst_idxs), (src_replica_idx, dst_replica_idx))
 
@@ -234,7 +238,7 @@ class KVTransferEngine:
     ) -> TransferReqData:
         """Starts to read pages of a peer, `src_idxs` of its `src_replica_idx`, into local pages. Returns at once.
 
-        The peer is notified once its pages have been read. Returns and raises as `initiate_send_transfer` does.
+        The peer is notified when its pages have been read. Returns and raises as `initiate_send_transfer` does.
         """
         return self._initiate(True, remote_metadata, (src_idxs, dst_idxs), (src_replica_idx, dst_replica_idx))
 
@@ -279,23 +283,23 @@ class KVTransferEngine:
     def is_complete(self, transfer_req: TransferReqData) -> bool:
         """Returns whether a transfer has ended successfully, whichever side started it.
 
-        Also drives it, and serves peers.
+        The call also advances the transfer, and serves peers.
 
         Until it returns True, and after an error, the contents of the destination pages are undefined.
 
         Raises:
-            TransferFailedError: NIXL ended the transfer with an error. Each further call raises it again.
+            TransferFailedError: NIXL ended the transfer with an error. Each further call raises this again.
             PeerFailedError: the transfer failed because the peer is gone or was disconnected. Each further call raises
-                it again.
+                this again.
             UnknownTransferError: the transfer was cleaned up or given up.
             UnknownPeerError: the peer that started it is not connected, so no notification can come.
-            InvalidTransferError: the request is not of this engine.
+            InvalidTransferError: the request does not belong to this engine.
         """
         if not self._is_ours(transfer_req):
             return self._has_arrived(transfer_req)
         posting = self._postings.get(transfer_req.transfer_name)
         if not self._postings.is_done(posting):
-            self._drain(transfer_req.side_of(self.name)[0])  # the peers may be waiting for this side too
+            self._drain(transfer_req.side_of(self.name)[0])  # peers may be waiting for this side too
             return False
         self._suspects.discard(posting.connection.metadata.name)
         return True
@@ -344,8 +348,8 @@ class KVTransferEngine:
 
         Raises:
             TransferIncompleteError: the transfer has not ended; see `abandon_transfer`.
-            TransferFailedError: this call found that the transfer has failed. The next call forgets it.
-            UnknownTransferError: the transfer was cleaned up or given up before.
+            TransferFailedError: this call has found that the transfer failed. The next call forgets the transfer.
+            UnknownTransferError: the transfer was already cleaned up or given up.
         """
         ours, peer, name = self._is_ours(transfer_req), transfer_req.initiator, transfer_req.transfer_name
         if ours:
@@ -359,31 +363,31 @@ class KVTransferEngine:
         self._notifications.end(peer, name)
 
     def abandon_transfer(self, transfer_req: TransferReqData) -> None:
-        """Stops waiting for a transfer, in any state. Nothing stops the copy: see `quarantined_pages`.
+        """Stops waiting for a transfer, in any state. This does not stop the copy: see `quarantined_pages`.
 
         Raises:
-            UnknownTransferError: the transfer was cleaned up or given up before.
+            UnknownTransferError: the transfer was already cleaned up or given up.
         """
         ours, name = self._is_ours(transfer_req), transfer_req.transfer_name
         if ours:
             self._postings.give_up(name)
             return
         page_indices(f"{self._here}: transfer {name}", transfer_req.side_of(self.name)[1], self.total_num_pages)
-        with suppress(UnknownPeerError, PeerFailedError):  # an unconnected peer may still be writing
+        with suppress(UnknownPeerError, PeerFailedError):  # a peer that is not connected may still be writing
             if self._has_arrived(transfer_req):
                 self._notifications.end(transfer_req.initiator, name)
                 return
         self._notifications.given_up[name] = transfer_req
 
     def sync_and_release(self, transfer_req: TransferReqData, timeout_s: float = 30.0) -> None:
-        """Waits for the end of a transfer and serves peers meanwhile. Forgets the transfer in every case.
+        """Waits for the end of a transfer, and serves peers meanwhile. Always forgets the transfer.
 
         Raises:
             TransferTimeoutError: the transfer did not end within `timeout_s` seconds. It is given up, its local pages
                 are in quarantine, and the peer is in `suspect_peers`.
             InvalidTransferError: `timeout_s` is negative or NaN. The other errors are those of `is_complete`.
         """
-        if not timeout_s >= 0:  # the negated comparison also refuses NaN
+        if not timeout_s >= 0:  # the negation also refuses NaN
             raise InvalidTransferError(f"{self._here}: timeout_s is {timeout_s}: 0 or more is needed")
         check_request(self._here, self.name, transfer_req, self.dp)
         peer = transfer_req.dst_name if transfer_req.src_name == self.name else transfer_req.src_name
@@ -408,8 +412,8 @@ class KVTransferEngine:
     def quarantined_pages(self, replica_idx: int) -> frozenset[int]:
         """Returns the pages of one replica that a failed or given-up transfer may still read or write.
 
-        The pages of a transfer that this engine started are released when NIXL reports its end to `poll`. Those of a
-        peer's transfer are released by its last notification, or by `release_quarantine`. `cleanup` releases all.
+        If this engine started the transfer, its pages are released when NIXL reports the end to `poll`. If a peer
+        started it, they are released by its last notification, or by `release_quarantine`. `cleanup` releases all.
         """
         check_replica(f"{self._here}: replica_idx", replica_idx, self.dp)
         parked = [posting.request for posting in self._postings.parked.values()]
@@ -418,9 +422,9 @@ class KVTransferEngine:
         return frozenset(page for replica, pages in sides if replica == replica_idx for page in pages)
 
     def release_quarantine(self, peer: str) -> None:
-        """Releases the pages held by transfers that `peer` started.
+        """Releases the pages that are in quarantine because of transfers that `peer` started.
 
-        Call it only if the process of the peer is known to be gone.
+        Call it only if the peer's process is known to be gone.
         """
         self._check_open()
         for name, request in list(self._notifications.given_up.items()):
@@ -428,14 +432,14 @@ class KVTransferEngine:
                 self._notifications.end(peer, name)
 
     def cleanup(self, drain_s: float = 2.0) -> None:
-        """Releases everything from NIXL, and destroys its agents. Safe to call twice, and after a failed constructor.
+        """Releases everything from NIXL, and destroys the agents. Safe to call twice, and after a failed constructor.
 
-        No byte moves for this engine afterwards. Peers' transfers from and to it fail. Transfers in flight get
-        `drain_s` seconds to end, because one that is cut off over TCP can crash the peer. In a forked child this only
-        forgets the engine.
+        No byte moves for this engine after this. Peers' transfers from and to it fail. Transfers in flight get
+        `drain_s` seconds to end, because a transfer that is cut off over TCP can crash the peer. In a forked child this
+        only forgets the engine.
 
         Raises:
-            AgentError: NIXL failed to release something. Everything else was released first.
+            AgentError: NIXL failed to release something. Everything else was released.
         """
         ours, deadline = self._owner == os.getpid(), time.monotonic() + drain_s
         while ours and self._postings.moving() and time.monotonic() < deadline:
@@ -447,6 +451,6 @@ class KVTransferEngine:
         self.tensor_agents, self._peers = [], Peers(self.name)
         self._postings, self._notifications = Postings(self.name), NotificationBook(0)
         peers.close()
-        with ExitStack() as closing:  # calls all of them, and raises an error of one afterwards
+        with ExitStack() as closing:  # calls every one of them, and raises an error afterwards
             for made in itertools.chain.from_iterable(agents):
                 closing.callback(made.agent.close, in_flight=made.agent in busy)

@@ -1,6 +1,6 @@
-"""The metadata that engines exchange: wire structs, their encoding, and every check that needs no second engine.
+"""The metadata that engines exchange: structs, their encoding, and every check that does not need a second engine.
 
-A single wrong bit in NIXL's own bytes can crash the process that loads them. An engine's metadata therefore carries a
+A single wrong bit in NIXL's own bytes can crash the process that loads them. Therefore an engine's metadata carries a
 digest, and `check_metadata` checks everything before NIXL sees any of it.
 """
 
@@ -30,10 +30,10 @@ class _Sent(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_f
 
 
 class TensorAgentMetadata(_Sent, frozen=True, kw_only=True, tag="agent_metadata"):
-    """One tensor of an engine, in the form that a peer needs. Safe to send between processes.
+    """What a peer needs to know of one tensor of an engine. Safe to send between processes.
 
     Attributes:
-        agent_name: name of the NIXL agent; includes the incarnation, so it is never used twice.
+        agent_name: name of the NIXL agent. It includes the incarnation, so it is never used twice.
         metadata: NIXL's own description of the agent, opaque.
         base_addr: address of the first byte of page 0 in the owner's address space.
         device_id: index of the device; 0 for host memory.
@@ -46,19 +46,19 @@ class TensorAgentMetadata(_Sent, frozen=True, kw_only=True, tag="agent_metadata"
 
 
 class KVTransferEngineMetadata(_Sent, frozen=True, kw_only=True, tag="engine_metadata"):
-    """One engine with all its replicas, in the form that a peer needs. Safe to send between threads and processes.
+    """What a peer needs to know of one engine with all its replicas. Safe to send between threads and processes.
 
     Attributes:
-        name: name of the engine. A restarted engine may have its predecessor's name.
+        name: name of the engine. A restarted engine may have the name of its predecessor.
         total_num_pages: pages of each tensor.
         bytes_per_page: bytes of a page of one tensor.
-        memory_type: memory of all tensors.
-        hostname: machine that the engine runs on.
+        memory_type: kind of memory that all tensors are in.
+        hostname: name of the host that the engine runs on.
         agents_meta: `[replica][tp_shard]`.
-        incarnation: random, new with each engine object.
-        settings: the effective settings that two processes must agree on, and the version of NIXL.
-        version: `WIRE_VERSION` of the sender. 0 means that no engine made it; such metadata is refused.
-        digest: digest over all other fields; `sealed` fills it in.
+        incarnation: a random name, new with each engine object.
+        settings: the effective settings on which two processes must agree, and the version of NIXL.
+        version: the sender's `WIRE_VERSION`. 0 means that no engine made the metadata, which is then refused.
+        digest: digest over all other fields. `sealed` fills it in.
     """
 
     name: _Text
@@ -74,19 +74,19 @@ class KVTransferEngineMetadata(_Sent, frozen=True, kw_only=True, tag="engine_met
 
 
 class TransferReqData(_Sent, frozen=True, kw_only=True, tag="transfer_request"):
-    """One transfer between two engines; both sides use it to identify the transfer. Safe to send between processes.
+    """One transfer between two engines, which both sides use to identify it. Safe to send between processes.
 
     Attributes:
         dst_name: engine whose pages are written.
         src_name: engine whose pages are read.
-        transfer_name: unique, 32 hexadecimal digits; also the text of the notification.
-        transfer_ids: one per shard of the replica; meaningful to the engine that started the transfer.
-        src_idxs: pages of the source, paired with `dst_idxs`. The same pages in every shard.
+        transfer_name: unique, 32 hexadecimal digits. It is also the text of the notification.
+        transfer_ids: one per shard of the replica. They have a meaning only for the engine that started the transfer.
+        src_idxs: pages of the source, one for each of `dst_idxs`. The same pages in every shard.
         dst_idxs: pages of the destination.
         src_replica_idx: replica of the source.
         dst_replica_idx: replica of the destination.
-        is_read: True if the destination started the transfer with a READ; False if the source did with a WRITE.
-        version: `WIRE_VERSION` of the sender; 0 if no engine made it.
+        is_read: True if the destination started the transfer with a READ, False if the source started it with a WRITE.
+        version: the sender's `WIRE_VERSION`; 0 if no engine made the request.
     """
 
     dst_name: str
@@ -131,7 +131,7 @@ def encode(struct: KVTransferEngineMetadata | TransferReqData, key: bytes = b"")
 def decode_metadata(data: bytes, key: bytes = b"") -> KVTransferEngineMetadata:
     """Decodes and fully checks the engine metadata in `data`, the result of `encode`.
 
-    Without a key this only shows that the bytes are undamaged, not who made them. `KVTransferEngine.connect` hands
+    Without a key this only shows that the bytes are undamaged, not who made them. `KVTransferEngine.connect` passes
     NIXL's part of them to NIXL, which a wrong byte can crash.
 
     Raises:
@@ -167,14 +167,14 @@ def decode_request(data: bytes) -> TransferReqData:
 
 
 def check_metadata(metadata: KVTransferEngineMetadata) -> KVTransferEngineMetadata:
-    """Checks a peer's metadata as far as possible without NIXL, and returns a private copy."""
+    """Checks a peer's metadata as far as that is possible without NIXL, and returns a copy."""
     if not isinstance(metadata, KVTransferEngineMetadata):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers may be untyped
         raise MetadataError(f"expected KVTransferEngineMetadata, got {type(metadata).__name__}")
     try:
         data = msgspec.msgpack.encode(metadata)
     except (TypeError, ValueError, OverflowError) as error:
         raise MetadataError(f"metadata of engine {metadata.name!r} cannot be encoded: {error}") from error
-    # The round trip checks the type of every field, and copies lists that the caller may change later.
+    # Encoding and decoding checks the type of every field, and copies lists that the caller may change later.
     return decode_metadata(data)
 
 

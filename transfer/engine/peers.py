@@ -47,7 +47,7 @@ class LoadedPeer:
             raise
 
     def close(self) -> None:
-        """Unloads the peer, over whose connection nothing moves any more. Ignores NIXL's errors about a dead peer."""
+        """Unloads the peer. Nothing must move over its connection any more. Ignores NIXL's errors about a dead peer."""
         loaded, self._loaded = self._loaded, []
         for agent, name in loaded:
             with suppress(AgentError):
@@ -59,7 +59,7 @@ class Peers:
 
     Attributes:
         connected: each loaded peer by engine name, including dead ones.
-        sender: engine name and shard by agent name, for each agent of a connected peer.
+        sender: for each agent name of a connected peer, the engine name and the shard.
     """
 
     def __init__(self, engine: str) -> None:
@@ -112,7 +112,7 @@ class Peers:
         return connection
 
     def disconnect(self, name: str) -> LoadedPeer:
-        """Forgets a peer, and returns its connection. `reap` unloads it once nothing moves over it."""
+        """Forgets a peer, and returns its connection. `reap` unloads the connection when nothing moves over it."""
         connection = self.connected.pop(name, None)
         if connection is None:
             raise UnknownPeerError(f"{self._here} is not connected to engine {name!r}")
@@ -161,13 +161,15 @@ Verdict = Literal["accepted", "unknown", "malformed", "duplicate", "late"]
 
 
 class NotificationBook:
-    """Records completed shards. Unexpected notifications are counted and dropped, because peers are not trusted.
+    """Records which shards are complete.
+
+    Unexpected notifications are counted and dropped, because peers are not trusted.
 
     Attributes:
-        completed: the shards that have ended of each transfer, by engine name and transfer name. Each peer has at most
-            65,536 entries; the oldest is dropped.
+        completed: by engine name and transfer name, the shards that have ended. Each peer has at most 65,536 entries;
+            beyond that the oldest is dropped.
         counts: number of notifications by verdict.
-        given_up: the requests of transfers that were given up here before their end was known, by transfer name.
+        given_up: by transfer name, the requests of transfers that were given up here before their end was known.
     """
 
     def __init__(self, tp: int) -> None:
@@ -182,13 +184,15 @@ class NotificationBook:
         self.completed.setdefault(peer, {})
 
     def disconnect(self, peer: str) -> None:
-        """Forgets a peer's transfers, except those that are complete and not yet cleaned up."""
+        """Forgets a peer's transfers, except those that are complete and not cleaned up yet."""
         left = {name: shards for name, shards in self.completed.pop(peer, {}).items() if shards == self._shards}
         if left:
             self.completed[peer] = left
 
     def accept(self, peer: str | None, shard: int, message: bytes) -> None:
-        """Records a notification that our agent of `shard` received. The last one ends a transfer that was given up.
+        """Records a notification that our agent of `shard` has received.
+
+        A transfer that was given up ends with its last one.
 
         `peer` is None if the sending agent belongs to no connected engine on this shard.
         """
@@ -218,11 +222,11 @@ class NotificationBook:
         return self.completed.get(peer, {}).get(transfer_name) == self._shards
 
     def has_ended(self, transfer_name: str) -> bool:
-        """Whether a transfer was given up, or was ended recently by `end`."""
+        """Whether a transfer was given up, or was recently ended by `end`."""
         return transfer_name in self.given_up or transfer_name in self._ended
 
     def end(self, peer: str, transfer_name: str) -> None:
-        """Forgets a transfer. Later notifications for it are dropped."""
+        """Forgets a transfer. Later notifications about it are dropped."""
         self.completed.get(peer, {}).pop(transfer_name, None)
         self.given_up.pop(transfer_name, None)
         self._ended[transfer_name] = None

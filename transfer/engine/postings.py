@@ -17,14 +17,14 @@ from transfer.plan.intersection import Ints
 from transfer.plan.runs import PagePairs, Runs
 
 _MOST_FEW = 8
-"""Up to this many runs, plain Python makes descriptors faster than numpy."""
+"""Up to this many runs, plain Python makes descriptors faster than numpy does."""
 
 
 def page_runs(label: str, src: Ints, dst: Ints, page_bytes: int) -> Runs:
     """Returns the runs that copy `src` pages to `dst` pages.
 
-    Offsets are in bytes from page 0: the runs' `local` side has those of `dst`, the `remote` side those of `src`. Pairs
-    of pages that are neighbours on both sides form one run.
+    Offsets are in bytes from page 0. The runs' `local` side has the offsets of `dst`, and the `remote` side those of
+    `src`. Pairs of pages that are adjacent on both sides form one run.
     """
     if src.size != dst.size:
         raise InvalidTransferError(
@@ -42,15 +42,15 @@ def page_runs(label: str, src: Ints, dst: Ints, page_bytes: int) -> Runs:
 
 @dataclass(eq=False)
 class Posting:
-    """One transfer: a NIXL handle for each shard, released as soon as its copy has ended, and never before.
+    """One transfer: a NIXL handle for each shard. A handle is released as soon as its copy has ended, and never before.
 
-    An earlier release would not stop the copy, and NIXL could no longer report its end.
+    An earlier release would not stop the copy, and NIXL could no longer report the copy's end.
 
     Attributes:
         request: the transfer.
-        connection: the peer of the transfer.
-        failure: why it failed; None otherwise.
-        pending: agent and handle of each shard that has not ended.
+        connection: the connection to the transfer's peer.
+        failure: why the transfer failed; None otherwise.
+        pending: the agent and handle of each shard that has not ended.
     """
 
     request: TransferReqData
@@ -83,7 +83,7 @@ class Posting:
                 self.pending.append((ours.agent, handle))
 
     def poll(self) -> None:
-        """Drives every shard, and releases those that have ended. If shards fail, raises the first `AgentError`."""
+        """Advances every shard, and releases those that have ended. If shards fail, raises the first `AgentError`."""
         first: AgentError | None = None
         for agent, handle in list(self.pending):
             try:
@@ -100,15 +100,15 @@ class Posting:
             raise first
 
     def is_moving(self) -> bool:
-        """Polls once. Returns whether anything is still in flight; an error ends a copy as success does."""
+        """Polls once. Returns whether anything is still in flight. An error also ends a copy."""
         with suppress(AgentError):
             self.poll()
         return bool(self.pending)
 
     def drop(self) -> set[Agent]:
-        """Releases the handles of shards in flight, just before their agents are destroyed.
+        """Releases the handles of shards in flight. Called just before their agents are destroyed.
 
-        The copies go on until then.
+        The copies continue until then.
         """
         pending, self.pending = self.pending, []
         for agent, handle in pending:
@@ -118,11 +118,11 @@ class Posting:
 
 
 class Postings:
-    """Transfers of one engine. `KVTransferEngine` documents the errors of its methods.
+    """The transfers that one engine has started. `KVTransferEngine` documents the errors of its methods.
 
     Attributes:
-        started: transfers by name that have not been cleaned up.
-        parked: transfers by name that have failed or were given up and are still partly in flight.
+        started: by name, the transfers that have not been cleaned up.
+        parked: by name, the transfers that have failed or were given up, and are still partly in flight.
     """
 
     def __init__(self, engine: str) -> None:
@@ -152,7 +152,7 @@ class Postings:
         return self.started[name]
 
     def is_done(self, posting: Posting) -> bool:
-        """Whether a transfer has ended successfully. Raises its failure if it has failed."""
+        """Whether a transfer has ended successfully. Raises the error of a transfer that has failed."""
         if posting.failure is not None:
             raise posting.failure.with_traceback(None)
         try:
@@ -185,7 +185,7 @@ class Postings:
                 self._park(posting)
 
     def reap(self) -> set[LoadedPeer]:
-        """Polls the parked transfers, forgets those that have ended, and returns the connections of the others."""
+        """Polls the parked transfers and forgets those that have ended. Returns the connections of the others."""
         self.parked = {name: posting for name, posting in self.parked.items() if posting.is_moving()}
         return {posting.connection for posting in self.parked.values()}
 

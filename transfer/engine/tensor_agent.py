@@ -1,4 +1,4 @@
-"""One tensor of pages, registered with a NIXL agent of its own; `KVTransferEngine` has one for each shard."""
+"""One tensor of pages, registered with its own NIXL agent. `KVTransferEngine` has one for each shard."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _BACKGROUND_RUNS = 8
 
 @dataclass(eq=False)
 class TensorAgent:
-    """One tensor, registered with a NIXL agent of its own.
+    """One tensor, registered with its own NIXL agent.
 
     Attributes:
         agent: the NIXL agent.
-        agent_name: its name, never used twice.
-        tensor: the tensor; held so that its memory outlives the registration.
+        agent_name: name of the agent, which is never used twice.
+        tensor: the tensor. It is kept here so that its memory outlives the registration.
         base_addr: address of page 0.
-        ucx_backend: NIXL's handle of the UCX backend.
+        ucx_backend: NIXL's handle for the UCX backend.
         device_id: index of the device; 0 for host memory.
-        agent_metadata: metadata that another NIXL agent loads to reach this one.
+        agent_metadata: metadata that another NIXL agent loads in order to reach this one.
         reg_dlist: NIXL's record of the registration.
     """
 
@@ -55,8 +55,8 @@ class TensorAgent:
         Args:
             agent_name: a name that no agent has had before.
             listen_port: ignored; pass 0. No listener is started, because it would answer any process on any interface.
-                Our own messages carry the metadata.
-            tensor: any dtype; its elements cover one dense stretch of memory, page after page.
+                The metadata travels in our own messages instead.
+            tensor: a tensor of any dtype. Its elements must cover one dense range of memory, page after page.
             total_num_pages: pages of the tensor.
             elts_per_page: elements of a page.
             memory_type: DRAM for a tensor on the CPU, VRAM for one on a GPU.

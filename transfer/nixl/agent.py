@@ -1,7 +1,7 @@
 """A NIXL agent: the memory that it registers, the peers that it knows, the transfers that it posts.
 
-nixl is imported when the first agent is made. Its settings are environment variables, which NIXL reads on import and
-UCX reads when an agent is made. They are set only for that moment.
+nixl is imported when the first agent is made. Its settings are environment variables. NIXL reads them on import, and
+UCX when an agent is made, so they are set only during that time.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 Handle: TypeAlias = Any
-"""A NIXL transfer in flight. A released handle must not be used again: NIXL would crash."""
+"""A NIXL transfer in flight. A handle must not be used after its release, because NIXL would crash."""
 
 Descriptors: TypeAlias = "npt.NDArray[np.uint64]"
 """uint64 `[runs, 3]`: address, bytes and device of each run."""
 
 RunList: TypeAlias = "Descriptors | list[tuple[int, int, int]]"
-"""`Descriptors`, or a list if there are few runs: an array of one row takes 2 µs to make."""
+"""`Descriptors`, or a list if there are few runs, because making an array takes 2 µs."""
 
 BACKGROUND_RUNS = 128
-"""A NIXL thread copies transfers of at least this many runs. The posting thread copies smaller ones."""
+"""Transfers of at least this many runs are copied by a NIXL thread. Smaller ones are copied by the posting thread."""
 
 WORD_BYTES = 8
 """The number of bytes that `read_word` reads."""
 
 _FIRST = [0]
 _agents: WeakSet[Any] = WeakSet()
-_making = [threading.Lock()]  # the lock is held while `os.environ` has an agent's settings
+_making = [threading.Lock()]  # the lock is held while `os.environ` has the settings for an agent
 
 
 def _keep_in_fork() -> None:
-    """Keeps every agent alive in a forked child, where NIXL's destructor would wait for a thread that is gone."""
-    _making[0] = threading.Lock()  # a thread of the parent may have held the lock
+    """Keeps every agent alive in a forked child, where NIXL's destructor would wait for an absent thread."""
+    _making[0] = threading.Lock()  # a thread of the parent may have held the old lock
     for agent in _agents:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(agent))
 
@@ -58,7 +58,10 @@ os.register_at_fork(after_in_child=_keep_in_fork)
 
 @cache
 def _errors() -> tuple[type[Exception], ...]:
-    """Returns the exceptions that NIXL raises. They share no base class, and its bindings add built-in ones."""
+    """Returns the exceptions that NIXL raises.
+
+    They have no common base class, and its bindings also raise built-in ones.
+    """
     bindings = importlib.import_module("nixl._bindings")
     found = [value for name, value in vars(bindings).items() if name.startswith("nixl") and name.endswith("Error")]
     return (*found, RuntimeError, ValueError, TypeError)
@@ -97,18 +100,19 @@ def _environment(settings: Mapping[str, str]) -> Generator[None]:
 class Agent:
     """One NIXL agent over any number of regions. Single-threaded. Raises `AgentError` if NIXL refuses or fails.
 
-    Transfers name addresses, passed as arrays. Descriptor lists that NIXL prepares in advance would save 16 ns a
-    descriptor, of the 1.3 to 2.2 µs that each costs in the post. They would have to describe a whole pool at first
-    contact, can merge only within their own rows, and die with each connection. `read_word` is the exception: words are
-    few and are read repeatedly, one at a time, so that a prepared list of one word saves a third of the call.
+    Transfers name addresses, passed as arrays. NIXL can also prepare lists of descriptors in advance. For pages this
+    does not pay: it would save 16 ns of the 1.3 to 2.2 µs that posting a descriptor costs. Such lists would have to
+    describe the whole pool at first contact, could not join adjacent pages of a request into one descriptor, and are
+    lost with each connection. `read_word` does use them: it reads the same words repeatedly, one at a time, and a
+    prepared list of one word saves a third of the call.
 
     Args:
         name: a name that no agent has had before.
-        memory_type: memory that most of its regions live in; decides the transports.
-        background_runs: a NIXL thread copies transfers of at least this many runs, and the post returns at once unless
-            that thread is busy. The post of a smaller transfer returns when everything is copied, which is faster than
-            waking the thread.
-        files: parameters of NIXL's POSIX plugin, for an agent that moves bytes to files and knows no peers.
+        memory_type: memory that most of the agent's regions are in. It determines the transports.
+        background_runs: transfers of at least this many runs are copied by a NIXL thread. Their post returns at once,
+            unless that thread is busy. The post of a smaller transfer returns when everything is copied, which is
+            faster than waking the thread.
+        files: parameters of NIXL's POSIX plugin, for an agent that moves bytes to files and has no peers.
 
     Attributes:
         backend: NIXL's handle of the plugin.
@@ -126,7 +130,7 @@ class Agent:
         self.memory_type = memory_type
         self._registered: list[Any] = []
         self._voucher: Voucher | None = None
-        # prepared lists of one word, by peer and address; "" is this agent
+        # by peer and address: prepared lists of one word; the peer "" is this agent
         self._words: dict[tuple[str, int], int] = {}
         self._owner = os.getpid()
         plugin = "UCX" if files is None else "POSIX"
@@ -139,8 +143,10 @@ class Agent:
                     f"making NIXL agent {name!r}: nixl cannot be imported (pip install 'pagewire[transfer]'): {error}"
                 ) from error
             config = api.nixl_agent_config(
-                enable_prog_thread=False,  # NIXL's own thread spins: it takes a whole core for each agent
-                enable_listen_thread=False,  # it would answer any process; our own messages carry the metadata
+                # NIXL's own progress thread spins, and would take a whole core for each agent
+                enable_prog_thread=False,
+                # NIXL's listener would answer any process; our own messages carry the metadata instead
+                enable_listen_thread=False,
                 listen_port=0,
                 backends=[],
                 # Without locks, a call from a second thread would crash.
@@ -151,9 +157,9 @@ class Agent:
                 _agents.add(self._agent)
                 self._agent.create_backend(plugin, params)
                 self.backend = int(self._agent.backends[plugin])
-        # `post` calls the bindings directly: NIXL's Python wrappers first check the type of each argument, which takes
-        # 3 of 11 µs. The agent of the bindings is not stored here, because it ends with its last reference and `close`
-        # must end it.
+        # `post` calls the bindings directly, because NIXL's Python wrappers first check the type of each argument,
+        # which takes 3 of 11 µs. The bindings' agent object is not stored: it ends with its last reference, and `close`
+        # must be able to end it.
         bindings: Any = importlib.import_module("nixl._bindings")
         self._descriptors, self._ended, self._self = (
             bindings.nixlXferDList,
@@ -163,9 +169,9 @@ class Agent:
         self._handle: Any = api.nixl_xfer_handle
 
     def register(self, regions: Sequence[tuple[int, int, int]], memory_type: MemoryType | None = None) -> Any:
-        """Registers (address, bytes, device) of regions, and returns NIXL's record of them.
+        """Registers (address, bytes, device) of regions. Returns NIXL's record of the registration.
 
-        The regions must stay mapped until `close`, and as long as any peer lives that may read them. `memory_type`
+        The regions must stay mapped until `close`, and as long as any peer that may read them lives. `memory_type`
         defaults to the agent's own.
         """
         rows = [(*region, "") for region in regions]
@@ -175,28 +181,28 @@ class Agent:
 
     @property
     def is_open(self) -> bool:
-        """Whether `close` was not called yet."""
+        """Whether `close` has not been called yet."""
         return self._agent is not None
 
     @property
     def is_own(self) -> bool:
-        """Whether this process made the agent. A forked child cannot use the agent of its parent."""
+        """Whether this process made the agent. A forked child cannot use its parent's agent."""
         return self._owner == os.getpid()
 
     @property
     def plugins(self) -> list[str]:
-        """Names of the plugins of this NIXL. Not all of them load on every host."""
+        """Returns the names of this NIXL's plugins. Not all of them load on every host."""
         with nixl_errors(f"agent {self.name!r}: its plugins"):
             return sorted(self._agent.get_plugin_list())
 
     @property
     def metadata(self) -> bytes:
-        """The current metadata, which another NIXL agent loads to reach this one."""
+        """The current metadata, which another NIXL agent loads in order to reach this one."""
         with nixl_errors(f"agent {self.name!r}: its metadata"):
             return bytes(self._agent.get_agent_metadata())
 
     def vouch(self, metadata: bytes) -> None:
-        """Vouches to readers on this host that this metadata is the agent's own; see `transfer.nixl.vouchers`."""
+        """Proves to readers on this host that this metadata is the agent's own; see `transfer.nixl.vouchers`."""
         self._voucher = Voucher(metadata)
 
     def add_peer(self, peer: str, metadata: bytes) -> None:
@@ -212,7 +218,7 @@ class Agent:
             raise AgentError(f"agent {self.name!r}: expected the metadata of {peer!r}, got that of {loaded!r}")
 
     def remove_peer(self, peer: str) -> None:
-        """Unloads a peer. All handles of transfers with it must be released first."""
+        """Unloads a peer. All handles of transfers with it must have been released."""
         with nixl_errors(f"agent {self.name!r}: unloading agent {peer!r}"):
             for key in [key for key in self._words if key[0] == peer]:
                 self._agent.agent.releasedDlistH(self._words.pop(key))
@@ -227,15 +233,18 @@ class Agent:
         note: bytes = b"",
         memory_types: tuple[MemoryType, MemoryType] | None = None,
     ) -> tuple[Handle, bool]:
-        """Starts a READ into our memory or a WRITE into a peer's. Returns its handle and whether it has already ended.
+        """Starts a READ into our memory or a WRITE into a peer's.
 
-        Both sides are registered memory, in runs of equal lengths. The peer gets the note, if there is one, once all
-        bytes have arrived. `memory_types` are the types of the local and the remote memory; None means the agent's own
+        Returns its handle and whether the transfer has already ended.
+
+        Both sides are registered memory, in runs of equal lengths. If a note is given, the peer gets it when all bytes
+        have arrived. `memory_types` are the types of the local and the remote memory; None means the agent's own type
         for both.
         """
         here, there = memory_types or (self.memory_type, self.memory_type)
         agent, bound = self._agent, self._agent.agent
-        # not `nixl_errors`: a READ of one page takes 10 µs, and two context managers with their messages would add 4
+        # `nixl_errors` is not used here: a READ of one page takes 10 µs, and two context managers with their messages
+        # would add 4
         try:
             local_list = self._descriptors(agent.nixl_mems[here.value], local)
             remote_list = self._descriptors(agent.nixl_mems[there.value], remote)
@@ -258,7 +267,7 @@ class Agent:
         """
         here, there = memory_types
         agent, bound = self._agent, self._agent.agent
-        try:  # `_value_` is `value` in a third of the time
+        try:  # `_value_` takes a third of the time of `value`
             local_list = self._descriptors(agent.nixl_mems[here._value_], local)
             remote_list = self._descriptors(agent.nixl_mems[there._value_], remote)
             made = bound.createXferReq(agent.nixl_ops["READ"], local_list, remote_list, peer, b"", [])
@@ -284,7 +293,7 @@ class Agent:
         return self._agent.agent.prepXferDlist(owner, words, [])
 
     def _posted(self, bound: Any, made: int) -> Handle | None:
-        """Posts a transfer by its raw number: making and releasing a handle object would double the cost."""
+        """Posts a transfer by its raw number, because making and releasing a handle object would double the cost."""
         try:
             has_ended = bound.postXferReq(made) == self._ended
         except _errors() as error:
@@ -295,7 +304,7 @@ class Agent:
             return self._handle(bound, made)
         try:
             bound.releaseXferReq(made)
-        except _errors():  # the transfer has ended, so a failed release does not matter
+        except _errors():  # the transfer has ended, so it does not matter if the release fails
             pass
         return None
 
@@ -309,9 +318,9 @@ class Agent:
             raise _agent_error(f"agent {self.name!r}: posting", error) from error
 
     def done(self, handle: Handle) -> bool:
-        """Whether a transfer has ended well. Also drives it, and sends its note at the end.
+        """Whether a transfer has ended successfully. Also advances it, and sends its note at the end.
 
-        Release the handle on an error.
+        On an error, the caller must release the handle.
         """
         try:
             return self._agent.check_xfer_state(handle) == "DONE"
@@ -319,21 +328,23 @@ class Agent:
             raise _agent_error(f"agent {self.name!r}: transfer", error) from error
 
     def release(self, handle: Handle) -> None:
-        """Releases a handle, which must not be used again. This does not stop a copy in flight."""
+        """Releases a handle, which must not be used after this. A copy in flight is not stopped."""
         try:
             handle.release()
         except _errors() as error:
             raise _agent_error(f"agent {self.name!r}: releasing a transfer", error) from error
 
     def notify(self, peer: str, message: bytes) -> None:
-        """Sends a message to a peer without blocking. It may be lost if the peer is stopped."""
+        """Sends a message to a peer without blocking. The message may be lost if the peer is stopped."""
         with nixl_errors(f"agent {self.name!r}: notifying {peer!r}"):
             self._agent.send_notif(peer, message)
 
     def notifications(self) -> list[tuple[str, bytes]]:
-        """Returns the (agent name, message) pairs that arrived since the last call. Also serves the peers' transfers.
+        """Returns the (agent name, message) pairs that have arrived since the last call.
 
-        The agent name is the sender's own claim; nothing proves it.
+        Also serves the peers' transfers.
+
+        The agent name is what the sender claims. Nothing proves it.
         """
         if self._voucher is not None:
             self._voucher.poll()
@@ -344,15 +355,16 @@ class Agent:
         return [(sender, message) for sender, messages in arrived.items() for message in messages]
 
     def close(self, *, in_flight: bool = False) -> None:
-        """Destroys the NIXL agent. Safe to call twice. The caller first releases every handle and removes every peer.
+        """Destroys the NIXL agent. Safe to call twice.
 
-        This waits for the copy that the agent's thread is working on. No byte moves afterwards: this is the last
-        barrier before the memory of a transfer that never ended can be used again. In a forked child it only drops the
-        reference.
+        The caller must first release every handle and remove every peer.
+
+        This waits for the copy that the agent's thread is working on. No byte moves after this. So this is the last way
+        to make the memory of a transfer that never ended usable again. In a forked child it only drops the reference.
 
         Args:
-            in_flight: True if a handle was released before its transfer ended. The agent's own destructor then
-                deregisters the memory, after its worker has stopped. Otherwise the worker could use memory that is
+            in_flight: whether a handle was released before its transfer had ended. Then the memory is deregistered by
+                the agent's own destructor, after its worker has stopped. Otherwise the worker could use memory that is
                 already freed.
         """
         if self._voucher is not None:

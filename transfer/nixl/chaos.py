@@ -1,8 +1,8 @@
-"""An agent with random faults like those of NIXL and networks, driven by a seed.
+"""An agent with random faults like those of NIXL and of networks. A seed determines the faults.
 
 Tests and `pagewire demo --chaos` use it. It wraps the real agent: bytes move through NIXL, and faults hit real
-transfers. Each fault stands for one that was observed (short reads reported as done, copies that continue after an
-error, notifications lost with a stopped peer) or that a network may add.
+transfers. Each fault was either observed (short reads reported as done, copies that continue after an error,
+notifications lost with a stopped peer), or could be added by a network.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ Fault = Literal["delay", "refuse", "break", "short", "corrupt", "drop", "duplica
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """The probability of each fault, per READ or per notification.
+    """The probability of each fault, for each READ or notification.
 
     Attributes:
-        delay: a READ is posted some polls later, and reads whatever its pages hold by then.
+        delay: a READ is posted some polls later. It reads what its pages contain at that time.
         refuse: a READ is refused.
         break_: a READ ends in an error after half of its runs have arrived.
         short: a READ reports success although its last run has not arrived.
         corrupt: a READ reports success with one wrong bit.
         drop: a notification is lost.
         duplicate: a notification arrives twice.
-        late: a notification arrives some polls later, after younger ones.
+        late: a notification arrives some polls later, after notifications that were sent after it.
         polls: the longest delay, in polls.
     """
 
@@ -53,7 +53,7 @@ class Rates:
 
     @property
     def kinds(self) -> list[Fault]:
-        """The faults with a probability above 0."""
+        """The faults whose probability is above 0."""
         faults: tuple[Fault, ...] = get_args(Fault)
         return [fault for fault in faults if getattr(self, "break_" if fault == "break" else fault) > 0]
 
@@ -76,7 +76,7 @@ class _ChaosRead:
 class ChaosAgent(Agent):
     """The real agent, with faults injected.
 
-    With the same `seed`, the same series of calls gets the same faults. `faults` counts them.
+    The same `seed` gives the same faults for the same series of calls. `faults` counts them.
     """
 
     def __init__(

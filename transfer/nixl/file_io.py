@@ -1,4 +1,4 @@
-"""Moves bytes between host memory and files through NIXL's POSIX plugin. A file tier may use it in place of preadv.
+"""Moves bytes between host memory and files through NIXL's POSIX plugin. A file tier can use it in place of preadv.
 
 It implements `kvcache.types.PageIO` and is passed as `KVCacheParams(file_tier_io=NixlFileIO)`. On a local disk it is no
 faster than the default (`benchmarks.tiers`).
@@ -29,7 +29,7 @@ _POLL_S = 20e-6
 class NixlFileIO:
     """Moves parts of registered memory (uint8 tensors on the CPU) to and from open files. Single-threaded.
 
-    `queue` is "uring" or "aio", whichever the plugin was built with; None lets the plugin choose.
+    `queue` is "uring" or "aio", and the plugin must have been built with it. None lets the plugin choose.
 
     Raises:
         AgentError: NIXL is missing, or has no POSIX plugin, or its plugin lacks this queue.
@@ -73,7 +73,7 @@ class _FileAgent(Agent):
     def move(
         self, operation: Literal["READ", "WRITE"], here: Descriptors, there: Descriptors, file: tuple[int, int, int]
     ) -> None:
-        """Copies runs between memory and a file, given as (start, bytes, descriptor).
+        """Copies runs between memory and a file. The file is given as (start, bytes, descriptor).
 
         Blocks until the copy has ended.
         """
@@ -83,7 +83,7 @@ class _FileAgent(Agent):
             try:
                 local, remote = agent.get_xfer_descs(here, "DRAM"), agent.get_xfer_descs(there, "FILE")
                 handle = agent.initialize_xfer(operation, local, remote, self.name)
-                done = self.start(handle)  # an error releases the handle
+                done = self.start(handle)  # releases the handle on an error
                 try:
                     while not done:
                         time.sleep(_POLL_S)

@@ -1,9 +1,10 @@
 """Objects of an S3 store through NIXL's OBJ plugin: `KVCacheParams(object_tier_io=NixlObjects(bucket))`.
 
-The plugin runs in a process of its own, `object_store.py`, which shares only the memory that the bytes pass through.
-There are three reasons. A call of the plugin hangs if the store does not answer: 25 s if nothing listens, 59 s and more
-if nothing replies, whatever the settings. A READ that is given up keeps writing to its memory. And the plugin of one of
-NIXL's two wheels needs a CUDA library to load. A process can be killed at any time, and writes nothing afterwards.
+The plugin runs in a separate process, `object_store.py`, which shares only the memory that the bytes pass through.
+There are three reasons. First, a call of the plugin hangs if the store does not answer: 25 s if nothing listens, 59 s
+and more if nothing replies, whatever the settings. Second, a READ that is given up keeps writing to its memory. Third,
+the plugin of one of NIXL's two wheels needs a CUDA library to load. A process can be killed at any time, and writes
+nothing after that.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from kvcache.errors import InvalidParamsError
 
 _PROGRAM = Path(__file__).with_name("object_store.py")
 _START_S = 30.0
-_SHOWN = 400  # bytes of the process's error output that an error shows
+_SHOWN = 400  # in bytes: how much of the process's error output an error shows
 _T = TypeVar("_T")
 
 
@@ -40,7 +41,7 @@ class _Store(NamedTuple):
 
 
 class _Range(Protocol):
-    """The shape of `kvcache.types.ObjectRange`."""
+    """Has the fields of `kvcache.types.ObjectRange`."""
 
     @property
     def key(self) -> str: ...
@@ -57,12 +58,12 @@ class NixlObjects:
     """A bucket of an S3 store, for `KVCacheParams(object_tier_io=...)`. Invalid values raise `InvalidParamsError`.
 
     Credentials are found as the AWS SDK finds them (its environment variables, files and roles), or are given in
-    `settings` as `access_key` and `secret_key`. Every writer to the bucket is trusted: checksums guard only against
+    `settings` as `access_key` and `secret_key`. All writers to the bucket are trusted: checksums guard only against
     accidents.
     """
 
     bucket: str
-    endpoint: str | None = None  # URL of a store other than AWS's; its scheme may be http
+    endpoint: str | None = None  # URL of a store other than AWS's; http is allowed
     prefix: str = ""  # prefix of every object's key, such as "kv/"
     settings: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)  # further parameters of the plugin
 
@@ -87,7 +88,7 @@ class NixlObjects:
 
 
 class NixlObjectIO:
-    """A `kvcache.types.ObjectIO` in a process of its own, which the first call starts."""
+    """A `kvcache.types.ObjectIO` that uses a separate process. The first call starts this process."""
 
     def __init__(self, size: int, timeout_s: float, prefix: str, settings: Mapping[str, str]) -> None:
         self._timeout_s = timeout_s
@@ -136,7 +137,7 @@ class NixlObjectIO:
         return [(self._prefix + one.key, one.offset, one.start, one.size) for one in ranges]
 
     def _ask(self, question: dict[str, object], answer: type[_T]) -> _T:
-        """Makes one call. Any failure ends the process, and the next call starts another."""
+        """Makes one call. Any failure ends the process, and the next call starts another one."""
         os.ftruncate(self._said, 0)
         try:
             if self._process is None:
@@ -163,7 +164,7 @@ class NixlObjectIO:
         return _Store(process, ours)
 
     def _exchange(self, store: _Store, question: dict[str, object], seconds: float) -> Any:
-        """Sends a question and returns the answer, each one line of JSON. Raises `OSError` or a decoding error."""
+        """Sends a question and returns the answer. Each is one line of JSON. Raises `OSError` or a decoding error."""
         deadline, channel, line = time.monotonic() + seconds, store.channel, b""
         channel.settimeout(seconds)
         channel.sendall(msgspec.json.encode(question) + b"\n")

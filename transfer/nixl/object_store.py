@@ -1,8 +1,8 @@
 """A process that calls NIXL's OBJ plugin for `object_io.py`, which kills it when a call takes too long.
 
-It is a script and imports neither our packages nor torch, so that it starts within a second and takes 60 MB. Its
-arguments are two inherited descriptors: a socket and a memory file. A question is a line of JSON, and so is its answer:
-{"answer": ...} or {"error": "..."}. The process ends when the socket closes, whatever NIXL is doing.
+The script imports neither our packages nor torch, so that it starts within a second and takes 60 MB. Its arguments are
+two inherited descriptors: a socket and a memory file. A question is a line of JSON, and so is its answer: {"answer":
+...} or {"error": "..."}. The process ends when the socket closes, whatever NIXL is doing.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import time
 from typing import Any
 
 os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
-_WHEELS = ("nixl_cu12", "nixl_cu13")  # the first wheel's plugin needs no CUDA library
+_WHEELS = ("nixl_cu12", "nixl_cu13")  # the plugin in the first wheel needs no CUDA library
 _POLL_S = 2e-4
 _NAME = "objects"
 
 
 class _Plugin:
-    """An agent with the OBJ plugin over the shared memory. NIXL's exceptions pass through."""
+    """An agent with the OBJ plugin, which uses the shared memory. NIXL's exceptions are passed on."""
 
     def __init__(self, settings: dict[str, str], memory: mmap.mmap) -> None:
         api, self._agent = _make_agent(settings)
@@ -46,7 +46,7 @@ class _Plugin:
         return self._move("READ", ranges)
 
     def _move(self, operation: str, ranges: list[tuple[str, int, int, int]]) -> list[bool]:
-        """Moves all ranges at once, each in a transfer of its own, so that one failure leaves the others alone."""
+        """Moves all ranges at once. Each has its own transfer, so that one failure does not affect the others."""
         agent = self._agent
         objects = agent.register_memory(
             [(0, offset + size, at, key) for at, (key, offset, _, size) in enumerate(ranges)], "OBJ"
@@ -104,7 +104,7 @@ def _listen(channel: socket.socket, questions: queue.SimpleQueue[dict[str, Any]]
     with channel.makefile("rb") as lines:
         for line in lines:
             questions.put(json.loads(line))
-    os._exit(0)  # the parent has ended or closed the socket, so there is nothing left to finish
+    os._exit(0)  # the parent has ended or has closed the socket, so nothing is left to do
 
 
 def main() -> None:
@@ -117,7 +117,7 @@ def main() -> None:
         question = questions.get()
         try:
             reply: dict[str, Any] = {"answer": None}
-            if plugin is None:  # the first question carries the store's settings
+            if plugin is None:  # the first question contains the store's settings
                 plugin = _Plugin(question["settings"], memory)
             else:
                 reply = {"answer": _answer(plugin, question)}

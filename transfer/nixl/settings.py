@@ -22,26 +22,27 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _DEFAULTS = {
-    "UCX_DEBUG_SIGNO": "0",  # by default UCX claims SIGHUP for its debugger, even from a program that handles it
-    # with the default of 20 s, a message to a dead peer is accepted silently for that long
+    "UCX_DEBUG_SIGNO": "0",  # by default UCX takes over SIGHUP for its debugger, even in a program that handles it
+    # with the default of 20 s, a message to a dead peer would be accepted silently for that long
     "UCX_KEEPALIVE_INTERVAL": "1s",
-    # By default TCP gives a connection up after many minutes and retries ever more rarely: after a minute without a
-    # link, the first READ waited for another minute.
+    # By default TCP gives up a connection only after many minutes, and retries less and less often: after a minute
+    # without a link, the first READ waited for another minute.
     "UCX_TCP_USER_TIMEOUT": "15s",
-    "UCX_TCP_SYN_CNT": "3",  # 15 s of connection attempts
+    "UCX_TCP_SYN_CNT": "3",  # equals 15 s of attempts to connect
     "UCX_LOG_LEVEL": "error",
     "UCX_WARN_UNUSED_ENV_VARS": "n",
-    "NIXL_LOG_LEVEL": "ERROR",  # NIXL's INFO lines go to stdout
+    "NIXL_LOG_LEVEL": "ERROR",  # NIXL writes INFO lines to stdout
 }
-# The largest message, in bytes, that answers a READ over TCP. With the default of 8 KiB, system calls cost a quarter of
-# the rate or more. A message longer than the receiver's buffer is written beyond it, so both sides must agree.
+# The largest message, in bytes, that answers a READ over TCP. With the default of 8 KiB, system calls would cost a
+# quarter of the rate or more. A message that is longer than the receiver's buffer is written beyond that buffer, so
+# both sides must agree.
 _TCP_SEGMENTS = {"UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_RX_SEG_SIZE": "256k"}
-# cuda_copy moves nothing here. But on a host with a GPU, NIXL refuses a list of transports without it, even for pages
+# cuda_copy moves no data here. But on a host with a GPU, NIXL refuses a list of transports without it, even for pages
 # in host memory.
 _HOST_TRANSPORTS = "posix,sysv,cma,cuda_copy"
 _SHARED_MEMORY = ("posix", "sysv")
-# Without NVLink, UCX would use cuda_ipc for WRITEs alone, and emulate READs over TCP: on one H200, 2,048 pages of
-# 128 KiB took 468 ms instead of 78 ms.
+# Without NVLink, UCX would use cuda_ipc only for WRITEs, and emulate READs over TCP: on one H200, 2,048 pages of 128
+# KiB took 468 ms instead of 78 ms.
 _OF_GPUS = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on"}
 _THIS_HOST_ONLY = {"posix", "sysv", "cma", "self", "sm", "shm", "mm", "xpmem", "knem", "cuda_ipc", "cuda_copy"}
 _TRUE = {"y", "yes", "1", "on", "true"}
@@ -50,15 +51,15 @@ _TRUE = {"y", "yes", "1", "on", "true"}
 def effective_settings(
     memory_type: MemoryType = MemoryType.DRAM, environ: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Returns the environment variables that agents run with: those already set, and our defaults for the rest.
+    """Returns the environment variables for agents: those that are already set, and our defaults for the others.
 
-    A variable that is set is never changed. The transports are chosen for host memory only; a GPU needs those that UCX
+    A variable that is set is never changed. Transports are chosen only for host memory; a GPU needs those that UCX
     finds itself. By default, shared-memory transports report a dead peer. `environ` defaults to the process's
     environment.
     """
     environ = os.environ if environ is None else environ
     settings = {key: environ.get(key, value) for key, value in _DEFAULTS.items()}
-    # UCX refuses to send more than it can receive. If one of the two is set, neither gets our default.
+    # UCX refuses to send more than it can receive. If one of the two variables is set, neither gets our default.
     settings |= {} if _TCP_SEGMENTS.keys() & environ.keys() else _TCP_SEGMENTS
     transports = environ.get("UCX_TLS", _HOST_TRANSPORTS if memory_type is MemoryType.DRAM else None)
     if transports is not None:
@@ -77,8 +78,8 @@ def agreed_settings(
 ) -> dict[str, str]:
     """Returns the settings that two processes must share, normalised: transports, protocols and NIXL's version.
 
-    If they differ, the first contact crashes a process or never ends. Between hosts the TCP segment sizes count too: a
-    READ of longer segments than the reader's buffer corrupts its memory.
+    If these differ, the first contact crashes a process or never ends. Between hosts the TCP segment sizes count too,
+    because a READ of longer segments than the reader's buffer corrupts the reader's memory.
     """
     environ = os.environ if environ is None else environ
     effective = dict(environ) | effective_settings(memory_type, environ)

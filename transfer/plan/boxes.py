@@ -1,8 +1,9 @@
 """Describes where the KV of one shard lies in memory, in the form that peers exchange. Pure arithmetic.
 
-A model's KV is a logical tensor `[layer, side, head, token, dim]`. A shard holds a set of boxes of it: ranges of the
-axes, with one stride for each axis. Recurrent state uses the same axes: channels (or SSM heads) lie on the head axis,
-and a page holds the one state of a request. `transfer.plan.shapes` builds the layouts of common engines.
+A model's KV is a logical tensor `[layer, side, head, token, dim]`, in which the sides are keys and values. A shard
+holds a set of *boxes* of it. A box is a range of each axis, with one stride for each axis. Recurrent state uses the
+same axes: channels (or SSM heads) lie on the head axis, and a page holds the one state of a request.
+`transfer.plan.shapes` builds the layouts of common engines.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 from transfer.errors import MetadataError
 
 Index: TypeAlias = tuple[int, int, int, int]
-"""A place in the logical tensor: layer, side, head, dim. The token is given by the page instead."""
+"""A position in the logical tensor: layer, side, head, dim. The page determines the token."""
 
 Sizes: TypeAlias = tuple[int, int, int, int, int]
 """One number for each of layer, side, head, token, dim."""
@@ -37,22 +38,22 @@ ADDRESS_LIMIT = 1 << 63
 
 
 class Box(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A part of a shard's pages whose elements lie one fixed stride apart along each axis.
+    """A part of a shard's pages. Along each axis, its elements lie one fixed stride apart.
 
     Attributes:
-        kind: the logical tensor that the box is part of: "kv", its "scales", or "conv.x", "conv.B", "conv.C", "ssm" for
+        kind: the logical tensor that the box belongs to: "kv", its "scales", or "conv.x", "conv.B", "conv.C", "ssm" for
             recurrent state. Only boxes of one kind are intersected.
         dtype: name of the element type, such as "bfloat16".
         itemsize: bytes of one element.
         region: index of the registered region that the box lies in.
         offset: bytes from the start of the region to the first element of page 0.
         page_stride: bytes from one page to the next.
-        first: the first layer, side, head and dim held, in the model's own numbering.
-        extent: how many layers, sides, heads, tokens and dims are held.
-        strides: bytes between neighbours along layer, side, head, token and dim; ignored along an axis whose extent is
+        first: the first layer, side, head and dim in the box, as indices in the model.
+        extent: how many layers, sides, heads, tokens and dims the box has.
+        strides: bytes between neighbours along layer, side, head, token and dim. Ignored along an axis whose extent is
             1.
-        of_page: each element belongs to all tokens of a page, such as one scale for the whole page. The extent then has
-            one token, and both sides need equal page sizes.
+        of_page: True if each element belongs to all tokens of a page, as one scale for the whole page does. The extent
+            then has one token, and both sides need equal page sizes.
     """
 
     kind: str
@@ -68,7 +69,7 @@ class Box(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def end(self) -> Index:
-        """The layer, side, head and dim after the last ones held."""
+        """The layer, side, head and dim after the last ones in the box."""
         layer, side, head, dim = self.first
         layers, sides, heads, _, dims = self.extent
         return (layer + layers, side + sides, head + heads, dim + dims)
@@ -80,17 +81,18 @@ class Box(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Group(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The layers that share a block table: one list of a request's page ids addresses them.
+    """The layers that share a block table: one list of a request's page ids addresses all of them.
 
     Attributes:
         page_size: tokens of a page in memory; 1 for recurrent state.
         num_pages: pages of the pool.
         boxes: the contents of a page; empty if this shard has no layer of the group. Boxes of several groups may lie in
-            the same memory, because a page is used by one group at a time.
+            the same memory, because only one group uses a page at a time.
         window: tokens that a sliding window looks back; 0 for full attention.
-        state: True for recurrent state: a request then has one page, however many tokens it has.
-        block_pages: pages in one block of this shard's scheduler. Block b covers pages b * block_pages to (b + 1) *
-            block_pages - 1. It is above 1 if the kernel's page holds fewer tokens than the scheduler's block.
+        state: True for recurrent state. A request then has one page, however many tokens it has.
+        block_pages: how many pages form one block of this shard's scheduler. Block b consists of pages b * block_pages
+            to (b + 1) * block_pages - 1. It is above 1 if the kernel's page holds fewer tokens than the scheduler's
+            block.
     """
 
     page_size: int
@@ -105,7 +107,7 @@ class ShardLayout(msgspec.Struct, frozen=True, omit_defaults=True, tag="shard_la
     """The layout of everything that a shard holds.
 
     Attributes:
-        groups: in the order of a request's page lists; the same on all shards of all peers.
+        groups: the groups, in the order of a request's page lists. They are the same on all shards of all peers.
         region_bytes: bytes of each registered region.
     """
 
@@ -114,14 +116,14 @@ class ShardLayout(msgspec.Struct, frozen=True, omit_defaults=True, tag="shard_la
 
 
 def sub_box(box: Box, first: Index, end: Index) -> Box:
-    """The part of `box` from `first` up to, but not including, `end`.
+    """Returns the part of `box` from `first` up to, but not including, `end`.
 
     The part must lie within the box and be non-empty.
     """
     (layer, side, head, dim), (layer_end, side_end, head_end, dim_end) = first, end
     first_layer, first_side, first_head, first_dim = box.first
     by_layer, by_side, by_head, _, by_dim = box.strides
-    # Written out for speed: at first contact there is a part for each layer of each rank.
+    # Written out for speed, because at first contact there is a part for each layer of each rank.
     skipped = (layer - first_layer) * by_layer + (side - first_side) * by_side
     skipped += (head - first_head) * by_head + (dim - first_dim) * by_dim
     return Box(
@@ -142,7 +144,7 @@ def check(layout: ShardLayout) -> ShardLayout:
     """Returns `layout` if all of its values are in range and all elements lie within their regions.
 
     A group must not hold an element twice, and no two elements of a box may share an address. A layout that passes is
-    safe to plan with: no sum of its numbers overflows, and no address leaves a region.
+    safe to plan with: no sum of its numbers overflows, and no address lies outside of a region.
 
     Raises:
         MetadataError: a value is out of range; the message names the group, the box, the value and the limit.
@@ -194,7 +196,7 @@ def _check_box(where: str, box: Box, group: Group, region_bytes: tuple[int, ...]
 
 
 def _check_disjoint(where: str, boxes: tuple[Box, ...]) -> None:
-    """Refuses boxes that hold the same element: a pull would write that element twice, from two places."""
+    """Refuses boxes that hold the same element, because a pull would write that element twice, from two places."""
     if len(boxes) < 2:
         return
     kinds = {box.kind: number for number, box in enumerate(boxes)}

@@ -1,4 +1,4 @@
-"""Plans one group: cuts a pull at the page ends of both sides; pieces at the same place in their pages share runs."""
+"""Plans one group: cuts a pull at the page ends of both sides. Pieces at the same place in their pages share runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transfer.plan.intersection import Ints, Stack
 from transfer.plan.runs import PagePairs, PageRuns, Runs, concatenated, joined, no_runs, page_runs, token_runs
 
 MAX_RUNS = 1 << 25
-"""The most runs of one pull. Their descriptors take a gigabyte and a minute on the wire.
+"""The limit of runs in one pull. Descriptors of that many take a gigabyte, and a minute on the wire.
 
 Only a layout that scatters single elements needs more, and only a malicious peer has such a layout.
 """
@@ -23,10 +23,10 @@ Only a layout that scatters single elements needs more, and only a malicious pee
 MAX_TOKEN = 1 << 62
 
 _MAX_KEPT = 1 << 20
-"""The most runs of pages that a group caches, at 56 bytes each.
+"""The limit of page runs that a group caches, at 56 bytes each.
 
-A pull needs the runs of one to three kinds of pieces; if the page sizes have an odd ratio, it needs up to as many kinds
-as the two pages have tokens.
+A pull needs the runs of one to three kinds of pieces. If the ratio of the page sizes is odd, it needs up to as many
+kinds as the two pages have tokens.
 """
 
 
@@ -36,20 +36,20 @@ class PieceKind(NamedTuple):
     A piece ends where a page of either side ends.
     """
 
-    local_token: int  # offset of the piece in its local page, in tokens
+    local_token: int  # where the piece begins in its local page, in tokens
     remote_token: int
     num_tokens: int
-    local: Ints  # int64 `[pieces]`, evenly spaced indices into the list of pages
+    local: Ints  # int64 `[pieces]`, evenly spaced indices into the list of local pages
     remote: Ints
 
 
 def cut(tokens: tuple[int, int], local_size: int, remote_size: int) -> list[PieceKind]:
-    """Cuts `tokens` (at least one) into pieces for two page sizes.
+    """Cuts a range of `tokens` (at least one) into pieces, for two page sizes.
 
     The number of kinds does not grow with the length.
     """
     start, stop = tokens
-    # the common case; skips the search below
+    # the common case, for which the search below is not needed
     if local_size == remote_size and start % local_size == stop % local_size == 0:
         pages = np.arange((stop - start) // local_size, dtype=np.int64)
         return [PieceKind(0, 0, local_size, pages, pages)]
@@ -58,7 +58,7 @@ def cut(tokens: tuple[int, int], local_size: int, remote_size: int) -> list[Piec
     begin, num_tokens = cuts[:-1], np.diff(cuts)
     local, remote = begin // local_size, begin // remote_size
     kinds = np.stack([begin - local * local_size, begin - remote * remote_size, num_tokens])
-    order = np.lexsort(kinds)  # stable, so that pieces of one kind stay in order
+    order = np.lexsort(kinds)  # a stable sort, so that pieces of one kind stay in order
     kinds, local, remote = kinds[:, order], (local - local[0])[order], (remote - remote[0])[order]
     firsts = np.flatnonzero((kinds[:, 1:] != kinds[:, :-1]).any(axis=0)) + 1
     found: list[PieceKind] = []
@@ -83,7 +83,7 @@ class GroupPlan:
         self._num_kept = 0
 
     def page_runs(self, kind: PieceKind, *, flowing: bool = True) -> tuple[PageRuns, ...]:
-        """The runs of one piece of a kind, with or without the stacks that flow (`Stack.flows`); cached."""
+        """Returns the runs of one piece of a kind, with or without the stacks that flow (`Stack.flows`). Cached."""
         key = (kind.local_token, kind.remote_token, kind.num_tokens, flowing)
         found = self._kept.get(key)
         if found is None:
@@ -119,11 +119,14 @@ class GroupPlan:
         return start, min(_up(stop, self.local.page_size), _up(stop, self.remote.page_size))
 
     def local_pages(self, pages: ArrayLike, tokens: tuple[int, int]) -> Ints:
-        """int64 `[pages]`: the local pages that hold `tokens`. Raises `InvalidTransferError` if one is missing."""
+        """Returns the local pages that hold `tokens`, int64 `[pages]`.
+
+        Raises `InvalidTransferError` if one is missing.
+        """
         return _pages_of(f"{self.where}: local", pages, tokens, self.local)
 
     def remote_pages(self, pages: ArrayLike, tokens: tuple[int, int]) -> Ints:
-        """int64 `[pages]`: the remote pages that hold `tokens`; raises as `local_pages`."""
+        """Returns the remote pages that hold `tokens`, int64 `[pages]`. Raises as `local_pages`."""
         return _pages_of(f"{self.where}: remote", pages, tokens, self.remote)
 
     def refuse_repeated(self, pairs: PagePairs) -> None:
@@ -132,13 +135,13 @@ class GroupPlan:
             raise InvalidTransferError(f"{self.where}: local page {pairs.repeated} is named twice")
 
     def size(self, tokens: tuple[int, int]) -> tuple[int, int]:
-        """Runs and bytes of a pull of `tokens` (already rounded by `tokens()`), if no two pages are neighbours."""
+        """Returns the runs and bytes of a pull of `tokens`, if no two pages are neighbours."""
         found = self._lengths(cut(tokens, self.local.page_size, self.remote.page_size))
         num_bytes = sum(places * int(length.sum()) for places, length in found)
         return sum(places * len(length) for places, length in found), num_bytes
 
     def _lengths(self, kinds: list[PieceKind]) -> list[tuple[int, Ints]]:
-        """Pairs of a count and the run lengths, in bytes, that occur so many times."""
+        """Returns pairs: how many runs have the same lengths, and these lengths in bytes."""
         found: list[tuple[int, Ints]] = []
         for kind in kinds:
             found += [(len(kind.local), runs.length) for runs in self.page_runs(kind, flowing=len(kinds) == 1)]
@@ -149,7 +152,7 @@ class GroupPlan:
     def runs(
         self, local: ArrayLike, remote: ArrayLike, tokens: tuple[int, int], local_bases: Ints, remote_bases: Ints
     ) -> Runs:
-        """The runs of this group, as `Plan.runs` describes."""
+        """Returns the runs of this group, as `Plan.runs` describes."""
         tokens = self.tokens(tokens)
         if tokens[0] == tokens[1]:
             return no_runs()
@@ -177,7 +180,10 @@ class GroupPlan:
     def _flow(
         self, kinds: list[PieceKind], local_pages: Ints, remote_pages: Ints, local_bases: Ints, remote_bases: Ints
     ) -> Iterator[Runs]:
-        """The runs of stacks whose tokens continue from piece to piece, joined and then repeated for each box."""
+        """Returns the runs of stacks whose tokens continue from piece to piece.
+
+        They are joined, then repeated for each box.
+        """
         local_page = np.concatenate([local_pages[kind.local] for kind in kinds])
         remote_page = np.concatenate([remote_pages[kind.remote] for kind in kinds])
         repeats = [len(kind.local) for kind in kinds]
@@ -207,7 +213,7 @@ def _pages_of(where: str, pages: ArrayLike, tokens: tuple[int, int], group: Grou
             f"{group.page_size} tokens"
         )
     found = found[:needed]
-    if int(found.view(np.uint64).max()) >= group.num_pages:  # a negative id is a huge uint64
+    if int(found.view(np.uint64).max()) >= group.num_pages:  # as a uint64, a negative id is a huge number
         wrong = found[(found < 0) | (found >= group.num_pages)][0]
         raise InvalidTransferError(f"{where} page is {wrong}: 0 to {group.num_pages - 1} is needed")
     return found

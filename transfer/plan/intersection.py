@@ -1,4 +1,7 @@
-"""Intersects two sets of boxes. The result is pairs of strided boxes, stacked if only their starts differ."""
+"""Intersects two sets of boxes. The result is pairs of strided boxes.
+
+Pairs that differ only in where they start are stacked.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +17,24 @@ from transfer.plan.boxes import DIM, TOKEN, Box
 
 Ints: TypeAlias = NDArray[np.int64]
 Axis: TypeAlias = tuple[int, int, int]
-"""Number of elements, then the bytes between neighbours on the local and on the remote side."""
+"""A number of elements, and the bytes between neighbours on the local and on the remote side."""
 
 _FOUR = [0, 1, 2, DIM]
-"""The axes without the token axis, whose range comes with each pull."""
-# Columns of a table of boxes: the first and the end cover four axes, the strides all five.
+"""All axes except the token axis, whose range comes with each pull."""
+# Columns of a table of boxes. The first and the end have four axes, the strides five.
 _KIND, _REGION, _OFFSET, _PAGE, _FIRST, _END, _STRIDES = 0, 1, 2, 3, slice(4, 8), slice(8, 12), slice(12, 17)
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Pairs of boxes that differ only in where they start, each cut to what both sides hold.
+    """Pairs of boxes that differ only in where they start. Each box is cut to what both sides hold.
 
     Attributes:
         local_region: int64 `[pairs]`, like the next three fields.
         local_offset: bytes from the region's start to the first common element of page 0.
-        axes: those of layer, side, head and dim that have more than one common element.
+        axes: those axes among layer, side, head and dim that have more than one common element.
         token: bytes between neighbouring tokens, local and remote; 0 if each element belongs to all tokens of a page.
-        local_page: bytes between neighbouring local pages; `remote_page` likewise.
+        local_page: bytes between neighbouring local pages. `remote_page` is the same for remote ones.
     """
 
     local_region: Ints
@@ -45,11 +48,14 @@ class Stack:
     remote_page: int
 
     def tokens(self, num_tokens: int) -> tuple[Axis, ...]:
-        """The token axis for `num_tokens` tokens of a page; empty for one token, or if tokens share all elements."""
+        """Returns the token axis for `num_tokens` tokens of a page.
+
+        Empty for one token, or if all tokens share each element.
+        """
         return ((num_tokens, *self.token),) if num_tokens > 1 and any(self.token) else ()
 
     def flows(self, local_page_size: int, remote_page_size: int) -> bool:
-        """Whether a run can continue into the next piece: tokens abut, and pages abut on at least one side."""
+        """Whether a run can continue into the next piece."""
         run, _ = merged(self.itemsize, self.axes)
         local_token, remote_token = self.token
         return run == local_token == remote_token and (
@@ -69,10 +75,10 @@ def merged(itemsize: int, axes: Iterable[Axis]) -> tuple[int, list[Axis]]:
 
 
 def common(where: str, local: Sequence[Box], remote: Sequence[Box]) -> tuple[Stack, ...]:
-    """Returns everything that a local and a remote box of one kind both hold, for any range of tokens.
+    """Returns everything that a local and a remote box of one kind have in common, for any range of tokens.
 
     Raises:
-        MetadataError: two boxes that overlap differ in the type of their elements.
+        MetadataError: two boxes overlap, and their elements have different types.
     """
     if not local or not remote:
         return ()
@@ -104,14 +110,14 @@ def common(where: str, local: Sequence[Box], remote: Sequence[Box]) -> tuple[Sta
 
 
 def _table(boxes: Sequence[Box], kinds: dict[str, int]) -> Ints:
-    """int64 `[boxes, 17]`: one row for each box."""
+    """Returns int64 `[boxes, 17]`, with one row for each box."""
     rows = ((kinds.setdefault(box.kind, len(kinds)), box) for box in boxes)
     columns = [
         (kind, box.region, box.offset, box.page_stride, *box.first, *box.end, *box.strides) for kind, box in rows
     ]
     table = np.array(columns, np.int64)
     table[[box.of_page for box in boxes], _STRIDES.start + TOKEN] = 0
-    # If a page holds one token, the next token is the next page.
+    # If a page holds one token, the next token is in the next page.
     one_token = np.array([box.extent[TOKEN] == 1 and not box.of_page for box in boxes])
     table[one_token, _STRIDES.start + TOKEN] = table[one_token, _PAGE]
     return table

@@ -15,16 +15,17 @@ from transfer.plan.intersection import Ints
 
 
 class BlocksOfGroup(NamedTuple):
-    """What a pull reads of one group of layers, with the source's pages named by the blocks of its scheduler.
+    """What a pull reads of one group of layers, if the source names its pages by the blocks of its scheduler.
 
     Attributes:
-        local: the local pages that the tokens touch, counted in our page size.
-        tokens: the first token, and the one after the last.
-        needed: the first token that must be read. The tokens before it are optional: they share its page here, but
-            under a sliding window the source may have freed them. They are read only if the source has them.
-        blocks: the source's blocks; the last one holds token `end` - 1, or the state after it. `with_blocks` fills in
+        local: the local pages that hold the tokens, in our page size.
+        tokens: the first token, and the end.
+        needed: the first token that must be read. The tokens between the start of `tokens` and this one are optional:
+            they share its page here, but under a sliding window the source may have freed them. They are read only if
+            the source still has them.
+        blocks: the source's blocks. The last one holds token `end` - 1, or the state after it. `with_blocks` fills in
             `blocks` and `end` from the source's answer.
-        end: tokens that the source has computed.
+        end: how many tokens the source has computed.
     """
 
     local: ArrayLike
@@ -41,7 +42,7 @@ NOTHING = PageCopy((), (), (0, 0))
 
 
 def with_blocks(where: str, groups: PageLists, block_ids: Sequence[Sequence[int]], num_tokens: int) -> PageLists:
-    """Returns `groups` with the source's blocks filled in for each group that asks by blocks.
+    """Returns `groups` with the source's blocks filled in, for each group that asks by blocks.
 
     `num_tokens` is the number of tokens that the source has computed.
 
@@ -62,7 +63,8 @@ def pages_of(where: str, named: PageCopy | BlocksOfGroup, local: Group, remote: 
     A source may leave out the blocks that a sliding window does not reach, so its list is counted from the end.
 
     Raises:
-        InvalidTransferError: the blocks do not hold the tokens that are needed, or are more than its tokens can fill.
+        InvalidTransferError: the blocks do not hold the tokens that are needed, or there are more blocks than the
+            source's tokens can fill.
     """
     if not isinstance(named, BlocksOfGroup):
         return named
@@ -98,7 +100,7 @@ def pages_of(where: str, named: PageCopy | BlocksOfGroup, local: Group, remote: 
 
 
 def first_read(named: BlocksOfGroup, remote: Group) -> int:
-    """The first token that `pages_of` reads: the later of the starts of `tokens` and of the source's blocks."""
+    """Returns the first token that `pages_of` reads: the later of the starts of `tokens` and of the source's blocks."""
     start, stop = named.tokens
     if start >= stop or remote.state:
         return start
@@ -107,5 +109,5 @@ def first_read(named: BlocksOfGroup, remote: Group) -> int:
 
 
 def kernel_pages(pages: ArrayLike, ratio: int) -> Ints:
-    """int64 `[pages * ratio]`: the kernel pages of each logical page, if a kernel's page holds fewer tokens."""
+    """Returns the kernel pages of each logical page, int64 `[pages * ratio]`. A kernel's page may hold fewer tokens."""
     return np.add.outer(np.asarray(pages, np.int64) * ratio, np.arange(ratio)).reshape(-1)

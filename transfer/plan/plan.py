@@ -43,10 +43,10 @@ class Plan:
     """The copy from one remote shard to the local shard, for any pages. Made by `plan`. Not thread-safe.
 
     Attributes:
-        groups: one for each group of the layouts.
+        groups: the plan of each group of the layouts.
         rank: rank of the remote shard.
-        bases: int64 `[regions]` each: addresses of the local and of the remote regions.
-        devices: device index of the local and of the remote regions.
+        bases: addresses of the local regions and of the remote regions, int64 `[regions]` each.
+        devices: device indices of the local regions and of the remote ones.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class Plan:
         self._runs_of_page: list[tuple[_Run, ...]] | None = None
 
     def pages(self, named: PageLists) -> list[PageCopy]:
-        """Returns the page lists of a pull, with blocks turned into pages by `pages_of`.
+        """Returns the page lists of a pull, in which `pages_of` has turned blocks into pages.
 
-        A group that is named by blocks and has nothing in common with this remote shard gets no pages.
+        If a group is named by blocks and has nothing in common with this remote shard, it gets no pages.
         """
         return [
             NOTHING
@@ -72,7 +72,10 @@ class Plan:
         ]
 
     def begins(self, named: PageLists) -> list[int]:
-        """The first token that is read of each group whose blocks the source has named; 0 for any other group."""
+        """Returns, for each group whose source has named its blocks, the first token that is read.
+
+        0 for other groups.
+        """
         return [
             first_read(one, group.remote) if isinstance(one, BlocksOfGroup) and group.stacks else 0
             for group, one in zip(self.groups, named, strict=True)
@@ -96,11 +99,11 @@ class Plan:
     def few(self, named: PageLists) -> tuple[RunRows, RunRows, int] | None:
         """Returns the descriptors of both sides, and their total bytes, for the runs of all groups.
 
-        This is plain Python for a page or two, where calls into numpy would take eight times as long as the arithmetic.
-        Returns None if there are many runs, or if only `runs` handles the case: page sizes that differ, tokens within a
-        page, states, blocks of a source, and invalid input.
+        This is plain Python for a page or two, for which calls into numpy would take eight times as long as the
+        arithmetic. Returns None if there are many runs, or if only `runs` handles the case: page sizes that differ,
+        tokens within a page, states, blocks of a source, and invalid input.
         """
-        if self._runs_of_page is None:  # made on first use, because first contact would wait for it
+        if self._runs_of_page is None:  # made on first use, because first contact would otherwise wait for it
             self._runs_of_page = [self._of_page_0(group) for group in self.groups]
         here: RunRows = []
         there: RunRows = []
@@ -115,7 +118,8 @@ class Plan:
                 for ours, theirs in zip(*pairs, strict=True):
                     local, remote = first_local + ours * local_page, first_remote + theirs * remote_page
                     if local == our_end and remote == their_end and joined + length <= LONGEST_RUN:
-                        joined += length  # neighbours on both sides: one run, because NIXL takes 2 to 4 µs for each
+                        # pages that are adjacent on both sides are one run, because NIXL takes 2 to 4 µs for each run
+                        joined += length
                         here[-1], there[-1] = (here[-1][0], joined, our_device), (there[-1][0], joined, their_device)
                     else:
                         joined = length
@@ -126,7 +130,7 @@ class Plan:
         return (here, there, num_bytes) if len(here) <= MOST_FEW else None
 
     def _of_page_0(self, group: GroupPlan) -> tuple[_Run, ...]:
-        """The runs of page 0 of a group; empty if `few` does not handle the group."""
+        """Returns the runs of page 0 of a group. Empty if `few` does not handle the group."""
         size, (ours, theirs) = group.local.page_size, (bases.tolist() for bases in self.bases)
         if group.local.state or size != group.remote.page_size:
             return ()
@@ -146,7 +150,7 @@ class Plan:
         return tuple(found) if len(found) <= MOST_FEW else ()
 
     def staging(self, group: int) -> StagingPlan:
-        """The staged plan of a group: whole remote pages go to a staging area first. Host memory only."""
+        """Returns the staged plan of a group: whole remote pages go to a staging area first. Only for host memory."""
         found = self._staging.get(group)
         if found is None:
             found = self._staging[group] = StagingPlan(self.groups[group])
@@ -160,7 +164,7 @@ class Plan:
             return False
         runs, num_bytes = plan.size(rounded)
         direct = wire_us(runs, num_bytes)
-        # The copy from the staging area moves the same bytes in the same number of runs as direct runs would.
+        # The copy from the staging area moves the same bytes, in as many runs as direct runs would have.
         home = copy_us(runs, num_bytes)
         if home >= direct or copies_of(plan) > MAX_COPIES:
             return False
@@ -176,11 +180,11 @@ def plan(
 ) -> Plan:
     """Plans the copy of everything that both shards hold. Both layouts must have passed `transfer.plan.boxes.check`.
 
-    `bases` are the addresses of the local and the remote regions. None stands for zeros, if only the plan's shape
-    matters. `devices` are the device indices of the two sides, and `rank` is the rank of the remote shard.
+    `bases` are the addresses of the local and the remote regions. None stands for zeros; use it if only the plan's
+    shape matters. `devices` are the device indices of the two sides, and `rank` is the rank of the remote shard.
 
     Raises:
-        MetadataError: the sides differ in the number or the kind of their groups, or in the type of common elements.
+        MetadataError: the sides have another number or other kinds of groups, or common elements of different types.
     """
     keep_memory()
     if len(local.groups) != len(remote.groups):
@@ -204,7 +208,7 @@ def _plan_group(where: str, local: Group, remote: Group) -> GroupPlan:
 
 
 def _check_of_page(where: str, local: Group, remote: Group) -> None:
-    """Raises if a side has one scale for a whole page, unless both have and their page sizes are equal."""
+    """Raises if a side has one scale for a whole page, unless both sides do and their page sizes are equal."""
     ours, theirs = ({box.kind: box.of_page for box in group.boxes} for group in (local, remote))
     for kind in ours.keys() & theirs.keys():
         same_pages = ours[kind] == theirs[kind] and local.page_size == remote.page_size
@@ -219,7 +223,7 @@ def _check_of_page(where: str, local: Group, remote: Group) -> None:
 
 
 def _few_pages(group: GroupPlan, num_runs: int, named: PageCopy | BlocksOfGroup) -> tuple[list[int], list[int]] | None:
-    """The local and the remote pages, paired, if they are few and valid; else None."""
+    """Returns the local and the remote pages, paired, if they are few and valid; else None."""
     if not num_runs or isinstance(named, BlocksOfGroup):
         return None
     local, remote, (start, stop) = named
@@ -234,7 +238,7 @@ def _few_pages(group: GroupPlan, num_runs: int, named: PageCopy | BlocksOfGroup)
 
 
 def _listed(pages: Any, count: int, pool: int) -> list[int] | None:
-    """The first `count` pages as a list, or None if there are too few or one is not in a pool of `pool` pages."""
+    """Returns the first `count` pages as a list. None if there are too few, or one is not below `pool`."""
     try:
         found = _integers(pages[:count])
         least, most = (found[0], found[0]) if len(found) == 1 else (min(found), max(found))

@@ -1,6 +1,6 @@
-"""Runs of bytes. Those of one page are made once, from strided boxes, and are repeated for all pages of a pull.
+"""Runs of bytes. The runs of one page are made once, from strided boxes. They are repeated for all pages of a pull.
 
-The work for each pull is numpy over whole batches; nothing loops over pages or runs.
+For each pull, numpy works on all pages at once. No Python code loops over pages or runs.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from numpy.typing import NDArray
 from transfer.plan.intersection import Ints, Stack, merged
 
 LONGEST_RUN = 512 << 10
-"""The most bytes of a run on the wire. Longer runs are cut, so that a transfer can end early.
+"""In bytes: longer runs are cut, so that a transfer can end early.
 
-UCX copies as much in one system call.
+UCX copies this many bytes in one system call.
 """
 _BOTH_STEP = (1 << 32) + 1
 # In bytes: the largest block that raises glibc's threshold (see `keep_memory`), less glibc's own overhead.
 _LARGEST_BLOCK = (32 << 20) - (64 << 10)
 _NEXT_LOCAL = 1 << 31
-"""Two sorted keys of page pairs differ by at least this much if their local pages differ."""
+"""The least difference between two sorted keys of page pairs whose local pages differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Runs of bytes to copy. No two write the same byte.
+    """Runs of bytes to copy. No byte is written twice.
 
     Each pair of pages has as few runs as possible. If a page of a region is a single run, the runs of neighbouring
-    pages are joined too. If it has several runs, the last run of a page may abut the first run of the next page. Those
-    are not joined: it would save only one run of many for each page, and needs a sort over all runs.
+    pages are joined too. If a page has several runs, its last run may be adjacent to the first run of the next page,
+    but these two are not joined: that would save only one of many runs for each page, and needs a sort over all runs.
 
     Attributes:
         local: int64 `[runs]`, absolute address of each run in the reader's memory.
@@ -55,7 +55,7 @@ class Runs:
     def descriptors(
         self, local_device: int = 0, remote_device: int = 0
     ) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-        """The local and the remote descriptors for NIXL: uint64 `[runs, 3]` of address, bytes and device."""
+        """Returns the local and the remote descriptors for NIXL: uint64 `[runs, 3]` of address, bytes and device."""
         return self._rows(self.local, local_device), self._rows(self.remote, remote_device)
 
     def shortened(self, longest: int) -> Runs:
@@ -80,12 +80,14 @@ class Runs:
 
 @cache
 def keep_memory() -> None:
-    """Makes the C library keep freed memory of large arrays, up to 64 MiB, for reuse. Runs once, with the first plan.
+    """Makes the C library keep the freed memory of large arrays, up to 64 MiB, for reuse.
+
+    Runs once, with the first plan.
 
     glibc maps each block above a threshold anew, and the page faults of 131,072 descriptors take ten times as long as
     their arithmetic (5.7 ms against 0.55 ms). It raises the threshold to the largest block that it has seen freed, up
-    to 32 MiB. This function therefore allocates and frees one such block; the block is never touched, so that this
-    takes microseconds. (`mallopt` would fix the threshold and turn off that adaptation for the whole program.)
+    to 32 MiB. This function therefore allocates and frees one such block. The block is never touched, so this takes
+    microseconds. (`mallopt` would fix the threshold and turn off that adaptation for the whole program.)
     """
     np.empty(_LARGEST_BLOCK, np.uint8)
 
@@ -119,12 +121,15 @@ def joined(runs: Runs) -> Runs:
 
 
 class PagePairs:
-    """Pairs of a local and a remote page, sorted by the local one. `repeated` is a local page named twice, or None."""
+    """Pairs of a local and a remote page, sorted by the local one.
+
+    `repeated` is a local page that is named twice, or None.
+    """
 
     __slots__ = ("_local", "_remote", "_steps", "repeated")
 
     def __init__(self, local: Ints, remote: Ints) -> None:
-        # Both ids share one number: one sort moves both, and one difference shows that both step by 1.
+        # Both ids share one number. So one sort moves both, and one difference shows whether both increase by 1.
         keys = (local << 32) | remote
         steps = keys[1:] - keys[:-1]
         self.repeated: int | None = None
@@ -137,11 +142,11 @@ class PagePairs:
         self._local, self._remote, self._steps = local, remote, steps
 
     def single(self) -> tuple[Ints, Ints, None]:
-        """The local and the remote page of each pair."""
+        """Returns the local and the remote page of each pair."""
         return self._local, self._remote, None
 
     def chained(self) -> tuple[Ints, Ints, Ints | None]:
-        """The first local and remote page of each chain of neighbours, and its length (None if all have one page)."""
+        """Returns the first local and remote page of each chain of neighbours, and its length."""
         breaks = np.flatnonzero(self._steps != _BOTH_STEP) + 1
         if len(breaks) == len(self._steps):
             return self.single()
@@ -160,7 +165,7 @@ class PageRuns:
     length: Ints
     local_page: int  # bytes from one page to the next
     remote_page: int
-    chains: bool  # each run fills its page on both sides, so runs of neighbouring pages join
+    chains: bool  # whether each run fills its page on both sides, so that runs of neighbouring pages can be joined
 
     def over(self, pages: PagePairs, local_bases: Ints, remote_bases: Ints) -> Runs:
         """Returns the runs of all pairs of pages."""
@@ -179,18 +184,21 @@ class PageRuns:
 
 
 _LOCAL_REGION, _LOCAL, _REMOTE_REGION, _REMOTE, _LENGTH, _LOCAL_PAGE, _REMOTE_PAGE = range(7)
-"""Rows of a table of runs; they are the fields of `PageRuns`."""
+"""The rows of a table of runs. They are the fields of `PageRuns`."""
 _PLACE = [_LOCAL_REGION, _REMOTE_REGION, _LOCAL_PAGE, _REMOTE_PAGE]
 
 
 def page_runs(stacks: Iterable[Stack], local_token: int, remote_token: int, num_tokens: int) -> tuple[PageRuns, ...]:
-    """Returns the fewest runs that copy `num_tokens` between two pages, from the given token of each page."""
+    """Returns the fewest runs that copy `num_tokens` tokens between two pages, from the given token of each page."""
     tables = [_expanded(stack, local_token, remote_token, num_tokens) for stack in stacks]
     return runs_of_table(_abutting_joined(np.concatenate(tables, axis=1))) if tables else ()
 
 
 def runs_of_table(table: Ints) -> tuple[PageRuns, ...]:
-    """Groups the runs of a table by page strides. `table` is int64 `[7, runs]` with the fields of `PageRuns`."""
+    """Groups the runs of a table by page strides.
+
+    `table` is int64 `[7, runs]`, with the fields of `PageRuns` as rows.
+    """
     chains = (table[_LENGTH] == table[_LOCAL_PAGE]) & (table[_LENGTH] == table[_REMOTE_PAGE])
     keys = np.stack([table[_LOCAL_PAGE], table[_REMOTE_PAGE], chains])
     alike: dict[tuple[int, ...], list[int]] = {}
@@ -200,7 +208,7 @@ def runs_of_table(table: Ints) -> tuple[PageRuns, ...]:
 
 
 def token_runs(stack: Stack) -> PageRuns:
-    """The runs that copy the first token of a pair of pages; the runs of the following tokens continue them."""
+    """Returns the runs that copy the first token of a pair of pages. The runs of the following tokens continue them."""
     return _of_table(_expanded(stack, 0, 0, 1), chains=False)
 
 
@@ -210,7 +218,7 @@ def _of_table(table: Ints, chains: bool) -> PageRuns:
 
 
 def _expanded(stack: Stack, local_token: int, remote_token: int, num_tokens: int) -> Ints:
-    """int64 `[7, runs]`: the runs of each pair of boxes."""
+    """Returns the runs of each pair of boxes: int64 `[7, runs]`."""
     local_step, remote_step = stack.token
     run, left = merged(stack.itemsize, (*stack.axes, *stack.tokens(num_tokens)))
     local = stack.local_offset + local_token * local_step
@@ -228,7 +236,10 @@ def _expanded(stack: Stack, local_token: int, remote_token: int, num_tokens: int
 
 
 def _abutting_joined(table: Ints) -> Ints:
-    """Joins runs that abut on both sides in every pair of pages. The result is sorted by local region and offset."""
+    """Joins runs that are adjacent on both sides in every pair of pages.
+
+    Sorts the result by local region and offset.
+    """
     table = table[:, np.lexsort((table[_LOCAL], table[_LOCAL_REGION]))]
     before, after = table[:, :-1], table[:, 1:]
     meets = (before[_PLACE] == after[_PLACE]).all(axis=0)

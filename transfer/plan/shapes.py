@@ -1,4 +1,4 @@
-"""Builds boxes for the layouts in use: our own pools, per-layer tensors of any axis order, latents, recurrent state."""
+"""Builds boxes for the layouts in use: our pools, per-layer tensors of any axis order, latents, and recurrent state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvcache.layout import KindPages, PageLayout
 from transfer.errors import InvalidEngineError
 from transfer.plan.boxes import AXES, KV, SCALES, Box, Group, Index, ShardLayout, Sizes
 
-# Axes of one layer's tensor, as serving engines lay it out. T tokens, H heads, D dims, N pages.
+# The axes of one layer's tensor, in the orders that serving engines use. T tokens, H heads, D dims, N pages.
 SPLIT_NHD = "side,page,token,head,dim"
 """`[2, N, T, H, D]`: all pages of K, then all of V (FlashAttention)."""
 SPLIT_HND = "side,page,head,token,dim"
@@ -41,16 +41,16 @@ def from_tensor(
     kind: str = KV,
     first: Index = (0, 0, 0, 0),
 ) -> Box:
-    """The box of a tensor whose dimensions are named.
+    """Returns the box of a tensor whose dimensions are named.
 
     Args:
         shape: elements of each dimension.
         strides: bytes (not elements) between neighbours of each dimension.
-        axes: comma-separated name of each dimension: page, layer, side, head, token or dim. An axis that is not named
-            has one element. A dimension that packs two axes (K and V) is given as two.
+        axes: comma-separated names of the dimensions: page, layer, side, head, token or dim. An axis that is not named
+            has one element. If a dimension packs two axes (K and V), `shape` has both.
         dtype: name of the element type.
         itemsize: bytes of an element.
-        region: region that the tensor lies in.
+        region: index of the region that the tensor lies in.
         offset: bytes from the start of the region to the tensor.
         kind: as in `Box`.
         first: as in `Box`.
@@ -85,7 +85,7 @@ def _five(found: dict[str, int], default: int) -> Sizes:
 
 
 def dense_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """The bytes between neighbours along each dimension of a dense tensor."""
+    """Returns the bytes between neighbours along each dimension of a dense tensor."""
     return tuple(math.prod(shape[axis + 1 :]) * itemsize for axis in range(len(shape)))
 
 
@@ -103,7 +103,7 @@ def dense(layout: PageLayout, num_pages: int, first_layer: int = 0) -> ShardLayo
 
 
 def _box_of(layout: PageLayout, page_bytes: int, first_layer: int) -> Box:
-    """The box of a layout whose pages are `page_bytes` apart."""
+    """Returns the box of a layout whose pages are `page_bytes` apart."""
     axes = layout.order.split(",")
     return from_tensor(
         [1, *(layout.extents[axis] for axis in axes)],
@@ -118,7 +118,7 @@ def _box_of(layout: PageLayout, page_bytes: int, first_layer: int) -> Box:
 def with_states(layout: ShardLayout, kinds: Sequence[KindPages], num_pages: int) -> ShardLayout:
     """Adds a group to the layout of a shard: the recurrent states of its requests, `num_pages` pages of each kind.
 
-    `num_pages` includes page 0. State tensors with memory of their own become regions after the existing ones.
+    `num_pages` includes page 0. State tensors in separate memory become regions after the existing ones.
     """
     boxes, sizes = list[Box](), list(layout.region_bytes)
     for one in kinds:
@@ -134,8 +134,9 @@ def with_states(layout: ShardLayout, kinds: Sequence[KindPages], num_pages: int)
 def of_tables(layout: ShardLayout, tables: LayerTables) -> ShardLayout:
     """Returns a `dense` pool that several block tables share: one group for each table, over the same pages.
 
-    Layers are numbered by their place in the page, whichever table they belong to; both sides have the same tables. If
-    a table has fewer layers than a page, its empty places are copied too, so that a page stays one run of bytes.
+    A layer's number is its place in the page, whichever table it belongs to; both sides have the same tables. If a
+    table has fewer layers than a page has places, the empty places are copied too, so that a page stays one run of
+    bytes.
     """
     windows = [table.group.window if table.group.kind == "window" else 0 for table in tables.tables]
     groups = tuple(msgspec.structs.replace(layout.groups[0], window=window) for window in windows)

@@ -1,4 +1,4 @@
-"""Chooses the remote shards that a shard reads from: each element is read once, from no more shards than needed."""
+"""Chooses the remote shards that a shard reads from: each element is read once, from as few shards as possible."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from transfer.errors import MetadataError
 from transfer.plan.boxes import Box, Group, Index, ShardLayout, sub_box
 
 _NOBODY = -1
-_MAX_CELLS = 1 << 24  # 128 layers of 64 heads on 64 ranks, K and V apart, are a million; only a malicious peer has more
+# 128 layers of 64 heads on 64 ranks, K and V apart, are a million cells; only a malicious peer has more than this
+_MAX_CELLS = 1 << 24
 BoxSlices: TypeAlias = tuple[slice, ...]
 """A box of cells, as one slice for each axis."""
 Corners: TypeAlias = tuple[Index, Index]
-"""A box of cells, as its first cell and the cell after its last one on each axis."""
+"""A box of cells: its first cell, and the cell after its last one on each axis."""
 
 
 def sources(local: ShardLayout, remotes: Sequence[ShardLayout], local_rank: int) -> list[tuple[int, ShardLayout]]:
     """Returns the remote shards to read from, and the part of `local` that each of them fills.
 
-    Data that only one remote shard holds is read from it. Data that several shards hold (replicated heads, latents) is
-    read from a shard that is needed anyway if there is one, otherwise from any of them. The choice depends on the
-    reader's rank, so that readers spread over the shards. `remotes` are the checked layouts of all ranks of the peer,
-    over all its pipeline stages.
+    Data that only one remote shard holds is read from that shard. Data that several shards hold (replicated heads,
+    latents) is read from a shard that is needed anyway, if there is one; otherwise from any of them. The choice depends
+    on the reader's rank, so that readers spread over the shards. `remotes` are the checked layouts of all ranks of the
+    peer, over all its pipeline stages.
 
-    The result is pairs of an index into `remotes`, ascending, and `local` with its boxes cut to the part that this
-    shard fills. The parts are disjoint, and together they cover `local`.
+    The result is pairs: an index into `remotes`, ascending, and a copy of `local` whose boxes are cut to the part that
+    this shard fills. The parts are disjoint, and together they cover `local`.
 
     Raises:
         MetadataError: no remote shard holds an element (the message names its group, kind, layer and head), or a remote
@@ -86,7 +87,7 @@ class _Grid:
             )
         holders = np.zeros(shape, np.bool_)
         self.cells: list[BoxSlices] = []
-        """The cells of each box of the local shard."""
+        """Makes the cells of each box of the local shard."""
         for number, begins, ends in zip(shard, start.tolist(), stop.tolist(), strict=True):
             cells = tuple(map(slice, begins, ends))
             holders[(number, *cells)] = True
@@ -102,10 +103,13 @@ class _Grid:
         self.owner = np.full(self.needed.shape, _NOBODY, np.int64)
 
     def choose(self, used: NDArray[np.bool_], local_rank: int, *, forced: bool) -> None:
-        """Assigns an owner to each cell that one shard alone holds (`forced`), or to each other. Marks it in `used`."""
+        """Assigns an owner to each cell, and marks the owner in `used`.
+
+        With `forced`, only to cells that one shard holds.
+        """
         count = self.holders.sum(axis=-1)
         todo = self.needed & ((count == 1) if forced else (count > 1))
-        # Few distinct sets of holders occur: at most one for each replicated head.
+        # There are few distinct sets of holders: at most one for each replicated head.
         rows = self.holders[todo]
         owners = np.empty(len(rows), np.int64)
         sets, inverse = np.unique(rows, axis=0, return_inverse=True)
@@ -117,11 +121,11 @@ class _Grid:
         self.owner[todo] = owners
 
     def parts(self) -> Iterator[list[tuple[int, Index, Index]]]:
-        """Yields the parts of each local box, as few as straight cuts allow: owner, first place and end."""
+        """Yields the parts of each local box, as few as straight cuts allow: owner, first position and end."""
         known: dict[tuple[bytes, tuple[int, ...]], list[Corners]] = {}
         for cells in self.cells:
             inside = self.owner[cells]
-            key = (inside.tobytes(), inside.shape)  # most layers are alike
+            key = (inside.tobytes(), inside.shape)  # most layers are alike, so the result is cached
             if key not in known:
                 known[key] = list(_uniform(inside, (0, 0, 0, 0)))
             yield [

@@ -1,4 +1,4 @@
-"""Pulls whole remote pages into a staging area and copies their elements to the local pages from there.
+"""Pulls whole remote pages into a staging area, and copies their elements from there to the local pages.
 
 This is for layouts whose runs are too short for the wire. Between tokens-first and heads-first pages, a run is one head
 of one token. It has only a few hundred bytes, and costs a system call. Staged pages arrive as they lie on the remote
@@ -24,35 +24,35 @@ from transfer.plan.runs import PagePairs, Runs, concatenated, no_runs, runs_of_t
 Bytes: TypeAlias = NDArray[np.uint8]
 
 
-# Costs of a transfer between two processes of one host, as fitted by `python -m benchmarks.plan` and rounded. In the
-# order of the constants, three runs on a busy machine gave 2.6 to 2.8 µs, 8.7 to 10.4 GB/s, 3.1 to 3.8 ns and 9.2 to
+# Costs of a transfer between two processes of one host, fitted by `python -m benchmarks.plan` and rounded. In the order
+# of the constants, three measurements on a busy machine gave 2.6 to 2.8 µs, 8.7 to 10.4 GB/s, 3.1 to 3.8 ns and 9.2 to
 # 12.2 GB/s. A run below about 28 KB thus costs more on the wire than in a copy.
-_RUN_US = 2.6  # one run on the wire, whatever its length: a system call
+_RUN_US = 2.6  # of one run on the wire, whatever its length: the time of a system call
 _WIRE_GBPS = 10.0
-_COPY_RUN_NS = 3.5  # one run in a strided copy
+_COPY_RUN_NS = 3.5  # of one run in a strided copy
 _COPY_GBPS = 11.0
 MAX_COPIES = 1 << 14
-"""The most strided copies of one pull.
+"""The limit of strided copies in one pull.
 
-Layers in tensors of their own, with K apart from V and heads as an outer axis, take thousands. Only a layout that
-scatters its elements takes more.
+If each layer has its own tensor, with K apart from V and heads as an outer axis, a pull takes thousands. Only a layout
+that scatters its elements takes more than the limit.
 """
 _LINE = 64  # bytes of a cache line; each segment of the staging area begins at one
-_NEVER = 1 << 63  # page stride of a pool that has a single page
+_NEVER = 1 << 63  # page stride of a pool that has only one page
 
 
 def wire_us(runs: int, num_bytes: int) -> float:
-    """Estimated microseconds of `runs` runs on the wire."""
+    """Returns the estimated microseconds of `runs` runs on the wire."""
     return runs * _RUN_US + num_bytes / _WIRE_GBPS / 1e3
 
 
 def copy_us(runs: int, num_bytes: int) -> float:
-    """Estimated microseconds of a strided copy."""
+    """Returns the estimated microseconds of a strided copy."""
     return (runs * _COPY_RUN_NS + num_bytes / _COPY_GBPS) / 1e3
 
 
 class _Segment(NamedTuple):
-    """A stretch of bytes that is pulled from each remote page as one run, and the page stride at which it is staged."""
+    """A range of bytes that is pulled from each remote page as one run, and the page stride with which it is staged."""
 
     region: int
     offset: int
@@ -72,22 +72,25 @@ class _StridedCopy(NamedTuple):
     remote_offset: int
 
     def remote_end(self, page_size: int) -> int:
-        """Byte offset in the remote region where its last element of page 0 ends."""
+        """Returns the byte offset in the remote region at which this copy's last element of page 0 ends."""
         steps = sum((n - 1) * step for n, _, step in self.inner) + (page_size - 1) * self.stack.token[1]
         return self.remote_offset + steps + self.stack.itemsize
 
 
 def copies_of(plan: GroupPlan) -> int:
-    """The number of strided copies for each kind of pieces when a group is staged."""
+    """Returns the number of strided copies for each kind of pieces if a group is staged."""
     pages = [_NEVER if plan.remote.num_pages == 1 else stack.remote_page for stack in plan.stacks]
     outer = [[n for n, _, step in stack.axes if step >= page] for stack, page in zip(plan.stacks, pages, strict=True)]
     return sum(len(stack.local_region) * prod(steps) for stack, steps in zip(plan.stacks, outer, strict=True))
 
 
 class StagingPlan:
-    """The staged pull of one group. Made by `Plan.staging`; raises `InvalidTransferError` above `MAX_COPIES` copies.
+    """The staged pull of one group. Made by `Plan.staging`.
 
-    The staging area holds one segment after another. Each holds its part of every remote page, in the request's order.
+    Raises `InvalidTransferError` for more than `MAX_COPIES` copies.
+
+    The staging area holds one segment after another. Each segment has its part of every remote page, in the request's
+    order.
     """
 
     def __init__(self, plan: GroupPlan) -> None:
@@ -98,7 +101,7 @@ class StagingPlan:
         self._copies = [one for stack in plan.stacks for one in _copies(stack, _NEVER if single else stack.remote_page)]
         self._copies.sort(key=lambda copy: (copy.remote_region, copy.stack.remote_page, copy.remote_offset))
         self._segments, self._segment_of = _segments(self._copies, plan.remote.page_size, single=single)
-        # Each segment acts as a local region of its own.
+        # Each segment takes the role of a local region.
         rows = [
             (at, 0, one.region, one.offset, one.length, one.staged_page, one.remote_page)
             for at, one in enumerate(self._segments)
@@ -106,13 +109,13 @@ class StagingPlan:
         self._page_runs = runs_of_table(np.array(rows, np.int64).reshape(-1, 7).T.copy())
 
     def num_bytes(self, tokens: tuple[int, int]) -> int:
-        """The bytes of staging area that a pull of `tokens` needs."""
+        """Returns the bytes of staging area that a pull of `tokens` needs."""
         return self._layout(self._num_pages(self._plan.tokens(tokens)))[1]
 
     def runs(
         self, remote_pages: ArrayLike, tokens: tuple[int, int], staging_base: int, remote_bases: ArrayLike
     ) -> Runs:
-        """The runs that copy the remote pages of `tokens` to the staging area at `staging_base`.
+        """Returns the runs that copy the remote pages of `tokens` to the staging area at `staging_base`.
 
         Raises as `Plan.runs`.
         """
@@ -128,7 +131,7 @@ class StagingPlan:
     def permute(
         self, local_pages: ArrayLike, tokens: tuple[int, int], staging: Bytes, regions: Sequence[Bytes]
     ) -> None:
-        """Copies the staged elements into the local pages: the same elements that direct runs would write.
+        """Copies the staged elements into the local pages. The result is the same as that of direct runs.
 
         `staging` is uint8 `[num_bytes(tokens)]` or longer, `regions` uint8 over each local region, all contiguous.
 
@@ -153,13 +156,13 @@ class StagingPlan:
                 at = int(starts[number]) + copy.remote_offset - segment.offset
                 ours, theirs = self._views(copy, kind, regions, staging, at, segment.staged_page)
                 views.append((ours, local, theirs, taken))
-        for ours, local, theirs, taken in views:  # nothing is written until every copy is known to fit
+        for ours, local, theirs, taken in views:  # nothing is written before every copy is known to fit
             ours[local] = theirs[taken]
 
     def _views(
         self, copy: _StridedCopy, kind: PieceKind, regions: Sequence[Bytes], staging: Bytes, at: int, staged_page: int
     ) -> tuple[NDArray[np.void], NDArray[np.void]]:
-        """Views of the same elements in all local pages and in all staged pages, one item for each run."""
+        """Returns views of the same elements in all local pages and in all staged pages, one item for each run."""
         local_step, remote_step = copy.stack.token
         run, left = merged(copy.stack.itemsize, (*copy.inner, *copy.stack.tokens(kind.num_tokens)))
         sizes = [n for n, _, _ in left]
@@ -168,7 +171,7 @@ class StagingPlan:
         theirs = (int(kind.remote[-1]) + 1, *sizes), (staged_page, *(step for _, _, step in left))
         offset = copy.local_offset + kind.local_token * local_step
         at += kind.remote_token * remote_step
-        # numpy raises if a view leaves its memory.
+        # numpy raises if a view lies outside of its memory
         try:
             return (
                 np.ndarray(ours[0], dtype, regions[copy.local_region], offset, ours[1]),
@@ -184,18 +187,18 @@ class StagingPlan:
         return 0 if tokens[0] == tokens[1] else -(-tokens[1] // size) - tokens[0] // size
 
     def _layout(self, num_pages: int) -> tuple[Ints, int]:
-        """The start of each segment in the staging area, and the size of the area, both in bytes."""
+        """Returns the start of each segment in the staging area, and the size of the area, both in bytes."""
         sizes = np.array([_lines(segment.staged_page * num_pages) for segment in self._segments], np.int64)
         return np.cumsum(sizes) - sizes, int(sizes.sum())
 
     def size(self, tokens: tuple[int, int]) -> tuple[int, int]:
-        """Runs and bytes on the wire for `tokens` (already rounded), if no two pages are neighbours."""
+        """Returns runs and bytes on the wire for `tokens` (already rounded), if no two pages are neighbours."""
         pages = self._num_pages(tokens)
         return pages * len(self._segments), pages * sum(segment.length for segment in self._segments)
 
 
 def _copies(stack: Stack, remote_page: int) -> list[_StridedCopy]:
-    """The pairs of boxes of a stack, cut further along axes that step over whole remote pages (K and V apart)."""
+    """Returns the pairs of boxes of a stack, cut along axes that step over whole remote pages (K and V apart)."""
     inner = tuple(axis for axis in stack.axes if axis[2] < remote_page)
     outer = [axis for axis in stack.axes if axis[2] >= remote_page]
     found: list[_StridedCopy] = []
@@ -212,7 +215,7 @@ def _segments(copies: Sequence[_StridedCopy], page_size: int, *, single: bool) -
     """Returns the segments of a remote page that hold all of `copies` (sorted), and the segment of each copy.
 
     A gap between two copies is pulled too if that costs less than a separate run. No segment is longer than a page,
-    because the bytes of the next page would be pulled twice.
+    because the bytes of the next page would then be pulled twice.
     """
     worth = int(_RUN_US * _WIRE_GBPS * 1e3)
     found: list[_Segment] = []
@@ -230,14 +233,14 @@ def _segments(copies: Sequence[_StridedCopy], page_size: int, *, single: bool) -
         else:
             found.append(_Segment(copy.remote_region, copy.remote_offset, end - copy.remote_offset, page, 0))
         segment_of.append(len(found) - 1)
-    # A whole-page segment is staged without gaps, so that neighbouring remote pages arrive as one run.
+    # A segment that is a whole page is staged without gaps, so that neighbouring remote pages arrive as one run.
     return [
         one._replace(staged_page=one.length if one.length == one.remote_page else _lines(one.length)) for one in found
     ], segment_of
 
 
 def _evenly(places: Ints) -> slice:
-    """Returns evenly spaced indices as a slice."""
+    """Returns evenly spaced indices as a slice, and other indices unchanged."""
     first, last = int(places[0]), int(places[-1])
     return slice(first, last + 1, max(1, (last - first) // max(1, len(places) - 1)))
 

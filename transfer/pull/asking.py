@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from transfer.wire.handshake import HandshakeClient
     from transfer.wire.messages import Answer
 
-# In seconds: the pause before a question is repeated to a source that has not looked for the pages yet. It doubles each
+# In seconds: the pause before a question is repeated to a source that has not processed it yet. The pause doubles each
 # time, up to the maximum.
 _PAUSE_S, _MAX_PAUSE_S = 1e-4, 0.05
 _LATE_S = 10.0
 """In seconds: how long an answer is still accepted after its question has timed out.
 
 A late answer may come with a lease, which this reader then gives back. Otherwise the lease would keep its pages at the
-source until it expires. Until then this reader could not get the same pages again, because a source lends a page to a
-reader under one lease at a time.
+source until it expires, and until then this reader could not get the same pages again: a source lends each page to a
+reader under only one lease at a time.
 """
 
 
@@ -42,10 +42,10 @@ class Lent(NamedTuple):
 
     Attributes:
         key: the key of the question.
-        source: the source and the lease to pull under. None if the source has none of the pages, may lend no more of
+        source: the source, with the lease to pull under. None if the source has none of the pages, may lend no more of
             them, or has not answered.
-        table: block table of the leased pages, for `import_block_table`; None if there is no source.
-        error: why the source has given no answer; empty if it has.
+        table: block table of the leased pages, for `import_block_table`; None without a source.
+        error: why the source has not answered; empty if it has.
     """
 
     key: str
@@ -56,7 +56,7 @@ class Lent(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Question:
-    """An open question, and when it is asked again."""
+    """An open question, and when to ask it again."""
 
     replica: int
     key: str
@@ -67,20 +67,20 @@ class _Question:
     at: float = -math.inf  # inf while an answer is awaited
     pause_s: float = _PAUSE_S
     waits_for: str = ""
-    is_told: bool = False  # its owner knows that it has failed; a lease that is granted after that is given back
+    is_told: bool = False  # whether its owner knows that it has failed; a lease that is granted later is given back
 
 
 class PageAsks:
-    """The open questions of a process. For the loop's thread; no call waits.
+    """The open questions of a process. Only the loop's thread may use it. No call waits.
 
     Args:
-        client: sends the questions. Nothing else may use it.
+        client: sends the questions. No other object may use it.
         name: name of the asking process.
         key: key of the digests that authenticate the answers.
         compatibility: entries that must be equal here and at the source, such as the model.
-        kind: what the cache stores for a token (`kvcache.layout.kv_kind`); it must be equal at the source too.
+        kind: what the cache stores for a token (`kvcache.layout.kv_kind`). It must be equal at the source, too.
         tables: number of block tables of a request.
-        kinds: kind of each table, as in a `BlockTable`.
+        kinds: kind of each block table, as in a `BlockTable`.
         beside: number of further groups of a block table. Each has one page, which holds a state of the request.
         give_back: called with the asking replica, a lease that cannot be used, and the reason: it was granted too late,
             or it holds other pages.
@@ -101,7 +101,7 @@ class PageAsks:
     ) -> None:
         self._client, self._kind, self._tables, self._kinds, self._beside = client, kind, tables, kinds, beside
         self._name, self._key, self._compatibility = name, key, dict(compatibility)
-        # The random part tells a restarted process from its predecessor.
+        # The random part distinguishes a restarted process from its predecessor.
         self._asker = f"{name[:400]}@{secrets.token_hex(8)}"
         self._give_back = give_back
         self._open: dict[int, _Question] = {}  # by `ask_id`
@@ -132,7 +132,7 @@ class PageAsks:
         return self._client.sockets
 
     def poll(self) -> list[tuple[int, Lent]]:
-        """Returns the answers since the last call, each with the number of the asking replica."""
+        """Returns the answers since the last call, each with the index of the asking replica."""
         if not self._open:
             return []
         self._client.poll()
@@ -178,7 +178,7 @@ class PageAsks:
             self._on_pages(ask, where, answer.pages)
 
     def _on_pages(self, ask: _Question, where: str, data: bytes) -> None:
-        """Ends a question with the leased pages. If they are not the pages asked for, gives the lease back."""
+        """Ends a question with the leased pages. If these are not the requested pages, gives the lease back."""
         try:
             pages = open_pages(data, ask.place[1], None, self._key)
         except TransferError as error:
@@ -195,7 +195,7 @@ class PageAsks:
             self._end(ask, source, self._table(ask, pages))
 
     def _fault(self, ask: _Question, pages: LeasedPages) -> str:
-        """Describes how the leased pages differ from the pages asked for; empty if they do not differ."""
+        """Describes how the leased pages differ from the requested pages; empty if they do not."""
         count, rest = divmod(pages.num_tokens, ask.query.page_size)
         groups, beside = pages.block_ids[: self._tables], pages.block_ids[self._tables :]
         most = max(map(len, groups), default=0)
@@ -211,7 +211,7 @@ class PageAsks:
         return ""
 
     def _digests(self, ask: _Question, pages: LeasedPages) -> bytes:
-        """Returns the question's digests of as many pages as were leased; empty if the question has fewer digests."""
+        """Returns the question's digests of as many pages as were leased. Empty if the question has fewer digests."""
         size = pages.num_tokens // ask.query.page_size * len(pages.prompt_digest)
         return ask.digests[:size] if size <= len(ask.digests) else b""
 
@@ -223,7 +223,7 @@ class PageAsks:
             page_size=ask.query.page_size,
             groups=pages.block_ids,
             kinds=self._kinds,
-            fingerprint="",  # the plan compares the layouts
+            fingerprint="",  # left empty, because the transfer plan compares the layouts
             hash_algorithm=ask.query.hash_algorithm,
             digests=self._digests(ask, pages),
             first_page=ask.query.first_page,

@@ -1,7 +1,8 @@
-"""Two ways to wake a thread that sleeps, and locks that a forked child finds free.
+"""Two ways to wake a thread that sleeps, and locks that are free in a forked child.
 
-A forked child has only the thread that forked. A lock that another thread of its parent held would stay held in the
-child, which would wait for it for ever, for example when it closes its copy of an exchange.
+A forked child has only the thread that forked. If another thread of the parent held a lock at that moment, the lock
+would stay held in the child. The child would then wait for it for ever, for example when it closes its copy of an
+exchange.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ AnyLock = TypeVar("AnyLock")
 
 
 def free_in_forks(lock: AnyLock) -> AnyLock:
-    """Returns the lock, or condition, which forked children will find free."""
+    """Makes a lock, or a condition, free in forked children. Returns it."""
     _locks.add(lock)
     return lock
 
@@ -31,9 +32,9 @@ os.register_at_fork(after_in_child=_free)
 
 
 class Alarm:
-    """Wakes a thread that sleeps. Any thread, and a signal handler, may ring it; one thread sleeps.
+    """Wakes a thread that sleeps. Any thread, and a signal handler, may ring it. Only one thread may sleep on it.
 
-    It is a lock that is held until the next ring. `SimpleQueue.get` and its timeout cannot be used: before CPython 3.13
+    It is a lock that is held until the next ring. `SimpleQueue.get` with a timeout cannot be used: before CPython 3.13
     it sleeps for ever if the time is over before it begins to wait. With our shortest pauses that happened within
     minutes on a busy machine, and a pull then neither ended nor timed out.
     """
@@ -43,12 +44,12 @@ class Alarm:
         self._quiet.acquire()
 
     def ring(self) -> None:
-        """Ends the sleep in progress, or the next one. Rings before that count once."""
-        with contextlib.suppress(RuntimeError):  # released already: it has rung
+        """Ends the current sleep, or the next one. Several rings before a sleep count as one."""
+        with contextlib.suppress(RuntimeError):  # the lock is free: it was already rung
             self._quiet.release()
 
     def sleep(self, seconds: float) -> bool:
-        """Sleeps until a ring, at most for some seconds. Returns whether it has rung since the last sleep."""
+        """Sleeps until a ring, but at most `seconds`. Returns whether it was rung since the last sleep."""
         return self._quiet.acquire(timeout=seconds)
 
 
@@ -69,22 +70,25 @@ class Bell:
         return self._fd
 
     def ring(self) -> None:
-        """Signals that there are events. The caller must have stored them before this call."""
-        if self._rung:  # no lock is needed: the thread that hears this ring finds everything stored before it
+        """Signals that there are events. The caller must store the events before this call."""
+        # no lock is needed: the thread that hears the earlier ring finds everything stored before this one
+        if self._rung:
             return
         with self._lock:
             if not self._rung and self._fd >= 0:
                 os.eventfd_write(self._fd, 1)
-                self._rung = True  # last: a signal handler in between then rings once too often, and no ring is lost
+                # set last: a signal handler in between then rings once too often, and no ring is lost
+                self._rung = True
 
     def hear(self) -> None:
-        """Silences the bell until the next ring. The caller looks for events after this call."""
+        """Silences the bell until the next ring. The caller must look for events after this call."""
         if not self._rung:
             return
         with self._lock:
             if self._rung and self._fd >= 0:
                 os.eventfd_read(self._fd)
-                # Last: if a signal handler rings in between, the caller finds its events, because it looks after this.
+                # Set last: if a signal handler rings in between, the caller finds its events, because it looks after
+                # this call.
                 self._rung = False
 
     def close(self) -> None:

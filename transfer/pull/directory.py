@@ -1,9 +1,11 @@
-"""The engines that a replica reads from: found by address and engine id, watched during pulls, and finally forgotten.
+"""The engines that a replica reads from.
 
-A request names its source, and may be wrong. A wrong name affects only the requests that use it. The first request
-for an engine asks for its metadata. The engine is forgotten when it dies, is replaced, or stays idle. If another engine
-answers under the id of a loaded one, the loaded one is pinged first, and is replaced only if it is gone. Metadata that
-no key authenticates is loaded only if a process on this host vouches for it.
+They are found by address and engine id, watched during pulls, and finally forgotten.
+
+A request names its source, and the name may be wrong; this affects only requests that use it. The first request for an
+engine asks for the engine's metadata. The engine is forgotten when it dies, is replaced, or stays idle. If another
+engine answers under the id of a loaded one, the loaded one is pinged first, and is replaced only if it is gone. If no
+key authenticates metadata, it is loaded only if a process on this host vouches for it.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ class Times(NamedTuple):
 
 
 class _Candidate(NamedTuple):
-    """An engine that has answered but is not loaded: its incarnation, and the `RemoteEngine` for each local rank."""
+    """An engine that has answered and is not loaded yet: its incarnation, and a `RemoteEngine` for each local rank."""
 
     incarnation: str
     remotes: list[RemoteEngine]
@@ -45,7 +47,7 @@ class _Candidate(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """An engine at an address, with the times of its last use, sign of life and ping."""
+    """An engine at an address, with the times of its last use, last sign of life and last ping."""
 
     place: Place
     incarnation: str = ""  # the loaded incarnation; empty until it is known
@@ -54,7 +56,7 @@ class Peer:
     asked: float = 0.0
     connecting: bool = False
     pinging: bool = False
-    candidate: _Candidate | None = None  # the engine that has answered, until it is loaded or refused
+    candidate: _Candidate | None = None  # an engine that has answered, until it is loaded or refused
 
 
 class Directory:
@@ -65,11 +67,11 @@ class Directory:
         client: asks engines for metadata and pings them.
         times: time limits.
         clock: a monotonic clock, in seconds.
-        on_ready: called each time that an engine has confirmed its identity.
-        on_lost: called with an engine that must not be read from any more, and the reason.
+        on_ready: called whenever an engine has confirmed its identity.
+        on_lost: called with an engine that must not be read any more, and the reason.
 
     Attributes:
-        failed_handshakes: engines that gave no answer, or an unusable one.
+        failed_handshakes: number of engines that gave no answer, or an unusable one.
     """
 
     def __init__(
@@ -102,7 +104,7 @@ class Directory:
         return peer if peer is not None and self._is_connected(peer) else None
 
     def use(self, place: Place) -> Peer | None:
-        """Like `ready`, but marks the engine as used, so that it is not forgotten as idle."""
+        """Like `ready`, and also marks the engine as used, so that it is not forgotten as idle."""
         peer = self.ready(place)
         if peer is not None:
             peer.used = self._clock()
@@ -130,12 +132,12 @@ class Directory:
         """Loads an engine whose metadata did not arrive through the handshake. Returns its id.
 
         Args:
-            address: ZMQ endpoint where the engine answers pings, as requests will name it.
-            ranks: sealed metadata of each of its ranks.
+            address: ZMQ endpoint at which the engine answers pings, in the form in which requests will name it.
+            ranks: by rank, the sealed metadata.
 
         Raises:
-            TransferError: the metadata is damaged, does not fit, or no key or process vouches for it. Nothing stays
-                loaded.
+            TransferError: the metadata is damaged or does not fit, or neither a key nor a process vouches for it.
+                Nothing stays loaded.
         """
         first, remotes = self._open(address, ranks)
         if remotes and not self._has_key and not _is_vouched(remotes[0]):
@@ -185,7 +187,7 @@ class Directory:
         self._admit(peer, _Candidate(answer.incarnation, remotes))
 
     def _admit(self, peer: Peer, candidate: _Candidate) -> None:
-        """Loads a candidate. If another incarnation of its engine is loaded, pings that incarnation first."""
+        """Loads a candidate. If another incarnation of its engine is loaded, pings that one first."""
         peer.candidate = candidate
         try:
             if not self._is_loaded(peer.place[1], candidate.incarnation):
@@ -213,7 +215,7 @@ class Directory:
         return [(peer, peer.candidate) for peer in same if peer.candidate is not None]
 
     def _on_alive(self, peer: Peer) -> None:
-        """Handles an engine's confirmed identity: refuses candidates of its id that have another incarnation."""
+        """Handles an engine's confirmed identity: refuses candidates that have the same id and another incarnation."""
         self._on_ready(peer)
         address, engine_id = peer.place
         for other, candidate in self._candidates(engine_id):
@@ -246,9 +248,9 @@ class Directory:
                 self._forget(other, _gone(f"engine {engine_id!r} was restarted at {address}"))
 
     def watch(self, busy: Callable[[], set[Place]]) -> None:
-        """Pings engines in use, and forgets idle ones. To be called often; usually returns at once.
+        """Pings engines in use, and forgets idle ones. Must be called often; usually returns at once.
 
-        `busy` returns the places that pulls read from or wait for.
+        `busy` returns the places that pulls are reading or waiting for.
         """
         now = self._clock()
         if now < self._next_watch:
@@ -269,7 +271,7 @@ class Directory:
                 self._ping(peer)
 
     def check(self, place: Place) -> None:
-        """Pings the engine at a place, if it is known, to see whether it lives and is still the loaded incarnation."""
+        """Pings the engine at a place, if it is known, to see whether it is alive and still the loaded incarnation."""
         if (peer := self._peers.get(place)) is not None:
             self._ping(peer)
 
@@ -294,7 +296,7 @@ class Directory:
         self._client.ping(*peer.place, done, self._times.dead_after)
 
     def _forget(self, peer: Peer, failure: Failure) -> None:
-        """Forgets an engine and everything learnt from it. The next request asks again."""
+        """Forgets an engine and everything that was learnt from it. The next request asks again."""
         address, engine_id = peer.place
         self._peers.pop(peer.place, None)
         peer.candidate = None

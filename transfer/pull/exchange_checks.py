@@ -1,6 +1,6 @@
-"""Checks of the arguments of `PageExchange`, before anything is made or changed.
+"""Checks the arguments of `PageExchange`, before anything is made or changed.
 
-A wrong argument would otherwise fail later. If it failed on the transfer thread, it would end that thread.
+Without these checks, a wrong argument would fail later. If it failed on the transfer thread, it would end that thread.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transfer.errors import InvalidEngineError, InvalidLeaseError
 from transfer.pull.lease import LeaseRef
 from transfer.pull.source import Source
 
-_MOST_NAME = 240  # characters; engine ids, which add a slash and a number, have at most 256
+_MOST_NAME = 240  # in characters; engine ids, which add a slash and a number, have at most 256
 _OF_MANAGER = ("num_replicas", "layouts", "layer_tables", "device_tensors", "further_groups", "lease", "copier")
 _SECONDS = ("handshake_timeout_s", "heartbeat_s", "dead_after_s", "idle_s")
 

@@ -1,8 +1,8 @@
 """Checksums of pages: the source makes them when it leases pages, and the reader compares them after the pages arrive.
 
 A fence proves that a page was not written while it was read. It does not prove that the reader's bytes equal the
-source's: NIXL reports a short read as done, and memory or a wire may corrupt data. Ruling that out costs one pass over
-the bytes on each side. XXH3 finds accidents, not attacks; see the benchmark for the price.
+source's: NIXL reports a short read as done, and memory or a wire may corrupt data. Checksums rule that out, at the cost
+of one pass over the bytes on each side. XXH3 finds accidents, not attacks. `benchmarks.verify_price` has the cost.
 
 The source keeps one word for each page, in memory that readers may READ, so that no message has to carry checksums.
 Readers copy the words along with the pages. That is safe because the words of leased pages do not change while the
@@ -33,14 +33,15 @@ from transfer.pull.parts import Part
 from transfer.wire.messages import RankMetadata
 
 ATTEMPTS = 3
-"""A page is read this often before it counts as bad at its source."""
+"""A page is read this many times before it counts as bad at its source."""
 
 
 class PageChecks:
     """The checksums of one shard's pages, and the words that hold them. Each box of a page must be one run of bytes.
 
     Attributes:
-        words: uint64 `[num_pages]` for each group: the checksum of each page when it was last sealed. To be registered.
+        words: uint64 `[num_pages]` for each group: each page's checksum when the page was last sealed. They must be
+            registered.
 
     Raises:
         InvalidEngineError: the pages of a box have gaps.
@@ -53,12 +54,12 @@ class PageChecks:
         ]
 
     def seal(self, group: int, pages: ArrayLike) -> None:
-        """Records the checksums of pages, which must not be written any more."""
+        """Records the checksums of pages, which must not be written any more after this."""
         ids = self._ids(group, pages)
         self.words[group][ids] = self._sums(group, ids)
 
     def bad(self, group: int, pages: ArrayLike, expected: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Returns the positions in `pages`, local pages that have arrived, whose checksum is not the expected one."""
+        """Returns the indices in `pages` (local pages that have arrived) whose checksum is not the expected one."""
         return np.flatnonzero(self._sums(group, self._ids(group, pages)) != expected)
 
     def _ids(self, group: int, pages: ArrayLike) -> NDArray[np.int64]:
@@ -85,7 +86,7 @@ def _sum_of(views: list[NDArray[np.uint8]], page: int) -> int:
 
 
 def _view(number: int, box: Box, group: Group, bases: Sequence[int]) -> NDArray[np.uint8]:
-    """uint8 `[num_pages, bytes]`: the bytes of a box in each page, as a view."""
+    """Returns a view of the bytes of a box in each page: uint8 `[num_pages, bytes]`."""
     num_bytes = int(np.prod(box.extent)) * box.itemsize
     if num_bytes != box.span:
         raise InvalidEngineError(
@@ -99,7 +100,7 @@ def _view(number: int, box: Box, group: Group, bases: Sequence[int]) -> NDArray[
 
 
 def same_pages(local: ShardLayout, remote: ShardLayout) -> bool:
-    """Whether the pages of two shards have the same layout to the byte, which a comparison of checksums requires."""
+    """Whether the pages of two shards have exactly the same layout, which a comparison of checksums requires."""
 
     def shape(layout: ShardLayout) -> list[object]:
         return [
@@ -115,14 +116,14 @@ def same_pages(local: ShardLayout, remote: ShardLayout) -> bool:
 
 
 class Verifier:
-    """Compares pages that came from one rank with its page checks.
+    """Compares pages that came from one rank with that rank's checksums.
 
-    All pulls share its copy of the source's words. The words of a page do not change while its lease is open, and once
+    All pulls share one copy of the source's words. The words of a page do not change while its lease is open, and once
     the lease has ended, the fence refuses the pull. A random `share` of the pages is compared. `repeated` counts the
     pages that were read again.
 
     Raises:
-        HandshakeError: the source makes no checks, or its pages have another layout.
+        HandshakeError: the source makes no checksums, or its pages have another layout.
     """
 
     def __init__(self, checks: PageChecks, mine: RankMetadata, there: RankMetadata, share: float, agent: Agent) -> None:
@@ -143,7 +144,7 @@ class Verifier:
         agent.register([(words.ctypes.data, words.nbytes, 0) for words in self._words], MemoryType.DRAM)
 
     def part(self, key: str, plan: Plan, groups: Sequence[PageCopy]) -> Part | None:
-        """Returns the part to read, with the checks of its pages; None if nothing is to be read."""
+        """Returns the part to read, with the checksums of its pages. None if nothing is to be read."""
         read: list[PageCopy] = []
         for group, (local, remote, (start, stop)) in zip(self._groups, groups, strict=True):
             count = max(0, math.ceil(stop / group.page_size) - start // group.page_size)
@@ -168,7 +169,8 @@ class Verifier:
         )
 
     def _span(self, group: int, pages: PageCopy) -> tuple[int, int, int, int]:
-        # All words from the first page to the last, as one run; selecting them would take a run for each page.
+        # All words from the first page to the last one, as one run, because selecting them would take a run for each
+        # page.
         first, last = int(np.min(pages.src_pages)), int(np.max(pages.src_pages))
         here, there = self._words[group].ctypes.data, self._there.checks_addrs[group]
         return here + WORD_BYTES * first, there + WORD_BYTES * first, WORD_BYTES * (last - first + 1), 0

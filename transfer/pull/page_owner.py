@@ -1,4 +1,4 @@
-"""The interface that an exchange needs of the manager whose pages it leases and fills."""
+"""The interface through which an exchange uses the manager whose pages it leases and fills."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ class PendingPages(Protocol):
 
 
 class FurtherPages(Protocol):
-    """Further pages for each request, such as its state: one more group in the request's block table."""
+    """Pages that a request has besides its token pages, such as its state.
+
+    They are one more group in its block table.
+    """
 
     @property
     def tensors(self) -> Sequence[Sequence[torch.Tensor]]:
@@ -31,11 +34,11 @@ class FurtherPages(Protocol):
 
     @property
     def num_pages(self) -> int:
-        """Pages of a shard, without page 0, which has no owner."""
+        """The number of pages of a shard, without page 0, which has no owner."""
         ...
 
     def kinds(self, shard: int) -> Sequence[KindPages]:
-        """The layout of the pages of each kind on a shard, and the tensor that holds them."""
+        """Returns the layout of the pages of each kind on a shard, and the tensor that holds them."""
         ...
 
 
@@ -47,17 +50,17 @@ class PageOwner(Protocol):
 
     @property
     def num_replicas(self) -> int:
-        """The number of replicas. Peers see each as an engine of its own."""
+        """The number of replicas. For peers, each of them is a separate engine."""
         ...
 
     @property
     def total_num_pages(self) -> int:
-        """Pages of all replicas, without the null page of each."""
+        """The number of pages of all replicas, without the null page of each replica."""
         ...
 
     @property
     def slab_pages(self) -> int:
-        """Token pages that a request's state takes; 0 for none."""
+        """How many token pages a request's state takes; 0 if it takes none."""
         ...
 
     @property
@@ -67,7 +70,7 @@ class PageOwner(Protocol):
 
     @property
     def layer_tables(self) -> LayerTables:
-        """The block tables of a request, and the layers of each."""
+        """The block tables that each request has, and the layers of each table."""
         ...
 
     @property
@@ -83,7 +86,7 @@ class PageOwner(Protocol):
     def lease(self, request_id: str, *, seal: Callable[[BlockTable], bytes]) -> Any:
         """Holds the pages that a claimed request computes, until `end_lease`. The hold has a `replica_idx`.
 
-        From now on each block table of the request carries the result of `seal` in its `seals`.
+        From now on, each block table of the request carries the result of `seal` in its `seals`.
         """
         ...
 

@@ -1,10 +1,10 @@
 """Parts of a pull: the runs from one rank of the source, and the transfers that they are split into.
 
-Between processes of one host, the processor copies a READ. The posting thread copies a transfer of few runs itself. A
-NIXL thread copies a larger one. That thread takes 50 µs to wake and handles one transfer at a time: the next post waits
-until it is free. So each source has at most one transfer in the background, which takes at most half of the remaining
-runs. Meanwhile the polling thread copies the rest in small pieces, and serves peers and other pulls in between. After
-an error or a cancellation, the pull ends with the transfers in flight.
+Between processes of one host, the processor copies a READ. A transfer of few runs is copied by the posting thread, and
+a larger one by a NIXL thread. That thread takes 50 µs to wake and handles one transfer at a time: the next post waits
+until it is free. So each source has at most one transfer in the background, with at most half of the remaining runs.
+Meanwhile the polling thread copies the rest in small pieces, and serves peers and other pulls in between. After an
+error or a cancellation, the pull ends when its transfers in flight have ended.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from transfer.nixl.agent import BACKGROUND_RUNS, Agent, Handle, RunList
 from transfer.plan.runs import LONGEST_RUN
 
 FOREGROUND_BYTES = 16 << 20
-"""The most bytes of a transfer that the polling thread copies, in about 1.5 ms.
+"""In bytes: the largest transfer that the polling thread copies, in about 1.5 ms.
 
 A transfer and the poll around it cost 15 to 90 µs, depending on the caches.
 """
 BACKGROUND_BYTES = 128 << 20
-"""The most bytes of a transfer that NIXL's thread copies, in about 12 ms.
+"""In bytes: the largest transfer that NIXL's thread copies, in about 12 ms.
 
-More bytes would save few wake-ups, and delay the end of a failed pull.
+A larger one would save only few wake-ups, and delay the end of a failed pull.
 """
 _FOR_TWO = 32 << 20
-"""From this many bytes on, runs are split so that two threads can copy: a run costs 2 µs, these bytes take 2.5 ms."""
+"""From this many bytes on, runs are split so that two threads can copy. A run costs 2 µs, and these bytes take 2.5 ms.
+"""
 _SHORTEST_CUT = 128 << 10
 
 
@@ -53,9 +54,9 @@ class Part:
     remote: RunList
     num_bytes: int
     arrived: Callable[[], Part | None] | None = None
-    posted: int = 0  # number of runs posted
+    posted: int = 0  # number of runs that were posted
     in_flight: int = 0  # number of transfers in flight
-    _ends: NDArray[np.int64] | None = None  # cumulative bytes up to the end of each run
+    _ends: NDArray[np.int64] | None = None  # for each run, the cumulative bytes up to its end
 
     @property
     def is_here(self) -> bool:
@@ -71,15 +72,15 @@ class Part:
     def is_ready(self) -> bool:
         """Whether the part can be posted now.
 
-        Called until it returns True; the first transfer is posted right afterwards.
+        It is called until it returns True; the first transfer is posted immediately afterwards.
         """
         return True
 
     def settle(self) -> None:
-        """Called once none of its transfers is in flight and no more will be posted."""
+        """Called when none of its transfers is in flight and no more will be posted."""
 
     def next_transfer(self, *, background: bool) -> tuple[int, bool]:
-        """Returns the end index of the next transfer's runs, and whether the NIXL thread copies it.
+        """Returns the end index of the next transfer's runs, and whether the NIXL thread copies that transfer.
 
         `background` says that the NIXL thread is free.
         """
@@ -107,13 +108,13 @@ def longest_run(num_bytes: int) -> int:
 
 
 def is_over(agent: Agent, handle: Handle) -> tuple[bool, AgentError | None]:
-    """Whether a transfer has ended, and with which error. Releases the handle of one that has."""
+    """Returns whether a transfer has ended, and its error if it failed. Releases the handle of one that has ended."""
     failed: AgentError | None = None
     try:
         if not agent.done(handle):
             return False, None
     except AgentError as error:
         failed = error
-    with suppress(AgentError):  # the transfer has ended, so a failed release does not matter
+    with suppress(AgentError):  # the transfer has ended, so it does not matter if the release fails
         agent.release(handle)
     return True, failed

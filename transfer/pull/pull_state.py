@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 FIRST_PAUSE_S = 1e-3
 """In seconds: the pause before a source is asked again whether all its ranks have granted a lease.
 
-It doubles each time.
+The pause doubles each time.
 """
 # Default factories. Calling an alias such as `list[int]` takes 1 µs, and a pull has eight of these fields.
 _LIST = cast("Callable[[], list[Any]]", list)
@@ -34,19 +34,19 @@ _DEQUE = cast("Callable[[], deque[Any]]", deque)
 
 
 class PullTimes(NamedTuple):
-    """The times at which the last fence of a pull was posted and passed, on the puller's clock."""
+    """When the last fence of a pull was posted and when it passed, on the puller's clock."""
 
     fence_at: float
     over_at: float
 
 
 class PullShare(NamedTuple):
-    """The share of one source in a pull from several.
+    """What one source has contributed to a pull from several.
 
     Attributes:
         place: address and engine id of the source.
-        num_bytes: bytes of the pages that were read from it under its lease.
-        error: why it was given up; empty if it was not.
+        num_bytes: bytes of the pages that were read from the source under its lease.
+        error: why the source was given up; empty if it was not.
     """
 
     place: Place
@@ -55,22 +55,23 @@ class PullShare(NamedTuple):
 
 
 class PullEvent(NamedTuple):
-    """The outcome of a pull. Its last event has `safe` set; at most one earlier event reports that it failed.
+    """The outcome of a pull. Its last event has `safe` set. At most one earlier event reports that it failed.
 
     Attributes:
         key: the name of the pull, as given to `pull` or `open_pull`.
-        error: why it failed; empty if every byte was under the lease when it was read.
-        safe: True if none of its transfers is in flight. Its pages may then be given back or, without an error, used.
+        error: why the pull failed; empty if every byte was under the lease when it was read.
+        safe: True if none of the pull's transfers is in flight. Its pages may then be given back or, without an error,
+            used.
         passed: for a pull that failed: how many of its reads, counted from the first, copied pages while the lease was
             open. Each call of `PageExchange.read` is a read, and `PageExchange.pull` is one. The pages of these reads
             may be kept, so that only the rest is pulled from elsewhere.
-        times: the times of a pull that passed, if pulls are timed (`ReplicaTransfer`). None otherwise, and without
-            READs.
-        begins: the first token read of each group, for a pull that passed and whose source has named its blocks. A
+        times: for a pull that passed, the times of its fence, if pulls are timed (`ReplicaTransfer`). None otherwise,
+            and without READs.
+        begins: for a pull that passed and whose source has named its blocks, the first token read of each group. A
             source whose window has moved on may have fewer tokens than were asked for. Empty otherwise.
-        stop: for a pull from several sources that passed: the end of the tokens that were read, if no source had the
-            tokens after it any more; 0 if all were read.
-        shares: what each source of a pull from several has brought; empty for other pulls.
+        stop: for a pull from several sources that passed, the end of the tokens that were read, if no source had later
+            tokens any more; 0 if all were read.
+        shares: for a pull from several sources, what each source has contributed; empty for other pulls.
     """
 
     key: str
@@ -94,24 +95,24 @@ class RankPull:
     deadline: float  # on the puller's clock, like the next two fields and `failed_at`
     started: float
     renew_at: float
-    more: bool = True  # further parts may be added, so the last fence must wait
+    more: bool = True  # whether further parts may be added, so that the last fence must wait
     error: Failure | None = None
     failed_at: float = 0.0
-    fence_at: float = 0.0  # if pulls are timed, when the last fence was posted
+    fence_at: float = 0.0  # when the last fence was posted, if pulls are timed
     num_bytes: int = 0  # bytes posted so far
     num_runs: int = 0
     post_s: float = 0.0  # seconds spent posting
-    added: int = 0  # number of calls that added parts
-    passed: int = 0  # number of such calls whose parts a fence has confirmed
-    marking: int = 0  # number of such calls that the fence in flight covers; 0 for the last fence
+    added: int = 0  # number of calls that have added parts
+    passed: int = 0  # number of these calls whose parts a fence has confirmed
+    marking: int = 0  # number of these calls that the fence in flight covers; 0 for the last fence
     waiting: list[Part] = field(default_factory=_LIST)
     reading: list[tuple[Handle, Part]] = field(default_factory=_LIST)
     # For each READ of a lease word: its handle, the rank of the source, and the index of the puller's word.
     fencing: list[tuple[Handle, int, int]] = field(default_factory=_LIST)
-    fenced: bool = False  # the last fence has passed
-    is_over: bool = False  # it has its last event, and nothing of it will ever be in flight again
-    over_at: float = 0.0  # when it passed, on the puller's clock
-    # Ranks of the source that were read from; the fence reads their words.
+    fenced: bool = False  # whether the last fence has passed
+    is_over: bool = False  # whether the pull has had its last event, after which nothing of it is ever in flight again
+    over_at: float = 0.0  # when the pull passed, on the puller's clock
+    # Ranks of the source that were read from. The fence reads their words.
     read_ranks: list[int] = field(default_factory=_LIST)
     told: list[int] = field(default_factory=_LIST)  # ranks of the source that know that this rank is done
 
@@ -136,8 +137,8 @@ class Reading(NamedTuple):
     Attributes:
         groups: for each group of the layout, the local and remote pages and their tokens.
         last: whether nothing more will be read.
-        tables: the source's block tables that name these pages, without those of earlier readings. Their seals are
-            checked before the pages are read.
+        tables: the source's block tables that name these pages. Tables of earlier readings are left out. Their seals
+            are checked before the pages are read.
     """
 
     groups: PageLists
@@ -151,18 +152,18 @@ class ReplicaPull:
 
     Attributes:
         source: a `Wanted` until the source has named its pages.
-        deadline: on the replica's clock.
-        pages: the source's answer; None if the owner names the pages.
-        ask_at: when the source is to be asked again.
+        deadline: the time limit, on the replica's clock.
+        pages: the source's answer. None if the owner names the pages.
+        ask_at: when to ask the source again.
         waits_for: what the source's last answer named as missing, and since when its answers have named that.
-        pause_s: pause before the next question.
+        pause_s: the pause before the next question.
         waiting: pages to read, in order.
         reads: the pull of each rank, once the source is known.
         started: whether the ranks' pulls were opened.
-        error: why it failed; None if it has not.
-        told: whether the owner knows that it has failed.
-        refusal: for a pull that is opened only to refuse the source's lease: the reason. Such a pull has no events.
-        begins: the first token that is read of each group, if the source has named its blocks.
+        error: why the pull failed; None if it has not.
+        told: whether the owner knows that the pull has failed.
+        refusal: the reason, for a pull that was opened only to refuse the source's lease. Such a pull has no events.
+        begins: for each group, the first token that is read, if the source has named its blocks.
     """
 
     source: Source | Wanted
@@ -208,7 +209,7 @@ def check_opening(key: str, engine: RemoteEngine, lease: LeaseRef, timeout_s: fl
     """Raises if a pull cannot be opened.
 
     Raises:
-        InvalidTransferError: the key is that of an open pull, the source has no such lease word, or a time is invalid.
+        InvalidTransferError: an open pull has this key, the source has no such lease word, or a time is invalid.
         PullFailedError: the source is known to be gone.
     """
     if is_open:
@@ -229,7 +230,10 @@ def check_opening(key: str, engine: RemoteEngine, lease: LeaseRef, timeout_s: fl
 
 
 def how_ended(lease: LeaseRef) -> str:
-    """Describes the possible ends of a lease whose word holds another value. Only the source's log has the reason."""
+    """Describes how a lease may have ended whose word holds another value.
+
+    Only the source's log has the real reason.
+    """
     return (
         f"expired (it lasts {lease.duration_s:g} s unless its reader renews it), "
         "was ended by the source, or was never granted"

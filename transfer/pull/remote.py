@@ -1,4 +1,4 @@
-"""An engine that this rank reads from: all its ranks, the parts that they hold, and the plan for each."""
+"""An engine that this rank reads from: all its ranks, the parts that they hold, and the plan for each of them."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class RemoteEngine:
     Attributes:
         ranks: metadata by rank.
         words: number of lease words that every rank has.
-        failure: why it counts as dead; None if it does not.
-        read_ranks: the ranks that are read from. The others are only sent notes.
-        staging: staging area for pulls whose runs are too short for the wire; None if all pulls are direct.
-        seals: checks the seals of its block tables; None if it seals none.
-        verifier: compares arrived pages with the source's page checks; None if that is not wanted.
+        failure: why the engine counts as dead; None if it does not.
+        read_ranks: the ranks that are read from. The other ranks only get notes.
+        staging: staging area for pulls whose runs are too short for the wire. None if all pulls are direct.
+        seals: checks the seals of the engine's block tables. None if the engine makes none.
+        verifier: compares arrived pages with the source's checksums. None if that is not wanted.
 
     Raises:
         MetadataError: the metadata is not that of the ranks of one engine, or no rank holds a part that we need.
@@ -66,7 +66,7 @@ class RemoteEngine:
         self._mine = mine
         held = sources(mine.layout, [found.layout for found in self.ranks], mine.rank)
         self.read_ranks = tuple(at for at, _ in held)
-        # Made now, so that an impossible plan shows at first contact.
+        # Made now, so that an impossible plan is noticed at first contact.
         self._plans = [self._plan(at, local, mine) for at, local in held]
         self._loaded: list[str] = []
         self._agent: Agent | None = None
@@ -98,7 +98,7 @@ class RemoteEngine:
             raise
 
     def unload(self) -> None:
-        """Unloads all ranks, after which the caller may reuse the agent. No transfer may be in flight."""
+        """Unloads all ranks. After this the caller may reuse the agent. No transfer may be in flight."""
         loaded, self._loaded = self._loaded, []
         agent, self._agent = self._agent, None
         if agent is None or not agent.is_open:
@@ -148,14 +148,14 @@ class RemoteEngine:
                 )
 
     def begins(self, groups: PageLists) -> tuple[int, ...]:
-        """Returns the first token that is read of each group whose blocks the source has named; 0 for any other group.
+        """Returns, for each group whose source has named its blocks, the first token that is read. 0 for other groups.
 
         `parts` must have accepted the same lists before.
         """
         return tuple(map(max, zip(*(planned.begins(groups) for planned in self._plans), strict=True)))
 
     def small_part(self, groups: PageLists) -> Part | None:
-        """Returns the part for few pages if one rank holds them and one transfer suffices; otherwise None."""
+        """Returns the part for few pages if one rank holds all of them and one transfer suffices; otherwise None."""
         if self.verifier is not None or len(self.ranks) > 1 or len(groups) != len(self._mine.layout.groups):
             return None
         (planned,) = self._plans

@@ -1,9 +1,9 @@
-"""Seals: proofs for a reader that a source itself stated which pages a lease holds.
+"""Seals: proofs for a reader that the source itself stated which pages a lease holds.
 
-A block table may travel from a source to a reader over a channel that is not ours, through a client for example. Anyone
-who changes a page id on the way could make the reader copy another request's page. The fence would not notice, because
-that page was not given away. So a source seals each table that it makes under a lease, with a key that it gives readers
-only in its handshake. A reader compares the seal before it reads any page that the table names.
+A block table may travel from a source to a reader over a channel that is not ours, for example through a client. If
+somebody changed a page id on the way, the reader would copy another request's page. The fence would not notice, because
+that page was not given away. So a source seals each table that it makes under a lease, with a key that it gives to
+readers only in its handshake. A reader compares the seal before it reads any page that the table names.
 `docs/concepts/protocol.md` has the whole rule.
 """
 
@@ -24,7 +24,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def new_table_key() -> bytes:
-    """Returns a random key for the tables of one start of an engine."""
+    """Returns a random key for the block tables of one incarnation of an engine."""
     return secrets.token_bytes(KEY_BYTES)
 
 
@@ -32,9 +32,9 @@ class TableSeals:
     """Makes and compares the seals of one engine's tables.
 
     A seal covers the lease and the parts of the table that say where tokens lie: the page ids of all groups, the
-    tokens, the page size and the digests. The last digest stands for all, because each covers every token before it,
-    and a reader compares all digests with its own tokens. The seal leaves out fields without effect, and fields that
-    must equal the reader's own (`kinds`).
+    tokens, the page size and the digests. The last digest stands for all of them, because each digest covers every
+    token before it, and a reader compares all digests with its own tokens. The seal leaves out fields without effect,
+    and fields that must equal the reader's own (`kinds`).
     """
 
     def __init__(self, key: bytes) -> None:
@@ -44,7 +44,7 @@ class TableSeals:
         """Returns the seal of a table whose pages the lease holds.
 
         Raises:
-            TypeError, ValueError, OverflowError: a field has a value that no table has.
+            TypeError, ValueError, OverflowError: a field has a value that no real table has.
         """
         found = self._hash.copy()  # copying the keyed hash takes half the time of a new one
         found.update(

@@ -1,12 +1,12 @@
 """A pull that reads its pages from several sources at the same time, more of them from the faster ones.
 
-Each source has leased pages of its own that hold the same tokens. The pull has one *part* for each source: a pull of
-its own, under that source's lease. A part reads one run of pages at a time, with a fence after it, which shows that the
-run was still leased. A part whose run has passed gets the next one. More is therefore read from a faster source, and
-nobody has to know beforehand which source that is.
+Each source has leased its own copy of pages with the same tokens. The pull has one *part* for each source: a separate
+pull, under that source's lease. A part reads one run of pages at a time, with a fence after it, which shows that the
+run was still leased. When the run has passed, the part gets the next one. So more is read from a faster source, and
+nobody has to know beforehand which source is faster.
 
-If a source fails, the run that it was reading goes to another source that has these pages, but only once nothing of it
-is in flight any more. If no source has them, the pull ends before them.
+If a source fails, another source that has these pages reads the failed source's run, but only when nothing of it is in
+flight any more. If no source has them, the pull ends before them.
 """
 
 from __future__ import annotations
@@ -33,13 +33,17 @@ if TYPE_CHECKING:
     from transfer.pull.source import Place, Source
 
 ONE_SOURCE_BYTES = 1 << 20
-"""A pull of up to this size reads one source, because a second one would save less time than its first run takes."""
+"""In bytes: up to this size, a pull reads one source, because a second one would save less time than its first run
+takes.
+"""
 _PROBE_BYTES = 256 << 10
-"""The size of the first run of a source whose speed is unknown, if there are other sources."""
+"""In bytes: the first run of a source whose speed is unknown, if there are other sources."""
 _LEAST_S, _LEAST_BYTES = 0.01, 1 << 20
-"""A run should take at least this time, or have at least these bytes: its fence costs a round trip without pages."""
+"""A run should take at least this time, or have at least these bytes, because its fence costs a round trip without
+pages.
+"""
 _MOST_S = 0.25
-"""A run should take at most this long, because this time is lost if the source fails."""
+"""In seconds: a run should take at most this long, because this time is lost if the source fails."""
 _GROWTH = 4
 """The next run of a new source may have at most this many times the bytes of its last run."""
 _KNOWN_RATES = 256
@@ -56,7 +60,7 @@ class SourcePages(NamedTuple):
 
     Attributes:
         source: the source and its lease.
-        groups: for each group of the layout, the local pages, the source's, and their tokens.
+        groups: for each group of the layout, the local pages, the source's pages, and their tokens.
         tables: the block tables that name these pages. Their seals are checked before the first page is read.
     """
 
@@ -87,21 +91,21 @@ class PullsOfReplica(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _SourcePart:
-    """The share of one source.
+    """What one source has to contribute, and has contributed.
 
     Attributes:
         key: names its pull.
-        holding: the pages that it may read.
-        has: bool `[columns]`: the columns that the source holds.
-        seen: bytes and seconds of its latest runs; older ones are halved with each further run. A short run counts
+        holding: the pages that this source may be asked for.
+        has: bool `[columns]`: the columns that the source has.
+        seen: bytes and seconds of its latest runs. Older runs are halved with each further run. A short run counts
             little, because buffers on the way may hold all of it.
-        most: bytes that its next run may have at most.
-        run: the columns that are being read; None if it is idle.
-        since: when this run was begun.
-        runs: number of runs begun.
+        most: the most bytes that its next run may have.
+        run: the columns that are being read; None if no read is under way.
+        since: when this run began.
+        runs: number of runs that were begun.
         num_bytes: bytes of the runs that have passed.
-        declined: the `version` of the pull at which it left the rest to faster sources.
-        error: why it failed; empty if it has not.
+        declined: the `version` of the pull at which this part left the rest to faster sources.
+        error: why the part failed; empty if it has not.
     """
 
     key: str
@@ -118,7 +122,7 @@ class _SourcePart:
 
     @property
     def rate(self) -> float:
-        """Bytes per second; 0 if unknown."""
+        """Bytes per second; 0 if not known."""
         num_bytes, seconds = self.seen
         return num_bytes / seconds if seconds else 0.0
 
@@ -131,7 +135,7 @@ class SharedPull:
 
     Args:
         key: names the pull.
-        holdings: the first one names every page.
+        holdings: what each source holds. The first one has every page.
         groups: the groups of our layout.
         page_bytes: bytes of a page of each group, over all local ranks.
         page_sizes: tokens of our pages, and of the sources' pages.
@@ -151,7 +155,7 @@ class SharedPull:
         self.key = key
         self.parts: list[_SourcePart] = []
         self.cancelled = ""
-        self.is_told = False  # its owner knows that it has failed
+        self.is_told = False  # whether its owner knows that it has failed
         self.version = 0  # increases when the state of a column changes, or the set of parts that can read
         self._groups, self._sizes, self._can_shorten = groups, page_sizes, can_shorten
         self._column = math.lcm(*page_sizes)
@@ -166,7 +170,7 @@ class SharedPull:
         self._ends = np.concatenate(([0], np.cumsum(sizes)))
 
     def add(self, key: str, holding: SourcePages, whole: SourcePages, seen: tuple[float, float]) -> None:
-        """Adds the part of a source. `whole` names every page; `seen` is as in `_SourcePart`, from earlier pulls."""
+        """Adds the part of a source. `whole` names every page. `seen` comes from earlier pulls, as in `_SourcePart`."""
         has = np.ones(len(self.state), np.bool_)
         for group, (_, _, wanted), (_, _, held) in zip(self._groups, whole.groups, holding.groups, strict=True):
             lacks = np.zeros(len(self.state), np.bool_)
@@ -179,7 +183,7 @@ class SharedPull:
         self.parts.append(_SourcePart(key, holding, has, seen))
 
     def _touched(self, group: Group, tokens: tuple[int, int]) -> slice:
-        """Returns the columns in which pages of a group are read; for a state, only the last column."""
+        """Returns the columns in which pages of a group are read. For a state, this is only the last column."""
         first, stop = tokens
         if first >= stop:
             return slice(0, 0)
@@ -192,7 +196,7 @@ class SharedPull:
         return int(self._ends[stop] - self._ends[first])
 
     def pages(self, holding: SourcePages, run: tuple[int, int]) -> list[PageCopy]:
-        """Returns the pages of a run, as a source names them."""
+        """Returns the pages of a run, as the source names them."""
         first, stop = self._origin + run[0] * self._column, self._origin + run[1] * self._column
         found: list[PageCopy] = []
         for group, pages in zip(self._groups, holding.groups, strict=True):
@@ -210,10 +214,10 @@ class SharedPull:
         return found
 
     def next_run(self, part: _SourcePart, now: float) -> tuple[int, int] | None:
-        """Returns the columns that an idle part reads next.
+        """Returns the columns that a part should read next. The part has no read under way.
 
-        Returns None if its source has none of the columns that are left, or if the others will finish sooner without
-        it.
+        Returns None if its source has none of the columns that are left, or if the other parts will finish sooner
+        without it.
         """
         left = self.state == _TO_READ
         mine = np.flatnonzero(left & part.has)
@@ -248,7 +252,7 @@ class SharedPull:
         return first, min(max(last, first + 1), stop)
 
     def _left(self, part: _SourcePart, now: float) -> float:
-        """Estimates the bytes of a part's run that have yet to come."""
+        """Estimates how many bytes of a part's run have not arrived yet."""
         return 0.0 if part.run is None else max(0.0, self.num_bytes(part.run) - part.rate * (now - part.since))
 
     def begin(self, part: _SourcePart, run: tuple[int, int], now: float) -> None:
@@ -262,7 +266,7 @@ class SharedPull:
         if part.run is None:
             return
         num_bytes = self.num_bytes(part.run)
-        if not part.rate or part.most < math.inf:  # one run says little of a source's speed
+        if not part.rate or part.most < math.inf:  # one run says little about a source's speed
             part.most = _GROWTH * num_bytes
         part.seen = part.seen[0] / 2 + num_bytes, part.seen[1] / 2 + max(now - part.since, 1e-6)
         part.num_bytes += num_bytes
@@ -271,7 +275,7 @@ class SharedPull:
         self.version += 1
 
     def failed(self, part: _SourcePart, event: PullEvent) -> None:
-        """Records that a part has failed. Its run is left for others once nothing of it is in flight."""
+        """Records that a part has failed. Its run is left for others when nothing of it is in flight."""
         part.error = event.error
         self.version += 1
         if event.safe and part.run is not None:
@@ -314,7 +318,7 @@ def _of_tokens(pages: ArrayLike, begin: int, first: int, stop: int, page_size: i
 
 
 class SharedPulls:
-    """The shared pulls of a replica. Single-threaded, like the replica, whose calls (`pulls`) it makes.
+    """The shared pulls of a replica. Single-threaded, like the replica, whose methods (`pulls`) it calls.
 
     Attributes:
         keys: the keys of open pulls.
@@ -322,11 +326,11 @@ class SharedPulls:
 
     def __init__(self, pulls: PullsOfReplica, prefix: str) -> None:
         self._pulls = pulls
-        self._prefix = prefix  # the keys of parts begin with it
+        self._prefix = prefix  # prefix for the keys of parts
         self._serial = itertools.count()
         self._open: dict[str, SharedPull] = {}
         self._parts: dict[str, tuple[SharedPull, _SourcePart]] = {}  # by key, until the last event of the part
-        self._seen: dict[Place, tuple[float, float]] = {}  # `seen` of the sources that were read most recently
+        self._seen: dict[Place, tuple[float, float]] = {}  # by source: `seen` of those that were read most recently
 
     def __contains__(self, key: str) -> bool:
         return key in self._open
@@ -335,7 +339,7 @@ class SharedPulls:
         return len(self._open)
 
     def begin(self, shared: SharedPull, holdings: Sequence[SourcePages], timeout_s: float) -> None:
-        """Opens a pull of each part."""
+        """Opens a pull for each part."""
         self._open[shared.key] = shared
         for holding in holdings:
             key = f"{self._prefix}{next(self._serial)} {shared.key}"
@@ -366,7 +370,7 @@ class SharedPulls:
         return True
 
     def step(self, now: float) -> list[PullEvent]:
-        """Hands out runs. Returns the events of pulls that have ended or failed."""
+        """Assigns runs to parts. Returns the events of pulls that have ended or failed."""
         happened: list[PullEvent] = []
         for shared in list(self._open.values()):
             if not shared.cancelled:
@@ -404,7 +408,7 @@ class SharedPulls:
 
     def _remember(self, part: _SourcePart) -> None:
         place = part.holding.source.place
-        self._seen.pop(place, None)  # so that the next line puts it last: the first entry is the oldest
+        self._seen.pop(place, None)  # removed, so that the next line puts it last; the first entry is the oldest
         self._seen[place] = part.seen
         if len(self._seen) > _KNOWN_RATES:
             del self._seen[next(iter(self._seen))]

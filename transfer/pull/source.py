@@ -1,7 +1,7 @@
-"""The origin of pages: a `Source`, or a `Wanted`, whose engine is first asked which pages it holds.
+"""Where pages come from: a `Source`, or a `Wanted`, whose engine must first be asked which pages it holds.
 
 Clients carry only a pointer to a lease. The reader asks the source itself which pages the lease holds, and of which
-tokens. If they are the tokens of its own request, the reader reads the pages; otherwise it gives the lease back.
+tokens. If these are the tokens of its own request, the reader reads the pages; otherwise it gives the lease back.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from transfer.pull.lease import LeaseRef
 from transfer.wire.messages import LeasedPages, Wanted, open_pages
 
 Place: TypeAlias = tuple[str, str]
-"""ZMQ endpoint of a handshake, and the id of the engine that is expected there."""
+"""The ZMQ endpoint of a handshake server, and the id of the engine that is expected there."""
 
 
 class Source(NamedTuple):
-    """The source of a request's pages. msgspec enforces the limits of its fields when decoding.
+    """Where a request's pages can be read. msgspec enforces the limits of its fields when decoding.
 
     Attributes:
         address: ZMQ endpoint of the handshake server.
-        engine_id: the engine there.
-        lease: the lease under which it holds the pages.
-        incarnation: the incarnation that granted the lease. If it is empty (unknown), only the lease word shows that
+        engine_id: the engine at that address.
+        lease: the lease under which the engine holds the pages.
+        incarnation: the incarnation that granted the lease. If it is empty (not known), only the lease word shows that
             the source was restarted.
     """
 
@@ -37,7 +37,7 @@ class Source(NamedTuple):
 
     @property
     def place(self) -> Place:
-        """The address and engine id, by which the directory finds it."""
+        """The address and engine id, by which the directory finds the source."""
         return (self.address, self.engine_id)
 
 

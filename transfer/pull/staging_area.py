@@ -1,4 +1,4 @@
-"""The host memory of staged pulls, in slabs, and the parts of a pull that pass through it."""
+"""The host memory for staged pulls, in slabs, and the parts of a pull that pass through it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from transfer.pull.parts import Part
 
 SLABS = 4
 SLAB_BYTES = 16 << 20
-"""Pages are read into a slab, and then copied to their place in the pool while others are read into the next slab."""
+"""In bytes. Pages are read into a slab, and are then copied to their place in the pool while others are read into the
+next slab.
+"""
 
 
 class StagingArea:
@@ -26,7 +28,7 @@ class StagingArea:
 
     Attributes:
         num_bytes: size of the area.
-        address: address of the area. To be registered with every agent that reads.
+        address: address of the area. The area must be registered with every agent that reads.
         regions: uint8 over each region of the layout.
     """
 
@@ -44,11 +46,11 @@ class StagingArea:
         return self._free.pop() if self._free else None
 
     def give_back(self, slab: int) -> None:
-        """Frees a slab that is no longer read into."""
+        """Frees a slab into which nothing is read any more."""
         self._free.append(slab)
 
     def view(self, slab: int) -> NDArray[np.uint8]:
-        """uint8 `[SLAB_BYTES]`: the memory of a slab."""
+        """Returns the memory of a slab: uint8 `[SLAB_BYTES]`."""
         return self._bytes[slab * SLAB_BYTES : (slab + 1) * SLAB_BYTES]
 
 
@@ -58,7 +60,7 @@ def _bytes_at(address: int, num_bytes: int) -> NDArray[np.uint8]:
 
 
 class StagedPart(Part):
-    """A part that is read into a slab, and copied to its pages from there. It can be posted once it has a slab.
+    """A part that is read into a slab, and copied from there to its pages. It can be posted when it has a slab.
 
     Until then its local addresses count from the slab's start.
     """
@@ -82,7 +84,7 @@ class StagedPart(Part):
         return True
 
     def settle(self) -> None:
-        """Frees the slab, which is no longer read into."""
+        """Frees the slab, into which nothing is read any more."""
         if self._slab is not None:
             self._area.give_back(self._slab)
             self._slab = None
@@ -94,7 +96,7 @@ class StagedPart(Part):
 
 
 def staged_parts(area: StagingArea, plan: Plan, group: int, pages: PageCopy) -> list[Part] | None:
-    """Returns parts that fit a slab each and read a group's pages; None if direct runs are preferred.
+    """Returns parts that each fit into a slab and read a group's pages. None if direct runs are preferred.
 
     Raises:
         InvalidTransferError: as `Plan.runs`.
@@ -105,13 +107,13 @@ def staged_parts(area: StagingArea, plan: Plan, group: int, pages: PageCopy) -> 
         return None
     staging, sides = plan.staging(group), (of_group.local, of_group.remote)
     step = math.lcm(*(side.page_size for side in sides))
-    held = min(side.page_size * side.num_pages for side in sides)  # no pull has more tokens
+    held = min(side.page_size * side.num_pages for side in sides)  # no pull has more tokens than this
     if step > held or staging.num_bytes((0, step)) > SLAB_BYTES:
         return None
     most = held // step * step
     while step < min(stop, most) and staging.num_bytes((0, min(2 * step, most))) <= SLAB_BYTES:
         step = min(2 * step, most)
-    # Raises before anything is read if the pages do not fit.
+    # raises before anything is read if the pages do not fit
     of_group.local_pages(local, of_group.tokens((start, stop)))
     return [StagedPart(area, plan, group, cut) for cut in _cut(pages, sides[0].page_size, sides[1].page_size, step)]
 

@@ -1,4 +1,4 @@
-"""The hosts that a reader may contact. A source's address arrives with the request, so it is not to be trusted."""
+"""The hosts that a reader may contact. A source's address arrives with the request, so it must not be trusted."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from collections.abc import Iterable
 from transfer.errors import HandshakeError, InvalidEngineError
 
 LOOPBACK = ("127.0.0.0/8", "::1", "localhost")
-"""Hosts that may always be contacted, as may endpoints that do not leave this host."""
+"""Hosts that may always be contacted. Endpoints that do not leave this host may be contacted, too."""
 
 _LOCAL = ("ipc://", "inproc://")
-# ZMQ accepts more forms than this, such as a source address and a semicolon before the host. The check refuses them.
+# ZMQ accepts more forms than this, such as a source address and a semicolon before the host. The check refuses those.
 _TCP = re.compile(r"tcp://(?:\[(?P<six>[0-9a-fA-F:.%a-z]+)\]|(?P<host>[A-Za-z0-9._-]+)):(?P<port>\d{1,5})")
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 
 
 class AllowedPeers:
-    """An allow-list of addresses, networks ("10.0.0.0/8") and host names, in addition to the loopback.
+    """An allow-list of addresses, networks ("10.0.0.0/8") and host names, besides the loopback interface.
 
-    A host name matches only an identical entry: names are never resolved. An entry that is none of the three raises
-    `InvalidEngineError`.
+    A host name matches only an identical entry, because names are never resolved. An entry that is none of the three
+    raises `InvalidEngineError`.
     """
 
     def __init__(self, entries: Iterable[str] = ()) -> None:
@@ -64,7 +64,7 @@ def _host(endpoint: str) -> str:
 
 
 def host_of(endpoint: str) -> tuple[str, ...]:
-    """Returns the host of one of our own endpoints as a list entry, or an empty tuple if it is a wildcard address."""
+    """Returns the host of one of our own endpoints as an entry of the list. Empty for a wildcard address."""
     host = _host(endpoint.replace(":*", ":0"))
     return () if host in ("", "0.0.0.0", "::") else (host,)  # noqa: S104  (nothing binds here)
 

@@ -1,9 +1,9 @@
 """The side channel: an engine serves its metadata, its leases and signs of life, and a reader queries many engines.
 
-The server is a ROUTER socket on a thread of its own; no message that it receives can end that thread. The client
-belongs to the thread that calls it and never blocks: each peer has its own socket and its own deadline. A peer that
-cannot be reached is given up after one time-out. A peer that is reached but silent is asked again and gets six
-time-outs: on a host with ten processes for each core, sources took more than five seconds to answer.
+The server is a ROUTER socket on a thread of its own, and no message that it receives can end that thread. The client
+belongs to the thread that calls it and never blocks: each peer has a separate socket and a separate deadline. A peer
+that cannot be reached is given up after one time-out. A peer that is reached but silent is asked again and gets six
+time-outs, because on a host with ten processes for each core, sources took more than five seconds to answer.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ _BATCH = 64
 # An engine asks a source for metadata once and pings it once a second. A host may run many engines.
 _QUERIES_PER_S = 100
 _PATIENCE = 6  # a silent but reachable peer is given up after this many time-outs
-_UNREAD = 128  # questions of one peer that queue here; further ones wait at the peer
-# How long a content query is held while its answer is prepared. After that the reader is told what it waits for.
+_UNREAD = 128  # how many questions of one peer are queued here; further ones wait at the peer
+# In seconds: how long a content query is held while its answer is prepared. After that the reader is told what it waits
+# for.
 _HOLD_S = 0.1
 _MOST_HELD = 256
 # The limit for one rank of a reader. It asks once for each request, and again while the lease is being granted.
@@ -78,12 +79,12 @@ class EngineCard:
 
     Attributes:
         engine_id: the engine.
-        incarnation: random, new with each start.
+        incarnation: a random name, new with each start.
         ranks: the sealed metadata of each rank, from `sealed_rank`.
         compatibility: entries that a reader must share.
         leased: answers a lease query; called on the server's thread. None if readers learn of leases in another way.
         lent: answers a content query; called on the server's thread. None if the engine lends no pages by content. An
-            answer that only says what is waited for is held back briefly: see `HandshakeServer.look_again`.
+            answer that only says what is awaited is held back briefly: see `HandshakeServer.look_again`.
     """
 
     engine_id: str
@@ -99,8 +100,8 @@ def differences(
 ) -> str:
     """Returns the entries in which two compatibility maps differ, with both values; empty if they agree.
 
-    If two values are lists of equally many properties, only the properties that differ are named. `where` has the
-    labels of `theirs` and of `ours`, because the text appears in the reader's log.
+    If two values are lists of equally many properties, only the properties that differ are named. `where` has labels
+    for `theirs` and for `ours`, because the text appears in the reader's log.
     """
     found: list[str] = []
     for key in sorted({*ours, *theirs}):
@@ -125,12 +126,12 @@ class _HeldQuery(NamedTuple):
 class HandshakeServer:
     """Answers the queries of readers for one or more engines of this process, until `close`.
 
-    It binds the loopback by default, because its answers reveal memory addresses of this process. `secure` sets the
-    socket's CURVE options before the bind; None leaves the socket plain.
+    It binds the loopback interface by default, because its answers reveal memory addresses of this process. `secure`
+    sets the socket's CURVE options before the bind. With None, the socket is plain.
 
     Attributes:
-        endpoint: the bound address, with the port that a `:0` resolved to.
-        counts: queries that were answered, refused, malformed, throttled, or failed.
+        endpoint: the bound address. If the port was 0, it has the chosen port.
+        counts: number of queries that were answered, refused, malformed, throttled, or failed.
     """
 
     def __init__(
@@ -164,7 +165,8 @@ class HandshakeServer:
 
     def serve(self, card: EngineCard) -> None:
         """Adds an engine, or replaces its card after its ranks changed."""
-        self._cards = {**self._cards, card.engine_id: card}  # replaced as a whole: the thread reads it at any time
+        # replaced as a whole, because the thread reads it at any time
+        self._cards = {**self._cards, card.engine_id: card}
 
     def look_again(self) -> None:
         """Answers the held queries whose cards now have more to say, so that readers need not ask again."""
@@ -203,7 +205,7 @@ class HandshakeServer:
                 self.counts["failed"] += 1
 
     def _wait_ms(self) -> int | None:
-        """Milliseconds until the first held query must be answered; None if none is held."""
+        """Returns the milliseconds until the first held query must be answered. None if none is held."""
         if not self._held:
             return None
         return max(0, math.ceil((min(held.until for held in self._held.values()) - time.monotonic()) * 1e3))
@@ -230,7 +232,7 @@ class HandshakeServer:
             query = _refusal(str(error)[:500])
         throttle = self._lease_throttle if isinstance(query, LeaseQuery | ContentQuery) else self._throttle
         if not throttle.admits(identity):
-            self.counts["throttled"] += 1  # without an answer, because the peer asks too often
+            self.counts["throttled"] += 1  # the query gets no answer, because the peer asks too often
             return
         if isinstance(query, QueryRefusal):
             self.counts["malformed"] += 1
@@ -284,7 +286,7 @@ class _Asked:
     message: bytes
     timeout_s: float
     begin: float
-    deadline: float  # pushed back while the peer can be reached
+    deadline: float  # moved back while the peer can be reached
     done: Done
     send_at: float = -math.inf
     refused: HandshakeError | None = None
@@ -293,8 +295,8 @@ class _Asked:
 class HandshakeClient:
     """Queries any number of engines at once. Single-threaded; `poll` delivers the answers and the time-outs.
 
-    Only peers in `allowed` are contacted, and if it is None, only this host. No socket is opened to any other peer.
-    `secure` is as in `HandshakeServer`; with it, every peer that answers has the keys of the fleet (`is_keyed`).
+    Only peers in `allowed` are contacted; if it is None, only this host. No socket is opened to any other peer.
+    `secure` is as in `HandshakeServer`. If it is given, every peer that answers has the keys of the fleet (`is_keyed`).
     """
 
     def __init__(
@@ -340,7 +342,7 @@ class HandshakeClient:
             self._allowed.check(address)
             self._send(asked, now)
         except (zmq.ZMQError, TypeError, ValueError) as error:  # the address came with a request and may be malformed
-            asked.deadline = -math.inf  # the next poll reports it: `done` must not run within this call
+            asked.deadline = -math.inf  # the next poll reports it, because `done` must not run within this call
             asked.refused = HandshakeError(f"cannot ask {address[:100]!r}: {error}")
         except HandshakeError as error:
             asked.deadline, asked.refused = -math.inf, error
@@ -358,7 +360,7 @@ class HandshakeClient:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_METADATA_BYTES + (1 << 16))
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-            # only a connected peer accepts messages, so a send that succeeds proves that it was reached
+            # only a connected peer accepts messages, so a send that succeeds proves that the peer was reached
             socket.setsockopt(zmq.IMMEDIATE, 1)
             keep_alive(socket)
             try:
@@ -386,7 +388,7 @@ class HandshakeClient:
         """Hands every answer and every time-out to the `done` callback of its question."""
         if not self._asked:
             return
-        for address in {asked.address for asked in self._asked.values()}:  # usually one address of hundreds
+        for address in {asked.address for asked in self._asked.values()}:  # usually only one address of hundreds
             socket = self._sockets.get(address)
             for _ in range(_BATCH):
                 if socket is None or socket.closed:
@@ -398,7 +400,7 @@ class HandshakeClient:
                 self._deliver(address, data)
         now = self._clock()
         for query_id, asked in list(self._asked.items()):
-            # A due question is sent before its deadline is checked: if the last poll was long ago, the deadline may
+            # A due question is sent before its deadline is checked. If the last poll was long ago, the deadline may
             # have passed before the question was sent at all. Sending it moves the deadline, up to a limit.
             if asked.refused is None and asked.send_at <= now:
                 self._send(asked, now)

@@ -1,8 +1,8 @@
 """Access control for the ZMQ sockets of a fleet: CURVE keys with an allow-list, and a throttle.
 
 A keyring file for each process turns access control on. The engines of a fleet share the *service* key pair, which
-proves to a client that its peer is an engine of the fleet. Every client has its own pair, and an engine admits the
-clients on its list. CURVE is ZeroMQ's own encryption and authentication (RFC 26); a client without a key gets no answer
+proves to a client that its peer is an engine of the fleet. Every client has its own key pair, and an engine admits the
+clients on its list. CURVE is ZeroMQ's own encryption and authentication (RFC 26). A client without a key gets no answer
 at all.
 """
 
@@ -28,11 +28,11 @@ Key: TypeAlias = Annotated[str, Meta(pattern="^[!-~]{40}$")]
 
 
 class Keyring(msgspec.Struct, frozen=True, kw_only=True):
-    """The keys of one process as its file holds them: Z85 text, 40 characters each.
+    """The keys of one process, as its keyring file holds them: Z85 text, 40 characters each.
 
     Attributes:
         service_public: public key of the fleet's engines.
-        service_secret: secret key of the fleet's engines; empty in a process that only asks.
+        service_secret: secret key of the fleet's engines. Empty in a process that only asks.
         public: public key of this process as a client.
         secret: secret key of this process as a client.
         allowed: public keys of the clients that an engine admits.
@@ -48,17 +48,20 @@ class Keyring(msgspec.Struct, frozen=True, kw_only=True):
         return f"Keyring(service_public={self.service_public!r}, public={self.public!r}, ...)"
 
     def secure_client(self, socket: zmq.Socket[bytes]) -> None:
-        """Sets the CURVE options of an unconnected client socket, which then speaks only to engines of the fleet."""
+        """Sets the CURVE options of an unconnected client socket.
+
+        The socket then connects only to engines of the fleet.
+        """
         socket.setsockopt(zmq.CURVE_SERVERKEY, self.service_public.encode())
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self.public.encode())
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret.encode())
 
     def secure_server(self, socket: zmq.Socket[bytes]) -> None:
-        """Sets the CURVE options of an unbound server socket, which then admits only the clients on the list.
+        """Sets the CURVE options of an unbound server socket. The socket then admits only the clients on the list.
 
         Raises:
             HandshakeError: this keyring has no service key, or the socket's context is not `zmq.Context.instance()`.
-                The key checker serves that context alone; a socket of another context would admit every key.
+                The key checker serves only that context; a socket of another context would admit every key.
         """
         if not self.service_secret:
             raise HandshakeError("keyring: an engine needs the service key, and this file has none")
@@ -72,11 +75,14 @@ class Keyring(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _KeyChecker:
-    """Answers ZMQ's key checks for every socket of the process: ZMQ allows one handler per context."""
+    """Answers ZMQ's key checks for every socket of the process.
+
+    There is only one, because ZMQ allows one handler per context.
+    """
 
     def __init__(self) -> None:
         self._lists: dict[str, frozenset[bytes]] = {}
-        # pyzmq types neither the authenticator nor what its callback gets.
+        # pyzmq types neither the authenticator nor the arguments of its callback.
         self._handler: Any = zmq.auth.thread.ThreadAuthenticator(zmq.Context.instance())  # pyright: ignore[reportUnknownMemberType]
         self._handler.start()
 
@@ -158,7 +164,7 @@ class Throttle:
         self._all = (20 * per_second, clock())
 
     def admits(self, sender: bytes) -> bool:
-        """Whether a message of this sender may be answered now; counts it if so."""
+        """Whether a message of this sender may be answered now. Counts the message if so."""
         now = self._clock()
         tokens, since = self._buckets.pop(sender, (2 * self._rate, now))
         tokens, of_all = self._refilled(tokens, now - since, 1), self._refilled(self._all[0], now - self._all[1], 10)

@@ -24,7 +24,8 @@ MAX_RANKS = 4096
 MAX_METADATA_BYTES = 16 << 20
 MAX_NOTE_BYTES = 1024
 MAX_DIGEST_BYTES = 1 << 19
-"""The most digest bytes in a content query: 16,384 digests by sha256. A longer prompt sends only its first pages."""
+"""In bytes: the most digests in a content query, 16,384 digests by sha256. A longer prompt sends only its first pages.
+"""
 MAX_LEASE_S = 86_400.0
 MAX_TOKENS = (1 << 31) - 1
 _Name = Annotated[str, Meta(min_length=1, max_length=512)]
@@ -32,27 +33,27 @@ _T = TypeVar("_T")
 
 
 class RankMetadata(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="rank/2"):
-    """One rank of an engine: what a reader needs in order to pull from it. Safe to send between processes.
+    """What a reader needs in order to pull from one rank of an engine. Safe to send between processes.
 
     Attributes:
-        engine_id: the engine; all its ranks share it.
-        incarnation: random, new with each start. Nothing learnt from one incarnation is used with another.
-        rank: number of this rank among `ranks`, counting tensor-parallel and pipeline ranks together.
-        ranks: ranks of the engine that hold pages.
-        hostname: machine that the rank runs on.
-        agent_name: name of its NIXL agent; never used twice.
+        engine_id: id of the engine, which all its ranks share.
+        incarnation: a random name, new with each start. Nothing learnt from one incarnation is used with another.
+        rank: index of this rank among `ranks`, counting tensor-parallel and pipeline ranks together.
+        ranks: number of ranks of the engine that hold pages.
+        hostname: name of the host that the rank runs on.
+        agent_name: name of the rank's NIXL agent, which is never used twice.
         agent_metadata: NIXL's own description of that agent, opaque.
-        memory_type: memory of the regions.
+        memory_type: kind of memory that the regions are in.
         layout: geometry of its pages.
         bases: address of each region of the layout.
         device: index of the device that holds the regions; 0 for host memory.
         words_addr: address of the lease words, in host memory.
         words: number of lease words.
-        checks_addrs: address of the page checks of each group, in host memory; empty if the rank makes none.
-        compatibility: entries that must agree for the bytes to mean the same: model, cache dtype and so on.
+        checks_addrs: address of the page checksums of each group, in host memory. Empty if the rank makes none.
+        compatibility: entries that must agree so that the bytes mean the same: model, cache dtype and so on.
         settings: effective settings of UCX and NIXL that must agree.
-        table_key: key of the seals of the engine's block tables (`transfer.pull.seals`); empty if it seals none.
-        digest: keyed digest over all other fields; `sealed_rank` fills it in.
+        table_key: key for the seals of the engine's block tables (`transfer.pull.seals`). Empty if it makes none.
+        digest: keyed digest over all other fields. `sealed_rank` fills it in.
     """
 
     engine_id: _Name
@@ -79,9 +80,9 @@ class MetadataQuery(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tru
     """Asks an engine for the metadata of all its ranks.
 
     Attributes:
-        query_id: repeated in the answer.
+        query_id: id of the question. The answer repeats it.
         engine_id: the engine expected at the address; empty for any.
-        compatibility: entries of the reader; an engine with other values refuses and names the differences.
+        compatibility: entries of the reader. An engine with other values refuses and names the differences.
     """
 
     query_id: int
@@ -114,7 +115,7 @@ class Pong(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_fi
 
 
 class Wanted(NamedTuple):
-    """A lease that a reader asks a source for, and the prompt that its pages must hold.
+    """A lease that a reader asks a source for, and the prompt to which its pages must belong.
 
     Attributes:
         address: ZMQ endpoint of the source's handshake server.
@@ -153,7 +154,7 @@ class LeaseReply(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, 
         pages: sealed `LeasedPages`, once every rank has granted the lease.
         error: why nothing can be read under the lease. If `pages` and `error` are both empty, nothing can be read yet
             and the reader asks again.
-        waits_for: the event that the lease still waits for; a reader that times out reports it.
+        waits_for: what the lease still waits for. A reader that times out reports it.
         is_over: True if the error is that the lease has ended, or that there is no such lease.
     """
 
@@ -171,16 +172,18 @@ class ContentQuery(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True
     engine's serving loop decides what is leased. Until it has decided, the answers say so, and the reader asks again.
 
     Attributes:
-        query_id: repeated in the answer.
+        query_id: id of the question. The answer repeats it.
         engine_id: the engine expected at the address.
-        ask_id: random; the same in each repetition of the question.
+        ask_id: a random id, the same in each repetition of the question.
         reader: name of the reader, for the engine's own records.
-        asker: id of the reading process, the same in all its questions. The engine lends it each page once at a time.
+        asker: id of the reading process, the same in all its questions. The engine lends it each page under only one
+            lease at a time.
         compatibility: the reader's compatibility map, as in a `MetadataQuery`.
-        kind: what the reader stores for each token (`kvcache.layout.kv_kind`); an engine with another kind refuses.
+        kind: what the reader stores for each token (`kvcache.layout.kv_kind`). An engine with another kind refuses.
         page_size: tokens of a page.
         hash_algorithm: the algorithm of the digests.
-        digests: the digests of the pages, concatenated; empty once the engine has answered that it knows the question.
+        digests: the digests of the pages, concatenated. Empty in a repetition, once the engine has answered that it
+            knows the question.
         first_page: index in the prompt of the first page asked for. Each digest covers all earlier pages of the prompt.
     """
 
@@ -211,7 +214,7 @@ class LeasedPages(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True,
         prompt_digest: digest of the first `num_tokens` tokens that were asked for, and of everything else that their KV
             depends on. For a `ContentQuery` it is the digest of the last page.
         table_seal: seal of the block table that a reader builds from the pages of a `ContentQuery`.
-        digest: keyed digest over all other fields; `sealed_pages` fills it in.
+        digest: keyed digest over all other fields. `sealed_pages` fills it in.
     """
 
     engine_id: str
@@ -227,7 +230,7 @@ class LeasedPages(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True,
 
 
 class QueryRefusal(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="refusal/1"):
-    """Refuses a query, with the reason. `query_id` is -1 if the message had none."""
+    """Refuses a query, with the reason. `query_id` is -1 if the message had no id."""
 
     reason: str
     query_id: int = -1
@@ -241,10 +244,10 @@ class ReaderNote(msgspec.Struct, frozen=True, array_like=True, tag="note/1"):
     Attributes:
         lease_id: the lease.
         engine_id: the reading engine.
-        rank: the sending rank, one of `ranks`.
-        ranks: ranks of the reading engine.
-        verdict: "done": the rank has read all that it needs. "refused": it will not read, or not read on. "renew": it
-            still waits or reads.
+        rank: index of the sending rank among `ranks`.
+        ranks: number of ranks of the reading engine.
+        verdict: "done": the rank has read all that it needs. "refused": it will not read, or will not read on. "renew":
+            it still waits or reads.
         reason: the reason of a refusal.
     """
 
@@ -283,7 +286,7 @@ def decode_answer(data: bytes) -> Answer:
 
 
 def decode_note(data: bytes) -> ReaderNote | None:
-    """Returns the note in `data`, or None if it is malformed, too long, or its rank is out of range."""
+    """Returns the note in `data`. Returns None if it is malformed or too long, or if its rank is out of range."""
     if len(data) > MAX_NOTE_BYTES:
         return None
     try:
@@ -321,7 +324,7 @@ def _check_seal(where: str, message: RankMetadata | LeasedPages, key: bytes) -> 
 
 
 def open_pages(data: bytes, engine_id: str, lease_id: int | None, key: bytes = b"") -> LeasedPages:
-    """Decodes the result of `sealed_pages`. With `lease_id` None, any lease of the engine is accepted.
+    """Decodes the result of `sealed_pages`. If `lease_id` is None, any lease of the engine is accepted.
 
     Raises:
         MetadataError: the bytes are malformed, the seal does not match, or they belong to another engine or lease.

@@ -1,6 +1,6 @@
 """`Prompt`: everything that the KV of a request depends on.
 
-A reader compares its digest with the source's, and so knows that leased pages hold its own prompt.
+A reader compares the prompt's digest with the source's, and so knows that leased pages belong to its own prompt.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Prompt(NamedTuple):
     Attributes:
         token_ids: at least all tokens whose KV is read or leased; each below 2**31.
         salt: requests with different salts share no pages.
-        keys: pairs `(position, key)`. From this token on the KV also depends on the key: an adapter, or the content of
-            an image.
+        keys: pairs `(position, key)`. From the token at `position` on, the KV also depends on the key: an adapter, or
+            the content of an image.
     """
 
     token_ids: Sequence[int] | NDArray[np.int32]
@@ -38,7 +38,7 @@ class Prompt(NamedTuple):
         The digest is the same in every process and on every machine. It is collision-resistant: two different prompts
         do not share one.
         """
-        salt = self.salt.encode(errors="surrogatepass")  # JSON may hold lone surrogates
+        salt = self.salt.encode(errors="surrogatepass")  # JSON may contain lone surrogates
         keys = sorted(key for key in self.keys if key[0] < num_tokens)
         found = hashlib.blake2b(digest_size=32, person=_PERSON)
         # Each part is preceded by its length, so that no two prompts give the same bytes.

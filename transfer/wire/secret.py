@@ -1,4 +1,4 @@
-"""One shared secret for a fleet. The key of metadata digests and the keys of the sockets are derived from it."""
+"""One shared secret for a fleet, from which the key of metadata digests and the keys of the sockets are derived."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Secret:
 
     Attributes:
         metadata_key: 32 bytes; the key of the digests over rank metadata.
-        keyring: keys of the side channel's sockets, the same for every process with the secret.
+        keyring: keys of the side channel's sockets, which are the same for every process with the secret.
     """
 
     def __init__(self, value: bytes) -> None:
@@ -54,7 +54,7 @@ def read_secret(text: str) -> Secret | None:
 
     Args:
         text: "file:" and a path, to a file that only its owner may read; "env:" and the name of an environment
-            variable; or the secret itself. Surrounding whitespace is stripped.
+            variable; or the secret itself. Surrounding whitespace is removed.
 
     Raises:
         InvalidEngineError: there is no such file or variable, others may read the file, or the secret is too short.
@@ -77,7 +77,7 @@ def read_secret(text: str) -> Secret | None:
 def fleet_keys(
     where: str, secret: str, key: bytes = b"", keyring: Keyring | None = None
 ) -> tuple[bytes, Keyring | None]:
-    """Returns the metadata key and the keyring: those of the fleet's secret if it is set, otherwise those given.
+    """Returns the metadata key and the keyring: those of the fleet's secret if it is set, otherwise the given ones.
 
     Raises:
         InvalidEngineError: a key or a keyring is given beside a secret, the keyring is of another type, or
