@@ -269,10 +269,11 @@ class Replicas:
                 f"fetch_ahead of {len(gathered.contexts)} requests: a step writes a recurrent state over the one that "
                 "the step before it has left, and there is one page for both: call fetch"
             )
-        step = self.steps.make(len(gathered.contexts))
-        inputs = self.fetch(gathered, num_steps, step.number)
+        count = len(gathered.contexts)
+        number = self.steps.free_tables(count)
+        step = StepInFlight(self.steps, number, count, self.fetch(gathered, num_steps, number))
         self.mark.call = ("fetch_ahead", step)
-        self.steps.begin(step, inputs)
+        self.steps.begin(step)
         self.mark.call = None
         return step
 

@@ -25,13 +25,15 @@ class StepInFlight:
 
     __slots__ = ("inputs", "num_requests", "number", "owner")
 
-    def __init__(self, owner: "StepsInFlight", number: int, num_requests: int) -> None:
+    def __init__(
+        self, owner: "StepsInFlight", number: int, num_requests: int, inputs: list[RaggedKVCacheInputs]
+    ) -> None:
         self.owner = of_kind(
             "owner", owner, StepsInFlight, "a manager, whose fetch_ahead makes the step,", InvalidRequestError
         )
         self.number = number  # which set of tables the step uses
         self.num_requests = num_requests
-        self.inputs: list[RaggedKVCacheInputs] = []
+        self.inputs = inputs
 
     @property
     def is_over(self) -> bool:
@@ -59,22 +61,24 @@ class StepsInFlight:
         self.open: list[StepInFlight] = []
         self._placed = placed
 
-    def make(self, num_requests: int) -> StepInFlight:
-        """Make a step and its tables. Raises `InvalidRequestError`, and changes nothing, if two steps are in flight."""
+    def free_tables(self, num_requests: int) -> int:
+        """The number of a free set of tables for a step, which has been made.
+
+        Raises `InvalidRequestError`, and changes nothing, if two steps are in flight.
+        """
         used = {step.number for step in self.open}
         if len(used) == MOST_STEPS:
             raise InvalidRequestError(
                 f"fetch_ahead of {num_requests} requests: {MOST_STEPS} steps are in flight already: call end_step for "
                 f"the older one, of {self.open[0].num_requests} requests, first"
             )
-        number = min({*range(MOST_STEPS)} - used)
+        number = ({*range(MOST_STEPS)} - used).pop()
         for place in self._placed:
             place.step_tables(number)
-        return StepInFlight(self, number, num_requests)
+        return number
 
-    def begin(self, step: StepInFlight, inputs: list[RaggedKVCacheInputs]) -> None:
+    def begin(self, step: StepInFlight) -> None:
         """Mark the step as in flight."""
-        step.inputs = inputs
         self.open.append(step)
         for place in self._placed:
             place.replica.pool.begin_step()
@@ -91,7 +95,7 @@ class StepsInFlight:
     def padded(self, step: StepInFlight, batch_size: int) -> list[RaggedKVCacheInputs]:
         """See `StepInFlight.padded`."""
         most = len(self._placed[0].replica.rows.request_ids)
-        least = max(len(inputs.cache_lengths) for inputs in step.inputs) if step.inputs else 0
+        least = max(len(inputs.cache_lengths) for inputs in step.inputs)
         if step.is_over or not least <= batch_size <= most:
             state = "is over" if step.is_over else f"needs a batch of {least} (its requests) to {most} (the rows)"
             raise InvalidRequestError(f"padded to a batch of {batch_size}: the step of {step.num_requests} {state}")

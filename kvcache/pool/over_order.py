@@ -69,7 +69,7 @@ class CheckedOrder(OverOrder):
         self._name = f"eviction order {type(order).__name__}"
         if self.count != 0:
             raise InvalidParamsError(f"{self._name} starts with {self.count!r:.100} pages: it must start empty")
-        self._idle = np.zeros(num_pages + 1, np.bool_)
+        self._idle = np.zeros(num_pages + 2, np.bool_)  # never so: the null page, and a page that there is not
 
     def append(self, pages: Pages | Indices) -> None:
         self._idle[pages] = True
@@ -124,8 +124,7 @@ class CheckedOrder(OverOrder):
         if type(pages) is not np.ndarray or pages.dtype.kind not in "iu" or pages.shape != (count,):
             raise InvariantError(f"{self._name}: {call} returned {pages!r:.100}: {count} page numbers are needed")
         wide = pages.astype(np.int64)
-        within = (wide > 0) & (wide < len(self._idle))
-        strangers = wide[~(within & self._idle[np.where(within, wide, 0)])]
+        strangers = wide[~self._idle.take(wide, mode="clip")]
         if strangers.size or len(np.unique(wide)) != count:
             what = f"page {strangers[0]}, which is not idle" if strangers.size else "a page twice"
             raise InvariantError(f"{self._name}: {call} returned {what}")

@@ -311,4 +311,4 @@ def test_only_a_manager_makes_a_step() -> None:
     with pytest.raises(
         InvalidRequestError, match="owner is None: a manager, whose fetch_ahead makes the step, is needed"
     ):
-        StepInFlight(None, 0, 1)  # type: ignore[arg-type]
+        StepInFlight(None, 0, 1, [])  # type: ignore[arg-type]

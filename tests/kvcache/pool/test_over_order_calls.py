@@ -88,6 +88,8 @@ def test_pages_that_left_or_are_not_there_after_a_mend_are_not_idle() -> None:
     with pytest.raises(InvariantError, match="page 3, which is not idle"):
         order.pop(3)
     order.mend(np.array([4]))
+    assert order.count == 1
+    order.check()
     below.append(ids(5))
     with pytest.raises(InvariantError, match="page 5, which is not idle"):
         order.pop(2)
@@ -120,6 +122,44 @@ def test_the_page_that_an_order_names_is_idle_or_the_call_fails() -> None:
         order.first()
     with pytest.raises(InvariantError, match=r"due\(\) returned page 5, which is not idle"):
         order.due()
+
+
+@pytest.mark.parametrize("odd", [-1, 0, PAGES + 1, 1 << 40])
+def test_every_page_is_idle_and_those_beside_the_pool_are_not(odd: int) -> None:
+    order = CheckedOrder(PAGES, below := Names(PAGES))
+    every = np.arange(1, PAGES + 1, dtype=np.int32)
+    order.append(every)
+    below.next = odd
+    with pytest.raises(InvariantError, match=rf"first\(\) returned page {odd}, which is not idle"):
+        order.first()
+    assert order.pop(PAGES - 1).tolist() == every[:-1].tolist()
+    assert order.count == 1
+
+
+class Lists(LruOrder):
+    """An order whose list of pages, or whose check, is wrong."""
+
+    listed: Any = None
+    is_broken = False
+
+    def pages(self) -> Pages:
+        return super().pages() if self.listed is None else self.listed
+
+    def check(self) -> None:
+        if self.is_broken:
+            raise InvariantError("broken")
+
+
+def test_check_looks_at_the_listed_pages_and_at_the_order_itself() -> None:
+    order = CheckedOrder(PAGES, below := Lists(PAGES))
+    order.append(ids(3, 4))
+    order.check()
+    below.listed = ids(3, 5)
+    with pytest.raises(InvariantError, match=r"pages\(\) returned page 5, which is not idle"):
+        order.check()
+    below.listed, below.is_broken = None, True
+    with pytest.raises(InvariantError, match="broken"):
+        order.check()
 
 
 @pytest.mark.parametrize("reasons", [[0, 1], np.zeros(1, np.uint8), np.zeros((2, 1), np.uint8)])

@@ -9,7 +9,7 @@ import pytest
 
 from kvcache import LayerGroup
 from kvcache.layer_groups import TableGroup, layer_tables
-from kvcache.replica.resume import Found, last_end, resume
+from kvcache.replica.resume import Found, FromBelow, last_end, resume
 
 SIZE = 4
 WINDOW = LayerGroup("window", (1,), 6)
@@ -53,10 +53,12 @@ def test_random_pages_give_the_end_that_a_look_at_each_query_gives(name: str) ->
     groups = layer_tables(GROUPS[name], 2).groups
     for _ in range(400):
         there = rng.random((groups[-1].tables.stop, 8)) < 0.8
-        ends = None if rng.random() < 0.5 else rng.random(8) < 0.5
+        ends = None if rng.random() < 0.5 else rng.random(11) < 0.5  # those after the last page do not count
+        said = None if ends is None else ends.tolist()
         first = int(rng.integers(0, 4))
         expected = by_hand(there, groups, first, ends)
         assert resume(there, groups, SIZE, first, ends) == expected
+        assert ends is None or ends.tolist() == said
         assert resume(there, groups, SIZE) == by_hand(there, groups, 0, None)
         found.add(expected)
     assert len(found) > 5
@@ -71,3 +73,11 @@ def test_the_last_end_of_none_is_none() -> None:
 def test_columns_that_were_a_requests_own_before_are_not_found() -> None:
     assert Found(first=3, end=8, pages=(), reached=9).num_columns == 5
     assert Found(first=3, end=3, pages=(), reached=3).num_columns == 0
+
+
+def test_what_only_a_lower_tier_has_is_named_column_by_column() -> None:
+    every = np.arange(6, dtype=np.uint64).reshape(2, 3, 1)
+    lacking = np.array([[True, False, True], [False, True, True]])
+    wanted = FromBelow(3, 3, every, lacking, (), np.zeros(0, np.int32))
+    assert wanted.digests.ravel().tolist() == [0, 4, 2, 5]
+    assert wanted.tables.tolist() == [0, 1, 0, 1]
