@@ -126,7 +126,7 @@ class PagePool:
 
         `moving`: held pages of the other pool may be moved for it.
         """
-        return self.free_count > 0
+        return self.has_room
 
     # ---- holders and writers
 

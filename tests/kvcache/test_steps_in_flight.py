@@ -107,6 +107,15 @@ def test_rows_and_columns_behind_a_batch_name_the_null_page(make: Make) -> None:
         step.padded(4)
 
 
+def test_a_batch_is_padded_to_the_requests_of_the_fullest_replica_or_to_all_rows(make: Make) -> None:
+    manager = make(64, page_size=4, rows=8, max_seq_len=64, dp=2)
+    step = manager.fetch_ahead([ran(manager, range(at, at + 6), f"r{at}", int(at > 0)) for at in range(4)])
+    for rows in (3, 8):
+        assert [len(entry.cache_lengths) for entry in step.padded(rows)] == [rows, rows]
+    with pytest.raises(InvalidRequestError, match="batch of 2: the step of 4 needs a batch of 3 .* to 8"):
+        step.padded(2)
+
+
 def test_released_pages_are_nobodys_until_the_step_has_ended(make: Make) -> None:
     manager = make(4, page_size=4)
     context = ran(manager, range(6))
@@ -330,6 +339,17 @@ def test_recover_ends_a_step_whose_end_was_interrupted(make: Make) -> None:
         if not done:
             return
     raise AssertionError("the call has no end")
+
+
+def test_check_finds_a_step_for_which_no_page_can_be_parked(make: Make) -> None:
+    manager = make(8, page_size=4, checks=False)
+    step = manager.fetch_ahead([ran(manager, range(6))])
+    pool = manager._replicas.each[0].pool
+    parked, pool.parked = pool.parked, []
+    with pytest.raises(InvariantError, match="1 steps are in flight, but pages are parked for 0"):
+        manager.check()
+    pool.parked = parked
+    manager.end_step(step)
 
 
 def test_check_finds_a_free_page_that_a_step_in_flight_may_write(make: Make) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -31,6 +32,15 @@ def test_a_call_that_is_under_way_keeps_all_others_out_until_it_ends() -> None:
     assert not mark.is_interrupted
     mark.check("step")
     mark.check_books("release")
+
+
+def test_a_call_that_another_thread_ends_meanwhile_is_refused_without_its_name() -> None:
+    mark = UnderWay()
+    with mark.changing("fork", "child") as same:
+        assert same is mark
+    with pytest.raises(InterruptedCallError, match="^step: a call was interrupted while it changed"):
+        mark.refuse("step")
+    assert mark.leaving == []
 
 
 def test_a_closed_manager_gives_back_and_refuses_all_else() -> None:
@@ -72,18 +82,21 @@ def test_a_close_hides_no_interruption_and_a_recovery_opens_nothing_that_was_clo
         (InvariantError("no"), False, False),
         (InterruptedCallError("no"), False, False),
         (KeyboardInterrupt(), False, False),
+        (ValueError("no"), None, False),
         (ValueError("no"), False, False),
         (ValueError("no"), True, True),  # raised by the caller's own context
         (KeyboardInterrupt(), True, False),
     ],
 )
 def test_a_call_that_fails_leaves_the_word_set_unless_nothing_can_have_changed(
-    error: BaseException, refused: bool, open_again: bool
+    error: BaseException, refused: bool | None, open_again: bool
 ) -> None:
     mark = UnderWay()
-    with pytest.raises(type(error)), mark.changing("fork", "child", SimpleNamespace(refused=refused)):
+    context: Any = None if refused is None else SimpleNamespace(refused=refused)
+    with pytest.raises(type(error)), mark.changing("fork", "child", context):
         raise error
     assert mark.is_interrupted != open_again
+    assert mark.context is None
 
 
 @pytest.mark.parametrize("error", [None, InvalidRequestError("no"), ValueError("no")])

@@ -22,6 +22,10 @@ def spin(count):
         count -= 1
 
 
+def traced():
+    return 1
+
+
 def no_test_gets_here():
     return 1
 '''
@@ -31,7 +35,7 @@ import subprocess
 import sys
 
 import pytest
-from kvcache.tried import limited, spin
+from kvcache.tried import limited, spin, traced
 
 
 def test_few():
@@ -40,6 +44,17 @@ def test_few():
 
 def test_spin():
     spin(3)
+
+
+def test_that_traces():
+    before = sys.gettrace()
+    called = []
+    sys.settrace(lambda frame, *_: called.append(frame.f_code.co_name))
+    try:
+        found = traced()
+    finally:
+        sys.settrace(before)
+    assert (found, called[0]) == (1, "traced")
 
 
 def test_in_a_process():
@@ -91,6 +106,11 @@ def test_a_change_that_no_test_notices_passes_and_the_file_is_as_before(session:
     run = session.run(FILE, "spin", SOURCE, SOURCE.replace("count > 0", "count >= 0"))
     assert (run.outcome, run.by) == ("passed", "")
     assert (session.tree.folder / FILE).read_text() == SOURCE
+
+
+def test_what_a_test_calls_while_it_traces_is_changed_too(session: Session) -> None:
+    run = session.run(FILE, "traced", SOURCE, SOURCE.replace("return 1", "return 2", 1))
+    assert (run.outcome, run.by) == ("failed", f"{TEST}::test_that_traces")
 
 
 def test_a_loop_that_does_not_end_is_noticed(session: Session) -> None:

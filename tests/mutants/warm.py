@@ -28,6 +28,7 @@ from tests.orphans import adopt, end_children
 
 # in addition to the session's memory, so that a changed limit cannot use up the machine's memory
 _MEMORY_BYTES = 6 << 30
+_settrace = sys.settrace
 _SPAWNS = {"Popen.__init__", "BaseProcess.start"}
 Request = dict[str, Any]
 
@@ -57,17 +58,28 @@ class Reach:
         """Records every call from now on, in every thread."""
         self._codes = {}
         threading.settrace(self._trace)
-        sys.settrace(self._trace)
+        sys.settrace = self._trace_also
+        _settrace(self._trace)
 
     def end(self) -> list[str]:
         """Stops recording. Returns the functions called since `begin`."""
-        sys.settrace(None)
+        sys.settrace = _settrace
+        _settrace(None)
         threading.settrace(None)  # type: ignore[arg-type]
         called = [code for code in list(self._codes.values()) if code.co_filename.startswith(self._packages)]
         return sorted({name_of(code) for code in called})
 
     def _trace(self, frame: FrameType, event: str, argument: object) -> None:  # noqa: ARG002
         self._codes[id(frame.f_code)] = frame.f_code
+
+    def _trace_also(self, trace: Any) -> None:
+        """Stands for `sys.settrace` in tests, so that calls in tests that interrupt them are recorded, too."""
+
+        def both(frame: FrameType, event: str, argument: object) -> Any:
+            self._trace(frame, event, argument)
+            return trace(frame, event, argument)
+
+        _settrace(trace if trace in {None, self._trace} else both)
 
     def _has_spawned(self) -> bool:
         return any(code.co_qualname in _SPAWNS for code in list(self._codes.values()))

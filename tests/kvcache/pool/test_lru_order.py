@@ -85,6 +85,17 @@ def test_the_oldest_page_is_found_behind_those_that_left_together() -> None:
     order.check()
 
 
+def test_the_newest_chunk_is_filled_when_older_ones_are_given_up() -> None:
+    order = LruOrder(2 * CHUNK)
+    every = np.arange(1, CHUNK + 2, dtype=np.int32)
+    order.append(every)
+    order.remove(every[:-1])
+    order.append(every[:-2])
+    assert len(order.chunks) == 1
+    assert order.by_age
+    order.check()
+
+
 def test_the_log_never_runs_out_and_keeps_its_order() -> None:
     order = LruOrder(4)
     order.append(pages(1, 2, 3, 4))

@@ -152,7 +152,11 @@ class Books:
         pool = self.pool
         assert pool._fresh[: pool._fresh_count].tolist() == self.fresh
         assert pool.idle.pages().tolist() == self.idle
-        assert pool.free_count == len(self.fresh) + len(self.idle)
+        free = len(self.fresh) + len(self.idle)
+        assert (pool.free_count, pool.num_held) == (free, SIZE - free)
+        # No other pool lends it room, and no request takes pages beside its token pages.
+        assert pool.has_room == pool.make_room(moving=True) == (free > 0)
+        assert (pool.room_may_cost, pool.beside, pool.width) == (False, 0, 1.0)
         assert pool.evictions == self.evictions
         assert (self.news, self.guarded) == (self.expected, self.evicted)
         there = [self.published.get(page) for page in range(SIZE + 1)]
