@@ -152,7 +152,7 @@ class TenantQuotas(NoQuotas):
         self._slabs.clear()
         self._is_slab[:] = False
 
-    def check(self, idle: Pages, *, slabs: bool = False) -> None:
+    def check(self, idle: Pages, *, slabs: bool) -> None:
         owned = idle[self._owner[idle] != _NOBODY]
         found = np.concatenate([order.pages() for order in self._orders.values()])
         found = found[self._is_slab[found] == slabs]
@@ -270,7 +270,7 @@ class QuotaOrder(OverOrder):
 
     def _named(self, pages: Pages | Indices) -> NDArray[Any]:
         """The numbers of these entries in the quotas. A slab has the number of its first page."""
-        return pages * self._unit if self._of_slabs else pages
+        return pages * self._unit
 
     def _pop_surplus(self, count: int) -> Pages:
         if count > self.count:

@@ -8,7 +8,7 @@ import pytest
 from kvcache import InvariantError, LruOrder, Retention
 from kvcache.eviction_order import BY_HINT, BY_QUOTA, BY_TURN
 from kvcache.pool.hinted_order import HintedOrder
-from kvcache.pool.quotas import QuotaOrder, TenantQuotas
+from kvcache.pool.quotas import NoQuotas, QuotaOrder, TenantQuotas
 from kvcache.retention import page_hints
 
 POOL = 30
@@ -106,6 +106,33 @@ def test_who_asks_is_told_who_went_for_a_quota() -> None:
     owned(plain, quotas, "b", 11, 12, 13, 14)
     gone, reasons = plain.pop_explained(2)
     assert (gone.tolist(), reasons.tolist()) == ([11, 12], [BY_QUOTA, BY_TURN])
+
+
+class Told(LruOrder):
+    """An order that records what it is told about pages that are not in it."""
+
+    def __init__(self) -> None:
+        super().__init__(POOL)
+        self.news: list[list[list[int]]] = []
+
+    def forget(self, pages: np.ndarray) -> None:
+        self.news.append([pages.tolist()])
+
+    def moved(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        self.news.append([sources.tolist(), targets.tolist()])
+
+
+@pytest.mark.parametrize("slab_pages", [0, 4])
+def test_what_happens_to_the_content_of_pages_is_told_below(slab_pages: int) -> None:
+    quotas = TenantQuotas(POOL, 0.1, {})
+    order = QuotaOrder(told := Told(), quotas, slab_pages)
+    order.own(pages(3, 4), "a")
+    order.moved(pages(3, 4), pages(7, 6))
+    order.forget(pages(7))
+    assert told.news == [[[3, 4], [7, 6]], [[7]]]
+    whose = pages(3, 4, 6, 7) * max(1, slab_pages)
+    assert quotas.ownerless(whose).tolist() == [True, True, False, True]
+    assert NoQuotas().ownerless(whose).tolist() == [False] * 4, "no page needs a tenant"
 
 
 def test_an_order_over_another_begins_with_what_is_in_that_one() -> None:

@@ -163,6 +163,41 @@ def test_states_take_no_slab_where_pages_are_held_or_a_copy_is_older() -> None:
     states.check(counts(pool, one)[: states.num_pages + 1], none(states))
 
 
+def test_states_say_whether_there_is_room_for_one_more_and_whether_it_may_cost_pages() -> None:
+    pool = SlabPool(15, 1, 4)
+    states = SlabStates(pool)
+    assert (states.num_held, states.has_room, states.room_may_cost) == (0, True, False)
+    assert states.make_room(moving=False)
+    one = states.allocate_one()
+    assert (states.num_held, states.has_room, states.room_may_cost) == (1, True, False)
+    pool.allocate(11)
+    assert (states.num_held, states.has_room, states.room_may_cost) == (1, False, True)
+    states.index.publish(ids(one), np.array([[7]], np.uint64))
+    states.release(ids(one))
+    assert (states.num_held, states.has_room, states.room_may_cost) == (0, True, True)
+    assert states.next_evicted() == 0, "pages and states compete, so that nobody can say"
+
+
+def test_states_move_pages_only_where_they_may() -> None:
+    pool = SlabPool(15, 1, 4)
+    states = SlabStates(pool)
+    pages = pool.allocate(15)
+    pool.moves = Moved()
+    pool.release(pages[[3, 4, 7, 8, 11, 12]])
+    assert not states.make_room(moving=False)
+    assert states.make_room(moving=True)
+    assert pool.moved > 0
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_of_slabs_that_come_back_together_the_last_is_handed_out_last(backwards: bool) -> None:
+    pool = SlabPool(15, 1, 4)
+    states = SlabStates(pool)
+    both = sorted(states.allocate_one() for _ in range(2) if states.make_room(moving=False))
+    states.release(ids(*(both[::-1] if backwards else both)))
+    assert set(range(1, 16)) - set(pool.allocate(11).tolist()) == {both[1] * 4 + at for at in range(4)}
+
+
 def test_after_an_interrupt_slabs_that_are_held_or_found_are_taken_and_no_others() -> None:
     pool = SlabPool(31, 1, 4)
     states = SlabStates(pool)
@@ -170,7 +205,7 @@ def test_after_an_interrupt_slabs_that_are_held_or_found_are_taken_and_no_others
     states.index.publish(ids(found), np.array([[7]], np.uint64))
     states.release(ids(found))
     pages = pool.allocate(9)
-    publish(pool, pages[:6])
+    publish(pool, pages[:8])
     pool.release(pages[3:8])
     pool.taken[[held, lost, 1]] = False, False, True  # slab 1 has pages of requests, and no request holds slab `lost`
     states._used[:] = 0  # pyright: ignore[reportPrivateUsage]
