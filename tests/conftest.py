@@ -23,12 +23,12 @@ ENGINES = {"sglang": "tests/sglang_engine (make test-sglang)", "vllm": "tests/vl
 
 @cache
 def _among_engines() -> bool:
-    """Whether this is the environment of an engine, whose modules set variables and signal handlers."""
+    """Whether this is the environment of an engine. Such engines set variables and signal handlers on import."""
     return any(map(importlib.util.find_spec, ENGINES))
 
 
-# Set when this file is imported, because the conftest.py of a folder may import torch, which reads its number of
-# threads once. On few cores a second thread mostly waits for the first, and uses as much processor time.
+# This is set when the file is imported, because the conftest.py of a folder may import torch, which reads its number of
+# threads only once. On few cores a second thread mostly waits for the first one, and uses as much processor time.
 if not _among_engines():
     os.environ.update(QUIET)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -37,9 +37,9 @@ if not _among_engines():
 def pytest_configure() -> None:
     """Make every test start from the same process state, however it is run.
 
-    Undo what a shell does to a background command, so that each process that a test starts can be ended. Such a command
-    ignores SIGINT (under nohup also SIGHUP), and its children inherit that, as they inherit blocked signals. A blocked
-    alarm would delay the timeout of tests. Children do not inherit handlers.
+    A shell starts a background command so that it ignores SIGINT (under nohup also SIGHUP), and children inherit that,
+    as they inherit blocked signals. This undoes it, so that each process that a test starts can be ended. A blocked
+    alarm would also delay the timeout of tests. Children do not inherit handlers.
     """
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
@@ -52,12 +52,12 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """Chooses the cases of each test before tests are selected by mark, and sorts the selected tests.
+    """Chooses the cases of each test before tests are selected by mark, and then sorts the selected tests.
 
-    Workers begin with the files that have slow tests, so that no worker runs a slow file alone at the end.
+    The files with slow tests come first, so that at the end no worker runs a slow file alone.
     """
     deal_out(items)
-    yield  # other plugins select tests, and order them by the seed
+    yield  # other plugins select tests here, and order them by the seed
     if hasattr(config, "workerinput"):
         slow = {item.path for item in items if item.get_closest_marker("slow")}
         items.sort(key=lambda item: item.path not in slow)
@@ -66,7 +66,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def deal_out(items: Sequence[pytest.Item]) -> None:
     """Chooses some cases of a test by its marks `few` and `each_value`. Only CI runs the other cases.
 
-    `few(count)` chooses the first ones, `each_value` cases that have each value of each parameter.
+    `few(count)` chooses the first `count` cases. `each_value` chooses cases until each value of each parameter occurs.
     """
     functions: defaultdict[tuple[Path, str], list[pytest.Function]] = defaultdict(list)
     for item in items:
@@ -121,7 +121,7 @@ def _no_process_is_left() -> Iterator[None]:
     before = set(children())
     with nullcontext() if _among_engines() else surroundings_stay():
         yield
-    # Python's own servants live as long as this process does, and end with it.
+    # Python's own helper processes live as long as this process does, and end with it.
     servants = {resource_tracker._resource_tracker._pid, forkserver._forkserver._forkserver_pid}  # pyright: ignore[reportAttributeAccessIssue]
     left = end_children(but=before | servants, grace_s=orphans.GRACE_S)
     assert not left, f"processes that tests have left behind, now killed: {left}"
@@ -135,7 +135,7 @@ def _surroundings_stay() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def forked_fleets() -> Iterator[None]:
-    """Starts the processes of fleets as forks of one process that has imported everything."""
+    """Starts the processes of fleets as forks of one process that has already imported everything."""
     from tests import forked
 
     with forked.fleets():

@@ -2,7 +2,7 @@
 
 `python -m tests.deploy_page` prints the page.
 
-Source files are parsed, not imported, because the packages that they import (such as vLLM) may be missing.
+Source files are parsed instead of imported, because the packages that they import (such as vLLM) may be missing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FACTORIES = {"dict": "{}", "list": "[]"}
 
 
 class Option(NamedTuple):
-    """One row of a table: the default as Python code, or "" if the option is required, and the docstring's text."""
+    """One row of a table. The default is Python code, or "" for a required option. The text is the docstring's."""
 
     name: str
     default: str

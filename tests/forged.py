@@ -17,7 +17,7 @@ WRONG: tuple[Any, ...] = (None, True, -1, 1.5, "x", b"x", (), ("x", None), [], {
 
 
 def public_classes(package: ModuleType) -> list[type]:
-    """The public classes of a package, without its exceptions."""
+    """Returns the public classes of a package, except its exceptions."""
     listed = [getattr(package, name) for name in package.__all__]
     own = [one for one in listed if inspect.isclass(one) and one.__module__.startswith(package.__name__)]
     return [one for one in own if not issubclass(one, BaseException)]

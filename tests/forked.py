@@ -1,7 +1,7 @@
-"""Starts processes at once, as forks of one that has imported torch, nixl and transformers.
+"""Starts processes quickly, as forks of a process that has imported torch, nixl and transformers.
 
-They behave like processes that import these packages themselves, which would take seconds: most of the time of such a
-test.
+Otherwise the processes behave as if they had imported these packages themselves. That takes seconds, which is most of
+the time of such a test.
 """
 
 import gc
@@ -32,7 +32,7 @@ _PRELOAD = [
 ]
 
 
-# The first test that needs the fork server starts it, but the server inherits nothing from that test.
+# The first test that needs the fork server starts it. The server gets these values instead of those of that test.
 _ENVIRONMENT, _FOLDER = dict(os.environ) | QUIET, Path.cwd()
 
 
@@ -52,9 +52,9 @@ def _context() -> ForkServerContext:
 def start(
     serve: Callable[..., Any], *arguments: object, settings: Mapping[str, str] | None = None
 ) -> tuple[BaseProcess, Connection]:
-    """Returns a process that serves one end of a pipe, and the other end.
+    """Starts a process that serves one end of a pipe. Returns the process and the other end.
 
-    The process dies with this one, however this one ends.
+    The started process dies with this one, however this one ends.
 
     Args:
         serve: a function of a module; it takes the end of the pipe, and the arguments.
@@ -72,17 +72,17 @@ def start(
 def _serve(
     serve: Callable[..., Any], conn: Connection, arguments: tuple[object, ...], settings: dict[str, str]
 ) -> None:
-    gc.freeze()  # imported modules live as long as the process, so garbage collection need not look at them
+    gc.freeze()  # imported modules live as long as the process, so garbage collection need not examine them
     sockets_are_checked()
-    die_with_parent()  # the parent is the fork server, which ends with the process that started it
+    die_with_parent()  # the parent is the fork server, which ends together with the process that started it
     for key in [key for key in os.environ if key.startswith(("UCX_", "NIXL_"))]:
         del os.environ[key]
-    os.environ.update(QUIET | settings)  # UCX reads it when the first agent is made
+    os.environ.update(QUIET | settings)  # UCX reads these settings when the first agent is made
     serve(conn, *arguments)
 
 
 class ForkedProgram:
-    """A substitute for `subprocess.Popen` with the methods that a fleet uses; it forks a Python program.
+    """A substitute for `subprocess.Popen` that forks a Python program. It has the methods that a fleet uses.
 
     The servers of fleets that this program starts are forked, too.
 
@@ -161,9 +161,7 @@ def _become(given: tuple[Connection, ...], server: str, arguments: list[str], en
 
 
 def _share(server: str) -> None:
-    """Makes this process fork its children from the fork server that it came from, so that they need not import
-    everything.
-    """
+    """Makes this process fork its children from its own fork server. So the children need not import everything."""
     shared: Any = forkserver._forkserver
     shared._forkserver_address, shared.ensure_running = server, lambda: None
     process: Any = multiprocessing.current_process()

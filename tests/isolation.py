@@ -1,4 +1,4 @@
-"""Checks after each test and each file that the process is as it was before, so that no test affects another."""
+"""Checks after each test and each file that the process is in its former state, so that no test affects another."""
 
 import os
 import signal
@@ -13,12 +13,12 @@ import pytest
 import zmq
 
 QUIET = {"UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL", "DYN_LOG": "error"}
-"""Tests provoke faults on purpose, and each of them would print lines. Dynamo prints one for each request."""
+"""Tests cause faults on purpose, and each of these would print lines. Dynamo prints a line for each request."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # SIGALRM is pytest-timeout's
 
 
-# pytest sets the first variable for each test. Libraries set the others when they are imported.
+# pytest sets the first variable for each test; libraries set the others on import.
 _OTHERS = {
     *("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"),
     *("KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK"),
@@ -49,7 +49,7 @@ def _surroundings() -> Surroundings:
 
 
 def _changed(before: Surroundings, after: Surroundings) -> dict[str, object]:
-    """Returns the differences. Torch's settings count only if torch was imported before."""
+    """Returns what has changed. Torch's settings count only if torch had been imported before."""
     found: dict[str, object] = {}
     for name, was, now in zip(Surroundings._fields, before, after, strict=True):
         if name == "environment":
@@ -60,7 +60,7 @@ def _changed(before: Surroundings, after: Surroundings) -> dict[str, object]:
 
 
 def _restore(before: Surroundings) -> None:
-    """Restores the process, so that a mistake of one test fails only that test."""
+    """Restores the process's state, so that a mistake in one test fails only that test."""
     kept = {name: value for name, value in os.environ.items() if name in _OTHERS or name[:4] == "UCX_"}
     os.environ.clear()
     os.environ.update(before.environment | kept)
@@ -96,12 +96,11 @@ _PRODUCT = tuple(f"{_ROOT / package}/" for package in ("kvcache", "transfer", "s
 
 
 def sockets_are_checked() -> None:
-    """Checks, from now on in this process, that each socket of the product has options that keep it from waiting for
-    ever.
+    """Checks, from now on in this process, that no socket of the product can keep it from ending.
 
-    It must have a linger before it is bound or connected. libzmq ends the session of a dead peer with the linger that
-    the socket has at that moment. A linger that is set only when the socket closes is too late: `Context.term` may then
-    wait for ever for messages that the peer has not read. This happened in one of 200 fleets whose full server was
+    A socket must have a linger before it is bound or connected. libzmq ends the session of a dead peer with the linger
+    that the socket has at that moment. A linger that is set only when the socket closes is too late: `Context.term` may
+    then wait for ever for messages that the peer has not read. This happened in one of 200 fleets whose full server was
     killed. A test's own socket gets a linger here.
 
     Over TCP it must also have `kvcache.sockets.keep_alive`; without it a follower does not notice that its host is

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-# Twice the measured errors (docs/guides/kernels.md), rounded up.
+# twice the measured errors (docs/guides/kernels.md), rounded up
 MOST = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 2e-2}
 SHAPES = ((8, 2, 64), (4, 4, 32))  # heads, kv_heads, head_dim
 
 
 def measured(kernel: str, page_size: int, dtypes: str, python: str = sys.executable, **env: str) -> dict[str, float]:
-    """The largest errors, `"dtype page_order"` → error, measured in a process of its own."""
+    """Returns the largest errors, `"dtype page_order"` → error, measured in a separate process."""
     command = [python, "-m", "tests.kernel_errors", kernel, "--page-size", str(page_size), "--dtypes", dtypes]
     done = subprocess.run(
         command,
@@ -76,7 +76,7 @@ def main() -> None:
     dtypes: list[str] = options.dtypes.split(",")
     cases = itertools.product(enumerate(dtypes), enumerate(orders))
     for (nth_dtype, dtype), (nth_order, order) in cases:
-        # an interpreter is slow, so each order runs one shape with each of two dtypes
+        # an interpreter is slow, so each page order runs only one shape with each of two dtypes
         shape = shapes[(nth_dtype + nth_order) % 2]
         # Each kernel has its own batch, because a kernel may store what it writes in its own order.
         first, second = (

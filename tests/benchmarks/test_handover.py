@@ -1,4 +1,4 @@
-"""The hand-over's benchmark measures prompts of several chunks in processes of its own."""
+"""The benchmark of hand-overs measures prompts of several chunks, in separate processes."""
 
 import pytest
 

@@ -63,7 +63,7 @@ def test_what_a_reader_is_told_whose_source_evicts_revokes_or_dies() -> None:
     assert rows["evicts"]["told"] == "published"
     assert rows["evicts"]["evicted"] > 0
     assert rows["has"]["told"] == "lends nothing"
-    # These few pages may arrive before the source has finished revoking.
+    # "published" is also right: a few pages may arrive before the source has finished revoking.
     assert rows["revokes"]["told"] == "published" or "no longer held the pages" in rows["revokes"]["told"]
     assert rows["is"]["told"] == "published" or "lender/0" in rows["is"]["told"]
     assert [row["wrong_blocks"] for row in rows.values()] == [0] * 4

@@ -35,9 +35,9 @@ class Connected:
         return self.engine.params(name)
 
     def decode(self, name: str, prompt: list[int], params: Any) -> list[Any]:
-        """Continues a prompt that another engine computed.
+        """Continues a prompt that another engine has computed.
 
-        Returns whether the tokens are right, and how many were computed here.
+        Returns whether the tokens are right, and how many of them were computed here.
         """
         begin = len(self.engine.scheduled)
         self.engine.add(name, prompt, COUNT, params)

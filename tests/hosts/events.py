@@ -1,7 +1,7 @@
 """A manager that publishes KV events, or a router that follows them: `python -m tests.hosts.events NAME ADDRESS KEYS`.
 
-The process named `publisher` has the manager. It uses `PORTS`, again after its host has come back. A process of any
-other name follows. `KEYS` is the file of the process's keyring.
+The process named `publisher` has the manager. It uses `PORTS`, and uses them again after its host has come back. A
+process of any other name follows it. `KEYS` is the file of the process's keyring.
 """
 
 import itertools
@@ -26,11 +26,11 @@ from transfer.wire.keys import load_keyring
 PORTS = 5557, 5657
 PAGES, PAGE_SIZE = 256, 16
 _SILENCE_S = 3.0
-"""A stream has a message each second. A follower that hears nothing for longer connects anew."""
+"""In seconds. A stream has a message each second. A follower that hears nothing for this long reconnects."""
 
 
 class Publisher:
-    """A manager whose prompts need more pages than its pool has, so that every page is evicted soon."""
+    """A manager whose prompts need more pages than its pool has, so that pages are evicted all the time."""
 
     def __init__(self, address: str, keys: Path) -> None:
         ports = (f"tcp://{address}:{port}" for port in PORTS)
@@ -57,7 +57,7 @@ class Publisher:
         return evicted
 
     def there(self) -> list[int]:
-        """The hashes of all published pages, once all of them have been sent."""
+        """Returns the hashes of all published pages, after waiting until all of them have been sent."""
         settled(self.manager)
         index = self.manager._replicas.each[0].pool.index
         return sorted(hashes_of(index.digests_of(np.flatnonzero(index.published).astype(np.int32))).tolist())
@@ -111,7 +111,7 @@ class Follower:
             _, number, payload = self._stream.recv_multipart()
             self._heard = time.monotonic()
             sequence = int.from_bytes(number, "big")
-            if sequence > (self._expected or 0):  # a gap: the replay will include this message
+            if sequence > (self._expected or 0):  # there is a gap, and the replay will include this message
                 self._dealer.send_multipart([b"", (self._expected or 0).to_bytes(8, "big")])
                 self.seen["replays"] += 1
                 self._asked = time.monotonic()
@@ -126,7 +126,7 @@ class Follower:
         self.seen["messages"] += 1
 
     def there(self) -> list[int]:
-        """The hashes of the pages that the other host has, as far as this follower knows."""
+        """Returns the hashes of the pages that the other host has, as far as this follower knows."""
         self.known.whole()
         return sorted(self.known.there.get("GPU", {}))
 

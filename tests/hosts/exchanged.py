@@ -24,7 +24,7 @@ _STEP_S = 0.002
 
 
 class Exchanged:
-    """One side. Pages are of 64 KiB."""
+    """One side of a hand-over. Its pages have 64 KiB."""
 
     def __init__(self, name: str, address: str) -> None:
         params = KVCacheParams(
@@ -37,8 +37,8 @@ class Exchanged:
             self.manager, name, bind=f"tcp://{address}:0", secret=os.environ["PAGEWIRE_TEST_SECRET"],
             allowed_peers=["10.213.7.0/24"],
         )  # fmt: skip
-        self.lent: dict[str, Any] = {}  # pages that sources have lent and that were not pulled yet, by request
-        self.ended: dict[str, str] = {}  # why each ended lease has ended, by request
+        self.lent: dict[str, Any] = {}  # by request: the pages that sources have lent and that were not pulled yet
+        self.ended: dict[str, str] = {}  # by request: why its lease has ended
 
     def pages(self, name: str) -> Any:
         """The bytes of the request's pages, `[pages, 65536]`."""
@@ -74,7 +74,7 @@ class Exchanged:
     def ask(self, name: str, pages: int, address: str, timeout_s: float, engine: str = "p/0") -> list[Any]:
         """Asks a source for the pages of a prompt.
 
-        Returns the seconds, the reason of a failure, and how many pages it lends.
+        Returns the seconds, why it failed (or ""), and how many pages the source lends.
         """
         context = TextContext([*range(pages * PAGE_SIZE), 7], MOST_PAGES * PAGE_SIZE, name)
         begin = time.perf_counter()
@@ -110,7 +110,7 @@ class Exchanged:
         timeout_s: float,
         others: Sequence[BlockTable] = (),
     ) -> list[Any]:
-        """Pulls the pages of a table. Returns the seconds, the reason of a failure, and whether every byte is right."""
+        """Pulls the pages of a table. Returns the seconds, why it failed (or ""), and whether every byte is right."""
         context = TextContext([*range(table.num_tokens), 7], MOST_PAGES * PAGE_SIZE, name)
         self.manager.external_claim(name)
         pending = self.manager.import_block_table(context, table, others=others)
@@ -151,7 +151,7 @@ class Exchanged:
 
 
 def contents(column: int) -> Any:
-    """The bytes of the page at this column of a prompt."""
+    """Returns the bytes of the page at this column of a prompt."""
     return np.random.default_rng(column).integers(0, 256, PAGE_BYTES, np.uint8)
 
 

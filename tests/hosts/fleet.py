@@ -70,7 +70,7 @@ class OnHosts(Served):
 
 @dataclass
 class Answered:
-    """The answer to a prompt, and when it arrived."""
+    """An answer to a prompt, and when it arrived."""
 
     prompt: str
     status: int

@@ -1,9 +1,10 @@
 """Hosts on one machine.
 
-Each has its own network, name and shared memory, and a link that can be cut and slowed. A host is a network namespace.
-Its programs also have their own UTS and IPC namespaces. The links end in a bridge, in a further namespace. A link is
-cut at the bridge, so that the host does not notice: its own end stays up, as behind a failed switch. Relayed hosts have
-one bridge each, and a program carries frames between the bridges, delays them and drops some.
+Each host has its own network, name and shared memory, and a link that can be cut and slowed. A host is a network
+namespace. Its programs also have their own UTS and IPC namespaces. The links end in a bridge, which is in a further
+namespace. A link is cut at the bridge, so that the host does not notice: its own end stays up, as behind a failed
+switch. Relayed hosts have one bridge each, and a program carries frames between the bridges, delays them and drops
+some.
 """
 
 import array
@@ -57,7 +58,7 @@ def why_not() -> str:
 def network(*names: str, relayed: bool = False) -> "Iterator[tuple[Host, ...]]":
     """Makes hosts of these names, joined by one bridge, or by a relay.
 
-    Everything that runs on them is killed at the end.
+    At the end, everything that runs on them is killed.
     """
     wire = f"pw{os.getpid()}-{next(_numbers)}"
     with ExitStack() as made:
@@ -76,7 +77,7 @@ def network(*names: str, relayed: bool = False) -> "Iterator[tuple[Host, ...]]":
 
 
 class Cable:
-    """The relay between hosts. A call is a command of `tests.hosts.relay`, with its arguments."""
+    """The relay between hosts. Calling it sends a command of `tests.hosts.relay`, with its arguments."""
 
     def __init__(self, wire: str, bridges: Sequence[str]) -> None:
         command = ["ip", "netns", "exec", wire, sys.executable, "-m", "tests.hosts.relay", *bridges]
@@ -146,7 +147,7 @@ class Host:
     def plug_in(self, relay: Cable) -> None:
         """Sends frames through this relay.
 
-        Turns checksum offload off, so that each frame leaves this host whole and with its checksum.
+        Checksum offload is turned off, so that each frame leaves this host complete and with its checksum.
         """
         self.relay = relay
         off = array.array("B", struct.pack("II", _ETHTOOL_STXCSUM, 0))
@@ -155,7 +156,7 @@ class Host:
             fcntl.ioctl(device, _SIOCETHTOOL, request)
 
     def command(self, *command: str) -> list[str]:
-        """The command line that runs a command on this host."""
+        """Returns the command line that runs a command on this host."""
         named = ["sh", "-c", f'hostname {self.name} && exec "$@"', "sh", *command]
         return [
             "setpriv",
@@ -176,7 +177,7 @@ class Host:
     ) -> subprocess.Popen[bytes]:
         """Starts a program that lives at most as long as this thread.
 
-        With `answers` there are pipes to it and from it.
+        With `answers`, there are pipes to the program and from it.
         """
         env = {**os.environ, "UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "net0", **environment}
         process = subprocess.Popen(
@@ -215,7 +216,7 @@ class Host:
         _run("ip", "-n", self._wire, "link", "set", self._port, "master", self._bridge)
 
     def deafen(self, other: "Host") -> None:
-        """Data from the other host to this one is lost. Data from this one arrives."""
+        """Drops all data from the other host to this one. Data from this host still arrives there."""
         other._ip("neighbour", "replace", self.address, "lladdr", _NOBODY, "dev", "net0", "nud", "permanent")
 
     def hear(self, other: "Host") -> None:

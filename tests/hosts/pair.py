@@ -16,7 +16,7 @@ SECRET = {"PAGEWIRE_TEST_SECRET": "a secret of the tests, of enough bytes"}
 
 
 class Side:
-    """The program of one side. Several can be started at once, and then waited for with `wait`."""
+    """The program of one side. Several sides can be started at once, and then waited for with `wait`."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Side:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the program is ready, once."""
+        """Wait until the program is ready. Later calls return at once."""
         assert self.answer() == ["ready"]
 
     def say(self, *command: object) -> None:
@@ -70,7 +70,7 @@ class Pair(NamedTuple):
             host.shape(rate)
 
     def until_received(self, count: int, say: Callable[[], None]) -> None:
-        """Sends a command, and waits until the reader has received this many bytes since."""
+        """Sends a command, and waits until the reader has received `count` more bytes."""
         before = self.reader_host.received()
         say()
         while self.reader_host.received() - before < count:
@@ -106,4 +106,4 @@ DIRECTIONS: dict[str, tuple[Act, Act]] = {
         lambda pair: pair.source_host.hear(pair.reader_host),
     ),
 }
-"""The calls that cut the link, and that make it whole again."""
+"""The methods that cut the link, and the one that repairs it."""

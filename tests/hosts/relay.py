@@ -1,7 +1,7 @@
-"""A cable of our own between hosts, in a process: `python -m tests.hosts.relay DEVICE ...`.
+"""A cable between hosts, simulated by a process: `python -m tests.hosts.relay DEVICE ...`.
 
-It copies Ethernet frames from each device to the others. It can delay them, drop some of them, and stop while it is
-paused. Each line of standard input is a JSON array of a command and its arguments, and gets an answer.
+It copies Ethernet frames from each device to the others. It can delay them, drop some of them, and pause. Each line of
+standard input is a JSON array, a command and its arguments, and gets an answer.
 """
 
 import heapq

@@ -1,4 +1,4 @@
-"""A prompt is pulled from its end, over a slow link that may be cut, while it is computed from its front."""
+"""A prompt is computed from its front while it is pulled from its end, over a slow link that may be cut."""
 
 import random
 import time
@@ -65,7 +65,7 @@ def both() -> Iterator[Both]:
     configs.append(msgspec.structs.replace(PAIR_CONFIG, name="d0", role="decode"))
     with HostedFleet(configs, "100mbit") as fleet:
         made = Both(fleet)
-        for number in range(2):  # p1 learns the speed of the link and of the model
+        for number in range(2):  # p1 measures the speed of the link and of the model
             for length in (64, 256, 1024, LENGTH):
                 for way in (PULLED, COMPUTED):
                     head = made.head(length)

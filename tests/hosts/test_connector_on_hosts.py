@@ -52,7 +52,7 @@ def prompt() -> tuple[str, list[int]]:
 
 
 def served(pair: Pair) -> None:
-    """Hands a request over from one host to the other."""
+    """Hands over a request from one host to the other."""
     name, tokens = prompt()
     params = pair.source("prefill", name, tokens)
     assert pair.reader("decode", name, tokens, params) == [True, COUNT]
@@ -80,7 +80,7 @@ def test_decode_reads_a_prompt_from_another_host_over_any_link(connected: Pair) 
 def test_a_link_that_is_cut_during_a_load_costs_no_wrong_token_and_no_block(
     connected: Pair, direction: str, seconds: int, record_property: Record
 ) -> None:
-    """The lease lasts 5 seconds. After an outage of 12 seconds decode computes the prompt itself."""
+    """The lease lasts 5 seconds. After an outage of 12 seconds, decode computes the prompt itself."""
     connected.shape("1gbit")
     served(connected)  # makes the two engines known to each other
     name, tokens = prompt()

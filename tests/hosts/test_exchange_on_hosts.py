@@ -27,7 +27,7 @@ def test_pages_arrive_as_they_were_over_any_link(pair: Pair) -> None:
 
 
 def in_the_middle(pair: Pair, timeout_s: float, lease_s: float) -> None:
-    """Begins a pull of 64 pages (4 MiB) over a link that needs 1.7 seconds for them."""
+    """Begins a pull of 64 pages (4 MiB) over a link that needs 1.7 seconds for these."""
     name = f"cut {next(_numbers)}"
     _, error, _ = pair.reader("pull", f"before {name}", pair.offer(f"before {name}", 1), 30.0)
     assert error == "", "the two know each other"
@@ -93,7 +93,7 @@ def test_a_source_whose_address_moves_fails_a_pull_by_its_deadline_and_nothing_e
     assert error
     assert not right
     own_pair.assert_nothing_is_held()
-    # The process still tells its old address to readers, so a process that knows the new address replaces it.
+    # The process still tells readers its old address. Therefore it is replaced by a process that knows the new address.
     pair = own_pair._replace(source=Side(own_pair.source_host, "p2", tmp_path))
     _, error, right = pair.reader("pull", "again", pair.offer("again", 16), 20.0)
     assert (error, right) == ("", True)

@@ -14,7 +14,9 @@ _numbers = itertools.count()
 
 
 def known(pair: Pair) -> tuple[str, str]:
-    """Returns a new request name, and the address of a source that has its pages and was asked before by the reader."""
+    """Returns the name of a new request, and the address of a source that has its pages and that the reader has asked
+    before.
+    """
     pair.shape("1gbit")
     name = f"lent {next(_numbers)}"
     (address,) = pair.source("compute", name, PAGES)
@@ -37,7 +39,7 @@ def test_what_another_host_holds_is_lent_and_read(pair: Pair) -> None:
 
 
 OUTAGES = [1, pytest.param(12, marks=pytest.mark.long)]
-"""Outages in seconds: a short one, and one that outlasts a lent lease without a read or a renewal."""
+"""Outages in seconds: a short one, and one that is longer than a lent lease lasts without a read or a renewal."""
 
 
 @pytest.mark.parametrize("seconds", OUTAGES)
@@ -69,7 +71,7 @@ def test_a_question_whose_link_is_cut_is_answered_or_says_why(
 def test_a_question_that_no_answer_reaches_fails_by_its_deadline(pair: Pair, direction: str) -> None:
     """The question may still arrive late.
 
-    The source then lends pages that nobody reads, and can lend them again once that lease has expired.
+    The source then lends pages that nobody reads. It can lend them again when that lease has expired.
     """
     address, name = known(pair)
     cut, restore = DIRECTIONS[direction]

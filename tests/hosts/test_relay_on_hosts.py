@@ -1,4 +1,4 @@
-"""Distant hosts, and links that lose frames or pause, simulated by a relay between the hosts."""
+"""Simulates distant hosts, and links that lose frames or pause, by a relay between the hosts."""
 
 import itertools
 import time

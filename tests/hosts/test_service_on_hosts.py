@@ -22,7 +22,7 @@ def fleet(one_fleet: Fleet) -> Fleet:
     """The fleet of these tests, repaired if an earlier test has broken it.
 
     UCX sometimes ends a source whose reader's connection fails (docs/guides/operations.md). That must fail only one
-    test, not all tests after it.
+    test, and not all tests after it.
     """
     served = one_fleet.served
     for name, role, host in (("p", "prefill", one_fleet.prefill), ("d", "decode", one_fleet.decode)):
@@ -68,9 +68,9 @@ def test_a_link_that_is_cut_costs_no_right_token_and_no_page(
     seconds: int,
     record_property: Callable[[str, object], None],
 ) -> None:
-    """The link is cut when a prompt is in `phase`; with `before`, the prompts are sent while the link is cut."""
+    """The link is cut when a prompt is in `phase`. With `before`, the prompts are sent while the link is cut."""
     cut, restore = CUTS[direction]
-    fleet.shape("4mbit" if phase == "pulling" else "1gbit")  # 590 KB take more than a second
+    fleet.shape("4mbit" if phase == "pulling" else "1gbit")  # 590 KB then take more than a second
     try:
         asked = [] if phase == "before" else fleet.asked_until(phase, HEAD * (3 if phase == "computing" else 1))
         cut(fleet)

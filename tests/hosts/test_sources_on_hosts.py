@@ -17,7 +17,7 @@ _numbers = itertools.count()
 
 
 class Sources(NamedTuple):
-    """Two sources with their hosts, and a reader."""
+    """Two sources, each on its own host, and a reader."""
 
     sides: dict[str, Side]
     hosts: dict[str, Host]
@@ -25,8 +25,8 @@ class Sources(NamedTuple):
     addresses: dict[str, str]
 
     def pull(self, *names: str, timeout_s: float = 60.0) -> Any:
-        """Pulls pages. Returns the seconds, the reason of a failure, whether every byte is right, and the bytes from
-        each source.
+        """Pulls pages. Returns the seconds, why it failed (or ""), whether every byte is right, and the bytes from each
+        source.
         """
         keys: list[str] = []
         for name in names:

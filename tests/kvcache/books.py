@@ -1,4 +1,4 @@
-"""Lists everything that a manager knows, as one flat list. Two lists are equal if nothing has changed in between."""
+"""Lists everything that a manager knows, as one flat list. If two such lists are equal, nothing has changed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvcache import PagedKVCacheManager, TextContext
 Books = list[object]
 
 # Attributes that calls may change without changing the state: the clock, cached answers with their generation, bounds
-# of slabs' ages, and tables of steps in flight, which are made when they are first needed.
+# of slabs' ages, and the tables of steps in flight, which are made when they are first needed.
 _SKIPPED = {"_seen", "matches", "_credit", "_ages", "_ages_back", "_of_steps"}
 _PLAIN = {type(None), bool, int, float, str, bytes}
 _LEFT_OUT = (type, types.FunctionType, types.MethodType, TextContext, torch.Tensor)
-_SHORT = 256  # arrays of up to this many bytes are kept; a longer one is hashed
+_SHORT = 256  # in bytes: shorter arrays are kept, and longer ones are hashed
 
 
 def books_of(manager: PagedKVCacheManager, contexts: Sequence[TextContext] = ()) -> Books:
@@ -81,7 +81,7 @@ def _walk_all(values: Iterable[Any], found: Books, seen: set[int]) -> None:
 
 @cache
 def _names_of(kind: type) -> tuple[str, ...] | None:
-    """The slots of one of our classes; None if its objects are left out."""
+    """Returns the slots of one of our classes. None if its objects are left out."""
     if issubclass(kind, _LEFT_OUT) or not kind.__module__.startswith("kvcache"):
         return None
     slots = [name for base in kind.__mro__ for name in _listed(base.__dict__.get("__slots__", ()))]

@@ -36,7 +36,9 @@ def manager_of(
     device: str = "cpu",
     **options: Any,
 ) -> PagedKVCacheManager:
-    """A manager on one device with `pages` pages a replica, and `host_slots` pages of host memory for all of them."""
+    """Returns a manager on one device, with `pages` pages a replica and `host_slots` pages of host memory for all
+    replicas.
+    """
     made = KVCacheParams(
         dtype=dtype,
         n_kv_heads=tp if heads is None else heads,
@@ -47,7 +49,7 @@ def manager_of(
         data_parallel_degree=dp,
         **{name: value for name, value in (params or {}).items() if not name.startswith(_LOWER)},
     )
-    if host_slots:  # the size of a page is known only after the manager was made
+    if host_slots:  # the size of a page is known only when the manager has been made
         tables = layer_tables(made.groups, layers)
         space = page_bytes(made, tables.layers_per_page, page_size) * host_slots / 2**30
         files = {name: value for name, value in (params or {}).items() if name.startswith(_LOWER)}
@@ -80,7 +82,7 @@ def run_once(manager: PagedKVCacheManager, tokens: Sequence[int], replica: int |
 
 
 def proven(manager: PagedKVCacheManager, pending: PendingImport) -> ImportProof:
-    """Returns a proof without a check: the test vouches that the pages of an import hold the right content."""
+    """Returns a proof without a check: the test vouches that the pages of an import have the right content."""
     copier = manager.copier(pending)
     copier.take()
     return copier.prove()
@@ -96,5 +98,5 @@ def state_pages(pending: PendingImport) -> tuple[int, int]:
 def states_of(
     shape: StateShape, num_pages: int, devices: Sequence[str] = ("cpu",), digest_words: int = 1
 ) -> StatePages:
-    """Pages for states, in memory of their own, outside a manager."""
+    """Returns pages for states, in separate memory, outside of a manager."""
     return StatePages(shape, room_apart(shape, num_pages, devices, digest_words), UnderWay())

@@ -12,7 +12,7 @@ from tests.kvcache.tiers.stored_objects import StoredObjects
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., PagedKVCacheManager]]:
-    """Makes managers, and closes and checks them at the end."""
+    """Makes managers. At the end, checks and closes them."""
     made: list[PagedKVCacheManager] = []
 
     def build(*args: Any, **kwargs: Any) -> PagedKVCacheManager:

@@ -19,7 +19,7 @@ from kvcache.replica.hints import ReplicaHints
 
 
 def hinted_order(pool: PagePool) -> HintedOrder | None:
-    """The part of a pool's order that follows hints, which is below quotas if there are any.
+    """Returns the part of a pool's order that follows hints. If there are quotas, that part is wrapped by them.
 
     None if there was no hint yet.
     """
@@ -28,7 +28,7 @@ def hinted_order(pool: PagePool) -> HintedOrder | None:
 
 
 def trust(hints: ReplicaHints, share: float) -> None:
-    """Sets the share of the idle pages that follows hints, as if the hints had been right or wrong for a while."""
+    """Sets the share of the idle pages that follows hints, as if hints had been right or wrong for a while."""
     hints._share.value = share
     hints._pool.idle.trust(share)
 
@@ -41,16 +41,16 @@ class Said(NamedTuple):
     until: float = math.inf
 
     def rank(self, since: int, num_pages: int, now: float) -> int:
-        """Returns the page's place in the order, moved by its hint: each level counts as twice the pool's pages."""
+        """Returns the page's place in the order, moved by its hint: each level moves it by twice the pool's pages."""
         return since + (0 if self.until <= now else (self.level - 2) * 2 * num_pages)
 
 
 NOTHING = Said()
-SHARED = Said(lives=7)  # the page was hinted to go first but was used again, so it is never put first again
+SHARED = Said(lives=7)  # a hint put the page first, but it was used again, so no hint puts it first any more
 
 
 def said_of(retention: Retention, page: int, page_size: int, now: float) -> Said:
-    """Returns a request's hint for one of its pages: that of the last range with the page, else the request's own."""
+    """Returns a request's hint for a page: that of the last range that has the page, else the request's own."""
     spoken: Retention | RangeRetention = retention
     for one in retention.ranges:
         if one.start <= page * page_size and (one.end is None or (page + 1) * page_size <= one.end):
@@ -68,8 +68,9 @@ class HintedIdle(list[Any]):
     def __init__(self, num_pages: int, tenant_of: Callable[[Any], str | None]) -> None:
         super().__init__()
         self.num_pages, self.tenant_of = num_pages, tenant_of
-        self.share: Callable[[], float] = lambda: 0.0  # how many of the pages here follow hints
-        self.order_of_tenants: Callable[[], list[str]] = list  # tenants above their quotas are considered in this order
+        self.share: Callable[[], float] = lambda: 0.0  # returns how many of these pages follow hints
+        # returns the tenants above their quotas, in the order in which they lose pages
+        self.order_of_tenants: Callable[[], list[str]] = list
         self.now: Callable[[], float] = lambda: 0.0
         self.quotas: dict[str, float] = {}
         self.quota = 1.0
@@ -130,7 +131,7 @@ class HintedIdle(list[Any]):
                 return mine[0]
         if not self.older:
             return self[0]
-        heads: dict[tuple[int, int], Any] = {}  # the oldest page of each kind of hint
+        heads: dict[tuple[int, int], Any] = {}  # for each kind of hint, the oldest page with it
         for page in sorted(self.older, key=lambda one: self.older[one]):
             heads.setdefault(self.said.get(page, NOTHING)[:2], page)
         now = self.now()

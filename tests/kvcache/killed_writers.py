@@ -1,4 +1,5 @@
-"""Kill a process while it writes pages, start another one on its folder, and compare every page that this one serves.
+"""Kills a process while it writes pages, starts another one on its folder, and compares every page that this one
+serves.
 
 Run `python -m tests.kvcache.killed_writers --rounds 50`. With `--write DIR` the program is the process that gets
 killed.
@@ -29,14 +30,14 @@ PROMPTS, PAGES = 60, 50  # pages of 32 KiB
 class Tally:
     rounds: int = 0
     in_a_write: int = 0
-    drafts_kept: int = 0  # drafts of a living writer that a starting process has kept
+    drafts_kept: int = 0  # how many drafts of a living writer a starting process has kept
     files: int = 0
     pages_served: int = 0
     pages_refused: int = 0
 
 
 def served(folder: Path) -> Served:
-    """A manager on the folder. Every KV value that it returns is compared."""
+    """Returns a manager on the folder. Every KV value that it returns is compared."""
     files = {"file_tier_dir": str(folder), "file_tier_max_gb": 0.5, "file_tier_key": "k"}
     return Served(PAGES + 4, 400, head_dim=512, max_seq_len=512, checks=False, params=files)
 
@@ -66,14 +67,14 @@ def write(folder: Path) -> None:
 
 
 def drafts_in(folder: Path) -> list[Path]:
-    """The draft files below a folder: files that are being written, or whose writer has stopped."""
+    """Returns the draft files below a folder. A draft is being written, or its writer has stopped."""
     return [*folder.rglob("*.tmp")]
 
 
 def is_written(draft: Path) -> bool:
     """Whether the draft's writer holds its lock.
 
-    A writer that is stopped earlier loses the draft, and would start again.
+    A writer that is stopped before it has the lock loses the draft, and would begin a new one.
     """
     with draft.open("rb") as file:
         try:
@@ -84,7 +85,9 @@ def is_written(draft: Path) -> bool:
 
 
 def kill_one(folder: Path, after_s: float, tally: Tally) -> None:
-    """Runs one round on an empty folder: one process starts while the writer lives, and another one after its end."""
+    """Runs one round on an empty folder: one process starts while the writer lives, and another one after the writer's
+    end.
+    """
     command = [sys.executable, "-m", "tests.kvcache.killed_writers", "--write", str(folder)]
     root = Path(__file__).parents[2]
     with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as writer:
@@ -93,7 +96,7 @@ def kill_one(folder: Path, after_s: float, tally: Tally) -> None:
             assert writer.stdout.readline() == "writing\n"
             time.sleep(after_s)
             writer.send_signal(signal.SIGSTOP)
-            # Waits until all threads have stopped, because until then one may still finish a write.
+            # Waits until all threads have stopped, because until then any of them may finish a write.
             os.waitid(os.P_PID, writer.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
             left = [draft for draft in drafts_in(folder) if is_written(draft)]
             served(folder).manager.close()

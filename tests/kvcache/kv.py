@@ -1,4 +1,4 @@
-"""KV that depends on its tokens: a substitute for a model, which notices every wrong, stale or missing byte."""
+"""KV that depends on its tokens: stands for a model, and shows every wrong, stale or missing byte."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class KVTokens:
     def _run(self, run: Run, row: list[int], entry: RaggedKVCacheInputs, part: object, seen: int) -> None:
         """Runs one request.
 
-        `part` says which part of the model's KV this is; `seen` is the first token that its first query sees.
+        `part` names the part of the model's KV. `seen` is the first token that its first query sees.
         """
         size, start, active = self.manager.page_size, run.start, run.active
         values = kv_of(run.tokens, run.named, part)
@@ -70,8 +70,8 @@ class KVTokens:
             if pool is None:
                 continue
             held, kept = pool.cpu().numpy(), _as_elements(values, pool)[:, None, None, None, None]
-            # Here the scale of a whole page is that of its last token, so a page that is not full has no meaningful
-            # scale.
+            # In this model the scale of a whole page is that of its last token, so a page that is not full has no
+            # meaningful scale.
             of_page = pool.shape[3] < size
             read = np.arange(seen, start)[(offsets[seen:start] == size - 1) if of_page else slice(None)]
             within = offsets * 0 if of_page else offsets
@@ -85,7 +85,7 @@ class KVTokens:
 
 
 def _as_elements(values: np.ndarray, pool: torch.Tensor) -> np.ndarray:
-    """Converts 64-bit integers to elements of a pool, keeping as many bits as the element type has."""
+    """Converts 64-bit integers to elements of a pool. As many bits are kept as the element type has."""
     if pool.dtype == torch.int64:
         return values
     return values.astype(np.int8) if pool.dtype == torch.int8 else (values & ((1 << 52) - 1)).astype(np.float64)

@@ -1,4 +1,4 @@
-"""A manager with tiers, driven as by a serving loop. Its KV is compared whenever it is read."""
+"""A manager with tiers, driven as a serving loop would drive it. Its KV is compared whenever it is read."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Served:
         return TextContext([*tokens], 256, f"r{self.names}", cache_salt=salt)
 
     def fetch(self, tokens: Iterable[int], salt: str | None = None, seconds: float = 10.0) -> None:
-        """Waits for a prompt's pages as a scheduler does before it claims a replica."""
+        """Waits for a prompt's pages, as a scheduler does before it claims a request."""
         context, ends = self.waiting(tokens, salt), time.monotonic() + seconds
         while self.manager.prefetch(context):
             assert time.monotonic() < ends

@@ -11,7 +11,9 @@ from pathlib import Path
 PATIENCE_S = 30.0
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 MORE_RSS = 32 << 20
-"""Bytes that a flood may add to the memory of the process. Without a gate each adds more than five times as much."""
+"""In bytes: how much a flood may add to the memory of the process. Without a gate, each adds more than five times as
+much.
+"""
 
 
 def frame(flags: int, body: bytes) -> bytes:
@@ -28,7 +30,7 @@ READY = ready()
 
 
 def stranger(address: str, kind: bytes = b"DEALER") -> socket.socket:
-    """Connects and completes the ZMTP greeting. From then on the test sends raw bytes."""
+    """Connects and completes the ZMTP greeting. After that the test sends raw bytes."""
     transport, _, place = address.partition("://")
     if transport == "ipc":
         made = socket.socket(socket.AF_UNIX)

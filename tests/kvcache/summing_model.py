@@ -1,8 +1,8 @@
 """A model in a few tensor operations, for any device.
 
 Its next token is a sum over the KV of all tokens in the pages, so a page that is wrong, stale or missing changes the
-token. On a GPU each step first waits on the device, so that the host runs far ahead. A copy that does not wait for the
-model, or a model that does not wait for a copy, then shows.
+token. On a GPU each step first waits on the device, so that the host runs far ahead. Missing synchronisation then
+shows: a copy that does not wait for the model, or a model that does not wait for a copy.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _CYCLES = 4_000_000  # about 2 ms
 
 
 def values_of(tokens: Any, places: Any) -> Any:
-    """The KV of tokens at these places, as integers."""
+    """Returns the KV of tokens at these positions, as integers."""
     return (tokens * 7919 + places * 104_729 + 12_345) % 65_521
 
 
 def next_token(tokens: list[int]) -> int:
-    """The token that follows, computed without pages."""
+    """Returns the token that follows, computed without pages."""
     return sum(values_of(token, place) * (place + 1) for place, token in enumerate(tokens)) % VOCABULARY
 
 

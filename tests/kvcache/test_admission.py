@@ -44,7 +44,7 @@ def test_a_prompt_that_never_fits_says_so_and_touches_nothing() -> None:
 def test_where_it_fits_now_comes_first_and_nowhere_is_said() -> None:
     manager = manager_of(10, dp=2)
     run_once(manager, range(28), 0)
-    # Seven pages of its own and two others, of ten that are free.
+    # ten pages are free; seven of these are its own and two are others
     waiting = TextContext(range(36), 64)
     assert manager.admission(waiting) == Admission(0, 7, 2, True)
     busy = running(manager, range(100, 108), 0)
@@ -65,7 +65,7 @@ def test_idle_pages_that_are_hit_are_no_room() -> None:
     run_once(manager, range(28), 0)
     assert manager.admission(TextContext(range(40), 64)) == Admission(0, 7, 3, True)
     blocker = running(manager, range(100, 104), 0)
-    # Nine pages are free, and seven of them are its own; it needs three more.
+    # Nine pages are free, and seven of them are its own. It needs three more.
     assert manager.admission(TextContext(range(40), 64)) == Admission(0, 7, 3, False)
     manager.release(blocker.request_id)
 
@@ -175,7 +175,7 @@ def with_states(pages: int, rows: int, **states: Any) -> PagedKVCacheManager:
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize(("others", "fits"), [(0, True), (1, False)])
 def test_a_claim_that_evicts_the_state_to_go_on_from_is_foreseen(shared: bool, others: int, fits: bool) -> None:
-    """Then nothing is found, and there are too few pages for the whole prompt."""
+    """In that case nothing is found, and there are too few pages for the whole prompt."""
     # With shared memory a state takes three pages: there are four slabs, and the last free one has the copy. With
     # separate memory three states take the memory of ten pages, and six pages remain: the last free state page has the
     # copy.
@@ -194,9 +194,9 @@ def test_a_claim_that_evicts_the_state_to_go_on_from_is_foreseen(shared: bool, o
 
 
 def test_pages_that_only_a_hit_in_host_memory_makes_necessary_are_foreseen() -> None:
-    """At the beginning of the prompt a chunk of 4 tokens needs one page of the window.
+    """At the beginning of the prompt, a chunk of 4 tokens needs one page of the window.
 
-    From token 28, with the host's pages, it needs three.
+    From token 28 on, with the host's pages, it needs three.
     """
     groups = (LayerGroup("full", (0,)), LayerGroup("window", (1,), 8))
     manager = manager_of(60, layers=2, host_slots=2000, params={"groups": groups})

@@ -1,4 +1,4 @@
-"""A closed manager still lets callers give back what they hold and read its state.
+"""After `close`, callers of a manager can still give back what they hold and read its state.
 
 It refuses every other call by name.
 """

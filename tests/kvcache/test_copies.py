@@ -1,4 +1,4 @@
-"""Copies between a GPU and the host, and the order of their events: each side is delayed on purpose."""
+"""Copies between a GPU and the host, and the order of their events. Each side is delayed on purpose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies that the calling thread makes: those to slots at once, those to pages when they are needed."""
+"""Copies that the calling thread makes: those to slots are made at once, those to pages when they are needed."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ class Launched:
         self.found.copy_(decode(self.blocks, self.table, self.starts, self.tokens))
 
     def launch(self, tokens: list[int]) -> None:
-        """Launches a step with one token for each row. Rows that pad the batch have none."""
+        """Launches a step with one token for each row. Rows that pad the batch have no token."""
         self.tokens[: len(tokens)] = torch.tensor(tokens).to(self.tokens.device)
         if self.graph is None:
             self._run()
@@ -188,7 +188,7 @@ class Launched:
 
 @on_each_device
 def test_a_captured_step_runs_over_copies_of_fetched_tables(device: str) -> None:
-    """Between replays of one graph, requests arrive, grow onto new pages, leave, and return from the host."""
+    """Between replays of one graph, requests arrive, grow onto new pages, leave, and are loaded from the host again."""
     manager = pages_on(device, pages=30, host_slots=200)
     blocks = manager.device_tensors[0][0]
     table = torch.zeros(8, LONGEST // SIZE, dtype=torch.int32, device=device)
@@ -244,7 +244,7 @@ class Ahead:
 
     def step(self) -> None:
         """Plans a step, takes the tokens of the running step, launches the planned one, and ends the earlier one."""
-        # Requests whose last token the running step computes are left out.
+        # Requests whose last token is computed by the running step are left out.
         batch = [context for context, left in self.left.items() if len(left) > (self.launched is not None)]
         planned = None
         if batch:

@@ -21,7 +21,8 @@ from tests.kvcache.hinted_idle import HintedIdle, said_of
 from tests.programs import ROOT
 
 PAGES = 24
-LEAD = 2  # worth of a hint level in pages, doubled: few, so that one eviction takes pages of several kinds
+# how many pages a level of a hint is worth, times two; small, so that one eviction takes pages of several kinds
+LEAD = 2
 QUOTA, QUOTAS = 0.2, {"big": 0.4}
 SALTS = (None, "a", "b", "big")
 
@@ -114,7 +115,7 @@ class Biased(HintedIdle):
 
 
 class Case(NamedTuple):
-    """An order, its model, the share that may follow hints, and what happens before it is repaired."""
+    """An order, its model, the share that may follow hints, and what happens before a repair."""
 
     order: EvictionOrder
     model: Any
@@ -195,7 +196,7 @@ class Moves:
             self.model.remove(page)
 
     def leave(self) -> None:
-        """A request leaves: it gives its pages a tenant and a hint."""
+        """A request leaves, and gives its pages a tenant and a hint."""
         pages, salt = self.away(), self.rng.choice(SALTS)
         said = Retention(self.rng.choice([True, False, None]), self.rng.choice([0, 50, 75]), self.rng.choice([None, 9]))
         hint = self.rng.choice([None, said, said])
@@ -243,7 +244,7 @@ class Moves:
         away = self.away(8)
         half = len(away) // 2
         sources, targets = away[:half], away[half : 2 * half]
-        for target in targets:  # an empty page, because the mover allocates it
+        for target in targets:  # to an empty page, because the mover allocates it
             self.model.forget(target)
         self.order.forget(ids(targets))
         self.order.moved(ids(sources), ids(targets))

@@ -158,7 +158,7 @@ class CallersError(Exception):
 
 
 class Refusing(OwnContext):
-    """A caller's own context that raises the n-th time that it is read or moved."""
+    """A caller's own context that raises when it is read or changed for the n-th time."""
 
     def __init__(self, inner: TextContext) -> None:
         super().__init__(inner)
@@ -293,7 +293,7 @@ def test_an_update_of_a_batch_that_is_interrupted_gives_each_request_its_token_o
 
         def update(mine: list[int] = tokens, nth: int = at % 3) -> None:
             batch.update(mine)
-            batch.contexts[nth].set_token_indices(active_idx=None)  # the context leaves the batch, and catches up
+            batch.contexts[nth].set_token_indices(active_idx=None)  # the context leaves the batch, and catches up first
 
         _, _, done = interrupted(update, at, KeyboardInterrupt)
         known = [[*one, token] for one, token in zip(known, tokens, strict=True)]
@@ -309,7 +309,7 @@ def test_an_update_of_a_batch_that_is_interrupted_gives_each_request_its_token_o
 
 
 def test_recover_counts_the_idle_states_of_a_tenant_anew() -> None:
-    """States with memory of their own have their own quotas, whose counts were once twice the number of idle states."""
+    """States in separate memory have separate quotas, whose counts were once twice the number of idle states."""
     shape = StateShape(2, 2, 1, 1, 1, 2, torch.int64, torch.int64)
     params = KVCacheParams(
         torch.int64, 1, 2, page_size=4, enable_prefix_caching=True, states=shape, state_copies=4, tenant_quota=0.5

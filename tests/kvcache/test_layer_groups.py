@@ -87,7 +87,7 @@ def test_what_a_query_sees_is_what_the_kind_says(kind: Any) -> None:
             for size in most:
                 most[size] = max(most[size], position // size - first // size + 1)
                 assert most[size] <= group.most_pages(position + 1, size)
-        if kind != "chunked":  # a chunk begins at few offsets in a page
+        if kind != "chunked":  # a chunk begins at few offsets in a page, so this is left out for chunks
             assert most == {size: group.most_pages(40, size) for size in most}
 
 

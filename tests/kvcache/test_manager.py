@@ -154,7 +154,8 @@ def test_claim_as_a_context_manager_releases_at_the_end(make: Any) -> None:
         raise ZeroDivisionError("the block's own")
     assert not manager.contains(context.request_id)
     with manager.claim(context):
-        manager.release(context.request_id)  # the release within the block leaves nothing to give back at its end
+        # the request was released within the block, so nothing is left to give back at the block's end
+        manager.release(context.request_id)
     assert manager.num_free_blocks == 8
 
 
@@ -162,7 +163,7 @@ def test_claim_as_a_context_manager_releases_at_the_end(make: Any) -> None:
 
 
 def test_a_failed_reserve_after_a_hit_changes_nothing_and_works_later(make: Any) -> None:
-    # In the documented version this leaves start_idx advanced and pages held, and the retry asserts.
+    # In the documented version this leaves start_idx advanced and pages held, and the retry fails an assert.
     manager = make(8, page_size=4)
     run(manager, [owner := claimed(manager, range(16))])
     manager.release(owner.request_id)
@@ -187,7 +188,7 @@ def test_the_pages_of_a_hit_that_are_free_do_not_count_twice(make: Any) -> None:
     run(manager, [owner := claimed(manager, range(16))])
     manager.release(owner.request_id)
     assert manager.maybe_reserve(claimed(manager, [99]))
-    # 4 of the 6 free pages hold the prefix, so 3 new pages are one too many.
+    # 4 of the 6 free pages hold the prefix, so 3 new pages are one too many
     assert not manager.maybe_reserve(long := claimed(manager, range(28)))
     manager.release(long.request_id)
     assert manager.maybe_reserve(fits := claimed(manager, range(24)))
@@ -368,7 +369,7 @@ def test_a_reset_request_that_kept_its_pages_finds_them_again(make: Any) -> None
     context.reset()
     assert manager.maybe_reserve(context)
     assert context.start_idx == 8
-    assert manager.metrics.cache_tokens == 0  # no prompt token was saved, because these ran here
+    assert manager.metrics.cache_tokens == 0  # no prompt token was saved, because these tokens ran here
 
 
 def test_pages_that_were_never_committed_go_before_useful_ones(make: Any) -> None:
@@ -403,7 +404,7 @@ def test_evicted_pages_are_handed_out_ascending(make: Any) -> None:
     owners = [claimed(manager, range(start, start + 17)) for start in (0, 100)]
     run(manager, owners)
     assert manager.num_free_blocks == 2
-    for owner in owners[::-1]:  # the tail of each is evicted first, too
+    for owner in owners[::-1]:  # the last page of each is also evicted first
         manager.release(owner.request_id)
     assert manager.maybe_reserve(claimed(manager, range(300, 316)))  # takes the empty pages
     assert manager.metrics.evictions == 0
@@ -781,7 +782,7 @@ def test_any_context_of_the_shape_serves(make: Any) -> None:
     assert manager.metrics.cache_tokens == 8
     shipped = claimed(manager, range(10))
     assert manager.maybe_reserve(shipped)
-    assert shipped.start_idx == 8  # the same digests, whatever class the context has
+    assert shipped.start_idx == 8  # the digests are the same, whatever class the context has
     row = manager._replicas.each[0].rows.row_of[first.request_id]
     manager.release(first.request_id)
     other = Own([7] * 10)
@@ -807,11 +808,11 @@ def test_a_context_that_refuses_its_new_start_leaves_the_pages_alone(make: Any) 
     assert manager.get_req_blocks(stubborn.request_id) == []
 
 
-# ---- a list of one request, which is served without arrays
+# # ---- a list with one request, for which no arrays are made
 
 
 def in_a_tuple(manager: PagedKVCacheManager, contexts: list[TextContext]) -> None:
-    """Like `run`, but through the calls for any number of requests."""
+    """Like `run`, but with the calls for any number of requests."""
     assert manager.maybe_reserve(contexts[0])
     manager.fetch(tuple(contexts))
     contexts[0].update(7)

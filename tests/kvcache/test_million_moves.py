@@ -1,4 +1,4 @@
-"""The random model with every combination of features: every allowed pair is combined, and every result agrees."""
+"""The random model with every combination of features. Every allowed pair is combined, and every result agrees."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.kvcache.tiers.stored_objects import StoredObjects
 
 T = TypeVar("T")
 COMMON = ("forks", "preemption", "batches", "renames", "stale", "resets")
-# Rare moves that must happen with managers of these features, and their least numbers.
+# Rare moves that must happen with managers of these features, each with the least number of times.
 SELDOM: dict[tuple[str, ...], dict[str, int]] = {
     (*COMMON, "leases", "lends"): {"hit": 20, "refused": 10, "evicted": 20, "moved back": 5, "kept": 5, "fits": 10},
     (*COMMON, "hints", "quotas", "window"): {"hint": 50, "evicted": 20, "slid": 20, "came back": 10, "chunk": 20},
@@ -35,9 +35,9 @@ SELDOM: dict[tuple[str, ...], dict[str, int]] = {
 }
 
 
-# Seeds for which the model used to be wrong, with the features of their managers.
+# Seeds for which the model was once wrong, with the features of their managers.
 MENDED = {
-    # two replicas of a batch use the same page numbers
+    # two replicas of a batch use the same page ids
     840246: "batches,chunk,drafts,forks,hostile,leases,partial,preemption,renames,replicas,shards",
     # an import determines where the chunks of its prompt end
     900497: (

@@ -39,7 +39,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class Own(TextContext):
-    """A caller's own context class, for which no call takes a fast path."""
+    """A caller's own context class. No call takes a fast path for it."""
 
 
 @pytest.fixture(params=KINDS)
@@ -318,7 +318,7 @@ def test_a_cancelled_import_has_brought_nothing(found: int) -> None:
 
 
 class Stubborn(TextContext):
-    """A context that refuses to move: it raises, or only pretends to have moved."""
+    """A context that refuses new indices: it raises, or only pretends to have set them."""
 
     raises = True
 

@@ -1,4 +1,4 @@
-"""A scrape of a manager agrees with its own figures, also while the loop runs."""
+"""A scrape of a manager agrees with the manager's own figures, even while the loop runs."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _often() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_often")
 def test_a_scrape_beside_the_loop_raises_nothing_and_no_counter_goes_back(make: Any) -> None:
-    """Two figures may be a step apart. Each is right by itself, and all agree once the loop stands still."""
+    """Two figures may be a step apart. Each is right by itself, and all agree when the loop stands still."""
     manager = make(24, page_size=4, checks=False, host_slots=8)
     collector, over = ManagerCollector(manager), threading.Event()
     found: list[Scrape] = []

@@ -1,4 +1,4 @@
-"""Scales of quantised pages: their place, their size, and that they move together with their page."""
+"""Scales of quantised pages: where they lie, how large they are, and that they move together with their page."""
 
 from __future__ import annotations
 

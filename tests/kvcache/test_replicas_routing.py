@@ -21,7 +21,7 @@ def test_missing_pages_are_weighed_against_recent_load() -> None:
     assert router.recommend([10, 4], [0, 0], [True, True]) == 1
     for _ in range(4):
         router.admitted(1, 5)
-    # load of 4, plus half of the nearly 20 pages that were computed there
+    # the load is 4 plus half of the nearly 20 pages that were computed there
     assert router.recommend([10, 4], [0, 0], [True, True]) == 0
     for _ in range(200):
         router.admitted(0, 0)

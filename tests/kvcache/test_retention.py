@@ -62,7 +62,7 @@ def test_a_range_speaks_for_the_pages_that_lie_in_it() -> None:
         ranges=(RangeRetention(0, 11, priority=100), RangeRetention(17, priority=75, ttl_s=3.0)),
     )
     hints = page_hints(hint, 7, 4)
-    # Page 2 holds token 11, page 4 token 16: neither lies in a range.
+    # Page 2 holds token 11, and page 4 holds token 16. Neither page lies in a range.
     assert LEVEL_OF[hints.codes].tolist() == [4, 4, 0, 0, 0, 3, 3]
     assert hints.lives.tolist() == [math.inf] * 5 + [3.0, 3.0]
     codes, lives = hints.of(np.array([6, 0]))

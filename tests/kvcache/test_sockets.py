@@ -57,7 +57,7 @@ def test_what_secures_it_comes_before_it_is_bound_and_its_error_closes_it() -> N
 def test_the_address_of_a_closed_socket_with_keys_is_free_at_once(tmp_path: Path, transport: str) -> None:
     """libzmq would listen until its own thread handles the close.
 
-    Without our rule 169 of 200 TCP addresses and 49 of 50 ipc addresses were still taken.
+    Without this handling, 169 of 200 TCP addresses and 49 of 50 ipc addresses were still taken.
     """
     for number in range(20):
         address = "tcp://127.0.0.1:0" if transport == "tcp" else f"ipc://{tmp_path}/e{number}"

@@ -252,7 +252,7 @@ def test_a_duplicate_that_a_step_gives_up_stays_until_the_step_that_reads_it_has
     two.update(7)
     assert manager.reserve_batch([one, two]).all()
     step = manager.fetch_ahead([one, two])
-    manager.step([one, two])  # a step over earlier results: both requests now have the same first page
+    manager.step([one, two])  # a step with earlier results: both requests now have the same first page
     assert manager.get_req_blocks("one")[0] == manager.get_req_blocks("two")[0]
     assert manager.num_free_blocks == 16 - 4
     manager.end_step(step)
@@ -377,7 +377,7 @@ def test_a_reservation_counts_on_no_page_that_a_step_in_flight_reads(make: Make)
     step = manager.fetch_ahead([context])
     context.update(4)
     manager.step([context])
-    assert context.current_length == 17  # one more page in each table, and one page leaves the window
+    assert context.current_length == 17  # each table gets one more page, and one page leaves the window
     assert manager.num_free_blocks == 1
     assert not manager.maybe_reserve(context)
     manager.end_step(step)

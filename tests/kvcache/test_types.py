@@ -1,4 +1,6 @@
-"""`KVCacheMetrics`: counts that begin at 0, add up over managers, and are subtracted to see what happened meanwhile."""
+"""`KVCacheMetrics`: counts that begin at 0, are added up over managers, and are subtracted to see what happened
+meanwhile.
+"""
 
 from __future__ import annotations
 

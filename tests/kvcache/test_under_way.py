@@ -1,4 +1,4 @@
-"""A manager's mark of a call in progress: which calls it lets through, and how it refuses the others."""
+"""A manager's mark of a call in progress: which calls it allows, and how it refuses the others."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_close_hides_no_interruption_and_a_recovery_opens_nothing_that_was_clo
 @pytest.mark.parametrize(
     ("error", "refused", "open_again"),
     [
-        (InvalidRequestError("no"), False, True),  # one of our own errors: nothing has changed
+        (InvalidRequestError("no"), False, True),  # one of our own errors, so nothing has changed
         (InvariantError("no"), False, False),
         (InterruptedCallError("no"), False, False),
         (KeyboardInterrupt(), False, False),

@@ -15,7 +15,7 @@ from tests.mutants.places import PACKAGES, beside, sources
 from tests.mutants.sites import Mutant, functions, mutants
 
 BY_HAND = "by hand"
-_IN_A_ROW = 25  # mutants of one file in a row, because its tests are collected only once for them
+_IN_A_ROW = 25  # how many mutants of one file are tried in a row, because its tests are collected only once for them
 _HUNK = re.compile(r"^@@ -\S+ \+(\d+)(?:,(\d+))? @@", re.MULTILINE)
 
 
@@ -99,7 +99,7 @@ def sampled(batches: Iterable[Batch], seed: str) -> list[Batch]:
 
 
 def thinned(batches: Iterable[Batch], each: int, seed: str) -> list[Batch]:
-    """At most `each` mutants of every function and constant, which a seed draws, in the order of the files."""
+    """Returns at most `each` mutants of every function and constant, drawn by a seed, in the order of the files."""
     found: list[Batch] = []
     for path, some, is_changed in batches:
         of_each: dict[str, list[Mutant]] = {}
@@ -107,7 +107,7 @@ def thinned(batches: Iterable[Batch], each: int, seed: str) -> list[Batch]:
             of_each.setdefault(mutant.function, []).append(mutant)
         kept: set[Mutant] = set()
         for function, its in of_each.items():
-            # A generator of its own: an edit of one function leaves the others' sample as it was.
+            # Each function has its own generator, so that an edit of one function leaves the others' samples unchanged.
             kept.update(random.Random(f"{seed} {path}:{function}").sample(its, min(each, len(its))))
         found.append(Batch(path, [mutant for mutant in some if mutant in kept], is_changed))
     return found

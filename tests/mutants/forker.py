@@ -39,7 +39,7 @@ def run(tests: Sequence[str], options: Sequence[str], limit_s: float, *, compile
 
     Args:
         tests: paths and node ids.
-        options: options of pytest, before the tests.
+        options: options of pytest, which come before the tests.
         limit_s: seconds until the fork is killed.
         compiled: keep Python's compiled files for the next runs.
 

@@ -12,7 +12,7 @@ from tests.mutants.sites import Mutant
 
 LIST = Path(__file__).with_name("harmless.txt")
 _BECAUSE = " ## "
-ANY = "*"  # instead of expressions: matches every change by that operator in that function
+ANY = "*"  # stands for any expressions: the entry matches every change by that operator in that function
 
 
 @cache

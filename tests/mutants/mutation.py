@@ -66,7 +66,7 @@ def mutated(source: str, mutation: Mutation) -> str:
         program = ast.parse(changed)
     except SyntaxError as error:
         raise StaleMutationError(f"{mutation.function}: {mutation.new!r} leaves no program: {error}") from error
-    # Only the function's tree is compared: no other code has changed, and the tree of a whole file is large.
+    # Only the function's tree is compared, because no other code has changed and the tree of a whole file is large.
     if _is_same(named, program, mutation.function):
         raise StaleMutationError(f"{mutation.function}: {mutation.new!r} changes nothing")
     return changed

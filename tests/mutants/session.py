@@ -16,7 +16,7 @@ NOT_CALLED = "no test calls it"
 _REACH_LIMIT_S = 1200.0
 _COLD_S = 60.0  # a separate process loads everything again
 _GRACE_S = 10.0
-_SPIN_S = 2.0  # more processor time than this, beyond twice the usual, means that a loop does not end
+_SPIN_S = 2.0  # in seconds: more processor time than this, beyond twice the usual, means that a loop does not end
 _PATIENCE = 4.0  # a run that takes this many times as long as usual hangs, which counts as noticed
 
 
@@ -46,9 +46,9 @@ class Session:
 
     @cached_property
     def _reach(self) -> dict[str, Any]:
-        """The functions that each test calls, and its time.
+        """Returns the functions that each test calls, and how long the test takes.
 
-        Measured once for all sessions of a tree with these files.
+        This is measured once for all sessions of a tree with these files.
         """
         if self.files in self.tree.reach:
             return self.tree.reach[self.files]
@@ -84,7 +84,7 @@ class Session:
         """Tries a changed source file with the tests that may notice the change, until one of them does.
 
         Returns:
-            The outcome; "cold" if only `run_cold` can try it.
+            Returns the outcome, or "cold" if only `run_cold` can try it.
         """
         start = monotonic()
         tests = self.tests_of(path, function)

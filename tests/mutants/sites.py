@@ -127,7 +127,7 @@ def _placed(old: ast.expr | ast.stmt, text: str) -> str:
     """Formats a text to replace a node: an expression in brackets, a statement with its indentation."""
     if isinstance(old, ast.stmt):
         return textwrap.indent(text, " " * old.col_offset).lstrip(" ")
-    # brackets are needed, because `0.sum()` is no expression
+    # brackets are needed, because `0.sum()` is not an expression
     return text if text.isidentifier() else f"({text})"
 
 
@@ -251,7 +251,7 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
         yield from (node.target, node.iter.value, *node.body)
         return
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.LShift) and isinstance(node.left, ast.Constant):
-        return  # a limit like `16 << 20`, for which half or double is no fault
+        return  # a limit like `16 << 20`, for which half or double is not a fault
     for field, value in ast.iter_fields(node):
         if field not in _TYPE_FIELDS:
             for one in value if isinstance(value, list) else [value]:

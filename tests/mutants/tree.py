@@ -48,7 +48,7 @@ class Tree:
                 shutil.copytree(ROOT / part, folder / part, ignore=NO_CACHES)
             else:
                 shutil.copy2(ROOT / part, folder / part)
-        # the functions that tests call, for each set of test files
+        # by set of test files: the functions that tests call
         self.reach: dict[tuple[str, ...], dict[str, Any]] = {}
         self._stamp = time.time_ns()
         self._forker: subprocess.Popen[str] | None = None
@@ -135,7 +135,7 @@ class Tree:
         )
 
     def _environment(self) -> dict[str, str]:
-        # CI runs failed tests again; here failures are wanted.
+        # CI runs failed tests again, but here failures are wanted.
         return dict(os.environ) | {"PYTHONPATH": str(self.folder), "PYTEST_ADDOPTS": ""}
 
 

@@ -19,7 +19,7 @@ def test_flex_attention_computes_what_our_attention_does_in_every_page_order() -
 @pytest.mark.ci
 @pytest.mark.timeout(600)
 def test_its_fused_kernels_do_too() -> None:
-    """One kernel is compiled for each dtype and stride."""
+    """A fused kernel is compiled for each dtype and stride."""
     done = subprocess.run(
         [sys.executable, "examples/kernels/flex_attention.py", "--compile"],
         cwd=ROOT,

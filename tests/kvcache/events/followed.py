@@ -1,11 +1,11 @@
-"""Dynamo's `SelectionService` follows real managers. Every overlap that it reports is compared with their own indexes.
+"""Dynamo's `SelectionService` follows real managers. Every overlap that it reports is compared with their indexes.
 
 `python -m tests.kvcache.events.followed [--managers 8] [--overlaps 10000] [--seed 0]`
 
 Requests share prefixes and evict each other's pages, in the pool, the host tier and the file tier. Managers die and
-restart on their addresses, messages are lost, and services join late. Once nothing happens any more, three counts must
-be equal for each prompt: its first pages that are on the device, the pages after them that are in host memory, and the
-pages after both that are in files.
+restart on their addresses, messages are lost, and services join late. When nothing happens any more, three counts must
+be right for each prompt: how many of its first pages are on the device, how many after these are in host memory, and
+how many after both are in files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.kvcache.events.mirror import settled, worker_of
 
 PAGE, PAGES, SLOTS = 4, 48, 40
 PATIENCE_S = 20.0
-ANSWER_S = 60.0  # in seconds, for a service to answer one question
+ANSWER_S = 60.0  # in seconds: how long a service may take to answer one question
 
 
 class LossyWay:
@@ -95,7 +95,7 @@ class Worker:
                 self.manager.step([context])
 
     def restart(self) -> None:
-        """Restarts the manager as after SIGKILL: no subscriber is told that pages are gone."""
+        """Restarts the manager as if it had been killed: no subscriber is told that pages are gone."""
         (endpoint, replay), worker = self.manager.kv_event_endpoints[0], worker_of(self.manager)
         for stream in worker.streams:
             stream.send = lambda _: None
@@ -112,9 +112,10 @@ class Worker:
                 return
 
     def overlap(self, tokens: list[int]) -> tuple[int, int, int]:
-        """Returns three counts of pages of the prompt: on the device, also with the host tier, and also with files.
+        """Returns how many pages of the prompt are on the device, on device or host, and on device or host or in files.
 
-        A file counts only if this process has seen its tokens since it started, because a file has only digests.
+        A page in a file counts only if this process has seen its tokens since it started, because a file has only
+        digests.
         """
         count = len(tokens) // PAGE
         digests = PrefixHasher("sha256", PAGE, None, ()).digests(np.array(tokens, np.int32), 0, count)
@@ -209,7 +210,7 @@ class Followed:
     async def compare(self, count: int) -> None:
         """Compares `count` overlaps of each service with each manager.
 
-        An overlap that differs gets some time to become right.
+        If an overlap differs, the service gets some time to learn the right one.
 
         All overlaps of a round share that time. Otherwise every overlap would wait if a service no longer followed a
         manager.
@@ -244,7 +245,7 @@ class Followed:
 
 
 async def follow(managers: int, overlaps: int, rounds: int, seed: int, requests: int = 120) -> Followed:
-    """Runs the rounds. One service is there from the beginning; another joins half way."""
+    """Runs the rounds. One service exists from the beginning, and another one joins half way."""
     with tempfile.TemporaryDirectory() as folder:
         followed = Followed(managers, seed, Path(folder))
         try:

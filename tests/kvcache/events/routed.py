@@ -2,10 +2,10 @@
 
 `python -m tests.kvcache.events.routed [--managers 8] [--prompts 1000] [--pd] [--losses] [--seed 0]`
 
-This is `followed` for vLLM's router, without tiers: requests share prefixes and evict each other's pages, managers die
-and restart, and a router joins late. The servers in front of the managers only record that they were asked. A choice is
-right if no other manager has more pages of the prompt. `--losses` also drops messages. With `--pd` the router sends
-prompts to prefill servers, with one server for decode.
+This is the counterpart of `followed` for vLLM's router, without tiers: requests share prefixes and evict each other's
+pages, managers die and restart, and a router joins late. The servers in front of the managers only record that they
+were asked. A choice is right if no other manager has more pages of the prompt. `--losses` also drops messages. With
+`--pd` the router sends prompts to prefill servers, with one server for decode.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Router:
             return json.load(answer)
 
     def ask(self, tokens: list[int]) -> str:
-        """Returns the server that has answered a prompt, or the reason why none has."""
+        """Returns the server that has answered a prompt, or why none has."""
         try:
             return self.complete(tokens)["choices"][0]["text"]
         except OSError as error:
@@ -207,9 +207,9 @@ class Routed(Followed):
     async def compare(self, count: int) -> None:
         """Sends `count` prompts through each router.
 
-        A router that chooses wrongly gets some time to learn, and is asked again.
+        If a router chooses wrongly, it gets some time to learn, and is asked again.
         """
-        await asyncio.sleep(2.5)  # after two quiet batches every router knows which messages it has missed
+        await asyncio.sleep(2.5)  # after two quiet batches, every router knows which messages it has missed
         deadline = time.monotonic() + ROUND_S
         for tokens in self.random.choices(self.prompts[1:], k=count):
             prompt = [*tokens[: len(tokens) // self.page_size * self.page_size], 1]
@@ -228,7 +228,7 @@ class Routed(Followed):
                     self.differences.append(f"router {self.routers.index(router)}: to {have}, there {want}")
 
     def sent(self, router: Router, prompt: list[int]) -> int:
-        """Returns the manager that a prompt is sent to."""
+        """Returns the manager to which a prompt is sent."""
         before = [worker.server.asked for worker in self.workers]
         router.ask(prompt)
         asked = [worker.number for worker, was in zip(self.workers, before, strict=True) if worker.server.asked > was]

@@ -1,4 +1,4 @@
-"""The records from which events are made: the known content of pages, how long it is kept, and the events."""
+"""The records from which events are made: which contents of pages are known, for how long, and the events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A subscriber knows exactly what the manager's indexes hold, whatever happens to either."""
+"""A subscriber knows exactly what the manager's indexes contain, whatever happens to the subscriber or the manager."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def refuse_what_is_not_hashed_yet(manager: PagedKVCacheManager) -> None:
     ],
 )
 def test_a_mirror_is_the_index_at_every_quiet_point_of_random_moves(seed: int, features: tuple[str, ...]) -> None:
-    """Messages are lost, subscribers join late, and the ring of sent messages is short: still nothing differs."""
+    """Messages are lost, subscribers join late, and only few sent messages are kept. Even so, nothing differs."""
     losses = random.Random(seed)
     told = {"kv_events": events(buffer_steps=losses.choice([2, 10_000]))}
     moves = Model.of(seed, ("forks", "preemption", "batches", "resets", *features), told)
@@ -158,7 +158,7 @@ def test_tiers_tell_what_comes_and_goes(tmp_path: Path) -> None:
         count = len(one.there["STORAGE"])
         assert count > 16
     manager.close()
-    # A restarted process knows only the digests of the files. It learns their tokens from a prompt that has them.
+    # A restarted process knows only the digests of pages in files. It learns their tokens when a prompt has them.
     manager = manager_of(8, params={"kv_events": events(), **files}, host_slots=16)
     with Mirror(manager.kv_event_endpoints[0]) as mirror:
         mirror.settle(manager, 0)

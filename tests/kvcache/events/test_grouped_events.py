@@ -1,4 +1,4 @@
-"""The events of several block tables tell a reader how much of a prompt is found, in each medium and in all."""
+"""The events of several block tables tell a reader how much of a prompt would be found, in each medium and in all."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GROUPS = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6), LayerGroup("ch
 
 
 class Readers:
-    """One reader for each rank. Each move is reported to them when it is over."""
+    """One reader for each rank. When a move is over, it is reported to all of them."""
 
     def __init__(self, manager: PagedKVCacheManager) -> None:
         self.manager, self.worker = manager, worker_of(manager)
@@ -49,8 +49,8 @@ class Readers:
 
 
 def longest(replica: Replica, digests: np.ndarray) -> list[int]:
-    """After how many pages of a prompt the manager can continue, given the pages of the device, of the host, and of all
-    media.
+    """Returns after how many pages of a prompt the manager can continue, given the pages of the device, of the host,
+    and of all media.
     """
     tables, tier = replica.tables, replica.tier
     below = (lambda _, asked: np.zeros_like(asked)), tier.host_has, tier.has
@@ -117,11 +117,11 @@ def test_of_pages_in_files_the_table_is_told_also_by_the_next_process(tmp_path: 
     assert [known.there.keys() for known in tables] == [{"STORAGE"}] * 3
     specs = [known.spec for known in tables]
     assert specs == [("full_attention", None), ("chunked_local_attention", 8), ("sliding_window", 6)]
-    assert run_once(manager, prompts[0]) == 28  # and what has come up from them is told as of its table
+    assert run_once(manager, prompts[0]) == 28  # pages that are loaded from lower tiers are reported for their table
     readers.follow()
     for prompt in prompts:
         readers.agree(PrefixHasher("sha256", PAGE, None, ()), prompt)
-    for known in tables:  # includes the tokens of the files that were used, which are known only now
+    for known in tables:  # includes the tokens of the files that were used, which become known only now
         told = {tokens for tokens, _ in known.there["STORAGE"].values()}
         assert known.there["CPU"]
         assert {(21, 22, 23, 24), ()} <= told

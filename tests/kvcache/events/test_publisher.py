@@ -1,4 +1,6 @@
-"""A stream in bad conditions: a replay that is too old, a subscriber that does not read, one that asks too often."""
+"""An event stream in bad conditions: a replay that is too old, a subscriber that does not read, one that asks too
+often.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from tests.kvcache.build import manager_of, run_once
 from tests.kvcache.events.mirror import PATIENCE_S, Known, Mirror, settled, worker_of
 
 ANY = "tcp://127.0.0.1:0"
-_names = itertools.count()  # a name becomes free only some time after its socket is closed
+_names = itertools.count()  # a name can be used again only some time after its socket is closed
 
 
 @pytest.fixture
@@ -45,7 +47,7 @@ def compute(manager: PagedKVCacheManager, start: int) -> None:
 
 
 def asked(manager: PagedKVCacheManager, first: int) -> list[tuple[int, list[Any]]]:
-    """Returns the numbers and events in the answer to a replay request that starts at a number."""
+    """Returns the numbers and events in the answer to a request for a replay from number `first` on."""
     socket = zmq.Context.instance().socket(zmq.DEALER)
     socket.connect(manager.kv_event_endpoints[0][1])
     socket.send_multipart([b"", first.to_bytes(8, "big")])
@@ -113,7 +115,7 @@ def test_the_state_comes_in_parts_and_none_is_above_the_last_number(
 
 
 def test_a_manager_that_closes_answers_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcache.events.publisher._REPLAY_SHARE", 1e-6)  # after one answer, the next has to wait
+    monkeypatch.setattr("kvcache.events.publisher._REPLAY_SHARE", 1e-6)  # after one answer, the next one has to wait
     made = manager_of(16, params={"kv_events": KVEvents(ANY, ANY, topic="kv@a@m")})
     run(made, 1)
     assert asked(made, 0)
@@ -169,7 +171,7 @@ def test_a_flood_of_questions_takes_a_share_of_the_threads_time_and_no_memory(ma
     socket.connect(manager.kv_event_endpoints[0][1])
     for _ in range(5000):
         socket.send_multipart([b"", bytes(8)])
-    run(manager, 101)  # it is still reported: `run` waits for that
+    run(manager, 101)  # `run` waits until this has been reported, too
     assert worker._replay_at > 0
     started = time.thread_time()
     run(manager, 201)
@@ -185,7 +187,7 @@ def stream() -> Iterator[_Stream]:
 
 
 def test_only_what_the_ring_has_without_a_gap_is_sent_again() -> None:
-    """The batch before the oldest one in the ring is gone. A follower that lacks it gets the whole state."""
+    """The batch before the oldest kept one is gone. A follower that lacks it gets the whole state."""
     few = KVEvents(ANY, f"inproc://replays-{next(_names)}", buffer_steps=4)
     with contextlib.closing(_Stream(few, 0)) as stream:
         begin, book = stream.sequence, EventBook(1, 8, 4, CacheSpec("full_attention"))
@@ -208,7 +210,7 @@ def test_only_what_the_ring_has_without_a_gap_is_sent_again() -> None:
 
 
 def peer_of(stream: _Stream, first: int) -> zmq.Socket[bytes]:
-    """A peer that asks for all messages from a number on, and has read nothing yet."""
+    """Returns a peer that asks for all messages from a number on, and has read nothing yet."""
     socket = zmq.Context.instance().socket(zmq.DEALER)
     socket.setsockopt(zmq.RCVHWM, 1)
     socket.connect(stream.addresses[1])
@@ -224,7 +226,7 @@ def asking(stream: _Stream, first: int) -> zmq.Socket[bytes]:
 
 
 def is_gone(stream: _Stream) -> bool:
-    """Whether the stream's socket has noticed that the peer that it answers is gone."""
+    """Whether the stream's socket has noticed that the peer that it is answering is gone."""
     assert stream.replay is not None
     try:
         stream.replay.send_multipart([stream._unsent[0][0], b""], zmq.NOBLOCK)
@@ -275,7 +277,7 @@ def test_of_answers_that_nobody_reads_few_messages_are_kept(stream: _Stream, mon
         stream.reply()
         got += read(reader)
     assert len(got) == 301
-    for _ in range(20):  # it keeps asking: no part of these answers is stored, and they delay no other peer
+    for _ in range(20):  # the peer keeps asking; no part of these answers is stored, and they delay no other peer
         deaf.send_multipart([b"", first.to_bytes(8, "big")])
         assert stream.answer(EventBook(1, 8, 4, CacheSpec("full_attention")))
         assert not stream.reply()
@@ -349,7 +351,7 @@ def test_what_cannot_be_followed_is_told_no_more_and_harms_no_loop(
             run(manager, 301, 401)
             mirror.settle(manager, 0)
             assert len(mirror.there["GPU"]) == 14
-            run(manager, *range(1001, 2000, 100))  # by then every earlier page is evicted
+            run(manager, *range(1001, 2000, 100))  # after these, every earlier page is evicted
             mirror.settle(manager, 0)
             mirror.check_same(manager, 0)
 
@@ -445,7 +447,7 @@ def test_who_has_missed_too_much_has_everybody_told_anew_and_not_too_often(manag
         run(manager, 101)
         mirror.settle(manager, 0)
         assert {"type": "AllBlocksCleared"} not in mirror.events
-        worker._paid_at = 0.0  # now the state may be sent again, and it is sent although no follower asks again
+        worker._paid_at = 0.0  # now the state may be sent again, and it is sent although no follower asks for it
         mirror.until(lambda: {"type": "AllBlocksCleared"} in mirror.events)
         assert not worker._owed
 
@@ -476,7 +478,7 @@ def test_a_subscription_that_is_on_its_way_is_waited_for(monkeypatch: pytest.Mon
 
 
 class Churning:
-    """A subscriber that reconnects all the time, in its own thread."""
+    """A subscriber that reconnects again and again, in its own thread."""
 
     def __init__(self, address: str, every_s: float) -> None:
         self.count = 0
@@ -571,6 +573,6 @@ def test_followers_that_are_back_one_after_the_other_are_told_each_without_waiti
 
 
 def test_peers_that_fill_a_queue_and_die_do_no_harm(manager: PagedKVCacheManager) -> None:
-    """With ZMQ's own heartbeats this sometimes ended the process, so they are off."""
+    """With ZMQ's own heartbeats this sometimes ended the process, so these are off."""
     stream = worker_of(manager).streams[0]
     assert stream.pub.getsockopt(zmq.HEARTBEAT_IVL) == stream.replay.getsockopt(zmq.HEARTBEAT_IVL) == 0

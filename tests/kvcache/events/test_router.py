@@ -59,7 +59,7 @@ def holders(tmp_path: Path) -> Iterator[Holders]:
 
 
 def held(manager: PagedKVCacheManager, tier: int) -> set[bytes]:
-    """The digests that can be found in a tier; tier 0 is the pool of the first replica."""
+    """Returns the digests that can be found in a tier. Tier 0 is the pool of the first replica."""
     index = indexes_of(manager, 0)[tier]
     return {one.tobytes() for one in index.digests_of(np.flatnonzero(index.published).astype(np.int32))}
 
@@ -73,7 +73,7 @@ def test_prompts_go_to_the_holder_also_when_it_has_them_in_its_host_tier(holders
     for number, tokens in enumerate(prompts):
         holders.until(tokens, f"w{number}")
         assert Counter(holders.router.ask([*tokens, 9, nth]) for nth in range(10)) == {f"w{number}": 10}
-    # The first prompt leaves the pool of the first manager, and stays in its host tier.
+    # The first prompt's pages leave the pool of the first manager, and stay in its host tier.
     holders.managers[0].flush_tiers()
     for start in range(3000, 3400, 100):
         holders.run(0, [*range(start, start + 64)])

@@ -1,4 +1,4 @@
-"""Our messages compared with bytes that the encoder of vLLM 0.33 has made."""
+"""Compares our messages with bytes that vLLM 0.33's encoder has made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which page is evicted while hints are trusted. `tests.kvcache.test_eviction_order` has the random moves."""
+"""Which page is evicted next while hints are trusted. `tests.kvcache.test_eviction_order` has the random moves."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def test_leads_are_in_pool_sizes_of_the_share_and_that_of_the_next_page_ends_wit
     order.hint(pages(2), page_hints(LAST, 1, 1))
     order.hint(pages(4), page_hints(Retention(priority=75), 1, 1))
     order.append(pages(1, 2, 3, 4))
-    # A level is worth two pools, and the share halves that.
+    # a level is worth two pools, and the share of 0.5 halves that
     assert order.leads(pages(1, 2, 3, 4)).tolist() == [-2.0, 2.0, 0.0, 1.0]
     assert order.first_lead() == -2.0
     now[0] = 6.0

@@ -1,4 +1,4 @@
-"""Baselines: how many hits the cache would have had without hints, and what hints gain over that."""
+"""Baselines: simulated caches that show how many hits there would be without hints, and what hints gain."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_small_pool_is_followed_whole_and_exactly() -> None:
         while run < len(prompt) and prompt[run] in lru:
             run += 1
         assert baseline.visit(words(*prompt), room) == run
-        for page in reversed(prompt):  # the tail first, in the order in which a pool frees pages
+        for page in reversed(prompt):  # the last page first, in the order in which a pool frees pages
             lru.pop(page, None)
             lru[page] = None
         while len(lru) > room:
@@ -111,9 +111,9 @@ def test_a_promise_is_no_better_than_the_real_share_where_that_one_hits_as_much(
 
 
 def test_a_promise_that_never_comes_true_costs_no_more_than_its_credit() -> None:
-    """The cost is bounded, however long the promise is repeated.
+    """The cost is bounded, even if the promise is repeated for ever.
 
-    It is a quarter of the pool, an eighth of the pool until the share is lost, and one page in 100 lookups.
+    The bound is a quarter of the pool, an eighth of the pool until the share is lost, and one page in 100 lookups.
     """
     share, lost, looked = HintShare(1000, 0.95), 0, 0
     for _ in range(20_000):
@@ -121,7 +121,7 @@ def test_a_promise_that_never_comes_true_costs_no_more_than_its_credit() -> None
         share.learn(gained, 10, 10)
         lost, looked = lost - gained, looked + 10
         assert lost <= 250 + 1000 / 8 + 0.01 * looked
-    assert lost > 1000  # wrong hints were trusted again and again
+    assert lost > 1000  # so many lookups that wrong hints were trusted again and again
 
 
 # ---- with full trust in hints: right hints are found right in any pool
@@ -200,7 +200,7 @@ def test_any_sequence_leaves_its_books_right() -> None:
 
 
 class Load:
-    """A few sessions that return in every round, and between them prompts that never return."""
+    """A few sessions that return in every round, and prompts between them that never return."""
 
     def __init__(self, pages: int, sessions: float, others: float, pool: int | None = None) -> None:
         """`sessions` and `others` are the pages of one round, as multiples of the pool.
@@ -216,7 +216,7 @@ class Load:
         self.names = SESSIONS
 
     def rounds(self, count: int, sessions: Retention | None, others: Retention | None) -> list[int]:
-        """The number of cached pages that sessions found, by round."""
+        """Returns how many cached pages the sessions have found, by round."""
         hits = []
         for _ in range(count):
             hits.append(0)

@@ -1,4 +1,4 @@
-"""All kinds of hint share one log, which has enough chunks for them, wherever their pages lie in it."""
+"""All kinds of hint share one log. It has enough chunks for them, wherever their pages lie in it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def append(order: HintedOrder, code: int, first: int, count: int) -> None:
 
 
 def skip(order: HintedOrder, code: int, first: int, count: int) -> None:
-    """Fills entries of the log with pages that leave the order at once, so that the entries no longer count."""
+    """Fills entries of the log with pages that leave the order at once, so that these entries are invalid."""
     append(order, code, first, count)
     order.remove(np.arange(first, first + count, dtype=np.int32))
 
 
 def test_every_kind_with_a_page_in_its_oldest_chunk_and_one_in_its_newest_leaves_chunks_for_the_rest() -> None:
-    size, free = 2 * CHUNK, CHUNK + 200  # the pages from `free` on come and go
+    size, free = 2 * CHUNK, CHUNK + 200  # the pages from `free` on are appended and removed again
     order = HintedOrder(size, LruOrder(size), share=1.0)
     kinds, rest = range(SHARED), SHARED
     for code in kinds:

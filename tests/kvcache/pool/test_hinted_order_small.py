@@ -1,4 +1,4 @@
-"""Baselines of small pools. If no hint is trusted, the order with hints has the same hits as plain LRU."""
+"""Baselines of small pools. If no hint is trusted, an order with hints has the same hits as plain LRU."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from tests.kvcache.random_model.interrupts import interrupted
 
 
 def digests(*names: int, words: int = 4, bucket: int | None = None) -> np.ndarray:
-    """A digest for each name. With `bucket`, all of them fall into that bucket."""
+    """Returns a digest for each name. With `bucket`, all of them belong to that bucket."""
     found = np.random.default_rng(5).integers(1, 1 << 63, (1000, words), np.uint64)[list(names)]
     if bucket is not None:
         found[:, 0] = bucket
@@ -212,7 +212,7 @@ def test_a_page_that_is_not_there_cannot_be_withdrawn() -> None:
     behind = np.flatnonzero(index._before[1:] < 41).astype(np.int32) + 1
     index.clear()
     with pytest.raises(InvariantError, match="is not in the chain"):
-        index.withdraw(behind)  # more than are removed one by one
+        index.withdraw(behind)  # more pages than are removed one by one
 
 
 def test_what_is_found_elsewhere_has_neither_come_nor_gone() -> None:
@@ -254,7 +254,7 @@ def test_after_an_interrupt_all_that_is_published_is_linked_anew() -> None:
 def test_after_an_interrupt_of_two_pages_with_one_digest_the_first_stays() -> None:
     index = PrefixIndex(8, 4)
     index.publish(pages(2, 3, 5), digests(0, 1, 2))
-    index._digests[5] = index._digests[2]  # as if a page was about to replace another
+    index._digests[5] = index._digests[2]  # as if page 5 were about to replace page 2
     index.mend()
     index.check()
     assert index.find(digests(0, 1, 2)).tolist() == [2, 3, 0]

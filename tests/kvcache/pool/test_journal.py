@@ -49,7 +49,7 @@ def test_each_reason_has_a_number_and_a_name_of_its_own() -> None:
 
 
 def test_whoever_is_being_told_may_leave_meanwhile() -> None:
-    """A watcher leaves from its own thread."""
+    """A watcher may leave, from its own thread, while readers are called."""
     journal, told = Journal(), list[str]()
 
     class Leaving(Noting):

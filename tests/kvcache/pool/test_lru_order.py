@@ -185,7 +185,7 @@ def test_orders_of_one_log_are_as_many_lists(moves: list[tuple[str, int, list[in
 
 
 def test_one_order_takes_the_room_that_another_wastes() -> None:
-    """Sparse chunks of one order are merged if a second order that shares the log needs a chunk."""
+    """If a second order that shares the log needs a chunk, sparse chunks of the first order are merged."""
     rng, count = np.random.default_rng(0), 6 * CHUNK
     log = OrderLog(count, 2)
     first, second = LruOrder(count, log), LruOrder(count, log)

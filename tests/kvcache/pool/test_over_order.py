@@ -1,4 +1,4 @@
-"""Even a faulty eviction order of a caller's own gives no page away that is not idle."""
+"""Even if a caller's own eviction order is faulty, no page is given away that is not idle."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAGES = 12
 
 
 class Wrong(LruOrder):
-    """An order that can be told to return wrong pages: `spoil` changes the pages that it returns."""
+    """An order that returns wrong pages on request: `spoil` changes the pages that it returns."""
 
     spoil: Callable[[np.ndarray], Any] | None = None
 

@@ -1,4 +1,4 @@
-"""An order over another one passes on every call that it does not answer itself, and passes only copies of arrays."""
+"""An order that wraps another one passes on every call that it does not answer itself, with copies of arrays."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_an_order_over_another_forgets_no_call(over: type[OverOrder]) -> None:
 
 
 class Spoils(LruOrder):
-    """An order that overwrites every array that it was given, after it has used it."""
+    """An order that overwrites every array that it gets, after it has used it."""
 
     def append(self, pages: Pages | Indices) -> None:
         super().append(pages)
@@ -96,7 +96,7 @@ def test_pages_that_left_or_are_not_there_after_a_mend_are_not_idle() -> None:
 
 
 class Names(LruOrder):
-    """An order whose next page, whose page that must be evicted, and whose reasons a test sets."""
+    """An order for which a test sets the next page, the page that must be evicted, and the reasons."""
 
     next = must = 0
     reasons: Any = None

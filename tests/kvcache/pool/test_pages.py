@@ -58,7 +58,7 @@ class Books:
         self.published: dict[int, int] = {}
         self.next_digest = 1
         self.evictions = 0
-        self.news: list[tuple[int, list[int]]] = []  # as the pool reports them to its readers
+        self.news: list[tuple[int, list[int]]] = []  # what the pool should report to its readers
         self.guarded: list[int] = []
         self.expected: list[tuple[int, list[int]]] = []
         self.evicted: list[int] = []
@@ -122,7 +122,7 @@ class Books:
         self.pool.release_each(pages(*some))
 
     def free(self, some: list[int]) -> None:
-        """Frees pages; the last one is evicted first."""
+        """Frees pages. The last of them is evicted first."""
         over = [page for page in reversed(some) if not self.holders[page] and not self.writers[page]]
         self.idle += [page for page in over if page in self.published]
         self.fresh += [page for page in over if page not in self.published]
@@ -210,7 +210,7 @@ def test_what_is_handed_out_is_a_copy_and_the_first_pages_are_the_lowest() -> No
     pool.release(first)
     again = pool.allocate(2)
     assert again.tolist() == [1, 2]
-    first[:] = again[:] = 0  # a caller may overwrite what it gets
+    first[:] = again[:] = 0  # a caller may overwrite the array that it gets
     assert pool.allocate(6).tolist() == [3, 4, 5, 6, 7, 8]
     assert pool.free_count == 0
 
@@ -227,7 +227,9 @@ def test_a_pool_of_many_pages_evicts_them_all_whether_anybody_watches_or_not() -
 
 
 def held_pool() -> tuple[PagePool, np.ndarray, np.ndarray]:
-    """A pool and its true counts. Pages 1 to 3 are held, 2 and 3 are published, 3 is being written, and 4 is idle."""
+    """Returns a pool and its true counts. Pages 1 to 3 are held, 2 and 3 are published, 3 is being written, and 4 is
+    idle.
+    """
     pool = PagePool(6, 2)
     held = pool.allocate(4)
     pool.index.publish(held[1:], digests([1, 2, 3]))
@@ -245,7 +247,7 @@ def change(pool: Any, count: str, by: int) -> None:
 
 
 def say_fresh(pool: PagePool, page: int, *, on_top: bool) -> None:
-    """Makes the pool record this page as the next fresh one, or as a further one on top of the stack."""
+    """Makes the pool record this page as the next fresh one, or, with `on_top`, as one more on top of the stack."""
     pool._fresh_count += on_top
     pool._fresh[pool._fresh_count - 1] = page
 
@@ -299,7 +301,7 @@ def test_the_first_page_that_does_not_add_up_is_named(how: str) -> None:
 
 
 def test_what_a_release_would_free_is_what_it_frees() -> None:
-    """This covers pages with one holder and with two, with and without a writer, published and not published."""
+    """The pages have one holder or two, a writer or none, and are published or not."""
     pool = PagePool(20, 2)
     held = pool.allocate(8)
     pool.index.publish(held[::2], np.arange(1, 9, dtype=np.uint64).reshape(4, 2))
@@ -419,7 +421,7 @@ def test_after_an_interrupt_pages_are_what_a_recount_says(wrong: str) -> None:
     fresh = {*range(1, SIZE + 1)} - {*held[:7].tolist()}
     assert {*pool.allocate(len(fresh)).tolist()} == fresh
     assert pool.evictions == 0
-    # a page that the recount finds idle counts as the youngest
+    # a page that only the recount finds idle counts as the youngest
     expected = [2, 3, 1, 0] if wrong != "idle" else [3, 1, 0, 2]
     assert [pool.allocate_one() for _ in range(4)] == held[expected].tolist()
     assert pool.evictions == 4

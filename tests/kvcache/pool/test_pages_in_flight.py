@@ -1,4 +1,6 @@
-"""A pool's pages that are released while steps are in flight, its calls of its order and readers, and its counts."""
+"""Pages of a pool that are released while steps are in flight, the pool's calls of its order and readers, and its
+counts.
+"""
 
 from __future__ import annotations
 

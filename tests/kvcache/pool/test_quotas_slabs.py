@@ -12,7 +12,7 @@ from kvcache.eviction_order import Pages
 from kvcache.pool.quotas import QuotaOrder, TenantQuotas
 
 SLAB_PAGES, SLABS, PAGES = 4, 10, 43
-QUOTAS = {"a": 0.2, "b": 0.4, "c": 0.0}  # of 43 pages: two slabs, four, none
+QUOTAS = {"a": 0.2, "b": 0.4, "c": 0.0}  # of 43 pages: two slabs, four slabs, none
 
 
 def ids(*slabs: int) -> Pages:
@@ -28,7 +28,7 @@ class Moves:
         self.order = QuotaOrder(LruOrder(SLABS), self.quotas, SLAB_PAGES)
         self.idle: list[int] = []
         self.tenants: dict[int, str] = {}
-        self.known: list[str] = []  # in the order in which they came
+        self.known: list[str] = []  # the tenants, in the order in which they appeared
         self.evicted_above = 0
 
     def some(self, among: list[int]) -> list[int]:

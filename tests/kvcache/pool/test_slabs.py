@@ -27,7 +27,7 @@ class Told(PageReader):
 
 
 class Kept:
-    """Idle slabs. The content that is cached in a slab is its number."""
+    """Idle slabs. The content that is cached in a slab is the slab's number."""
 
     def __init__(self, pool: SlabPool) -> None:
         self.pool, self.slabs = pool, list[tuple[int, int]]()
@@ -51,7 +51,7 @@ class Kept:
 
 
 class Elsewhere:
-    """Moves pages according to a list; `stays` has the pages that cannot be moved."""
+    """Moves pages according to a list. `stays` has the pages that cannot be moved."""
 
     def __init__(self, pool: SlabPool) -> None:
         self.pool, self.stays, self.moved = pool, set[int](), list[tuple[list[int], list[int]]]()
@@ -174,7 +174,7 @@ def test_nothing_is_given_up_for_a_slab_while_fresh_pages_make_one_not_even_what
     quotas = TenantQuotas(15, 0.1, {})
     pool.follow(QuotaOrder(pool.idle, quotas))
     assert kept.keep() == 3
-    kept.slabs = [(3, -5)]  # ranked like a copy of a tenant above its quota
+    kept.slabs = [(3, -5)]  # its rank is that of a copy of a tenant above its quota
     pages = pool.allocate(4)
     publish(pool, pages)
     quotas.own(pages, "tenant")
@@ -256,7 +256,7 @@ def test_held_pages_are_moved_out_of_the_slab_with_the_fewest() -> None:
     assert pool.take_slab() == 3
     ((sources, targets),) = moves.moved
     assert sources == [13, 14]
-    assert told.saved[:2] == [[12, 15], sources]  # then the pages that are evicted to make room for them
+    assert told.saved[:2] == [[12, 15], sources]  # these are the pages that are evicted to make room for the others
     assert not set(targets) & {12, 13, 14, 15}
     pool.index.withdraw(np.array(sources, np.int32))
     recount(pool, np.array([1, 5, 5, 9, 10, *targets, targets[0]]))
@@ -288,7 +288,9 @@ def test_what_was_said_of_a_page_and_its_tenant_go_along_and_end_with_it() -> No
 
 
 def hinted(code: int, share: float = 0.5) -> tuple[SlabPool, Kept, HintedOrder]:
-    """A kept copy in slab 3, and later idle pages with this hint in slabs 1 and 2. Time follows `now`."""
+    """Returns a pool with a kept copy in slab 3, and later idle pages with this hint in slabs 1 and 2. Time follows
+    `now`.
+    """
     pool, kept, _ = made()
     order = HintedOrder(15, pool.idle, lambda: 100.0, share)
     pool.follow(order)

@@ -1,5 +1,5 @@
-"""Random steps in flight: they are fetched ahead and run later. Meanwhile anything may happen to their requests and
-pages.
+"""Random steps in flight: they are fetched ahead and run later. Anything may happen to their requests and pages
+meanwhile.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Entry:
     start: int
     active: int
     advanced: bool = False  # it has a future token
-    realized: bool = False  # the value of its future token is known
+    realized: bool = False  # whether the value of its future token is known
 
 
 @dataclass(eq=False)
@@ -59,7 +59,7 @@ class AheadMoves(TailMoves):
 
     @property
     def running(self) -> list[Request]:
-        """Also leaves out requests that were fetched for a second step while the first one's token is not known yet."""
+        """Also leaves out requests that were fetched for a second step before the first step's token is known."""
         waiting = {entry.one for flight in self.flights for entry in flight.entries if not entry.advanced}
         return [one for one in super().running if one not in waiting]
 
@@ -149,7 +149,7 @@ class AheadMoves(TailMoves):
         return True
 
     def is_live(self, entry: Entry) -> bool:
-        """Whether the request has pages and is still under the claim that it had when the step was planned."""
+        """Whether the request has pages, and was not released since the step was planned."""
         return self.live.get(entry.one.name) is entry.one and entry.one.has_pages
 
     def run_ahead(self, entry: Entry) -> Run:

@@ -1,4 +1,4 @@
-"""Random imports into the manager of the model: begun, extended, copied, committed, cancelled, begun again."""
+"""Random imports into the model's manager: begun, extended, copied, committed, cancelled, and begun again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.kvcache.random_model.moves import WEIGHTS, Moves, SeededChooser
 from tests.kvcache.random_model.plain import Request
 
 _OTHERS = {*BUILT} - {"host", "files", "objects", "quotas", "replicas", "peer copies", "partial"}
-"""The features that a manager must share with another one to which it hands pages over."""
+"""The features that two managers must share if one hands pages over to the other."""
 
 
 @dataclass(eq=False)
@@ -28,7 +28,7 @@ class Import:
     one: Request
     pending: PendingImport
     table: BlockTable
-    ends: set[int] | None  # ends of the prompt's chunks after the import
+    ends: set[int] | None  # where chunks of the prompt end after the import
     copier: ImportCopier | None = None
     is_taken: bool = False  # all of its pages were copied
 
@@ -38,7 +38,7 @@ class ImportMoves(Moves):
 
     def __init__(self, choose: Any, world: World, features: frozenset[str] | None = None, *more: Any) -> None:
         self.imports: dict[str, Import] = {}
-        self.stray: list[Import] = []  # imports that were cancelled or left, whose copiers may still write
+        self.stray: list[Import] = []  # imports that were cancelled or abandoned, and whose copiers may still write
         self.closed: tuple[PendingImport | None, ImportProof | None] = (None, None)  # the last one that was committed
         super().__init__(choose, world, features, *more)
         self.source = None
@@ -107,7 +107,7 @@ class ImportMoves(Moves):
             )
         except PromptTooLongError:
             return self.gives_up(one)
-        if seam.host_held(manager) - held:  # pages come back for the import, and are used when it ends
+        if seam.host_held(manager) - held:  # pages are loaded for the import, and count as used when it ends
             self.books.host_foretold = False
         self.books.learn(batch=[one])
         if pending is None:

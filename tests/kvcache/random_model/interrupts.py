@@ -28,7 +28,7 @@ SIGN = "interrupted here"
 
 
 def interrupted(call: Callable[[], T], at: int, error: type[BaseException]) -> tuple[T | None, int, bool]:
-    """Calls `call`, and raises `error` at its bytecode number `at` in `kvcache`.
+    """Calls `call`, and raises `error` at bytecode number `at` in `kvcache`.
 
     Returns the result, the number of bytecodes, and whether `error` was raised. Other errors of the call pass through.
     """
@@ -61,18 +61,18 @@ def interrupted(call: Callable[[], T], at: int, error: type[BaseException]) -> t
 
 
 class Interrupted(Exception):  # noqa: N818 - no error: the move is over
-    """Raised after an interrupted call, when the manager's state is right again or about to be repaired."""
+    """Raised after an interrupted call, when the manager's state is right again or is about to be repaired."""
 
 
 class Interrupts:
-    """Draws where a call of a manager is interrupted, from the lengths of the last calls of the same name."""
+    """Draws where to interrupt a manager's call, from the lengths of the last calls of the same method."""
 
     def __init__(self, manager: PagedKVCacheManager, choose: Chooser) -> None:
         self.manager, self.choose = manager, choose
         self.lengths: defaultdict[str, deque[int]] = defaultdict(lambda: deque(maxlen=20))
 
     def call(self, name: str, call: Callable[[], T]) -> T:
-        """Makes the call. Raises `Interrupted` if it was interrupted, also if the call swallowed the error."""
+        """Makes the call. Raises `Interrupted` if it was interrupted, even if the call swallowed the error."""
         choice = self.choose.integer(0, 7)
         if choice > 1:
             return call()
@@ -84,7 +84,7 @@ class Interrupts:
         return result  # type: ignore[return-value]  # pyright: ignore[reportReturnType]
 
     def recover(self, live: dict[str, TextContext]) -> Recovered:
-        """Repairs the manager's state, even if the repair is interrupted.
+        """Repairs the manager's state. The repair may be interrupted, too.
 
         Before that, checks that calls are refused.
         """

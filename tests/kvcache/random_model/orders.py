@@ -17,11 +17,12 @@ class Orders:
     def __init__(self, built: Built, names: Names) -> None:
         self.built, self.names, self.now = built, names, 0.0
         self.hinted = bool({"hints", "quotas"} & built.features) and built.caching
-        self.blurred = False  # pages came from another manager; the model does not predict what hints learn from them
+        # whether pages have come from another manager: the model does not predict what hints learn from these
+        self.blurred = False
         self.begun = False
 
     def begin(self, share: float | None) -> None:
-        """Makes hints use our clock. With a `share`, that many pages follow hints from the beginning."""
+        """Makes hints use the model's clock. A `share` is the part of the pages that follows hints at first."""
         if "hints" in self.built.features and self.hinted:
             seam.say_time(self.built.manager, lambda: self.now, share)
 
@@ -59,7 +60,7 @@ class Orders:
             replica.order.append(digest_of[page])
 
     def say(self, replica: Replica, one: Request, committed: int) -> None:
-        """Records the hint of a request that leaves, for its own contents and those that its prefix needs."""
+        """Records the hint of a request that leaves, for its own contents and for those that its prefix needs."""
         order, retention = replica.order, one.context.retention
         if not isinstance(order, HintedIdle) or not committed:
             return

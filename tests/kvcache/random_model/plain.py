@@ -1,8 +1,8 @@
-"""A model of the manager in plain dictionaries: slow and obvious, and written from the documentation, not from the
+"""A model of the manager in plain dictionaries: slow and obvious. It is written from the documentation, not from the
 code.
 
-The content of a page is the number of its table, the salt, the keys, and every token up to its end. No table is
-special: each has a request's columns from the first one that the next query sees.
+The content of a page is the index of its table, the salt, the keys, and every token up to its end. No table is special:
+each has a request's columns from the first one that the next query sees.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ Digest = bytes
 
 
 class Table(NamedTuple):
-    """A block table: what its layers keep, and whether it has pages for all known tokens or only for those that run."""
+    """A block table. It says what its layers keep, and whether the table has pages for all known tokens or only for
+    those that run.
+    """
 
     group: LayerGroup
     holds_all: bool
 
     def seen(self, position: int) -> int:
-        """The first column that the query at `position` sees."""
+        """Returns the first column that the query at `position` sees."""
         kind, tokens = self.group.kind, self.group.window
         first = {"full": 0, "window": position - tokens + 1, "chunked": position - position % max(tokens, 1)}[kind]
         return max(0, first) // PAGE_SIZE
@@ -52,7 +54,7 @@ def tokens_of(one: Content) -> list[int]:
 
 
 class Names:
-    """The contents of digests: one for each digest, and one digest for each content."""
+    """Maps digests to contents, and checks that each content has one digest and each digest one content."""
 
     def __init__(self) -> None:
         self.content_of: dict[Digest, Content] = {}
@@ -71,19 +73,20 @@ class Request:
     context: TextContext
     replica: int
     claim: int
-    tokens: list[int]  # our own record, because reading a context makes it catch up with its batch
+    tokens: list[int]  # a copy, because reading a context makes it catch up with its batch
     rows: list[dict[int, int]]
-    first: list[int]  # the first column of each table that may have a page
-    cached: int = 0  # tokens that it had computed by its last step
+    first: list[int]  # for each table, the first column that may have a page
+    cached: int = 0  # how many tokens it had computed by its last step
     ready: bool = False  # it may run
-    shared: int = 0  # tokens whose pages the last lookup has found
+    shared: int = 0  # how many tokens' pages the last lookup has found
     ends: set[int] | None = None  # where chunks of its prompt end so that its state can be kept
-    state_told: int = -1  # number of tokens after which readers were told of its state
-    loads: list[Digest] = field(default_factory=list)  # contents that are being loaded for it from host memory
-    unsure: bool = False  # a call was interrupted since it was claimed, so its published pages are not known
-    passing: Digest | None = None  # the copy of its state that the next copy replaces
+    state_told: int = -1  # after how many tokens readers were told of its state
+    loads: list[Digest] = field(default_factory=list)  # contents that are being loaded for the request from host memory
+    unsure: bool = False  # whether a call was interrupted since its claim, so that its published pages are not known
+    passing: Digest | None = None  # the copy of its state that its next copy will replace
     surely: bool = True  # False if it is not known whether the copy will be replaced
-    gives_back: bool = False  # its import was cancelled, and its next reservation first gives its pages back
+    # whether its import was cancelled, so that its next reservation first gives its pages back
+    gives_back: bool = False
 
     @property
     def name(self) -> str:
@@ -104,7 +107,7 @@ class Request:
 
     @property
     def start(self) -> int:
-        """The tokens that it has computed: none if it has no pages, whatever its context says."""
+        """The number of tokens that it has computed: none if it has no pages, whatever its context says."""
         return self.context.start_idx if self.has_pages else 0
 
 
@@ -124,7 +127,7 @@ class Replica:
     caching: bool
     order: list[Digest]
     there: dict[Digest, int] = field(default_factory=dict)
-    kept: dict[Digest, int] = field(default_factory=dict)  # copies of states, least recently used first
+    kept: dict[Digest, int] = field(default_factory=dict)  # copies of states, the least recently used first
     requests: dict[str, Request] = field(default_factory=dict)
     beside: set[int] = field(default_factory=set)  # pages of leases, of imports, and of loads from lower tiers
     slab_pages: int = 0  # pages that each request takes for its state
@@ -164,10 +167,10 @@ class Replica:
         has: Callable[[int, Content], bool],
         may_end: Callable[[Content], bool] = lambda _: True,
     ) -> int:
-        """Returns the last column beyond `first` from which all tables can continue, or `first` if there is none.
+        """Returns the last column after `first` from which all tables can continue, or `first` if there is none.
 
-        `has` says whether the content of a column is available; `may_end` says whether a state after a column of table
-        0 is.
+        `has` says whether the content of a column is available. `may_end` says whether a state after a column of table
+        0 is available.
         """
         if not self.caching:
             return first
@@ -186,7 +189,7 @@ class Replica:
         return first
 
     def plan(self, one: Request, length: int, start: int, active: int, steps: int, found: int) -> Plan:
-        """The columns for which the request has pages when it continues from `start`, with `found` published ones."""
+        """Returns the columns that need pages when the request continues from `start`, with `found` published ones."""
         columns: list[range] = []
         for number, table in enumerate(self.tables):
             end = length + steps - 1 if table.holds_all or active >= length else active
@@ -202,7 +205,7 @@ class Replica:
         return seen + self.slab_pages
 
     def surplus(self, one: Request, plan: Plan, committed: int, *, freed: bool = True) -> int:
-        """The free pages that a reservation leaves, given the pages on the device; negative if it does not fit.
+        """Returns how many free pages a reservation leaves, given the pages on the device. Negative if it does not fit.
 
         With `freed`, pages that leave the row become free, unless others hold them.
         """
@@ -231,6 +234,8 @@ class Replica:
 
 
 def first_in_order(order: list[Digest]) -> Digest:
-    """The idle content that is evicted next: by the order of hints if there is one, else the least recently used."""
+    """Returns the idle content that is evicted next: by the order of hints if there is one, else the least recently
+    used.
+    """
     first: Callable[[], Digest] | None = getattr(order, "first", None)
     return order[0] if first is None else first()

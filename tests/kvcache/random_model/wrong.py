@@ -139,7 +139,7 @@ class WrongCalls:
         return self.live[self.choose.pick(held)].context if held else None
 
     def no_context(self) -> Any:
-        """Anything but a context of this manager, or a different context object for a request that holds pages."""
+        """Returns anything but a context of this manager, or another context object for a request that holds pages."""
         held = self.with_pages()
         twins = [] if held is None else [TextContext(np.maximum(held.tokens, 0), 99, held.request_id)]
         shape = types.SimpleNamespace(request_id="stranger", start_idx=0)
@@ -154,7 +154,7 @@ class WrongCalls:
     def pick(self, values: Sequence[Any]) -> Any:
         return self.choose.pick(values)
 
-    # ---- wrong calls: None where there is nothing to make it with
+    # # ---- wrong calls: each returns None if there is nothing to make it with
 
     def wrong_claim(self) -> Wrong:
         wrong = self.pick([*no_text(), None])
@@ -186,7 +186,7 @@ class WrongCalls:
             lambda context: manager.fork(context, TextContext([1], 9)),
             lambda context: manager.import_block_table(context, self.other.block_table("stranger")),
         ]
-        if not isinstance(wrong, TextContext):  # these ask about requests that are not claimed
+        if not isinstance(wrong, TextContext):  # these calls ask about requests that are not claimed
             calls += [manager.get_replica, manager.get_or_recommend_replica, manager.admission, manager.prefetch]
             calls.append(lambda context: manager.claim(context).__enter__())
         return lambda: self.pick(calls)(wrong)
@@ -227,7 +227,8 @@ class WrongCalls:
         if most >= context.active_idx - 1:
             return None
         start, manager = self.choose.integer(most + 1, context.active_idx - 1), self.manager
-        # One token to run makes a decode step. If it only asks for pages that it has, it is refused when it is to run.
+        # One token to run makes a decode step. If the call only asks for pages that the request has, it is refused when
+        # it is to run.
         asks = [] if start == context.active_idx - 1 and not is_through else [manager.maybe_reserve]
         calls: list[Callable[[Any], object]] = [*asks, lambda one: manager.fetch([one])]
         calls.append(lambda one: manager.fetch(manager.batch([one])))
@@ -259,11 +260,12 @@ class WrongCalls:
 
     def no_tables(self) -> Any:
         """Anything but a list of block tables."""
-        nothing = [one for one in nothing_right() if type(one) is not list]  # an empty list names no further table
+        # an empty list is valid: it names no further table
+        nothing = [one for one in nothing_right() if type(one) is not list]
         return self.pick([*nothing, None, 5, "ab", [None], [self.stranger], [[]], {1: 2}])
 
     def wrong_tail(self) -> Wrong:
-        """`import_pages` with a wrong context, replica or table, or on a manager that has no use for such pages."""
+        """Calls `import_pages` with a wrong context, replica or table, or on a manager that cannot use such pages."""
         contents, context = self.manager.contents, TextContext([1] * (2 * PAGE_SIZE + 1), 99, "tail")
         algorithm = self.manager.params.hash_algorithm
         hasher = PrefixHasher(algorithm, PAGE_SIZE, None, ())
@@ -310,7 +312,7 @@ class WrongCalls:
         return self.pick(calls)
 
     def wrong_end_of_a_tail(self) -> Wrong | None:
-        """`commit_pages` of a wrong import or with a wrong proof, and other calls with an import of pages alone."""
+        """Calls `commit_pages` with a wrong import or proof, and makes other calls with an import of pages alone."""
         manager, commit, context = self.manager, self.manager.contents.commit_pages, self.any_context()
         (old, used), tail, mine = self.old(), self.tails(), self.imports()
         forged = ImportProof("tail", 1 << 20)
@@ -366,7 +368,7 @@ class WrongCalls:
         return self.pick(calls)
 
     def wrong_cancel(self) -> Wrong:
-        """`cancel_import` of something that is no import. For a closed import it is a no-op."""
+        """Calls `cancel_import` with something that is not an import. For a closed import the call is a no-op."""
         return lambda: self.manager.cancel_import(self.pick([*nothing_right(), None, self.old()[1]]))
 
     def wrong_copier(self) -> Wrong:
@@ -388,7 +390,7 @@ class WrongCalls:
         return lambda: self.manager.end_lease(self.pick([*nothing_right(), None]))
 
     def wrong_end_of_a_step(self) -> Wrong:
-        """`end_step` of something that is no step, or of an unknown one."""
+        """Calls `end_step` with something that is not a step, or with an unknown step."""
         return lambda: self.manager.end_step(self.pick([*nothing_right(), None, StepsInFlight([]).make(1)]))
 
     def wrong_foreign_handover(self) -> Wrong | None:

@@ -1,4 +1,4 @@
-"""Compiles this tree's `chained.c` for the tests, because the tree's compiled module, if any, may be older."""
+"""Compiles this tree's `chained.c` for the tests, because a module that was compiled earlier may be out of date."""
 
 from __future__ import annotations
 

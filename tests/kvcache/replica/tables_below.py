@@ -14,7 +14,7 @@ Make = Callable[..., Served]
 
 
 def fill(it: Served, pages: int) -> None:
-    """Evicts all idle pages, so that no page comes back."""
+    """Evicts all idle pages. None of them can be loaded again."""
     it.tiers.store_all()
     pool = it.manager._replicas.each[0].pool
     taken = pool.allocate(pages)

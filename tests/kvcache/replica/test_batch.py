@@ -1,4 +1,6 @@
-"""A batch that moves in arrays does the same as the plain calls, even if its contexts are also moved elsewhere."""
+"""A batch that is updated in arrays gives the same results as the plain calls, even if its contexts are changed
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from tests.kvcache.random_model.interrupts import interrupted
 
 
 def running(manager: PagedKVCacheManager, lengths: list[int], longest: int = 4096, name: str = "") -> list[TextContext]:
-    """Requests whose prompts are computed, ready to decode."""
+    """Returns requests whose prompts are computed, ready to decode."""
     contexts = [TextContext(np.arange(length) % 7 + at, longest, f"{name}{at}") for at, length in enumerate(lengths)]
     for at, context in enumerate(contexts):
         manager.external_claim(context.request_id, at % manager.num_replicas)
@@ -43,10 +45,10 @@ def indices(context: TextContext) -> tuple[int, int, int, list[int]]:
 def test_a_batch_from_before_an_interrupt_is_looked_at_anew(make: Any) -> None:
     manager = make(40, page_size=4, checks=False)
     batch = manager.batch(running(manager, [5, 6]))
-    for _ in range(2):  # the second time the batch already knows that its requests have room for these steps
+    for _ in range(2):  # the second time, the batch already knows that its requests have room for these steps
         assert manager.reserve_batch(batch, 9).all()
     assert batch.slack >= 8
-    manager._replicas.each[0].rows.table[0, 1, 2:] = 0  # as if not all of its new pages had arrived
+    manager._replicas.each[0].rows.table[0, 1, 2:] = 0  # as if not all of its new pages had been written
     manager._mark.call = ("reserve_batch", batch.places)
     assert manager.recover().released == ()
     with pytest.raises(NotReservedError, match="'1': 15 tokens, but its reserved pages hold 8: call maybe_reserve"):
@@ -108,7 +110,7 @@ def test_pages_that_filled_at_different_tokens_are_booked_by_one_step(make: Any)
     batch = batched.batch(ours)
     assert batched.reserve_batch(batch, 3).all()
     assert plain.reserve_batch(theirs, 3).all()
-    # the second pages of the requests are full after the third, the second and the first of these tokens
+    # the second pages of the three requests become full with the third, the second and the first of these tokens
     for token in (1, 5, 2):
         batch.update([token, token + 1, token + 2])
         for at, context in enumerate(theirs):
@@ -173,7 +175,7 @@ def test_a_request_past_the_longest_is_refused_where_another_takes_a_page(make: 
         manager.fetch(batch)
         batch.update([3, 3])
         manager.step(batch)
-    # one length is the first token of a page, the other is one more than allowed
+    # one length is at the first token of a page, and the other exceeds its limit by one
     assert batch.lengths.tolist() == [7, 5]
     with pytest.raises(SequenceTooLongError, match="7 tokens"):
         manager.reserve_batch(batch)
@@ -210,7 +212,7 @@ def test_a_request_that_was_claimed_anew_is_looked_at_whatever_its_page(make: An
     assert rows.capacity[0] == 0
     assert manager.reserve_batch(batch).all()
     assert rows.capacity[0] == 8
-    assert rows.committed[0] == 1  # its first page was found; the others are computed again
+    assert rows.committed[0] == 1  # its first page was found, and the others are computed again
     assert contexts[0].start_idx == 4
     batch.update([3, 3, 3])
     manager.step(batch)
@@ -250,7 +252,7 @@ def test_lengths_and_last_tokens_are_those_of_the_contexts(make: Any) -> None:
         manager.step(batch)
     contexts[0].update(7)
     assert batch.last_tokens.tolist()[0] == 7
-    contexts[1].set_token_indices(start_idx=5, active_idx=6)  # moved outside of the batch, to run a chunk of it again
+    contexts[1].set_token_indices(start_idx=5, active_idx=6)  # changed outside of the batch, to run a chunk of it again
     expect()
     contexts[0].update(8)
     expect()
@@ -308,7 +310,7 @@ def test_a_context_that_others_move_is_read_anew(make: Any) -> None:
         manager.step(part)
     assert contexts[0].tokens.tolist()[-4:] == [28, 91, 29, 91]
     assert contexts[2].tokens.tolist()[-2:] == [29, 90]
-    # the batch has not looked at its contexts yet
+    # the batch has not read its contexts yet
     assert batch.ends.tolist() != [context.end_idx for context in contexts]
     assert manager.fetch(batch)[0].cache_lengths.tolist() == [context.start_idx for context in contexts]
 
@@ -374,7 +376,7 @@ def test_a_batch_ends_with_the_release_of_one_of_its_requests(make: Any) -> None
 
 def test_a_full_pool_refuses_those_that_cross_a_page_and_nobody_else(make: Any) -> None:
     manager = make(5, page_size=4)
-    contexts = running(manager, [7, 6, 3])  # five pages; the first and the last request are at the end of a page
+    contexts = running(manager, [7, 6, 3])  # five pages; the first and the last request end at the end of a page
     batch = manager.batch(contexts)
     assert manager.reserve_batch(batch).tolist() == [True, True, True]
     batch.update([1, 1, 1])
@@ -488,7 +490,7 @@ def test_steps_that_are_planned_ahead_compute_and_publish_what_plain_ones_do(
         step = ahead.fetch_ahead(batch)
         same_inputs(step.inputs, plain.fetch(usual))
         if before is not None:
-            if at % 7 == 0:  # some of them are read while their tokens are still to come
+            if at % 7 == 0:  # some of the contexts are read while tokens are still to come
                 assert [int(ours[place].tokens[-1]) for place in (0, at % 6)] == [FUTURE_TOKEN] * 2
             batch.realize_future_tokens(tokens)
             ahead.end_step(before)

@@ -43,7 +43,7 @@ def test_a_table_that_leaves_pages_out_follows_none_of_another_page_size_and_not
         ((13, 13), None),  # page 13 is named twice
         ((13, 11), None),  # page 11 was named before
         ((12, 13, 10), None),
-        ((11, 13, 14), None),  # a page has changed since the earlier table
+        ((11, 13, 14), None),  # a page differs from the earlier table
     ],
 )
 def test_a_table_that_leaves_pages_out_names_each_page_once(pages: tuple[int, ...], named: list[int] | None) -> None:

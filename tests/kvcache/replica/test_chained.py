@@ -119,7 +119,7 @@ def test_a_step_of_chains_that_are_elsewhere_changes_nothing(chain: Any) -> None
     found = chain.extend_each([chain, other], [0, 1], PAGES[:128])
     assert found == chain.known + other.known[32:]
     assert other.known == wanted(PAGES[:128], 64)
-    chain.known.append(0)  # a caller that corrupts it gets no digests from it
+    chain.known.append(0)  # if a caller corrupts the chain, it returns no digests
     assert chain.extend_each([chain], [1], PAGES[:64]) is None
 
 

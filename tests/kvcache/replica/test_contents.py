@@ -34,7 +34,7 @@ def served(tmp_path: Path) -> Iterable[Callable[..., Served]]:
 
 
 def evicted(it: Served, prompt: Iterable[int] = PROMPT) -> None:
-    """Serves the prompt, and then other prompts that take all pages."""
+    """Serves the prompt, and then other prompts that evict all of its pages."""
     it.serve(prompt)
     it.fill(16)
     it.fill(16)
@@ -50,7 +50,7 @@ def wanted(it: Served, first: int = 0, prompt: Iterable[int] = PROMPT) -> Any:
 
 
 def brought(it: Served, most: int = 100, first: int = 0) -> int:
-    """Asks until no page is being loaded. Returns the number of leased pages and of questions."""
+    """Asks until no page is being loaded. Returns how many pages were leased, and how many times it asked."""
     asked, deadline = 0, time.monotonic() + 10
     while it.manager.contents.bring("theirs", 0, wanted(it, first), most):
         it.manager.check()
@@ -110,7 +110,7 @@ def test_a_run_begins_at_a_later_page_and_follows_what_the_device_has(served: An
     evicted(it)
     assert brought(it, first=3) == PAGES - 3
     assert it.manager.metrics.h2d_blocks_copied == PAGES - 3
-    assert brought(it) == PAGES  # three more pages before the cached ones
+    assert brought(it) == PAGES  # three more pages, before those that were cached
     assert it.manager.metrics.h2d_blocks_copied <= PAGES + PAGES - 3
 
 
@@ -174,7 +174,7 @@ class Copy:
 
 
 def copied_beside_us(it: Any, monkeypatch: pytest.MonkeyPatch) -> Copy:
-    """Makes copies to the device begin at once and end only when the returned one says so, as on a GPU."""
+    """Makes copies to the device begin at once and end only when the test says so, as on a GPU."""
     (tier,) = it.tiers.replicas
     copy, load = Copy(), tier._mover.load
 
@@ -208,7 +208,9 @@ def test_pages_that_are_on_their_way_are_found_by_nobody(served: Any, monkeypatc
 def test_a_loop_that_only_waits_sees_that_copies_for_nobody_are_over(
     served: Any, monkeypatch: pytest.MonkeyPatch, asked: str
 ) -> None:
-    """No step runs that would notice their end. Without this rule the pages would stay held for ever."""
+    """No step runs that would notice the end of the copies. Without special handling, the pages would stay held for
+    ever.
+    """
     it = served()
     evicted(it)
     copy = copied_beside_us(it, monkeypatch)

@@ -138,7 +138,7 @@ def test_a_hasher_kept_for_other_keys_is_not_used() -> None:
 
 
 class Own:
-    """A caller's own context of ten tokens, which has the given attributes and moves as told."""
+    """A caller's own context of ten tokens, with the given attributes. Its indices are set as told."""
 
     def __init__(self, moves: Callable[[Own, int, int], None] | None = None, **others: Any) -> None:
         self.__dict__ |= {"request_id": "own", "tokens": np.arange(10), "start_idx": 2, "active_idx": 6, "end_idx": 10}
@@ -303,7 +303,7 @@ COPIES: dict[str, Callable[[TextContext], TextContext]] = {
 @pytest.mark.parametrize("kind", [TextContext, Named, Slotted])
 @pytest.mark.parametrize("together", [False, True])
 def test_a_copy_shares_nothing_that_moves(make: Any, how: str, kind: type[TextContext], together: bool) -> None:
-    """It shares neither the token buffer, nor the page hashes, nor the batch that moves the original."""
+    """It shares neither the token buffer, nor the page hashes, nor the batch that updates the original."""
     manager, hint = make(40, page_size=4), Retention(True)
     extra = {"cache_salt": "salt", "retention": hint, "extra_keys": [(3, b"image")]}
     context = kind(range(10), 100, "r", **extra)  # type: ignore[arg-type]
@@ -361,7 +361,7 @@ def test_a_batch_is_not_copied(make: Any, how: Callable[[object], object]) -> No
 
 
 class Leading:
-    """Moves contexts like a batch, which is asked for the tokens that each context lacks."""
+    """Updates contexts as a batch does. Each context asks it for the tokens that it lacks."""
 
     def __init__(self, tokens: dict[int, list[int]]) -> None:
         self.tokens, self.lost = tokens, list[tuple[int, int]]()
@@ -386,7 +386,7 @@ def test_who_follows_a_leader_knows_what_that_did_and_leaves_with_it(come: int) 
     context = TextContext(tokens[:2], 64, "r")
     context.follow(leading, 3)
     leading.contexts[3] = context
-    context.catch_up(other, 0)  # it does not belong to that batch
+    context.catch_up(other, 0)  # the context does not belong to that batch
     assert context._end == 2
     context.catch_up(leading, 3)
     assert context._end == 2 + come

@@ -26,7 +26,7 @@ def prompt(name: int, pages: int) -> list[int]:
 
 
 def serve(manager: PagedKVCacheManager, tokens: list[int], retention: Retention | None = None, **options: Any) -> int:
-    """Runs a request in chunks of 8 tokens, so that its windows move. Returns the tokens that it found cached."""
+    """Runs a request in chunks of 8 tokens, so that its windows move on. Returns how many tokens it found cached."""
     context = TextContext(tokens, len(tokens) + 1, retention=retention, **options)
     with manager.claim(context):
         assert manager.maybe_reserve(context)
@@ -43,7 +43,7 @@ def serve(manager: PagedKVCacheManager, tokens: list[int], retention: Retention 
 
 
 def found(manager: PagedKVCacheManager, tokens: list[int]) -> int:
-    """The number of the prompt's pages that are cached in all tables. The call changes nothing."""
+    """Returns how many of the prompt's pages are cached in all tables. Changes nothing."""
     return manager._replicas.each[0].find(TextContext(tokens, 999)).end
 
 

@@ -38,7 +38,7 @@ def make(groups: Any = FULL_TWICE, layers: int = 3, pages: int = 100, **options:
 
 
 def computed(manager: PagedKVCacheManager, tokens: list[int], name: str = "p", chunk: int = 0) -> TextContext:
-    """A claimed request with computed tokens (in chunks of `chunk`, if given), and with its first new token."""
+    """Returns a claimed request with computed tokens (in chunks of `chunk`, if given), and with its first new token."""
     context = TextContext(tokens, 256, name)
     manager.external_claim(name, 0)
     while context.start_idx < len(tokens):
@@ -172,7 +172,8 @@ def test_larger_pages_that_end_before_what_is_here_need_not_be_named() -> None:
         kinds=("window 6",),
     )
     context = TextContext(PROMPT, 256, "d")
-    imports._check_reach(context, table, ("full", "window 6"), [0, 24])  # everything that the table names is here
+    # everything that the table names is cached here
+    imports._check_reach(context, table, ("full", "window 6"), [0, 24])
     with pytest.raises(BlockTableMismatchError, match="from token 16 on are needed"):
         imports._check_reach(context, table, ("full", "window 6"), [0, 16])
 
@@ -393,7 +394,9 @@ def test_a_cancelled_import_is_released_and_nobody_gets_its_pages_before() -> No
 
 
 def test_random_hand_overs() -> None:
-    """All kinds of tables, with pools so small that windows are evicted: bytes are right, and few pages are copied."""
+    """All kinds of tables, with pools so small that windows are evicted. All bytes must be right, and few pages may be
+    copied.
+    """
     seen: Counter[str] = Counter()
     for number in range(6):
         choose = random.Random(number)

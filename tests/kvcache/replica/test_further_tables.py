@@ -32,7 +32,7 @@ def make(
 
 
 def columns(manager: PagedKVCacheManager, context: TextContext, table: int = 0) -> list[int]:
-    """The columns of a further table in which the request has a page."""
+    """Returns the columns of a further table in which the request has a page."""
     replica = manager._replicas.each[manager.get_replica(context)]
     return replica.rows.table[1 + table, replica.rows.row_of[context.request_id]].nonzero()[0].tolist()
 
@@ -338,8 +338,8 @@ def test_a_batch_of_chunks_has_pages_for_them_alone() -> None:
 
 
 def ages(*, together: bool) -> list[list[int]]:
-    """The digests of the idle pages, oldest first, after the requests of a batch (two of them forked) have reserved
-    pages.
+    """Returns the digests of the idle pages, oldest first, after the requests of a batch (two of them forked) have
+    reserved pages.
     """
     manager = make(pages=200)
     one, other = (start(manager, range(first, first + 42), f"{first}") for first in (0, 100))

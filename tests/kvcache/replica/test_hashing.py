@@ -22,7 +22,7 @@ ALGORITHMS: tuple[HashAlgorithm, ...] = get_args(HashAlgorithm)
 
 @pytest.fixture(autouse=True, params=["hashlib", "chained.c"])
 def computed_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Runs every test with each of the two sha256 implementations."""
+    """Runs every test with each of the two implementations of sha256."""
     monkeypatch.setattr(hashing, "_Chain", hashing._NotCompiled if request.param == "hashlib" else compiled_chain())
     hashing._seeded.cache_clear()
     yield request.param

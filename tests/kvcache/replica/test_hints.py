@@ -129,11 +129,12 @@ def test_the_first_hint_takes_over_what_is_cached() -> None:
     running.update(0)
     fresh.step([running])
     serve(fresh, prompt(6), LAST)
-    assert len(fresh._replicas.each[0].hints._baselines[0]._kept) == 4  # those of the running request, too  # pyright: ignore[reportGeneralTypeIssues]
+    # includes those of the running request  # pyright: ignore[reportGeneralTypeIssues]
+    assert len(fresh._replicas.each[0].hints._baselines[0]._kept) == 4
 
 
 def evidence(manager: PagedKVCacheManager) -> list[int]:
-    """Records what the share learns from now on, request by request: pages gained, or pages promised."""
+    """Records what the share learns from now on, request by request: how many pages were gained, or promised."""
     learned: list[int] = []
     hints = manager._replicas.each[0].hints
     hints._share.learn = lambda gained, promised, looked: learned.extend((gained, promised))
@@ -228,7 +229,7 @@ def test_a_tenant_above_its_quota_evicts_its_own_pages() -> None:
 
 
 def test_a_sample_speaks_for_all_pages() -> None:
-    """If only a sample of a pool is watched, its gains and losses are scaled up to all pages."""
+    """If only a sample of a pool is watched, the sample's gains and losses are scaled up to all pages."""
     manager = manager_of(4096, checks=False, rows=1, max_seq_len=4 * 4096)
     serve(manager, prompt(0), LAST)
     hints = manager._replicas.each[0].hints
@@ -454,7 +455,7 @@ def test_a_context_that_its_owner_drops_is_kept_until_its_release() -> None:
     assert manager.maybe_reserve(dropped)
     name, seen = dropped.request_id, ref(dropped)
     del dropped
-    assert seen() is not None  # its pages are tied to its lifetime
+    assert seen() is not None  # the manager's pages are tied to its lifetime
     manager.release(name)
     assert seen() is None
     trusting(manager)
@@ -497,7 +498,7 @@ def test_a_context_of_another_class_may_bring_its_hint_at_the_end_too() -> None:
 
 
 class Heard(LruOrder):
-    """A caller's own eviction order that records its calls."""
+    """A caller's own eviction order, which records its calls."""
 
     by_age = False
 

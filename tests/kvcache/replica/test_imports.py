@@ -344,7 +344,7 @@ def test_an_import_that_grows_names_each_page_when_it_is_there(make: Any, theirs
 
 
 def from_page(table: BlockTable, first: int) -> BlockTable:
-    """The table of a source that was asked for the pages after the first `first`."""
+    """Returns the table of a source that was asked for the pages after the first `first`."""
     return change(table, first_page=first, groups=(table.groups[0][first:],), digests=table.digests[first * 32 :])
 
 
@@ -377,7 +377,7 @@ def test_a_run_behind_a_hole_is_refused_and_nothing_is_taken(make: Any) -> None:
     with pytest.raises(BlockTableMismatchError, match=f"'d': the block table {hole}"):
         target.import_block_table(context, from_page(table, 3))
     assert target.num_held_blocks == 0
-    context.set_token_indices(start_idx=12, active_idx=19)  # the start that the context claims fills no gap
+    context.set_token_indices(start_idx=12, active_idx=19)  # the start that the context claims does not fill a gap
     with pytest.raises(BlockTableMismatchError, match=f"'d': the block table {hole}"):
         target.import_block_table(context, from_page(table, 3))
     bad = [

@@ -1,4 +1,4 @@
-"""Imports that grow by tables of only new pages: each page is named once, and earlier pages stay."""
+"""Imports that grow by tables with only new pages: each page is named once, and earlier pages stay."""
 
 from typing import Any
 

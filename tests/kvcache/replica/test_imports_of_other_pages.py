@@ -1,4 +1,4 @@
-"""Imports from a source with another page size: every published page is complete, in every table and wherever windows
+"""Imports from a source with another page size. Every published page is complete, in every table and wherever windows
 begin.
 """
 
@@ -21,7 +21,7 @@ from tests.kvcache.kv import KVTokens
 WINDOW = 7
 GROUPS = LayerGroup("full", (0,)), LayerGroup("window", (1,), WINDOW), LayerGroup("chunked", (2,), 10)
 NEXT = 7
-STEPS = 3  # steps of an imported request, some of which fill its last page
+STEPS = 3  # how many steps an imported request runs; some of them fill its last page
 
 
 def make(page_size: int) -> PagedKVCacheManager:
@@ -56,7 +56,7 @@ def goes_on(manager: PagedKVCacheManager, context: TextContext, steps: int) -> N
 
 
 def copy(source: PagedKVCacheManager, target: PagedKVCacheManager, copier: ImportCopier, *, last: bool) -> None:
-    """Copies exactly the tokens, and no other part of their pages."""
+    """Copies exactly these tokens, and no other part of their pages."""
     here, there = target.page_size, source.page_size
     for ours, theirs, (first, stop) in copier.take(last=last):
         tokens = np.arange(first, stop)
@@ -112,8 +112,8 @@ class HandOver:
         return context
 
     def _tables(self, tokens: list[int], name: str) -> Generator[tuple[BlockTable, bool]]:
-        """Yields the source's table after each chunk with a full page and after the last chunk, and whether it is the
-        last.
+        """Yields the source's table after each chunk that fills a page and after the last chunk, and whether it is the
+        last one.
         """
         source, context = self.source, TextContext(tokens, 256, name)
         source.external_claim(name, 0)

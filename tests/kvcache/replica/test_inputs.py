@@ -70,7 +70,7 @@ def test_symbols_for_other_devices_and_layers(make: Any) -> None:
 
 
 def started(manager: PagedKVCacheManager, lengths: dict[int, list[int]], steps: int = 1) -> list[TextContext]:
-    """Reserved requests of these lengths, for each replica."""
+    """Returns reserved requests of these lengths, for each replica."""
     made: list[TextContext] = []
     for replica, some in lengths.items():
         for length in some:

@@ -84,7 +84,8 @@ def test_other_replicas_pages_are_copied_for_every_table(served: Make, groups: t
     full = 2 if groups is TWO else 1
     assert it.manager.metrics.d2d_blocks_copied == 10 * full + 2
     lost(it, 9)
-    assert it.serve(PROMPT, replica=2) == 40  # from two replicas: the window's last page comes from the second one
+    # pages come from two replicas: the window's last page comes from the second one
+    assert it.serve(PROMPT, replica=2) == 40
     assert it.manager.metrics.d2d_blocks_copied == 2 * (10 * full + 2)
     assert it.kv.compared > 2 * 40 * full
 

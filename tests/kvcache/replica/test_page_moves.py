@@ -96,7 +96,7 @@ def test_a_moved_page_is_found_and_held_where_it_is_now() -> None:
     now = [before[0], *targets.tolist()]
     assert list(rig.manager.get_req_blocks("a")) == now
     assert rig.replica.rows.changed[row]
-    pool.release(sources)  # the pool's part of the move, which `SlabPool` normally does
+    pool.release(sources)  # `SlabPool` normally does this part of a move in the pool
     rig.manager.check()
     rig.manager.release("a")
     again, _ = rig.start("b")

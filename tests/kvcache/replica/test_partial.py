@@ -32,7 +32,7 @@ def content(manager: PagedKVCacheManager, context: TextContext, count: int) -> l
 
 
 def run(manager: PagedKVCacheManager, context: TextContext, token: int = 7) -> None:
-    """A model whose KV is the token itself. It checks that all cached tokens are present."""
+    """Acts as a model whose KV is the token itself. Checks that all cached tokens are present."""
     assert content(manager, context, context.start_idx) == context.tokens[: context.start_idx].tolist()
     manager.fetch([context])
     pages = manager.get_req_blocks(context.request_id)
@@ -57,7 +57,7 @@ def test_a_prompt_that_leaves_a_cached_one_within_a_page_goes_on_from_there(make
     manager = made(make, tp=2, heads=2)
     assert served(manager, range(12)) == 0
     assert served(manager, [*range(6), 90, 91, 92]) == 6
-    assert served(manager, range(3)) == 2  # it ends within the first page, and its last token has to run
+    assert served(manager, range(3)) == 2  # the prompt ends within the first page, and its last token has to run
     assert served(manager, [*range(10)]) == 9
     assert served(manager, [50, *range(9)]) == 0
     assert manager.metrics.cache_tokens == 17
@@ -67,7 +67,7 @@ FULL, WINDOW, CHUNKED = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6),
 
 
 def served_in_tables(manager: PagedKVCacheManager, tokens: list[int], chunk: int = 64) -> int:
-    """Like `served`, for a model whose KV is the token and the number of the block table. The prompt runs in chunks."""
+    """Like `served`, for a model whose KV is the token and the index of the block table. The prompt runs in chunks."""
     context, replica = TextContext(tokens, 256), manager._replicas.each[0]
     found, blocks = -1, manager.device_tensors[0][0]
     with manager.claim(context):

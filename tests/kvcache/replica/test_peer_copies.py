@@ -1,4 +1,4 @@
-"""Pages are copied from another replica. The bytes are compared: found pages hold what was computed."""
+"""Pages are copied from another replica. Their bytes are compared: found pages must hold what was computed."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_the_head_comes_from_one_replica_and_the_tail_from_another() -> None:
 
 
 def forget(manager: PagedKVCacheManager, replica: int, prompt: list[int], which: slice) -> None:
-    """Removes some idle pages of a prompt from a replica, as an order by hints may evict pages from the middle."""
+    """Removes some idle pages of a prompt from a replica. An order by hints may also evict pages from the middle."""
     pool = manager._replicas.each[replica].pool
     pages = manager._replicas.each[replica].find(TextContext(prompt, 64)).pages[0][which]
     pool.idle.remove(pages)

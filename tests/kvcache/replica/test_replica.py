@@ -1,4 +1,4 @@
-"""Rules of one replica that no result of the manager shows, or only in a full pool."""
+"""Rules of one replica that show in no result of the manager, or only in a full pool."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_pages_that_hits_replace_count_as_free(make: Any) -> None:
 
 
 def test_after_an_interrupt_a_page_that_its_row_does_not_count_as_published_is_found_by_nobody(make: Any) -> None:
-    """`step` publishes pages and then counts them. The publication of uncounted pages may be incomplete."""
+    """`step` publishes pages and then counts them. So pages that were not counted may be half published."""
     manager = make(16, page_size=4)
     contexts = [TextContext(range(first, first + 9), 64, name) for first, name in ((0, "stays"), (100, "half"))]
     for context in contexts:
@@ -86,9 +86,9 @@ def test_a_match_is_made_again_after_a_decode_step_evicted_its_page(make: Any) -
     assert not manager.maybe_reserve(waits)  # there is no free page for its third page
     grows.update(1)
     manager.step([grows])
-    assert not manager.maybe_reserve(waits)  # its match is current; only the eviction happens after it
+    assert not manager.maybe_reserve(waits)  # its match is still valid; the eviction comes after it
     grows.update(1)
-    assert manager.maybe_reserve(grows)  # one more page: the last one that `waits` has matched
+    assert manager.maybe_reserve(grows)  # takes one more page: the last one that `waits` has matched
     manager.check()
     manager.fetch([grows])
     assert not manager.maybe_reserve(waits)
@@ -99,7 +99,7 @@ def test_a_match_is_made_again_after_a_decode_step_evicted_its_page(make: Any) -
 
 
 def test_a_request_with_one_token_to_run_stays_where_it_was_set_back_to(make: Any) -> None:
-    """It looks up no prefix. The published pages after its start are its own, and do not move it forward."""
+    """The request looks up no prefix. The published pages after its start are its own, and do not move it forward."""
     manager = make(20, page_size=4)
     context = TextContext(range(14), 64)
     with manager.claim(context):

@@ -1,4 +1,4 @@
-"""After a cancelled import the request computes its tokens itself, and overwrites no page that others have."""
+"""After a cancelled import, the request computes its tokens itself, and overwrites no page that others have."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_a_request_goes_on_from_the_pages_and_the_state_of_another_replica(slabs
 def test_no_page_is_brought_behind_the_last_state_of_any_replica(slabs: bool) -> None:
     it = of(slabs, every=4)
     it.serve(PROMPT, replica=1)
-    other = [*PROMPT[:30], *range(200, 216)]  # shares seven pages, and the state after four
+    other = [*PROMPT[:30], *range(200, 216)]  # shares seven pages, and the state after four of them
     assert it.serve(other, replica=0) == 16
     assert copied(it) == (4, 1, 1)
 
@@ -109,17 +109,18 @@ def test_where_no_slab_is_left_for_the_copy_pages_come_as_far_as_a_state_is_here
     running = it.claim(range(500, 500 + SIZE * (pool.free_count - 2 * pool.beside - 11)))
     assert it.manager.maybe_reserve(running)
     late = it.claim(PROMPT)
-    assert pool.free_count == 11  # as many as it takes, and none for a further slab
+    assert pool.free_count == 11  # as many as the request takes, and none for a further slab
     assert it.manager.maybe_reserve(late)
     assert late.start_idx == 16
-    assert copied(it) == (4 + 2, 1, 2)  # the other replica had started with the pages of this one
+    # six pages: the other replica already had some of them, and had itself copied these from this replica
+    assert copied(it) == (4 + 2, 1, 2)
 
 
 def test_where_every_state_page_is_held_pages_come_as_far_as_a_state_is_here() -> None:
     it = of(slabs=False)
     it.serve(PROMPT, replica=1)
     leases = list[Any]()
-    for at in range(4):  # released requests, whose states are held by leases
+    for at in range(4):  # these released requests have states that leases hold
         context = it.claim([300 + at, 1, 2])
         assert it.manager.maybe_reserve(context)
         it.run(context)
@@ -163,7 +164,7 @@ def test_what_the_host_has_of_a_prefix_comes_from_there_and_the_rest_from_the_re
     it.serve(PROMPT, replica=1)
     it.manager.flush_tiers()
     assert it.serve(PROMPT, replica=0) == 40
-    # the state is in the shared host memory, and is loaded directly to the replica that needs it
+    # the state is in host memory, which replicas share, and is loaded directly to the replica that needs it
     assert copied(it) == (10, 0, 1)
     assert it.manager.metrics.h2d_states_copied == 1
     it.manager.states[0].forget_copies()

@@ -1,4 +1,6 @@
-"""Windows and recurrent states in one manager: where a prompt can resume, which pages move, and what is handed over."""
+"""Windows and recurrent states in one manager: where a prompt can resume, which pages are moved, and what is handed
+over.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +43,10 @@ def make(
 ) -> PagedKVCacheManager:
     """Makes a manager.
 
-    With `copies` None, states lie among the pages. `files` has the params of a file tier below `host_slots`.
+    If `copies` is None, states lie among the pages. `files` has the params of a file tier below `host_slots`.
     """
     told = (files or {}) | {"groups": GROUPS, "states": shape, "state_copies": copies, "state_every_pages": every}
-    # the pages in addition to those that the states take
+    # the pages that remain besides those that the states take
     own = 0 if copies is None else (options.get("rows", 8) + copies + 1) * 8
     return manager_of(pages + own, page_size=SIZE, layers=2, dtype=torch.int64, params=told, **options)
 
@@ -97,7 +99,7 @@ def without_state_at(manager: PagedKVCacheManager, pages: int) -> None:
     ("windows", "states", "found"),
     [
         ((), (), 9),
-        ((8,), (), 8),  # page 8 is gone from the window after page 9
+        ((8,), (), 8),  # page 8 was evicted from the window, which the query after page 9 sees
         ((), (9,), 8),
         ((7,), (), 7),
         ((7,), (7,), 6),  # either alone would end later
@@ -201,7 +203,7 @@ def test_tables_of_another_number_are_refused_by_name() -> None:
 
 
 def in_each_slab(manager: PagedKVCacheManager) -> TextContext:
-    """A request with pages in each slab: it ran alternately with another one, which was released."""
+    """Returns a request with pages in each slab: it ran in turn with another one, which was then released."""
     context, other = TextContext(PROMPT[:20], 256, "r"), TextContext([1] * 20, 256, "other")
     for one in (context, other):
         manager.external_claim(one.request_id, 0)

@@ -22,7 +22,7 @@ SIZE = 4
 
 
 def made(pages: int, copies: int, shape: StateShape = SHAPES[1], rows: int = 2, **params: Any) -> PagedKVCacheManager:
-    """A manager with this many pages, and room for `copies` states in addition to those of its requests."""
+    """Returns a manager with this many pages, and room for `copies` states besides those of its requests."""
     made = KVCacheParams(
         torch.int64, 1, 2, enable_prefix_caching=True, page_size=SIZE, states=shape, state_copies=copies, **params
     )
@@ -96,7 +96,7 @@ def copies_of(manager: PagedKVCacheManager, tokens: list[int], **options: Any) -
 def test_a_hinted_prefix_is_found_after_a_flood_with_its_state(said: Retention | None) -> None:
     manager = trusting(made(400, 10))
     serve(manager, prompt(1), said)
-    for name in range(100, 140):  # enough pages for all of them, but state copies for only ten
+    for name in range(100, 140):  # enough pages for all of these prompts, but state copies for only ten
         serve(manager, prompt(name))
     assert found(manager, prompt(1)) == (0 if said is None else 2)
     assert serve(manager, prompt(1)) == (0 if said is None else 8)
@@ -133,7 +133,7 @@ def test_that_it_goes_first_is_said_of_all_copies() -> None:
     for name in range(100, 104):
         serve(manager, prompt(name))
         if name == 102:
-            assert copies_of(manager, prompt(1, 6)) == [5, 6]  # the newest copy is worth most here, too
+            assert copies_of(manager, prompt(1, 6)) == [5, 6]  # here too, the newest copy is worth most
     assert copies_of(manager, prompt(1, 6)) == []
     assert copies_of(manager, prompt(2, 2)) == [1, 2]
 
@@ -160,7 +160,7 @@ def one_by_one(manager: PagedKVCacheManager) -> None:
 
 @pytest.mark.parametrize("together", [True, False])
 def test_what_comes_into_a_copys_place_has_no_hint_of_it(*, together: bool) -> None:
-    """The child's hint is for a copy that still goes along with the parent.
+    """The child's hint is for a copy that its parent still passes along.
 
     The parent then replaces this copy with its next one.
     """
@@ -190,7 +190,7 @@ def test_what_comes_into_a_copys_place_has_no_hint_of_it(*, together: bool) -> N
 
 @pytest.mark.parametrize("together", [True, False])
 def test_a_hint_does_not_wear_off_by_requests_that_come_further(*, together: bool) -> None:
-    """Each copy replaces the request's own last one, so no other content is evicted, however often this happens."""
+    """Each copy replaces the request's own last one. So no other content is evicted, however often this happens."""
     manager = trusting(made(400, 8))
     if not together:
         one_by_one(manager)
@@ -243,7 +243,7 @@ def test_copies_of_a_tenant_are_as_old_as_their_last_use() -> None:
 def test_in_one_memory_a_hinted_prefix_is_found_after_a_flood(said: Retention | None) -> None:
     manager = trusting(shared(60))
     serve(manager, prompt(1), said)
-    for name in range(100, 120):  # each takes six pages, four of which hold the copy
+    for name in range(100, 120):  # each prompt takes six pages, four of which hold the copy
         serve(manager, prompt(name))
     assert found(manager, prompt(1)) == (0 if said is None else 2)
 
@@ -321,7 +321,7 @@ def rounds(manager: PagedKVCacheManager, first: Retention | None, last: Retentio
 @pytest.mark.few(1)
 @pytest.mark.parametrize("slabs", [True, False])
 def test_the_share_grows_while_hints_are_right(*, slabs: bool) -> None:
-    """Six recurring prompts of six pages with their copies, or of two pages with ten copies: plain LRU finds none."""
+    """Six recurring prompts of six pages with copies, or of two pages with ten copies. Plain LRU would find none."""
     manager = shared(60) if slabs else made(24, 10)
     assert rounds(manager, None, None) == [0, 0]
     manager = shared(60) if slabs else made(24, 10)

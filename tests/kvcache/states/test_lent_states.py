@@ -186,7 +186,9 @@ def test_no_state_is_brought_where_half_of_the_free_pages_are_too_few() -> None:
 
 
 def test_making_room_for_a_state_from_the_host_does_not_reuse_its_slot() -> None:
-    """The host has two slots and uses the state's one next. The copy that the device evicts is not in the host yet."""
+    """The host has two slots, and would use the state's one next. The copy that the device evicts is not in the host
+    yet.
+    """
     it = ServedStates(slabs=False, host_states=2)
     it.serve(PROMPT)
     it.serve(range(500, 505))
@@ -197,7 +199,7 @@ def test_making_room_for_a_state_from_the_host_does_not_reuse_its_slot() -> None
     assert all(it.manager.maybe_reserve(other) for other in others)
     it.run(*others)
     for other in others:
-        it.manager.release(other.request_id)  # its state's copy waits to be stored
+        it.manager.release(other.request_id)  # the copy of its state waits to be stored
     for number in range(len(others)):
         it.claim([number])  # holds a page
     it.manager.contents.bring("theirs", 0, wanted(it), 100)

@@ -1,4 +1,4 @@
-"""State copies that go along with their requests: the copies of one step replace the earlier ones all at once."""
+"""State copies that are passed along with their requests: a step's copies replace the earlier ones all at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def digests(*words: int) -> np.ndarray:
 
 
 def made(copies: int = 4, tokens: int = 8) -> StatePages:
-    """Three requests that have run `tokens` tokens, each with a copy (1 to 3) that goes along with it."""
+    """Returns three requests that have run `tokens` tokens, each with a copy (1 to 3) that is passed along with it."""
     states = states_of(SHAPE, len(NAMES) + copies)
     for at, name in enumerate(NAMES):
         states.allocate(name)
@@ -69,7 +69,7 @@ def test_each_copy_is_the_next_one_where_it_lies() -> None:
 def test_they_are_used_last() -> None:
     states = made()
     run(states, "a", 9, 50)
-    states.keep("a", digests(9), 9, passing=False)  # this copy stays, and replaces copy 1
+    states.keep("a", digests(9), 9, passing=False)  # this copy is permanent, and replaces copy 1
     assert states.num_kept == 3
     for name in ("b", "c"):
         run(states, name, 16, 60)

@@ -1,4 +1,4 @@
-"""Recurrent states over an object store: each state is an object, and pages are found up to a state."""
+"""Recurrent states over an object store. Each state is an object, and pages are found up to a state."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def written(served: Make, *prompts: Iterable[int], new: int = 1, **options: Any)
 @pytest.mark.parametrize("slabs", [True, False])
 @pytest.mark.parametrize("length", [3, 4, 5, 16, 17, 20, 21, 33, 43])
 def test_a_new_machine_goes_on_from_the_store_alone(served: Make, slabs: bool, length: int) -> None:
-    """Each form of memory finds what the other has written."""
+    """Each form of memory finds what the other form has written."""
     pages, full = (length - 1) // SIZE, length // SIZE
     wrote = written(served, range(length), slabs=slabs).manager.metrics
     places = {pages, full} - {0}  # after the last page from which other prompts continue, and after the last full page
@@ -61,7 +61,7 @@ def test_a_new_machine_goes_on_from_the_store_alone(served: Make, slabs: bool, l
 def test_conversations_and_what_prompts_have_in_common_are_found(served: Make) -> None:
     system, new = [*range(50, 80)], 12
     asked = [[*system, *range(at * 10, at * 10 + 7)] for at in range(3)]
-    written(served, *asked[:2], new=new)  # the second prompt diverges from the first, so a state is kept there
+    written(served, *asked[:2], new=new)  # the second prompt diverges from the first one, so a state is kept there
     again = served()
     turn = [*asked[0], *[1] * new, 5, 6, 7]
     assert again.again(turn) == (len(asked[0]) + new - 1) // SIZE * SIZE  # the answer's last token was never run
@@ -147,14 +147,16 @@ def test_pages_that_end_in_an_object_of_fewer_come_together_with_the_state_after
 
 
 def test_of_a_prompt_larger_than_the_host_the_state_that_its_first_pages_lead_to_is_read(served: Make) -> None:
-    """Six pages may be read, that is one object. Seven were written, with states after four and seven of them."""
+    """Six pages, which are one object, may be read at a time. Seven were written, with states after four and after
+    seven pages.
+    """
     it, prompt = served(80, 12, slabs=False, every=4), PROMPT[:29]
     assert it.serve(prompt) == 0
     it.manager.flush_tiers()
     for pool in (it.manager._replicas.each[0].pool, it.manager.states[0].pool):
         pool.release(pool.allocate(pool.free_count))
     for tiers in (it.tiers, it.state_tiers):
-        tiers.host.pool.forget_idle()  # the process that has written the objects knows them all
+        tiers.host.pool.forget_idle()  # the process that has written the objects knows all of them
     assert it.again(prompt) == 16
     assert (it.manager.metrics.object_blocks_read, it.manager.metrics.object_states_read) == (4, 1)
 
@@ -339,8 +341,8 @@ def test_an_object_is_as_large_as_a_state_and_its_row(served: Make, store: Store
 
 
 def longest(it: ServedStates, prompt: list[int], store: StoredObjects) -> int:
-    """The tokens of a prompt that must be found according to the documentation, if its pages and a state after them lie
-    in any tier.
+    """Returns how many tokens of a prompt must be found according to the documentation, if its pages and a state after
+    them lie in any tier.
     """
     last = (len(prompt) - 1) // SIZE
     digests, (pages, states) = it.digests(prompt)[:last], tiers_of(it)
@@ -389,7 +391,7 @@ def test_random_prompts_over_four_tiers(served: Make, store: StoredObjects, tmp_
         before, gone = it.manager.metrics, sum(tier.refusals.total() for tier in tiers_of(it))
         found = it.again(prompt, chunk=int(rng.integers(1, 80)), new=int(rng.integers(1, 9)))
         refused = sum(tier.refusals.total() for tier in tiers_of(it)) > gone
-        # Pages read for a prefix that was just shortened may have evicted pages that the shorter prefix needs.
+        # Pages that were read for a prefix that became shorter may have evicted pages that the shorter prefix needs.
         assert found == expected or (refused and found < expected), (move, prompt)
         after = it.manager.metrics
         seen["as expected"] += found == expected > 0

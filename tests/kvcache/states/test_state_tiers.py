@@ -1,4 +1,6 @@
-"""A passing copy that another request makes permanent is saved to the host before it is overwritten."""
+"""A request makes another request's passing copy permanent. The copy is then saved to the host before it is
+overwritten.
+"""
 
 from __future__ import annotations
 
@@ -49,14 +51,14 @@ def test_a_passing_copy_that_another_request_lets_stay(together: bool) -> None:
 
 
 class Lower:
-    """A tier below the host that says it has the states of these digests, but never delivers one."""
+    """A tier below the host that claims to have the states of these digests, but never delivers one."""
 
     generation = 0
     asks = False
 
     def __init__(self, *there: int) -> None:
         self.there = there
-        self.fetched: list[tuple[int, int]] = []  # the wanted digest, and the number of pages that it saves
+        self.fetched: list[tuple[int, int]] = []  # the wanted digest, and how many pages it saves
 
     def has_of(self, digests: np.ndarray, asked: np.ndarray, *, perhaps: bool) -> np.ndarray:  # noqa: ARG002
         return asked & np.isin(digests[:, :, 0], self.there)

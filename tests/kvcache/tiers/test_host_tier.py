@@ -96,7 +96,7 @@ def test_pages_on_their_way_are_found_by_nobody(served: Any) -> None:
     assert it.manager.maybe_reserve(second)  # loads them for itself
     it.run(first, second)
     assert it.kv.compared == 32
-    # Two copies were loaded. `step` shared the first and freed the second.
+    # Two copies were loaded. `step` shared the first one and freed the second.
     assert it.manager.get_req_blocks(first.request_id)[:4] == it.manager.get_req_blocks(second.request_id)[:4]
 
 
@@ -196,7 +196,7 @@ def test_a_page_is_copied_before_it_is_given_away(served: Any) -> None:
 
 
 class SlowCopies:
-    """A clock that advances only by the copies of a tier."""
+    """A clock that advances only when a tier makes copies."""
 
     def __init__(self, it: Served, copy_s: float) -> None:
         self.now = 0.0
@@ -232,7 +232,7 @@ class Below:
 def test_a_use_counts_once_the_pages_before_it_are_there(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A page that is still being copied is not in the tier yet.
 
-    Without this rule its use would be lost, and the head of a prompt would be evicted before its tail.
+    If its use counted at once, it would be lost, and the head of a prompt would be evicted before its tail.
     """
     it = served(16, 40)
     tier, over = it.tiers.replicas[0], [False]

@@ -1,4 +1,6 @@
-"""The object tier: pages outlive processes and folders. Anything wrong in the store is only a miss, in bounded time."""
+"""The object tier: pages outlive processes and folders. Anything wrong in the store only leads to misses, in bounded
+time.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def test_a_new_machine_finds_what_was_written(served: Make, store: StoredObjects
     assert it.serve(PROMPT) == 0
     assert it.serve([7, *range(40)]) == 0
     it.manager.close()
-    assert it.manager.metrics.object_blocks_written == 16  # two objects each; the last two pages make none
+    assert it.manager.metrics.object_blocks_written == 16  # each prompt makes two objects; its last two pages make none
     again = served()
     again.fetch(PROMPT)
     again.fetch([7, *range(40)])
@@ -176,7 +178,9 @@ def test_who_wrote_an_object_replaces_it_when_it_finds_it_damaged(served: Make, 
 def test_an_object_found_damaged_while_it_is_not_written_over_stays_to_be_written(
     served: Make,
 ) -> None:
-    """Between our existence check and the end of our write, another process writes the object, and it gets damaged."""
+    """Another process writes the object between our existence check and the end of our write, and the object gets
+    damaged.
+    """
     it = served()
     it.fetch(PROMPT)
     it.serve(PROMPT)
@@ -184,7 +188,7 @@ def test_an_object_found_damaged_while_it_is_not_written_over_stays_to_be_writte
     it.manager.flush_tiers()
     name = it.digests(PROMPT)[COUNT - 1].tobytes()
     tier._broken.add(name)
-    tier._know(name, tier._clock() + 10)  # as reported by the read that has found the damage
+    tier._know(name, tier._clock() + 10)  # as the read that has found the damage reports it
     tier._take_written({name: it.digests(PROMPT)[:COUNT]}, [])
     assert name in tier._broken
     assert tier._known[name] is not None, "the write that found it there does not make it whole"

@@ -1,4 +1,4 @@
-"""The promises of the object tier, for one block table, for several, and for states with the pages before them."""
+"""The promises of the object tier: for one block table, for several, and for states with the pages before them."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Kind(NamedTuple):
         sizes: sizes of their tiers; `many` has sizes that are large enough for a few such prompts.
         prompt: some full pages, and further tokens.
         found: cached tokens that another machine finds.
-        read: numbers of pages and states that it reads for them.
-        objects: each object of the prompt (the page where it ends, its table, whether it is a state), with the number
-            of tokens that are found without it.
+        read: how many pages and states that machine reads for them.
+        objects: each object of the prompt (the page where it ends, its table, whether it is a state), and how many
+            tokens are found without it.
         groups: the layer groups, if there is more than one table.
     """
 
@@ -244,7 +244,7 @@ def test_files_come_before_objects(served: Make, kind: Kind, tmp_path: Path) -> 
     again = served(params=files)
     assert again.again(kind.prompt) == kind.found
     metrics = again.manager.metrics
-    # Files have the two window pages of the prefix that is known while the store is asked.
+    # files have the two window pages of the prefix that is known while the store is asked
     windows = 2 * len(kind.groups[1:])
     assert metrics.file_blocks_read == 4 + windows
     assert metrics.object_blocks_read == kind.read[0] - 4

@@ -1,4 +1,4 @@
-"""A watch agrees with the manager in a thousand states of a real one, over the socket, look by look."""
+"""A watch agrees with the manager in a thousand states of a real one, over the socket, snapshot by snapshot."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.kvcache.watch.recount import assert_same
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes every question a new look, because the tests ask faster than any watcher."""
+    """Makes a new snapshot for every question, because the tests ask faster than any watcher."""
     monkeypatch.setattr(endpoint, "_LEAST_S", 0.0)
     monkeypatch.setattr(endpoint, "_SHARE", 1e6)
     monkeypatch.setattr(book, "_TREE_SHARE", 1e6)
@@ -51,7 +51,7 @@ class Watcher:
         return self.followed.apply(frames)
 
     def look_in_time(self) -> Look:
-        """Returns a look as soon as the watch accepts the client."""
+        """Returns a snapshot as soon as the watch accepts the client."""
         deadline = time.monotonic() + 30
         while True:
             try:
@@ -156,7 +156,7 @@ def test_evictions_have_reasons_and_are_seen_to_be_asked_for_again() -> None:
     manager.release("b")
     look = watcher.look()
     assert look.evicted == {"LRU": (7, 0)}
-    served(manager, "c", list(range(33)))  # computes the pages of "a" again, except the first
+    served(manager, "c", list(range(33)))  # computes the pages of "a" again, except the first one
     manager.release("c")
     look = watcher.look()
     assert sum(again for _, again in look.evicted.values()) == 7
@@ -328,7 +328,7 @@ def test_a_pool_that_is_another_one_by_now_is_watched_anew(monkeypatch: pytest.M
         first, book = watcher.look(), watcher.watch._worker._book
         assert book is not None
         deadline = time.monotonic() + 20
-        while not book.cost_s and time.monotonic() < deadline:  # the watch sets it after the answer
+        while not book.cost_s and time.monotonic() < deadline:  # the watch sets this after it has answered
             time.sleep(0.001)
         assert 0.0 < book.beside_s < book.cost_s
         monkeypatch.setattr(book._pools[0].watched, "pool", other._replicas.each[0].pool)
@@ -355,7 +355,7 @@ def test_a_look_waits_as_long_as_a_loop_that_never_rests_needs(monkeypatch: pyte
             manager.release("a")
         watcher.look()
         worker, deadline = watcher.watch._worker, time.monotonic() + 20
-        # the watch sets it after the answer
+        # the watch sets this after it has answered
         while worker._due <= worker._asked_at + 0.5 and time.monotonic() < deadline:
             time.sleep(0.001)
         assert worker._due > worker._asked_at + 0.5, "this thread has run all the time"
@@ -405,7 +405,7 @@ def test_a_socket_that_is_asked_by_two_tells_both() -> None:
 
 
 def told_of(manager: PagedKVCacheManager, **options: object) -> tuple[Look, bytes]:
-    """A look at a manager, and its size on the wire in bytes."""
+    """Returns a snapshot of a manager, and its size on the wire in bytes."""
     with closing(Watcher(manager, **options)) as watcher:
         watcher.client.ask(AskLook())
         frames = watcher.client.answer(20.0)

@@ -28,7 +28,7 @@ def entry(rng: random.Random, at: float) -> PoolEntry:
 
 
 def batches(rng: random.Random, count: int) -> list[tuple[str, list[PoolEntry]]]:
-    """Batches of entries of two pools, as looks read them."""
+    """Batches of entries of two pools, as snapshots read them."""
     clock, found = 100.0, list[tuple[str, list[PoolEntry]]]()
     for _ in range(count):
         clock += rng.choice((0.0, 0.1, 1.0))
