@@ -70,10 +70,11 @@ class PagePool:
             return np.array([self.allocate_one()], np.int32)
         evicted = count - self._fresh_count
         if evicted > 0:
+            # Taken first, because readers of an eviction may free pages, which are fresh then.
+            fresh, self._fresh_count = self._fresh[: self._fresh_count].copy(), 0
             pages = self._evict_next(evicted)
-            if self._fresh_count:
-                pages = np.sort(np.concatenate((self._fresh[: self._fresh_count], pages)))
-                self._fresh_count = 0
+            if fresh.size:
+                pages = np.sort(np.concatenate((fresh, pages)))
         else:
             self._fresh_count -= count
             pages = self._fresh[self._fresh_count : self._fresh_count + count].copy()

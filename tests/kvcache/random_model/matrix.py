@@ -24,9 +24,9 @@ PAGE_SIZE, ROWS, LONGEST = 3, 4, 60
 BUILT = ("window", "chunk", "windows alone", "latents", "states apart", "states in slabs", "host", "files", "objects")
 BUILT += ("quotas", "partial", "peer copies", "replicas", "shards")
 CALLED = ("hints", "drafts", "imports", "leases", "lends", "forks", "preemption", "batches", "renames", "stale")
-CALLED += ("own contexts", "resets", "hostile", "interrupts", "overlap", "tails")
+CALLED += ("own contexts", "resets", "hostile", "interrupts", "overlap", "tails", "late copies")
 FEATURES = BUILT + CALLED
-NEEDED = {"files": "host", "objects": "host", "peer copies": "replicas"}
+NEEDED = {"files": "host", "objects": "host", "peer copies": "replicas", "late copies": "host"}
 """Features that need another one. If such a feature is wanted, both are used."""
 ONE_OF = tuple(
     frozenset(one)

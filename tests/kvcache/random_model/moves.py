@@ -136,6 +136,8 @@ class Moves:
         self.books.host_foretold &= self.steady
         if "host" in self.features:
             seam.hold_copies(self.manager)
+        if self.late:
+            seam.end_copies_late(self.manager, self.is_over)
         if self.hinted:
             self.books.orders.begin(choose.pick((None, 0.5, 0.95)) if "hints" in self.features else None)
         self.kinds = [
@@ -163,6 +165,17 @@ class Moves:
     def steps_are_in_flight(self) -> bool:
         """Whether steps are in flight, so that released pages are not free yet."""
         return False
+
+    @property
+    def late(self) -> bool:
+        """Whether copies to and from the host end at any time, so that a call may free pages before it needs some."""
+        return "late copies" in self.features
+
+    def is_over(self) -> bool:
+        """Whether a copy has ended by now."""
+        over = self.choose.integer(0, 5) == 0
+        self.seen["late"] += not over
+        return over
 
     @property
     def exact(self) -> bool:
@@ -224,8 +237,9 @@ class Moves:
         """Whether a replica has room for a state. None if that depends on the places of pages that cannot be moved."""
         replica = self.books.replicas[at]
         if not self.slabs:
-            return not self.manager.states or self.manager.states[at].pool.has_room
-        return None if self.stay(at) and replica.has_slab() else replica.has_slab()
+            has_room = not self.manager.states or self.manager.states[at].pool.has_room
+            return has_room or (None if self.late else False)
+        return None if (self.stay(at) and replica.has_slab()) or self.late else replica.has_slab()
 
     def stay(self, at: int) -> bool:
         """Whether some held pages cannot be moved: pages whose numbers others know stay until their request is
@@ -1063,6 +1077,7 @@ class Moves:
         for lease in self.leases:
             self.same_bytes(lease)
             self.manager.end_lease(lease.ours)
+        seam.end_copies(self.manager)
         assert self.manager.num_free_blocks == self.manager.total_num_pages
         self.manager.check()
 

@@ -48,6 +48,7 @@ SIGNS: dict[str, tuple[str, ...]] = {
     "interrupts": ("interrupted",),
     "overlap": ("land",),
     "tails": ("tail",),
+    "late copies": ("late",),
 }
 
 

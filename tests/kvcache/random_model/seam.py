@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 
 from kvcache import PagedKVCacheManager, PageLease, TextContext
+from kvcache.copies import Copy, PageMover
 from kvcache.replica.hashing import DIGEST_BYTES
 from kvcache.tiers.tiers import Tiers
 from tests.kvcache.hinted_idle import hinted_order, trust
@@ -122,6 +124,58 @@ def hold_copies(manager: PagedKVCacheManager) -> None:
     """Makes copies only on request and at evictions, because no model can predict copies by the clock."""
     for tiers in _tiers(manager):
         tiers.share = 0.0
+
+
+class _LateCopy:
+    """A copy whose bytes have arrived, and whose end is seen later, as with a GPU."""
+
+    def __init__(self, copy: Copy, is_over: Callable[[], bool]) -> None:
+        self._copy, self._is_over, self._ended = copy, is_over, False
+
+    @property
+    def begun(self) -> bool:
+        return self._copy.begun
+
+    def begin(self) -> None:
+        self._copy.begin()
+
+    def over(self) -> bool:
+        self._ended = self._ended or self._is_over()
+        return self._ended
+
+    def wait(self) -> None:
+        self._ended = True
+
+    def order(self) -> None:
+        """Does nothing: the bytes are there."""
+
+
+def end_copies_late(manager: PagedKVCacheManager, is_over: Callable[[], bool]) -> None:
+    """Makes copies to and from the host begin at once, and end when `is_over` says so or when they are waited for."""
+
+    def late(mover: PageMover) -> PageMover:
+        def store(pages: Any, slots: Any) -> Any:
+            return begun(mover.store(pages, slots))
+
+        def load(slots: Any, pages: Any) -> Any:
+            return begun(mover.load(slots, pages))
+
+        def begun(copy: Copy) -> _LateCopy:
+            copy.begin()
+            return _LateCopy(copy, is_over)
+
+        return types.SimpleNamespace(store=store, load=load)  # type: ignore[return-value]  # pyright: ignore[reportReturnType]
+
+    for tiers in _tiers(manager):
+        for tier in tiers.replicas:
+            tier._mover = late(tier._mover)
+
+
+def end_copies(manager: PagedKVCacheManager) -> None:
+    """Waits for all copies from the host."""
+    for tiers in _tiers(manager):
+        for tier in tiers.replicas:
+            tier.load_all()
 
 
 def copy_below(manager: PagedKVCacheManager) -> None:

@@ -276,7 +276,7 @@ def test_a_state_that_is_being_read_leaves_the_one_that_a_request_resumes_from_m
     """The host has room for two states. The earlier state of the prompt is the older one."""
     early, other = PROMPT[:21], [99, *PROMPT]
     written(served, early, PROMPT, other)
-    again = served(80, 120, 2, params={"object_tier_timeout_s": 60.0})
+    again = served(80, 120, 2)
     again.fetch(PROMPT)  # the contents of the store are known
     for tiers in (again.tiers, again.state_tiers):
         tiers.host.pool.forget_idle()

@@ -33,8 +33,13 @@ class StoredObjects:
         self._machines: list[Served] = []
 
     def machine(self, kind: type[S], *sizes: int, params: dict[str, Any] | None = None, **options: Any) -> S:
-        """Makes a manager over this store, which is closed together with the store."""
-        given = {"file_tier_key": "model", "object_tier_io": self, "object_tier_pages": COUNT, **(params or {})}
+        """Makes a manager over this store, which is closed together with the store.
+
+        A busy machine may hold a test up for seconds, which must not look like a slow store. So the manager waits for
+        the store as long as it can, unless `params` say otherwise.
+        """
+        given = {"file_tier_key": "model", "object_tier_io": self, "object_tier_pages": COUNT}
+        given |= {"object_tier_timeout_s": 60.0, **(params or {})}
         made = kind(*sizes, params=given, **options)
         self._machines.append(made)
         return made

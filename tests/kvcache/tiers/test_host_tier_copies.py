@@ -160,6 +160,24 @@ def test_pages_come_back_beside_the_model_and_are_kept_until_the_copy_is_over(le
     assert (it.pool.writers[2], it.host.pool.holders[1], it.pool.free_count, it.tier.loaded) == (0, 0, 7, 1)
 
 
+def test_pages_that_a_copy_frees_while_others_are_allocated_are_not_allocated_twice() -> None:
+    """An eviction waits for the copy of its page to the host, and handles every other copy that has ended by then."""
+    it = Beside()
+    it.pool.release(it.publish(11, 12))
+    slots = it.host.pool.allocate(3)
+    restored = it.pool.allocate(3)
+    it.tier.restore(0, restored, slots)
+    it.tier.leave(0, ids(), names(), lambda _: np.zeros(0, np.bool_))
+    it.pool.release(restored)
+    it.mover.copies[0].ended = True
+    taken = it.pool.allocate(4)  # the three fresh pages and an idle one
+    assert sorted(taken.tolist()) == [2, 6, 7, 8]
+    holders = np.zeros(9, np.int64)
+    holders[taken] = 1
+    it.pool.check(holders, np.zeros(9, np.int64))
+    assert it.pool.allocate(4).tolist() == [1, 3, 4, 5]
+
+
 def test_pages_that_are_brought_for_no_row_are_published_when_their_copy_is_over() -> None:
     it = Beside()
     it.publish(11, 12)

@@ -132,7 +132,7 @@ def test_pages_that_are_being_read_leave_the_window_that_a_request_resumes_with_
     served: Make, store: StoredObjects
 ) -> None:
     written(served)
-    again = served(60, 52, params={"object_tier_timeout_s": 60.0})
+    again = served(60, 52)
     again.fetch(PROMPT)  # the contents of the store are known
     forget_host(again)
     again.fetch(PROMPT[:19])  # four pages; a window has the last two of them
