@@ -4,12 +4,13 @@ import hashlib
 import math
 import mmap
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvcache.errors import PoolTooSmallError
 from kvcache.params import KVCacheParams
@@ -17,6 +18,9 @@ from kvcache.params import KVCacheParams
 AXES = ("layer", "side", "head", "token", "dim")
 HUGE_PAGE_BYTES = 2 << 20
 _ALIGNED = 16  # in bytes: the alignment of pages with scales, and of the scales in them
+
+from_numpy = cast("Callable[[NDArray[Any]], torch.Tensor]", torch.from_numpy)  # pyright: ignore[reportUnknownMemberType]
+"""torch's own function, with types added. It takes a third of the time of `torch.as_tensor`."""
 
 
 class PageLayout(msgspec.Struct, frozen=True, omit_defaults=True, tag="page_layout/1"):

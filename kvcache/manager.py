@@ -493,7 +493,6 @@ class PagedKVCacheManager:
         read = read_context(context)
         with self._mark.changing("commit_import", read.request_id, read):
             imports.finish_import(replica, row, read, pending, proof)
-            replica.commit_state_import(read.request_id, pending.num_tokens)
 
     def cancel_import(self, pending: PendingImport) -> None:
         """Cancel an import. Safe to call twice.
@@ -531,7 +530,7 @@ class PagedKVCacheManager:
     @property
     def states(self) -> tuple[StatePages, ...]:
         """The states of each replica's recurrent layers, with `hits` and `evictions`; empty without such layers."""
-        return tuple(replica.states for replica in self._replicas.hybrid)
+        return tuple(states.pages for states in self._replicas.states)
 
     @property
     def further_groups(self) -> list[tuple[StatePages, ...]]:

@@ -46,14 +46,14 @@ def _pages(all_of: Replicas) -> Iterator[Sample]:
 
 
 def _states(all_of: Replicas) -> Iterator[Sample]:
-    for number, replica in enumerate(all_of.hybrid):
-        yield (number, "held"), replica.states.num_held
-        yield (number, "idle"), replica.states.num_idle
+    for number, states in enumerate(all_of.states):
+        yield (number, "held"), states.pages.num_held
+        yield (number, "idle"), states.pages.num_idle
 
 
 def _of_states(read: Callable[[StatePages], float]) -> Callable[[Replicas], Iterator[Sample]]:
     """One figure for each replica with recurrent states."""
-    return lambda all_of: (((number,), read(replica.states)) for number, replica in enumerate(all_of.hybrid))
+    return lambda all_of: (((number,), read(states.pages)) for number, states in enumerate(all_of.states))
 
 
 def _quarantined(replica: Replica) -> int:

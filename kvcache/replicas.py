@@ -31,13 +31,13 @@ from kvcache.replica.partial import PartialReuse
 from kvcache.replica.peer_copies import PeerCopies
 from kvcache.replica.replica import Filled, Replica
 from kvcache.replica.resume import Found
+from kvcache.replica.row_states import step_drafted
 from kvcache.replica.rows import NEVER, AllRows, BlockRows, Ints, rows_at
 from kvcache.sizing import Needs, Sizes
-from kvcache.states.hybrid_replica import HybridReplica, step_drafted
 from kvcache.states.state_memory import room_apart, room_in_slabs, slab_pages_of, state_layouts
 from kvcache.states.state_pages import StatePages
-from kvcache.states.state_tiers import divide_tiers, state_tiers
 from kvcache.steps_in_flight import StepInFlight, StepsInFlight
+from kvcache.tiers.state_tiers import divide_tiers, state_tiers
 from kvcache.tiers.tiers import Tiers, page_tiers
 from kvcache.types import Admission, KVCacheMetrics, RaggedKVCacheInputs, RequestID
 from kvcache.under_way import UnderWay
@@ -59,7 +59,7 @@ def place_replicas(
     rows = sizes.max_batch_size // len(devices)
     slab_pages, room = slab_pages_of(params, layouts), divide_tiers(params, len(layouts))
     every, mark = AllRows(len(devices), rows, page_size), UnderWay()
-    placed, hybrid = list[PlacedReplica](), list[HybridReplica]()
+    placed = list[PlacedReplica]()
     for group in devices:
         pinned, first = any(device.type == "cuda" for device in group), rows * len(placed)
         own = slice(first, first + rows)
@@ -72,21 +72,20 @@ def place_replicas(
         elif slab_pages:
             pool = SlabPool(pages, words, slab_pages, order)
             states = StatePages(params.states, room_in_slabs(params.states, pool, memory.rows), mark)
-            replica = HybridReplica(params, states, tables, block_rows, pool, mark)
-            hybrid.append(replica)
-            replica.moves = pool.moves = ReplicaPageMoves(replica, functools.partial(memory.copy_pages_of, memory))
+            replica = Replica(params, tables, block_rows, pool, mark, [states])
+            pool.moves = ReplicaPageMoves(replica, functools.partial(memory.copy_pages_of, memory))
+            replica.states[0].moves = pool.moves
         else:
             apart = room_apart(params.states, params.states_apart(rows), group, words)
-            states, pool = StatePages(params.states, apart, mark), PagePool(pages, words, order)
-            replica = HybridReplica(params, states, tables, block_rows, pool, mark)
-            hybrid.append(replica)
+            states = StatePages(params.states, apart, mark)
+            replica = Replica(params, tables, block_rows, PagePool(pages, words, order), mark, [states])
         placed.append(PlacedReplica(replica, memory))
     of_states = state_layouts(params.states, len(layouts))
     every_layout = [*layouts, *chain.from_iterable(kinds.values() for kinds in of_states)]
     fingerprint = replica_fingerprint(every_layout, tables.described() if params.groups else "")
     tiers = page_tiers(params, room, layouts, placed, stream, tables)
-    below_states = state_tiers(params, room, layouts, [replica.states for replica in hybrid])
-    replicas = Replicas(placed, hybrid, every, params, (tiers, below_states), fingerprint)
+    below_states = state_tiers(params, room, layouts, [one.pages for place in placed for one in place.replica.states])
+    replicas = Replicas(placed, every, params, (tiers, below_states), fingerprint)
     if params.kv_events is not None and params.enable_prefix_caching:
         replicas.publish_events(params.kv_events, params, tables)
     return replicas
@@ -136,20 +135,20 @@ class Replicas:
     def __init__(
         self,
         placed: Sequence[PlacedReplica],
-        hybrid: Sequence[HybridReplica],
         rows: AllRows,
         params: KVCacheParams,
         tiers: tuple[Tiers | None, Tiers | None],
         fingerprint: str,
     ) -> None:
         self.placed = placed
-        self.hybrid = hybrid  # all replicas if the model has recurrent layers, else empty
         self.fingerprint = fingerprint  # identifies the layout of a replica's pages and states on all shards
         self._rows = rows
         self.capacity = rows.capacity_of  # by place: how many tokens its pages hold; 0 at place -1
         self.tiers, self.state_tiers = tiers  # the tiers below the token pages, and below recurrent states
         self._all_tiers = [one for one in tiers if one is not None]
         self.each: list[Replica] = [place.replica for place in placed]
+        # The recurrent states of each replica; empty for a model without recurrent layers.
+        self.states = [states for replica in self.each for states in replica.states]
         self.steps = StepsInFlight(placed)
         self.mark = self.each[0].mark  # the call that is changing the state of all replicas
         self._most = self.each[0].max_seq_len
@@ -167,8 +166,8 @@ class Replicas:
     def metrics(self) -> KVCacheMetrics:
         """The counters over all replicas since the replicas were made."""
         below = sum((tiers.metrics for tiers in self._all_tiers), KVCacheMetrics())
-        for replica in self.hybrid:
-            below += KVCacheMetrics(state_hits=replica.states.hits, state_evictions=replica.states.evictions)
+        for states in self.states:
+            below += KVCacheMetrics(state_hits=states.pages.hits, state_evictions=states.pages.evictions)
         for copies in self._copies:
             below += KVCacheMetrics(d2d_blocks_copied=copies.pages, d2d_states_copied=copies.states)
         return sum((replica.metrics for replica in self.each), below)
@@ -264,7 +263,7 @@ class Replicas:
 
     def fetch_ahead(self, gathered: Gathered, num_steps: int) -> StepInFlight:
         """Do the same as `fetch`, but in separate tables, which stay unchanged until the step has ended."""
-        if self.hybrid:
+        if self.states:
             raise InvalidRequestError(
                 f"fetch_ahead of {len(gathered.contexts)} requests: a step writes a recurrent state over the one that "
                 "the step before it has left, and there is one page for both: call fetch"
@@ -302,8 +301,8 @@ class Replicas:
         for place, state in zip(self.placed, states, strict=True):
             place.replica.counter.run(state.rows, state.starts, state.actives)
             fetched += place.inputs(state, num_steps, number)
-        for replica, state in zip(self.hybrid, states, strict=False):  # `self.hybrid` may be empty
-            replica.fetched(state.rows)
+            for of_rows in place.replica.states:
+                of_rows.moves.fetched(state.rows)
         self.mark.call = None
         return fetched
 
@@ -329,13 +328,13 @@ class Replicas:
         each = np.array((start, active, end))
         state = BatchState(slice(row, row + 1), each[:1], each[1:2], each[2:], active - start, active, end)
         inputs = self.placed[0].inputs(state, 1)
-        for replica in self.hybrid:
-            replica.fetched(state.rows)
+        for states in self.states:
+            states.moves.fetched(state.rows)
         return inputs
 
     def step_one(self, one: One | None) -> bool:
         """Do the same as `step` for a single request. Returns False if `step` must be called instead."""
-        if one is None or self.hybrid or not self._is_plain:
+        if one is None or self.states or not self._is_plain:
             return False
         (row, context), replica = one, self.each[0]
         if row in replica.leases.of_row:
@@ -362,9 +361,9 @@ class Replicas:
 
         `settle`: called after the tokens were published, for requests with drafted tokens.
         """
-        for replica in self.hybrid:
-            if settle is None and replica.states.drafts.page_of:
-                step_drafted(self.hybrid, gathered, self.step)
+        for states in self.states:
+            if settle is None and states.pages.drafts.page_of:
+                step_drafted(self.states, gathered, self.step)
                 return
         computed = gathered.computed
         if gathered.slack < -1:  # a request may have run beyond its pages
@@ -378,8 +377,8 @@ class Replicas:
             self._publish(gathered, call)
         if settle is not None:
             settle()
-        for share in gathered.split(len(self.each)) if self.hybrid else ():
-            self.hybrid[share.replica].stepped(share.rows, computed[share.at])
+        for share in gathered.split(len(self.each)) if self.states else ():
+            self.states[share.replica].stepped(share.rows, computed[share.at])
         self.mark.call = None
 
     def _publish(self, gathered: Gathered, call: tuple[str, object]) -> None:
@@ -417,9 +416,9 @@ class Replicas:
 
         Recurrent states are reported as one more group after the block tables. They are cached only after some pages.
         """
-        specs = [_spec_of(table.group, params) for table in tables.tables] + [CacheSpec("mamba")] * bool(self.hybrid)
+        specs = [_spec_of(table.group, params) for table in tables.tables] + [CacheSpec("mamba")] * bool(self.states)
         indexes = {at * len(specs): replica.pool.index for at, replica in enumerate(self.each)}
-        indexes |= {at * len(specs) + len(specs) - 1: one.states.pool.index for at, one in enumerate(self.hybrid)}
+        indexes |= {at * len(specs) + len(specs) - 1: one.pages.pool.index for at, one in enumerate(self.states)}
         for group, tiers in ((0, self.tiers), (len(specs) - 1, self.state_tiers)):
             if tiers is not None:
                 indexes[HOST * len(specs) + group] = tiers.host.pool.index

@@ -14,6 +14,7 @@ holder. A page that loses its last holder while a step is in flight is parked: t
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -320,3 +321,14 @@ class PagePool:
     def _push_fresh(self, pages: Pages | NDArray[np.intp]) -> None:
         self._fresh[self._fresh_count : self._fresh_count + len(pages)] = pages
         self._fresh_count += len(pages)
+
+
+class HeldPages(NamedTuple):
+    """Pages held in one pool: the pool of token pages of a replica, or that of its states."""
+
+    pool: PagePool
+    pages: Pages
+
+    def release(self) -> None:
+        """Release the pages."""
+        self.pool.release(self.pages)

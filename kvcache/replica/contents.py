@@ -65,12 +65,12 @@ class PageContents:
         self._mark.check("contents.lease")
         replica, digests = self._wanted(name, replica_idx, wanted)
         room = most - replica.pool.beside
-        length, tables = replica.tables.whole(digests, room, replica.copies(digests))
+        length, tables = replica.tables.whole(digests, room, *(states.ends_here(digests) for states in replica.states))
         if not length:
             return None
         lease = PageLease(replica.leases, name, replica_idx)
         with self._mark.changing("contents.lease", lease):
-            besides = replica.held_copy(digests[length - 1 : length])
+            besides = [states.pages.held_copy(digests[length - 1 : length]) for states in replica.states]
             replica.leases.grant_pages(lease, np.concatenate(tables), besides)
         table = BlockTable(
             request_id=name,
@@ -187,5 +187,5 @@ def _bring(replica: Replica, digests: NDArray[np.uint64], first: int) -> bool:
         pool.release(wanted.here)
         pool.release(pages)
     elif not coming and not wanted.lacking.any():
-        coming = replica.bring_copy(wanted, digests)
+        coming = any(states.to_device(wanted, digests) for states in replica.states)
     return coming or count > 0 or tier.generation != before

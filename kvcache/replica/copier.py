@@ -152,6 +152,11 @@ class ImportBook:
         copier = self.copiers[pending] = ImportCopier(pending, ended)
         return copier
 
+    @property
+    def written_states(self) -> list[int]:
+        """The state pages that transfers write."""
+        return [int(part.dst_pages[0]) for pending in self.each for part in pending.parts if part.is_state]
+
     def commit(self, pending: PendingImport) -> None:
         pending.closed = True
         self._free(pending)

@@ -1,7 +1,6 @@
 """`ReplicaHints`: applies requests' retention hints to the pages that they release, and measures how well they work."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -14,28 +13,10 @@ from kvcache.pool.pages import PagePool
 from kvcache.pool.quotas import NoQuotas, TenantQuotas
 from kvcache.replica.context import HasherOfRow, SafeContext
 from kvcache.replica.rows import BlockRows, Ints, Pages
+from kvcache.replica.state_hints import StateHints
 from kvcache.replica.tables import RowTables
 from kvcache.retention import PageHints, page_hints
-
-
-class HintFollower(Protocol):
-    """Another cache of the replica to which hints and quotas also apply, such as the cache of recurrent states."""
-
-    def begin(self, quotas: NoQuotas) -> None:
-        """Apply hints and `quotas` from now on."""
-        ...
-
-    def clear(self) -> None:
-        """After an interrupt: forget which entries of each tenant are idle. The pool reports all of them again."""
-        ...
-
-    def leave(self, row: int, digests: Digests, hints: PageHints | None, ends: Sequence[int], share: float) -> None:
-        """Called before the row's request is released. `hints`: those of its published columns, or None.
-
-        `digests`: the digests of these columns. `ends`: the end columns of hinted ranges. `share`: the share of cached
-        pages that follows hints.
-        """
-        ...
+from kvcache.states.state_pages import StatePages
 
 
 class ReplicaHints(PageReader):
@@ -59,6 +40,7 @@ class ReplicaHints(PageReader):
         digests_of: Callable[[int, SafeContext], Digests],
         salt_of: Callable[[int], str | None],
         params: KVCacheParams,
+        states: Sequence[StatePages],
     ) -> None:
         self._found = [0] * len(rows.request_ids)  # by row: pages that were already published
         self._pool = pool
@@ -71,7 +53,7 @@ class ReplicaHints(PageReader):
         self._has_own = params.eviction_order is not None
         self._most_hinted = params.max_hint_share if caching and not self._has_own else 0.0
         self._tables = tables
-        self._followers: list[HintFollower] = []
+        self._of_states = [StateHints(pages, rows, salt_of, pool.beside) for pages in states]
         # By row: the pages that plain LRU would have found, the pages that hints would have found, and all that were
         # looked up.
         self._expected: dict[int, tuple[int, int, int]] = {}
@@ -85,6 +67,7 @@ class ReplicaHints(PageReader):
             order = pool.idle if self._has_own else HintedOrder(pool.num_pages, pool.idle)
             pool.follow(self._quotas.over(order))
             pool.journal.read(self)
+            self._begin_states()
 
     def left(self, rows: Ints, pages: Pages) -> None:
         for row in set(rows.tolist()):
@@ -94,12 +77,6 @@ class ReplicaHints(PageReader):
         """Let the baselines forget pages that a tenant's quota has evicted: it would evict them there, too."""
         if self._baselines:
             self._forget(self._pool.index.words_of(pages[np.broadcast_to(why == BY_QUOTA, len(pages))]))
-
-    def lead(self, follower: HintFollower) -> None:
-        """Apply hints and quotas to `follower`, too."""
-        self._followers.append(follower)
-        if self._quotas.limited:
-            follower.begin(self._quotas)
 
     @property
     def share(self) -> float:
@@ -153,8 +130,8 @@ class ReplicaHints(PageReader):
         The records of tenants' idle pages are cleared, because the pools report all of them next.
         """
         self._quotas.clear()
-        for follower in self._followers:
-            follower.clear()
+        for states in self._of_states:
+            states.clear()
         if self._baselines:
             self._follow_hints()
 
@@ -192,8 +169,8 @@ class ReplicaHints(PageReader):
             self._learn(row, context, digests[:, 0], hints, found)
             order.hint(pages, hints and hints.of(columns))
         self._pool.release(pages)
-        for follower in self._followers if len(digests) and not self._has_own else ():
-            follower.leave(row, digests, hints, of_ranges, self.share)
+        for states in self._of_states if len(digests) and not self._has_own else ():
+            states.leave(row, digests, hints, of_ranges, self.share)
 
     def _learn(self, row: int, context: SafeContext, words: Words, hints: PageHints | None, found: int) -> None:
         """Update the baselines: the row releases pages with these digests and `hints`.
@@ -272,5 +249,8 @@ class ReplicaHints(PageReader):
         pool = self._pool
         if pool.idle.by_age:
             pool.follow(HintedOrder(pool.num_pages, pool.idle))
-        for follower in self._followers:
-            follower.begin(self._quotas)
+        self._begin_states()
+
+    def _begin_states(self) -> None:
+        for states in self._of_states:
+            states.begin(self._quotas)

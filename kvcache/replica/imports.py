@@ -61,13 +61,15 @@ def export_table(
     digests = replica.published_digests(row, context, first, last)
     if replica.caching and len(digests) < last - first:
         raise InvalidRequestError(f"request {request_id!r}: its context has fewer than {num_tokens} tokens")
+    groups = replica.tables.lists(row, num_tokens, first=first, windows=not full_pages)
+    groups += tuple(states.named(row, num_tokens, full_pages=full_pages) for states in replica.states)
     replica.leases.tell(row, num_tokens, windows=not full_pages)
     return BlockTable(
         request_id=request_id,
         replica_idx=replica_idx,
         num_tokens=num_tokens,
         page_size=size,
-        groups=replica.page_groups(row, num_tokens, first=first, full_pages=full_pages),
+        groups=groups,
         kinds=replica.tables.kinds_named,
         fingerprint=fingerprint,
         hash_algorithm=replica.hash_algorithm if replica.caching else "",
@@ -141,8 +143,8 @@ def _check_pages(replica: Replica, context: SafeContext, table: BlockTable) -> N
     """Raise unless the table names pages for our groups of layers: for all its tokens, or for the end of a window."""
     kinds, named = replica.tables.kinds, replica.tables.kinds_named
     beside = table.groups[len(kinds) :]
-    if len(table.groups) != len(kinds) + replica.state_groups or any(len(pages) != 1 for pages in beside):
-        ours = f"{len(kinds) + 1}, the last with one state page" if replica.state_groups else str(len(kinds))
+    if len(table.groups) != len(kinds) + len(replica.states) or any(len(pages) != 1 for pages in beside):
+        ours = f"{len(kinds) + 1}, the last with one state page" if replica.states else str(len(kinds))
         raise _mismatch(context, f"has {len(table.groups)} page groups; this manager has {ours}")
     for (page,) in beside:
         if not 0 < page < 1 << 31:
@@ -258,7 +260,8 @@ def begin_import(
         hasher=hasher,
         others=tuple(others),
     )
-    replica.begin_state_import(context, pending)
+    for states in replica.states:
+        states.begin_import(row, context, pending)
     pending.take_up(table, _named(context, pending, table, last=not partial), last=not partial)
     replica.imports.begin(row, pending)
     return pending
@@ -480,7 +483,14 @@ def finish_import(
     replica.counter.ran_elsewhere(row, cached)
     if not (replica.log.is_read or replica.tier.keeps):
         _publish_plain(replica, row, context, cached)
-        return
+    else:
+        _publish_told(replica, row, context, cached)
+    for states in replica.states:
+        states.commit_import(row, pending.num_tokens)
+
+
+def _publish_told(replica: Replica, row: int, context: SafeContext, cached: int) -> None:
+    """Publish the full pages of the row's first `cached` tokens, and record them for events."""
 
     def digests_of(_at: Ints, firsts: Ints, lasts: Ints) -> NDArray[np.uint64]:
         hasher, first, last = replica.hasher(row, context), int(firsts[0]), int(lasts[0])

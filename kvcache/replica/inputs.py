@@ -10,14 +10,11 @@ from numpy.typing import NDArray
 from kvcache.arguments import shown
 from kvcache.errors import InvalidRequestError, KVCacheError
 from kvcache.layer_groups import layer_tables
-from kvcache.layout import as_blocks, scales_of, shard_layouts
+from kvcache.layout import as_blocks, from_numpy, scales_of, shard_layouts
 from kvcache.params import KVCacheParams
 from kvcache.replica.batch import BatchState
 from kvcache.replica.rows import Ints, Rows
 from kvcache.types import RaggedKVCacheInputs
-
-from_numpy = cast("Callable[[NDArray[Any]], torch.Tensor]", torch.from_numpy)  # pyright: ignore[reportUnknownMemberType]
-"""torch's own function, with types added. It takes a third of the time of `torch.as_tensor`."""
 
 
 class Tables(Protocol):

@@ -6,14 +6,13 @@ its readers. If a page leaves the row earlier because equal content was found, t
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
 
 from kvcache.arguments import of_kind
 from kvcache.errors import InvalidRequestError, InvariantError
-from kvcache.pool.pages import PagePool
+from kvcache.pool.pages import HeldPages, PagePool
 from kvcache.replica.block_table import BlockTable
 from kvcache.replica.rows import BlockRows, Ints, Pages, Rows, as_rows
 from kvcache.types import RequestID
@@ -24,17 +23,6 @@ Seal = Callable[[BlockTable], bytes]
 """Makes the mark by which readers recognise that a lease holds the pages of this block table."""
 
 _NEVER = 1 << 62
-
-
-class HeldPages(NamedTuple):
-    """Pages held in one pool: the pool of token pages of a replica, or that of its states."""
-
-    pool: PagePool
-    pages: Pages
-
-    def release(self) -> None:
-        """Release the pages."""
-        self.pool.release(self.pages)
 
 
 class PageLease:

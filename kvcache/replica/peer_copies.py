@@ -17,10 +17,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvcache.pool.index import NO_PAGE, Digests
+from kvcache.pool.pages_below import Asked
 from kvcache.replica.context import SafeContext
 from kvcache.replica.devices import PlacedReplica
 from kvcache.replica.replica import Replica
-from kvcache.replica.resume import Asked, FromBelow
+from kvcache.replica.resume import FromBelow
+from kvcache.states.state_pages import StatePages
 
 
 class PeerCopies:
@@ -48,13 +50,13 @@ class PeerCopies:
         mine.length_of(context, num_steps, 0)
         hasher = mine.hasher(row, context)
         digests = hasher.digests(context.tokens, 0, last)
-        here = mine.ends(digests, context.request_id)
+        here = mine.ends(digests, row)
         there = [other.replica.ends(digests) for other in others]
 
         wanted = _wanted(mine, others, digests, np.logical_or.reduce([here, *there]))
         after = digests[max(0, wanted.pages - 1) : wanted.pages]
-        if not here[: wanted.pages][-1:].all():
-            if self._bring_with_state(place, others, context, num_steps, wanted, after, hasher.salt):
+        for states in mine.states if not here[: wanted.pages][-1:].all() else ():
+            if self._bring_with_state(states.pages, place, others, context, num_steps, wanted, after, hasher.salt):
                 return
             wanted = _wanted(mine, others, digests, here)
         if wanted.lacking.any() and _fits(mine, context, num_steps, wanted):
@@ -62,6 +64,7 @@ class PeerCopies:
 
     def _bring_with_state(
         self,
+        states: StatePages,
         place: PlacedReplica,
         others: Sequence[PlacedReplica],
         context: SafeContext,
@@ -70,17 +73,17 @@ class PeerCopies:
         after: Digests,
         salt: str | None,
     ) -> bool:
-        """Copy the `wanted` pages, and the state after the last of them, which another device has.
+        """Copy the `wanted` pages, and to `states` the state after the last of them, which another device has.
 
         `after`: the digest of that last page. Returns False if pages and state do not fit. The state comes first,
         because pages may have to be evicted for it.
         """
         mine = place.replica
-        if not mine.has_state_room or not _fits(mine, context, num_steps, wanted, mine.pool.beside):
+        if not states.pool.has_room or not _fits(mine, context, num_steps, wanted, mine.pool.beside):
             return False
         mine.pool.hold(wanted.here)
-        state = next(copy for other in others if (copy := other.replica.copy_of(after)) is not None)
-        taken = mine.take_copy(state, after)
+        theirs = [one.pages for other in others for one in other.replica.states]
+        taken = states.take_copy(next(copy for one in theirs if (copy := one.copy_of(after)) is not None), after)
         mine.pool.release(wanted.here)
         if taken is None:
             return False

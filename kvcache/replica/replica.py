@@ -1,6 +1,6 @@
 """One data-parallel replica: its pages, its prefix index, and the rows of its running requests."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,17 +18,18 @@ from kvcache.layer_groups import LayerTables
 from kvcache.params import HashAlgorithm, KVCacheParams
 from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.pool.pages import PagePool
-from kvcache.replica.block_table import PendingImport
+from kvcache.pool.pages_below import Asked, PagesBelow
 from kvcache.replica.context import ContextIndices, SafeContext, chunk_end
 from kvcache.replica.copier import ImportBook
 from kvcache.replica.hashing import ExtraKeys, PrefixHasher
 from kvcache.replica.hints import ReplicaHints
-from kvcache.replica.leases import HeldPages, PageLease, PageLeases
-from kvcache.replica.pages_below import PagesBelow
-from kvcache.replica.resume import Asked, Found, FromBelow, Reservation
+from kvcache.replica.leases import PageLease, PageLeases
+from kvcache.replica.resume import Found, Reservation
+from kvcache.replica.row_states import RowStates
 from kvcache.replica.rows import NEVER, BlockRows, Ints, Pages, PromptCounter, Rows, as_rows, rows_at
 from kvcache.replica.tables import OneTable, RowTables
-from kvcache.types import KVCacheMetrics, RequestID, StateCopy
+from kvcache.states.state_pages import StatePages
+from kvcache.types import KVCacheMetrics, RequestID
 from kvcache.under_way import UnderWay
 
 DigestsOf = Callable[[Ints, Ints, Ints], NDArray[np.uint64]]
@@ -46,15 +47,20 @@ class Filled(NamedTuple):
 
 
 class Replica:
-    """State and rules of one replica, without tensors or devices. A request's state is entirely in its token pages.
+    """Rules of one replica, without devices: its block tables, its pool of token pages, and its recurrent states.
 
-    `kvcache.states.hybrid_replica` adds the states of recurrent layers. The methods about states do nothing here.
+    `states`: those of the recurrent layers, at most one; empty for a model without such layers. A block table names
+    the page of each of them after the token pages.
     """
 
-    state_groups = 0  # the groups of a block table after those of token pages; each has one page
-
     def __init__(
-        self, params: KVCacheParams, tables: LayerTables, rows: BlockRows, pool: PagePool, mark: UnderWay
+        self,
+        params: KVCacheParams,
+        tables: LayerTables,
+        rows: BlockRows,
+        pool: PagePool,
+        mark: UnderWay,
+        states: Sequence[StatePages] = (),
     ) -> None:
         self.mark = mark  # the manager's mark
         self.page_size = rows.page_size
@@ -74,9 +80,12 @@ class Replica:
         self.tables = (OneTable if one else RowTables)(tables, pool, rows, self.leases, caching=self.caching)
         # A request of up to this many tokens always fits, so that its pages need not be counted.
         self._always_fits = min(self.max_seq_len, (pool.num_pages - pool.beside) // self.tables.count * self.page_size)
-        self.hints = ReplicaHints(pool, rows, self.tables, self.hasher, self.published_digests, self.salt, params)
+        self.states = [RowStates(pages, rows, pool, self.tables, self.hasher, params) for pages in states]
+        digests_of = self.published_digests
+        self.hints = ReplicaHints(pool, rows, self.tables, self.hasher, digests_of, self.salt, params, states)
         self.tier = PagesBelow()
-        self._run = self.tables.find  # finds the published pages after the first columns, see `find`
+        # Finds the published pages after the first columns, see `find`. With states, it returns all that may be used.
+        self._run = self.tables.run if states else self.tables.find
         self.log: AnyLog = NoLog()  # the record for KV events
 
     @property
@@ -86,42 +95,44 @@ class Replica:
     @property
     def lends_any_part(self) -> bool:
         """Whether a reader that has the earlier pages of a prompt can use pages from any page on."""
-        return self.tables.is_plain
+        return self.tables.is_plain and not (self.states and self.caching)
 
     @property
     def has_room(self) -> bool:
         """Whether one more request could be claimed."""
-        return bool(self.rows.free)
-
-    @property
-    def has_state_room(self) -> bool:
-        """Whether one more request could have a state."""
-        return True
+        return bool(self.rows.free) and all(states.pages.pool.has_room for states in self.states)
 
     @property
     def hit_may_change(self) -> bool:
         """Whether a new request may resume from another token than `find` says.
 
         Lower tiers are looked up only when the request reserves pages. If they have more pages, the request resumes
-        from a later token, where windows need other pages.
+        from a later token, where windows need other pages. With slabs, making room for the state of a new request may
+        also evict pages that it would find.
         """
-        return self.tier.keeps and not self.tables.is_plain
+        costs = self.caching and any(states.pages.pool.room_may_cost for states in self.states)
+        return costs or (self.tier.keeps and not self.tables.is_plain)
 
     @property
     def generation(self) -> int:
         """A number that changes whenever pages come or go, on the device or below it."""
-        return self.pool.index.generation + self.tier.generation
+        return self.pool.index.generation + self.tier.generation + sum(one.pages.generation for one in self.states)
 
     def check_free(self, request_id: RequestID) -> None:
-        """Raise `NoFreeRowError` if the replica has no room for one more request."""
+        """Raise `NoFreeRowError`, or `NoFreeStatePageError`, if the replica has no room for one more request."""
         if not self.rows.free:
             raise NoFreeRowError(
                 f"request {request_id!r}: all {len(self.rows.request_ids)} rows of the replica are claimed"
             )
+        for states in self.states:
+            states.check_free(request_id)
 
     def claim(self, request_id: RequestID) -> int:
         """Bind a row to the request and return it. `check_free` must have found room."""
-        return self.rows.claim(request_id)
+        row = self.rows.claim(request_id)
+        for states in self.states:
+            states.claim(row)
+        return row
 
     def reserve(self, row: int, context: SafeContext, num_steps: int) -> int | None:
         """Give the row pages for all known tokens and `num_steps` steps. Cached pages are used if they match.
@@ -161,8 +172,10 @@ class Replica:
     def act(self, row: int, context: SafeContext, indices: ContextIndices, plan: Reservation) -> int | None:
         """Carry out a reservation. Returns the number of new pages, or None, and changes nothing, if too few are free.
 
-        `indices`: the context's.
+        `indices`: the context's. A chunk ends where a recurrent state must be kept.
         """
+        for states in self.states:
+            plan = states.planned(row, context, plan)
         free, (before, active, known) = self.pool.free_count, indices
         if plan.cost > free and not self.tables.fits(row, plan, free):
             return None
@@ -174,7 +187,9 @@ class Replica:
         if plan.slots.size:  # before the evictions below, which may need host slots
             self.tier.hold(plan.slots)
         found = plan.found[0].shape[-1] if self.tables.keeps_prefix else plan.committed - self.rows.committed.item(row)
-        restored = self.take(row, plan)
+        for states in self.states:
+            states.reserve(row, plan)
+        restored = self.tables.take(row, plan)
         if plan.slots.size:
             self.tier.restore(row, restored, plan.slots)
         self._named[row] = context.named
@@ -184,10 +199,6 @@ class Replica:
         if plan.cached:
             self.counter.hit(row, before, plan.start)
         return plan.new
-
-    def take(self, row: int, plan: Reservation) -> Pages:
-        """Give the row the planned pages. Returns the pages that get the content of the plan's slots."""
-        return self.tables.take(row, plan)
 
     def start_of(self, row: int, context: SafeContext) -> int:
         """The token from which the request runs if no more cached pages are found.
@@ -234,9 +245,12 @@ class Replica:
         hasher, index = hasher or self.hasher(row, context), self.pool.index
         kept = hasher.matches.get(index)
         if kept is not None and kept[:3] == (index.generation, first, last):
-            return kept[3]  # for a waiting request, which is looked up again and again: the index has not changed since
-        found = self._run(first, hasher.digests(tokens, first, last))
-        hasher.matches[index] = (index.generation, first, last, found)
+            found = kept[3]  # for a waiting request, which is looked up often: the index has not changed since
+        else:
+            found = self._run(first, hasher.digests(tokens, first, last))
+            hasher.matches[index] = (index.generation, first, last, found)
+        for states in self.states:
+            found = states.shortened(found, hasher, context, row)
         return found
 
     def look_up(self, row: int, context: SafeContext, start: int) -> Found:
@@ -253,12 +267,15 @@ class Replica:
                 return below or self.find(context, row)  # looked up again, because a state may have come to the host
         return found
 
-    def ends(self, digests: Digests, request_id: RequestID | None = None, *, anywhere: bool = False) -> Asked:  # noqa: ARG002
-        """A mask: after which of these consecutive found pages the request may resume. None stands for another request.
+    def ends(self, digests: Digests, row: int | None = None, *, anywhere: bool = False) -> Asked:
+        """A mask: after which of these consecutive found pages the row's request may resume; None: another request.
 
         `anywhere`: also count states that, as far as is known, only the tiers below the host have.
         """
-        return np.ones(len(digests), np.bool_)
+        ends = np.ones(len(digests), np.bool_)
+        for states in self.states:
+            ends &= states.ends(digests, row, anywhere=anywhere)
+        return ends
 
     def fetch_prefix(self, digests: Digests, first: int = 0, *, wait: bool) -> bool:
         """Bring the pages that the longest prefix of these digests needs to the host. Returns whether any are coming.
@@ -284,7 +301,8 @@ class Replica:
             # A request that does not wait resumes with the pages that are there. These must not be evicted to make room
             # for others.
             tier.touch(there.digests)
-            coming |= self._bring_state(digests[: wanted.pages], there.pages, wait=wait)
+            for states in self.states:
+                coming |= states.to_host(digests[: wanted.pages], there.pages, wait=wait)
             coming |= tier.to_host(wanted.every, wanted.lacking, wanted.pages - there.pages, wait=wait)
         # an answer that has just come may allow a further question
         return coming or (tier.asks and tier.generation != before)
@@ -292,31 +310,34 @@ class Replica:
     @property
     def fetches(self) -> bool:
         """Whether there are tiers below the host."""
-        return self.tier.fetches
+        return self.tier.fetches or any(states.pages.below.fetches for states in self.states)
 
-    def _ask(self, digests: Digests, first: int, *, wait: bool) -> tuple[bool, Digests | None]:  # noqa: ARG002
+    def _ask(self, digests: Digests, first: int, *, wait: bool) -> tuple[bool, Digests | None]:
         """Ask for pages whose presence is not known.
 
         Returns whether an answer is on its way, and the pages that may exist. The second value is None if which pages
         are wanted depends on the answer.
         """
         perhaps = self.tables.from_below(digests, self.tier.may_have, None, first)
-        return self.tier.ask(perhaps.every, perhaps.lacking), digests
-
-    def _bring_state(self, digests: Digests, there: int, *, wait: bool) -> bool:  # noqa: ARG002 - there are no states
-        """Bring the last state that a lower tier has after one of these pages to the host.
-
-        `there`: the pages of a request that does not wait. Their last state must stay on the host. Returns whether a
-        state is on its way. `wait`: wait a while for it.
-        """
-        return False
+        coming, known = self.tier.ask(perhaps.every, perhaps.lacking), digests
+        for states in self.states:
+            if coming and not wait:
+                return True, None
+            asking, known = states.ask(self.tier, digests, first)
+            if asking and not wait:  # the answer may show a later state, and bringing an earlier one would be costly
+                return True, None
+            coming |= asking
+        return coming, known
 
     def plan_fork(self, parent: int, child: SafeContext, num_steps: int) -> int | None:
         """The number of columns of a request that shares the computed pages of row `parent`.
 
-        None if there are too few pages. Changes nothing.
+        None if there are too few pages. Changes nothing. Raises `StatePageError` unless the parent's recurrent state
+        covers exactly its computed tokens.
         """
         self.refuse_pending(parent, "fork")
+        for states in self.states:
+            states.check_fork(parent)
         self.refuse_renamed(parent, child)
         computed = self.rows.cached.item(parent)
         needed = -(-self.length_of(child, num_steps, computed) // self.page_size)
@@ -336,56 +357,14 @@ class Replica:
         rows.cached[row] = computed
         self._named[row] = self._named[parent]
         self.counter.ran_elsewhere(row, computed)
+        for states in self.states:
+            states.fork(parent, row)
         return copies if computed % self.page_size else []
 
     def grant(self, lease: PageLease, row: int) -> None:
         """Open a lease of the request at this row. Raises, and changes nothing, if it cannot be leased now."""
         self.refuse_pending(row, "lease")
-        self.leases.grant(lease, row)
-
-    def page_groups(self, row: int, num_tokens: int, *, first: int, full_pages: bool) -> tuple[tuple[int, ...], ...]:
-        """The page ids of each group of a block table for these tokens, from column `first` on.
-
-        With `full_pages`, states and the pages of windows are left out.
-        """
-        return self.tables.lists(row, num_tokens, first=first, windows=not full_pages)
-
-    # ---- cached states, in addition to pages: there are none
-
-    def copies(self, digests: Digests) -> Asked | None:  # noqa: ARG002 - as above
-        """After which of these pages the device keeps the state, as a mask; None if none is needed."""
-        return None
-
-    def held_copy(self, digest: Digests) -> list[HeldPages]:  # noqa: ARG002 - as above
-        """The page that a lease of a prefix holds in addition: the device's state after the page of this digest."""
-        return []
-
-    def bring_copy(self, wanted: FromBelow, digests: Digests) -> bool:  # noqa: ARG002 - as above
-        """Copy the state after the last of the `wanted` pages from the host to the device, which has all these pages.
-
-        Returns whether it is on its way.
-        """
-        return False
-
-    def copy_of(self, digest: Digests) -> StateCopy | None:  # noqa: ARG002 - as above
-        """The state that the device keeps under this digest, `[1, words]`, for another replica to copy.
-
-        Returns None if it keeps none.
-        """
-        return None
-
-    def take_copy(self, copy: StateCopy, digest: Digests) -> HeldPages | None:  # noqa: ARG002 - as above
-        """Keep a copy of another replica's state here, too.
-
-        Returns its page, held for the caller; None if no page is free.
-        """
-        return None
-
-    def begin_state_import(self, context: SafeContext, pending: PendingImport) -> None:
-        """Also import the state that the last group of a block table names."""
-
-    def commit_state_import(self, request_id: RequestID, tokens: int) -> None:
-        """Record that the request's state has arrived, and covers `tokens` tokens."""
+        self.leases.grant(lease, row, [states.held(row) for states in self.states])
 
     def reserve_decoding(self, rows: Rows, lengths: Ints) -> bool:
         """Give each of `rows`, which have one token to run, pages for `lengths` tokens: all rows or none.
@@ -490,6 +469,7 @@ class Replica:
 
         Pages of a pending import stay with the transfer until it is closed, and leased pages with the lease.
         """
+        request_id = self.rows.request_ids[row]
         self.hints.leave(row, context)
         names = self.published_digests(row, context) if self.tier.keeps else None
         self.imports.leave(row)
@@ -504,11 +484,15 @@ class Replica:
             self.leases.leave(row, self.tables.pages)
         self.rows.unbind(row)
         self.pool.release(pages)
+        for states in self.states:
+            states.release(request_id)
 
     def forget_idle(self) -> None:
         """Drop every cached page without a holder."""
         self.pool.forget_idle()
         self.hints.reset()
+        for states in self.states:
+            states.pages.forget_copies()
 
     def move_start(self, row: int, context: SafeContext, start: int) -> None:
         """Let the context run from `start`, because the tokens before it need not run. Its row has pages."""
@@ -542,7 +526,9 @@ class Replica:
                 del known[row]
         self.tier.mend(claimed)
         self.hints.begin_orders()
-        return ended if self.state_groups else []  # the state of an import that is over may be half written
+        for states in self.states:
+            states.mend(self.imports.written_states, self.leases.holders(states.pages.pool))
+        return ended if self.states else []  # the state of an import that is over may be half written
 
     def mend_pool(self) -> None:
         """Rebuild the holders and writers of each page from rows, leases, imports and copies."""
@@ -574,7 +560,9 @@ class Replica:
         there = max(rows.cached.item(row), rows.committed.item(row) * self.page_size)
         if not start <= there <= rows.num_pages.item(row) * self.page_size:
             return False
-        return rows.request_ids[row] is not None and self.tables.sees(row, start)
+        if rows.request_ids[row] is None or not self.tables.sees(row, start):
+            return False
+        return all(states.goes_on(row, start) for states in self.states)
 
     def check(self) -> None:
         """Recompute the counts of all rows together. Raises `InvariantError` at the first discrepancy."""
@@ -582,6 +570,9 @@ class Replica:
         self.leases.check()
         self.imports.check()
         self.pool.check(*self.counted())
+        for states in self.states:
+            leased = self.leases.holders(states.pages.pool)
+            states.pages.check(self.rows.row_of, self.imports.written_states, leased)
 
     # ---- refusals
 
@@ -676,7 +667,7 @@ class Replica:
             tier.arrive(np.array([row]))  # because its restored pages may be replaced now
         digests = hasher.digests(context.tokens, 0, last)
         coming = self.fetch_prefix(digests, first, wait=self.rows.prompt.item(row) < 0)
-        wanted = tables.from_below(digests, tier.host_has, self.ends(digests, self.rows.request_ids[row]), first)
+        wanted = tables.from_below(digests, tier.host_has, self.ends(digests, row), first)
         if wanted.lacking.any():
             slots = tier.slots(wanted.every[wanted.lacking])
             return Found(first, wanted.pages, wanted.found, wanted.reach, slots)

@@ -12,15 +12,9 @@ from numpy.typing import NDArray
 
 from kvcache.layer_groups import TableGroup
 from kvcache.pool.index import Digests, Pages
+from kvcache.pool.pages_below import NO_SLOTS, Asked, Slots, last_end
+from kvcache.states.state_pages import NO_STATE
 
-Slots = NDArray[np.int32]
-"""Places of pages in a lower tier. The tier decides what the numbers mean."""
-
-NO_SLOTS: Slots = np.zeros(0, np.int32)
-NO_STATE: Digests = np.zeros((0, 1), np.uint64)
-
-Asked = NDArray[np.bool_]
-"""A mask over the pages of block tables, `[tables, pages]`. It marks pages to look for, or pages that were found."""
 Below = Callable[[Digests, Asked], Asked]
 """Takes the digests of pages, `[tables, pages, words]`, and a mask of pages to look for. Returns the mask of those
 found.
@@ -111,12 +105,6 @@ class Reservation(NamedTuple):
     slots: Slots = NO_SLOTS
     state: Digests = NO_STATE
     stops: tuple[int, ...] = ()
-
-
-def last_end(ends: Asked) -> int:
-    """The number of pages before the last place where a request may resume. `ends`: `[pages]`."""
-    found = ends.nonzero()[0]
-    return int(found[-1]) + 1 if found.size else 0
 
 
 def resume(

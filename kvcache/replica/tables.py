@@ -22,9 +22,10 @@ from kvcache.errors import InvalidRequestError, InvariantError
 from kvcache.layer_groups import LayerGroup, LayerTables, TableGroup
 from kvcache.pool.index import INDEX, NO_PAGE, Digests
 from kvcache.pool.pages import PagePool
+from kvcache.pool.pages_below import Asked, Slots, last_end
 from kvcache.replica.context import ContextIndices, chunk_end
 from kvcache.replica.leases import PageLeases
-from kvcache.replica.resume import Asked, Below, Found, FromBelow, Host, Reservation, Slots, last_end, resume
+from kvcache.replica.resume import Below, Found, FromBelow, Host, Reservation, resume
 from kvcache.replica.rows import ONE, BlockRows, Ints, Pages, Rows, as_rows
 
 _NO_PAGES: Pages = np.zeros(0, np.int32)

@@ -3,8 +3,8 @@
 `kvcache.states.state_memory` describes a page. A state covers all tokens before it, and each further token overwrites
 it. So other requests can resume from a state only if a copy of it was kept. Copies are pages of the same pool, found by
 the digest of the last page of their tokens. They have no holder. Least recently used copies are evicted first, to make
-room for other copies and for new requests. `kept_states` decides which states are copied, and `DraftedPages` describes
-how guessed tokens run.
+room for other copies and for new requests. `kvcache.replica.row_states` decides which states are
+copied, and `DraftedPages` describes how guessed tokens run.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import torch
 from numpy.typing import NDArray
 
 from kvcache.errors import InvariantError, NoFreeStatePageError, StatePageError, UnknownRequestError
-from kvcache.layout import KindPages
+from kvcache.layout import KindPages, from_numpy
 from kvcache.params import StateShape
 from kvcache.pool.index import NO_PAGE, Digests, Pages
-from kvcache.replica.inputs import from_numpy
-from kvcache.replica.leases import HeldPages
-from kvcache.replica.pages_below import PagesBelow
-from kvcache.replica.resume import NO_STATE, Asked, last_end
-from kvcache.replica.rows import Ints
+from kvcache.pool.pages import HeldPages
+from kvcache.pool.pages_below import Asked, PagesBelow, last_end
 from kvcache.states.state_memory import StateRoom, StateViews
 from kvcache.types import StateCopy
 from kvcache.under_way import UnderWay
 
+Counts = NDArray[np.int64]
+"""A number for each page of a pool."""
+NO_STATE: Digests = np.zeros((0, 1), np.uint64)  # the digest of a request that resumes from no cached state
 _LOOKED_AT = 128  # how many pages of a prompt are searched at a time for the newest state
 
 
@@ -114,7 +114,7 @@ class StatePages:
 
     A `PagePool` tracks holders and writers as for any other page: the request and its leases hold the page, and a
     transfer writes to it. This class adds the rules of states. A state cannot go back, and a leased state does not
-    advance past the tokens that its reader knows. The manager checks which calls a request may make (`HybridReplica`).
+    advance past the tokens that its reader knows. The manager checks which calls a request may make (`RowStates`).
 
     `room` has the memory. If it is separate, it has one page for each request that may hold a state at a time, and the
     other pages are for copies. If states lie in slabs of token pages, a slab is taken for each state. It is given back
@@ -193,7 +193,7 @@ class StatePages:
         """The request's page. Raises `UnknownRequestError` if it holds none."""
         return self._page_of[request_id]
 
-    def _pages_of(self, request_ids: Sequence[str]) -> Ints:
+    def _pages_of(self, request_ids: Sequence[str]) -> NDArray[np.int64]:
         """`page_of` for each request."""
         return np.fromiter(map(self._page_of.__getitem__, request_ids), np.int64, len(request_ids))
 
@@ -529,7 +529,7 @@ class StatePages:
         """The layout of each kind of state on a shard, including page 0."""
         return self._room.kinds[shard]
 
-    def mend(self, request_ids: Iterable[str], written: Sequence[int], leased: Ints) -> None:
+    def mend(self, request_ids: Iterable[str], written: Sequence[int], leased: Counts) -> None:
         """Rebuild the holders after an interrupt, from the claimed requests, pages in transfer, and open leases.
 
         `leased`: the number of leases on each page. Intact copies stay.
@@ -553,7 +553,7 @@ class StatePages:
         """The state pages of the requests."""
         return [*self._page_of.values(), *self.drafts.page_of.values()]
 
-    def _counted(self, written: Sequence[int], leased: Ints | int) -> tuple[Ints, Ints]:
+    def _counted(self, written: Sequence[int], leased: Counts | int) -> tuple[Counts, Counts]:
         """The number of holders and of writers of each page, without the slabs that token pages use."""
         coming = [int(pages[0]) for pages in self.below.coming()]
         held = [*self._own, *self._before.values(), *coming]
@@ -562,7 +562,7 @@ class StatePages:
         )
         return holders + leased, writers
 
-    def check(self, request_ids: Iterable[str], written: Sequence[int] = (), leased: Ints | int = 0) -> None:
+    def check(self, request_ids: Iterable[str], written: Sequence[int] = (), leased: Counts | int = 0) -> None:
         """Recount: exactly these requests have a page, transfers write to `written`, and page 0 is empty.
 
         `leased`: the number of leases on each page. Raises `InvariantError` at the first discrepancy.

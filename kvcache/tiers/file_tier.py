@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from kvcache.errors import InvariantError, PoolTooSmallError
 from kvcache.pool.index import NO_PAGE, Digests, PrefixIndex
-from kvcache.replica.resume import Asked, Slots
+from kvcache.pool.pages_below import Asked, Slots
 from kvcache.tiers.host_tier import HostTier, LowerTier
 from kvcache.tiers.page_files import FileFormat, FileRefusal, read_pages, write_pages
 from kvcache.tiers.page_folder import PageFolder, Scan

@@ -23,8 +23,7 @@ from kvcache.layout import allocate_host_rows
 from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.pool.journal import PageReader
 from kvcache.pool.pages import PagePool
-from kvcache.replica.pages_below import PagesBelow
-from kvcache.replica.resume import NO_SLOTS, Asked, Slots
+from kvcache.pool.pages_below import NO_SLOTS, Asked, PagesBelow, Slots
 from kvcache.replica.rows import Pages, Rows, as_rows
 from kvcache.tiers.page_files import FileRefusals
 

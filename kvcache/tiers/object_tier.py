@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from kvcache.errors import InvariantError
 from kvcache.pool.index import NO_PAGE, Digests
-from kvcache.replica.resume import NO_SLOTS, Asked, Slots
+from kvcache.pool.pages_below import NO_SLOTS, Asked, Slots
 from kvcache.tiers.host_tier import HostTier, Job, LowerTier, nothing
 from kvcache.tiers.page_files import FileRefusal
 from kvcache.tiers.page_objects import ObjectFormat

@@ -185,29 +185,29 @@ HANDWRITTEN: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.states.kept_states",
+        "kvcache.replica.state_hints",
         [
             Mutation("_said_of", "said[newest[newest >= 0]] = True", "said[:] = True"),
         ],
     ),
     Module(
-        "kvcache.states.state_tiers",
+        "kvcache.tiers.state_tiers",
         [
             Mutation("StateTier._let_go", "self.pool.release(pages)", "self.pool.drop_writer(pages)"),
             Mutation("divide_tiers", "space - slots * state_bytes", "space * (1 - share)"),
         ],
     ),
     Module(
-        "kvcache.states.hybrid_replica",
+        "kvcache.replica.row_states",
         [
-            Mutation("step_drafted", "each[replica_idx].states", "each[0].states"),
+            Mutation("step_drafted", "each[replica_idx].pages", "each[0].pages"),
         ],
     ),
     Module(
         "kvcache.prometheus",
         [
-            Mutation("_states", "replica.states.num_idle", "replica.states.num_held"),
-            Mutation("_of_states", "read(replica.states)", "read(all_of.hybrid[0].states)"),
+            Mutation("_states", "states.pages.num_idle", "states.pages.num_held"),
+            Mutation("_of_states", "read(states.pages)", "read(all_of.states[0].pages)"),
             Mutation("_pages", "replica.pool.num_pages - free", "replica.pool.num_pages - idle"),
             Mutation("_prompt_tokens", "metrics.cache_tokens", "metrics.prompt_tokens"),
         ],

@@ -17,9 +17,9 @@ from kvcache import (
     UnknownRequestError,
 )
 from kvcache.layer_groups import layer_tables
-from kvcache.pool.pages import PagePool
+from kvcache.pool.pages import HeldPages, PagePool
 from kvcache.replica.block_table import BlockTable
-from kvcache.replica.leases import HeldPages, PageLease, PageLeases, granted_by
+from kvcache.replica.leases import PageLease, PageLeases, granted_by
 from kvcache.replica.rows import NEVER, AllRows, BlockRows
 from tests.kvcache.build import proven
 

@@ -9,8 +9,8 @@ import pytest
 
 from kvcache.errors import InvalidRequestError
 from kvcache.layer_groups import layer_tables
-from kvcache.pool.pages import PagePool
-from kvcache.replica.leases import HeldPages, PageLease, PageLeases
+from kvcache.pool.pages import HeldPages, PagePool
+from kvcache.replica.leases import PageLease, PageLeases
 from kvcache.replica.rows import AllRows, BlockRows
 
 

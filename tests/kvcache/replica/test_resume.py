@@ -9,7 +9,8 @@ import pytest
 
 from kvcache import LayerGroup
 from kvcache.layer_groups import TableGroup, layer_tables
-from kvcache.replica.resume import Found, FromBelow, last_end, resume
+from kvcache.pool.pages_below import last_end
+from kvcache.replica.resume import Found, FromBelow, resume
 
 SIZE = 4
 WINDOW = LayerGroup("window", (1,), 6)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvcache import PagedKVCacheManager, TextContext
-from kvcache.states.state_tiers import StateTier
+from kvcache.tiers.state_tiers import StateTier
 from tests.kvcache.replica.test_further_tables import gone
 from tests.kvcache.states.test_grouped_states import PROMPT, SIZE, make, run, served, start, without_state_at
 from tests.kvcache.tiers.stored_objects import StoredObjects

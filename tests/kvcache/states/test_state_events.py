@@ -9,7 +9,7 @@ import pytest
 
 from kvcache import KVEvents, PagedKVCacheManager, TextContext
 from kvcache.events.wire import hashes_of
-from kvcache.replica.resume import last_end
+from kvcache.pool.pages_below import last_end
 from tests.kvcache.events.mirror import Known, Mirror
 from tests.kvcache.random_model.run import Model
 

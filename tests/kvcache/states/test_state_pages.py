@@ -6,7 +6,7 @@ from kvcache.errors import InvariantError, NoFreeRowError, NoFreeStatePageError,
 from kvcache.params import CONV_KINDS, SSM_KIND, StateShape
 from kvcache.pool.index import Digests, Pages
 from kvcache.pool.journal import PageReader
-from kvcache.replica.leases import HeldPages
+from kvcache.pool.pages import HeldPages
 from kvcache.states.state_pages import StatePages
 from tests.kvcache.build import states_of
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache.replica.resume import Slots
+from kvcache.pool.pages_below import Slots
 from kvcache.tiers.host_tier import HostTier, Job, LowerTier, TierThread
 from tests.kvcache.tiers.test_host_tier_lower import OBJECT, UNKNOWN, Tier, mask, names
 

@@ -10,7 +10,7 @@ import pytest
 from kvcache.copies import PageMover
 from kvcache.pool.index import Digests
 from kvcache.pool.pages import PagePool
-from kvcache.replica.resume import Asked
+from kvcache.pool.pages_below import Asked
 from kvcache.tiers.host_tier import HostTier, LowerTier, ReplicaTier
 
 HOST, FILE, OBJECT, UNKNOWN, NOWHERE = 1, 2, 3, 4, 5  # pages, named by the tier that has them

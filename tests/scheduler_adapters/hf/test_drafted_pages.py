@@ -167,7 +167,7 @@ def test_what_is_found_instead_of_what_ran_is_gone_on_from(model: Any) -> None:
     engine, context, start = ready(model)
     states = engine.manager.states[0]
     other = PAGE * (start // PAGE)
-    digest = engine.manager._replicas.hybrid[0]._kept.digest_at(0, context, other)
+    digest = engine.manager._replicas.states[0].digest_at(0, context, other)
     states.resume("r", digest, other)
     states.drafts.check_booked("r")
     assert (states.tokens_of("r"), states.num_held) == (other, 2)

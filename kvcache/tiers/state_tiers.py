@@ -18,7 +18,7 @@ from kvcache.copies import PageMover
 from kvcache.errors import PoolTooSmallError
 from kvcache.layout import PageLayout, replica_fingerprint
 from kvcache.params import KVCacheParams
-from kvcache.replica.rows import Pages
+from kvcache.pool.index import Pages
 from kvcache.states.state_memory import kind_offsets, state_layouts
 from kvcache.states.state_pages import StatePages
 from kvcache.tiers.host_tier import HostTier, ReplicaTier

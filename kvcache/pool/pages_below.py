@@ -1,12 +1,23 @@
-"""`PagesBelow`: the interface of a replica to the tiers below its pool."""
+"""`PagesBelow`: the interface of a pool's user to the tiers below the pool, and the masks and slots that it passes."""
 
 from collections.abc import Callable, Iterable
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kvcache.pool.index import Digests
-from kvcache.replica.resume import Asked, Slots
-from kvcache.replica.rows import Pages, Rows
+from kvcache.pool.index import Digests, Pages
+
+Slots = NDArray[np.int32]
+"""Places of pages in a lower tier. The tier decides what the numbers mean."""
+NO_SLOTS: Slots = np.zeros(0, np.int32)
+Asked = NDArray[np.bool_]
+"""A mask over the pages of block tables, `[tables, pages]`. It marks pages to look for, or pages that were found."""
+
+
+def last_end(ends: Asked) -> int:
+    """The number of pages before the last place where a request may resume. `ends`: `[pages]`."""
+    found = ends.nonzero()[0]
+    return int(found[-1]) + 1 if found.size else 0
 
 
 class PagesBelow:
@@ -67,7 +78,7 @@ class PagesBelow:
     def restore(self, row: int, pages: Pages, slots: Slots) -> None:
         """Copy held `slots` to `pages`, which only the row holds. The pages may be read after `arrive`."""
 
-    def arrive(self, rows: Rows) -> None:
+    def arrive(self, rows: NDArray[np.int64] | slice) -> None:
         """Make later reads of the pages of `rows` see the restored data."""
 
     def coming(self, row: int | None = None) -> list[Pages]:  # noqa: ARG002 - as above

@@ -1,4 +1,4 @@
-"""A replica with recurrent states."""
+"""The states of a replica's rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from kvcache import InvalidRequestError, PagedKVCacheManager, TextContext
 from kvcache.replica.batch import Gathered
-from kvcache.states.hybrid_replica import step_drafted
+from kvcache.replica.row_states import step_drafted
 from kvcache.states.state_pages import StatePages
 from tests.kvcache.build import manager_of
 from tests.kvcache.states.served_states import SHAPE
@@ -52,7 +52,7 @@ def test_a_step_that_is_refused_leaves_requests_with_drafted_tokens_where_they_w
         raise InvalidRequestError("refused")
 
     with pytest.raises(InvalidRequestError, match="refused"):
-        step_drafted(manager._replicas.hybrid, manager._claims.gather([context], "step"), refuses)
+        step_drafted(manager._replicas.states, manager._claims.gather([context], "step"), refuses)
     assert seen == [6], "the state of the tokens that stay is gone: they run again"
     assert (context.start_idx, context.end_idx) == (8, 9)
     assert set(states.drafts.page_of) == {"r"}
@@ -64,7 +64,7 @@ def test_a_step_that_is_refused_leaves_requests_with_drafted_tokens_where_they_w
 def test_who_remembers_what_was_lacking_looks_again_once_a_state_has_come() -> None:
     manager, states, context = drafted()
     manager.step([context])
-    replica = manager._replicas.hybrid[0]
+    replica = manager._replicas.each[0]
     before, of_pages = replica.generation, replica.pool.index.generation
     states.keep("r", np.full((1, 4), 9, np.uint64), 6, passing=False)
     assert replica.pool.index.generation == of_pages

@@ -6,7 +6,7 @@ from types import FunctionType
 
 import numpy as np
 
-from kvcache.replica.pages_below import PagesBelow
+from kvcache.pool.pages_below import PagesBelow
 
 DIGESTS = np.arange(8, dtype=np.uint64).reshape(1, 4, 2)
 ASKED = np.array([[True, False, True, True]])
