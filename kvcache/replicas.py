@@ -121,8 +121,6 @@ class Router:
 
     def admitted(self, replica: int, computed: int) -> None:
         """Record that a request was admitted that computes `computed` pages on this replica."""
-        if len(self._loads) == 1:  # with one replica there is no choice
-            return
         decay = self.routing.load_decay
         self._loads = [load * decay for load in self._loads]
         self._loads[replica] += computed
@@ -220,10 +218,10 @@ class Replicas:
                 self.take_up()
             for copies in self._copies:
                 copies.bring(replica_idx, row, context, num_steps)
-        new_pages = replica.reserve(row, context, num_steps)
+        new_pages = replica.reserve(row, context, context.indices, num_steps)
         if new_pages is None:
             return False
-        if first_time:
+        if first_time and len(self.each) > 1:  # with one replica there is no choice
             self._router.admitted(replica_idx, new_pages)
         # A step in flight may still write to the page into which the copy would go.
         if self._partial and (first_time or (context.active_idx - context.start_idx > 1 and not self.steps.open)):

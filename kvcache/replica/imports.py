@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from kvcache.arguments import of_kind, whole
 from kvcache.errors import BlockTableMismatchError, InvalidRequestError
@@ -25,7 +24,7 @@ from kvcache.replica.copier import ImportProof
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher, token_bytes
 from kvcache.replica.replica import Replica
 from kvcache.replica.resume import Reservation
-from kvcache.replica.rows import Ints, Pages
+from kvcache.replica.rows import Pages
 
 _NO_PAGES: Pages = np.zeros(0, np.int32)
 
@@ -398,9 +397,7 @@ def finish_pages(replica: Replica, pending: PendingImport, proof: ImportProof | 
     _check_proof(replica, pending, proof, "commit_pages")
     first, stop = (token // size for token in pending.tokens)
     names = hasher.digests(prompt, first, stop)
-    if replica.log.is_read:
-        run = token_bytes(prompt[first * size : stop * size])
-        replica.log.describe(([hasher], np.array([first]), np.array([stop]), [run]))
+    _describe(replica, hasher, prompt, first, stop)
     written = pending.written[: stop - first]
     is_new = pool.index.publish(written, names) == written
     pages, names = written[is_new], names[is_new]
@@ -481,37 +478,21 @@ def finish_import(
     context.run_from(cached, context.end_idx)
     replica.imports.commit(pending)
     replica.counter.ran_elsewhere(row, cached)
-    if not (replica.log.is_read or replica.tier.keeps):
-        _publish_plain(replica, row, context, cached)
-    else:
-        _publish_told(replica, row, context, cached)
+    if replica.caching and cached >= replica.rows.commit_at.item(row):
+        first, last = replica.rows.committed.item(row), cached // replica.page_size
+        hasher = replica.hasher(row, context)
+        digests = hasher.digests(context.tokens, first, last)
+        _describe(replica, hasher, context.tokens, first, last)
+        replica.tier.arrive(np.array([row]))
+        replica.publish_one(row, first, digests)
+    replica.rows.cached[row] = cached
+    replica.log.end_call()
     for states in replica.states:
         states.commit_import(row, pending.num_tokens)
 
 
-def _publish_told(replica: Replica, row: int, context: SafeContext, cached: int) -> None:
-    """Publish the full pages of the row's first `cached` tokens, and record them for events."""
-
-    def digests_of(_at: Ints, firsts: Ints, lasts: Ints) -> NDArray[np.uint64]:
-        hasher, first, last = replica.hasher(row, context), int(firsts[0]), int(lasts[0])
-        digests = hasher.digests(context.tokens, first, last)
-        if replica.log.is_read:
-            run = token_bytes(context.tokens[first * replica.page_size : last * replica.page_size])
-            replica.log.describe(([hasher], firsts, lasts, [run]))
-        return digests
-
-    rows, computed = np.array([row]), np.array([cached])
-    replica.publish(rows, computed, replica.filled(rows, computed, digests_of))
-    replica.log.end_call()
-
-
-def _publish_plain(replica: Replica, row: int, context: SafeContext, cached: int) -> None:
-    """Do the same as `publish`, in half the time, for a row whose pages nothing else records.
-
-    The leases know no page of the row, because no block table is exported while its import is pending.
-    """
-    rows = replica.rows
-    if replica.caching and cached >= rows.commit_at.item(row):
-        first, last = rows.committed.item(row), cached // rows.page_size
-        replica.publish_one(row, first, replica.hasher(row, context).digests(context.tokens, first, last))
-    rows.cached[row] = cached
+def _describe(replica: Replica, hasher: PrefixHasher, tokens: NDArray[np.integer[Any]], first: int, last: int) -> None:
+    """Record the tokens of pages `first` to `last`, which are published next, for KV events."""
+    if replica.log.is_read:
+        run = token_bytes(tokens[first * replica.page_size : last * replica.page_size])
+        replica.log.describe(([hasher], np.array([first]), np.array([last]), [run]))

@@ -134,14 +134,15 @@ class Replica:
             states.claim(row)
         return row
 
-    def reserve(self, row: int, context: SafeContext, num_steps: int) -> int | None:
+    def reserve(self, row: int, context: SafeContext, indices: ContextIndices, num_steps: int) -> int | None:
         """Give the row pages for all known tokens and `num_steps` steps. Cached pages are used if they match.
 
-        Returns the number of newly allocated pages. If there are too few, returns None and changes nothing.
+        `indices`: the context's. Returns the number of newly allocated pages. If there are too few, returns None and
+        changes nothing.
         """
         rows, size = self.rows, self.page_size
         have = rows.num_pages.item(row)
-        start, active, known = indices = context.indices
+        start, active, known = indices
         length, decodes = known + num_steps - 1, active - start == 1
         if not have:
             start = 0
@@ -423,9 +424,9 @@ class Replica:
         state.commit(filled, lasts)
 
     def publish_one(self, row: int, first: int, digests: NDArray[np.uint64]) -> None:
-        """Do the same as `publish`, in half the time, for a row without leases.
+        """Publish the full pages of a row whose pages no reader of a lease knows, in half the time of `publish`.
 
-        `digests`: of its pages from `first` on.
+        `digests`: of its pages from `first` on. The caller records how many tokens are computed.
         """
         count = len(digests)
         if count == 1:

@@ -124,6 +124,7 @@ HANDWRITTEN: tuple[Module, ...] = (
     Module(
         "kvcache.replica.hints",
         [
+            Mutation("_said_of", "said[newest[newest >= 0]] = True", "said[:] = True"),
             Mutation("ReplicaHints.leave", "self._salt_of(row)", 'getattr(context, "cache_salt", None)'),
         ],
     ),
@@ -182,12 +183,6 @@ HANDWRITTEN: tuple[Module, ...] = (
             Mutation("StatePages.generation", " + self.below.generation", ""),
             Mutation("StatePages.release", "self._passing.pop(request_id, None)", "self._passing.get(request_id)"),
             Mutation("StatePages.cancel_import", "self._copy(copy, page)", "self._reset(page)"),
-        ],
-    ),
-    Module(
-        "kvcache.replica.state_hints",
-        [
-            Mutation("_said_of", "said[newest[newest >= 0]] = True", "said[:] = True"),
         ],
     ),
     Module(

@@ -38,7 +38,6 @@ _DOORS: dict[str, dict[str, str]] = {
         "replica/resume": "replica/further_tables pool/pages_below states/grouped_states replica/lent_tables",
         "replica/rows": "replica/batch replica/fork handover million_moves",
         "replica/row_states": "million_moves states/row_states states/grouped_states",
-        "replica/state_hints": "million_moves states/kept_states_hints",
         "replica/tables": "replica/further_tables replica/further_imports manager million_moves replica/leases",
         "replicas": "replicas manager admission handover replica/batch million_moves",
         "states/state_pages": "million_moves states/kept_states_hints states/state_pages",
