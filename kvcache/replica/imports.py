@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from kvcache.arguments import of_kind, whole
 from kvcache.errors import BlockTableMismatchError, InvalidRequestError

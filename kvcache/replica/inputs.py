@@ -1,6 +1,6 @@
 """The inputs of a model's attention: built from a batch, described to `torch.export`, and advanced by a step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
