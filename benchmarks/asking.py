@@ -4,7 +4,7 @@ Two managers and their exchanges run in one process. The source has a prompt of 
 it, asks for all of it, and gives the lent pages back. The rows of a loop are the times of its calls. The reader's loop
 calls `ask`, and polls for the answer. The source's loop polls twice: once to find and lease the pages, and once to
 learn that the lease was granted. `poll` is a poll with nothing to do. Bytes and messages are counted on the wire, from
-a question to its answer. `kept` is the memory that the source keeps, as allocated by Python, in three cases: for a
+a question to its answer. `kept` is the memory that the source keeps, as allocated by Python. It is measured for a
 question that its loop has not processed yet, for an open lease, and for an ended one. Times are processor time of the
 loop's thread, because only in this benchmark do both sides share a core.
 """

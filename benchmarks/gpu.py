@@ -1,8 +1,8 @@
 """Measures on a GPU: kernels by page order, copies to the host tier and back, the loop, and pulls.
 
-Kernels that are not installed are left out. The kernel rows have, for each page order, the time of a decode step of one
-layer: 64 requests of 4,096 tokens in bfloat16, 32 query heads of 128 elements on 8 key/value heads, and pages at random
-places among those of 8 layers.
+Kernels that are not installed are left out. The kernel rows have the time of a decode step of one layer, for each page
+order. The step has 64 requests of 4,096 tokens in bfloat16, and 32 query heads of 128 elements on 8 key/value heads.
+Its pages are at random places among those of 8 layers.
 """
 
 # pyright: basic, reportMissingImports=false

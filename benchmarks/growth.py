@@ -2,10 +2,11 @@
 
 `batch` is a decode step of a growing number of requests of 1,024 tokens, with pages of 16. The figure is the mean over
 16 steps, in which each request needs one new page. `replicas` is a decode step of 64 requests over a growing number of
-replicas, and the choice of a replica for a new prompt of 4,096 tokens, including its hash. `pool` has a full pool that
-grows. It times the decode step of 64 requests, and the reservation of 4,096 tokens by eviction or by hits. `waiting` is
-a step of 64 requests while a growing number waits, and adding and aborting one request (`benchmarks.waiting`).
-`benchmarks.growth_transfer` does the same for pulls, and `python -m benchmarks.plots` draws both on one page.
+replicas. It also times the choice of a replica for a new prompt of 4,096 tokens, including its hash. `pool` has a full
+pool that grows. It times the decode step of 64 requests, and the reservation of 4,096 tokens by eviction or by hits.
+`waiting` is a step of 64 requests while a growing number waits, and adding and aborting one request
+(`benchmarks.waiting`). `benchmarks.growth_transfer` does the same for pulls, and `python -m benchmarks.plots` draws
+both on one page.
 """
 
 from __future__ import annotations

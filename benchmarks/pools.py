@@ -90,9 +90,9 @@ def running(manager: PagedKVCacheManager, prompts: Prompts, lengths: Iterable[in
 def age(manager: PagedKVCacheManager, prompts: Prompts) -> None:
     """Bring the pool to the state that a server's pool has after hours.
 
-    Every page is published and idle, in mixed order. Prompts of mixed lengths, some tens of them at a time, are
-    released in random order, until one and a half times as many pages as the pool has were allocated. Pages that are
-    adjacent in eviction order are then not adjacent in memory.
+    Every page is published and idle, in mixed order. To mix it, some tens of prompts of mixed lengths at a time get
+    pages and are released in random order. This goes on until one and a half times the pool's pages were allocated.
+    Pages that are adjacent in eviction order are then not adjacent in memory.
     """
     pages, size = manager.total_num_pages, manager.page_size
     # The concurrent requests take at most half of the pool.

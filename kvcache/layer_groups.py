@@ -1,6 +1,6 @@
 """`LayerGroup`: layers that keep the same tokens. Groups of different sizes share pages of one size.
 
-As in vLLM, all groups take pages of the same size in bytes from one pool: a page holds the KV of `page_size` tokens in
+As in vLLM, all groups take pages of the same size in bytes from one pool. A page holds the KV of `page_size` tokens in
 `layers_per_page` layers of any group. So no memory is reserved for a group, and any free page fits any group. A group
 with more than `layers_per_page` layers has several block tables. If a table has fewer layers, a part of each of its
 pages is unused.

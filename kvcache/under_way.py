@@ -80,8 +80,9 @@ class UnderWay:
     def changing(self, call: str, about: object = None, context: Refusing | None = None) -> Self:
         """A context manager for a block in which the call changes the state, and may change `context`.
 
-        The mark is cleared at the end of the block, and after an error that guarantees that nothing has changed: an
-        error of this package, or an error of the context before any change. After any other error it stays set.
+        The mark is cleared at the end of the block. It is also cleared after an error that guarantees that nothing has
+        changed: an error of this package, or an error of the context before any change. After any other error it stays
+        set.
         """
         self.call = (call, about)
         self.context = context

@@ -167,7 +167,7 @@ class PulledPages(Pages, Protocol):
 
     @property
     def contents(self) -> PageContents:
-        """Answers questions about page contents: which pages a prompt needs, and which of these are cached."""
+        """Answers questions about page contents: which pages a prompt needs, and whether they are cached."""
         ...
 
     def import_block_table(

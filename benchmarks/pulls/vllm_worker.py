@@ -1,7 +1,7 @@
 """vLLM's NixlConnector between two processes, on blocks of a chosen size. Runs in the environment of vLLM.
 
 `python vllm_worker.py SCRIPTS LAYERS,HEADS,HEAD_DIM,BLOCKS,POOL ...` pulls `BLOCKS` random blocks of 16 tokens from a
-pool of `POOL` blocks, through both connectors' real workers, and prints a JSON row for each argument. `SCRIPTS` is the
+pool of `POOL` blocks. It uses both connectors' real workers, and prints a JSON row for each argument. `SCRIPTS` is the
 folder of the peers' scripts. One of them makes an engine of vLLM on a machine without a GPU. This file imports no code
 of ours.
 """

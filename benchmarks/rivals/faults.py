@@ -32,7 +32,7 @@ def faults(setting: Setting, prefix: Sequence[str], blocks: int) -> Iterator[Row
 
 
 def lent(reader: Fetcher, lender: LenderProcess, blocks: int) -> Iterator[Row]:
-    """The source goes on serving while its pages are lent."""
+    """The source continues to serve while its pages are lent."""
     asked = _asked(reader, 0, blocks)
     row = _in_a_pull(reader, asked, lambda _: lender.say("evict"), "evicts all it can while pages are lent")
     evicted = lender.answer()

@@ -6,10 +6,10 @@ where all pages are idle and were used least recently; they are evicted. Otherwi
 a slab is given back, its pages are fresh again. So no memory is reserved for pages or slabs. The only loss is the part
 of a slab that its state does not fill.
 
-Cached slabs (`CachedSlabs`) and idle pages are evicted in the order of their last use: a slab is evicted if it was last
+Cached slabs (`CachedSlabs`) and idle pages are evicted in the order of their last use. A slab is evicted if it was last
 used before the page that was evicted last. With hints, the leads of the hints shift the last use of both, as far as
-hints are trusted, and a slab is evicted before the next page if its use is older. Slabs and pages above a tenant's
-quota are evicted before all others.
+hints are trusted. Then a slab is evicted before the next page if the slab's shifted use is older. Slabs and pages above
+a tenant's quota are evicted before all others.
 """
 
 import numpy as np

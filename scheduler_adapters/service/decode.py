@@ -2,8 +2,8 @@
 
 Ownership: a request holds its pages from `import_block_table` on. No other request can find these pages before
 `commit_import`. No other request can be given them before the pull's last event, because a READ may still write there.
-Therefore a pull can outlive its attempt: if the attempt fails, its import is cancelled at once, and the manager takes
-the pages back when no transfer of the pull is in flight.
+Therefore a pull can outlive its attempt. If the attempt fails, its import is cancelled at once. The manager takes the
+pages back when no transfer of the pull is in flight.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ class DecodeScheduler:
         return busy or self._loop.is_running
 
     def stats(self) -> msg.Stats:
-        """Returns the counters, after a recount of the pages."""
+        """Returns the counters, after it has counted the pages again."""
         self._manager.check()
         return self.counters()
 

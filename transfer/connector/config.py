@@ -69,8 +69,9 @@ def share(units: int, ranks: int, rank: int) -> range:
 class StatePart(msgspec.Struct, frozen=True, kw_only=True):
     """Channels of a recurrent state that are split over tensor-parallel ranks in the same way.
 
-    A Mamba 2 layer has four parts. x (one unit per head, of head_dim channels), B and C (one unit per group, of d_state
-    channels each) follow one another in the convolution's tensor. The fourth part is the SSM state (one unit per head).
+    A Mamba 2 layer has four parts. The first three follow one another in the convolution's tensor: x (one unit per
+    head, of head_dim channels), then B and C (one unit per group, of d_state channels each). The fourth part is the SSM
+    state (one unit per head).
 
     Attributes:
         kind: name of the part on both sides: "conv.x", "conv.B", "conv.C", "ssm".

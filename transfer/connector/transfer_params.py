@@ -112,7 +112,7 @@ def read_params(request_id: str, params: object) -> TransferParams | None:
 def pointer_in(params: object) -> Wanted | None:
     """Returns the lease that a dict from outside names.
 
-    Returns None if the dict asks for no pages, or names no valid lease.
+    Returns None if the dict asks for no pages, or if its lease is invalid.
     """
     if not _is_dict(params) or params.get("do_remote_prefill") in (None, False):
         return None

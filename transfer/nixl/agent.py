@@ -102,9 +102,9 @@ class Agent:
 
     Transfers name addresses, passed as arrays. NIXL can also prepare lists of descriptors in advance. For pages this
     does not pay: it would save 16 ns of the 1.3 to 2.2 µs that posting a descriptor costs. Such lists would have to
-    describe the whole pool at first contact, could not join adjacent pages of a request into one descriptor, and are
-    lost with each connection. `read_word` does use them: it reads the same words repeatedly, one at a time, and a
-    prepared list of one word saves a third of the call.
+    describe the whole pool at first contact, and would be lost with each connection. Adjacent pages of a request could
+    not be joined into one descriptor. `read_word` does use prepared lists: it reads the same words repeatedly, one at a
+    time, and a list of one word saves a third of the call.
 
     Args:
         name: a name that no agent has had before.

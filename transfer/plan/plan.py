@@ -100,8 +100,8 @@ class Plan:
         """Returns the descriptors of both sides, and their total bytes, for the runs of all groups.
 
         This is plain Python for a page or two, for which calls into numpy would take eight times as long as the
-        arithmetic. Returns None if there are many runs, or if only `runs` handles the case: page sizes that differ,
-        tokens within a page, states, blocks of a source, and invalid input.
+        arithmetic. Returns None if there are many runs, or if only `runs` handles the case. Those cases are: page sizes
+        that differ, tokens within a page, states, blocks of a source, and invalid input.
         """
         if self._runs_of_page is None:  # made on first use, because first contact would otherwise wait for it
             self._runs_of_page = [self._of_page_0(group) for group in self.groups]

@@ -32,7 +32,7 @@ _LATE_S = 10.0
 """In seconds: how long an answer is still accepted after its question has timed out.
 
 A late answer may come with a lease, which this reader then gives back. Otherwise the lease would keep its pages at the
-source until it expires, and until then this reader could not get the same pages again: a source lends each page to a
+source until it expires. Until then this reader could not get the same pages again, because a source lends a page to a
 reader under only one lease at a time.
 """
 

@@ -3,7 +3,7 @@
 The server is a ROUTER socket on a thread of its own, and no message that it receives can end that thread. The client
 belongs to the thread that calls it and never blocks: each peer has a separate socket and a separate deadline. A peer
 that cannot be reached is given up after one time-out. A peer that is reached but silent is asked again and gets six
-time-outs, because on a host with ten processes for each core, sources took more than five seconds to answer.
+time-outs. The reason: on a host with ten processes for each core, sources took more than five seconds to answer.
 """
 
 from __future__ import annotations
