@@ -185,9 +185,7 @@ class NixlConnectorWorker:
         for request_id, send in metadata.reqs_to_send.items():
             self._book.lease(request_id, send.lease.lease_id)
             pages = [self._pages(*group) for group in enumerate(send.block_ids)] if self.config.page_checks else None
-            thread.call_soon(
-                ReplicaTransfer.offer, request_id, send.lease, engines=send.engines, pages=pages, running=send.running
-            )
+            thread.offer(request_id, send.lease, engines=send.engines, pages=pages, running=send.running)
         for request_id in metadata.reqs_computed:
             if request_id in leases:
                 thread.call_soon(ReplicaTransfer.start_clock, leases[request_id])

@@ -282,7 +282,7 @@ class PageExchange:
         try:
             lease = slots[replica].take(duration_s, lease_id)
             if lease is not None:
-                self.threads[replica].call_soon(ReplicaTransfer.offer, name, lease, pages=pages, running=running)
+                self.threads[replica].offer(name, lease, pages=pages, running=running)
         except BaseException:
             if lease is not None:
                 slots[replica].give_back(lease)
@@ -494,11 +494,15 @@ class PageExchange:
         """
         self.bell.hear()
         found, self._happened = self._happened, []
-        for replica, thread in enumerate(self.threads):
+        for thread in self.threads:
             thread.raise_failure()
-            found += self._take(replica)
+        found += self._take_all()
         self.lending.poll()
+        found += self._take_all()  # a lease that was granted at once
         return found + [ExchangeEvent(*answered) for answered in self._asks.poll()]
+
+    def _take_all(self) -> list[ExchangeEvent]:
+        return [event for replica in range(len(self.threads)) for event in self._take(replica)]
 
     def _take(self, replica: int) -> list[ExchangeEvent]:
         events, found = self.threads[replica].events, list[ExchangeEvent]()

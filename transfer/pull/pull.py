@@ -47,6 +47,7 @@ class Puller:
         words: uint64 `[slots]`, the buffer for lease words that fences read. To be registered with every agent.
         events: outcomes of pulls; the owner takes them.
         ended: records of successful pulls; the owner takes them.
+        num_posted: number of READs, of pages and of lease words, that had not ended as soon as they were posted.
         is_copying: whether more is left to copy, so that the next poll should follow at once.
         timed: whether events of pulls that passed carry the time of their fence.
     """
@@ -72,6 +73,7 @@ class Puller:
         # A heap of the times at which pulls are renewed or time out; a pull may be gone by then.
         self._due: list[tuple[float, str]] = []
         self._behind: dict[int, Handle] = {}  # by id of the source, the transfer that NIXL's thread copies
+        self.num_posted = 0
         self.is_copying = self.timed = False
 
     def __len__(self) -> int:
@@ -154,13 +156,12 @@ class Puller:
         pull.more, pull.added, pull.post_s = False, 1, post_s
         pull.posted(part, len(part.local))
         if reading is not None:
-            part.in_flight = 1
-            pull.reading.append((reading, part))
+            self._in_flight(pull, reading, part)
         if error is not None:
             self._free += [slot] * (slot >= 0)
             self._on_error(pull, error)
         elif fencing is not None:
-            pull.fencing.append((fencing, part.rank, slot))
+            self._fence_in_flight(pull, fencing, part.rank, slot)
         elif slot >= 0:
             self._holds(pull, part.rank, slot)
         self._advance(pull)
@@ -311,10 +312,18 @@ class Puller:
             if handle is None:
                 self._came(pull, part)
                 continue
-            part.in_flight += 1
-            pull.reading.append((handle, part))
+            self._in_flight(pull, handle, part)
             if background:
                 self._behind[id(engine)] = handle
+
+    def _in_flight(self, pull: RankPull, handle: Handle, part: Part) -> None:
+        part.in_flight += 1
+        pull.reading.append((handle, part))
+        self.num_posted += 1
+
+    def _fence_in_flight(self, pull: RankPull, handle: Handle, rank: int, slot: int) -> None:
+        pull.fencing.append((handle, rank, slot))
+        self.num_posted += 1
 
     def _collect_reads(self, pull: RankPull) -> None:
         for entry in list(pull.reading):
@@ -369,7 +378,7 @@ class Puller:
                 self._on_error(pull, error)
                 return
             if handle is not None:
-                pull.fencing.append((handle, rank, slot))
+                self._fence_in_flight(pull, handle, rank, slot)
             elif not self._holds(pull, rank, slot):
                 return
         if not pull.fencing:

@@ -85,8 +85,6 @@ class ReplicaTransfer:
         events: events in order; the owner takes them.
         stats: counters, and records of the last pulls.
         directory: the engines that it reads from.
-        reads_expected: how many times a reader may have begun to read under a lease; counted only if READs need our
-            polls.
     """
 
     def __init__(
@@ -115,8 +113,8 @@ class ReplicaTransfer:
         self._times = times = Times(handshake_timeout_s, heartbeat_s, dead_after_s, idle_s)
         self.directory = Directory(self.ranks, client, times, clock, self._start_all, self._fail_all)
         self._page_bytes = _page_bytes(self.ranks)
-        self.reads_expected = 0
-        self._serves_reads = reaches_other_hosts(effective_settings(self.ranks[0].memory_type))
+        self._reads_expected = 0  # how many times a reader may have begun to read under a lease
+        self._needs_polls = reaches_other_hosts(effective_settings(self.ranks[0].memory_type))
         self._is_host = all(rank.memory_type is MemoryType.DRAM for rank in self.ranks)
         self._shared = SharedPulls(self, _PART)
         self.timed = timed
@@ -169,12 +167,12 @@ class ReplicaTransfer:
             self.events.append(Offered(request_id, lease.lease_id, str(error)))
             return
         self._leases[lease.lease_id] = set(range(len(self.ranks)))
-        self.reads_expected += self._serves_reads and not running
+        self._reads_expected += not running
         self.events.append(Offered(request_id, lease.lease_id, ""))
 
     def start_clock(self, lease_id: int) -> None:
         """Starts the time of a lease whose request is computed. A no-op if it has started or the lease has ended."""
-        self.reads_expected += self._serves_reads
+        self._reads_expected += 1
         for rank in self.ranks:
             rank.leases.start_clock(lease_id)
 
@@ -420,6 +418,11 @@ class ReplicaTransfer:
     def is_copying(self) -> bool:
         """Whether the next poll should come at once, because it has something to copy."""
         return any(rank.puller.is_copying for rank in self.ranks)
+
+    @property
+    def reads_awaited(self) -> int:
+        """How many times a wait for a READ began, our own or that of a reader. 0 if READs go on without polls."""
+        return self._reads_expected + sum(rank.puller.num_posted for rank in self.ranks) if self._needs_polls else 0
 
     @property
     def is_idle(self) -> bool:

@@ -1,9 +1,9 @@
 """The thread that polls the transfers of a replica, about every millisecond while a transfer is open.
 
 A model's step takes tens or hundreds of milliseconds, during which a peer's first READ and every notification would
-wait. A serving loop therefore hands work to this thread, and takes events when it likes. Small pulls are the exception:
-waking the thread, and being woken by it, would take about as long as reading the pages. The calling thread reads them
-itself between two rounds of this thread, and the event is there when the call returns.
+wait. A serving loop therefore hands work to this thread, and takes events when it likes. Small pulls and most grants of
+leases are the exception: waking the thread, and being woken by it, would take longer than the work. The calling thread
+does this work itself between two rounds of this thread, and the event is there when the call returns.
 
 Without a lease or a pull, this thread sleeps. That is safe: peers read only under a lease, and a lease or a pull begins
 with a command, which wakes this thread. NIXL also has a descriptor to sleep on, but only with a polling thread of its
@@ -13,6 +13,7 @@ own.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import math
 import os
 import threading
@@ -24,11 +25,13 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 from weakref import WeakSet
 
 import torch
+from numpy.typing import ArrayLike
 
 from transfer.errors import EngineClosedError
 from transfer.memory import MemoryType
 from transfer.plan.page_lists import PageLists
 from transfer.pull.bell import Alarm, free_in_forks
+from transfer.pull.lease import LeaseRef
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.replica import Event, ReplicaTransfer
 from transfer.pull.source import Source
@@ -63,10 +66,12 @@ P = ParamSpec("P")
 POLL_S = 1e-3
 # The interval while our own READs are in flight. They take a few hundred microseconds, and a request waits for them.
 BUSY_POLL_S = 1e-4
-# `BUSY_POLL_S` also applies for this long after a lease was granted, if peers' READs need our polls (TCP). Otherwise
-# the first READ and the fence would each wait for a poll, which is a fifth of a pull of 1 MiB at 1 Gbit/s. A longer
-# pull loses little with the normal interval.
-READ_SOON_S = 0.02
+# READs over a link (TCP) need polls on both sides. While one is in flight, or a reader with a new lease may begin one,
+# the interval is this share of the time waited so far, from `SOON_POLL_S` to `BUSY_POLL_S`. With the normal intervals a
+# pull of 1 MiB at 1 Gbit/s would take a tenth longer, because its READ and its fence each wait for polls.
+SHARE_OF_WAIT, SOON_POLL_S = 1 / 200, 3e-5
+# A source returns to the normal interval this long after a lease was granted. A longer pull loses little by it.
+READ_SOON_S = BUSY_POLL_S / SHARE_OF_WAIT
 # The interval without a lease or a pull. Only notes about ended leases and deaths of peers arrive then, and neither is
 # urgent.
 IDLE_POLL_S = 0.25
@@ -75,6 +80,11 @@ AWAIT_POLL_S = 1e-2
 # The last two intervals begin this long after the last lease or pull. Until then a reader may still wait for an answer
 # of NIXL.
 LINGER_S = 1.0
+_PR_SET_TIMERSLACK, _SLACK_NS = 29, 1000
+"""A Linux constant that Python does not define, and how late a sleep of this thread may end.
+
+By default Linux ends a sleep up to 50 µs late, which is half of our shorter intervals.
+"""
 
 
 class TransferThread:
@@ -102,7 +112,7 @@ class TransferThread:
         self._woken = 0.0  # when the first of the latest commands arrived
         self._used = time.perf_counter()  # when there was last a lease or a pull
         self._leased = self._used  # when there was last a lease
-        self._expected = 0, -math.inf  # the number of READs that were expected so far, and when it last grew
+        self._awaited = 0, -math.inf  # `ReplicaTransfer.reads_awaited`, and when it last grew
         self._is_resting = False  # there was no lease or pull for a while
         self._busy, self._since = False, 0.0  # whether anything is under way, and since when
         self._early = False  # events of commands were delivered before this round's poll, which is still due
@@ -135,6 +145,23 @@ class TransferThread:
     ) -> None:
         """Calls a method of `ReplicaTransfer` on the thread, without waiting. Its events report the outcome."""
         self._hand_over(lambda: method(self.replica, *args, **options))
+
+    def offer(
+        self,
+        request_id: str,
+        lease: LeaseRef,
+        *,
+        engines: int = 1,
+        pages: Sequence[ArrayLike] | None = None,
+        running: bool = False,
+    ) -> None:
+        """Grants a lease; see `ReplicaTransfer.offer`. Page checks (`pages`) are made on the thread."""
+
+        def run() -> None:
+            self.replica.offer(request_id, lease, engines=engines, pages=pages, running=running)
+
+        if pages is not None or not self._run_here(lambda: True, run):
+            self._hand_over(run)
 
     def pull(
         self,
@@ -213,7 +240,7 @@ class TransferThread:
     def _run_here(self, is_small: Callable[[], bool], command: Callable[[], object]) -> bool:
         """Runs a small command on the caller's thread.
 
-        Returns False if the transfer thread is busy or has commands waiting.
+        Returns False if the transfer thread is busy or has commands waiting. Otherwise wakes it if it has to poll now.
         """
         self._refuse_ended()
         if not self._turn.acquire(blocking=False):
@@ -224,7 +251,7 @@ class TransferThread:
                 return False
             begin = self._used = time.perf_counter()
             command()
-            is_over = bool(self.replica.events)
+            is_over = any(isinstance(event, PullEvent) for event in self.replica.events)
             if is_over and not self._busy:
                 self.pull_seconds += time.perf_counter() - begin
             self._tell()
@@ -239,6 +266,7 @@ class TransferThread:
         return True
 
     def _main(self) -> None:
+        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _SLACK_NS, 0, 0, 0)
         try:
             while not self._stopping and self._failure is None:
                 self._sleep()
@@ -285,14 +313,15 @@ class TransferThread:
             self._used = now
         if self.replica.num_leases:
             self._leased = now
-            if self._expected[0] != self.replica.reads_expected:
-                self._expected = self.replica.reads_expected, now
+        if self._awaited[0] != (awaited := self.replica.reads_awaited):
+            self._awaited = awaited, now
         self._is_resting = now - self._used >= LINGER_S
         if self.replica.is_copying:
             return 0.0
-        is_read_soon = self._leased == now and now - self._expected[1] < READ_SOON_S
+        waited_s = now - self._awaited[1]
+        is_read_soon = self._leased == now and waited_s < READ_SOON_S
         if self._busy or self._early or is_read_soon:
-            return BUSY_POLL_S
+            return min(max(waited_s * SHARE_OF_WAIT, SOON_POLL_S), BUSY_POLL_S)
         if self._is_resting:
             return IDLE_POLL_S
         if now - self._leased < LINGER_S or any(rank.puller.is_moving for rank in self.replica.ranks):

@@ -15,8 +15,17 @@ from transfer.errors import EngineClosedError
 from transfer.pull.bell import Alarm
 from transfer.pull.lease import LeaseRef, new_lease_id
 from transfer.pull.pull_state import PullEvent
-from transfer.pull.replica import LeaseOver, ReplicaTransfer
-from transfer.pull.thread import AWAIT_POLL_S, BUSY_POLL_S, IDLE_POLL_S, LINGER_S, POLL_S, TransferThread
+from transfer.pull.replica import LeaseOver, Offered, ReplicaTransfer
+from transfer.pull.thread import (
+    AWAIT_POLL_S,
+    BUSY_POLL_S,
+    IDLE_POLL_S,
+    LINGER_S,
+    POLL_S,
+    READ_SOON_S,
+    SOON_POLL_S,
+    TransferThread,
+)
 
 
 class Threaded:
@@ -42,7 +51,7 @@ class Threaded:
 
     def offer(self, slot: int, duration_s: float = 30.0) -> LeaseRef:
         lease = LeaseRef(new_lease_id(), slot, duration_s)
-        self.thread.call_soon(ReplicaTransfer.offer, f"r{slot}", lease)
+        self.thread.offer(f"r{slot}", lease)
         return lease
 
     def pull(self, p: Threaded, slot: int) -> None:
@@ -175,7 +184,7 @@ def test_a_reader_whose_reads_need_polls_is_served_as_soon_as_it_may_read_and_fo
     threaded: Callable[[str], Threaded], monkeypatch: pytest.MonkeyPatch, tls: str
 ) -> None:
     monkeypatch.setattr("transfer.pull.replica.effective_settings", lambda *_: {"UCX_TLS": tls})
-    p, soon = threaded("p"), BUSY_POLL_S if tls == "tcp,self" else POLL_S
+    p, soon = threaded("p"), (SOON_POLL_S, BUSY_POLL_S) if tls == "tcp,self" else (POLL_S, POLL_S)
 
     def pause_after(act: Callable[[ReplicaTransfer], None]) -> float:
         p.until(lambda: not p.thread._early)  # the last command's events are delivered
@@ -183,12 +192,57 @@ def test_a_reader_whose_reads_need_polls_is_served_as_soon_as_it_may_read_and_fo
 
     running, lease = (LeaseRef(new_lease_id(), slot, 30.0) for slot in (0, 1))
     assert pause_after(lambda replica: replica.offer("r0", running, running=True)) == POLL_S
-    assert pause_after(lambda replica: replica.offer("r1", lease)) == soon
+    assert soon[0] <= pause_after(lambda replica: replica.offer("r1", lease)) <= soon[1]
     p.until(lambda: pause_after(lambda _: None) == POLL_S)
-    assert pause_after(lambda replica: replica.start_clock(running.lease_id)) == soon
+    assert soon[0] <= pause_after(lambda replica: replica.start_clock(running.lease_id)) <= soon[1]
     for one in (running, lease):
         p.thread.call(lambda replica, one=one: replica.revoke(one.lease_id, "test"))  # type: ignore[misc]
     assert pause_after(lambda _: None) == POLL_S
+
+
+@pytest.mark.parametrize("tls", ["tcp,self", "posix,sysv,cma"])
+def test_a_wait_for_a_peer_over_a_link_is_polled_the_more_often_the_shorter_it_is(
+    threaded: Callable[[str], Threaded], monkeypatch: pytest.MonkeyPatch, tls: str
+) -> None:
+    monkeypatch.setattr("transfer.pull.replica.effective_settings", lambda *_: {"UCX_TLS": tls})
+    thread = threaded("d").thread
+
+    def pauses(replica: ReplicaTransfer) -> tuple[float, float]:
+        thread._busy = True
+        replica.ranks[0].puller.num_posted += 1
+        at_once, (awaited, since) = thread._pause(), thread._awaited
+        thread._awaited = awaited, since - READ_SOON_S / 2
+        return at_once, thread._pause()
+
+    at_once, later = thread.call(pauses)
+    assert at_once == (SOON_POLL_S if tls == "tcp,self" else BUSY_POLL_S)
+    assert (BUSY_POLL_S / 2 if tls == "tcp,self" else BUSY_POLL_S) <= later <= BUSY_POLL_S
+
+
+def test_a_lease_is_granted_when_the_call_returns_unless_the_thread_is_at_work(
+    threaded: Callable[[str], Threaded],
+) -> None:
+    p, at_once = threaded("p"), False
+    for slot in range(50):  # a poll may be at work at any time
+        lease = p.offer(slot)
+        at_once = at_once or (bool(p.thread.events) and p.thread.events[-1] == Offered(f"r{slot}", lease.lease_id, ""))
+        p.until(lambda slot=slot: len(p.thread.events) > slot)  # type: ignore[misc]
+    assert at_once
+    with p.thread._turn:
+        p.offer(50)
+        assert len(p.thread.events) == 50
+    p.until(lambda: len(p.thread.events) > 50)
+
+
+def test_a_thread_at_rest_is_woken_by_a_grant(
+    threaded: Callable[[str], Threaded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p = threaded("p")
+    monkeypatch.setattr("transfer.pull.thread.IDLE_POLL_S", 60.0)  # longer than `until` waits
+    at_rest(p)
+    started = p.polls
+    p.offer(0)
+    p.until(lambda: p.polls > started + 2)
 
 
 @pytest.fixture
