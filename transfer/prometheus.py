@@ -37,7 +37,7 @@ def _notes(owner: Transfers) -> Iterator[Sample]:
     verdicts: tuple[Verdict, ...] = get_args(Verdict)
     for number, thread in enumerate(owner.threads):
         for verdict in verdicts:
-            yield (number, verdict), sum(rank.leases.counts[verdict] for rank in thread.replica.ranks)
+            yield (number, verdict), thread.replica.leases.counts[verdict]
 
 
 def _buckets(name: str) -> Callable[[Transfers], Iterator[Sample]]:

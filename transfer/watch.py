@@ -33,8 +33,7 @@ def transfers_of(owner: Transfers) -> Callable[[], Beside]:
 
 
 def _leases(pool: str, thread: TransferThread) -> list[LeaseRow]:
-    """The open leases, as recorded by the first rank; every rank has the same."""
-    book = thread.replica.ranks[0].leases
+    book = thread.replica.leases
     rows: list[LeaseRow] = []
     for lease in filter(None, map(book.find, book.ids())):
         age_s, left_s = book.times(lease)

@@ -238,9 +238,10 @@ HANDWRITTEN: tuple[Module, ...] = (
         "transfer.pull.lease",
         [
             Mutation("LeaseSlots.give_back", "lease.slot", "lease.lease_id"),
-            Mutation("Lease.is_read", "len(ranks) == self.ranks[engine]", "len(ranks) >= 1"),
+            Mutation("Lease.is_read", "len(heard) == self.ranks[engine] * ours", "len(heard) >= 1"),
+            Mutation("Lease.is_read", "self.ranks[engine] * ours", "self.ranks[engine]"),
             Mutation("LeaseBook.grant", "math.inf if running else self._clock()", "self._clock()"),
-            Mutation("LeaseBook._verdict", "if note.rank in lease.heard", "if note.ranks in lease.heard"),
+            Mutation("LeaseBook._verdict", "if (at, note.rank) in", "if (at, note.ranks) in"),
         ],
     ),
     Module(
@@ -273,7 +274,6 @@ HANDWRITTEN: tuple[Module, ...] = (
         "transfer.pull.replica",
         [
             Mutation("ReplicaTransfer._pull_at_once", "self.directory.use(", "self.directory.ready("),
-            Mutation("ReplicaTransfer._collect_leases", "left.discard(at)", "left.clear()"),
             Mutation("ReplicaTransfer._fail", "safe = pull.is_safe", "safe = True"),
         ],
     ),

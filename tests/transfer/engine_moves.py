@@ -319,10 +319,10 @@ class World:
         for side in (self.source, *self.readers):
             if sorted(side.free) != list(range(PAGES)):
                 raise ViolationError(f"{side.engine_id}: free pages {sorted(side.free)}")
-            for rank in side.replica.ranks:
-                rank.leases.check()
-                if len(rank.leases) or len(rank.puller):
-                    raise ViolationError(f"{side.engine_id}: {len(rank.leases)} leases, {len(rank.puller)} pulls left")
+            leases, pulls = side.replica.leases, sum(len(rank.puller) for rank in side.replica.ranks)
+            leases.check()
+            if len(leases) or pulls:
+                raise ViolationError(f"{side.engine_id}: {len(leases)} leases, {pulls} pulls left")
         for side in self.readers:
             if any((pool != FREE).any() for pool in side.pools):
                 raise ViolationError(f"{side.engine_id}: a page that no pull has was written")

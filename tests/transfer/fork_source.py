@@ -50,7 +50,7 @@ def serve(pipe: Connection, life: Connection, reborn: bool) -> None:
     source = Engine("p", seed=3)
     lease = source.offer("r", slot=SLOT, duration_s=1000.0)
     rank = source.ranks[0]
-    words, pages = rank.leases.words, source.pools[0]
+    words, pages = rank.words, source.pools[0]
     fences = rank.puller.words
     fences[5] = 77
     pipe.send((source.serve(), [rank.metadata], lease, words.ctypes.data, pages.ctypes.data, fences.ctypes.data))
@@ -106,14 +106,14 @@ def goes_on(pipe: Connection, how: str) -> None:
     if not (fork := os.fork()):
         if how == "closed":
             _close(p, d, e, thread)
-            assert p.ranks[0].leases.find(lease.lease_id), "a fork ends nothing: leases are its parent's"
+            assert p.replica.leases.find(lease.lease_id), "a fork ends nothing: leases are its parent's"
         if how == "dropped":
             del p, d, e, thread
             gc.collect()
         _end(3)
     status = os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
     assert status == 3, status
-    assert p.ranks[0].leases.find(lease.lease_id)
+    assert p.replica.leases.find(lease.lease_id)
     _pull(p, d, 2)
     _close(p, d, e, thread)
     _end(7)

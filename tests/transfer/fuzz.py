@@ -35,7 +35,7 @@ from transfer.errors import TransferError
 from transfer.memory import MemoryType
 from transfer.nixl.settings import agreed_settings
 from transfer.plan.shapes import dense
-from transfer.pull.lease import LeaseBook, LeaseRef
+from transfer.pull.lease import LeaseBook, LeaseRef, make_words
 from transfer.pull.remote import RemoteEngine
 from transfer.wire.handshake import EngineCard, HandshakeClient, HandshakeServer
 from transfer.wire.messages import (
@@ -190,7 +190,7 @@ def engine_metadata() -> bytes:
 
 
 def make_targets(server: HandshakeServer) -> list[Target]:
-    book = LeaseBook(slots=64)
+    book = LeaseBook([make_words(64)])
     for slot in range(8):
         book.grant(slot + 1, f"r{slot}", slot, 1e9, engines=1000)
 

@@ -18,6 +18,7 @@ from tests.vllm_engine.test_engine import PREFILL, PROMPT, assert_empty, prefill
 from transfer.connector import worker as connector_worker
 from transfer.errors import InvalidLeaseError
 from transfer.pull.lease import LeaseBook
+from transfer.pull.thread import TransferThread
 
 Make = Callable[..., Engine]
 OTHER = [*PROMPT[:99], 7]  # the same prompt, except for its last token
@@ -144,6 +145,7 @@ def slow_grants(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[], float]) -
         return grant(*args, **options)
 
     monkeypatch.setattr(LeaseBook, "grant", late)
+    monkeypatch.setattr(TransferThread, "_run_here", lambda *_: False)
 
 
 def test_params_leave_when_the_lease_stands_on_every_rank(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,9 +159,8 @@ class PageExchange:
         ask = None if keyring is None else keyring.secure_client
         self.cards: list[EngineCard] = []
         self.bell = Bell()
-        look_again = lambda: self._server.look_again()  # noqa: E731, PLW0108 - the server is made later
         self.lending = PageLending(
-            manager, self._grant_lent, self.bell.ring, look_again, share=lend, key=self._key, seals=self._seals
+            manager, self._grant_lent, self.bell.ring, share=lend, key=self._key, seals=self._seals
         )
         told = kv_kind(manager.layouts), len(tables.tables), tables.kinds_named, len(manager.further_groups[0])
         asker = HandshakeClient(ask, allowed=allowed)
@@ -499,6 +498,8 @@ class PageExchange:
         found += self._take_all()
         self.lending.poll()
         found += self._take_all()  # a lease that was granted at once
+        if self.lending.take_answers():
+            self._server.look_again()
         return found + [ExchangeEvent(*answered) for answered in self._asks.poll()]
 
     def _take_all(self) -> list[ExchangeEvent]:

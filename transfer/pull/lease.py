@@ -16,7 +16,7 @@ import mmap
 import secrets
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
@@ -101,7 +101,7 @@ class LeaseSlots:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """One lease on one shard. Every shard of a source grants it under the same id and slot."""
+    """One lease, which all ranks of a source grant under the same id and slot."""
 
     lease_id: int  # random, 64 bits; also the content of the lease word
     request_id: str  # the source's name of the request whose pages are held
@@ -110,33 +110,46 @@ class Lease:
     engines: int  # reading engines that must finish before the lease ends
     deadline: float  # by the clock of its `LeaseBook`
     last_deadline: float  # renewals do not extend beyond it
-    heard: dict[str, set[int]] = field(default_factory=dict[str, set[int]])  # by engine, the ranks that have finished
+    # By engine, the ranks that have finished, each with the rank of ours that it said so to.
+    heard: dict[str, set[tuple[int, int]]] = field(default_factory=dict[str, set[tuple[int, int]]])
     ranks: dict[str, int] = field(default_factory=dict[str, int])  # by engine, how many ranks it has
     refusal: str = ""  # the first reason of a reader that gave up
     ended: str = ""  # why it has ended; empty while it is open
 
-    @property
-    def is_read(self) -> bool:
-        """Whether all ranks of the expected number of engines have said that they are done or will not read."""
-        ended = sum(len(ranks) == self.ranks[engine] for engine, ranks in self.heard.items())
+    def is_read(self, ours: int) -> bool:
+        """Whether each of `ours` ranks has heard from all ranks of the expected number of engines.
+
+        They say that they are done, or will not read.
+        """
+        ended = sum(len(heard) == self.ranks[engine] * ours for engine, heard in self.heard.items())
         return ended >= self.engines
 
 
 class LeaseBook:
-    """The leases of one shard. Only `_end` clears a word, and it does so before the end of the lease is reported.
+    """The leases of a replica. Only `_end` clears words, and it does so before the end of the lease is reported.
+
+    A lease ends on all ranks at once, when each has heard from all its readers.
 
     Args:
-        slots: the most leases at a time.
+        words: uint64 `[slots]` for each local rank, from `make_words`: the lease words. They must be registered, and
+            stay mapped while any peer lives.
         clock: a monotonic clock, in seconds. Deadlines stay in the process; peers are told durations.
         longest: longest life of a lease with renewals, as a multiple of its duration.
 
     Attributes:
-        words: uint64 `[slots]`, the lease words. They must be registered, and stay mapped while any peer lives.
+        words: as given.
         counts: notes of readers, by verdict.
     """
 
-    def __init__(self, slots: int = 4096, clock: Callable[[], float] = time.monotonic, *, longest: float = 20) -> None:
-        self.words = make_words(slots)
+    def __init__(
+        self,
+        words: Sequence[NDArray[np.uint64]],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        longest: float = 20,
+    ) -> None:
+        self.words = words
+        self._num_slots = min(map(len, words))
         self.counts: Counter[Verdict] = Counter()
         self._clock = clock
         self._longest = longest
@@ -168,8 +181,8 @@ class LeaseBook:
         lease = f"request {request_id!r}: lease {lease_id:#018x}"
         if not CLEARED < lease_id < 1 << 64 or lease_id in self._by_id:
             raise InvalidLeaseError(f"{lease}: its id is taken, or is not a 64-bit number above 0")
-        if not 0 <= slot < len(self.words) or slot in self._slots:
-            raise InvalidLeaseError(f"{lease}: slot {slot} is taken, or outside of 0 to {len(self.words) - 1}")
+        if not 0 <= slot < self._num_slots or slot in self._slots:
+            raise InvalidLeaseError(f"{lease}: slot {slot} is taken, or outside of 0 to {self._num_slots - 1}")
         if not 0 < duration_s < math.inf or engines < 1:
             raise InvalidLeaseError(
                 f"{lease}: its duration is {duration_s} s for {engines} engines; both must be above 0"
@@ -180,7 +193,8 @@ class LeaseBook:
         )
         self._by_id[lease_id] = self._slots[slot] = granted
         self._next_deadline = min(self._next_deadline, granted.deadline)
-        self.words[slot] = lease_id
+        for words in self.words:
+            words[slot] = lease_id
         return granted
 
     def start_clock(self, lease_id: int) -> None:
@@ -209,32 +223,32 @@ class LeaseBook:
         """Returns the ids of all open leases."""
         return list(self._by_id)
 
-    def hear(self, note: ReaderNote) -> Lease | None:
-        """Records a note from a rank of a reading engine.
+    def hear(self, note: ReaderNote | None, at: int = 0) -> Lease | None:
+        """Records a note that a rank of a reading engine has sent to our rank `at`; None if it could not be read.
 
-        Returns the lease if the note ended it. Its word is then cleared, and its pages may be freed.
+        Returns the lease if the note ended it. Its words are then cleared, and its pages may be freed.
         """
-        verdict = self._verdict(note)
+        verdict = "malformed" if note is None else self._verdict(note, at)
         self.counts[verdict] += 1
-        if verdict != "accepted":
+        if note is None or verdict != "accepted":
             return None
         lease = self._by_id[note.lease_id]
         if note.verdict == "renew":
             self._renew(lease)
             return None
         lease.ranks[note.engine_id] = note.ranks
-        lease.heard.setdefault(note.engine_id, set()).add(note.rank)
+        lease.heard.setdefault(note.engine_id, set()).add((at, note.rank))
         if note.verdict == "refused" and not lease.refusal:
             lease.refusal = note.reason or "refused"
-        return self._end(lease, lease.refusal or "read") if lease.is_read else None
+        return self._end(lease, lease.refusal or "read") if lease.is_read(len(self.words)) else None
 
-    def _verdict(self, note: ReaderNote) -> Verdict:
+    def _verdict(self, note: ReaderNote, at: int) -> Verdict:
         lease = self._by_id.get(note.lease_id)
         if lease is None:
             return "late" if note.lease_id in self._ended else "unknown"
         if not 0 <= note.rank < note.ranks or lease.ranks.get(note.engine_id, note.ranks) != note.ranks:
             return "malformed"
-        if note.rank in lease.heard.get(note.engine_id, ()):
+        if (at, note.rank) in lease.heard.get(note.engine_id, ()):
             return "late" if note.verdict == "renew" else "duplicate"
         return "accepted"
 
@@ -242,7 +256,7 @@ class LeaseBook:
         lease.deadline = max(lease.deadline, min(self._clock() + lease.duration_s, lease.last_deadline))
 
     def end(self, lease_id: int, reason: str) -> Lease | None:
-        """Ends a lease even while it is read, and returns it with its word cleared; None if it had already ended.
+        """Ends a lease even while it is read, and returns it with its words cleared; None if it had already ended.
 
         Use this for an abort, or if pages are needed. Readers find out by their fence.
         """
@@ -261,7 +275,8 @@ class LeaseBook:
         return over
 
     def _end(self, lease: Lease, reason: str) -> Lease:
-        self.words[lease.slot] = CLEARED  # first: from now on no fence accepts pages read under the lease
+        for words in self.words:  # first: from now on no fence accepts pages read under the lease
+            words[lease.slot] = CLEARED
         lease.ended = reason
         del self._by_id[lease.lease_id], self._slots[lease.slot]
         self._ended[lease.lease_id] = None
@@ -276,13 +291,13 @@ class LeaseBook:
             InvalidLeaseError: a word does not hold the id of the lease in its slot, or an ended lease is recorded as
                 open.
         """
-        expected = np.zeros_like(self.words)
+        expected = np.zeros(self._num_slots, np.uint64)
         for slot, lease in self._slots.items():
             expected[slot] = lease.lease_id
             if lease.slot != slot or lease.ended or self._by_id.get(lease.lease_id) is not lease:
                 raise InvalidLeaseError(
                     f"request {lease.request_id!r}: lease {lease.lease_id:#018x} is recorded inconsistently"
                 )
-        wrong = np.flatnonzero(self.words != expected)
+        wrong = np.flatnonzero(np.any([words != expected for words in self.words], axis=0))
         if wrong.size or len(self._slots) != len(self._by_id):
             raise InvalidLeaseError(f"lease words {wrong[:8].tolist()} do not hold the ids of their leases")

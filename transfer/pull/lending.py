@@ -74,6 +74,7 @@ class PageLender:
 
     Attributes:
         pages_lent: pages leased so far, including state pages; a page counts each time that it is leased.
+        has_answers: whether a question got its final answer; the owner resets it.
     """
 
     def __init__(
@@ -82,18 +83,17 @@ class PageLender:
         replica: int,
         grant: Grant,
         ring: Callable[[], None],
-        answered: Callable[[], None],
         *,
         share: float,
         key: bytes,
         seals: TableSeals,
     ) -> None:
         self.pages_lent = 0
+        self.has_answers = False
         self._manager = manager
         self._replica = replica
         self._grant = grant
         self._ring = ring
-        self._answered = answered
         self._most = int(share * (manager.total_num_pages // manager.num_replicas))
         # Each lease takes one page of every further group.
         self._most_leases = min(
@@ -238,7 +238,7 @@ class PageLender:
             if ask_id in self._answers:
                 self._answers[ask_id] = reply
         if not reply.waits_for:
-            self._answered()
+            self.has_answers = True
 
 
 def _asker(query: ContentQuery) -> str:
@@ -256,7 +256,6 @@ class PageLending:
         manager: the owner of the pages.
         grant: requests a lease.
         ring: called for each question, on the handshake server's thread, so that `poll` is called.
-        answered: called when a question has its final answer.
         share: share of each replica's pages that may be lent at a time.
         key: key of the digests that authenticate the answers.
         seals: makes the seals of lent tables.
@@ -270,14 +269,13 @@ class PageLending:
         manager: PageOwner,
         grant: Grant,
         ring: Callable[[], None],
-        answered: Callable[[], None],
         *,
         share: float,
         key: bytes,
         seals: TableSeals,
     ) -> None:
         self.of = [
-            PageLender(manager, replica, grant, ring, answered, share=share, key=key, seals=seals)
+            PageLender(manager, replica, grant, ring, share=share, key=key, seals=seals)
             for replica in range(manager.num_replicas)
         ]
 
@@ -295,6 +293,13 @@ class PageLending:
     def is_asked(self) -> bool:
         """Whether a question waits for `poll`."""
         return any(one.is_asked for one in self.of)
+
+    def take_answers(self) -> bool:
+        """Whether a question got its final answer since the last call."""
+        has_answers = any(one.has_answers for one in self.of)
+        for one in self.of:
+            one.has_answers = False
+        return has_answers
 
     def stop(self) -> None:
         """Lends no more pages."""

@@ -1,4 +1,4 @@
-"""One rank of an engine: its agents, the leases that it grants, and the pulls that it makes. Single-threaded."""
+"""One rank of an engine: its agents, its lease words, and the pulls that it makes. Single-threaded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import logging
 import socket
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,12 +21,12 @@ from transfer.memory import MemoryType
 from transfer.nixl.agent import Agent
 from transfer.nixl.settings import agreed_settings
 from transfer.plan.boxes import ShardLayout
-from transfer.pull.lease import LEASE_SLOTS, LENT_SLOTS, Lease, LeaseBook
+from transfer.pull.lease import LEASE_SLOTS, LENT_SLOTS, make_words
 from transfer.pull.page_checks import PageChecks, Verifier
 from transfer.pull.pull import Puller
 from transfer.pull.remote import RemoteEngine
 from transfer.pull.staging_area import StagingArea
-from transfer.wire.messages import RankMetadata, decode_note, open_rank, sealed_rank
+from transfer.wire.messages import RankMetadata, ReaderNote, decode_note, open_rank, sealed_rank
 
 log = logging.getLogger("pagewire.transfer")
 _IN_TURN = 8
@@ -137,7 +136,7 @@ def _close(agent: Agent) -> None:
 
 
 class RankTransfer:
-    """The leases of one rank to readers, and its pulls from sources. Its owner's thread calls `poll` repeatedly.
+    """What one rank serves to readers, and its pulls from sources. Its owner's thread calls `poll` repeatedly.
 
     Args:
         identity: the identity of this rank.
@@ -150,9 +149,8 @@ class RankTransfer:
         clock: a monotonic clock, in seconds.
 
     Attributes:
-        leases: the leases granted here.
+        words: uint64 `[slots]`, the lease words. The owner's `LeaseBook` writes them.
         puller: the pulls made here.
-        released: ended leases, with their words cleared; the owner takes them.
         metadata: the rank's sealed metadata, for the handshake.
 
     Raises:
@@ -188,12 +186,11 @@ class RankTransfer:
         self.bases = tuple(bases)
         self.memory_type = memory_type
         self.device = memory.device_index
-        self.leases = LeaseBook(LEASE_SLOTS + LENT_SLOTS, clock)
+        self.words = make_words(LEASE_SLOTS + LENT_SLOTS)
         self._verify = verify
         self._checks = PageChecks(layout, bases) if checks or verify else None
         self._shows_checks = checks
         self._staging = StagingArea(layout, bases) if memory_type is MemoryType.DRAM else None
-        self.released: deque[Lease] = deque()
         name = f"{identity.engine_id}/{identity.rank}@{identity.incarnation}"
         self.puller = Puller((identity.engine_id, identity.rank, identity.ranks), memory_type=memory_type, clock=clock)
         self._stuck_s = stuck_s
@@ -222,7 +219,7 @@ class RankTransfer:
     def _register_own(self, agent: Agent) -> None:
         self._register_pages(agent)
         checks = self._checks.words if self._checks else []
-        words = [(array.ctypes.data, array.nbytes, 0) for array in (self.leases.words, *checks)]
+        words = [(array.ctypes.data, array.nbytes, 0) for array in (self.words, *checks)]
         agent.register(words, MemoryType.DRAM)
 
     def _make_reader(self, name: str) -> Agent:
@@ -252,8 +249,8 @@ class RankTransfer:
             layout=self.layout,
             bases=self.bases,
             device=self.device,
-            words_addr=self.leases.words.ctypes.data,
-            words=len(self.leases.words),
+            words_addr=self.words.ctypes.data,
+            words=len(self.words),
             checks_addrs=tuple(words.ctypes.data for words in shown.words) if shown else (),
             compatibility=dict(self.identity.compatibility),
             settings=agreed_settings(self.memory_type),
@@ -330,20 +327,14 @@ class RankTransfer:
             for group, ids in enumerate(pages):
                 self._checks.seal(group, ids)
 
-    def poll(self) -> None:
-        """Serves peers, handles their notes, ends leases and advances pulls.
+    def poll(self) -> list[ReaderNote | None]:
+        """Serves peers and advances pulls. Returns the notes of readers; None for each that could not be read.
 
         Raises:
             AgentError: NIXL fails.
         """
         agent, readers = self._open()
-        for _, message in agent.notifications():
-            note = decode_note(message)
-            if note is None:
-                self.leases.counts["malformed"] += 1
-            elif (lease := self.leases.hear(note)) is not None:
-                self.released.append(lease)
-        self.released.extend(self.leases.expire())
+        notes = [decode_note(message) for _, message in agent.notifications()]
         lost = [(key, remote.failure) for key, remote in self._remotes.items() if remote.failure is not None]
         for engine_id, failure in lost:
             self.disconnect(engine_id, failure)
@@ -357,6 +348,7 @@ class RankTransfer:
             self._reap()
         if not len(self.puller):
             readers.keep_ready()
+        return notes
 
     def _to_poll(self) -> set[RemoteEngine]:
         """Returns the sources whose agents are polled now: all that are in use, and a few of the others, in turn."""
@@ -385,11 +377,6 @@ class RankTransfer:
         del agent
         self.puller.conclude(pulls)
 
-    def end_lease(self, lease_id: int, reason: str) -> None:
-        """Ends a lease now and adds it to `released`. A no-op if it has already ended."""
-        if (lease := self.leases.end(lease_id, reason)) is not None:
-            self.released.append(lease)
-
     def _reap(self) -> None:
         for remote in [remote for remote in self._retiring if not self.puller.uses(remote)]:
             self._retiring.remove(remote)
@@ -402,19 +389,22 @@ class RankTransfer:
             # The verifier's words were registered with this agent, and are freed with the verifier.
             self._readers.give_back(agent, reuse=remote.verifier is None)
 
-    def close(self, drain_s: float = 1.0) -> None:
-        """Ends every lease and pull, and destroys the agents: no byte moves afterwards. Safe to call twice.
+    @property
+    def is_open(self) -> bool:
+        """Whether `close` was not called yet. False in a forked child: leases and pulls belong to the parent."""
+        return self._agent is not None and self._agent.is_own
 
-        In a forked child it does nothing, because the leases and pulls belong to the parent.
+    def close(self, drain_s: float = 1.0) -> None:
+        """Ends every pull, and destroys the agents: no byte moves afterwards. Safe to call twice.
+
+        The owner ends the leases first. In a forked child it does nothing.
 
         Args:
             drain_s: seconds to wait for copies in flight before their agents are destroyed.
         """
-        if self._agent is None or not self._agent.is_own:
+        if self._agent is None or not self.is_open:
             return
         shutdown = Failure(FailureKind.SHUTDOWN, "this rank was shut down")
-        for lease_id in list(self.leases.ids()):
-            self.end_lease(lease_id, shutdown.text)
         for remote in self._remotes.values():
             self.puller.fail_engine(remote, shutdown)
         deadline = time.monotonic() + drain_s

@@ -21,7 +21,7 @@ from transfer.memory import MemoryType
 from transfer.nixl.settings import effective_settings, reaches_other_hosts
 from transfer.plan.page_lists import PageLists
 from transfer.pull.directory import Directory, Peer, Times
-from transfer.pull.lease import LeaseRef
+from transfer.pull.lease import Lease, LeaseBook, LeaseRef
 from transfer.pull.pull_state import PullEvent, Reading, ReplicaPull
 from transfer.pull.rank import RankTransfer
 from transfer.pull.shared_pull import SharedPull, SharedPulls, SourcePages
@@ -83,6 +83,7 @@ class ReplicaTransfer:
 
     Attributes:
         events: events in order; the owner takes them.
+        leases: the leases that all ranks have granted.
         stats: counters, and records of the last pulls.
         directory: the engines that it reads from.
     """
@@ -109,7 +110,7 @@ class ReplicaTransfer:
         self._unstarted: set[str] = set()
         self._due: list[tuple[float, str]] = []
         self._refusals = itertools.count()
-        self._leases: dict[int, set[int]] = {}
+        self.leases = LeaseBook([rank.words for rank in self.ranks], clock)
         self._times = times = Times(handshake_timeout_s, heartbeat_s, dead_after_s, idle_s)
         self.directory = Directory(self.ranks, client, times, clock, self._start_all, self._fail_all)
         self._page_bytes = _page_bytes(self.ranks)
@@ -152,35 +153,32 @@ class ReplicaTransfer:
             running: True while the request is still computed, chunk by chunk. The lease's time starts with
                 `start_clock`.
         """
-        granted: list[RankTransfer] = []
         try:
-            for rank in self.ranks:
-                if pages is not None:
+            if pages is not None:
+                for rank in self.ranks:
                     rank.seal(pages)
-                rank.leases.grant(
-                    lease.lease_id, request_id, lease.slot, lease.duration_s, engines=engines, running=running
-                )
-                granted.append(rank)
+            self.leases.grant(
+                lease.lease_id, request_id, lease.slot, lease.duration_s, engines=engines, running=running
+            )
         except TransferError as error:
-            for rank in granted:
-                rank.leases.end(lease.lease_id, "not granted by every rank")
             self.events.append(Offered(request_id, lease.lease_id, str(error)))
             return
-        self._leases[lease.lease_id] = set(range(len(self.ranks)))
         self._reads_expected += not running
         self.events.append(Offered(request_id, lease.lease_id, ""))
 
     def start_clock(self, lease_id: int) -> None:
         """Starts the time of a lease whose request is computed. A no-op if it has started or the lease has ended."""
         self._reads_expected += 1
-        for rank in self.ranks:
-            rank.leases.start_clock(lease_id)
+        self.leases.start_clock(lease_id)
 
     def revoke(self, lease_id: int, reason: str) -> None:
         """Ends a lease on every rank. If it was open, a `LeaseOver` event follows."""
-        for rank in self.ranks:
-            rank.end_lease(lease_id, reason)
-        self._collect_leases()
+        if (lease := self.leases.end(lease_id, reason)) is not None:
+            self._on_over(lease)
+
+    def _on_over(self, lease: Lease) -> None:
+        self.stats.record_lease(lease.ended)
+        self.events.append(LeaseOver(lease.request_id, lease.lease_id, lease.ended))
 
     def pull(
         self,
@@ -401,9 +399,12 @@ class ReplicaTransfer:
             AgentError: NIXL fails.
         """
         self._client.poll()
-        for rank in self.ranks:
-            rank.poll()
-        self._collect_leases()
+        for at, rank in enumerate(self.ranks):
+            for note in rank.poll():
+                if (lease := self.leases.hear(note, at)) is not None:
+                    self._on_over(lease)
+        for lease in self.leases.expire():
+            self._on_over(lease)
         self._collect_pulls()
         self._expire()
         if len(self._shared):
@@ -427,12 +428,12 @@ class ReplicaTransfer:
     @property
     def is_idle(self) -> bool:
         """Whether polls are not urgent: there is no lease and no pull, and no source has to answer."""
-        return not (self._leases or self._pulls or self._client.is_waiting)
+        return not (len(self.leases) or self._pulls or self._client.is_waiting)
 
     @property
     def num_leases(self) -> int:
         """The number of open leases. Safe from any thread, like `num_pulls`."""
-        return len(self._leases)
+        return len(self.leases)
 
     @property
     def num_pulls(self) -> tuple[int, int]:
@@ -447,18 +448,6 @@ class ReplicaTransfer:
                 self._on_rank(rank.puller.events.popleft())
             while rank.puller.ended:
                 self.stats.record(rank.puller.ended.popleft())
-
-    def _collect_leases(self) -> None:
-        for at, rank in enumerate(self.ranks):
-            while rank.released:
-                lease = rank.released.popleft()
-                if (left := self._leases.get(lease.lease_id)) is None:
-                    continue
-                left.discard(at)
-                if not left:
-                    del self._leases[lease.lease_id]
-                    self.stats.record_lease(lease.ended)
-                    self.events.append(LeaseOver(lease.request_id, lease.lease_id, lease.ended))
 
     def _of(self, place: Place) -> list[str]:
         return [key for key, pull in self._pulls.items() if pull.source.place == place]
@@ -571,9 +560,11 @@ class ReplicaTransfer:
         shutdown = Failure(FailureKind.SHUTDOWN, "this engine was shut down")
         for key in list(self._pulls):
             self._fail(key, shutdown)
+        if self.ranks[0].is_open:
+            for lease_id in self.leases.ids():
+                self.revoke(lease_id, shutdown.text)
         for rank in self.ranks:
             rank.close()
-        self._collect_leases()
         for key, pull in list(self._pulls.items()):
             del self._pulls[key]  # the agents are destroyed, so nothing is in flight
             self._report(PullEvent(key, (pull.error or shutdown).text, safe=True))

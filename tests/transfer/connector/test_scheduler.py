@@ -22,7 +22,7 @@ from transfer.errors import (
     MetadataError,
     TransferParamsError,
 )
-from transfer.pull.lease import LEASE_SLOTS, LeaseBook
+from transfer.pull.lease import LEASE_SLOTS
 from transfer.wire.messages import LeaseQuery, LeaseReply, open_pages
 from transfer.wire.prompt import Prompt
 
@@ -208,7 +208,6 @@ def test_a_request_has_one_lease_and_leases_have_slots_of_their_own(make: Any) -
     scheduler.update(0, WorkerOutput(sent={"r5": "read"}))
     scheduler.offer("x")
     assert scheduler.build_metadata().reqs_to_send["x"].lease.slot == sends["r5"].lease.slot
-    assert len(LeaseBook().words) == LEASE_SLOTS
 
 
 def test_blocks_are_those_of_the_tokens_and_of_the_window(make: Any) -> None:

@@ -55,8 +55,8 @@ def test_1_latents_of_more_source_ranks_are_released_by_every_rank_at_once(engin
     source, _ = check_exchange(engine, pair)
     # the source was told, and did not wait for the timeout
     assert time.monotonic() - begin < source.scheduler.config.timing.lease / 2
-    assert [rank.host.worker._rank.leases.ids() for rank in source.ranks] == [[], []]
-    assert [rank.host.worker._rank.leases.counts["accepted"] for rank in source.ranks] == [1, 1]
+    assert [rank.host.worker._running().replica.leases.ids() for rank in source.ranks] == [[], []]
+    assert [rank.host.worker._running().replica.leases.counts["accepted"] for rank in source.ranks] == [1, 1]
 
 
 def test_2_a_failed_load_of_several_groups_does_not_pass_for_a_good_one(engine: Any) -> None:

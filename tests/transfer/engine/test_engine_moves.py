@@ -69,9 +69,9 @@ def test_a_word_that_outlives_the_hold_on_its_pages_is_noticed(world: World, mon
     end = LeaseBook._end
 
     def keep_the_word(self: LeaseBook, lease: Lease, reason: str) -> object:
-        word = int(self.words[lease.slot])
         ended = end(self, lease, reason)
-        self.words[lease.slot] = word
+        for words in self.words:
+            words[lease.slot] = lease.lease_id
         return ended
 
     monkeypatch.setattr(LeaseBook, "_end", keep_the_word)

@@ -105,7 +105,7 @@ class SharedSide:
 
 
 def revoke_all(replica: ReplicaTransfer) -> None:
-    for lease_id in [lease_id for rank in replica.ranks for lease_id in rank.leases.ids()]:
+    for lease_id in replica.leases.ids():
         replica.revoke(lease_id, "test")
 
 

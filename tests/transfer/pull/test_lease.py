@@ -28,7 +28,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def book(clock: Clock) -> LeaseBook:
-    return LeaseBook(8, clock)
+    return LeaseBook([make_words(8)], clock)
 
 
 def note(lease_id: int, rank: int = 0, ranks: int = 1, verdict: str = "done", engine: str = "d", reason: str = ""):
@@ -37,11 +37,11 @@ def note(lease_id: int, rank: int = 0, ranks: int = 1, verdict: str = "done", en
 
 def test_a_word_holds_the_id_while_the_lease_stands_and_nothing_after(book: LeaseBook) -> None:
     book.grant(7, "r", 3, 10.0)
-    assert book.words.tolist() == [0, 0, 0, 7, 0, 0, 0, 0]
+    assert book.words[0].tolist() == [0, 0, 0, 7, 0, 0, 0, 0]
     assert (len(book), book.ids()) == (1, [7])
     ended = book.hear(note(7))
     assert (ended.request_id, ended.ended) == ("r", "read")
-    assert not book.words.any()
+    assert not book.words[0].any()
     assert not len(book)
     book.check()
 
@@ -77,10 +77,10 @@ def test_ids_are_random_words_and_never_the_empty_one(monkeypatch: pytest.Monkey
 )
 def test_a_lease_that_cannot_be_granted_changes_nothing(book: LeaseBook, lease: tuple, message: str) -> None:
     book.grant(9, "other", 4, 1.0)
-    words = book.words.copy()
+    words = book.words[0].copy()
     with pytest.raises(InvalidLeaseError, match=f"request 'r': .*{message}"):
         book.grant(*lease)
-    assert np.array_equal(book.words, words)
+    assert np.array_equal(book.words[0], words)
     assert book.ids() == [9]
     book.check()
 
@@ -95,16 +95,30 @@ def test_every_rank_of_the_reader_must_have_spoken(book: LeaseBook) -> None:
     assert book.hear(note(5, 0, 4)) is None
     assert book.hear(note(5, 3, 4)) is None
     assert book.hear(note(5, 1, 4)) is None
-    assert book.words[0] == 5
+    assert book.words[0][0] == 5
     assert book.hear(note(5, 2, 4)) is not None
     assert book.counts == {"accepted": 4}
+
+
+def test_each_rank_of_ours_must_have_heard_from_every_rank_of_the_reader(clock: Clock) -> None:
+    book = LeaseBook([make_words(8), make_words(8)], clock)
+    book.grant(5, "r", 3, 10.0)
+    assert [int(words[3]) for words in book.words] == [5, 5]
+    for at, rank in ((0, 0), (0, 1), (1, 1)):
+        assert book.hear(note(5, rank, 2), at) is None
+    assert book.hear(note(5, 1, 2), 1) is None
+    assert book.counts == {"accepted": 3, "duplicate": 1}
+    assert [int(words[3]) for words in book.words] == [5, 5]
+    assert book.hear(note(5, 0, 2), 1) is not None
+    assert not np.any(book.words)
+    book.check()
 
 
 def test_a_count_of_messages_does_not_end_a_lease(book: LeaseBook) -> None:
     book.grant(5, "r", 0, 10.0)
     for _ in range(5):
         assert book.hear(note(5, 0, 2)) is None
-    assert book.words[0] == 5
+    assert book.words[0][0] == 5
     assert book.counts == {"accepted": 1, "duplicate": 4}
 
 
@@ -130,7 +144,7 @@ def test_a_reader_that_changes_its_number_of_ranks_is_not_believed(book: LeaseBo
     assert book.hear(note(5, 0, 1)) is None
     assert book.hear(note(5, 1, 1)) is None
     assert book.counts == {"accepted": 1, "malformed": 2}
-    assert book.words[0] == 5
+    assert book.words[0][0] == 5
 
 
 def test_a_refusal_ends_as_a_reading_does_and_its_first_reason_is_kept(book: LeaseBook) -> None:
@@ -141,7 +155,7 @@ def test_a_refusal_ends_as_a_reading_does_and_its_first_reason_is_kept(book: Lea
 
 
 def test_a_renewal_extends_never_shortens_and_has_an_end(book: LeaseBook, clock: Clock) -> None:
-    book = LeaseBook(8, clock, longest=3)
+    book = LeaseBook([make_words(8)], clock, longest=3)
     lease = book.grant(5, "r", 0, 10.0)
     assert lease.deadline == 110
     clock.now = 104
@@ -177,18 +191,18 @@ def test_leases_expire_by_their_deadline_whatever_their_order(book: LeaseBook, c
     assert book.expire() == []
     clock.now = 105.0
     assert [lease.request_id for lease in book.expire()] == ["short"]
-    assert book.words.tolist()[:3] == [1, 0, 3]
+    assert book.words[0].tolist()[:3] == [1, 0, 3]
     book.grant(4, "shorter", 1, 1.0)
     clock.now = 120
     assert sorted(lease.request_id for lease in book.expire()) == ["middle", "shorter"]
     clock.now = 150
     assert [lease.request_id for lease in book.expire()] == ["long"]
-    assert not book.words.any()
+    assert not book.words[0].any()
 
 
 def test_the_time_of_a_request_that_is_still_computed_does_not_run(book: LeaseBook, clock: Clock) -> None:
     lease = book.grant(5, "r", 0, 10.0, running=True)
-    assert book.words[0] == 5
+    assert book.words[0][0] == 5
     clock.now += 1e6
     book.hear(note(5, verdict="renew"))
     assert book.expire() == []
@@ -215,7 +229,7 @@ def test_the_word_is_cleared_before_anyone_learns_of_the_end(book: LeaseBook, cl
 
     class Watched(dict):
         def __delitem__(self, key: int) -> None:
-            seen.append(int(book.words[2]))
+            seen.append(int(book.words[0][2]))
             super().__delitem__(key)
 
     book._by_id = Watched()
@@ -267,7 +281,7 @@ def test_check_finds_what_is_booked_wrongly(book: LeaseBook, damage: str, messag
     other = book.grant(6, "s", 1, 10.0)
     book.check()
     if damage == "word":
-        book.words[3] = 1
+        book.words[0][3] = 1
     elif damage == "slot":
         lease.slot = 1
     elif damage == "ended":
@@ -281,7 +295,7 @@ def test_check_finds_what_is_booked_wrongly(book: LeaseBook, damage: str, messag
 
 
 def test_the_times_of_a_lease_are_since_its_time_began_and_to_its_deadline(clock: Clock) -> None:
-    book = LeaseBook(8, clock, longest=3)
+    book = LeaseBook([make_words(8)], clock, longest=3)
     lease, runs = book.grant(5, "r", 0, 10.0), book.grant(6, "s", 1, 10.0, running=True)
     assert book.times(runs) == (0.0, None)
     clock.now += 4
@@ -302,27 +316,27 @@ def test_the_times_of_a_lease_are_since_its_time_began_and_to_its_deadline(clock
 
 
 def test_ids_of_all_64_bits_are_granted_and_no_other() -> None:
-    book = LeaseBook(8)
+    book = LeaseBook([make_words(8)])
     book.grant((1 << 64) - 1, "r", 7, 10.0)
-    assert book.words[7] == (1 << 64) - 1
+    assert book.words[0][7] == (1 << 64) - 1
     with pytest.raises(InvalidLeaseError, match="not a 64-bit number above 0"):
         book.grant(1 << 64, "r", 0, 10.0)
 
 
 def test_a_fork_finds_no_lease() -> None:
     """A reader that reads lease words from a fork, because the fork has our old pid, must find none."""
-    book = LeaseBook(8)
+    book = LeaseBook([make_words(8)])
     book.grant(5, "r", 0, 10.0)
     child = os.fork()
     if child == 0:
-        os._exit(int(book.words.any()))
+        os._exit(int(book.words[0].any()))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert book.words[0] == 5
+    assert book.words[0][0] == 5
 
 
 def test_any_sequence_of_moves_leaves_the_words_as_the_leases_are(clock: Clock) -> None:
     rng = random.Random(3)
-    book = LeaseBook(6, clock)
+    book = LeaseBook([make_words(6)], clock)
     granted = ended = 0
     for _ in range(4000):
         move = rng.choice(["grant", "hear", "hear", "hear", "end", "tick"])
@@ -344,7 +358,7 @@ def test_any_sequence_of_moves_leaves_the_words_as_the_leases_are(clock: Clock) 
             over = book.expire()
         over = [lease for lease in over if lease is not None]
         ended += len(over)
-        assert all(lease.ended and book.words[lease.slot] == CLEARED for lease in over)
+        assert all(lease.ended and book.words[0][lease.slot] == CLEARED for lease in over)
         book.check()
     assert granted - ended == len(book)
     assert min(book.counts.values()) > 10, book.counts

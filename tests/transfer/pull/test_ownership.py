@@ -31,6 +31,7 @@ from transfer.pull.exchange import ExchangeEvent, PageExchange
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.replica import LeaseOver, Offered
 from transfer.pull.source import Source
+from transfer.wire.messages import ReaderNote
 
 PAGES, PAGE_SIZE, MINE, OTHERS = 8, 4, 1.0, 2.0
 PROMPT = list(range(16))
@@ -270,13 +271,15 @@ def test_over_on_one_of_two_ranks(request: pytest.FixtureRequest) -> None:
     offer = source.offer()
     source.manager.release("r")
     thread = source.exchange.threads[0]
-    # Simulates that the deadline of one rank passes before the other's.
-    thread.call(lambda replica: replica.ranks[0].end_lease(offer.lease.lease_id, "expired here"))
+    done = ReaderNote(offer.lease.lease_id, "d", 0, 1, "done")
+    thread.call(lambda replica: replica.leases.hear(done, 0))
     time.sleep(0.05)
     source.poll()
     assert source.of(LeaseOver) == []
     assert source.manager.num_leased_blocks == 4
-    thread.call(lambda replica: replica.ranks[1].end_lease(offer.lease.lease_id, "expired there"))
+    words = thread.call(lambda replica: [int(rank.words[offer.lease.slot]) for rank in replica.ranks])
+    assert words == [offer.lease.lease_id] * 2
+    thread.call(lambda replica: replica._on_over(replica.leases.hear(done, 1)))
     source.until(lambda: source.of(LeaseOver))
     assert source.idle
 
@@ -347,7 +350,7 @@ def test_a_thread_that_dies_gives_nothing_back_before_it_is_closed(sides: tuple[
     offer = source.offer()
     source.manager.release("r")
     thread = source.exchange.threads[0]
-    words = thread.call(lambda replica: replica.ranks[0].leases.words)
+    words = thread.call(lambda replica: replica.ranks[0].words)
 
     def die() -> None:
         raise RuntimeError("says the test")

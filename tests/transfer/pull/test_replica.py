@@ -19,7 +19,7 @@ from transfer.failures import Failure, FailureKind
 from transfer.memory import MemoryType
 from transfer.plan.page_lists import BlocksOfGroup
 from transfer.plan.plan import Plan
-from transfer.pull.lease import LeaseRef, new_lease_id
+from transfer.pull.lease import Lease, LeaseRef, new_lease_id
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.remote import RemoteEngine
 from transfer.pull.replica import LeaseOver, Offered
@@ -51,7 +51,7 @@ def test_pages_arrive_and_the_lease_ends_when_every_rank_has_read(engine: Any, t
     p, d = engine("p", tp[0]), engine("d", tp[1])
     d.blank()
     lease = p.offer(slot=3)
-    assert [rank.leases.words[3] for rank in p.ranks] == [lease.lease_id] * tp[0]
+    assert [rank.words[3] for rank in p.ranks] == [lease.lease_id] * tp[0]
     pull(d, p.source(lease))
     run(p, d, until=lambda: settled(d)() and p.overs)
     assert d.pulls == [PullEvent("r", "", safe=True)]
@@ -59,10 +59,9 @@ def test_pages_arrive_and_the_lease_ends_when_every_rank_has_read(engine: Any, t
     assert np.array_equal(d.heads(LOCAL), p.heads(REMOTE))
     rest = sorted(set(range(PAGES)) - set(LOCAL))
     assert (d.heads(rest) == 0x5A).all()
-    for rank in p.ranks:
-        rank.leases.check()
-        assert not rank.leases.words.any()
-        assert not len(rank.leases)
+    p.replica.leases.check()
+    assert not any(rank.words.any() for rank in p.ranks)
+    assert not len(p.replica.leases)
 
 
 def test_what_is_there_already_is_not_written(engine: Any) -> None:
@@ -119,7 +118,7 @@ def test_a_slot_that_has_passed_to_another_lease_fails_the_pull(engine: Any) -> 
     pull(d, p.source(first))
     run(p, d, until=settled(d))
     assert f"holds {second.lease_id:#x}" in d.pulls[-1].error
-    assert p.ranks[0].leases.ids() == [second.lease_id]
+    assert p.replica.leases.ids() == [second.lease_id]
 
 
 def test_pages_come_chunk_by_chunk_and_the_lease_is_renewed_meanwhile(engine: Any) -> None:
@@ -135,9 +134,9 @@ def test_pages_come_chunk_by_chunk_and_the_lease_is_renewed_meanwhile(engine: An
         d.replica.add_pages("r", [PageCopy([local], [remote], tokens)], last=at == 2)
         for _ in range(5):
             clock.now += 1.1
-            before = sum(p.ranks[0].leases.counts.values())
+            before = sum(p.replica.leases.counts.values())
             if at < 2:
-                run(p, d, until=lambda seen=before: sum(p.ranks[0].leases.counts.values()) >= seen + 2)
+                run(p, d, until=lambda seen=before: sum(p.replica.leases.counts.values()) >= seen + 2)
                 assert not d.pulls
                 assert not p.overs
     run(p, d, until=lambda: settled(d)() and p.overs)
@@ -204,14 +203,13 @@ def test_a_lease_expires_on_the_source_s_own_clock(engine: Any) -> None:
 
 def test_a_lease_is_granted_by_every_rank_or_by_none(engine: Any) -> None:
     p = engine("p", 2)
-    p.ranks[1].leases.grant(99, "other", 4, 10.0)
+    p.replica.leases.grant(99, "other", 4, 10.0)
     p.replica.offer("r", LeaseRef(new_lease_id(), 4, 10.0))
     p.take()
     (offered,) = p.of(Offered)
     assert "slot 4 is taken" in offered.error
-    assert p.ranks[0].leases.ids() == []
-    assert p.ranks[1].leases.ids() == [99]
-    assert not p.ranks[0].leases.words.any()
+    assert p.replica.leases.ids() == [99]
+    assert [rank.words[4] for rank in p.ranks] == [99, 99]
 
 
 def test_what_one_rank_lacks_no_rank_needs(engine: Any) -> None:
@@ -421,7 +419,7 @@ def test_a_lease_that_is_not_for_this_reader_is_not_touched_by_it(
     assert re.search(message, d.pulls[-1].error)
     end = time.monotonic() + 0.1
     run(p, d, until=lambda: time.monotonic() > end)
-    assert (p.overs, sum(p.ranks[0].leases.counts.values())) == ([], 0)
+    assert (p.overs, sum(p.replica.leases.counts.values())) == ([], 0)
     assert (d.heads(LOCAL) == 0x5A).all()
     assert not d.replica._pulls, "a refusal that is refused is not repeated"
 
@@ -566,13 +564,20 @@ def test_an_engine_that_one_rank_cannot_load_is_loaded_by_none(engine: Any, monk
     assert [rank.remote("p") for rank in d.ranks] == [None, None]
 
 
-def test_pages_go_when_the_words_of_all_ranks_are_cleared_and_not_with_the_first(engine: Any) -> None:
+def test_pages_go_when_the_words_of_all_ranks_are_cleared(engine: Any) -> None:
     p = engine("p", 2)
-    lease = p.offer()
-    for rank, overs in zip(p.ranks, ([], [LeaseOver("r", lease.lease_id, "given up")]), strict=True):
-        rank.end_lease(lease.lease_id, "given up")
-        p.poll()
-        assert p.overs == overs
+    lease = p.offer(slot=3)
+    told, seen = p.replica._on_over, list[list[int]]()
+
+    def watched(lease: Lease) -> None:
+        seen.append([int(rank.words[3]) for rank in p.ranks])
+        told(lease)
+
+    p.replica._on_over = watched  # type: ignore[method-assign]
+    p.replica.revoke(lease.lease_id, "given up")
+    p.take()
+    assert p.overs == [LeaseOver("r", lease.lease_id, "given up")]
+    assert seen == [[0, 0]]
 
 
 def test_a_pull_has_ended_when_every_rank_of_ours_has_its_part(engine: Any) -> None:
@@ -774,7 +779,7 @@ def test_shutting_down_ends_what_is_open_and_can_be_done_twice(engine: Any) -> N
     d.take()
     p.take()
     assert d.pulls == [PullEvent("r", "this engine was shut down", safe=True)]
-    assert p.overs == [LeaseOver("r", lease.lease_id, "this rank was shut down")]
+    assert p.overs == [LeaseOver("r", lease.lease_id, "this engine was shut down")]
 
 
 def test_a_pull_under_way_when_its_engine_shuts_down_is_safe_once_the_agent_is_gone(engine: Any) -> None:
