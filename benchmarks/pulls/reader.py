@@ -168,15 +168,14 @@ class Reader:
         key, puller, groups = next(self._keys), rank.puller, pages.groups
         remote = self._remote(rank)
         start = now()
-        puller.open(key, remote, lease, _TIMEOUT_S)
-        puller.add_pages(key, groups, last=fenced)
+        pull = puller.open(key, remote, lease, _TIMEOUT_S)
+        puller.add(pull, remote.parts(key, groups), last=fenced)
         begun = now()
-        pull = None if fenced else puller.get(key)
-        while not puller.events and (pull is None or pull.reading or pull.waiting):
+        while not puller.events and (fenced or pull.reading or pull.waiting):
             puller.poll()
         end = now()
         if not fenced:
-            puller.add(key, [], last=True)
+            puller.add(pull, [], last=True)
             while not puller.events:
                 puller.poll()
         _check(puller.events.popleft())

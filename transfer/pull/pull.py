@@ -19,7 +19,6 @@ from transfer.errors import AgentError, PullFailedError, TransferError
 from transfer.failures import Failure, FailureKind
 from transfer.memory import MemoryType
 from transfer.nixl.agent import WORD_BYTES, Handle
-from transfer.plan.page_lists import PageLists
 from transfer.pull.lease import CLEARED, LeaseRef, make_words
 from transfer.pull.parts import Part, is_over
 from transfer.pull.pull_state import PullEvent, PullTimes, RankPull, check_opening, how_ended
@@ -78,9 +77,6 @@ class Puller:
 
     def __len__(self) -> int:
         return len(self._pulls)
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._pulls
 
     @property
     def is_reading(self) -> bool:
@@ -167,49 +163,27 @@ class Puller:
         self._advance(pull)
         return pull
 
-    def get(self, key: str) -> RankPull:
-        """Returns a pull that parts can be added to. Raises `PullFailedError` if there is none."""
-        pull = self._pulls.get(key)
-        if pull is None or pull.error or not pull.more:
-            known = None if pull is None else pull.error
-            failure = known or Failure(
-                FailureKind.OTHER, "there is no such pull" if pull is None else "its last part was already added"
-            )
-            raise PullFailedError(f"request {key!r}: {failure.text}", failure.kind)
-        return pull
-
-    def look_up(self, key: str) -> RankPull | None:
-        """Returns the pull of this key in any state, or None. Safe from any thread."""
+    def get(self, key: str) -> RankPull | None:
+        """Returns the open pull of this name, or None."""
         return self._pulls.get(key)
 
-    def add_pages(self, key: str, groups: PageLists, *, last: bool) -> None:
-        """Reads pages of a pull; see `ReplicaTransfer.add_pages`.
+    def add(self, pull: RankPull, parts: list[Part], *, last: bool) -> None:
+        """Reads further parts of a pull, with a fence after the last.
 
         Raises:
-            InvalidTransferError: the pages or tokens do not fit the layouts. The pull has failed.
-            PullFailedError: there is no such pull, or it has failed.
+            PullFailedError: the pull has failed, or its last part was already added.
         """
-        pull = self.get(key)
-        try:
-            parts = pull.engine.parts(key, groups)
-        except Exception as error:
-            self.fail(
-                key, error.failure if isinstance(error, TransferError) else Failure(FailureKind.OTHER, str(error))
-            )
-            raise
-        self.add(key, parts, last=last)
-
-    def add(self, key: str, parts: list[Part], *, last: bool) -> None:
-        """Reads further parts of a pull, with a fence after the last. Raises as `get`."""
-        pull = self.get(key)
+        if pull.error or not pull.more:
+            failure = pull.error or Failure(FailureKind.OTHER, "its last part was already added")
+            raise PullFailedError(f"request {pull.key!r}: {failure.text}", failure.kind)
         pull.waiting += [part for part in parts if len(part.local)]
         pull.more = not last
         pull.added += 1
         self._advance(pull)
 
-    def fail(self, key: str, failure: Failure) -> None:
-        """Gives a pull up. A no-op if the pull is unknown or has failed."""
-        if (pull := self._pulls.get(key)) is not None and not pull.error:
+    def fail(self, pull: RankPull, failure: Failure) -> None:
+        """Gives a pull up. A no-op if it is over or has failed."""
+        if not (pull.is_over or pull.error):
             self._fail(pull, failure)
             self._advance(pull)
 
@@ -218,21 +192,15 @@ class Puller:
 
         If the pull is over, its event is removed, so that it is not taken for an event of the next pull with this key.
         """
-        if not (pull.is_over or pull.error):
-            self._fail(pull, failure)
-            self._advance(pull)
+        self.fail(pull, failure)
         if pull.is_over:
             self.events = deque(event for event in self.events if event.key != pull.key)
-
-    def passed(self, key: str) -> int:
-        """Returns the number of calls of `add` whose parts a fence has confirmed; 0 if there is no such pull."""
-        return 0 if (pull := self._pulls.get(key)) is None else pull.passed
 
     def fail_engine(self, engine: RemoteEngine, failure: Failure) -> None:
         """Gives up every pull from an engine, and accepts no further one from it."""
         engine.failure = engine.failure or failure
-        for key in [pull.key for pull in self._pulls.values() if pull.engine is engine]:
-            self.fail(key, failure)
+        for pull in [pull for pull in self._pulls.values() if pull.engine is engine]:
+            self.fail(pull, failure)
 
     def poll(self) -> None:
         """Advances every pull. Outcomes are added to `events`."""
@@ -249,7 +217,7 @@ class Puller:
         if now >= pull.deadline:
             stage = "the fence" if pull.fencing else f"{len(pull.reading)} READs" if pull.reading else "more pages"
             text = f"timed out after {now - pull.started:.3g} s, waiting for {stage}"
-            self.fail(pull.key, Failure(FailureKind.TIMEOUT, text))
+            self.fail(pull, Failure(FailureKind.TIMEOUT, text))
         elif now >= pull.renew_at:
             pull.renew_at = now + pull.lease.duration_s / 3
             self._tell(pull, range(len(pull.engine.ranks)), "renew")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from numpy.typing import ArrayLike
 
-from transfer.errors import TransferError
+from transfer.errors import PullFailedError, TransferError
 from transfer.failures import Failure, FailureKind
 from transfer.memory import MemoryType
 from transfer.nixl.settings import effective_settings, reaches_other_hosts
@@ -493,15 +493,16 @@ class ReplicaTransfer:
     def _open(self, key: str, pull: ReplicaPull, source: Source) -> None:
         left = max(pull.deadline - self._clock(), 1e-3)
         for rank in self.ranks:
-            if (remote := rank.remote(source.engine_id)) is not None:  # the directory has just found it
-                pull.reads.append(rank.puller.open(key, remote, source.lease, left))
+            if (remote := rank.remote(source.engine_id)) is None:
+                raise PullFailedError(f"request {key!r}: engine {source.engine_id!r} was lost", FailureKind.SOURCE_GONE)
+            pull.reads.append(rank.puller.open(key, remote, source.lease, left))
 
     def _read_next(self, key: str, pull: ReplicaPull, source: Source) -> None:
         """Reads the first waiting pages on every rank."""
         reading = pull.next_pages(key)
         pull.reads[0].engine.check_tables(key, source.lease, reading.tables)
-        for rank in self.ranks:
-            rank.puller.add_pages(key, reading.groups, last=reading.last)
+        for rank, one in zip(self.ranks, pull.reads, strict=True):
+            rank.puller.add(one, one.engine.parts(key, reading.groups), last=reading.last)
         if pull.pages is not None:
             begins = [one.engine.begins(reading.groups) for one in pull.reads]
             pull.begins = tuple(map(max, zip(*begins, strict=True)))  # the latest over all ranks

@@ -251,7 +251,7 @@ class TransferThread:
                 return False
             begin = self._used = time.perf_counter()
             command()
-            is_over = any(isinstance(event, PullEvent) for event in self.replica.events)
+            is_over = bool(self.replica.events) and isinstance(self.replica.events[-1], PullEvent)
             if is_over and not self._busy:
                 self.pull_seconds += time.perf_counter() - begin
             self._tell()

@@ -118,7 +118,7 @@ def test_a_pull_from_a_fork_that_has_got_its_parent_s_pid_fails_at_the_fence(for
     reader.replica.directory.add(source.address, source.ranks)
     reader.replica.pull("r", source.source, 10.0)
     reader.replica.add_pages("r", [PageCopy(LOCAL[:1], REMOTE[:1], (0, TOKENS))], last=False)
-    run(reader, until=lambda: reader.ranks[0].puller.passed("r"))
+    run(reader, until=lambda: reader.replica.look_up("r").passed)
     source.fork()
     source.kill()
     assert source.told() == source.pid

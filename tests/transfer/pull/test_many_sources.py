@@ -95,7 +95,7 @@ def test_a_source_is_served_while_something_may_be_on_its_way_to_it(rank_of: Mak
     clock.now += LATELY_S
     rank.poll()
     assert sources[39].polls == 3
-    rank.puller.fail("r", Failure(FailureKind.OTHER, "test"))  # the source is told of the failure
+    rank.puller.fail(rank.puller.get("r"), Failure(FailureKind.OTHER, "test"))  # the source is told of the failure
     rank.poll()
     rank.poll()
     assert sources[39].polls == 5

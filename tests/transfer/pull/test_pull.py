@@ -108,7 +108,18 @@ class Rig:
         return self.puller.open(key, self.engine, options.get("lease", LEASE), options.get("timeout_s", 100.0))
 
     def add(self, *parts: Part, key: str = "r", last: bool = True) -> None:
-        self.puller.add(key, list(parts), last=last)
+        pull = self.puller.get(key)
+        assert pull is not None
+        self.puller.add(pull, list(parts), last=last)
+
+    def fail(self, key: str, failure: Failure) -> None:
+        """Fails the pull of a name, if one is open."""
+        if (pull := self.puller.get(key)) is not None:
+            self.puller.fail(pull, failure)
+
+    def passed(self, key: str) -> int:
+        pull = self.puller.get(key)
+        return 0 if pull is None else pull.passed
 
     def polled(self, times: int = 4) -> list[PullEvent]:
         for _ in range(times):
@@ -172,12 +183,12 @@ def test_what_a_fence_has_passed_can_be_kept_when_the_rest_fails(rig: Rig) -> No
     rig.open()
     rig.add(part(0), last=False)
     rig.polled()
-    assert rig.puller.passed("r") == 1
+    assert rig.passed("r") == 1
     rig.agent.auto = False
     rig.add(part(0), last=False)
     rig.add(part(1), last=False)
     rig.polled()
-    rig.puller.fail("r", why("no more"))
+    rig.fail("r", why("no more"))
     assert rig.polled() == [PullEvent("r", "no more", safe=False)]
     rig.agent.auto = True
     assert rig.polled()[-1] == PullEvent("r", "no more", safe=True, passed=1)
@@ -360,7 +371,7 @@ def test_a_fence_of_two_ranks_has_passed_when_both_words_match(rig: Rig) -> None
     rig.polled()
     rig.agent.end(2)
     rig.polled()
-    assert rig.puller.passed("r") == 0
+    assert rig.passed("r") == 0
     rig.agent.word = 7
     rig.agent.end(3)
     (event,) = rig.polled()
@@ -375,7 +386,7 @@ def test_a_rank_that_was_told_done_is_not_told_refused(rig: Rig) -> None:
     for number in range(3):
         rig.agent.end(number)
         rig.polled()
-    rig.puller.fail("r", why("cancelled"))
+    rig.fail("r", why("cancelled"))
     assert rig.said("done") == ["p/0"]
     assert rig.said("refused") == ["p/1"]
 
@@ -404,7 +415,7 @@ def test_a_waiting_pull_renews_its_lease_on_every_rank_three_times_a_duration(ri
     for rig.now in (52.9, 53.0, 55.9, 56.1, 59.2):
         rig.polled()
     assert rig.said("renew") == ["p/0", "p/1"] * 3
-    rig.puller.fail("r", why("left"))
+    rig.fail("r", why("left"))
     rig.now = 90.0
     rig.polled()
     assert len(rig.said("renew")) == 6
@@ -428,7 +439,7 @@ def test_what_is_waited_for_is_named_when_time_is_up(rig: Rig) -> None:
 
 def test_a_long_reason_is_cut_for_the_wire_and_whole_in_the_event(rig: Rig) -> None:
     rig.open()
-    rig.puller.fail("r", why("x" * 3000))
+    rig.fail("r", why("x" * 3000))
     assert len(rig.puller.events[-1].error) == 3000
     assert {len(note.reason) for _, note in rig.agent.notes} == {200}
 
@@ -437,21 +448,19 @@ def test_only_the_first_reason_counts(rig: Rig) -> None:
     rig.agent.auto = False
     rig.open()
     rig.add(part(0))
-    rig.puller.fail("r", why("first"))
-    rig.puller.fail("r", why("second"))
+    rig.fail("r", why("first"))
+    rig.fail("r", why("second"))
     rig.agent.end(0)
     assert {event.error for event in rig.polled()} == {"first"}
 
 
 def test_nothing_can_be_added_to_what_is_over(rig: Rig) -> None:
-    with pytest.raises(PullFailedError, match="request 'r': there is no such pull"):
-        rig.add(part())
     rig.agent.auto = False
     rig.open()
     rig.add(part())
     with pytest.raises(PullFailedError, match="its last part was already added"):
         rig.add(part())
-    rig.puller.fail("r", why("why"))
+    rig.fail("r", why("why"))
     with pytest.raises(PullFailedError, match="request 'r': why"):
         rig.add(part())
 
@@ -500,7 +509,7 @@ def test_what_arrives_after_a_failure_is_not_used(rig: Rig) -> None:
     rig.agent.auto = False
     rig.open()
     rig.add(part(0, arrived=lambda: seen.append(0)))
-    rig.puller.fail("r", why("too late"))
+    rig.fail("r", why("too late"))
     rig.agent.end(0)
     assert rig.polled()[-1].safe
     assert seen == []
@@ -518,7 +527,7 @@ def test_an_engine_s_pulls_are_given_up_together_and_no_others(rig: Rig) -> None
     rig.agent.end(0)
     assert [event.key for event in rig.polled()] == ["r", "r"]
     assert not rig.puller.uses(rig.engine)
-    assert "s" in rig.puller
+    assert rig.puller.get("s") is not None
     with pytest.raises(PullFailedError, match="engine 'p' was lost: gone"):
         rig.open("t")
 
@@ -557,7 +566,7 @@ def test_who_withdraws_a_pull_sees_what_became_of_it_and_no_event_of_it_is_left(
         for _ in range(times):
             rig.add(part(0), key=key, last=False)
             rig.polled()
-        rig.puller.fail(key, why("lost"))
+        rig.fail(key, why("lost"))
     rig.puller.withdraw(pull, why("late"))
     assert (pull.passed, pull.is_over, pull.error) == (1, True, why("lost"))
     assert [(event.key, event.passed) for event in rig.puller.events] == [("q", 2)]
@@ -598,7 +607,7 @@ def test_pulls_that_wait_for_further_pages_cost_a_poll_nothing_and_are_renewed(
     rig.agent.auto = True
     for _ in range(20):
         rig.polled()
-    assert all(rig.puller.passed(key) == 1 for key in keys)
+    assert all(rig.passed(key) == 1 for key in keys)
     moved: list[str] = []
     advance = rig.puller._advance
     monkeypatch.setattr(rig.puller, "_advance", lambda pull: (moved.append(pull.key), advance(pull)))
@@ -617,12 +626,12 @@ def test_pulls_that_wait_for_further_pages_cost_a_poll_nothing_and_are_renewed(
 
 def test_a_deadline_is_over_when_it_comes_and_what_a_pull_is_can_be_looked_up(rig: Rig) -> None:
     rig.open(timeout_s=10.0)
-    pull = rig.puller.look_up("r")
+    pull = rig.puller.get("r")
     assert pull is not None
     assert (pull.key, pull.deadline) == ("r", 60.0)
     rig.now = 60.0
     assert rig.polled()[-1] == PullEvent("r", "timed out after 10 s, waiting for more pages", safe=True)
-    assert rig.puller.look_up("r") is None
+    assert rig.puller.get("r") is None
 
 
 @pytest.mark.parametrize("timed", [True, False])
@@ -750,8 +759,8 @@ def test_pulls_that_stay_stuck_name_their_engine_once_and_others_do_not(rig: Rig
         rig.add(part(0), key=key)
     rig.now += 3.0
     assert rig.puller.stuck(1.0) == []  # their data may still arrive
-    rig.puller.fail("a", why("late"))
-    rig.puller.fail("b", why("late"))
+    rig.fail("a", why("late"))
+    rig.fail("b", why("late"))
     assert rig.puller.stuck(0.0) == []  # they count as stuck only some time after they failed
     rig.now += 2.0
     assert rig.puller.stuck(2.0) == []
@@ -770,7 +779,7 @@ def test_an_abandoned_engine_leaves_the_pulls_of_others_and_handles_that_cannot_
     rig.open()
     rig.add(part(0))
     rig.puller.open("s", other.engine, LEASE, 90.0)
-    rig.puller.add("s", [part(0)], last=True)
+    rig.add(part(0), key="s")
     pulls = rig.puller.abandon(rig.engine)
     assert [pull.key for pull in pulls] == ["r"]
     rig.puller.conclude(pulls)
@@ -869,7 +878,7 @@ def test_a_part_that_is_posted_by_half_when_its_pull_fails_is_settled_once_all_o
     rig.open()
     moving = long_part(1000)  # more than may be in flight at a time
     rig.add(moving)
-    rig.puller.fail("r", why("late"))
+    rig.fail("r", why("late"))
     assert (moving.times, rig.puller.events[-1].safe) == (0, False)
     for number in range(8):
         assert moving.times == 0
@@ -884,7 +893,7 @@ def test_a_part_that_is_posted_by_half_when_its_pull_fails_is_settled_once_all_o
     resting = long_part(100)
     rig.add(resting, key="s")
     assert (resting.posted, resting.in_flight, resting.times) == (32, 0, 0)
-    rig.puller.fail("s", why("late"))
+    rig.fail("s", why("late"))
     assert resting.times == 1
     assert rig.puller.events[-1] == PullEvent("s", "late", safe=True)
 
@@ -958,7 +967,7 @@ def test_a_lease_is_renewed_each_third_of_its_time_and_never_for_a_pull_that_has
         if len(rig.said("renew")) > before:
             told.append(rig.now - 50.0)
     assert told == [3.0, 6.0, 9.0]
-    rig.puller.fail("r", why("enough"))
+    rig.fail("r", why("enough"))
     rig.now += 9.0
     rig.polled()
     assert len(rig.said("renew")) == 2 * len(told)
@@ -966,7 +975,7 @@ def test_a_lease_is_renewed_each_third_of_its_time_and_never_for_a_pull_that_has
 
 def test_the_times_of_an_earlier_pull_of_a_name_are_not_the_next_one_s(rig: Rig) -> None:
     rig.open()
-    rig.puller.fail("r", why("over"))
+    rig.fail("r", why("over"))
     rig.polled()
     rig.now += 2.5
     rig.open()
@@ -1007,18 +1016,18 @@ def test_a_fence_marks_what_was_asked_for_before_it_and_is_not_posted_again_for_
     rig.add(part(0), last=False)  # while the fence of the first part is in flight
     rig.agent.end(1)
     rig.polled()
-    assert rig.puller.passed("r") == 1
+    assert rig.passed("r") == 1
     rig.agent.end(2)
     rig.polled()
     rig.agent.end(3)
     rig.polled(10)
-    assert rig.puller.passed("r") == 2
+    assert rig.passed("r") == 2
     assert len(rig.agent.posted) == 4, "all that came has passed, and nothing more is to be fenced"
     assert not rig.puller.is_moving
-    rig.puller.fail("r", why("enough"))
+    rig.fail("r", why("enough"))
     assert rig.said("refused") == ["p/0", "p/1"], "who only served a mark has not been told that it is over"
     assert rig.puller.events[-1] == PullEvent("r", "enough", safe=True, passed=2)
-    assert rig.puller.passed("r") == rig.puller.passed("nobody") == 0
+    assert rig.passed("r") == rig.passed("nobody") == 0
 
 
 def test_a_mark_that_waits_for_a_word_is_posted_once_another_pull_gives_one_back() -> None:
@@ -1037,7 +1046,7 @@ def test_a_mark_that_waits_for_a_word_is_posted_once_another_pull_gives_one_back
     assert len(rig.agent.posted) == 4
     rig.agent.end(3)
     rig.polled()
-    assert rig.puller.passed("b") == 1
+    assert rig.passed("b") == 1
 
 
 def test_a_word_that_is_there_before_its_read_is_known_to_have_ended_does_not_end_the_pull() -> None:
@@ -1072,8 +1081,8 @@ def test_a_part_of_a_pull_at_once_is_settled_when_its_read_has_ended_and_not_whe
     rig.agent.auto = False
     rows = np.ones((2, 3), np.uint64)
     assert isinstance(rig.puller.pull_at_once("r", rig.engine, LEASE, 9.0, Slab(0, rows, rows, 100)), RankPull)
-    rig.puller.fail("r", why("enough"))
-    rig.puller.fail("r", why("once more"))
+    rig.fail("r", why("enough"))
+    rig.fail("r", why("once more"))
     assert settled == []
     assert [(event.error, event.safe) for event in rig.polled()] == [("enough", False)]
     for number in range(len(rig.agent.posted)):
@@ -1084,15 +1093,15 @@ def test_a_part_of_a_pull_at_once_is_settled_when_its_read_has_ended_and_not_whe
 
 def test_a_pull_that_is_opened_is_the_one_that_is_added_to(rig: Rig) -> None:
     opened = rig.puller.open("r", rig.engine, LEASE, 9.0)
-    assert rig.puller.get("r") is rig.puller.look_up("r") is opened
-    assert rig.puller.look_up("s") is None
+    assert rig.puller.get("r") is opened
+    assert rig.puller.get("s") is None
 
 
 def test_nothing_can_be_added_to_what_has_failed_and_is_in_flight_still(rig: Rig) -> None:
     rig.agent.auto = False
     rig.open()
     rig.add(part(0), last=False)
-    rig.puller.fail("r", why("the source is stuck"))
+    rig.fail("r", why("the source is stuck"))
     with pytest.raises(PullFailedError, match="the source is stuck"):
         rig.add(part(0))
     assert len(rig.agent.posted) == 1
@@ -1109,7 +1118,7 @@ def test_a_note_that_cannot_be_sent_costs_nobody_anything(rig: Rig) -> None:
     rig.open("s")
     rig.now += LEASE.duration_s / 3 + 0.01
     rig.polled()
-    rig.puller.fail("s", why("enough"))
+    rig.fail("s", why("enough"))
     assert rig.puller.events[-1] == PullEvent("s", "enough", safe=True)
 
 

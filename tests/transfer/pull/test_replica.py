@@ -14,7 +14,7 @@ import pytest
 
 from kvcache.replica.block_table import PageCopy
 from tests.transfer.replicas import KEY, LOCAL, PAGES, REMOTE, TOKENS, WHOLE, Clock, Engine, pull, run, settled
-from transfer.errors import HandshakeError, InvalidTransferError, MetadataError, PullFailedError, SettingsMismatchError
+from transfer.errors import HandshakeError, MetadataError, PullFailedError, SettingsMismatchError
 from transfer.failures import Failure, FailureKind
 from transfer.memory import MemoryType
 from transfer.plan.page_lists import BlocksOfGroup
@@ -584,7 +584,7 @@ def test_a_pull_has_ended_when_every_rank_of_ours_has_its_part(engine: Any) -> N
     p, d = engine("p", 2), engine("d", 2)
     d.hindrances[1].held = True
     pull(d, p.source(p.offer()))
-    run(p, d, until=lambda: d.hindrances[1].reads and "r" not in d.ranks[0].puller)
+    run(p, d, until=lambda: d.hindrances[1].reads and d.ranks[0].puller.get("r") is None)
     for _ in range(20):
         p.poll()
         d.poll()
@@ -599,7 +599,7 @@ def test_what_may_be_kept_is_what_every_rank_has_passed(engine: Any) -> None:
     d.hindrances[1].held = True
     d.replica.pull("r", p.source(p.offer()), 20.0)
     d.replica.add_pages("r", WHOLE, last=False)
-    run(p, d, until=lambda: d.ranks[0].puller.passed("r") == 1 and d.hindrances[1].reads)
+    run(p, d, until=lambda: (one := d.ranks[0].puller.get("r")) and one.passed == 1 and d.hindrances[1].reads)
     d.replica.cancel("r", "enough")
     d.hindrances[1].held = False
     run(p, d, until=settled(d))
@@ -864,15 +864,6 @@ def test_pages_of_all_ranks_are_read_where_a_rank_leaves_the_quick_way(engine: A
     remote.verifier = stand_in
     monkeypatch.undo()
     assert remote.parts("r", WHOLE) == [checked, checked]
-
-
-def test_pages_that_do_not_fit_fail_the_pull_of_the_rank_that_is_told_of_them(engine: Any) -> None:
-    p, d = engine("p"), engine("d")
-    lease, rank = p.offer(), d.ranks[0]
-    rank.puller.open("r", rank.load(rank.inspect(p.card.ranks)), lease, 20.0)
-    with pytest.raises(InvalidTransferError, match="pages for 0 groups"):
-        rank.puller.add_pages("r", [], last=True)
-    assert [(event.key, event.safe) for event in rank.puller.events] == [("r", True)]
 
 
 def test_pulls_whose_source_has_not_answered_cost_a_poll_nothing(engine: Any) -> None:

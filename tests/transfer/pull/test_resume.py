@@ -28,7 +28,7 @@ def test_pages_that_passed_are_kept_and_only_the_rest_is_pulled_from_another_sou
     reader.replica.pull("r", first.source(lease), 60.0)
     for at in range(2):
         reader.replica.add_pages("r", chunk(FIRST, at), last=False)
-    run(first, reader, until=lambda: all(rank.puller.passed("r") == 2 for rank in reader.ranks))
+    run(first, reader, until=lambda: reader.replica.look_up("r").passed == 2)
     first.replica.revoke(lease.lease_id, "aborted")
     for pool in first.pools:
         pool[FIRST] = 0xAB  # the source has reused the pages
