@@ -56,6 +56,11 @@ class Two:
         self.pending = pending
 
 
+def import_another(it: Two) -> None:
+    it.manager.external_claim("s", 0)
+    it.manager.import_block_table(TextContext([*range(200, 211)], 64, "s"), it.table)
+
+
 CALLS: dict[str, tuple[type, str, Callable[[Two], object], list[str]]] = {
     "external_claim": (Claims, "claim", lambda it: it.manager.external_claim("new", 0), ["new"]),
     "fork": (Claims, "bind", lambda it: it.manager.fork(it.contexts[0], it.contexts[0].fork("child")), ["child"]),
@@ -72,6 +77,8 @@ CALLS: dict[str, tuple[type, str, Callable[[Two], object], list[str]]] = {
         ["child"],
     ),
     "release": (Claims, "release", lambda it: it.manager.release("a"), ["a"]),
+    "import_block_table": (ImportBook, "begin", import_another, ["s"]),
+    "copier": (ImportBook, "make_copier", lambda it: it.manager.copier(it.pending), []),
     "commit_import": (
         ImportBook,
         "commit",
@@ -97,6 +104,7 @@ def test_who_nobody_was_told_of_is_released_and_all_others_go_on(call: str, monk
     left = {"a", "b", "r"} - {*released}
     assert {*found.claimed} == left
     assert found.imports == ((it.pending,) if "r" in left else ())
+    assert found.copiers == ()
     manager.check()
     for name in released:
         assert not manager.contains(name)

@@ -25,6 +25,7 @@ _DOORS: dict[str, dict[str, str]] = {
         "pool/hinted_order": "eviction_order",
         "pool/lru_order": "eviction_order",
         "pool/quotas": "eviction_order replica/hints states/kept_states_hints",
+        "recovery": "recovery steps_in_flight interrupts",
         "replica/replica": "manager million_moves replica/batch",
         "replica/block_table": "replica/imports replica/leases replica/further_imports",
         "replica/copier": "handover replica/imports replica/leases",

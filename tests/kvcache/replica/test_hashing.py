@@ -192,6 +192,7 @@ def check_walk(steps: list[tuple[str, int]], page_size: int, salt: str | None, k
             whole.update(marks[at] + prompt[at * page_size : (at + 1) * page_size].tobytes())
             wanted += whole.digest()
         assert bytes(hasher.known) == wanted
+        assert hasher.num_tokens == len(prompt)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
