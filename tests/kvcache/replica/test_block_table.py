@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from kvcache.replica.block_table import BlockTable, ImportPart
+from kvcache.replica.block_table import BlockTable, ImportPart, PendingImport
 
 
 def table(first_page: int, pages: int, page_size: int = 4, num_tokens: int | None = None) -> BlockTable:
@@ -50,3 +50,23 @@ def test_a_table_that_leaves_pages_out_names_each_page_once(pages: tuple[int, ..
     part = ImportPart(0, np.arange(1, 6, dtype=np.int32), src_pages=np.array([10, 11, 12], np.int32))
     found = part.named(pages, 5 * 4, 4)
     assert (None if found is None else found.tolist()) == named
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(2, 4), (4, 2), (4, 4)])
+def test_pages_are_taken_once_whatever_the_page_sizes_of_both_sides(ours: int, theirs: int) -> None:
+    mine, other = np.arange(12 // ours, dtype=np.int32) + 10, np.arange(12 // theirs, dtype=np.int32) + 30
+    first = 4  # page 0 of either side is cached here, or two pages are
+    part = ImportPart(first, mine[first // ours :])
+    for before, now in ((4, 8), (8, 12), (12, 12)):
+        part.take_up(other[first // theirs : now // theirs], now)
+        copy = part.take(ours, theirs)
+        assert copy.tokens == (before, now)
+        assert np.asarray(copy.dst_pages).tolist() == mine[before // ours :].tolist()
+        assert np.asarray(copy.src_pages).tolist() == other[before // theirs : now // theirs].tolist()
+
+
+def test_a_state_is_copied_even_where_every_page_is_cached() -> None:
+    cached, rest = ImportPart(8, np.zeros(0, np.int32), stop=8), ImportPart(4, np.array([7], np.int32), stop=8)
+    state = ImportPart(0, np.array([1], np.int32), is_state=True)
+    for parts, needed in (([cached], False), ([rest], True), ([cached, rest], True), ([cached, state], True)):
+        assert PendingImport("r", None, 4, 4, 0, 0, parts, num_tokens=8).needs_copy == needed

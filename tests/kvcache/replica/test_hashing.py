@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvcache.params import HashAlgorithm
 from kvcache.replica import hashing
-from kvcache.replica.hashing import DIGEST_BYTES, ExtraKeys, PrefixHasher, next_digests
+from kvcache.replica.hashing import DIGEST_BYTES, ExtraKeys, PrefixHasher, next_digests, token_bytes
 from tests.kvcache.replica.compiled import compiled_chain
 
 ALGORITHMS: tuple[HashAlgorithm, ...] = get_args(HashAlgorithm)
@@ -120,6 +120,17 @@ def test_keys_come_in_page_by_page_however_the_request_grows() -> None:
     for pages in range(1, 6):
         assert (grown.digests(tokens(20), 0, pages) == whole[:pages]).all()
     assert not grown.keys_left
+
+
+def test_a_key_behind_the_last_full_page_changes_no_digest_yet() -> None:
+    waits = PrefixHasher("sha256", 4, None, ((30, b"late"),))
+    assert (waits.digests(tokens(10), 0, 2) == PrefixHasher("sha256", 4, None).digests(tokens(10), 0, 2)).all()
+    assert waits.num_tokens == 8
+
+
+def test_tokens_are_hashed_as_little_endian_words_whatever_their_type() -> None:
+    for kind in (np.int32, np.int64, np.uint32):
+        assert token_bytes(np.array([1, 258], kind)[::-1]) == b"\x02\x01\0\0\x01\0\0\0"
 
 
 def test_a_copy_goes_on_by_itself() -> None:
