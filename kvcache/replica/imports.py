@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.arguments import of_kind, whole
+from kvcache.arguments import of_kind, shown, whole
 from kvcache.errors import BlockTableMismatchError, InvalidRequestError
 from kvcache.params import HashAlgorithm, usable_hashes
 from kvcache.pool.index import Digests
@@ -96,13 +96,15 @@ def check_table(
     except (TypeError, ValueError, OverflowError) as error:
         raise _mismatch(context, f"has a field of the wrong type: {error}") from error
     if not 0 < table.page_size < 1 << 31:
-        raise _mismatch(context, f"has pages of {table.page_size} tokens; 1 to 2**31 - 1 are allowed")
+        raise _mismatch(context, f"has pages of {shown(table.page_size)} tokens; 1 to 2**31 - 1 are allowed")
     if not 0 < table.num_tokens < context.end_idx:
         raise _mismatch(
             context,
-            f"covers {table.num_tokens} of the request's {context.end_idx} tokens; 1 to {context.end_idx - 1} are "
-            "allowed",
+            f"covers {shown(table.num_tokens)} of the request's {context.end_idx} tokens; 1 to {context.end_idx - 1} "
+            "are allowed",
         )
+    if not 0 <= table.first_page < 1 << 31:
+        raise _mismatch(context, f"begins with page {shown(table.first_page)}; 0 to 2**31 - 1 are allowed")
     _check_pages(replica, context, table)
     hasher = _check_digests(replica, context, table, hasher)
     if not last and table.num_tokens % table.page_size:
@@ -148,7 +150,7 @@ def _check_pages(replica: Replica, context: SafeContext, table: BlockTable) -> N
         raise _mismatch(context, f"has {len(table.groups)} page groups; this manager has {ours}")
     for (page,) in beside:
         if not 0 < page < 1 << 31:
-            raise _mismatch(context, f"names state page {page}; 1 to 2**31 - 1 are allowed")
+            raise _mismatch(context, f"names state page {shown(page)}; 1 to 2**31 - 1 are allowed")
     if table.kinds != named:
         theirs = [*["full"] * (len(kinds) - len(table.kinds)), *table.kinds]
         raise _mismatch(context, f"has the layer kinds {', '.join(theirs)}; this manager has {', '.join(kinds)}")
@@ -158,7 +160,7 @@ def _check_pages(replica: Replica, context: SafeContext, table: BlockTable) -> N
         )
     wanted = -(-table.num_tokens // table.page_size) - table.first_page
     for kind, pages in zip(kinds, table.groups, strict=False):
-        wrong = len(pages) != wanted or not pages or table.first_page < 0
+        wrong = len(pages) != wanted or not pages
         if wrong and (kind == "full" or len(pages) > wanted):
             first = f" from page {table.first_page} on" if table.first_page else ""
             raise _mismatch(context, f"names {len(pages)} pages; its {table.num_tokens} tokens take {wanted}{first}")
@@ -167,7 +169,7 @@ def _check_pages(replica: Replica, context: SafeContext, table: BlockTable) -> N
     every = [*chain.from_iterable(groups)]
     bad = next(page for page in every if not 0 < page < 1 << 31) if out else None
     if bad is not None or len(set(every)) != len(every):
-        raise _mismatch(context, f"names page {bad}" if bad is not None else "names a page twice")
+        raise _mismatch(context, f"names page {shown(bad)}" if bad is not None else "names a page twice")
 
 
 def _mismatch(context: SafeContext, reason: str) -> BlockTableMismatchError:

@@ -107,12 +107,13 @@ class PeerCopies:
                 place.memory.copy_pages_of(other.memory, pages[taken], brought[taken])
                 missing &= ~taken
         mine.pool.index.say_tables(brought, wanted.tables)
-        mine.pool.index.publish(brought, names)
-        mine.hints.brought(brought, salt, wanted.every[0, : wanted.pages, 0])
+        # Some may have arrived from a lower tier while pages were evicted for these copies.
+        is_new = mine.pool.index.publish(brought, names) == brought
+        mine.hints.brought(brought[is_new], salt, wanted.every[0, : wanted.pages, 0])
         mine.pool.release(brought)
         mine.pool.release(wanted.here)
         for tell in mine.pool.journal.came:
-            tell(brought, names)
+            tell(brought[is_new], names[is_new])
         self.pages += len(brought)
 
 

@@ -294,7 +294,7 @@ class StatePages:
                 return
             copy = pool.allocate_one()
             self._copy(page, copy)
-            pool.index.publish(one_page(copy), digest)
+            copy = self._publish(copy, digest)
             self._let_go(copy)
             if passing:
                 self._passing[request_id] = digest
@@ -343,7 +343,7 @@ class StatePages:
         for ours, theirs in zip(chain.from_iterable(self.blocks), copy.parts, strict=True):
             ours[page] = theirs
         self._tokens[page] = copy.tokens
-        self.pool.index.publish(one_page(page), digest)
+        page = self._publish(page, digest)
         self._keep_below(page, digest)
         return HeldPages(self.pool, one_page(page))
 
@@ -595,6 +595,17 @@ class StatePages:
         for tensor in chain.from_iterable(self.blocks):
             tensor[target] = tensor[source]
         self._tokens[target] = self._tokens[source]
+
+    def _publish(self, copy: int, digest: Digests) -> int:
+        """Publish a held copy. Returns the page that is now found, with the caller's hold.
+
+        That is another page if the state arrived from a lower tier while a page was evicted for this copy.
+        """
+        found = self.pool.index.publish(one_page(copy), digest)
+        if found[0] != copy:
+            self.pool.hold(found)
+            self._let_go(copy)
+        return int(found[0])
 
     def _found(self, digest: Digests) -> int:
         """The state that is cached under this digest, marked as just used; `NO_PAGE` if there is none."""

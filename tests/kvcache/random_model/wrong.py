@@ -25,7 +25,7 @@ from kvcache import (
     TextContext,
 )
 from kvcache.replica.hashing import PrefixHasher
-from kvcache.steps_in_flight import StepsInFlight
+from kvcache.steps_in_flight import StepInFlight, StepsInFlight
 from tests.kvcache.books import Books, books_of, first_difference
 from tests.kvcache.build import manager_of
 from tests.kvcache.random_model import seam
@@ -391,7 +391,9 @@ class WrongCalls:
 
     def wrong_end_of_a_step(self) -> Wrong:
         """Calls `end_step` with something that is not a step, or with an unknown step."""
-        return lambda: self.manager.end_step(self.pick([*nothing_right(), None, StepsInFlight([]).make(1)]))
+        return lambda: self.manager.end_step(
+            self.pick([*nothing_right(), None, StepInFlight(StepsInFlight([]), 0, 1, [])])
+        )
 
     def wrong_foreign_handover(self) -> Wrong | None:
         """Valid arguments, passed to another manager."""

@@ -206,6 +206,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no digests": ({"digests": b"", "hash_algorithm": ""}, "by ''; full pages of 4 by 'sha256' are needed"),
     "half a page": ({"num_tokens": 30}, "covers 30 tokens|3 full pages"),
     "a page twice": ({"groups": ((5, 5, 6, 7),)}, "names a page twice"),
+    "a page of many digits": ({"groups": ((10**5000, 5, 6, 7),)}, "names page a int"),
+    "a first page of many digits": ({"first_page": 10**5000}, "begins with page a int"),
+    "a page size of many digits": ({"page_size": 10**5000}, "has pages of a int"),
+    "tokens of many digits": ({"num_tokens": 10**5000}, "covers a int"),
 }
 
 
@@ -217,7 +221,11 @@ def test_wrong_tables_are_refused_and_nothing_is_taken(served: Any, wrong: str) 
     context, table = it.waiting(PROMPT), msgspec.structs.replace(lent(source, 4), **changes)
     with pytest.raises(BlockTableMismatchError, match=reason):
         it.manager.contents.import_pages(context, 0, table)
+    claimed = it.claim(PROMPT)
+    with pytest.raises(BlockTableMismatchError):
+        it.manager.import_block_table(claimed, table)
     assert it.manager.num_held_blocks == 0
+    it.manager.release(claimed.request_id)
 
 
 def test_pages_of_another_salt_are_refused(served: Any) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from kvcache import PagedKVCacheManager, PromptTooLongError, Routing, TextContext
 from kvcache.layer_groups import LayerGroup
+from kvcache.pool.journal import PageReader
 from tests.kvcache.build import manager_of, run_once
 
 COPYING: dict[str, Any] = {"routing": Routing(copy_pages=True)}
@@ -265,3 +266,37 @@ def test_pages_on_a_gpu_are_copied_there(dtype: torch.dtype) -> None:
     assert second.start_idx == 384
     mine = torch.as_tensor(manager.get_req_blocks(second.request_id), device="cuda:0")
     assert torch.equal(manager.device_tensors[1][0][mine[:24]], written[:24])
+
+
+class BroughtMeanwhile(PageReader):
+    """Publishes a page as a tier does whose copy to the device ends while another page is evicted."""
+
+    def __init__(self, manager: PagedKVCacheManager, digest: Any) -> None:
+        self.pool = manager._replicas.each[0].pool
+        self.page, self.digest = self.pool.allocate(1), digest
+        self.pool.journal.read(self, saves=True)
+
+    def going(self, pages: Any) -> None:  # noqa: ARG002
+        if self.page.size:
+            self.pool.index.publish(self.page, self.digest)
+            self.pool.release(self.page)
+            self.page = self.page[:0]
+
+    def came(self, pages: Any, digests: Any) -> None:
+        assert (self.pool.index.find(digests) == pages).all(), "a page is to be stored that is not published"
+
+
+def test_a_page_that_arrives_while_room_is_made_for_its_copy_is_not_stored_twice() -> None:
+    manager = of(8, checks=False)
+    prompt = [*range(1, 21)]
+    serve(manager, prompt, 1)
+    serve(manager, [*range(101, 129)], 0)
+    context = TextContext(prompt, 64)
+    digests = manager._replicas.each[1].hasher(None, context).digests(context.tokens, 0, 1)
+    BroughtMeanwhile(manager, digests)
+    manager.external_claim(context.request_id, 0)
+    assert manager.maybe_reserve(context)
+    assert context.start_idx == 16
+    manager.check()
+    manager.release(context.request_id)
+    assert manager.num_free_blocks == 16

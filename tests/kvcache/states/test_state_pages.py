@@ -8,6 +8,7 @@ from kvcache.pool.index import Digests, Pages
 from kvcache.pool.journal import PageReader
 from kvcache.pool.pages import HeldPages
 from kvcache.states.state_pages import StatePages
+from kvcache.types import StateCopy
 from tests.kvcache.build import states_of
 
 SHAPE = StateShape(layers=2, heads=4, head_dim=3, groups=2, d_state=5, kernel=4, conv_dtype=torch.float32)
@@ -324,3 +325,44 @@ def test_what_a_page_held_before_an_import_comes_back_at_its_own_cancellation_al
     states.release("b")
     assert states.pool.free_count == 2
     states.check([])
+
+
+class BroughtMeanwhile(PageReader):
+    """Publishes a state as a tier does whose copy to the device ends while another state is evicted."""
+
+    def __init__(self, states: StatePages, page: int, digest: Digests) -> None:
+        self.states, self.page, self.digest, self.told = states, page, digest, list[int]()
+        states.pool.journal.read(self, saves=True)
+
+    def going(self, pages: Pages) -> None:  # noqa: ARG002
+        if self.page:
+            page, self.page = np.array([self.page], np.int32), 0
+            self.states._tokens[page] = 8
+            self.states.pool.index.publish(page, self.digest)
+            self.states.pool.release(page)
+
+    def came(self, pages: Pages, digests: Digests) -> None:  # noqa: ARG002
+        self.told += pages.tolist()
+
+
+@pytest.mark.parametrize("call", ["keep", "take_copy"])
+def test_a_state_that_arrives_while_room_is_made_for_it_is_used_and_no_free_page_is_stored(call: str) -> None:
+    states, (old, new) = states_of(SHAPE, 3), (np.array([[number]], np.uint64) for number in (1, 2))
+    states.allocate("r")
+    states.advance(torch.tensor([1]), [8])
+    states.keep("r", old, 8, passing=False)
+    reader = BroughtMeanwhile(states, states.pool.allocate_one(), new)
+    if call == "keep":
+        states.keep("r", new, 8, passing=False)
+    else:
+        copy = states_of(SHAPE, 1)
+        copy.allocate("theirs")
+        copy.advance(torch.tensor([1]), [8])
+        copy.keep("theirs", new, 8, passing=False)
+        taken = states.take_copy(StateCopy([blocks[1] for blocks in copy.tensors[0]], 8), new)
+        assert taken is not None
+        assert taken.pages.tolist() == states.pool.index.find(new).tolist()
+        taken.release()
+    assert (states.pool.index.find(new).tolist(), {*reader.told}) == ([3], {3})
+    assert (states.num_kept, states.pool.free_count) == (1, 2)
+    states.check(["r"])
