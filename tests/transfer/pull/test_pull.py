@@ -257,12 +257,15 @@ def test_fences_wait_for_each_other_where_words_are_few() -> None:
 
 
 def test_reads_that_do_not_end_at_once_are_counted(rig: Rig) -> None:
-    rig.agent.at_once = {0, 3}  # a READ of pages, and the fence on one rank
+    rig.agent.auto, rig.agent.at_once = False, {0, 3}  # a READ of pages, and the fence on one rank
     rig.open()
     rig.add(part(0), part(1))
     assert rig.puller.num_posted == 1
-    assert rig.polled() == [OK]
+    rig.agent.end(1)
+    rig.puller.poll()
     assert rig.puller.num_posted == 2
+    rig.agent.end(2)
+    assert rig.polled() == [OK]
 
 
 def test_a_fence_of_two_ranks_waits_where_one_word_is_free() -> None:
