@@ -35,7 +35,7 @@ import torch
 
 from benchmarks.frame import Row, header, progress, table, write
 from benchmarks.prefix_hosts import HostedFleet
-from benchmarks.prefix_peers import PAIR_CONFIG, ask, settle, tokens
+from benchmarks.prefix_peers import CHOSEN, PAIR_CONFIG, ask, settle, tokens
 from benchmarks.prefix_worker import WAYS
 from kvcache.errors import KVCacheError
 from scheduler_adapters.hf.tiny import VOCAB_SIZE
@@ -43,7 +43,6 @@ from scheduler_adapters.service.fleet import Fleet
 from scheduler_adapters.service.server import ServerConfig
 from tests.hosts.network import why_not
 
-CHOSEN = "chosen "
 ROUNDS = 12
 _PAGE, _END = 16, 8
 _LEARNT = (64, 256, 1024)

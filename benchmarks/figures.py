@@ -82,7 +82,7 @@ STEPS = (
         (_alone("first_token", " --requests 24 --rounds 1"), 45),
     ),
     Step("serving", ("fleet",), _alone("fleet"), 180, (_alone("fleet", " --requests 60"), 60)),
-    Step("serving", ("prefix_peers",), _alone("prefix_peers"), 480, (_alone("prefix_peers", " --pairs 2"), 120)),
+    Step("serving", ("prefix_peers",), _alone("prefix_peers"), 900, (_alone("prefix_peers", " --rounds 1"), 150)),
     Step("serving", ("both_ends",), _alone("both_ends"), 300, (_alone("both_ends", " --rounds 2"), 120)),
     Step("serving", ("asking",), _alone("asking"), 30, (_alone("asking", " --quick"), 10)),
     Step("serving", ("placement",), _alone("placement"), 420, (_alone("placement", " --requests 60"), 120)),

@@ -2,22 +2,24 @@
 
 `python -m benchmarks.prefix_peers` runs real processes: first two for prefill and two for decode, then four and one.
 Then it runs two and one, each on a host of its own (a network namespace) with a slow link. The model is a small Llama,
-pages go over NIXL, torch has one thread, and requests come one at a time, in pairs. The first request of a pair begins
-with a part that no process has (its head), so a prefill process computes it. The second request has the same head and
-another end. It goes to another prefill process, which pulls the head or computes it, whichever it estimates to be
-quicker. In every other pair the second request always pulls (`benchmarks.prefix_worker`), so that both ways are
-measured at every length. The seed determines the order of the lengths.
+pages go over NIXL, torch has one thread, and requests come one at a time. Requests come in pairs. The first request of
+a pair has a head that no process has, so a prefill process computes it. The second has the same head and another end,
+and goes to another prefill process. That process serves it in the way that it chooses, or in a given way
+(`benchmarks.prefix_worker`). A *round* of a length has one pair for the choice and one for each given way, in random
+order, so that all ways are measured at every length. The order of the lengths follows from the seed.
 
     computed_ms   time to the first token if no process has the head, as with a single process
     pulled_ms     time to the first token if the head was pulled
-    noise_ms      twice the standard error of the difference of the two medians (robust, by absolute deviations)
-    right         share of the `judged` second requests that took the quicker way: the one with the lower median at
-                  this length
-    right_clear   the same share of the `clear` requests, those at lengths whose medians differ by more than the noise
-    regret_ms     mean loss of a judged request: the median of the chosen way minus the median of the quicker way
+    split_ms      time to the first token if the end of the head was pulled while its front was computed
+    right         share of the `judged` choices that took the quickest way: the one with the least median at this length
+    apart         choices whose way can be told from the best of the others: the medians differ by more than twice the
+                  standard error of their difference (robust, by absolute deviations)
+    clear         those of them whose medians also differ by more than 10 %
+    right_apart, right_clear    the share of right choices among these
+    regret_ms     mean loss of a choice: the median of its way minus the median of the quickest one
     regret_if_*   the same if every head were pulled, or every head computed
 
-`hits` is the share of the heads' full pages that the second requests found cached.
+`hits` is the share of the heads' full pages that the chosen requests found cached.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ import numpy as np
 
 from benchmarks.frame import Row, header, progress, table, write
 from benchmarks.prefix_hosts import WORKER, HostedFleet
-from benchmarks.prefix_worker import PULLED
+from benchmarks.prefix_worker import PULLED, SPLIT
 from kvcache.errors import KVCacheError
 from scheduler_adapters.errors import ServiceError
 from scheduler_adapters.service import messages as msg
@@ -50,10 +52,14 @@ LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 3072)
 FLEETS = ((2, 2, ""), (4, 1, ""), (2, 1, "1gbit"), (2, 1, "100mbit"))
 """The number of prefill processes, of decode processes, and the rate of each host's link; empty if all run on one host.
 """
-PAIRS = 10
+ROUNDS = 10
+WAYS = ("pulled", "computed", "split")
+CHOSEN = "chosen "
 _PAGE = 16
 _END = 8  # tokens of a prompt after its head
 _LONGEST_WAIT_S = 120.0
+_CLEAR = 0.1  # one way is clearly quicker if it takes this share less
+_LEAST = 2  # times of a way from which its median is judged
 PAIR_CONFIG = ServerConfig(
     model=None,
     seed=0,
@@ -74,18 +80,20 @@ class Heard(NamedTuple):
     cached: int
 
 
-class Pair(NamedTuple):
-    """Two requests with the same head.
+class Round(NamedTuple):
+    """The results for one head length of a round.
 
-    It has the times of both, and the outcome of asking other processes for the second one's head. The head has `length`
-    tokens. `pulled` is the second request of another pair, whose head was always pulled; None if no source was asked.
+    Attributes:
+        length: tokens of the head.
+        chosen: the request whose way was chosen.
+        outcome: the outcome of asking other processes for its head.
+        times: seconds until the first token, by the way that was taken, of all requests of the round.
     """
 
     length: int
-    computed: tuple[Heard, ...]
-    second: Heard
+    chosen: Heard
     outcome: str
-    pulled: Heard | None
+    times: dict[str, list[float]]
 
 
 def ask(fleet: Fleet, decode: str, prefill: str, name: str, prompt: list[int]) -> Heard:
@@ -105,27 +113,27 @@ def ask(fleet: Fleet, decode: str, prefill: str, name: str, prompt: list[int]) -
     raise ServiceError(f"{name}: not served within {_LONGEST_WAIT_S:g} s")
 
 
-def pairs_of(prefills: int, decodes: int, count: int, seed: int, link: str = "") -> list[Pair]:
-    """Serve `count` pairs of each length, and check that nothing is held at the end."""
+def rounds_of(prefills: int, decodes: int, count: int, seed: int, link: str = "") -> list[Round]:
+    """Serve `count` rounds of each length, and check that nothing is held at the end."""
     numbers = random.Random(seed)  # noqa: S311  (guards nothing)
     names = [f"p{number}" for number in range(prefills)]
     configs = [msgspec.structs.replace(PAIR_CONFIG, name=name) for name in names]
     configs += [msgspec.structs.replace(PAIR_CONFIG, name=f"d{number}", role="decode") for number in range(decodes)]
     lengths = [length for length in LENGTHS for _ in range(count)]
     numbers.shuffle(lengths)
-    found: list[Pair] = []
+    found: list[Round] = []
     with HostedFleet(configs, link) if link else Fleet(configs, WORKER) as fleet:
 
-        def both(decode: str, length: int, first: str, second: str) -> tuple[Heard, Heard, str]:
+        def both(decode: str, length: int, way: str) -> tuple[Heard, Heard, str]:
             """Serves two requests with the same head at two prefill processes.
 
             Also returns the outcome of asking for the head.
             """
             owner, other = numbers.sample(names, 2)
             head = tokens(numbers, length)
-            computed = ask(fleet, decode, owner, first, head + tokens(numbers, _END))
+            computed = ask(fleet, decode, owner, f"first {way}", head + tokens(numbers, _END))
             before = Counter(fleet.stats()[other].prefixes)
-            heard = ask(fleet, decode, other, second, head + tokens(numbers, _END))
+            heard = ask(fleet, decode, other, way, head + tokens(numbers, _END))
             came = Counter(fleet.stats()[other].prefixes) - before
             return computed, heard, ", ".join(came) or "nobody asked"
 
@@ -133,10 +141,15 @@ def pairs_of(prefills: int, decodes: int, count: int, seed: int, link: str = "")
             for name in names * 2:  # these requests make the first contacts, and are not measured
                 ask(fleet, f"d{decode}", name, f"hello {decode} {name} {numbers.random()}", tokens(numbers, 48))
         for number, length in enumerate(lengths):
-            decode = f"d{number % decodes}"
-            computed, second, outcome = both(decode, length, f"first {number}", f"second {number}")
-            again, pulled, came = both(decode, length, f"third {number}", f"{PULLED}{number}")
-            found.append(Pair(length, (computed, again), second, outcome, pulled if came == "pulled" else None))
+            times: defaultdict[str, list[float]] = defaultdict(list)
+            chosen, outcome = Heard(0.0, 0), ""
+            for way in numbers.sample([CHOSEN, PULLED, SPLIT], 3):
+                first, second, came = both(f"d{number % decodes}", length, f"{way}{number}")
+                times["computed"].append(first.first_s)
+                times[came].append(second.first_s)
+                if way == CHOSEN:
+                    chosen, outcome = second, came
+            found.append(Round(length, chosen, outcome, dict(times)))
         settle(fleet)
     return found
 
@@ -153,96 +166,106 @@ def settle(fleet: Fleet) -> None:
         time.sleep(0.05)
 
 
+class Way(NamedTuple):
+    """The times of one way at one length, in milliseconds: their median, and its standard error."""
+
+    median: float
+    error: float
+
+
+class Choice(NamedTuple):
+    """A choice: the milliseconds that it loses to the best other way (negative if it gains), and how sure that is."""
+
+    loss: float
+    is_apart: bool
+    is_clear: bool
+
+
 class Judged(NamedTuple):
-    """The second requests of one length: which of them pulled, and the medians of both ways in milliseconds."""
+    """The choices of one length: the way of each, and what every way takes."""
 
-    pulls: list[bool]
-    pulling: float
-    computing: float
-    noise: float
+    chosen: list[str]
+    ways: dict[str, Way]
 
-    @property
-    def is_clear(self) -> bool:
-        """Whether the two ways differ by more than noise."""
-        return abs(self.pulling - self.computing) > self.noise
-
-    @property
-    def right(self) -> list[bool]:
-        """For each request, whether it took the quicker way."""
-        return [pulls == (self.pulling < self.computing) for pulls in self.pulls]
-
-    def regrets(self, pulls: Sequence[bool]) -> list[float]:
-        """For each request, the milliseconds that its choice has lost."""
-        least = min(self.pulling, self.computing)
-        return [(self.pulling if one else self.computing) - least for one in pulls]
+    def choice(self, way: str) -> Choice:
+        """Judges the choice of a way."""
+        mine = self.ways[way]
+        best = min((other for name, other in self.ways.items() if name != way), key=lambda other: other.median)
+        loss, noise = mine.median - best.median, 2.0 * math.hypot(mine.error, best.error)
+        is_apart = abs(loss) > noise
+        return Choice(loss, is_apart, is_apart and abs(loss) > _CLEAR * min(mine.median, best.median))
 
 
-def judged_of(pairs: Sequence[Pair]) -> Judged | None:
-    """The results for one length; None if its heads were not pulled at least twice."""
-    pulled = _pulled_ms(pairs)
-    computed = _computed_ms(pairs)
-    if len(pulled) < 2:
-        return None
-    noise = 2.0 * math.hypot(_error_of_median(pulled), _error_of_median(computed))
-    pulls = [pair.outcome == "pulled" for pair in pairs]
-    return Judged(pulls, statistics.median(pulled), statistics.median(computed), noise)
+def judged_of(rounds: Sequence[Round]) -> Judged | None:
+    """The choices of one length; None if its heads were not pulled at least twice."""
+    times = _times_of(rounds)
+    ways = {name: _way(times[name]) for name in WAYS if len(times[name]) >= _LEAST}
+    chosen = [one.outcome for one in rounds if one.outcome in ways]
+    return Judged(chosen, ways) if "pulled" in ways and "computed" in ways and chosen else None
 
 
-def _pulled_ms(pairs: Sequence[Pair]) -> list[float]:
-    chosen = [pair.second for pair in pairs if pair.outcome == "pulled"]
-    return [1e3 * one.first_s for one in (*chosen, *(pair.pulled for pair in pairs if pair.pulled))]
+def _times_of(rounds: Sequence[Round]) -> defaultdict[str, list[float]]:
+    """The milliseconds of each way."""
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    for one in rounds:
+        for way, times in one.times.items():
+            found[way] += [1e3 * time for time in times]
+    return found
 
 
-def _computed_ms(pairs: Sequence[Pair]) -> list[float]:
-    return [1e3 * one.first_s for pair in pairs for one in pair.computed]
-
-
-def _error_of_median(times: Sequence[float]) -> float:
-    """The standard error of a median, estimated from the median absolute deviation."""
+def _way(times: Sequence[float]) -> Way:
+    """The median, and its standard error, estimated from the median absolute deviation."""
     middle = statistics.median(times)
     deviation = 1.483 * statistics.median(abs(one - middle) for one in times)
-    return 1.253 * deviation / math.sqrt(len(times))
+    return Way(middle, 1.253 * deviation / math.sqrt(len(times)))
 
 
-def rows_of(fleet: str, pairs: list[Pair]) -> list[Row]:
+def rows_of(fleet: str, rounds: list[Round]) -> list[Row]:
     """A row for each length, and one for all lengths."""
-    by_length: defaultdict[int, list[Pair]] = defaultdict(list)
-    for pair in pairs:
-        by_length[pair.length].append(pair)
+    by_length: defaultdict[int, list[Round]] = defaultdict(list)
+    for one in rounds:
+        by_length[one.length].append(one)
     rows: list[Row] = []
     every: list[Judged] = []
     for length, some in sorted(by_length.items()):
-        pulled, computed, judged = _pulled_ms(some), _computed_ms(some), judged_of(some)
-        row: Row = {"fleet": fleet, "tokens": length, "n": len(some), **_percentiles("computed", computed)}
-        row |= _percentiles("pulled", pulled) if pulled else {}
-        row |= Counter(pair.outcome for pair in some)
-        row["hits"] = round(sum(pair.second.cached for pair in some) / (len(some) * (length // _PAGE * _PAGE)), 3)
+        times, judged = _times_of(some), judged_of(some)
+        row: Row = {"fleet": fleet, "tokens": length, "n": len(some)}
+        for way in (way for way in WAYS if times[way]):
+            row |= _percentiles(way, times[way])
+        row |= Counter(one.outcome for one in some)
+        row["hits"] = _hits(some)
         if judged:
             every.append(judged)
-            row |= {"noise_ms": round(judged.noise, 1), **shares([judged])}
+            row |= {f"{name}_error_ms": round(way.error, 1) for name, way in judged.ways.items()} | shares([judged])
         rows.append(row)
-    heads = sum(pair.length // _PAGE * _PAGE for pair in pairs)
-    hits = round(sum(pair.second.cached for pair in pairs) / heads, 3)
-    rows.append({"fleet": fleet, "tokens": "all", "n": len(pairs), "hits": hits, **(shares(every) if every else {})})
+    rows.append(
+        {"fleet": fleet, "tokens": "all", "n": len(rounds), "hits": _hits(rounds), **(shares(every) if every else {})}
+    )
     return rows
 
 
+def _hits(rounds: Sequence[Round]) -> float:
+    heads = sum(one.length // _PAGE * _PAGE for one in rounds)
+    return round(sum(one.chosen.cached for one in rounds) / heads, 3)
+
+
 def shares(every: Sequence[Judged]) -> Row:
-    """The share of requests that took the quicker way, and the loss of the others."""
-    right = [one for judged in every for one in judged.right]
-    clear = [one for judged in every if judged.is_clear for one in judged.right]
-    lost = [one for judged in every for one in judged.regrets(judged.pulls)]
-    row: Row = {"right": _share(right), "judged": len(right), "clear": len(clear)}
-    row |= {"right_clear": _share(clear)} if clear else {}
+    """The shares of choices of the quickest way, and the loss of the others."""
+    choices = [judged.choice(way) for judged in every for way in judged.chosen]
+    apart, clear = [one for one in choices if one.is_apart], [one for one in choices if one.is_clear]
+    row: Row = {"right": _right(choices), "judged": len(choices), "apart": len(apart), "clear": len(clear)}
+    row |= {"right_apart": _right(apart)} if apart else {}
+    row |= {"right_clear": _right(clear)} if clear else {}
+    lost = [max(0.0, one.loss) for one in choices]
     row |= {"regret_ms": round(statistics.fmean(lost), 2), "regret_total_ms": round(sum(lost), 1)}
-    for way, pulls in (("pulled", True), ("computed", False)):
-        fixed = [one for judged in every for one in judged.regrets([pulls] * len(judged.pulls))]
+    for way in ("pulled", "computed"):
+        fixed = [max(0.0, judged.choice(way).loss) for judged in every for _ in judged.chosen]
         row[f"regret_if_{way}_ms"] = round(statistics.fmean(fixed), 2)
     return row
 
 
-def _share(of: list[bool]) -> float:
-    return round(sum(of) / len(of), 3)
+def _right(of: Sequence[Choice]) -> float:
+    return round(sum(one.loss <= 0.0 for one in of) / len(of), 3)
 
 
 def _percentiles(name: str, times: list[float]) -> Row:
@@ -257,27 +280,32 @@ def tokens(numbers: random.Random, count: int) -> list[int]:
 def main() -> int:
     """Measure, print, and write. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.prefix_peers", description=__doc__)
-    parser.add_argument("--pairs", type=int, default=PAIRS, help=f"of each length ({PAIRS})")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"of each length ({ROUNDS})")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts and their order (0)")
+    parser.add_argument("--only", help="a fleet, for example '2 + 2'; default: all")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures and the machine")
     chosen = parser.parse_args()
     rows: list[Row] = []
     for prefills, decodes, link in FLEETS:
         name = f"{prefills} + {decodes}" + (f", {link}" if link else "")
+        if chosen.only not in (None, name):
+            continue
         if link and (reason := why_not()):
             progress(f"prefix_peers: no {name}: {reason}")
             continue
         try:
-            pairs = pairs_of(prefills, decodes, chosen.pairs, chosen.seed, link)
+            rounds = rounds_of(prefills, decodes, chosen.rounds, chosen.seed, link)
         except KVCacheError as error:
             progress(f"prefix_peers: {error}")
             return 1
-        rows += rows_of(name, pairs)
+        rows += rows_of(name, rounds)
         progress(f"prefix_peers: {name} is done")
     print(table(rows))
     if chosen.json:
-        command = f"python -m benchmarks.prefix_peers --pairs {chosen.pairs} --seed {chosen.seed}"
-        write(chosen.json, {**header(command, "columns *_p50 and *_p99: percentiles of n pairs"), "rows": rows})
+        command = f"python -m benchmarks.prefix_peers --rounds {chosen.rounds} --seed {chosen.seed}"
+        command += f" --only '{chosen.only}'" if chosen.only else ""
+        statistic = "columns *_p50 and *_p99: percentiles over the requests of n rounds that took this way"
+        write(chosen.json, {**header(command, statistic), "rows": rows})
     return 0
 
 

@@ -224,9 +224,17 @@ def chosen_ways(result: Row) -> str:
     """The share of right choices, the same for clear cases, and the loss, on one host and over a slow link."""
     rows = [one(result["rows"], fleet=fleet, tokens="all") for fleet in ("2 + 2", "2 + 1, 100mbit")]
     return "; ".join(
-        f"{100 * row['right']:.0f} %, {row['right_clear'] * row['clear']:.0f}/{row['clear']}, {row['regret_ms']:.1f} ms"
+        f"{100 * row['right']:.0f} %, {row.get('right_clear', 0) * row['clear']:.0f}/{row['clear']}, "
+        f"{row['regret_ms']:.1f} ms"
         for row in rows
     )
+
+
+def both_ways(result: Row) -> str:
+    """The time to the first token of each way over two links: pulled, computed, both, and both without any loss."""
+    rows = [one(result["rows"], link=link) for link in ("100mbit", "1gbit")]
+    columns = ("pulled_ms_median", "computed_ms_median", "split_ms_median", "ideal_ms")
+    return "; ".join(some(*(row[column] for column in columns)) for row in rows) + " ms"
 
 
 def asked(result: Row) -> str:
@@ -269,6 +277,12 @@ PROCESSES = (
         "share",
         "prefix_peers",
         chosen_ways,
+    ),
+    Line(
+        "3,072 tokens over 100 Mbit/s; 1 Gbit/s: pulled / computed / from both ends / from both ends without loss",
+        "median",
+        "both_ends",
+        both_ways,
     ),
     Line(
         "question for 128; 8,192 pages by content: processor time of the source's loop / of the asker's loop",

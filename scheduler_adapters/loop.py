@@ -75,7 +75,7 @@ class Entry:
     context: TextContext
     replica: int = 0
     fetching_since: float | None = None  # when the loop first saw that the request's pages are being fetched
-    meets: int = 0  # the first token whose page a peer has provided while the prompt runs; no chunk runs past it
+    meets: int = 0  # the first token whose page a peer provides while the prompt runs; no chunk runs past it
 
 
 class ServingLoop(Generic[PagesT_co]):
@@ -193,9 +193,9 @@ class ServingLoop(Generic[PagesT_co]):
         return self._waiting.pop(request_id, None) is not None
 
     def meet(self, request_id: str, token: int) -> None:
-        """Reports that a peer's pages of a running prompt have arrived. They begin at token `token`.
+        """Reports that a peer's pages of a running prompt have arrived, or soon will. They begin at token `token`.
 
-        The current chunk ends at that token, and the next chunk finds the pages in the cache.
+        The current chunk ends at that token. The next chunk finds the pages that have arrived in the cache.
         """
         entry = self._running.get(request_id)
         if entry is not None:
@@ -215,7 +215,11 @@ class ServingLoop(Generic[PagesT_co]):
         """Chooses the requests that run, and how many tokens each of them runs.
 
         The result is sorted by replica and then by age, oldest first, as `fetch` requires.
+        No chunk runs past the first token of pages that a peer provides.
         """
+        for entry in running:
+            if entry.context.start_idx < entry.meets < entry.context.active_idx:
+                entry.context.set_token_indices(active_idx=entry.meets)
         counts = plan_chunks([entry.context.active_length for entry in running], self.token_budget)
         for entry, count in zip(running, counts, strict=True):
             if count:
@@ -308,14 +312,8 @@ class ServingLoop(Generic[PagesT_co]):
         return reserved
 
     def _choose_chunk(self, entry: Entry) -> None:
-        """Limits how much of a prompt runs in one step.
-
-        With several block tables, only that part gets pages. A chunk ends before pages that a peer has already
-        provided.
-        """
+        """Limits how much of a prompt runs in one step: with several block tables, only that part gets pages."""
         context = entry.context
-        if context.start_idx < entry.meets < context.active_idx:
-            context.set_token_indices(active_idx=entry.meets)
         if self._has_windows and context.active_length > 1:
             # A chunk has at least two tokens: a single token would count as a decode step, which looks up no cached
             # prefix.

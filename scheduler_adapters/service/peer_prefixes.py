@@ -54,6 +54,12 @@ _AT_ONCE = 4  # sources asked at once
 # in seconds: after one source has lent pages, the others have at least and at most this long to answer
 _LEAST_WAIT_S, _MOST_WAIT_S = 5e-3, 0.05
 _PULL_S = 5.0  # in seconds, for one stretch
+# A running prompt that no other request delays awaits the answer of a source, which takes a few milliseconds unless the
+# source runs a step. Otherwise the pull would begin only after a step.
+_ANSWER_S = 0.01
+# A prompt that has been computed up to the pages of a pull awaits them for this multiple of the pull's estimated time:
+# every token that it computed meanwhile would come with the pull, too.
+_PATIENCE = 1.25
 _DROPPED, _USELESS = "its request was dropped", "its pages cannot be used here"
 _LATE = "its answer was no longer awaited"
 
@@ -91,6 +97,8 @@ class _Fetch:
         lent: the answers with pages.
         outcome: the outcome of the latest answer that brought no pages.
         pending: the import of the stretch that is being pulled from the sources of `lent`.
+        pull_at: when its pull began.
+        before_s: the exchange's `pull_seconds` at that time.
         pulled: stretches pulled so far.
     """
 
@@ -108,6 +116,8 @@ class _Fetch:
     lent: list[_LentStretch] = field(default_factory=list[_LentStretch])
     outcome: FetchOutcome = "unanswered"
     pending: PendingImport | None = None
+    pull_at: float = 0.0
+    before_s: float = 0.0
     pulled: int = 0
 
 
@@ -146,7 +156,7 @@ class PeerPrefixes:
         self._questions: dict[str, _PromptQuestion] = {}
         self._serial = itertools.count()
         self._met: Recent[str] = Recent()
-        # Called with a request's id and a token when pages of its running prompt, from that token on, have been pulled.
+        # Called with a request's id and a token when a pull of pages of its running prompt, from that token on, begins.
         self.on_pages: Callable[[str, int], None] = lambda _key, _token: None
         self._split: set[str] = set()  # requests that run and for which pages at the end of the prompt were pulled
 
@@ -180,6 +190,19 @@ class PeerPrefixes:
         self._ask(fetch, wanted)
         return waiting is not None
 
+    @property
+    def awaited_until(self) -> float:
+        """Until when a running prompt should wait for an answer, or for pages, in place of computing them."""
+        return max((self._awaited_until(fetch) for fetch in self._open.values() if fetch.waiting is None), default=0.0)
+
+    def _awaited_until(self, fetch: _Fetch) -> float:
+        if fetch.asked:
+            return fetch.asked_at + _ANSWER_S
+        if fetch.pending is None or not fetch.stretches.has_met(fetch.pending):
+            return 0.0
+        begin, end = fetch.pending.tokens
+        return fetch.pull_at + _PATIENCE * (self.estimate.pull.seconds(end - begin) or 0.0)
+
     def admitted(self, key: str, replica: int, cached: int) -> None:
         """Reports that a prompt begins to run on a replica, after `cached` cached tokens.
 
@@ -188,10 +211,12 @@ class PeerPrefixes:
         fetch = self._open.get(key)
         if fetch is None:
             return
-        if fetch.replica == replica:
-            fetch.stretches.admitted(cached)
-        else:
+        if fetch.replica != replica:
             self.drop(key)
+            return
+        fetch.stretches.admitted(cached)
+        if fetch.pending is not None:
+            self.on_pages(key, fetch.pending.tokens[0])
 
     def computed(self, key: str, tokens: int, seconds: float, cached: int) -> None:
         """Reports the measured time of a prompt of `tokens` tokens after `cached` cached ones.
@@ -297,7 +322,10 @@ class PeerPrefixes:
             self._give_up(fetch, places)
             return self._go_on(fetch, "failed")
         if fetch.pending is not None and fetch.pending.needs_copy:
+            fetch.pull_at, fetch.before_s = self._clock(), self._exchange.pull_seconds
             self._exchange.pull(context.request_id, sources, fetch.pending, _PULL_S)
+            if fetch.waiting is None:
+                self.on_pages(context.request_id, fetch.pending.tokens[0])
             return None
         self._refuse(fetch, _USELESS)  # there was no free page, or the pages have been computed here meanwhile
         return self._end(fetch, "no_room") if fetch.pending is None else self._take(fetch, None, ())
@@ -319,18 +347,27 @@ class PeerPrefixes:
             are_new = [self._met.add(lent.source.incarnation) for lent in fetch.lent]
             # A pull is not measured if it was the first contact with a source or if a source failed.
             if not any(are_new) and not failed:
-                self.estimate.pull.add(end - begin, now - fetch.since)
+                self.estimate.pull.add(end - begin, self._took_s(fetch))
         if not fetch.pulled:
             self.counts[fetch.stretches.outcome] += 1
         if fetch.waiting is None:
             self._split.add(fetch.context.request_id)
-            self.on_pages(fetch.context.request_id, begin)
         fetch.pulled, fetch.since = fetch.pulled + 1, now
         self._give_up(fetch, failed)
         left_out = {lent.source.place for lent in fetch.lent if not fetch.stretches.has_more(lent.table, end)}
         left_out.update(question.place for question in self._questions.values() if question.fetch is fetch)
         fetch.to_ask = deque(place for place in fetch.places if place not in left_out)
         return self._go_on(fetch, "pulled")
+
+    def _took_s(self, fetch: _Fetch) -> float:
+        """The time of a pull that has just ended, with its question.
+
+        A running prompt does not count the rest of the step in which the pull ended.
+        """
+        now = self._clock()
+        if fetch.waiting is not None:
+            return now - fetch.since
+        return min(now, fetch.pull_at + self._exchange.pull_seconds - fetch.before_s) - fetch.since
 
     def _go_on(self, fetch: _Fetch, outcome: FetchOutcome) -> Waiting | None:
         """Asks the next sources for the missing pages if that is worthwhile. Otherwise ends the fetch."""

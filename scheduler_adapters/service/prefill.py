@@ -121,7 +121,7 @@ class PrefillScheduler:
     @property
     def sockets(self) -> list[Awaited]:
         """The sockets to wait on while `poll` finds nothing to do."""
-        return [self._socket, self._exchange.bell]
+        return [self._socket, *self._exchange.sockets]
 
     def poll(self) -> bool:
         """Handles messages and events, and runs one step. Returns whether there was work. Never waits long.
@@ -136,6 +136,8 @@ class PrefillScheduler:
             busy = True
         busy |= self._take_events()
         self._expire()
+        if self._loop.num_running + self._loop.num_waiting == 1 and self._clock() < self.peers.awaited_until:
+            return busy
         for output in self._loop.step():
             self._on_output(output)
             busy = True

@@ -3,9 +3,10 @@
 Pure computation.
 
 The time of either way is estimated as a sum of terms. A pull has a latency, and a time for each token. A computation
-has a latency, a time for each new token, and a time for each pair of tokens that attention compares. It therefore grows
-faster than the number of tokens, and costs more after a long cached prefix. The coefficients are fitted to the latest
-measurements of each power of two of tokens, so that frequent lengths do not displace rare ones.
+has a latency, and times for each new token, for each pair of tokens that attention compares, and for each cached token,
+because it reads them. It therefore grows faster than the number of tokens, and costs more after a long cached prefix.
+The coefficients are fitted to the latest measurements of each power of two of tokens, so that frequent lengths do not
+displace rare ones.
 
 This sum is the usual time. To follow the current speed, it is multiplied by a factor from the latest measurements. The
 factor stays at 1 while these deviate from the usual time no more than measurements normally do.
@@ -37,6 +38,7 @@ _KEPT = 12  # measurements kept for each power of two of tokens
 _LATEST = 5  # the current speed is estimated from this many measurements
 _NOISE_OF = 24  # this many of the latest measurements show how far measurements normally deviate from their estimates
 _ROUNDS = 3  # rounds of a fit; each takes its weights from the previous one
+_TINY = 1e-30  # makes a fit solvable if a term was always 0
 # A slow link may recover, so some prompts are pulled although computing is quicker. One of `_TRY_AGAIN` prompts is
 # pulled if this loses at most the share `_MOST_LOSS` of the time spent on computing the others. One of `_TRY_ANYWAY`
 # prompts is always pulled.
@@ -49,7 +51,7 @@ class TimeByTokens:
     """Estimates the time of one way (pull or compute) from its measured times.
 
     Args:
-        terms: returns the terms of the model, at most three. The time is the sum of the terms, each times a coefficient
+        terms: returns the terms of the model, at most four. The time is the sum of the terms, each times a coefficient
             that is not negative.
 
     Attributes:
@@ -130,13 +132,13 @@ def _fitted(terms: Floats, seconds: Floats) -> list[float]:
 def _non_negative(products: Floats, aims: Floats) -> Floats:
     """Solves the normal equations of least squares for coefficients that are not negative.
 
-    It tries every subset of the terms, starting with all of them. There are at most three.
+    It tries every subset of the terms, starting with all of them. There are at most four.
     """
     best, least = np.zeros_like(aims), math.inf
     for count in range(len(aims), 0, -1):
         for some in map(list, combinations(range(len(aims)), count)):
             square = products[np.ix_(some, some)]
-            found = np.linalg.solve(square + np.diag(1e-9 * square.diagonal()), aims[some])
+            found = np.linalg.solve(square + np.diag(1e-9 * square.diagonal() + _TINY), aims[some])
             value = found @ square @ found - 2.0 * (found @ aims[some])
             if found.min() >= 0.0 and value < least:
                 best, least = np.zeros_like(aims), value
@@ -152,8 +154,8 @@ def _pull_terms(_: int, tokens: int) -> tuple[float, ...]:
 
 
 def _compute_terms(cached: int, tokens: int) -> tuple[float, ...]:
-    """Returns the terms of a computation's time: a latency, and times for each token and each pair in attention."""
-    return 1.0, tokens / 1e3, tokens * (cached + tokens / 2) / 1e6
+    """Returns the terms of a computation's time: a latency, and times for tokens, pairs in attention, cached tokens."""
+    return 1.0, tokens / 1e3, tokens * (cached + tokens / 2) / 1e6, cached / 1e3
 
 
 class PullOrCompute:

@@ -6,9 +6,8 @@ the same time, and each stretch ends where the previous one began. The pulled pa
 towards each other. The loop looks up cached pages before every chunk, so when the computation reaches the first pulled
 page, the request uses all pages from there on. Pages that have not arrived by then are computed.
 
-A stretch from the end is a share of the pages that can be pulled before the computation arrives there. The last
-stretches are therefore short, and an error of the first estimate hardly matters. A stretch that comes too late costs
-nothing, because the computation continues.
+A stretch from the end has the pages that can be pulled before the computation arrives there. If it arrives early, a
+shorter one follows. If it is a little late, the request waits for it. If it is very late, the computation continues.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ from scheduler_adapters.base import PulledPages
 from scheduler_adapters.service.places import reserve
 from scheduler_adapters.service.pull_or_compute import PullOrCompute
 
-# a larger share means fewer stretches; each one costs a question, which a loop answers only between two steps
-_SHARE = 0.75
 _MOST_S = 1.0  # in seconds: the longest that pulling one stretch from the end should take
 
 
@@ -58,6 +55,10 @@ class Stretches(Protocol):
 
         Returns None if computing is estimated to be quicker, or if no page is missing.
         """
+        ...
+
+    def has_met(self, pending: PendingImport) -> bool:
+        """Returns whether the request has computed everything before the stretch that is being pulled."""
         ...
 
     def skip(self) -> bool:
@@ -129,6 +130,10 @@ class FromTheFront:
             return None
         return NextPages(self._manager.contents.digests(context, cached // self._manager.page_size), missing)
 
+    def has_met(self, pending: PendingImport) -> bool:  # noqa: ARG002
+        """False: the request does not run."""
+        return False
+
     def skip(self) -> bool:
         """Returns False: pages after a gap are of no use to the request."""
         return False
@@ -182,8 +187,8 @@ class FromTheEnd:
         self._cached, self._stop = tokens.start, tokens.stop
         self._first = self._stop  # the first token of the current stretch
         self._clock = clock
-        self._has_come = False  # whether any stretch has been committed
-        self._ran_since = math.inf  # when the request began to run, if it did so before the first stretch was committed
+        self._ran_since = math.inf  # since when the request runs, until its speed is measured or a stretch has come
+        self._has_come = False  # whether a stretch was committed
 
     def admitted(self, cached: int) -> None:
         """See `Stretches`."""
@@ -195,15 +200,28 @@ class FromTheEnd:
         """See `Stretches`."""
         manager, size = self._manager, self._manager.page_size
         at = max(self._cached, self._context.start_idx)
-        share = self._estimate.meets(at, self._stop, size)
-        most = self._estimate.pulled_within(_MOST_S, share, size)
-        tokens = min(max(size, int(share * _SHARE) // size * size), most)
-        if not share or not tokens:
+        tokens = self._estimate.meets(at, self._stop, size)
+        if not tokens:
             return None
+        tokens = self._estimate.pulled_within(_MOST_S, tokens, size)
         self._first = self._stop - tokens
         every = manager.contents.digests(self._context, self._first // size)
         width = len(every.digests) // ((self._context.current_length - 1) // size - every.first_page)
         return NextPages(every._replace(digests=every.digests[: tokens // size * width]), tokens)
+
+    def has_met(self, pending: PendingImport) -> bool:
+        """See `Stretches`. The first time, it measures how quickly the prompt was computed up to here."""
+        if self._context.start_idx < pending.tokens[0]:
+            return False
+        self._measure()
+        return True
+
+    def _measure(self) -> None:
+        """Measures how quickly the prompt was computed, before it waits for a page or finds one."""
+        computed, seconds = self._context.start_idx - self._cached, self._clock() - self._ran_since
+        if computed > 0 < seconds:
+            self._estimate.compute.add(computed, seconds, self._cached)
+        self._ran_since = math.inf
 
     def skip(self) -> bool:
         """Returns True: this stretch is computed instead, and the stretches before it may still be pulled."""
@@ -219,10 +237,8 @@ class FromTheEnd:
         return self._manager.contents.import_pages(self._context, self._replica, tables[0], tables[1:])
 
     def commit(self, pending: PendingImport, proof: ImportProof | None) -> None:
-        """See `Stretches`. The first commit also measures how quickly the prompt was computed without pulled pages."""
-        computed, seconds = self._context.start_idx - self._cached, self._clock() - self._ran_since
-        if not self._has_come and computed > 0 < seconds:
-            self._estimate.compute.add(computed, seconds, self._cached)
+        """See `Stretches`. The first time, it measures how quickly the prompt is computed, before it finds any page."""
+        self._measure()
         self._has_come = True
         self._manager.contents.commit_pages(pending, proof)
         self._stop = pending.tokens[0]

@@ -106,7 +106,7 @@ def of_plan(patch: Patch, _: Path) -> list[Row]:
 
 def of_prefix_peers(patch: Patch, _: Path) -> list[Row]:
     patch.setattr(prefix_peers, "LENGTHS", (64,))
-    return prefix_peers.rows_of("2 + 1", prefix_peers.pairs_of(2, 1, 2, 0))
+    return prefix_peers.rows_of("2 + 1", prefix_peers.rounds_of(2, 1, 2, 0))
 
 
 def of_traces(patch: Patch, folder: Path) -> list[Row]:

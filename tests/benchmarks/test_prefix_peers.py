@@ -1,35 +1,57 @@
-"""Choices between pulling and computing: which were right, which cannot be judged, and what they cost."""
+"""Choices between pulling, computing and both: which were right, which cannot be judged, and what they cost."""
 
 import pytest
 
-from benchmarks.prefix_peers import Heard, Judged, Pair, judged_of, rows_of, shares
+from benchmarks.prefix_peers import Heard, Judged, Round, Way, judged_of, rows_of, shares
 
 
-def pair(computed_ms: float, second_ms: float, outcome: str, pulled_ms: float, length: int = 64) -> Pair:
-    heard = Heard(computed_ms / 1e3, 0)
-    return Pair(length, (heard, heard), Heard(second_ms / 1e3, length), outcome, Heard(pulled_ms / 1e3, length))
+def one(outcome: str, chosen_ms: float, length: int = 64, **given_ms: float) -> Round:
+    """A round whose request was served in a way that it chose, and whose other requests in given ways."""
+    times = {way: [ms / 1e3] for way, ms in given_ms.items()}
+    times.setdefault(outcome, []).append(chosen_ms / 1e3)
+    return Round(length, Heard(chosen_ms / 1e3, length), outcome, times)
 
 
-def test_a_choice_is_judged_by_the_medians_of_both_ways_whichever_was_taken() -> None:
-    judged = judged_of([pair(20, 9, "pulled", 11), pair(22, 21, "computed", 10), pair(21, 20, "computed", 10)])
+def test_a_choice_is_judged_by_the_medians_of_all_ways_whichever_was_taken() -> None:
+    rounds = [
+        one("pulled", 9, computed=20, pulled=11, split=15),
+        one("computed", 21, computed=22, pulled=10, split=16),
+        one("split", 14, computed=21, pulled=10, split=15),
+    ]
+    judged = judged_of(rounds)
     assert judged is not None
-    assert (judged.pulling, judged.computing) == (pytest.approx(10), pytest.approx(21))
-    assert judged.right == [True, False, False]
-    assert judged.is_clear
+    assert judged.chosen == ["pulled", "computed", "split"]
+    assert {way: found.median for way, found in judged.ways.items()} == {
+        "pulled": pytest.approx(10),
+        "computed": pytest.approx(21),
+        "split": pytest.approx(15),
+    }
     row = shares([judged])
-    assert (row["right"], row["right_clear"], row["judged"], row["clear"]) == (0.333, 0.333, 3, 3)
-    assert (row["regret_ms"], row["regret_total_ms"]) == (7.33, 22.0)
+    assert (row["right"], row["judged"]) == (0.333, 3)
+    assert (row["right_apart"], row["apart"], row["right_clear"], row["clear"]) == (0.333, 3, 0.333, 3)
+    assert (row["regret_ms"], row["regret_total_ms"]) == (5.33, 16.0)
     assert (row["regret_if_pulled_ms"], row["regret_if_computed_ms"]) == (0.0, 11.0)
 
 
 def test_ways_that_differ_by_less_than_their_noise_count_apart_and_their_regret_in_full() -> None:
-    near, clear = Judged([True, True], 12.0, 10.0, 3.0), Judged([True, False], 10.0, 30.0, 3.0)
-    row = shares([near, clear])
-    assert (row["right"], row["judged"], row["right_clear"], row["clear"]) == (0.25, 4, 0.5, 2)
-    assert row["regret_total_ms"] == 2 * 2.0 + 20.0
+    near = Judged(["pulled", "pulled"], {"pulled": Way(12.0, 1.0), "computed": Way(10.0, 1.0)})
+    small = Judged(["pulled"], {"pulled": Way(10.5, 0.1), "computed": Way(10.0, 0.1)})
+    clear = Judged(["pulled", "computed"], {"pulled": Way(10.0, 1.0), "computed": Way(30.0, 1.0)})
+    row = shares([near, small, clear])
+    assert (row["right"], row["judged"]) == (0.2, 5)
+    assert (row["right_apart"], row["apart"]) == (0.333, 3)
+    assert (row["right_clear"], row["clear"]) == (0.5, 2)
+    assert row["regret_total_ms"] == 2 * 2.0 + 0.5 + 20.0
+
+
+def test_a_right_choice_is_compared_with_the_best_of_the_others() -> None:
+    ways = {"pulled": Way(10.0, 1.0), "split": Way(11.0, 1.0), "computed": Way(30.0, 1.0)}
+    row = shares([Judged(["pulled"], ways)])
+    assert (row["right"], row["apart"]) == (1.0, 0)
+    assert shares([Judged(["computed"], ways)])["clear"] == 1
 
 
 def test_a_length_that_nobody_pulled_is_not_judged() -> None:
-    one = pair(20, 19, "nobody asked", 0)._replace(pulled=None)
-    assert judged_of([one, one]) is None
-    assert "right" not in rows_of("2 + 1", [one, one])[-1]
+    alone = one("nobody asked", 19, computed=20)
+    assert judged_of([alone, alone]) is None
+    assert "right" not in rows_of("2 + 1", [alone, alone])[-1]

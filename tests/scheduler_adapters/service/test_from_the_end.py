@@ -185,11 +185,63 @@ def test_stretches_come_from_the_end_and_get_shorter(
     assert running.meets == pulled[-1][0], "no chunk runs into pages that have come"
     paced.go()
     finish(service, expected)
-    assert pulled[0] == (SIZE * 25, SIZE * 40), "three quarters of the later half"
+    assert pulled[0] == (SIZE * 20, SIZE * 40), "the later half"
     assert all(earlier[0] == later[1] for earlier, later in itertools.pairwise(pulled))
     lengths = [stop - first for first, stop in pulled]
     assert lengths == sorted(lengths, reverse=True)
     assert pulled[-1][0] >= 64, "nothing is pulled that is computed by then"
+
+
+def test_the_first_pull_begins_before_the_first_step(
+    start: Callable[..., Service], expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scheduler_adapters.service.peer_prefixes._ANSWER_S", 30.0)
+    service = start()
+    exchange, loop = service.exchanges["p1"], service.loops["p1"]
+    pull, run, happened = exchange.pull, loop._run, list[str]()
+
+    def spied_pull(*arguments: Any) -> None:
+        happened.append("pull")
+        pull(*arguments)
+
+    def spied_run(entries: list[Any]) -> list[Output]:
+        happened.append("run")
+        return run(entries)
+
+    monkeypatch.setattr(exchange, "pull", spied_pull)
+    monkeypatch.setattr(loop, "_run", spied_run)
+    submit(service, "second", PROMPT, "p1")
+    finish(service, expected)
+    assert happened[0] == "pull"
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_prompt_that_meets_the_pages_of_a_pull_waits_for_them_for_a_while(
+    start: Callable[..., Service], expected: list[int], monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    monkeypatch.setattr("scheduler_adapters.service.stretches._MOST_S", 60.0)
+    service = start()
+    peers, exchange = service.prefills["p1"].peers, service.exchanges["p1"]
+    for tokens in (SIZE * PAGES // 2, SIZE * PAGES):
+        peers.estimate.pull.add(tokens, 20.0 if waits else 1e-3)
+    pull, begun = exchange.pull, list[tuple[Any, ...]]()
+    monkeypatch.setattr(exchange, "pull", lambda *arguments: begun.append(arguments))
+    submit(service, "second", PROMPT, "p1")
+    service.until(lambda: begun, "the first stretch")
+    ((_, _, pending, _),) = begun
+    (context,) = (fetch.context for fetch in peers._open.values())
+    service.until(lambda: context.start_idx >= pending.tokens[0], "the end of the front")
+    if waits:
+        for _ in range(100):
+            service.poll()
+        assert context.start_idx == pending.tokens[0] == SIZE * PAGES // 2
+        monkeypatch.setattr(exchange, "pull", pull)
+        pull(*begun[0])
+        assert finish(service, expected).pages_pulled == PAGES // 2
+    else:
+        service.until(lambda: context.start_idx > pending.tokens[0], "a step that does not wait")
+        pull(*begun[0])
+        finish(service, expected)
 
 
 def test_the_computation_does_not_wait_for_the_pull(
@@ -269,7 +321,7 @@ def test_a_source_that_fails_costs_no_token_and_no_page(
     stats = finish(service, expected)
     if fault == "revoked":
         assert (stats.prefixes["split"], p1.totals()[1]) == (1, 1)
-        assert stats.pages_pulled == 15, "what had come before stays"
+        assert stats.pages_pulled == PAGES // 2, "what had come before stays"
 
 
 @pytest.mark.parametrize("phase", ["asked", "pulling"])
@@ -291,6 +343,7 @@ def test_a_request_that_is_cancelled_meanwhile_leaves_nothing_held(start: Callab
 
 def test_without_room_the_rest_is_computed(start: Callable[..., Service], expected: list[int]) -> None:
     service = start()
+    service.prefills["p1"].peers.estimate = Fixed(0.75)  # more than half of the free pages
     manager = service.loops["p1"].manager
     taken = (manager.total_num_pages - PAGES - 8) * SIZE
     hog = TextContext(range(taken), taken, "hog")
@@ -359,6 +412,25 @@ def test_the_speed_of_the_model_is_measured_before_the_first_page_is_found(
     service.until(lambda: "second" in service.ended, "the end")
     # Not at its end, because by then it has left out tokens.
     assert measured == ([(64, 0)] if runs_first else [])
+
+
+def test_the_time_of_a_pull_leaves_out_the_step_in_which_it_ended(
+    start: Callable[..., Service], expected: list[int]
+) -> None:
+    service = start()
+    pull = service.prefills["p1"].peers.estimate.pull
+    took = list[float]()
+    pull.add = lambda tokens, seconds, cached=0: took.append(seconds)  # type: ignore[method-assign]
+    p1 = service.prefills["p1"]
+    paced = Paced(service)
+    submit(service, "second", PROMPT, "p1")
+    service.until(lambda: pulling(service), "the pull")
+    service.exchanges["p1"].wait(0, 30.0)
+    time.sleep(1.0)  # a step
+    service.until(lambda: p1.peers.counts["split"], "the first stretch")
+    assert took[0] < 1.0
+    paced.go()
+    finish(service, expected)
 
 
 def test_a_late_event_of_a_pull_finds_no_fetch(start: Callable[..., Service], expected: list[int]) -> None:

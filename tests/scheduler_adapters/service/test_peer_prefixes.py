@@ -627,6 +627,7 @@ class Answers:
     def __init__(self) -> None:
         self.now = 0.0
         self.several = True
+        self.pull_seconds = 0.0
         params = KVCacheParams(torch.float32, 1, 4, page_size=4, enable_prefix_caching=True)
         memory = params.bytes_per_token(1) * 4 * 64
         self.manager = PagedKVCacheManager(params, 4, 200, 1, ["cpu"], available_cache_memory=memory)

@@ -117,10 +117,10 @@ def test_nothing_is_known_before_anything_was_measured() -> None:
 
 def test_computing_grows_faster_than_its_tokens_and_tokens_behind_cached_ones_cost_more() -> None:
     def took(cached: int, tokens: int) -> float:
-        return 0.004 + 4e-5 * tokens + 2e-8 * tokens * (cached + tokens / 2)
+        return 0.004 + 4e-5 * tokens + 2e-8 * tokens * (cached + tokens / 2) + 3e-6 * cached
 
     known = times()
-    for cached, tokens in ((0, 8), (0, 72), (0, 264), (0, 1032), (0, 3080)):
+    for cached, tokens in ((0, 8), (0, 72), (0, 264), (0, 1032), (0, 3080), (1000, 8), (3000, 8)):
         known.add(tokens, took(cached, tokens), cached)
     for cached, tokens in ((0, 40), (0, 600), (0, 2000), (3000, 72), (1000, 1000), (8000, 8)):
         assert known.seconds(tokens, cached) == pytest.approx(took(cached, tokens), rel=1e-3), (cached, tokens)
