@@ -42,7 +42,7 @@ _TINY = 1e-30  # makes a fit solvable if a term was always 0
 # A slow link may recover, so some prompts are pulled although computing is quicker. One of `_TRY_AGAIN` prompts is
 # pulled if this loses at most the share `_MOST_LOSS` of the time spent on computing the others. One of `_TRY_ANYWAY`
 # prompts is always pulled.
-_TRY_AGAIN, _MOST_LOSS, _TRY_ANYWAY = 32, 1 / 8, 128
+_TRY_AGAIN, _MOST_LOSS, _TRY_ANYWAY = 32, 1 / 32, 128
 # A prompt is pulled from its end and computed from its front if that takes at most this share of the quicker way alone.
 _MOST_OF_ONE_WAY = 0.9
 
