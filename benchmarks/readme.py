@@ -273,16 +273,16 @@ PROCESSES = (
         from_a_peer,
     ),
     Line(
+        "the same over 100 Mbit/s; 1 Gbit/s, 3,072 tokens: pulled / computed / both ends / both without loss",
+        "median",
+        "both_ends",
+        both_ways,
+    ),
+    Line(
         "pull or compute: right choices, right clear choices, mean loss; on one host; over 100 Mbit/s",
         "share",
         "prefix_peers",
         chosen_ways,
-    ),
-    Line(
-        "3,072 tokens over 100 Mbit/s; 1 Gbit/s: pulled / computed / from both ends / from both ends without loss",
-        "median",
-        "both_ends",
-        both_ways,
     ),
     Line(
         "question for 128; 8,192 pages by content: processor time of the source's loop / of the asker's loop",
