@@ -133,6 +133,11 @@ def test_a_recovery_of_right_books_changes_nothing_and_says_what_there_is() -> N
         assert (found.call, found.released) == (None, ())
         assert {*found.claimed} == {"a", "b", "r"}
         assert (found.leases, found.imports, found.copiers) == ((lease,), (it.pending,), ())
+    other = Two()
+    proven(other.manager, other.pending)
+    found = other.manager.recover()
+    assert (found.imports, found.copiers) == ((other.pending,), ()), "its copier has ended"
+    other.manager.close()
     copier = it.manager.copier(it.pending)
     assert it.manager.recover().copiers == (copier,)
     it.manager.cancel_import(it.pending)
