@@ -26,7 +26,7 @@ from kvcache.replica.hints import ReplicaHints
 from kvcache.replica.leases import PageLease, PageLeases
 from kvcache.replica.resume import Found, Reservation
 from kvcache.replica.row_states import RowStates
-from kvcache.replica.rows import NEVER, BlockRows, Ints, Pages, PromptCounter, Rows, as_rows, rows_at
+from kvcache.replica.rows import NEVER, ONE, BlockRows, Ints, Pages, PromptCounter, Rows, as_rows, rows_at
 from kvcache.replica.tables import OneTable, RowTables
 from kvcache.states.state_pages import StatePages
 from kvcache.types import KVCacheMetrics, RequestID
@@ -380,7 +380,7 @@ class Replica:
             return True
         lacking = rows_at(rows, short)
         # A decode step needs at most one page a row. Other cases go through `reserve`, one request at a time.
-        if np.count_nonzero(beyond[short] > self.page_size) or np.count_nonzero(state.prompt[lacking] < 0):
+        if np.count_nonzero(beyond[short] > state.size) or np.count_nonzero(state.prompt[lacking] < 0):
             return False
         longest = np.count_nonzero(lengths[short] > self.max_seq_len)
         return not (longest or self.imports.of_row) and self.tables.append(lacking)
@@ -397,7 +397,7 @@ class Replica:
         if not at.size:
             return None
         filled = rows_at(rows, at)
-        firsts, lasts = self.rows.committed[filled], computed[at] // self.page_size
+        firsts, lasts = self.rows.committed[filled], computed[at] // self.rows.size
         return Filled(filled, firsts, lasts, digests_of(at, firsts, lasts))
 
     def publish(self, rows: Rows, computed: Ints, full: Filled | None) -> None:
@@ -412,7 +412,7 @@ class Replica:
         self.tier.arrive(filled)
         counts = lasts - firsts
         flat_rows, columns = filled, firsts
-        if np.count_nonzero(counts == 1) < len(counts):
+        if np.count_nonzero(counts == ONE) < len(counts):
             flat_rows = np.repeat(filled, counts)
             columns = np.arange(len(flat_rows)) + np.repeat(firsts - np.cumsum(counts) + counts, counts)
         if len(filled) == 1 or len(set(digests[:, 0].tolist())) == len(digests):

@@ -213,8 +213,8 @@ class RowStates:
         counts: list[int] = tokens.tolist()
         names = [rows.request_ids[row] or "" for row in of_rows]
         # Which of these states stay cached when their requests go further.
-        stops, spacing = self._stops, self._spacing
-        stay = [count in stops[row] or not count % spacing for row, count in zip(of_rows, counts, strict=True)]
+        stops, spaced = self._stops, (tokens % self._spacing == 0).tolist()
+        stay = [fits or count in stops[row] for fits, row, count in zip(spaced, of_rows, counts, strict=True)]
         digests = self._pool.index.digests_of(pages)
         if not any(stay) and self.pages.keep_passing(names, digests, tokens):
             return

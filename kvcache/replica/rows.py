@@ -86,7 +86,11 @@ class BlockRows:
         self.entries: Pages = self.table.reshape(-1)
         # Arrays, because numpy takes twice as long with a Python int.
         self._begins = np.arange(shape[0])[:, None] * (shape[1] * shape[2])  # where each table begins in `entries`
-        self.width, self.size, self._most = np.array(shape[2]), np.array(page_size), np.array(max_seq_len)
+        self.width, self.size = np.array(shape[2]), np.array(page_size)
+        # By number of pages: the tokens that they hold, and the number of computed tokens at which the next page is
+        # full. Looking them up takes a fifth of the time of computing them.
+        full = np.arange(shape[2] + 2) * page_size
+        self._room, self._next_full = np.minimum(full, max_seq_len), full[1:]
         # by group and row: the first column with a page, and the column after the last page
         self._bounds = np.zeros((2, len(groups), rows), np.int64)
         self.firsts, self.ends = self._bounds
@@ -118,7 +122,7 @@ class BlockRows:
         """Record that the row has pages before column `end`. Only for a single table."""
         self.num_pages[row] = end
         self.changed[row] = True
-        self.capacity[row] = min(end * self.page_size, self.max_seq_len)
+        self.capacity[row] = self._room[end]
 
     def places(self, rows: Ints, columns: Ints, tables: slice = slice(None)) -> Ints:
         """The indices in `entries` of one column of each of `rows`, in each of `tables`: `[tables, rows]`."""
@@ -135,14 +139,14 @@ class BlockRows:
         for ends in self.ends:
             ends[rows] = counts
         self.changed[rows] = True
-        self.capacity[rows] = np.minimum(counts * self.size, self._most)
+        self.capacity[rows] = self._room[counts]
 
     def commit(self, rows: Ints | int, pages: Ints | int) -> None:
         self.committed[rows] = pages
-        self.commit_at[rows] = (pages + 1) * self.page_size
+        self.commit_at[rows] = self._next_full[pages]
 
     def measure(self, row: int, *, usable: bool = True) -> None:
-        self.capacity[row] = min(self.shortest.item(row) * self.page_size, self.max_seq_len) if usable else -1
+        self.capacity[row] = self._room[self.shortest[row]] if usable else -1
 
     def mend(self, row_of: dict[RequestID, int]) -> None:
         """Bind exactly these requests to rows, and cut their tables at holes.

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from kvcache.errors import InvariantError, NoFreeStatePageError, StatePageError, UnknownRequestError
 from kvcache.layout import KindPages, from_numpy
 from kvcache.params import StateShape
-from kvcache.pool.index import NO_PAGE, Digests, Pages
+from kvcache.pool.index import INDEX, NO_PAGE, Digests, Pages
 from kvcache.pool.pages import HeldPages
 from kvcache.pool.pages_below import Asked, PagesBelow, last_end
 from kvcache.states.state_memory import StateRoom, StateViews
@@ -314,7 +314,8 @@ class StatePages:
             return False
         copies = index.find(np.concatenate(before))
         several = min(len(set(copies.tolist())), len(set(digests[:, 0].tolist()))) < len(digests)
-        if several or (copies == NO_PAGE).any() or self.pool.holders[copies].any() or index.find(digests).any():
+        holders = self.pool.holders[copies.astype(INDEX)]
+        if several or not copies.all() or np.count_nonzero(holders) or np.count_nonzero(index.find(digests)):
             return False
 
         def write(copies: Pages) -> None:
