@@ -1,4 +1,4 @@
-"""The replica and row of each claimed request."""
+"""Keeps the replica and row of each claimed request."""
 
 from collections.abc import Iterable, Sequence
 from typing import cast
@@ -15,18 +15,20 @@ from kvcache.steps_in_flight import StepInFlight
 from kvcache.types import RequestID
 
 One = tuple[int, TextContext]
-"""The only request of a call: its row in the only replica, and its context. A named tuple would cost 0.2 µs more."""
+"""The request of a call that has only one: its row in the only replica, and its context. A named tuple would cost 0.2
+µs more.
+"""
 
 
 class Claims:
     """Maps request ids to places. A place is a row of a replica: `replica × rows_per_replica + row`.
 
-    When a place gets its first pages, it is bound to the context for which they were reserved. From then on another
-    object with the same request id is refused: its tokens could differ, and would be published as the content of these
-    pages. A loop that rebuilds its contexts must release the request and claim it again, or pass one object that reads
-    from them.
+    When a place gets its first pages, it is bound to the context for which they were reserved. From then on, another
+    object with the same request id is refused, because its tokens could differ, and would be published as the content
+    of these pages. A loop that rebuilds its contexts must release the request and claim it again, or pass one object
+    that reads from them.
 
-    The methods raise the same errors as the methods of `PagedKVCacheManager` that use them.
+    The methods raise the errors that the `PagedKVCacheManager` methods that use them document.
     """
 
     def __init__(self, replicas: Sequence[Replica], steps: Sequence[StepInFlight]) -> None:
@@ -36,12 +38,15 @@ class Claims:
         self._releases = 0
         self.places: dict[RequestID, int] = {}
         # The place of each bound context. If the class of the context compares and hashes by identity, the key is the
-        # context itself, which is kept alive here. Otherwise it is a tuple with the context's `id`.
+        # context itself, which is thereby kept alive. Otherwise the key is a tuple with the context's `id`.
         self.bound: dict[object, int] = {}
         self._contexts: dict[int, Context] = {}  # by place
 
     def free_at(self, request_id: RequestID, replica_idx: int | None) -> int:
-        """The replica on which to claim a new request. Raises if that replica has no free row. Changes nothing."""
+        """Returns the replica on which to claim a new request. Raises if that replica has no free row.
+
+        Changes nothing.
+        """
         count = len(self._replicas)
         check_request_id(request_id, "external_claim")
         if request_id in self.places:
@@ -56,17 +61,20 @@ class Claims:
         return chosen
 
     def claim(self, request_id: RequestID, replica_idx: int) -> int:
-        """Bind a row of the replica and return it. `free_at` must have found the replica."""
+        """Bind a free row of the replica to the request, and return the row.
+
+        `free_at` must have returned the replica.
+        """
         row = self._replicas[replica_idx].claim(request_id)
         self.places[request_id] = replica_idx * self._rows_per_replica + row
         return row
 
     def locate(self, request_id: RequestID, call: str) -> tuple[Replica, int, int]:
-        """The request's replica, that replica's index, and its row."""
+        """Returns the request's replica, that replica's index, and the request's row."""
         return self._at(self._place(request_id, call))
 
     def own(self, context: Context, call: str) -> tuple[Replica, int, int]:
-        """Do the same as `locate`, for a call that reads or moves the context.
+        """Do the same as `locate`, for a call that reads or changes the context.
 
         Raises if another context is bound to the row.
         """
@@ -81,11 +89,11 @@ class Claims:
             self.bound[_key(context)] = place
 
     def one(self, batch: Sequence[Context]) -> One | None:
-        """The request of a list with one item, if it has pages and there is one replica.
+        """Returns the request of a list with one item, if it has pages and there is one replica.
 
-        Returns None otherwise. The caller then uses `gather`.
+        Returns None otherwise. The caller then calls `gather`.
         """
-        kind: type = type(batch)  # a subclass could return another item at each access
+        kind: type = type(batch)  # checked exactly, because a subclass could return another item at each access
         if kind is not list or len(batch) != 1 or len(self._replicas) > 1:
             return None
         context = batch[0]
@@ -115,7 +123,7 @@ class Claims:
         return made
 
     def leaving(self, request_id: RequestID) -> tuple[int, TextContext | ReadContext | None]:
-        """The place of a request that is about to be released, and its context, from which its hints are read."""
+        """Returns the place of a request that is about to be released, and the context with its hints."""
         place = self._place(request_id, "release")
         context = self._contexts.get(place)
         try:
@@ -133,18 +141,18 @@ class Claims:
         self._releases += 1
 
     def unclaim(self, request_id: RequestID) -> None:
-        """Release the request."""
+        """Release the request, with both steps in one."""
         self.release(request_id, *self.leaving(request_id))
 
     def claim_anew(self, request_id: RequestID, replica_idx: int) -> int:
-        """Free the pages of a request that has no leases, and claim it again. Returns its row."""
+        """Free the pages of a request that has no leases, and claim the request again. Returns its new row."""
         self.unclaim(request_id)
         return self.claim(request_id, replica_idx)
 
     def mend(self) -> None:
-        """Keep the requests that are claimed according to both this object and the rows of a replica.
+        """Keep only requests that are claimed both here and in the rows of a replica.
 
-        Repairs the rows.
+        The rows are repaired as well.
         """
         claimed: dict[RequestID, int] = {}
         for at, replica in enumerate(self._replicas):
@@ -157,7 +165,7 @@ class Claims:
         self.places = claimed
         with_pages = {place for place in claimed.values() if self._at(place)[0].rows.num_pages[self._at(place)[2]]}
         self._contexts = {place: context for place, context in self._contexts.items() if place in with_pages}
-        self.bound.clear()  # cleared in place, because `PagedKVCacheManager` keeps its `get`
+        self.bound.clear()  # cleared in place, because `PagedKVCacheManager` keeps the dict's `get` method
         self.bound.update({_key(context): place for place, context in self._contexts.items()})
         self._releases += 1
 
@@ -166,7 +174,7 @@ class Claims:
         return self._contexts.get(place)
 
     def names_at(self, places: Iterable[int]) -> list[RequestID]:
-        """The requests that are claimed at these places."""
+        """Returns the ids of the requests that are claimed at these places."""
         names = {place: request_id for request_id, place in self.places.items()}
         return [names[place] for place in places if place in names]
 
@@ -193,7 +201,7 @@ class Claims:
     def _place(self, request_id: RequestID, call: str) -> int:
         try:
             return self.places[request_id]
-        except (KeyError, TypeError):  # an id that is no string may not be hashable
+        except (KeyError, TypeError):  # an id that is not a string may not be hashable
             raise UnknownRequestError(
                 f"request {shown(request_id)}: {call}: the request was never claimed, or was released"
             ) from None
@@ -203,7 +211,7 @@ class Claims:
         return self._replicas[replica_idx], replica_idx, row
 
     def _unbound(self, context: Context, call: str) -> int:
-        """The place of a context that is not bound. Raises if another context is bound to the place."""
+        """Returns the place of a context that is not bound. Raises if another context is bound to that place."""
         if type(context) is not TextContext:  # there is nothing to check about ours
             check_context(context, call)
         place = self._place(context.request_id, call)
@@ -215,8 +223,9 @@ class Claims:
         return place
 
     def _bind(self, batch: Sequence[Context], call: str) -> tuple[Sequence[Context], Ints, Ints, Ints, bool]:
-        """The contexts; the replica, row and place of each; and whether some contexts are not bound to a row yet."""
-        is_listed = type(batch) in (list, tuple)  # a subclass could return another item at each access
+        """Returns the contexts; the replica, row and place of each; and whether some are not bound to a row yet."""
+        # checked exactly, because a subclass could return another item at each access
+        is_listed = type(batch) in (list, tuple)
         contexts = batch if is_listed else _listed(batch, call)
         bound, unbound = self.bound, False
         try:

@@ -63,13 +63,13 @@ class PagedKVCacheManager:
         devices: `params.n_devices` torch devices or their names, replica by replica.
         session: orders device work: a CUDA stream, or an object with one as `stream`; None means the current stream.
         available_cache_memory: bytes for pages over all devices.
-        zmq_endpoint_base: opens a socket at `<base>-reset_prefix_cache`: a message there drops the prefix cache before
+        zmq_endpoint_base: opens a socket at `<base>-reset_prefix_cache`. A message there drops the prefix cache before
             the next lookup or `fetch`. Without prefix caching no socket is opened, and a warning is logged.
-        page_size: tokens of a page; `params.page_size`, if given, takes precedence over the default.
-        enable_runtime_checks: run `check` before and after every call that changes something (slow).
+        page_size: tokens of a page. `params.page_size`, if given, takes precedence over the default of this argument.
+        enable_runtime_checks: whether to run `check` before and after every call that changes something (slow).
 
     Raises:
-        InvalidParamsError: (a ValueError) an argument that cannot work.
+        InvalidParamsError: (a ValueError) an argument cannot work.
         PoolTooSmallError: (a RuntimeError) the budget is too small for one page, or a device or the host is too small
             for its share.
     """
@@ -115,7 +115,8 @@ class PagedKVCacheManager:
         self.kv_event_endpoints: list[tuple[str, str | None]] = self._replicas.event_endpoints
         self._claims = Claims(self._replicas.each, self._replicas.steps.open)
         self.contents = PageContents(self._replicas.each, self.fingerprint, self._mark)  # finds pages by content
-        # Stored for decode steps: the lookup of a context's place, and how many tokens the pages of a place hold.
+        # Kept as attributes for decode steps: the function that looks up a context's place, and how many tokens the
+        # pages of a place hold.
         self._place_of: Callable[[Any, int], int] = self._claims.bound.get
         self._capacity = self._replicas.capacity
         self._metrics_before = KVCacheMetrics()
@@ -126,7 +127,7 @@ class PagedKVCacheManager:
     # ---- claiming
 
     def external_claim(self, request_id: RequestID, replica_idx: int | None = None) -> None:
-        """Bind a row of a replica to the request. Takes no pages. With one replica `replica_idx` may be omitted.
+        """Bind a row of a replica to the request. Takes no pages. With a single replica, `replica_idx` may be omitted.
 
         Raises `AlreadyClaimedError`, or `NoFreeRowError` if every row of the replica is claimed (both ValueErrors). Its
         subclass `NoFreeStatePageError` means that the request's recurrent state has no room.
@@ -135,7 +136,8 @@ class PagedKVCacheManager:
         if mark.call:
             mark.refuse("external_claim")
         chosen = self._claims.free_at(request_id, replica_idx)
-        mark.call = ("external_claim", request_id)  # instead of `changing`, which saves a seventh of the call
+        # written out instead of `changing`, which saves a seventh of the call
+        mark.call = ("external_claim", request_id)
         self._claims.claim(request_id, chosen)
         mark.call = None
 
@@ -143,8 +145,8 @@ class PagedKVCacheManager:
     def claim(self, context: Context, replica_idx: int | None = None) -> Generator[int]:
         """Claim the request for a `with` block, and release it at the end.
 
-        Yields the replica, by default the recommended one. If a call was interrupted in the block, `recover` releases
-        the request, and the block's own error propagates.
+        Yields the replica, by default the recommended one. If a call is interrupted inside the block, `recover`
+        releases the request, and the block's own error propagates.
         """
         check_context(context, "claim")
         if replica_idx is None:
@@ -166,20 +168,20 @@ class PagedKVCacheManager:
         return request_id in self._claims.places
 
     def get_replica(self, context: Context) -> int:
-        """The replica on which the request is claimed."""
+        """Returns the replica on which the request is claimed."""
         self._mark.check_books("get_replica")
         check_context(context, "get_replica")
         return self._claims.locate(context.request_id, "get_replica")[1]
 
     def get_or_recommend_replica(self, context: Context) -> int:
-        """The request's replica if it is claimed, else the replica on which to claim it, by `params.routing`."""
+        """Returns a claimed request's replica, or else the replica on which to claim it, by `params.routing`."""
         self._mark.check("get_or_recommend_replica")
         check_context(context, "get_or_recommend_replica")
         known = context.request_id in self._claims.places
         return self.get_replica(context) if known else self.admission(context).replica_idx
 
     def admission(self, context: Context, num_steps: int = 1) -> Admission:
-        """The best replica for a request that is not claimed yet, and whether a row and enough pages are free now."""
+        """Returns the best replica for an unclaimed request, and whether a row and enough pages are free there now."""
         self._mark.check("admission")
         num_steps = arguments.steps(num_steps)
         check_context(context, "admission")
@@ -192,8 +194,8 @@ class PagedKVCacheManager:
     def prefetch(self, context: Context) -> bool:
         """Begin to load the request's pages from files or objects into the host tier.
 
-        Returns whether some are on their way. Call it while a request waits. `maybe_reserve` uses the pages that have
-        arrived. It waits up to 100 ms, once, for the others. Pages that arrive later can still be used when it is
+        Returns whether any pages are on their way. Call it while a request waits. `maybe_reserve` uses the pages that
+        have arrived, and waits up to 100 ms, once, for the others. Pages that arrive later than that are used if it is
         called for a later chunk.
         """
         self._mark.check("prefetch")
@@ -206,10 +208,10 @@ class PagedKVCacheManager:
     def release(self, request_id: RequestID) -> None:
         """Free the request's row and pages. With prefix caching its full pages stay findable while there is room.
 
-        Pages under a lease stay unchanged and are not reused until the lease has ended.
+        Leased pages stay unchanged, and are not reused until their lease has ended.
         """
         mark = self._mark
-        if mark.call:  # tested here, at a third of the cost of a method call
+        if mark.call:  # tested here, at a third of the cost of calling a method
             mark.check_books("release")
         place, context = self._claims.leaving(request_id)
         mark.call = ("release", request_id)
@@ -219,16 +221,17 @@ class PagedKVCacheManager:
     # ---- a step of the serving loop
 
     def maybe_reserve(self, data: Context, num_steps: int = 1) -> bool:  # noqa: C901 - the usual steps make no call
-        """Give the request pages for all its known tokens and `num_steps` steps. Cached pages are used if they match.
+        """Give the request pages for all its known tokens and `num_steps` steps. Matching cached pages are used.
 
-        The context's `start_idx` moves to the end of a prefix hit. A request without pages has computed nothing: it
-        starts at its hit, or at 0, whatever its context says. So a preempted request can be claimed again with the same
-        context. If too few pages are free, returns False and changes nothing. The same call may succeed after other
-        requests have released pages. With several block tables, the pages of a cancelled import are given back first,
-        so a refused request has none left.
+        `start_idx` of the context moves to the end of a prefix hit. A request without pages has computed nothing: it
+        starts at its hit, or at 0, whatever its context says. Therefore a preempted request can be claimed again with
+        the same context. If too few pages are free, returns False and changes nothing. The same call may succeed after
+        other requests have released pages. With several block tables, the pages of a cancelled import are given back
+        first, so a refused request has none left.
 
-        Raises `InvalidRequestError`, as `reserve_batch` and `fetch` do, if a request with pages has its `start_idx`
-        beyond the tokens that it can have computed, or would recompute tokens that readers of a lease may know.
+        Raises `InvalidRequestError`, as `reserve_batch` and `fetch` do, in two cases: a request with pages has its
+        `start_idx` beyond the tokens that it can have computed, or it would recompute tokens that readers of a lease
+        may know.
         """
         mark = self._mark
         if mark.call:
@@ -238,10 +241,10 @@ class PagedKVCacheManager:
             place = self._place_of(data, -1)
         except TypeError:  # raised if the context is not hashable
             place = -1
-        room = self._capacity[place]  # 0 at place -1, which has no pages
+        room = self._capacity[place]  # 0 at place -1, which stands for no place
         if type(num_steps) is int and 0 < num_steps <= MOST:
             most = room - num_steps + 1
-            if type(data) is TextContext:  # one call; other contexts need two
+            if type(data) is TextContext:  # one call is enough; other contexts need two
                 if data.decodes_within(most):
                     return True
             elif place >= 0 and data.active_length == 1 and data.current_length <= most:
@@ -254,7 +257,7 @@ class PagedKVCacheManager:
         context = read_context(data)
         mark.call, mark.context = ("maybe_reserve", context.request_id), context
         try:
-            # The request cannot run in the pages of its cancelled import. They are freed, unless they are leased.
+            # The request cannot run in the pages of its cancelled import, so they are freed, unless they are leased.
             if row in replica.imports.to_give_back and row not in replica.leases.of_row:
                 row, place = self._claims.claim_anew(context.request_id, replica_idx), -1
             reserved = self._replicas.reserve(replica_idx, row, context, num_steps)
@@ -263,13 +266,13 @@ class PagedKVCacheManager:
             raise
         if reserved and place < 0:
             self._claims.bind(data, replica_idx, row)
-        mark.context = mark.call = None  # in this order, because a context may only be set while a call is
+        mark.context = mark.call = None  # in this order, because a context may be set only while a call is
         return reserved
 
     def reserve_batch(self, batch: Sequence[Context], num_steps: int = 1) -> NDArray[np.bool_]:
-        """`maybe_reserve` for each request: bool `[len(batch)]`.
+        """Call `maybe_reserve` for each request. Returns bool `[len(batch)]`.
 
-        A refused request takes no page. An error is raised before any request has changed.
+        A refused request takes no page. An error is raised before any request is changed.
         """
         self._mark.check("reserve_batch")
         num_steps = arguments.steps(num_steps)
@@ -281,9 +284,9 @@ class PagedKVCacheManager:
     def fork(self, parent: Context, child: Context, num_steps: int = 1) -> bool:
         """Claim `child` on the parent's replica, with everything that the parent had computed by its last `step`.
 
-        Full pages are shared. A partly filled last page is copied. `child` must not be claimed yet, must have the
+        Full pages are shared, and a partly filled last page is copied. `child` must not be claimed yet, must have the
         parent's salt and keys, and must have more tokens than the parent has computed (`TextContext.fork` makes one).
-        If too few pages are free, returns False and changes nothing. Also raises the same errors as `external_claim`.
+        If too few pages are free, returns False and changes nothing. Also raises the errors of `external_claim`.
         """
         self._mark.check("fork")
         num_steps = arguments.steps(num_steps)
@@ -296,7 +299,7 @@ class PagedKVCacheManager:
         if end is None:
             return False
         with self._mark.changing("fork", read.request_id, read):
-            # First, because a caller's own context may refuse by raising an error. Nothing after this raises.
+            # This comes first, because a caller's own context may raise. Nothing after this raises.
             read.run_from(replica.rows.cached.item(parent_row), read.end_idx)
             row = self._claims.claim(read.request_id, replica_idx)
             self._replicas.fork(replica_idx, parent_row, row, end)
@@ -304,15 +307,15 @@ class PagedKVCacheManager:
         return True
 
     def batch(self, contexts: Sequence[Context]) -> Batch:
-        """Look up the requests once. All calls accept the result instead of a list of contexts."""
+        """Look up the requests once. All calls accept the result in place of a list of contexts."""
         self._mark.check("batch")
         return self._claims.batch(contexts)
 
     def fetch(self, batch: Sequence[Context], num_steps: int = 1) -> list[RaggedKVCacheInputs]:
-        """The model's inputs for the batch: one entry per device, replica by replica. Allocates no pages.
+        """Returns the model's inputs for the batch: one entry per device, replica by replica. Allocates no pages.
 
-        Each replica's inputs have its own requests, in batch order. Raises `NotReservedError` if a request has too few
-        pages.
+        The inputs of a replica have that replica's requests, in batch order. Raises `NotReservedError` if a request has
+        too few pages.
         """
         if self._mark.call:
             self._mark.refuse("fetch")
@@ -324,9 +327,9 @@ class PagedKVCacheManager:
     def fetch_ahead(self, batch: Sequence[Context], num_steps: int = 1) -> StepInFlight:
         """Do the same as `fetch`, for a loop that plans a step while the previous one runs.
 
-        The `inputs` of the returned step stay valid until `end_step`. Pages that are released meanwhile, for whatever
-        reason, are not allocated again before the step has ended. So a request may be released while the device runs
-        it, and `maybe_reserve` may return False until the step has ended. Two steps may be in flight. Raises
+        The `inputs` of the returned step stay valid until `end_step`. Pages that are released before that, for whatever
+        reason, are not allocated again until the step has ended. Therefore a request may be released while the device
+        runs it, and `maybe_reserve` may return False until the step has ended. Two steps may be in flight. Raises
         `InvalidRequestError` for a third step, and for a model with recurrent states.
         """
         if self._mark.call:
@@ -336,17 +339,17 @@ class PagedKVCacheManager:
         return self._replicas.fetch_ahead(self._claims.gather(batch, "fetch_ahead"), num_steps)
 
     def end_step(self, step: StepInFlight) -> None:
-        """End a step that was fetched ahead, after the device has run it, or if it will not run. Safe to call twice."""
+        """End a step that was fetched ahead, when the device has run it or will not run it. Safe to call twice."""
         self._mark.check_books("end_step")
         step = check_step(step, self._replicas.steps)
         with self._mark.changing("end_step", step):
             self._replicas.steps.end(step)
 
     def step(self, batch: Sequence[Context]) -> None:
-        """Publish every page that is full of computed tokens. Call it after `context.update`.
+        """Publish every page that is full of computed tokens. Call this after `context.update`.
 
-        A request's page ids may change: if the same content was published before, that page is shared, and the
-        duplicate is freed. Raises `NotReservedError` if a request computed more tokens than its pages hold.
+        Page ids of a request may change: if the same content was published before, that page is shared, and the
+        duplicate is freed. Raises `NotReservedError` if a request has computed more tokens than its pages hold.
         """
         if self._mark.call:
             self._mark.refuse("step")
@@ -356,16 +359,16 @@ class PagedKVCacheManager:
     def increment_cache_lengths(
         self, kv_cache_inputs: Sequence[RaggedKVCacheInputs], prev_model_inputs: Any
     ) -> Sequence[RaggedKVCacheInputs]:
-        """The inputs of the next of several steps. The tokens of the previous step count as cached in it.
+        """Returns the inputs of the next of several steps. In it, the tokens of the previous step count as cached.
 
         A list is changed in place and returned. `prev_model_inputs.input_row_offsets` are the offsets `[batch + 1]` of
-        the ragged batch. If it is a list, its first item is used. With several replicas,
+        the ragged batch. If that is a list, its first item is used. With several replicas,
         `prev_model_inputs.data_parallel_splits` `[replicas + 1]` assigns the requests to replicas.
         """
         return inputs.increment_cache_lengths(kv_cache_inputs, prev_model_inputs, replicas=self.num_replicas)
 
     def get_data_parallel_splits(self, context_batch: Sequence[Context]) -> torch.Tensor:
-        """The end of each replica's requests in a batch ordered by replica, after a 0: int64 `[num_replicas + 1]`."""
+        """Returns 0, and where each replica's requests end in a batch in replica order: int64 `[num_replicas + 1]`."""
         self._mark.check("get_data_parallel_splits")
         gathered = self._claims.gather(context_batch, "get_data_parallel_splits")
         return inputs.data_parallel_splits(gathered.replicas, self.num_replicas)
@@ -373,7 +376,7 @@ class PagedKVCacheManager:
     def input_symbols(
         self, devices: Sequence[torch.device | str] | None = None, num_layers: int | None = None
     ) -> list[inputs.RaggedKVCacheInputSymbols]:
-        """The shapes of `fetch`'s entries as meta tensors with named dynamic dimensions, for `torch.export`.
+        """Returns the shapes of `fetch`'s entries as meta tensors with named dynamic dimensions, for `torch.export`.
 
         `devices` and `num_layers`, if given, replace the manager's own. Raises `InvalidParamsError` if they are
         invalid.
@@ -387,13 +390,13 @@ class PagedKVCacheManager:
     # ---- pages for and from another manager
 
     def block_table(self, request_id: RequestID, *, full_pages: bool = False, first_page: int = 0) -> BlockTable:
-        """The pages that the request had computed by its last `step`. Valid while it is claimed or leased.
+        """Returns the pages that the request had computed by its last `step`. Valid while it is claimed or leased.
 
         The call does not wait for a device. If the pages are on a GPU, do not pass the table to another process before
         the model has run.
 
-        `full_pages` leaves out a last page that is not full yet. `first_page` (with one table) leaves out the pages
-        before it.
+        `full_pages` leaves out a last page that is not full. `first_page` (only with a single table) leaves out the
+        pages before it.
         """
         self._mark.check("block_table")
         replica, _, row = place = self._claims.locate(request_id, "block_table")
@@ -406,8 +409,8 @@ class PagedKVCacheManager:
         """Hold the pages of a claimed request until `end_lease`, including pages that it computes after this call.
 
         The lease has no effect while the request is claimed. When the request is released, for whatever reason, its row
-        becomes free, but its pages stay unchanged while one of its leases is open. They stay findable by their prefix.
-        `seal` makes a seal for each `block_table` of the request from now on.
+        becomes free, but its pages stay unchanged while any of its leases is open. The pages also stay findable by
+        their prefix. `seal` makes a seal for each `block_table` of the request from now on.
         """
         self._mark.check("lease")
         replica, replica_idx, row = self._claims.locate(request_id, "lease")
@@ -432,18 +435,18 @@ class PagedKVCacheManager:
         partial: bool = False,
         others: Sequence[BlockTable] = (),
     ) -> PendingImport | None:
-        """Reserve pages for the claimed request, and find which must be copied from the manager that made `table`.
+        """Reserve pages for the claimed request. Also find which must be copied from the manager that made `table`.
 
-        Returns None if too few pages are free. Pages that are cached here are shared. The object that `copier` returns
-        copies the others. The request can run after `commit_import`. After `cancel_import` it can compute its tokens
-        itself in the pages that it has. With several block tables `maybe_reserve` must be called before that: it gives
-        the request other pages, unless the request is leased. A request that is not leased and has not run may instead
-        import again. Its pages are given back first, so it has none if the result is None.
+        Returns None if too few pages are free. Pages that are cached here are shared, and the object that `copier`
+        returns copies the others. The request can run after `commit_import`. After `cancel_import` it can compute its
+        tokens in the pages that it already has. With several block tables, `maybe_reserve` must be called before that:
+        it gives the request other pages, unless the request is leased. A request that is not leased and has not run may
+        instead import again. Its pages are then given back first, so it has none if the result is None.
 
         The table may have any page size and split. It must cover fewer tokens than the context knows, because the last
         token runs here. With `partial` it covers only the first full pages, and `extend_import` follows. `others` are
         tables of further managers that hold some of the same tokens, in pages of the same size: each page may be copied
-        from any of them. Raises `BlockTableMismatchError` (a ValueError).
+        from any of them. Raises `BlockTableMismatchError` (a ValueError) if a table does not fit.
         """
         self._mark.check("import_block_table")
         num_steps = arguments.steps(num_steps)
@@ -463,9 +466,9 @@ class PagedKVCacheManager:
         return pending
 
     def extend_import(self, context: Context, pending: PendingImport, table: BlockTable, *, last: bool) -> PageCopy:
-        """The additional pages to copy, now that the source's table covers more tokens.
+        """Returns the additional pages to copy, now that the source's table covers more tokens.
 
-        Raises the same errors as `import_block_table`, and also if the earlier pages differ or the import is closed.
+        Raises the errors of `import_block_table`, and also if the earlier pages differ or the import is closed.
         """
         self._mark.check("extend_import")
         replica, _, row = self._claims.own(context, "extend_import")
@@ -474,7 +477,7 @@ class PagedKVCacheManager:
             return imports.extend_import(replica, row, read, pending, table, last=last)
 
     def copier(self, pending: PendingImport) -> ImportCopier:
-        """The object that may copy into an open import's pages and prove the copy. An import has only one."""
+        """Return the object that may copy into an open import's pages and prove the copy. An import has only one."""
         self._mark.check("copier")
         books = imports.own_import(self._replicas.each, pending, "copier", is_open=True).imports
         books.refuse_taken(pending)
@@ -482,11 +485,11 @@ class PagedKVCacheManager:
             return books.make_copier(pending)
 
     def commit_import(self, context: Context, pending: PendingImport, proof: ImportProof | None = None) -> None:
-        """Commit an import whose pages have all been copied: its tokens count as cached, and full pages are published.
+        """Commit an import after all its pages were copied: its tokens count as cached, and full pages are published.
 
         `proof` comes from the import's copier. If an endpoint of `transfer` reads the pages, the event of a successful
-        pull carries the proof. It must belong to this import and cover its whole table. Pass None if no page had to be
-        copied (`pending.needs_copy` is False).
+        pull carries the proof. The proof must belong to this import and cover its whole table. Pass None if no page had
+        to be copied (`pending.needs_copy` is False).
         """
         self._mark.check("commit_import")
         replica, _, row = self._claims.own(context, "commit_import")
@@ -497,8 +500,8 @@ class PagedKVCacheManager:
     def cancel_import(self, pending: PendingImport) -> None:
         """Cancel an import. Safe to call twice.
 
-        While its copier may still write, its pages are not used otherwise, and its request cannot run. If you have
-        written to the pages without a copier, calling this promises that no write is in flight any more.
+        Until its copier has stopped writing, no other request gets its pages, and its own request cannot run. If you
+        have written to the pages without a copier, then by this call you promise that no write is in flight any more.
         """
         self._mark.check_books("cancel_import")
         replica = imports.own_import(self._replicas.each, pending, "cancel_import")
@@ -510,7 +513,7 @@ class PagedKVCacheManager:
     # ---- pages and counters
 
     def get_req_blocks(self, request_id: RequestID) -> list[int]:
-        """The request's page ids in the first block table, in logical order, including shared pages."""
+        """Returns the request's page ids in the first block table, in logical order, including shared pages."""
         self._mark.check_books("get_req_blocks")
         replica, _, row = self._claims.locate(request_id, "get_req_blocks")
         pages = replica.rows.pages(row)
@@ -518,7 +521,7 @@ class PagedKVCacheManager:
 
     @property
     def metrics(self) -> KVCacheMetrics:
-        """The counters over all replicas, since the manager was made or `reset_metrics` was called."""
+        """The counters over all replicas, since the manager was made or since `reset_metrics`."""
         return self._replicas.metrics - self._metrics_before
 
     def reset_metrics(self) -> None:
@@ -534,12 +537,12 @@ class PagedKVCacheManager:
 
     @property
     def further_groups(self) -> list[tuple[StatePages, ...]]:
-        """The page pools of each replica besides the one for tokens: one for states, or none."""
+        """Each replica's page pools other than the one for tokens: one for states, or none."""
         return [(pages,) for pages in self.states] or [()] * self.num_replicas
 
     @property
     def slab_pages(self) -> int:
-        """The number of consecutive pages that a request takes for its state (`kvcache.pool.slabs`); 0 if none."""
+        """The number of consecutive pages that a request takes for its state (`kvcache.pool.slabs`); 0 for none."""
         return self._replicas.each[0].pool.beside
 
     @property
@@ -549,12 +552,12 @@ class PagedKVCacheManager:
 
     @property
     def total_num_pages(self) -> int:
-        """The number of pages of all replicas, without the null page of each."""
+        """The number of pages of all replicas, without the null page of each replica."""
         return sum(replica.pool.num_pages for replica in self._replicas.each)
 
     @property
     def num_free_blocks(self) -> int:
-        """The number of pages of all replicas that a reservation can take, including cached pages without a holder."""
+        """The number of pages of all replicas that can be reserved, including cached pages without a holder."""
         return sum(replica.pool.free_count for replica in self._replicas.each)
 
     @property
@@ -574,12 +577,12 @@ class PagedKVCacheManager:
 
     @property
     def free_blocks_pct(self) -> float:
-        """The share of pages that are free, 0.0 to 1.0, as a mean over the replicas."""
+        """The share of pages that are free, 0.0 to 1.0: the mean over the replicas."""
         return sum(each.pool.free_count / each.pool.num_pages for each in self._replicas.each) / self.num_replicas
 
     @property
     def used_blocks_pct(self) -> float:
-        """The share of pages that are in use, 0.0 to 1.0, as a mean over the replicas."""
+        """The share of pages that are in use, 0.0 to 1.0: the mean over the replicas."""
         return 1.0 - self.free_blocks_pct
 
     @property
@@ -589,13 +592,13 @@ class PagedKVCacheManager:
 
     @property
     def host_committed_block_pct(self) -> float:
-        """The share of the host pages that hold a cached page, 0.0 to 1.0; 0.0 if there is no host tier."""
+        """The share of the host tier's pages that hold a cached page, 0.0 to 1.0; 0.0 if there is no host tier."""
         most, held = self._replicas.host_pages
         return held / most if most else 0.0
 
     @property
     def hint_share(self) -> float:
-        """The share of idle pages that follow retention hints now, 0.0 to 1.0, as a mean over the replicas."""
+        """The share of idle pages that currently follow retention hints, 0.0 to 1.0: the mean over the replicas."""
         return sum(replica.hints.share for replica in self._replicas.each) / self.num_replicas
 
     # ---- resets, recovery and the end
@@ -608,12 +611,16 @@ class PagedKVCacheManager:
 
     def _look_for_reset(self) -> None:
         if self._reset_endpoint.is_asked:
-            with self._mark.changing("reset_prefix_cache"):  # first, so that an interrupt does not lose the request
-                self._reset_endpoint.is_asked = False  # before the reset, so that a later request causes another one
+            # first, so that an interrupt does not lose the request for a reset
+            with self._mark.changing("reset_prefix_cache"):
+                self._reset_endpoint.is_asked = False  # before the reset, so that a later request leads to another one
                 self._replicas.forget_idle()
 
     def flush_tiers(self) -> None:
-        """Copy all published pages to host and files, and wait. For a shutdown: steps copy them gradually anyway."""
+        """Copy all published pages to host and files, and wait for that.
+
+        For a shutdown; steps copy them gradually anyway.
+        """
         self._mark.check("flush_tiers")
         with self._mark.changing("flush_tiers"):
             self._replicas.flush()
@@ -625,12 +632,12 @@ class PagedKVCacheManager:
         self._claims.check()
 
     def recover(self) -> Recovered:
-        """Repair the state after a call was interrupted in the middle of a change. Otherwise only check the state.
+        """Repair the state after a call was interrupted in the middle of a change. Otherwise only check it.
 
-        Waits until no copy is in flight, then rebuilds the state from rows, leases and imports, and recounts it.
+        Waits until no copy is in flight. Then it rebuilds the state from rows, leases and imports, and recounts it.
 
-        It releases three kinds of requests: those whose pages may have wrong contents; those that the interrupted call
-        claimed, forked, imported or released; and those whose `with claim` block has ended in the meantime. Claim these
+        Three kinds of requests are released: those whose pages may have wrong contents; those that the interrupted call
+        claimed, forked, imported or released; and those whose `with claim` block has ended in the meantime. Claim them
         again and run them from their first token. The other requests continue; repeat the interrupted call for them. If
         `recover` itself is interrupted, call it again.
 
@@ -639,13 +646,13 @@ class PagedKVCacheManager:
         return recover(self._replicas, self._claims, self._mark)
 
     def close(self) -> None:
-        """Close the sockets and the lower tiers, after all published pages are written. Safe to call twice.
+        """Close the sockets and the lower tiers, after all published pages have been written. Safe to call twice.
 
-        Held pages can still be given back (`release`, `end_lease`, `cancel_import`, `end_step`, a copier's `give_up`),
-        and the state can still be read (`check`, `contains`, `get_replica`, `get_req_blocks`, `metrics` and other
-        figures). Every other call raises `ManagerClosedError` (a RuntimeError).
+        Afterwards, held pages can still be given back (`release`, `end_lease`, `cancel_import`, `end_step`, a copier's
+        `give_up`), and the state can still be read (`check`, `contains`, `get_replica`, `get_req_blocks`, `metrics` and
+        other figures). Every other call raises `ManagerClosedError` (a RuntimeError).
 
-        It also works if an interrupted call has left the state unrepaired. Then it writes no more pages.
+        `close` also works if an interrupted call has left the state unrepaired. It then writes no more pages.
         """
         mark = self._mark
         right = not mark.is_interrupted
@@ -659,7 +666,7 @@ class PagedKVCacheManager:
 
 
 def _check_around_calls(manager: PagedKVCacheManager) -> None:
-    """Make every call of this manager that changes something run `check` before and after it, even after an error."""
+    """Make every changing call of this manager run `check` before and after it, even after an error."""
     for name in _CHANGES_SOMETHING:
         setattr(manager, name, _checked_around(getattr(manager, name), manager.check))
 
@@ -672,7 +679,7 @@ def _checked_around(method: Callable[..., Any], check: Callable[[], None]) -> Ca
             result = method(*args, **kwargs)
         except InterruptedCallError:
             raise
-        except KVCacheError:  # after any other exception, the next call checks the state first
+        except KVCacheError:  # after any other exception, the next call begins by checking the state
             check()
             raise
         check()

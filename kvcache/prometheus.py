@@ -15,17 +15,17 @@ _REPLICA = ("replica",)
 
 
 def _each(read: Callable[[Replica], float]) -> Callable[[Replicas], Iterator[Sample]]:
-    """One figure for each replica."""
+    """Returns a reader of one figure for each replica."""
     return lambda all_of: (((number,), read(replica)) for number, replica in enumerate(all_of.each))
 
 
 def _total(name: str) -> Callable[[Replicas], Iterator[Sample]]:
-    """A counter of `KVCacheMetrics`, summed over all replicas."""
+    """Returns a reader of a counter of `KVCacheMetrics`, summed over all replicas."""
     return lambda all_of: iter([((), getattr(all_of.metrics, name))])
 
 
 def _free(replica: Replica) -> int:
-    """The free pages, at most all pages: the loop may change the two counts between the reads."""
+    """Returns the free pages. Limited to all pages, because the loop may change the two counts between the reads."""
     return min(replica.pool.free_count, replica.pool.num_pages)
 
 
@@ -52,7 +52,7 @@ def _states(all_of: Replicas) -> Iterator[Sample]:
 
 
 def _of_states(read: Callable[[StatePages], float]) -> Callable[[Replicas], Iterator[Sample]]:
-    """One figure for each replica with recurrent states."""
+    """Returns a reader of one figure for each replica with recurrent states."""
     return lambda all_of: (((number,), read(states.pages)) for number, states in enumerate(all_of.states))
 
 
@@ -61,7 +61,7 @@ def _quarantined(replica: Replica) -> int:
 
 
 def _host(read: Callable[[ReplicaTier], float]) -> Callable[[Replicas], Iterator[Sample]]:
-    """One figure for each replica's side of the host tier; 0 without a host tier."""
+    """Returns a reader of one figure for each replica's side of the host tier; 0 without a host tier."""
 
     def samples(all_of: Replicas) -> Iterator[Sample]:
         for number in range(len(all_of.each)):
@@ -71,7 +71,7 @@ def _host(read: Callable[[ReplicaTier], float]) -> Callable[[Replicas], Iterator
 
 
 def _host_pages(at: int) -> Callable[[Replicas], Iterator[Sample]]:
-    """A figure of `Replicas.host_pages`."""
+    """Returns a reader of a figure of `Replicas.host_pages`."""
     return lambda all_of: iter([((), all_of.host_pages[at])])
 
 
@@ -80,7 +80,8 @@ def _refused_pages(all_of: Replicas) -> Iterator[Sample]:
     return (((why.value,), getattr(metrics, f"file_blocks_{why}")) for why in FileRefusal)
 
 
-# Counters over all replicas: the name without "pagewire_" and "_total", the field of `KVCacheMetrics`, and the text.
+# Counters over all replicas: the name without "pagewire_" and "_total", the field of `KVCacheMetrics`, and the help
+# text.
 _TOTALS = (
     ("replica_copied_pages", "d2d_blocks_copied", "Pages copied from one replica to another."),
     ("file_written_pages", "file_blocks_written", "Pages written to files."),
@@ -233,7 +234,8 @@ FAMILIES = (
 class ManagerCollector(FamilyCollector):
     """Metrics of a manager's pages, prefix cache and tiers since it was made. `reset_metrics` does not reset them.
 
-    `labels` are those of the process, such as `engine="0"`; every sample has them. Never raises, see `FamilyCollector`.
+    `labels` are those of the process, such as `engine="0"`; every sample has them. The collector never raises, see
+    `FamilyCollector`.
     """
 
     def __init__(self, manager: PagedKVCacheManager, **labels: object) -> None:

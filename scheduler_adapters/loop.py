@@ -104,7 +104,7 @@ class ServingLoop(Generic[PagesT_co]):
         self.fetching = False  # whether the first waiting request waits for pages that are loaded from files or a store
         # Called when a request starts to run, with its id, its replica and its number of cached tokens.
         self.on_admit: Callable[[str, int, int], None] | None = None
-        # By id, oldest first. A step looks only at the first waiting request.
+        # By id, oldest first. A step considers only the first waiting request.
         self._waiting: OrderedDict[str, Entry] = OrderedDict()
         self._running: dict[str, Entry] = {}
         self._held: set[str] = set()
@@ -132,8 +132,9 @@ class ServingLoop(Generic[PagesT_co]):
     def add(self, request: Request, context: TextContext | None = None) -> None:
         """Queues a request. `context` is the result of `context_for` if that was called before.
 
-        Raises `PromptTooLongError` if the request can never fit, `AlreadyClaimedError` if the loop knows a request of
-        that id, `InvalidRequestError` for no prompt, bad tokens, or a `max_new_tokens` below 1.
+        Raises `PromptTooLongError` if the request can never fit, and `AlreadyClaimedError` if the loop knows a request
+        of that id. Raises `InvalidRequestError` if there is no prompt, a token is invalid, or `max_new_tokens` is below
+        1.
         """
         self._check_new(request.request_id)
         self._waiting[request.request_id] = Entry(request, context or self.context_for(request))

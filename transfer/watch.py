@@ -20,7 +20,7 @@ class Transfers(Protocol):
 
 
 def transfers_of(owner: Transfers) -> Callable[[], Beside]:
-    """Returns a reader of the leases, pulls, bytes and failures of `owner`. It runs on the thread of the watch."""
+    """Returns a function that reads the leases, pulls, bytes and failures of `owner`. The watch's thread calls it."""
     return lambda: Beside(
         leases=tuple(row for at, thread in enumerate(owner.threads) for row in _leases(str(at), thread)),
         pulls=tuple(row for at, thread in enumerate(owner.threads) for row in _pulls(str(at), thread)),

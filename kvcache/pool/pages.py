@@ -10,7 +10,7 @@ A page is in exactly one state:
                                          published, findable, may be evicted: least recently used first
 
 A writer is a transfer that may still write to a page. A page with a writer is neither fresh nor idle, even without a
-holder. A page that loses its last holder while a step is in flight is parked: that step counts as its writer.
+holder. A page that loses its last holder while a step is in flight is *parked*: the step counts as its writer.
 """
 
 from collections.abc import Callable
@@ -32,30 +32,31 @@ class PagePool:
     """The holders and writers of pages 1 to `num_pages`, and the free pages, in arrays. Page 0 is the null page.
 
     Attributes:
-        idle: the eviction order of the idle pages; `follow` replaces it.
+        idle: the eviction order of the idle pages. `follow` replaces it.
     """
 
-    beside = 0  # pages that each request takes in addition to its token pages
-    width = 1.0  # the memory of all cached content, in pages, for each published page
+    beside = 0  # pages that each request takes besides its token pages
+    width = 1.0  # the memory of all cached content, in pages, divided by the number of published pages
 
     def __init__(self, num_pages: int, digest_words: int, order: EvictionOrder | None = None) -> None:
         self.num_pages = num_pages
         self.holders = np.zeros(num_pages + 1, np.int32)
         self.writers = np.zeros(num_pages + 1, np.int16)
-        self._writing = 0  # the sum of `writers`; while it is 0, which is usual, no page has to be tested
+        self._writing = 0  # the sum of `writers`; usually 0, and then no page has to be tested
         self.index = PrefixIndex(num_pages, digest_words)
         self.idle = order or LruOrder(num_pages)
-        # A stack whose top is its end. It is filled downwards, so the first pages handed out are 1, 2, 3 and so on.
+        # A stack whose top is its end. It is filled in descending order, so the first pages handed out are 1, 2, 3 and
+        # so on.
         self._fresh = np.arange(num_pages, 0, -1, dtype=np.int32)
         self._fresh_count = num_pages
         self.evictions = 0
         self.journal = self.index.journal
-        # For each step in flight, oldest first: the pages that were released while it was the newest step.
+        # For each step in flight, oldest first: the pages that were released while that step was the newest.
         self.parked: list[list[NDArray[np.intp]]] = []
 
     @property
     def free_count(self) -> int:
-        """The pages that `allocate` can return: fresh and idle pages."""
+        """The number of pages that `allocate` can return: fresh and idle pages."""
         return self._fresh_count + self.idle.count
 
     def follow(self, order: EvictionOrder) -> None:
@@ -63,9 +64,9 @@ class PagePool:
         self.idle = order
 
     def allocate(self, count: int) -> Pages:
-        """Allocate `count` pages, with one holder each.
+        """Allocate `count` pages, each with one holder.
 
-        Returns them in ascending order, so that neighbours are copied as one run.
+        Returns the pages in ascending order, so that consecutive pages are copied as one run.
         """
         if count == 1:
             return np.array([self.allocate_one()], np.int32)
@@ -100,13 +101,13 @@ class PagePool:
         return page
 
     def next_evicted(self) -> int:
-        """The page that `allocate_one` would evict.
+        """Returns the page that `allocate_one` would evict.
 
-        0 if a page is fresh, if none is free, or if the page cannot be predicted.
+        Returns 0 if a page is fresh, if none is free, or if the page cannot be predicted.
         """
         return 0 if self._fresh_count or not self.idle.count else self.idle.first()
 
-    # ---- room for one page, which `SlabStates` takes from another pool
+    # # ---- room for one page, which `SlabStates` takes from another pool
 
     @property
     def num_held(self) -> int:
@@ -115,7 +116,7 @@ class PagePool:
 
     @property
     def has_room(self) -> bool:
-        """Whether `make_room` would find a page, if it were allowed to move pages."""
+        """Whether `make_room` would find a page if it may move pages."""
         return self.free_count > 0
 
     @property
@@ -124,9 +125,9 @@ class PagePool:
         return False
 
     def make_room(self, *, moving: bool) -> bool:  # noqa: ARG002 - all pages are here
-        """Whether a page can be allocated now, perhaps by evicting one.
+        """Returns whether a page can be allocated now. Evicts one if necessary.
 
-        `moving`: held pages of the other pool may be moved for it.
+        `moving` allows held pages of the other pool to be moved for it.
         """
         return self.has_room
 
@@ -139,17 +140,17 @@ class PagePool:
         if np.count_nonzero(holders) or (self._writing and np.count_nonzero(self.writers[at])):
             idle = at[(holders == 0) & (self.writers[at] == 0)]
             self.holders[at] = holders + 1
-        # The usual case, a prompt that no running request shares; `count_nonzero` takes a third of a comparison's time.
+        # the usual case, a prompt that no running request shares; `count_nonzero` takes a third of a comparison's time
         else:
             idle, self.holders[at] = at, _ONE
         if idle.size:
             self.idle.remove(idle)
 
     def release(self, pages: Pages) -> None:
-        """Drop one holder of each of `pages`, distinct and in logical order.
+        """Drop one holder of each of `pages`, which are distinct and in logical order.
 
-        A page without holders and writers becomes free. The last page is released first, and so evicted first, because
-        a hit on a page needs all pages before it.
+        A page without holders and writers becomes free. The last page is released first, and is therefore evicted
+        first, because a hit on a page needs all pages before it.
         """
         at = pages.astype(INDEX)
         holders = self.holders[at] - _ONE
@@ -162,7 +163,7 @@ class PagePool:
         self._free(at[::-1])
 
     def release_each(self, pages: Pages) -> None:
-        """Do the same as `release` for pages that may occur several times, once for each holder to drop."""
+        """Do the same as `release`. A page may occur several times, once for each holder to drop."""
         at = pages.astype(INDEX)
         if not np.count_nonzero(self.holders[at] != _ONE):  # if each page has one holder, no page can occur twice
             self.release(pages)
@@ -176,17 +177,17 @@ class PagePool:
         self._free(pages[self._unused(pages)][::-1].astype(INDEX))
 
     def rewrite(self, pages: Pages, digests: Digests, write: Callable[[Pages], None]) -> None:
-        """Let `write` replace the content of idle `pages`, then publish them under `digests` as the newest pages."""
+        """Let `write` replace the content of idle `pages`. Then publish them under `digests` as the newest pages."""
         self.idle.renew(pages)
         self.idle.remove(pages)
         self.idle.forget(pages)
         self.index.withdraw(pages)
-        write(pages)  # meanwhile the index does not find them
+        write(pages)  # the index does not find the pages meanwhile
         self.index.publish(pages, digests)
         self._free(pages.astype(INDEX))
 
     def add_writer(self, pages: Pages) -> None:
-        """Add a writer to held `pages`: a transfer that may write to them until `drop_writer` is called."""
+        """Add a writer to held `pages`: a transfer that may write to them until `drop_writer`."""
         self.writers[pages] += 1
         self._writing += len(pages)
 
@@ -205,8 +206,8 @@ class PagePool:
     def end_step(self, at: int) -> None:
         """Record that the step at index `at` of those in flight has ended.
 
-        The pages that were parked for it become free. If an older step is in flight, it may read these pages, too, so
-        they are parked for that step instead.
+        The pages that were parked for it become free. If an older step is in flight, they are parked for that step
+        instead, because it may read them, too.
         """
         parked = self.parked.pop(at)
         if at:
@@ -219,20 +220,20 @@ class PagePool:
                 self._free(pages[unused])
 
     def would_be_taken(self, pages: Pages) -> int:
-        """How many of `pages` are free now. `hold(pages)` lowers `free_count` by this number."""
+        """Returns how many of `pages` are free now. `hold(pages)` lowers `free_count` by this number."""
         return int(np.count_nonzero(self._unused(pages)))
 
     def would_be_freed(self, pages: Pages) -> int:
-        """How many of `pages` would become free by `release`: those with one holder and no writer.
+        """Returns how many of `pages` would become free by `release`: those with one holder and no writer.
 
-        0 if a step is in flight.
+        Returns 0 if a step is in flight.
         """
         if self.parked:
             return 0
         return int(np.count_nonzero((self.holders[pages] == 1) & (self.writers[pages] == 0)))
 
     def forget_idle(self) -> int:
-        """Withdraw every idle page from the index. Returns their number."""
+        """Withdraw every idle page from the index. Returns the number of such pages."""
         pages = self.idle.pop(self.idle.count)
         self.index.withdraw(pages)
         for tell in self.journal.gone:
@@ -264,7 +265,7 @@ class PagePool:
         self.index.check()
 
     def mend(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
-        """Replace the counts by these recounts, `[num_pages + 1]`, and find the fresh and the idle pages from them.
+        """Replace the counts by these recounts, `[num_pages + 1]`. Derive the fresh and the idle pages from them.
 
         Published pages stay published. No other state is trusted after an interrupt.
         """
@@ -294,7 +295,7 @@ class PagePool:
         return pages
 
     def _pop_and_tell(self, count: int) -> Pages:
-        """Pop the next pages of the order, and tell readers why they were evicted."""
+        """Pop the next pages of the order, and tell readers why each was evicted."""
         pages, reasons = self.idle.pop_explained(count)
         for tell in self.journal.gone:
             tell(pages, BY_TURN if reasons is None else reasons)
@@ -305,7 +306,7 @@ class PagePool:
         return (self.holders[at] == 0) & (self.writers[at] == 0)
 
     def _park(self, pages: NDArray[np.intp]) -> None:
-        """Park pages that have lost their last holder: a step in flight may still read and write them."""
+        """Park pages that have lost their last holder, because a step in flight may still read and write them."""
         self.writers[pages] += 1
         self._writing += len(pages)
         self.parked[-1].append(pages)

@@ -1,10 +1,10 @@
-"""`QuotaOrder`: first evicts idle pages of tenants that are above their quotas, each tenant's oldest first.
+"""`QuotaOrder`: evicts idle pages of tenants above their quotas first, the oldest pages of each tenant first.
 
-A tenant is a `cache_salt`; pages of requests without a salt have no tenant. A quota limits idle pages only, because the
-pages of running requests are for the scheduler to limit. An idle page above the quota stays findable until its memory
-is needed.
+A tenant is a `cache_salt`; pages of requests without a salt have no tenant. A quota limits only idle pages, because
+limiting running requests is the scheduler's task. An idle page above the quota stays findable until its memory is
+needed.
 
-If the pool also caches states in slabs, a slab counts with all its pages, and is named by its first page.
+If the pool also caches states in slabs, a slab counts as all of its pages, and is named by its first page.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ from kvcache.eviction_order import BY_QUOTA, BY_TURN, EvictionOrder, Indices, Pa
 from kvcache.pool.lru_order import LruOrder, OrderLog
 from kvcache.pool.over_order import OverOrder
 
-MOST_TENANTS = 1024  # the most tenants with idle pages that have their own quota; further tenants share one
+MOST_TENANTS = 1024  # the most tenants with idle pages that have a quota of their own; further tenants share one
 _NOBODY, _OTHERS = 0, 1
 
 
@@ -29,22 +29,25 @@ class NoQuotas:
     limited = False
 
     def of_pool(self, num_pages: int) -> "NoQuotas":  # noqa: ARG002 - there are none for any pool
-        """The same quotas for another pool."""
+        """Returns the same quotas for another pool."""
         return self
 
     def over(self, order: EvictionOrder, slab_pages: int = 0) -> EvictionOrder:  # noqa: ARG002 - as above
-        """The order in which pages above the quotas are evicted before those of `order`.
+        """Returns an order that evicts pages above the quotas before the pages of `order`.
 
-        `slab_pages`: see `QuotaOrder`.
+        For `slab_pages` see `QuotaOrder`.
         """
         return order
 
     def ownerless(self, pages: Pages) -> NDArray[np.bool_]:
-        """Which of `pages` have no tenant yet. Without quotas pages need no tenant, so none is reported."""
+        """Returns those of `pages` that have no tenant yet.
+
+        Without quotas pages need no tenant, so the result is empty.
+        """
         return np.zeros(len(pages), np.bool_)
 
     def clear(self) -> None:
-        """Empty the orders of idle pages and slabs. Pages keep their tenants."""
+        """Empty the records of idle pages and slabs. Pages keep their tenants."""
 
 
 class TenantQuotas(NoQuotas):
@@ -85,13 +88,16 @@ class TenantQuotas(NoQuotas):
         self._owner[pages] = _NOBODY
 
     def moved(self, sources: Pages, targets: Pages) -> None:
-        """Record that the content of `sources`, not idle, was moved to `targets`, which get the same tenants."""
+        """Record that the content of `sources` was moved to `targets`, which get the same tenants.
+
+        None of them is idle.
+        """
         self._owner[targets] = self._owner[sources]
 
     def append(self, pages: Pages | Indices, *, slabs: bool = False) -> None:
         """Record that `pages` became idle. They are the newest of their tenants.
 
-        `slabs`: each page stands for a slab.
+        With `slabs`, each of `pages` stands for a slab.
         """
         owners = self._owner[pages]
         for owner in set(owners.tolist()) - {_NOBODY}:
@@ -111,10 +117,10 @@ class TenantQuotas(NoQuotas):
             self._weigh(owner)
 
     def pop_surplus(self, most: int, *, slabs: bool = False) -> Pages:
-        """Remove and return at most `most` pages above their tenants' quotas, each tenant's oldest first.
+        """Remove and return at most `most` pages above their tenants' quotas, the oldest pages of each tenant first.
 
-        A tenant's pages are taken only up to its first slab. `slabs`: take slabs instead, and from each tenant only
-        those before its first page.
+        A tenant's pages are taken only up to its first slab. With `slabs`, slabs are taken instead, and only up to the
+        tenant's first page.
         """
         taken: list[Pages] = []
         for owner in sorted(self._over):
@@ -135,7 +141,7 @@ class TenantQuotas(NoQuotas):
         return taken
 
     def first(self, *, slabs: bool = False) -> int:
-        """The page that `pop_surplus` would take first, or with `slabs` the slab. 0 if there is none."""
+        """Returns the page (or with `slabs` the slab) that `pop_surplus` would take first. 0 if there is none."""
         firsts = (self._orders[owner].first() for owner in sorted(self._over))
         return next((page for page in firsts if self._is_slab[page] == slabs), 0)
 
@@ -191,7 +197,7 @@ class TenantQuotas(NoQuotas):
         return owner
 
     def _new_id(self) -> int:
-        """An unused id: a new one, the id of a tenant without idle pages, or else `_OTHERS`, which tenants share."""
+        """Returns an unused id: a new one, or that of a tenant without idle pages, or else the shared `_OTHERS`."""
         if len(self._orders) < MOST_TENANTS:
             owner = len(self._orders) + 1
             self._orders[owner] = LruOrder(self._num_pages, self._log)
@@ -205,8 +211,8 @@ class TenantQuotas(NoQuotas):
 class QuotaOrder(OverOrder):
     """Wraps `order`: pages above the `quotas` are evicted before any page of `order`.
 
-    With `slab_pages` the entries of the order are slabs, each of `slab_pages` pages of another pool. The quotas are
-    those of that other pool.
+    With `slab_pages`, the entries of the order are slabs. Each consists of `slab_pages` pages of another pool, whose
+    quotas these are.
     """
 
     def __init__(self, order: EvictionOrder, quotas: TenantQuotas, slab_pages: int = 0) -> None:
@@ -256,7 +262,7 @@ class QuotaOrder(OverOrder):
         return self.due() or self._order.first()
 
     def mend(self, pages: Indices) -> None:
-        """See the base class. The caller must clear the quotas before."""
+        """See the base class. The caller must clear the quotas first."""
         self._order.mend(pages)
         oldest_first = pages[np.argsort(self._order.positions(pages), kind="stable")]
         self._quotas.append(self._named(oldest_first), slabs=self._of_slabs)
@@ -269,7 +275,7 @@ class QuotaOrder(OverOrder):
         self._quotas.check(self._named(self.pages()), slabs=self._of_slabs)
 
     def _named(self, pages: Pages | Indices) -> NDArray[Any]:
-        """The numbers of these entries in the quotas. A slab has the number of its first page."""
+        """Returns the numbers of these entries in the quotas. A slab has the number of its first page."""
         return pages * self._unit
 
     def _pop_surplus(self, count: int) -> Pages:
@@ -283,7 +289,7 @@ class QuotaOrder(OverOrder):
         return surplus
 
     def _with(self, surplus: Pages, rest: Pages) -> Pages:
-        """Join the popped pages: `surplus`, then `rest`, which came from the wrapped order."""
+        """Join the popped pages: `surplus`, then `rest`, which comes from the wrapped order."""
         self._quotas.remove(self._named(rest))
         self._quotas.disown(self._named(rest))
         self.count = self._order.count

@@ -1,8 +1,8 @@
 """The right to write an import's pages (`ImportCopier`), the proof of the copy (`ImportProof`), and the open imports.
 
 `commit_import` publishes pages that hold another manager's content. Only the copier knows whether the copy is good: a
-READ may have failed, or the source may have given the pages away meanwhile. So each import has exactly one copier, and
-accepts its proof once.
+READ may have failed, or the source may have given the pages to another request meanwhile. So each import has exactly
+one copier, and accepts its proof once.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,8 @@ from kvcache.under_way import UnderWay
 class ImportProof:
     """Proves that the pages of one import were copied while their source held them. Made by `ImportCopier.prove`.
 
-    The proof is valid once, only for this import, and until the import is extended. A copy of the proof is invalid.
+    The proof is valid only once, only for this import, and only until the import is extended. A copy of the proof is
+    invalid.
     """
 
     request_id: str  # the request that owns the import
@@ -28,11 +29,12 @@ class ImportProof:
 
 
 class ImportCopier:
-    """Copies the pages of one import. Its user calls `take` and copies, repeatedly, then calls `prove` or `give_up`.
+    """Copies the pages of one import. Its user calls `take` and copies, repeatedly, and at last `prove` or `give_up`.
 
-    Until `prove` or `give_up` the copier owns the pages: `cancel_import` gives none of them to another request. The
-    user of the copier vouches for the bytes. For example, a pull that reads under a lease (`transfer.pull.exchange`)
-    proves the reads that passed its fence. A program that copies tensors in its own process proves its own copies.
+    Until `prove` or `give_up` the copier owns the pages: even after `cancel_import` no other request gets any of them.
+    The user of the copier vouches for the bytes. For example, a pull that reads under a lease
+    (`transfer.pull.exchange`) proves the reads that passed its fence. A program that copies tensors in its own process
+    proves its own copies.
 
     Made by `PagedKVCacheManager.copier`.
     """
@@ -44,15 +46,15 @@ class ImportCopier:
         self._ended = ended
         self._taken = pending.tokens[0]
         self._has_all = False
-        self.is_over = False  # True once the copier has stopped writing
+        self.is_over = False  # whether the copier has stopped writing
         self.proof: ImportProof | None = None
-        self.tables: tuple[BlockTable, ...] = ()  # the tables of the pages that the last `take` returned
+        self.tables: tuple[BlockTable, ...] = ()  # the tables that named the pages that the last `take` returned
 
     def take(self, *, last: bool = True) -> list[PageCopy]:
         """Return the pages that can be copied by now and were not taken before, as an entry for each group of layers.
 
-        `last`: this is the last call. A recurrent state covers all tokens of the request, so it is only copied in the
-        last call. Raises `InvalidRequestError` if the import is closed, this copier has ended, or the last pages were
+        `last` means that this is the last call. A recurrent state covers all tokens of the request, so it is copied
+        only then. Raises `InvalidRequestError` if the import is closed, this copier has ended, or the last pages were
         taken.
         """
         pending = self.pending
@@ -67,7 +69,10 @@ class ImportCopier:
         return copies
 
     def from_others(self) -> list[tuple[BlockTable, list[PageCopy]]]:
-        """The pages that `take` has returned, as page ids of each further table. A table has only some of the pages."""
+        """Returns the pages that `take` has returned, with the page ids of each further table.
+
+        A table has only some of them.
+        """
         return [(table, self.pending.copies_from(table)) for table in self.pending.others]
 
     def prove(self, num_tokens: int = 0) -> ImportProof:
@@ -91,7 +96,7 @@ class ImportCopier:
     def give_up(self) -> None:
         """Declare that this copier has stopped writing. This frees the pages of a cancelled import. Safe to call twice.
 
-        If the manager waits for `recover`, `recover` frees the pages.
+        If the manager needs `recover`, the pages are freed by that call.
         """
         if not self.is_over:
             self._ended()
@@ -100,14 +105,14 @@ class ImportCopier:
 class ImportBook:
     """The imports of a replica, from their beginning until no copier writes to their pages any more.
 
-    `shares_ahead`: whether an import may share cached pages after the point from which its request could resume by
+    `shares_ahead` says whether an import may share cached pages after the point from which its request could resume by
     itself. If so, the request must not run in the pages of a cancelled import, because it would overwrite shared pages.
     """
 
     def __init__(self, pool: PagePool, rows: BlockRows, mark: UnderWay, *, shares_ahead: bool) -> None:
         self._mark = mark
         self._shares_ahead = shares_ahead
-        # Rows that still have the pages of a cancelled import and must give them back before they run.
+        # Rows that still have the pages of a cancelled import, and must give them back before they run.
         self.to_give_back: set[int] = set()
         self.each: list[PendingImport] = []  # open imports, and cancelled imports whose copier may still write
         self.of_row: dict[int, PendingImport] = {}  # by row: the pending import of its request
@@ -171,7 +176,7 @@ class ImportBook:
             self._give_back(pending)
 
     def is_given_up(self, row: int) -> bool:
-        """Whether the row has only pages of a cancelled import, and no model has run in them."""
+        """Whether the row has only pages of a cancelled import, in which no model has run."""
         if row in self.of_row:
             return False
         return row in self.to_give_back or self._given_up.get(row) == self._rows.counted.item(row)
@@ -187,7 +192,7 @@ class ImportBook:
         self.to_give_back.discard(row)
 
     def refuse_unknown(self, pending: PendingImport) -> None:
-        """Raise `InvalidRequestError` if `pending` is a copy of an open import, and not the object itself."""
+        """Raise `InvalidRequestError` if `pending` is a copy of an open import instead of the object itself."""
         if not pending.closed and not any(one is pending for one in self.each):
             raise InvalidRequestError(
                 f"request {pending.request_id!r}: got a copy of the import; pass the object that "

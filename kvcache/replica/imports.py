@@ -1,10 +1,11 @@
-"""Pages from elsewhere: export a request's block table, reserve pages for one, and publish the copied pages.
+"""Pages from elsewhere: exports a request's block table, reserves pages for one, and publishes the copied pages.
 
-Until `commit_import` the pages are in no index and no batch, so bytes that have not arrived are never read.
+Until `commit_import`, the index and the batches do not contain the pages. So bytes that have not arrived are never
+read.
 
-With several tables (`params.groups`) each table reuses the pages that it finds in the local cache: from the first token
-on, or for its last window. Only the other pages are copied. If only the window of a prefix was evicted, only its pages
-are copied.
+With several tables (`params.groups`), each table reuses the pages that it finds in the local cache: from the first
+token on, or for its last window. Only the other pages are copied. For example, if only the window of a prefix was
+evicted, only the window's pages are copied.
 """
 
 from collections.abc import Sequence
@@ -40,7 +41,7 @@ def export_table(
     full_pages: bool,
     first_page: int = 0,
 ) -> BlockTable:
-    """The block table of the tokens that the request had computed at its last `step`, or of its full pages only.
+    """Returns the block table of the tokens that the request had computed at its last `step`, or of its full pages.
 
     The table begins with `first_page` if the model has one block table, of full attention. Otherwise each table is
     exported whole.
@@ -83,14 +84,14 @@ def check_table(
 ) -> PrefixHasher | None:
     """Raise `BlockTableMismatchError` unless the table holds a proper prefix of the context's tokens.
 
-    The transfer checks the geometry of the pages. If `last` is False, the prompt is still running, and only full pages
-    count, because a partly filled page may still be replaced. Returns the hasher of the context's tokens in the table's
-    page size and algorithm, or None if the table has no digests. `hasher`: the result of an earlier call, reused if it
-    fits.
+    The geometry of the pages is checked by the transfer. If `last` is False, the prompt is still running, and only full
+    pages count, because a partly filled page may still be replaced. Returns the hasher of the context's tokens in the
+    table's page size and algorithm, or None if the table has no digests. `hasher` is the result of an earlier call,
+    which is reused if it fits.
     """
     name = f"request {context.request_id!r}: the block table"
     of_kind(name, table, BlockTable, "a BlockTable", BlockTableMismatchError)
-    try:  # a table from a peer was decoded with the right types; a table made in this process may have any
+    try:  # a table from a peer was decoded with the right types, but a table made in this process may have any types
         if not _has_types(table):
             table = msgspec.convert(msgspec.to_builtins(table), BlockTable)
     except (TypeError, ValueError, OverflowError) as error:
@@ -185,7 +186,8 @@ def _check_digests(
     this check, pages of another prompt or salt could be published here.
     """
     if not table.hash_algorithm:
-        return None  # made without prefix caching: no page was ever shared, so none can hold another prompt
+        # the table was made without prefix caching: no page was ever shared, so none can hold another prompt
+        return None
     algorithm: HashAlgorithm | None = next((known for known in usable_hashes() if known == table.hash_algorithm), None)
     if algorithm is None:
         raise _mismatch(
@@ -414,7 +416,10 @@ def finish_pages(replica: Replica, pending: PendingImport, proof: ImportProof | 
 
 
 def _named(context: SafeContext, pending: PendingImport, table: BlockTable, *, last: bool) -> list[Pages]:
-    """The other manager's pages that can be copied by now. Raises if they differ from the pages of earlier tables."""
+    """Returns the other manager's pages that can be copied by now.
+
+    Raises if they differ from those of earlier tables.
+    """
     named = pending.named(table, last=last) if pending.src_replica_idx == table.replica_idx else None
     if named is None:
         for part, pages in zip(pending.parts, table.groups, strict=True):
@@ -427,9 +432,9 @@ def _named(context: SafeContext, pending: PendingImport, table: BlockTable, *, l
 
 
 def own_import(replicas: Sequence[Replica], pending: PendingImport, call: str, *, is_open: bool = False) -> Replica:
-    """The replica that owns the import. Raises `InvalidRequestError` if none of `replicas` does.
+    """Returns the replica that owns the import. Raises `InvalidRequestError` if none of `replicas` does.
 
-    `is_open`: also raise if the import is closed.
+    With `is_open`, also raises if the import is closed.
     """
     needed = "what import_block_table returned"
     of_kind(f"{call}: the import", pending, PendingImport, needed, InvalidRequestError)

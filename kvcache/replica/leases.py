@@ -1,8 +1,8 @@
 """`PageLease`: a hold on pages that outlives their request, for readers of the pages.
 
 While the request is claimed, its row holds the pages. When the request is released, for whatever reason, its open
-leases take over the pages, which are freed when the last of these leases ends. So a caller need not keep a request for
-its readers. If a page leaves the row earlier because equal content was found, the leases take it over as well.
+leases take over the pages. The pages are freed when the last of these leases ends. So a caller need not keep a request
+for its readers. If a page leaves the row earlier because equal content was found, the leases take it over as well.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,9 +18,9 @@ from kvcache.replica.rows import BlockRows, Ints, Pages, Rows, as_rows
 from kvcache.types import RequestID
 
 PagesBefore = Callable[[int, int], Pages]
-"""Maps row and column to the pages of the row before that column."""
+"""Returns the pages of a row before a column, given row and column."""
 Seal = Callable[[BlockTable], bytes]
-"""Makes the mark by which readers recognise that a lease holds the pages of this block table."""
+"""Makes the seal by which readers recognise that a lease holds the pages of this block table."""
 
 _NEVER = 1 << 62
 
@@ -37,7 +37,7 @@ class PageLease:
         needed = "a manager, whose lease makes one,"
         self.owner = of_kind("owner", owner, PageLeases, needed, InvalidRequestError)
         self.seal = seal
-        self.request_id = request_id  # the id at the time of the lease; by now another request may have it
+        self.request_id = request_id  # the id at the time of the lease; another request may have it by now
         self.replica_idx = replica_idx
 
     @property
@@ -53,14 +53,14 @@ class PageLeases:
     """The open leases of one replica, and the pages that each holds."""
 
     def __init__(self, pool: PagePool, rows: BlockRows) -> None:
-        # By claimed row; empty without leases, so that rows without them cost nothing.
+        # By claimed row. Empty without leases, so that rows without them cost nothing.
         self.of_row: dict[int, list[PageLease]] = {}
         self.told = np.zeros(len(rows.request_ids), np.int64)  # by row: how many tokens readers may know
         # By row: the lowest token whose window readers may know.
         self.kept = np.full(len(rows.request_ids), _NEVER, np.int64)
         self._pool = pool
         self._rows = rows
-        # By lease: the pages that it holds itself, in addition to the pages of its row.
+        # By lease: the pages that it holds itself, besides the pages of its row.
         self._held: dict[PageLease, list[HeldPages]] = {}
         self._row_of: dict[PageLease, int] = {}  # the row of each lease whose request is still claimed
 
@@ -68,7 +68,7 @@ class PageLeases:
         return lease in self._held
 
     def grant(self, lease: PageLease, row: int, besides: Sequence[HeldPages] = ()) -> None:
-        """Open a lease of the request at this row. `besides`: pages to hold in addition to its token pages."""
+        """Open a lease of the request at this row. It also holds the pages `besides` the token pages."""
         self.of_row.setdefault(row, []).append(lease)
         self._row_of[lease] = row
         self._held[lease] = []
@@ -77,7 +77,10 @@ class PageLeases:
         self.tell(row, int(self._rows.cached[row]))  # readers may have a block table that was exported earlier
 
     def grant_pages(self, lease: PageLease, pages: Pages, besides: Sequence[HeldPages] = ()) -> None:
-        """Open a lease of published pages, whichever request computed them. `besides`: their states."""
+        """Open a lease of published pages, no matter which request computed them.
+
+        It also holds `besides`, their states.
+        """
         self._held[lease] = []
         for held in (HeldPages(self._pool, pages), *besides):
             self._hold(lease, held)
@@ -85,7 +88,7 @@ class PageLeases:
     def tell(self, row: int, tokens: int, *, windows: bool = True) -> None:
         """Record that readers may know the first `tokens` tokens of a leased row. Their pages must not be rewritten.
 
-        `windows`: readers may also know the pages of windows that a query after these tokens sees.
+        With `windows`, readers may also know the pages of windows that a query after these tokens sees.
         """
         if row in self.of_row:
             self.told[row] = max(tokens, int(self.told[row]))
@@ -93,7 +96,7 @@ class PageLeases:
                 self.kept[row] = min(tokens, int(self.kept[row]))
 
     def sealed(self, row: int, table: BlockTable) -> BlockTable:
-        """The row's table, with the seal of each of its leases."""
+        """Returns the row's table, with the seal of each of its leases."""
         seals = [lease.seal for lease in self.of_row.get(row, ()) if lease.seal is not None]
         return replace(table, seals=tuple(seal(table) for seal in seals)) if seals else table
 
@@ -117,14 +120,14 @@ class PageLeases:
         held = HeldPages(self._pool, pages_before(row, computed).copy())
         for lease in leases:
             self._hold(lease, held)
-        # Last: after an interrupt before this line, `mend` and a repeated release do everything above again.
+        # last, because after an interrupt before this line, `mend` and a repeated release do everything above again
         for lease in leases:
             del self._row_of[lease]
         del self.of_row[row]
         self.told[row], self.kept[row] = 0, _NEVER
 
     def last_read(self, row: int) -> int:
-        """The end of a leased row's columns with computed tokens; 0 without a lease.
+        """Returns where a leased row's columns with computed tokens end; 0 without a lease.
 
         When pages in these columns leave the row, the leases take them over.
         """
@@ -135,8 +138,8 @@ class PageLeases:
     def replace(self, row: int, first: int, pages: Pages, cached: int) -> None:
         """Let the leases take over `pages`, which are about to leave the row while the request stays.
 
-        `first`: the logical page of the first of them. `cached`: the tokens that the request had computed when its
-        table was last exported.
+        `first` is the logical page of the first of them. `cached` is the number of tokens that the request had computed
+        when its table was last exported.
         """
         seen = pages[: max(0, -(-max(cached, int(self.told[row])) // self._rows.page_size) - first)]
         for lease in self.of_row.get(row, ()):
@@ -154,7 +157,7 @@ class PageLeases:
                 self.told[row], self.kept[row] = 0, _NEVER
 
     def held(self) -> list[tuple[PageLease, list[Pages]]]:
-        """The open leases, and the token pages that each holds itself, without those of its row.
+        """Returns the open leases, and the token pages that each holds itself. The pages of its row are left out.
 
         Any thread may call this.
         """
@@ -165,24 +168,24 @@ class PageLeases:
 
     @property
     def num_pages(self) -> int:
-        """The number of pages that leases hold. Each is counted once, whoever else holds it."""
+        """The number of pages that leases hold. Each page is counted once, even if others hold it too."""
         return int(np.count_nonzero(self.holders())) if self._held else 0
 
     def holders(self, pool: PagePool | None = None) -> Ints:
-        """The number of leases that hold each page: int64 `[num_pages + 1]`.
+        """Returns the number of leases that hold each page: int64 `[num_pages + 1]`.
 
-        `pool`: None for token pages, else the pool whose pages are counted.
+        `pool` is the pool whose pages are counted. None means token pages.
         """
         asked = pool or self._pool
         counts = np.zeros(asked.num_pages + 1, np.int64)
-        for held in list(self._held.values()):  # copied, because another thread may read this for metrics
+        for held in list(self._held.values()):  # a copy, because another thread may read this for metrics
             for of_pool, pages in list(held):
                 if of_pool is asked:
                     np.add.at(counts, pages, 1)
         return counts
 
     def mend(self, over: object) -> None:
-        """After the rows are repaired: restore the leases of each row. `over`: a lease that has ended."""
+        """After the rows are repaired: restore the leases of each row. `over` is a lease that has ended."""
         self._held = {lease: held for lease, held in self._held.items() if lease is not over}
         rows = self._rows.request_ids
         self._row_of = {
@@ -218,7 +221,7 @@ class PageLeases:
 
 
 def granted_by(lease: PageLease, books: Sequence[PageLeases]) -> int:
-    """The index of the replica whose leases include this one. Raises `InvalidRequestError` if no replica granted it."""
+    """Returns the index of the replica whose leases include this one. Raises `InvalidRequestError` if none does."""
     of_kind("end_lease: the lease", lease, PageLease, "what lease returned", InvalidRequestError)
     for at, each in enumerate(books):
         if lease.owner is each:

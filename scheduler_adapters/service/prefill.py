@@ -160,7 +160,7 @@ class PrefillScheduler:
                 self._send(reader, msg.Leaving())
 
     def stats(self) -> msg.Stats:
-        """Returns the counters, after a recount of the pages."""
+        """Returns the counters, after it has counted the pages again."""
         self._loop.manager.check()
         return self.counters()
 

@@ -113,7 +113,7 @@ class Adapter(Protocol):
         ...
 
     def check(self) -> None:
-        """Recounts everything. Raises if something does not add up."""
+        """Counts everything again. Raises if the counts disagree."""
         ...
 
     def kill_peer(self, peer: str) -> Collection[str]:

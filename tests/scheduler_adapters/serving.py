@@ -39,7 +39,7 @@ def own_tokens(model: Any, prompt: Sequence[int], new: int) -> list[int]:
 
 
 class Unwalked(OrderedDict[str, Any]):
-    """Requests by id, for code that may look at the first one and at those with news.
+    """Requests by id. Code may read the first one and those with news, but may not go through all of them.
 
     Iterating over all of them fails.
     """

@@ -1,6 +1,6 @@
 """Models and the two sides of a transfer: the caches of each rank, filled and compared through torch's own indexing.
-Nothing here uses boxes, plans or runs. The value of an element identifies it in the model. Whole caches can therefore
-be filled and compared by definition. Elements that no transfer may write hold `UNTOUCHED`.
+Nothing here uses boxes, plans or runs. The value of an element identifies its place in the model. So the expected
+content of every cache is known without a transfer. Elements that no transfer may write hold `UNTOUCHED`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compares the plan with copies by definition, for every pair of layouts of a grid.
+"""Compares the plan with copying element by element, for every pair of layouts of a grid.
 
     python -m tests.transfer.plan_grid [--processes N] [--sample K] [--seed S] [--staged]
 
@@ -135,7 +135,7 @@ def triples(heads: int, sides: int, ranks: int, stages: int, their_ranks: int, t
 
 @cache
 def filled(held: Held, order: str, page_size: int, side: int) -> Pool:
-    """A pool that holds the whole request, filled by definition."""
+    """A pool that holds the whole request, written element by element."""
     return fill(layout(held, order, page_size), [page_list(page_size, side)], (0, TOKENS))
 
 

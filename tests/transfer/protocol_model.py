@@ -61,7 +61,9 @@ class Face(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """The moves of a room with one view of the others: what each adds to a state's number and to its mirror image's."""
+    """The moves of a room, given what it sees of the other rooms. Each move has the number that it adds to a state, and
+    the one that it adds to the mirrored state.
+    """
 
     deltas: tuple[tuple[int, int], ...]
     deaths: tuple[tuple[int, int], ...]  # the same, for the death of each process

@@ -1,4 +1,4 @@
-"""Sends requests to a server or a proxy, each over its own connection. Also has the prompts of all tests."""
+"""Sends requests to a server or a proxy, each over its own connection. Also defines the prompts of all tests."""
 
 from __future__ import annotations
 

@@ -55,6 +55,8 @@ def test_tokens_are_those_of_plain_vllm(
 @pytest.mark.long
 @pytest.mark.skipif(ON_GPU, reason="there it starts")
 def test_vllms_offloading_refuses_a_cpu(servers: Any, model: Callable[..., Path]) -> None:
-    """It refuses with or without other connectors. When this changes, the test above can also run on CPUs."""
+    """vLLM's offloading refuses a CPU with or without other connectors. When this changes, the test above can also run
+    on CPUs.
+    """
     with pytest.raises(RuntimeError, match="CPU Offloading is currently only supported on CUDA-alike and XPU GPUs"):
         servers.get(replace(Settings(model("llama")), **multi(_OURS, _OFFLOADING)))

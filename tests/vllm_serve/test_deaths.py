@@ -76,7 +76,7 @@ def test_decode_dies_and_comes_back(servers: Any, model: Model, expected: Expect
 
 @pytest.mark.long
 def test_a_source_of_another_model(servers: Any, model: Model, expected: Expected) -> None:
-    """Its weights differ but its shapes are equal. The error says that the model names differ."""
+    """The weights of the two models differ, but their shapes are equal. The error says that the model names differ."""
     target, another = model("llama"), model("llama", 1)
     stranger, fails, recomputes = servers.get(
         Settings(another),

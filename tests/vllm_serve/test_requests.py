@@ -227,7 +227,7 @@ def hostile(params: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_params_that_say_something_else(engines: Engines, policy: str) -> None:
-    """With any one key of the params changed, each with its own lease, the result is right tokens or an error."""
+    """One key of the params is changed at a time, with a new lease. The result is right tokens or an error."""
     pair = engines.pair if policy == "fail" else engines.other
     prompt, tokens = PROMPTS[SMALL], engines.expected[SMALL]
     names = [name for name, _ in hostile(pair.prefilled(prompt))]

@@ -1,8 +1,9 @@
-"""`NixlConnectorWorker`: one rank of an engine, between the step loop that runs its model and the transfer thread.
+"""`NixlConnectorWorker`: one rank of an engine. It connects the step loop that runs the model with the transfer thread.
 
-Its methods have the names and meanings of vLLM's worker of this name. It knows nothing of tensor parallelism, page
-sizes, layouts or replicated heads: the boxes of the two sides carry all that, and the plan follows from them. The loop
-hands work over and takes events. Only set-up, `take_output`, `get_kv_connector_stats` and `shutdown` wait.
+Its methods have the names and meanings of vLLM's worker of this name. It has no code for tensor parallelism, page
+sizes, layouts or replicated heads: the boxes of the two sides describe all of these, and the transfer plan follows from
+the boxes. The loop hands work over and takes events. Only set-up, `take_output`, `get_kv_connector_stats` and
+`shutdown` wait.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ from transfer.wire.messages import Wanted
 from transfer.wire.secret import fleet_keys
 
 _GRANT_S = 5.0
-"""In seconds: the longest that a step waits for its leases to be granted.
+"""In seconds: the longest that a step waits until its leases are granted.
 
 A reader that asks for the pages before all ranks have granted the lease is told to ask again.
 """
 
 
 class NixlConnectorWorker:
-    """Moves the pages of one rank. Single-threaded: all methods are for the thread of the step loop.
+    """Moves the pages of one rank. Single-threaded: only the thread of the step loop may call it.
 
     Args:
         config: the rank, and the layout of its caches.
-        keyring: keys for the side channel. With None, the keys are derived from the config's shared secret; without a
-            secret, the sockets are plain.
+        keyring: keys for the side channel. If it is None, the keys are derived from the config's shared secret; without
+            a secret, the sockets are plain.
 
     Raises:
         InvalidEngineError: no worker can be made from the config.
@@ -66,9 +67,9 @@ class NixlConnectorWorker:
         """Registers the caches of this rank's layers, and starts to serve and to read.
 
         Args:
-            kv_caches: the tensor of each layer, with its dimensions in the order of its group's layout; or several
-                tensors for a layer: K and V apart, or the parts of a state. They must stay alive while any peer that
-                may read them lives.
+            kv_caches: the tensor of each layer, with its dimensions in the order of its group's layout. A layer may
+                also have several tensors: K and V apart, or the parts of a state. They must stay alive as long as any
+                peer that may read them.
 
         Raises:
             InvalidEngineError: the tensors do not fit the config, or NIXL cannot register their device.
@@ -80,7 +81,7 @@ class NixlConnectorWorker:
         """Registers one tensor that holds the caches of several layers, for a model with one group.
 
         Args:
-            kv_cache: the tensor; the layout of the group names its dimensions, "layer" among them.
+            kv_cache: the tensor. The layout of the group names its dimensions, one of which is "layer".
             layers: the layers that it holds, in order; all layers of the group if empty.
 
         Raises:
@@ -126,11 +127,12 @@ class NixlConnectorWorker:
         )
         self._thread = start_thread(replica)
         self._events = self._thread.events
-        # Runs also if the worker is dropped or the interpreter exits: an open NIXL agent would abort the process.
+        # This also runs if the worker is dropped or the interpreter exits, because an open NIXL agent would abort the
+        # process.
         self._close = weakref.finalize(self, self._thread.close)
 
     def initialize_host_xfer_buffer(self, kv_caches: Mapping[str, Cache]) -> HostBuffers:
-        """Allocates host memory of the size of the caches, which will be registered in their place.
+        """Allocates host memory of the size of the caches. It will be registered in place of the caches.
 
         `register_kv_caches` calls this if the device needs it.
         """
@@ -162,7 +164,7 @@ class NixlConnectorWorker:
         """Loads an engine whose metadata did not arrive through the handshake. Returns its id.
 
         Args:
-            address: ZMQ endpoint where the engine answers pings, as requests will name it.
+            address: ZMQ endpoint at which the engine answers pings, in the form in which requests will name it.
             ranks: the result of `get_handshake_metadata` on each of its ranks.
 
         Raises:
@@ -171,9 +173,9 @@ class NixlConnectorWorker:
         return self._running().call(lambda replica: replica.directory.add(address, ranks))
 
     def start_load_kv(self, metadata: ConnectorMetadata) -> None:
-        """Starts a step's work: leases to grant, start, end and give back; loads to begin, continue and give up.
+        """Starts the work of a step: grants, starts, ends and gives back leases; begins, continues and gives up loads.
 
-        An error in one load fails that load alone, and `get_failed_loads` reports it.
+        An error in one load fails only that load. `get_failed_loads` reports it.
 
         Raises:
             InvalidTransferError: a named request already has a lease or a load. Nothing was done.
@@ -227,10 +229,10 @@ class NixlConnectorWorker:
         return kernel_pages(blocks, self.config.groups[group].block_pages).tolist()
 
     def save_kv_to_host(self, metadata: ConnectorMetadata) -> None:
-        """Copies the blocks of `reqs_to_save` to host buffers. Must precede the grant of their leases.
+        """Copies the blocks of `reqs_to_save` to host buffers. Must be called before their leases are granted.
 
         Raises:
-            InvalidTransferError: the number of groups of blocks is not that of the config.
+            InvalidTransferError: the number of groups of blocks differs from the config's.
         """
         if self._host is None:
             return
@@ -256,15 +258,16 @@ class NixlConnectorWorker:
         return not self._book.ungranted
 
     def _output(self) -> WorkerOutput:
-        """Processes the pending events. Returns everything since the output was last taken."""
+        """Processes the pending events. Returns all events since the output was last taken."""
         self._drain()
         return self._book.output
 
     def take_output(self) -> WorkerOutput:
         """Returns all events since the last call, for the scheduler's side.
 
-        It first waits until the requested leases are granted, which takes a fraction of a millisecond, mostly while the
-        model runs. An idle engine makes no further step, so the scheduler would otherwise never learn of them.
+        The method first waits until the requested leases are granted. This takes a fraction of a millisecond, mostly
+        while the model runs. Without the wait the scheduler might never learn of them, because an idle engine makes no
+        further step.
 
         Raises:
             EngineClosedError: the transfer thread has died.
@@ -279,8 +282,9 @@ class NixlConnectorWorker:
         """Returns the requests that have finished on this rank since the last call, each once.
 
         Returns:
-            The requests whose lease has ended, whose pages may be freed once all ranks report them; and the requests
-                whose load has ended, successfully or not, with nothing left in flight.
+            The result has two sets. The first one has the requests whose lease has ended; their pages may be freed when
+                all ranks have reported them. The second one has the requests whose load has ended, successfully or not,
+                with nothing left in flight.
 
         Raises:
             EngineClosedError: the transfer thread has died.
@@ -294,14 +298,15 @@ class NixlConnectorWorker:
     def get_failed_loads(self) -> dict[str, str]:
         """Returns the loads that have failed since the last call, each once, with the reason.
 
-        `get_finished` returns such a request as received then or later. Until it does, its pages must not be reused.
+        `get_finished` returns such a request as received, then or later. Until it does, the request's pages must not be
+        reused.
         """
         output = self._output()
         failed, output.failed = output.failed, {}
         return failed
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Returns the local blocks, of every group, of the loads that have failed since the last call."""
+        """Returns the local blocks, in all groups, of the loads that have failed since the last call."""
         output = self._output()
         blocks, output.block_ids_with_errors = output.block_ids_with_errors, set()
         return blocks
@@ -336,7 +341,7 @@ class NixlConnectorWorker:
             self._thread.raise_failure()
 
     def shutdown(self) -> None:
-        """Ends every lease and load. No byte moves afterwards. The next `get_finished` reports those that were open.
+        """Ends every lease and load. No byte moves after this. The next `get_finished` reports those that were open.
 
         Safe to call twice, and after a failed start.
         """

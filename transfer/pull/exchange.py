@@ -1,6 +1,6 @@
 """`PageExchange`: leases a manager's pages to other processes, and pulls pages of other processes into the manager.
 
-Each process has one exchange. It makes each replica of the manager an engine with a transfer thread of its own, and
+Each process has one exchange. It turns each replica of the manager into an engine with a separate transfer thread, and
 runs the server that describes these engines to peers.
 """
 
@@ -51,24 +51,24 @@ if TYPE_CHECKING:
     from transfer.wire.keys import Keyring
 
 _STUCK_S = 10.0
-"""In seconds: how long READs of a failed pull may go on before their agent is destroyed.
+"""In seconds: how long READs of a failed pull may continue before their agent is destroyed.
 
 READs from a stopped source may never end, and hold pages and rows here until then.
 """
 _REFUSE_S = 5.0
-"""In seconds: how long a refusal may take to reach a source that this process has not talked to yet.
+"""In seconds: how long a refusal may take to reach a source that this process has not contacted yet.
 
 If the refusal does not arrive, the lease ends when it expires.
 """
 
 
 class ExchangeEvent(NamedTuple):
-    """An event on one of our replicas.
+    """An event on one of the local replicas.
 
     Attributes:
-        replica: the number of the replica.
+        replica: index of the replica.
         event: the event.
-        proof: for `commit_import` after a pull that passed; None for other events, and if nothing was read.
+        proof: for `commit_import`, after a pull that passed. None for other events, and if nothing was read.
     """
 
     replica: int
@@ -79,46 +79,46 @@ class ExchangeEvent(NamedTuple):
 class PageExchange:
     """Leases pages of a manager to other processes, and pulls their pages into it.
 
-    The manager holds leased pages, whatever happens to their request, from `offer` until the lease word is cleared on
-    every shard. Pages that a pull writes stay with the pull until nothing of it is in flight, whatever happens to the
+    From `offer` until the lease word is cleared on every shard, the manager holds the leased pages, whatever happens to
+    their request. Pages that a pull writes stay with the pull until nothing of it is in flight, whatever happens to the
     import. In both cases `poll` then releases the pages.
 
-    The thread that runs the scheduler may call every method at any time. Only `wait`, `seal` and `close` block. Few
-    pages (up to 1 MiB, of a known source) are read within the call that asks for them, because waking the transfer
+    The thread that runs the scheduler may call every method at any time. Only `wait`, `seal` and `close` block. A few
+    pages (up to 1 MiB, from a known source) are read within the call that asks for them, because waking the transfer
     thread would take longer.
 
     Args:
         manager: the manager whose pages are leased and filled. Its tensors must live until `close`.
         name: name of this process for its peers. Its replicas are the engines `<name>/<replica>`.
         bind: ZMQ endpoint of the handshake server.
-        compatibility: entries that must agree with a peer, such as the model.
-        replica_options: time limits of `ReplicaTransfer`, by name.
-        verify: the source makes page checks, and the reader compares all pulled pages with them. Both processes need
-            the same page layout.
-        agent: makes an agent, given its name and memory type. Tests pass one that injects faults.
+        compatibility: entries that must agree with a peer's, such as the model.
+        replica_options: by name, time limits of `ReplicaTransfer`.
+        verify: whether the source makes checksums of pages, and the reader compares all pulled pages with them. Both
+            processes then need the same page layout.
+        agent: makes an agent, given its name and memory type. Tests pass a function that injects faults.
         keyring: keys of the sockets between engines; None for plain sockets.
         secret: the fleet's shared secret, as for `transfer.wire.secret.read_secret`. It turns on keys for these sockets
-            and for the metadata that they carry. Use it instead of a keyring.
+            and for the metadata that they carry. Give either a secret or a keyring.
         allowed_peers: addresses, networks and host names of the sources that may be contacted, in addition to this
             host.
-        lend: share of a replica's pages, 0.0 to 1.0, that may be lent at a time to readers that `ask`. Beyond it they
-            get fewer pages, because our own requests come first.
+        lend: the share of a replica's pages, 0.0 to 1.0, that may be lent at the same time to readers that `ask`.
+            Readers get no pages beyond it, because this process's own requests come first.
 
     Attributes:
         address: the bound endpoint of the handshake server.
-        incarnation: random, new with each start.
+        incarnation: a random name, new with each start.
         cards: the description of each replica for peers.
-        bell: an object with a descriptor that is readable when `poll` has events or work. Answers to `ask` do not ring
-            it: see `sockets`.
+        bell: has a descriptor that is readable when `poll` has events or work. Answers to `ask` do not ring it: see
+            `sockets`.
         lending: the pages lent to readers that asked for them by content.
-        threads: the transfer thread of each replica, which has its statistics.
-        queries: counts of peers' queries, by outcome.
+        threads: the transfer thread of each replica, with its statistics.
+        queries: counts of peers' questions, by outcome.
 
     Raises:
         AgentError: NIXL cannot be used.
         HandshakeError: the endpoint cannot be bound.
-        InvalidEngineError: an argument is invalid, or the secret cannot be read or is given beside a keyring. Nothing
-            was made: no thread, agent or socket.
+        InvalidEngineError: an argument is invalid, or the secret cannot be read or is given beside a keyring. No
+            thread, agent or socket was made.
     """
 
     def __init__(
@@ -150,8 +150,8 @@ class PageExchange:
         self.threads: list[TransferThread] = []
         self._slots, self._lent_slots = list[LeaseSlots](), list[LeaseSlots]()
         self._leases: list[dict[int, tuple[LeaseRef, Any]]] = []  # for each replica: its leases, by lease id
-        self._pulls: dict[tuple[int, str], Any] = {}  # the copiers of open pulls, by replica and key
-        self._happened: list[ExchangeEvent] = []  # events taken from a thread when it was closed
+        self._pulls: dict[tuple[int, str], Any] = {}  # by replica and key: the copiers of open pulls
+        self._happened: list[ExchangeEvent] = []  # events that were taken from a thread when it was closed
         agreed, options = dict(compatibility or {}), dict[str, Any](replica_options or {})
         tables = manager.layer_tables  # with several tables, pages of the same size may hold other layers and tokens
         agreed |= {"layer tables": tables.described()} if tables.kinds_named else {}
@@ -230,31 +230,32 @@ class PageExchange:
 
     @property
     def pull_seconds(self) -> float:
-        """Seconds in which a READ was under way or a source was waited for, summed over all replicas."""
+        """Seconds in which a READ was under way or a source was awaited, summed over all replicas."""
         return sum(thread.pull_seconds for thread in self.threads)
 
     @property
     def open_pulls(self) -> set[str]:
-        """Keys of the pulls, over all replicas, whose last event `poll` has not returned yet."""
-        return {key for _, key in list(self._pulls)}  # copied, because metrics are read in another thread
+        """The keys of the pulls whose last event `poll` has not returned yet, over all replicas."""
+        return {key for _, key in list(self._pulls)}  # a copy, because metrics are read in another thread
 
     # ---- leases
 
     def offer(self, request_id: str, duration_s: float, *, running: bool = False) -> Source | None:
         """Leases the pages that a claimed request computes. Returns None if every lease slot is taken.
 
-        The `Offered` event reports that the lease was granted. Only then may the result be sent to the reader, with a
-        block table that the manager made after this call. A table carries the seals of those leases that its request
-        had when the table was made, and a reader rejects a table without the seal of its lease. The manager holds the
-        pages from now on, even if the request is released, until `poll` has returned `LeaseOver` or a failed `Offered`.
+        The `Offered` event reports that the lease was granted. Only then may the result be sent to the reader, together
+        with a block table that the manager made after this call. A table carries the seals of the leases that its
+        request had when the table was made, and a reader rejects a table without the seal of its lease. The manager
+        holds the pages from now on, even if the request is released, until `poll` has returned `LeaseOver` or a failed
+        `Offered`.
 
         Args:
             request_id: a claimed request without a pending import.
             duration_s: duration of the lease if its reader does not renew it, in seconds.
-            running: True while the request is still computed. The lease's time starts with `start_clock`.
+            running: True while the request is still computed. The lease's time then starts with `start_clock`.
 
         Raises:
-            InvalidLeaseError: (a ValueError) the duration is no number.
+            InvalidLeaseError: (a ValueError) the duration is not a number.
             UnknownRequestError: (a KeyError) the manager has no such request.
             NotReservedError: (a RuntimeError) an import of its pages is pending.
             EngineClosedError: the transfer thread has died.
@@ -275,7 +276,7 @@ class PageExchange:
         running: bool,
         pages: Sequence[Sequence[int]] | None = None,
     ) -> Source | None:
-        """Requests a lease for pages that the manager holds. If there is no slot, ends the hold and returns None."""
+        """Requests a lease of pages that the manager holds. If no slot is free, ends the hold and returns None."""
         replica: int = held.replica_idx
         lease = None
         try:
@@ -299,7 +300,7 @@ class PageExchange:
         return self._grant(held, slots, new_lease_id(), name, LENT_S, running=False, pages=pages)
 
     def seal(self, replica: int, pages: Sequence[Sequence[int]]) -> None:
-        """Makes the page checks of computed pages, a list for each group, if readers verify.
+        """Makes the checksums of computed pages, a list for each group, if readers verify.
 
         Blocks until they are made.
         """
@@ -309,15 +310,15 @@ class PageExchange:
     def start_clock(self, source: Source) -> None:
         """Starts the time of a lease whose pages are all computed.
 
-        It expires if its reader stays silent for its duration.
+        From then on it expires if its reader is silent for its duration.
 
         Raises:
-            InvalidLeaseError: (a ValueError) the offer is not of this process; also raised by `revoke`.
+            InvalidLeaseError: (a ValueError) the offer is not from this process. `revoke` raises this too.
         """
         self._thread_of(source).call_soon(ReplicaTransfer.start_clock, source.lease.lease_id)
 
     def revoke(self, source: Source, reason: str) -> None:
-        """Ends a lease. After `LeaseOver`, no reader's fence passes under it any more."""
+        """Ends a lease. After `LeaseOver`, no reader can prove reads under it any more."""
         check_text("reason", reason, InvalidLeaseError)
         self._thread_of(source).call_soon(ReplicaTransfer.revoke, source.lease.lease_id, reason)
 
@@ -336,25 +337,25 @@ class PageExchange:
     ) -> None:
         """Asks a source for pages by content, whichever request computed them. `poll` returns the answer as `Lent`.
 
-        The source leases the longest run of the pages, starting with the first, that it has and may lend. A short or
-        empty run is no error, and the same question may later bring fewer pages. The table of a `Lent` is imported and
-        pulled like that of any offer, if all pages before it are cached here. One prompt can therefore come from
-        several sources, in stretches. `refuse` gives back a lease that is not pulled; otherwise the lease expires
-        within seconds.
+        The source leases the longest run of the pages, starting with the first one, that it has and may lend. A short
+        or empty run is not an error, and the same question may later bring fewer pages. The table of a `Lent` is
+        imported and pulled like that of any offer, provided that all pages before it are cached here. A prompt can
+        therefore be pulled in several parts, from different sources. `refuse` gives back a lease that will not be
+        pulled; without it, the lease expires within seconds.
 
         Args:
-            replica: the asking replica; the event repeats it.
+            replica: the asking replica, which the event names again.
             key: names the question in the event.
             address: ZMQ endpoint of the source's handshake server.
-            engine_id: the engine there, a replica of another exchange.
-            wanted: `manager.contents.digests` of the request, or those from a page on, because each digest covers all
-                pages before it. Only the first 512 KiB of digests are sent.
-            timeout_s: seconds until the source is given up, which `Lent` reports as an error. A lease that it grants
-                later is given back.
+            engine_id: the engine at that address, a replica of another exchange.
+            wanted: `manager.contents.digests` of the request. They may begin at any page, because each digest covers
+                all pages before it. Only the first 512 KiB of digests are sent.
+            timeout_s: seconds until the source is given up, which `Lent` reports as an error. If the source grants a
+                lease later, it is given back.
 
         Raises:
             InvalidRequestError: (a ValueError) an argument has a wrong type or is out of range. Every method that takes
-                the number of a replica raises it if there is no such replica.
+                the index of a replica raises it if there is no such replica.
         """
         self._thread(replica)
         check_question(key, (address, engine_id), wanted, timeout_s)
@@ -372,16 +373,16 @@ class PageExchange:
         """Pulls all pages that an import lacks. The last `PullEvent` carries the proof for `commit_import`.
 
         Several sources are read at the same time, and a faster source delivers more of the pages that several hold. If
-        a source fails, the others are read in its place. If no source has a page any more, and the cache has a single
-        block table, the pull passes with the pages before it: the last event has `stop`, and the import then covers
-        fewer tokens.
+        a source fails, the others are read in its place. If no source has a certain page any more, and the cache has a
+        single block table, the pull still passes with the pages before it. The last event then has `stop`, and the
+        import covers fewer tokens.
 
         Args:
-            key: names the pull; no other open pull on the import's replica may have this name.
+            key: name of the pull. No other open pull on the import's replica may have it.
             source: the source, as it was offered. A list of sources is in the order of the import's block tables: first
                 the source of `table`, then the sources of `others`.
             pending: an open import of the manager that no other pull writes.
-            timeout_s: seconds until the pull fails, including its first contact with the source.
+            timeout_s: seconds until the pull fails. This includes the first contact with the source.
 
         Raises:
             InvalidRequestError: (a ValueError) a pull of this name is open; or the import is closed, belongs to another
@@ -421,11 +422,11 @@ class PageExchange:
         thread.call_soon(shared, key, holdings, sizes, timeout_s, can_shorten=pending.can_shorten)
 
     def reads_several(self, num_tokens: int) -> bool:
-        """Whether a pull of `num_tokens` tokens from several sources reads from more than one."""
+        """Whether a pull of `num_tokens` tokens would read from more than one source, if it is given several."""
         return shares(sum(num_tokens // layout.page_size * layout.page_bytes for layout in self._manager.layouts))
 
     def open_pull(self, replica: int, key: str, source: Source, timeout_s: float) -> None:
-        """Opens a pull whose pages `read` names later. The lease is renewed from now on.
+        """Opens a pull whose pages `read` names later. Its lease is renewed from now on.
 
         Raises:
             InvalidRequestError: (a ValueError) a pull of this name is open.
@@ -469,7 +470,7 @@ class PageExchange:
         self.threads[replica].add_pages(key, groups, last=last, tables=copier.tables)
 
     def cancel_pull(self, replica: int, key: str, reason: str) -> None:
-        """Gives a pull up. Its last event comes when nothing of it is in flight."""
+        """Gives up a pull. Its last event comes when nothing of it is in flight."""
         check_text("key", key)
         check_text("reason", reason)
         self._thread(replica).call_soon(ReplicaTransfer.cancel, key, reason)
@@ -478,14 +479,14 @@ class PageExchange:
 
     @property
     def sockets(self) -> list[zmq.Socket[bytes] | Bell]:
-        """The objects for `zmq.zmq_poll` to sleep on: one of them is readable when `poll` has events or work.
+        """The objects on which `zmq.zmq_poll` can sleep: one of them is readable when `poll` has events or work.
 
-        Ask for them before each sleep, because they change with the open questions.
+        Get them again before each sleep, because they change with the open questions.
         """
         return [self.bell, *self._asks.sockets]
 
     def poll(self) -> list[ExchangeEvent]:
-        """Returns the events since the last call. The manager gets back pages whose lease or pull has ended.
+        """Returns the events since the last call. Gives pages whose lease or pull has ended back to the manager.
 
         Raises:
             EngineClosedError: a transfer thread has died. Leased and pulled pages stay held, because a lease word may
@@ -536,7 +537,7 @@ class PageExchange:
         self._manager.end_lease(held)
 
     def wait(self, replica: int, timeout_s: float) -> None:
-        """Blocks until there is an event on a replica, or the time is over."""
+        """Blocks until there is an event on a replica, or until the time is over."""
         number("timeout_s", timeout_s, error=InvalidRequestError)
         thread = self._thread(replica)
         thread.wait(lambda: bool(thread.events), timeout_s)
@@ -555,7 +556,7 @@ class PageExchange:
             thread.close()
             self._happened += self._take(replica)
             if thread.is_closed:
-                # Commands that the thread never ran will not run any more.
+                # Commands that the thread has not run by now will never run.
                 for lease_id in list(self._leases[replica]):
                     self._end_lease(replica, lease_id)
                 for place in [place for place in self._pulls if place[0] == replica]:

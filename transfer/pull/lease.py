@@ -1,11 +1,12 @@
-"""Leases: until when readers may read a request's pages, and the words in memory that show readers if a lease is open.
+"""Leases: how long readers may read a request's pages, and the words in memory that show readers if a lease is open.
 
 A lease is open while its random id is in its *lease word*, eight bytes that every peer may READ. A reader first copies
-the pages and then READs the word. If the id is still there, the pages had not been given away when the last byte was
-copied, because a lease always ends in one order: first the word is cleared, then the pages lose their holder. All later
-writes to the pages therefore come after the word was cleared. `docs/concepts/protocol.md` has the whole argument.
+the pages and then READs the word. If the id is still there, the pages had not been given to another request when the
+last byte was copied, because a lease always ends in one order: first the word is cleared, then the pages lose their
+holder. All later writes to the pages therefore come after the word was cleared. `docs/concepts/protocol.md` has the
+whole argument.
 
-A generation word that is read after the data is the idea of a seqlock (Lameter 2005; Boehm, MSPC 2012).
+Reading a generation word after the data is the idea of a seqlock (Lameter 2005; Boehm, MSPC 2012).
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from transfer.nixl.agent import WORD_BYTES
 from transfer.wire.messages import ReaderNote
 
 CLEARED = 0
-"""The content of a lease word without a lease. No lease has this id."""
+"""What a lease word holds while there is no lease. No lease has this id."""
 
 LEASE_SLOTS = 4096
-"""The most leases of our own requests at a time."""
+"""The most leases of this process's own requests at the same time."""
 LENT_SLOTS = 1024
 """The most leases of pages that readers asked for by content.
 
@@ -49,9 +50,9 @@ Verdict = Literal["accepted", "unknown", "late", "duplicate", "malformed"]
 def make_words(count: int) -> NDArray[np.uint64]:
     """Returns `count` zeroed words, uint64, in memory pages of their own.
 
-    These pages hold nothing else that a peer could read. The memory is private to this process. A forked child finds
-    zeros at its address, and the child's writes are not shared. A reader that reads a lease word in the child, for
-    example because our pid was reused for it, finds no lease.
+    These memory pages hold nothing else that a peer could read. The memory is private to this process. A forked child
+    finds zeros at its address, and the child's writes are not shared. If a reader reads a lease word in the child, for
+    example because the child now has our pid, it finds no lease.
     """
     size = count * WORD_BYTES
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # freed with the last view of it
@@ -65,12 +66,12 @@ def make_words(count: int) -> NDArray[np.uint64]:
 
 
 def new_lease_id() -> int:
-    """Returns a random 64-bit id, never 0. Fences rely on no other process having this id."""
+    """Returns a random 64-bit id, never 0. Fences rely on the fact that no other process has this id."""
     return secrets.randbelow((1 << 64) - 1) + 1
 
 
 class LeaseRef(NamedTuple):
-    """A lease as its readers know it: id, slot of the word on every rank, and duration of a renewal in seconds."""
+    """A lease as its readers know it: its id, the slot of its word, and the duration of a renewal in seconds."""
 
     lease_id: Annotated[int, Meta(ge=1)]
     slot: Annotated[int, Meta(ge=0)]
@@ -78,7 +79,7 @@ class LeaseRef(NamedTuple):
 
 
 class LeaseSlots:
-    """The free lease slots of an engine. All its ranks use the same slots, so they are allocated centrally here.
+    """The free lease slots of an engine. All its ranks use the same slots, so slots are allocated here for all ranks.
 
     Args:
         slots: the slots to allocate from.
@@ -89,7 +90,7 @@ class LeaseSlots:
         self._free = list(slots)
 
     def take(self, duration_s: float, lease_id: int | None = None) -> LeaseRef | None:
-        """Returns a lease in the lowest free slot, with a new id or the given one; None if no slot is free."""
+        """Returns a lease in the lowest free slot, with a new id or the given one. Returns None if no slot is free."""
         if not self._free:
             return None
         return LeaseRef(new_lease_id() if lease_id is None else lease_id, heapq.heappop(self._free), duration_s)
@@ -103,18 +104,18 @@ class LeaseSlots:
 class Lease:
     """One lease, which all ranks of a source grant under the same id and slot."""
 
-    lease_id: int  # random, 64 bits; also the content of the lease word
-    request_id: str  # the source's name of the request whose pages are held
+    lease_id: int  # random, 64 bits; the lease word holds the same number
+    request_id: str  # the source's name for the request whose pages are held
     slot: int  # index of the lease word
     duration_s: float  # the duration of a grant and of each renewal
-    engines: int  # reading engines that must finish before the lease ends
-    deadline: float  # by the clock of its `LeaseBook`
-    last_deadline: float  # renewals do not extend beyond it
+    engines: int  # how many reading engines must finish before the lease ends
+    deadline: float  # by the clock of the lease's `LeaseBook`
+    last_deadline: float  # renewals do not extend the deadline beyond this
     # By engine, the ranks that have finished, each with the rank of ours that it said so to.
     heard: dict[str, set[tuple[int, int]]] = field(default_factory=dict[str, set[tuple[int, int]]])
-    ranks: dict[str, int] = field(default_factory=dict[str, int])  # by engine, how many ranks it has
+    ranks: dict[str, int] = field(default_factory=dict[str, int])  # by engine: its number of ranks
     refusal: str = ""  # the first reason of a reader that gave up
-    ended: str = ""  # why it has ended; empty while it is open
+    ended: str = ""  # why the lease has ended; empty while it is open
 
     def is_read(self, ours: int) -> bool:
         """Whether each of `ours` ranks has heard from all ranks of the expected number of engines.
@@ -133,12 +134,12 @@ class LeaseBook:
     Args:
         words: uint64 `[slots]` for each local rank, from `make_words`: the lease words. They must be registered, and
             stay mapped while any peer lives.
-        clock: a monotonic clock, in seconds. Deadlines stay in the process; peers are told durations.
-        longest: longest life of a lease with renewals, as a multiple of its duration.
+        clock: a monotonic clock, in seconds. Deadlines are only used in this process; peers are told durations.
+        longest: the longest life of a lease with renewals, as a multiple of its duration.
 
     Attributes:
         words: as given.
-        counts: notes of readers, by verdict.
+        counts: number of readers' notes, by verdict.
     """
 
     def __init__(
@@ -198,7 +199,7 @@ class LeaseBook:
         return granted
 
     def start_clock(self, lease_id: int) -> None:
-        """Starts the clock of a lease that was granted to a running request. A no-op if the clock already runs."""
+        """Starts the clock of a lease that was granted for a running request. A no-op if the clock already runs."""
         lease = self._by_id.get(lease_id)
         if lease is not None and lease.deadline == math.inf:
             now = self._clock()
@@ -210,7 +211,9 @@ class LeaseBook:
         return self._by_id.get(lease_id)
 
     def times(self, lease: Lease) -> tuple[float, float | None]:
-        """Returns the seconds since the clock of a lease started, and until its deadline; 0 and None if it has not.
+        """Returns the seconds since the lease's clock started, and until its deadline.
+
+        0 and None if it has not started.
 
         Safe from any thread.
         """
@@ -258,7 +261,7 @@ class LeaseBook:
     def end(self, lease_id: int, reason: str) -> Lease | None:
         """Ends a lease even while it is read, and returns it with its words cleared; None if it had already ended.
 
-        Use this for an abort, or if pages are needed. Readers find out by their fence.
+        Use this for an abort, or if pages are needed. Readers learn of it from their fence.
         """
         lease = self._by_id.get(lease_id)
         return None if lease is None else self._end(lease, reason)
@@ -275,7 +278,7 @@ class LeaseBook:
         return over
 
     def _end(self, lease: Lease, reason: str) -> Lease:
-        for words in self.words:  # first: from now on no fence accepts pages read under the lease
+        for words in self.words:  # first, so that from now on no fence accepts pages read under the lease
             words[lease.slot] = CLEARED
         lease.ended = reason
         del self._by_id[lease.lease_id], self._slots[lease.slot]

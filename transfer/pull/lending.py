@@ -1,8 +1,8 @@
 """The source's side of a pull by content: readers ask for pages by digest, and get a lease of the pages that are here.
 
-A question arrives on the handshake server's thread, which knows no pages, and waits for the serving loop. The loop
-holds the pages and requests a lease for them. The server keeps a question open for a while; if there is no answer by
-then, the reader asks again. Once every rank has granted the lease, the reader is told the pages, and pulls them as
+A question arrives on the handshake server's thread, which does not know pages, and waits for the serving loop. The loop
+holds the pages and requests a lease for them. The server keeps a question open for a while. If there is no answer by
+then, the reader asks again. When every rank has granted the lease, the reader is told the pages, and pulls them as
 under any other lease.
 """
 
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     Returns None if every lease slot is taken.
     """
 
-LENT_S = 10.0  # in seconds: duration of a lease; short, because its reader is waiting and renews it
+LENT_S = 10.0  # in seconds: duration of a lease. It is short, because its reader is waiting and renews it
 _KNOWN = 4096  # the most questions whose answers are kept
-_MOST_ASKED = 64  # the most questions that wait for the loop; each may bring half a MiB of digests
+_MOST_ASKED = 64  # the most questions that wait for the loop; each may have half a MiB of digests
 _MOST_OF_ONE = 32  # the most questions of one reader that wait for the loop
-_LOAD_S = 0.25  # in seconds; pages that take longer to come from a lower tier are left out
+_LOAD_S = 0.25  # in seconds; pages that take longer to load from a lower tier are left out
 _LOADING = LeaseReply(query_id=0, waits_for="its pages to come from a lower tier")
 _UNSEEN = LeaseReply(query_id=0, waits_for="its serving loop to look for the pages")
 _LENT = LeaseReply(query_id=0, waits_for="another lease of the same pages to end, which this reader has")
@@ -46,13 +46,13 @@ _GRANTING = LeaseReply(query_id=0, waits_for="the lease to stand on all its rank
 
 
 class _LentPages(NamedTuple):
-    """Leased pages, their question, and its answer once the lease is granted.
+    """Leased pages, the question that asked for them, and its answer once the lease is granted.
 
     Attributes:
         ask_id: id of the question.
         asker: id of the reading process.
-        pages: ids of the pages for tokens; a state page counts as a negative number.
-        size: the number of token pages that the lease takes; a state counts as the pages of its slab.
+        pages: ids of the token pages. A state page is listed as a negative number.
+        size: how many token pages the lease takes; a state counts as the pages of its slab.
         answer: the sealed answer.
     """
 
@@ -64,16 +64,16 @@ class _LentPages(NamedTuple):
 
 
 class PageLender:
-    """Leases pages of one replica to readers that ask by digest.
+    """Leases pages of one replica to readers that ask for them by digest.
 
-    Any thread may call `answer`. All other calls are for the serving loop.
+    Any thread may call `answer`. Only the serving loop may make the other calls.
 
-    Our own requests come first. At most a `share` of the pages is lent at a time, and at most the same share of the
-    pages for recurrent states. A reader that asks for more gets fewer pages. These leases have lease words of their
-    own, and a reader gets each page under one lease at a time.
+    This process's own requests come first. At most a `share` of the pages is lent at the same time, and at most the
+    same share of the pages for recurrent states. A reader that asks for more gets fewer pages. These leases have
+    separate lease words, and a reader gets each page under one lease at a time.
 
     Attributes:
-        pages_lent: pages leased so far, including state pages; a page counts each time that it is leased.
+        pages_lent: number of pages leased so far, including state pages. A page counts each time that it is leased.
         has_answers: whether a question got its final answer; the owner resets it.
     """
 
@@ -102,11 +102,11 @@ class PageLender:
         self._key, self._seals = key, seals
         self._kind, self._tables = kv_kind(manager.layouts), len(manager.layer_tables.tables)
         self._lent: dict[int, _LentPages] = {}  # by lease id
-        self._lent_to: dict[str, set[int]] = {}  # the pages that each reader has under leases
+        self._lent_to: dict[str, set[int]] = {}  # by reader: the pages that it has under leases
         self._granting: set[int] = set()  # leases that are not granted yet
         self._lock = threading.Lock()  # protects the next three fields
         self._asked: deque[ContentQuery] = deque()
-        # Questions that wait for a lower tier, with their time limit.
+        # Questions that wait for a lower tier, each with its time limit.
         self._loading: list[tuple[ContentQuery, float]] = []
         self._answers: OrderedDict[int, LeaseReply] = OrderedDict()  # the latest answers, by question
 
@@ -125,7 +125,7 @@ class PageLender:
         self._most = 0
 
     def answer(self, query: ContentQuery) -> LeaseReply:
-        """Returns the present answer to a reader's question, new or repeated."""
+        """Returns the current answer to a reader's question, which may be new or repeated."""
         with self._lock:
             known = self._answers.get(query.ask_id)
             if known is None and (most := self._too_many(query)):
@@ -141,14 +141,17 @@ class PageLender:
         return LeaseReply(query_id=query.query_id, pages=known.pages, error=known.error, waits_for=known.waits_for)
 
     def _too_many(self, query: ContentQuery) -> int:
-        """Returns the limit that one more question would exceed: for all readers or for this one; 0 if neither."""
+        """Returns the limit that one more question would exceed, for all readers or for this one.
+
+        0 if it exceeds neither.
+        """
         waiting = [*self._asked, *(loading for loading, _ in self._loading)]
         if len(waiting) >= _MOST_ASKED:
             return _MOST_ASKED
         return _MOST_OF_ONE if sum(_asker(one) == _asker(query) for one in waiting) >= _MOST_OF_ONE else 0
 
     def poll(self) -> None:
-        """Looks up the pages of the questions since the last call, and requests their leases."""
+        """Looks up the pages of the questions since the last call, and requests leases for them."""
         now, looked_for = time.monotonic(), self._loading
         self._loading = []
         while self._asked:
@@ -161,7 +164,7 @@ class PageLender:
                 self._say(query.ask_id, LeaseReply(query_id=0, error=str(error)))
 
     def settle(self, event: LeaseOver | Offered) -> bool:
-        """Handles an event of a lease. Returns True if the lease is of lent pages, whose events the loop ignores."""
+        """Handles an event of a lease. Returns True if it is a lease of lent pages; the loop ignores such events."""
         lent = self._lent.get(event.lease_id)
         if lent is None:
             return False
@@ -253,10 +256,10 @@ class PageLending:
     """Lends pages of a manager's replicas.
 
     Args:
-        manager: the owner of the pages.
+        manager: the manager whose pages are lent.
         grant: requests a lease.
-        ring: called for each question, on the handshake server's thread, so that `poll` is called.
-        share: share of each replica's pages that may be lent at a time.
+        ring: called for each question, on the handshake server's thread, so that the loop calls `poll`.
+        share: the share of each replica's pages that may be lent at the same time.
         key: key of the digests that authenticate the answers.
         seals: makes the seals of lent tables.
 
@@ -281,12 +284,12 @@ class PageLending:
 
     @property
     def pages_lent(self) -> int:
-        """Pages leased so far to readers that asked for them by content."""
+        """The number of pages leased so far to readers that asked for them by content."""
         return sum(one.pages_lent for one in self.of)
 
     @property
     def num_leases(self) -> int:
-        """The number of granted or requested leases to readers that asked by content."""
+        """The number of leases, granted or requested, to readers that asked by content."""
         return sum(one.num_leases for one in self.of)
 
     @property

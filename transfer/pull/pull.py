@@ -1,7 +1,7 @@
-"""The reading side of one rank: READs of pages, the fence after them, and the tracking of everything in flight.
+"""The reading side of one rank: READs of pages, the fence after them, and a record of everything in flight.
 
-A pull ends in two steps that may be far apart. It *fails* as soon as a reason is known. Its pages are *safe* when
-nothing of it is in flight: NIXL cannot stop a copy, so bytes may still land in the pages until then.
+A failing pull ends in two steps, which may be far apart. It *fails* as soon as a reason is known. Its pages are *safe*
+when nothing of it is in flight: NIXL cannot stop a copy, so bytes may still arrive in the pages until then.
 
 NIXL copies a small READ, and the READ of the lease word after it, within the call that posts it. A small pull has
 therefore ended as soon as it is posted, and needs none of the state that other pulls need: see `Puller.pull_at_once`.
@@ -28,11 +28,11 @@ from transfer.wire.messages import RankMetadata, ReaderNote, encode_message
 
 _SLICE_S = 0.3e-3
 LATELY_S = 1.0
-"""In seconds. NIXL may take this long to send a message to a source, and needs polls of its agent meanwhile."""
+"""In seconds. NIXL may take this long to send a message to a source, and needs polls of its agent during this time."""
 _MOST_IN_FLIGHT = 8
-"""The most transfers of a pull at a time, if posts return before the copy ends.
+"""The most transfers of a pull at the same time, if posts return before the copy ends.
 
-Together they have 32 MiB on the wire, in addition to the background transfer.
+Together they have 32 MiB on the wire, besides the background transfer.
 """
 
 
@@ -40,15 +40,15 @@ class Puller:
     """The pulls of one rank. Single-threaded: the thread that owns the agents makes all calls.
 
     `identity` is the engine id, the rank and the number of ranks, as notes to sources state them. `slots` is the most
-    fences at a time.
+    fences at the same time.
 
     Attributes:
-        words: uint64 `[slots]`, the buffer for lease words that fences read. To be registered with every agent.
-        events: outcomes of pulls; the owner takes them.
-        ended: records of successful pulls; the owner takes them.
+        words: uint64 `[slots]`, the buffer into which fences read lease words. It must be registered with every agent.
+        events: outcomes of pulls. The owner removes them.
+        ended: records of successful pulls. The owner removes them.
         num_posted: number of READs, of pages and of lease words, that had not ended as soon as they were posted.
         is_copying: whether more is left to copy, so that the next poll should follow at once.
-        timed: whether events of pulls that passed carry the time of their fence.
+        timed: whether events of pulls that passed carry the times of their fence.
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class Puller:
         self._memory_type, self._clock = memory_type, clock
         self._address = self.words.ctypes.data
         self._free = list(range(slots))
-        self._spoken: dict[RemoteEngine, float] = {}  # when a message was last sent to a source
+        self._spoken: dict[RemoteEngine, float] = {}  # by source: when a message was last sent to it
         self._pulls: dict[str, RankPull] = {}
-        self._moving: dict[str, RankPull] = {}  # pulls that a poll may advance
-        # A heap of the times at which pulls are renewed or time out; a pull may be gone by then.
+        self._moving: dict[str, RankPull] = {}  # the pulls that a poll may advance
+        # A heap of times at which pulls are renewed or time out. A pull may have ended by its time.
         self._due: list[tuple[float, str]] = []
-        self._behind: dict[int, Handle] = {}  # by id of the source, the transfer that NIXL's thread copies
+        self._behind: dict[int, Handle] = {}  # by id of the source: the transfer that NIXL's thread copies
         self.num_posted = 0
         self.is_copying = self.timed = False
 
@@ -100,7 +100,9 @@ class Puller:
         return any(pull.engine is engine for pull in self._pulls.values())
 
     def open(self, key: str, engine: RemoteEngine, lease: LeaseRef, timeout_s: float) -> RankPull:
-        """Opens a pull: from now on its lease is renewed, and `add` may read. After its last event the key is free.
+        """Opens a pull: from now on its lease is renewed, and `add` may read.
+
+        After its last event, the key is free again.
 
         Raises:
             InvalidTransferError: the key is taken, the source has no such lease word, or a time is invalid.
@@ -125,10 +127,10 @@ class Puller:
         """Makes a pull that has a single part, from an engine with one rank, and if possible ends it within this call.
 
         The pull is complete if its READ and its fence have ended as soon as they were posted, and the word holds the
-        lease. Otherwise it continues as a normal pull from its current state. Raises as `open`.
+        lease's id. Otherwise it continues as a normal pull from its current state. Raises as `open`.
 
         Returns:
-            The event of a successful pull, which is not added to `events`; otherwise the pull.
+            The event of a successful pull, which is not added to `events`. Otherwise the pull.
         """
         check_opening(key, engine, lease, timeout_s, is_open=key in self._pulls)
         started = self._spoken[engine] = self._clock()
@@ -308,7 +310,7 @@ class Puller:
             self._came(pull, part)
 
     def _came(self, pull: RankPull, part: Part) -> None:
-        """Handles the end of a part's transfer, whose handle is released."""
+        """Handles the end of a part's transfer, whose handle has been released."""
         if part.in_flight:
             return
         if part.is_here and part.arrived and not pull.error:
@@ -332,7 +334,7 @@ class Puller:
         If more pages will follow, this only confirms those read so far. The last fence also carries our `done` note.
         """
         if pull.fenced or pull.fencing or len(self._free) < len(pull.read_ranks):
-            return  # with too few free words, another pull's fence must end first
+            return  # if too few words are free, another pull's fence must end first
         pull.marking = pull.added if pull.more else 0
         note = b"" if pull.more else self._done(pull.lease)
         if self.timed and pull.read_ranks:
@@ -407,7 +409,7 @@ class Puller:
 
     def _fail(self, pull: RankPull, failure: Failure) -> None:
         if pull.error:
-            return  # the first one is kept
+            return  # the first failure is kept
         pull.error, pull.failed_at = failure, self._clock()
         if pull.waiting and pull.waiting[0].posted and not pull.waiting[0].in_flight:
             pull.waiting[0].settle()
@@ -421,7 +423,7 @@ class Puller:
         return ReaderNote(lease.lease_id, engine_id, rank, ranks, verdict, reason[:200])  # pyright: ignore[reportArgumentType]
 
     def _tell(self, pull: RankPull, ranks: set[int] | range, verdict: str, reason: str = "") -> None:
-        """Sends a note to each rank. A lost note costs the source only time, because its lease expires."""
+        """Sends a note to each rank. A lost note only costs the source time, because its lease expires."""
         if not ranks:
             return
         self._spoken[pull.engine] = self._clock()
@@ -431,7 +433,7 @@ class Puller:
                 pull.agent.notify(pull.engine.ranks[rank].agent_name, message)
 
     def stuck(self, seconds: float) -> list[RemoteEngine]:
-        """Returns the engines of pulls that failed at least so many seconds ago and still have copies in flight."""
+        """Returns the engines of pulls that failed at least this many seconds ago and still have copies in flight."""
         before = self._clock() - seconds
         return list({pull.engine for pull in self._moving.values() if pull.error and pull.failed_at < before})
 

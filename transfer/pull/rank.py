@@ -30,7 +30,7 @@ from transfer.wire.messages import RankMetadata, ReaderNote, decode_note, open_r
 
 log = logging.getLogger("pagewire.transfer")
 _IN_TURN = 8
-"""The number of unused sources whose agents a poll serves; each takes 2 µs."""
+"""How many unused sources' agents are served in one poll. Each takes 2 µs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +38,13 @@ class RankIdentity:
     """The identity of a rank, and the entries that must agree with a peer.
 
     Attributes:
-        engine_id: shared by all ranks of the engine.
-        incarnation: random, new with each start, shared by all ranks; `new_incarnation` makes one.
-        rank: number of this rank among `ranks`, counting tensor-parallel and pipeline ranks together.
-        ranks: ranks of the engine.
-        compatibility: entries that must agree for the bytes to mean the same: model, cache dtype and so on.
-        key: shared secret of the digest over metadata; empty if the digest only detects damage.
-        table_key: key of the seals of the engine's block tables; empty if it seals none.
+        engine_id: id of the engine, which all its ranks share.
+        incarnation: a random name, new with each start, which all ranks share. `new_incarnation` makes it.
+        rank: index of this rank among `ranks`, counting tensor-parallel and pipeline ranks together.
+        ranks: number of ranks of the engine.
+        compatibility: entries that must agree so that the bytes mean the same: model, cache dtype and so on.
+        key: shared secret for the digest over metadata. If it is empty, the digest only detects damage.
+        table_key: key for the seals of the engine's block tables; empty if it makes none.
     """
 
     engine_id: str
@@ -86,15 +86,15 @@ class ShardMemory(NamedTuple):
 
 
 class ReaderAgents:
-    """Makes agents, lends each to one source, and takes it back when nothing moves over it any more.
+    """Makes agents, lends each of them to one source, and takes it back when nothing moves over it any more.
 
-    A NIXL copy can be stopped only by destroying its agent. Each source therefore has its own reading agent, apart from
-    the agent that serves peers, so that giving up one source disturbs no other. One agent is kept ready, because making
-    one takes 10 ms.
+    A NIXL copy can be stopped only by destroying its agent. Each source therefore has a separate reading agent, which
+    is not the agent that serves peers, so that giving up one source disturbs no other. One agent is kept ready, because
+    making one takes 10 ms.
 
     Args:
-        name: name of the rank. Agents get this name and a number, and no name is used twice.
-        make: makes an agent of a name, and registers all memory that it reads into.
+        name: name of the rank. An agent's name is this name and a number. No name is used twice.
+        make: makes an agent of a given name, and registers all memory that it reads into.
 
     Raises:
         AgentError: NIXL refuses the first agent.
@@ -106,17 +106,17 @@ class ReaderAgents:
         self._spare: list[Agent] = [make(next(self._names))]
 
     def take(self) -> Agent:
-        """Returns an agent that knows no peer."""
+        """Returns an agent that has no peer."""
         return self._spare.pop() if self._spare else self._make(next(self._names))
 
     def keep_ready(self) -> None:
-        """Makes an agent for the next source, if none is ready. Call this when nothing else is to be done."""
+        """Makes an agent for the next source, if none is ready. Call this when there is nothing else to do."""
         if not self._spare:
-            with suppress(AgentError):  # the next source's request will report it
+            with suppress(AgentError):  # the next source's request will report the error
                 self._spare.append(self._make(next(self._names)))
 
     def give_back(self, agent: Agent, *, reuse: bool = True) -> None:
-        """Takes back an agent without peers or transfers in flight. Destroys it if it is not to be reused."""
+        """Takes back an agent without peers or transfers in flight. Without `reuse`, the agent is destroyed."""
         if self._spare or not reuse:
             _close(agent)
         else:
@@ -141,11 +141,11 @@ class RankTransfer:
     Args:
         identity: the identity of this rank.
         memory: its pages.
-        checks: whether to make page checks of leased pages, for readers that verify.
-        verify: share of the pages, 0 to 1, that are compared with their page checks after they were read.
-        stuck_s: seconds that copies of a failed pull may go on. After that their agent is destroyed, and everything
-            known of their source is forgotten.
-        agent: makes an agent, given its name and memory type. Tests pass one that injects faults.
+        checks: whether to make checksums of leased pages, for readers that verify.
+        verify: share of the pages, 0 to 1, that are compared with the source's checksums after they were read.
+        stuck_s: seconds that copies of a failed pull may continue. After that their agent is destroyed, and everything
+            known about their source is forgotten.
+        agent: makes an agent, given its name and memory type. Tests pass a function that injects faults.
         clock: a monotonic clock, in seconds.
 
     Attributes:
@@ -154,8 +154,8 @@ class RankTransfer:
         metadata: the rank's sealed metadata, for the handshake.
 
     Raises:
-        InvalidEngineError: the addresses do not match the layout's regions, or page checks are asked for pages that are
-            not in host memory.
+        InvalidEngineError: the addresses do not match the layout's regions, or checksums are requested for pages that
+            are not in host memory.
         AgentError: NIXL cannot be used, or refuses the memory.
     """
 
@@ -197,14 +197,14 @@ class RankTransfer:
         self._make_agent = agent
         self._remotes: dict[str, RemoteEngine] = {}
         self._retiring: list[RemoteEngine] = []
-        self._next = 0  # the first of the unused sources that the next poll serves
+        self._next = 0  # index of the first unused source that the next poll serves
         self._readers: ReaderAgents | None = None
         self._agent: Agent | None = agent(name, memory_type)
         try:
             self._register_own(self._agent)
             self._readers = ReaderAgents(name, self._make_reader)
             self.metadata = sealed_rank(self._describe(name, self._agent.metadata), identity.key)
-            self._mine = open_rank(self.metadata, identity.key)  # checked as peers will check it
+            self._mine = open_rank(self.metadata, identity.key)  # checked in the way in which peers will check it
             if not identity.key:
                 self._agent.vouch(self._mine.agent_metadata)
         except BaseException:
@@ -263,7 +263,7 @@ class RankTransfer:
         return None if remote is None or remote.failure else remote
 
     def inspect(self, ranks: Sequence[bytes], expected: tuple[str, str] | None = None) -> RemoteEngine:
-        """Checks an engine's metadata as far as possible without NIXL, and makes a plan. Loads nothing.
+        """Checks an engine's metadata as far as that is possible without NIXL, and makes a plan. Loads nothing.
 
         `ranks` is the sealed metadata of each of its ranks. `expected` is the engine id and incarnation that it must
         have.
@@ -271,7 +271,7 @@ class RankTransfer:
         Raises:
             MetadataError: the metadata is damaged, or not that of the ranks of one engine. NIXL has seen none of it.
             SettingsMismatchError: the peer runs with other UCX settings or another version of NIXL.
-            HandshakeError: it is another engine, or entries that must agree differ; the message has both values.
+            HandshakeError: it is another engine, or entries that must agree differ. The message has both values.
         """
         self._open()
         found = [open_rank(data, self.identity.key) for data in ranks]
@@ -288,7 +288,7 @@ class RankTransfer:
         return remote
 
     def load(self, remote: RemoteEngine) -> RemoteEngine:
-        """Loads an inspected engine. A loaded engine of the same id, whatever its incarnation, is forgotten first.
+        """Loads an inspected engine. First forgets a loaded engine of the same id, whatever its incarnation.
 
         Raises:
             AgentError: NIXL refuses a rank. None of them stays loaded.
@@ -311,7 +311,7 @@ class RankTransfer:
         return remote
 
     def disconnect(self, engine_id: str, failure: Failure, incarnation: str = "") -> None:
-        """Fails the pulls from an engine and forgets the engine and its metadata.
+        """Fails the pulls from an engine, and forgets the engine and its metadata.
 
         A no-op if another `incarnation` is loaded. An empty `incarnation` matches any.
         """
@@ -361,7 +361,7 @@ class RankTransfer:
         return {*known[first : first + _IN_TURN], *used, *self._retiring}
 
     def _give_up_stuck(self) -> None:
-        """Destroys the agents of copies that NIXL never ends. This is the last resort to stop them."""
+        """Destroys the agents of copies that NIXL never ends. There is no other way to stop such copies."""
         for remote in self.puller.stuck(self._stuck_s):
             log.warning(
                 "engine %r: some copies did not end in time; the agent that makes them is destroyed", remote.engine_id

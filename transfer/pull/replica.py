@@ -40,7 +40,7 @@ class LeaseOver(NamedTuple):
     Attributes:
         request_id: as in the offer.
         lease_id: the lease.
-        reason: "read", or why it ended otherwise.
+        reason: "read", or another reason for its end.
     """
 
     request_id: str
@@ -60,11 +60,12 @@ class Offered(NamedTuple):
     error: str
 
 
-_REFUSED = "\0refused "  # prefix of the keys of pulls that only refuse a lease; no caller's key begins with it
-_PART = "\0part "  # prefix of the keys of the parts of a pull from several sources
+_REFUSED = "\0refused "  # prefix for the keys of pulls that only refuse a lease; no caller's key begins with it
+_PART = "\0part "  # prefix for the keys of the parts of a pull from several sources
 _MAX_PAUSE_S = 0.25  # in seconds: the longest pause before a source is asked again; see `ReplicaPull`
 _SMALL_BYTES = 1 << 20
-"""A pull of this size takes 0.1 to 0.3 ms. On a busy machine, waking a thread for it takes twice as long."""
+"""In bytes. A pull up to this size takes 0.1 to 0.3 ms. On a busy machine, waking a thread for it takes twice as long.
+"""
 Event = PullEvent | LeaseOver | Offered
 
 
@@ -74,15 +75,15 @@ class ReplicaTransfer:
     Args:
         ranks: local ranks of one engine, in order.
         client: asks sources for their metadata.
-        handshake_timeout_s: time that a source has to answer.
-        heartbeat_s: interval between pings to a source that is read from.
-        dead_after_s: how long it may be silent after a ping.
+        handshake_timeout_s: time that a source may take to answer.
+        heartbeat_s: interval between pings to a source that is being read.
+        dead_after_s: how long a source may be silent after a ping.
         idle_s: how long a source is remembered without a pull.
         timed: whether events of pulls that passed carry the times of their fence.
         clock: a monotonic clock, in seconds.
 
     Attributes:
-        events: events in order; the owner takes them.
+        events: events in order. The owner removes them.
         leases: the leases that all ranks have granted.
         stats: counters, and records of the last pulls.
         directory: the engines that it reads from.
@@ -142,15 +143,15 @@ class ReplicaTransfer:
         """Grants a lease on every rank, or on none. An `Offered` event reports the outcome.
 
         The caller owns the pages, and holds them until `LeaseOver` or a failed `Offered`. For the vLLM connector, the
-        engine's block manager does so. For pages of a `PagedKVCacheManager`, use `PageExchange.offer`, with which the
-        manager itself holds them.
+        engine's block manager does that. For pages of a `PagedKVCacheManager`, use `PageExchange.offer`; the manager
+        itself then holds them.
 
         Args:
             request_id: the request of the pages.
-            lease: a new id, a free slot, and the duration of the lease without a renewal.
-            engines: reading engines that must finish before the lease ends.
-            pages: the leased pages of each group, so that readers can verify them; None if none does.
-            running: True while the request is still computed, chunk by chunk. The lease's time starts with
+            lease: the lease: a new id, a free slot, and the duration without a renewal.
+            engines: how many reading engines must finish before the lease ends.
+            pages: the leased pages of each group, so that readers can verify them. None if no reader does.
+            running: True while the request is still computed, chunk by chunk. The lease's time then starts with
                 `start_clock`.
         """
         try:
@@ -190,12 +191,12 @@ class ReplicaTransfer:
         tables: Sequence[BlockTable] = (),
         refusal: str = "",
     ) -> None:
-        """Begins a pull by all ranks, of all pages in `groups`; None means that `add_pages` names them later.
+        """Begins a pull by all ranks, of all pages in `groups`. None means that `add_pages` names them later.
 
-        `PullEvent`s report its outcome, and also invalid input. If a pull of this name is open, an event says so, and
-        the open pull continues. For a `Wanted`, the source says which pages it holds. If their tokens are wrong or too
-        few, the pull fails and gives back the useless lease. If block `tables` name the pages, the pull fails unless
-        the source has sealed each table under this lease.
+        `PullEvent`s report the outcome, and also invalid input. If a pull of this name is open, an event says so, and
+        the open pull continues. For a `Wanted`, the source says which pages it holds. If these belong to other or too
+        few tokens, the pull fails and gives back the useless lease. If block `tables` name the pages, the pull fails
+        unless the source has sealed each table under this lease.
         """
         if self._is_taken(key):
             return
@@ -225,7 +226,7 @@ class ReplicaTransfer:
 
         Args:
             key: names the pull.
-            holdings: the sources, and the pages as each names them. The first one has all pages.
+            holdings: the sources, each with the pages as that source names them. The first one has all pages.
             page_sizes: tokens of our pages, and of the sources' pages.
             timeout_s: seconds until the pull fails.
             can_shorten: whether the pull may pass with fewer pages if no source has one of them any more. It then ends
@@ -258,7 +259,7 @@ class ReplicaTransfer:
     def _pull_at_once(
         self, key: str, source: Source | Wanted, timeout_s: float, groups: PageLists, tables: Sequence[BlockTable]
     ) -> bool:
-        """Begins a small pull if one local rank reads it from one rank. Returns whether it did.
+        """Begins a small pull if one local rank reads it from one rank of the source. Returns whether it did.
 
         Such a pull usually ends within this call. Copying a page takes 10 µs, and setting up the state of a normal pull
         would take five times as long.
@@ -275,7 +276,7 @@ class ReplicaTransfer:
             remote.check_tables(key, source.lease, tables)
             begun = rank.puller.pull_at_once(key, remote, source.lease, timeout_s, part)
         except TransferError:
-            return False  # the error is reported by the normal path
+            return False  # the normal path reports the error
         if isinstance(begun, PullEvent):
             self.events.append(begun)
         else:
@@ -286,7 +287,7 @@ class ReplicaTransfer:
     def is_small(self, source: Source | Wanted, groups: PageLists) -> bool:
         """Whether reading these pages takes less time than waking a thread.
 
-        That holds for few pages of a known source that are read into host memory.
+        That is so for few pages of a known source that are read into host memory.
         """
         sizes, num_bytes = self._page_bytes, 0
         if not self._is_host or not isinstance(source, Source) or len(groups) != len(sizes):
@@ -326,7 +327,7 @@ class ReplicaTransfer:
             self._on_pages(key, wanted, answer.pages)
 
     def _on_pages(self, key: str, wanted: Wanted, data: bytes) -> None:
-        """Handles the source's answer: starts to read if its pages are those of the wanted tokens."""
+        """Handles the source's answer. Starts to read if its pages are those of the wanted tokens."""
         pull = self._pulls[key]
         try:
             source, pages = source_in(wanted, data, self.ranks[0].identity.key)
@@ -352,9 +353,9 @@ class ReplicaTransfer:
 
         Args:
             key: the pull.
-            groups: for each group of the layout, the local and remote pages and their tokens; only the local ones
-                (`BlocksOfGroup`) if the source says which pages it holds.
-            last: no further pages will be read.
+            groups: for each group of the layout, the local and remote pages and their tokens. If the source says which
+                pages it holds, only the local ones (`BlocksOfGroup`).
+            last: whether no further pages will be read.
             tables: the source's block tables that name these pages, as for `pull`.
         """
         if (pull := self._pulls.get(key)) is None or pull.error:
@@ -376,7 +377,7 @@ class ReplicaTransfer:
         self._fail(key, Failure(FailureKind.CANCELLED, reason))
 
     def _give_back(self, key: str, failure: Failure) -> None:
-        """Fails a pull and gives back the lease of its source, unless the pull only serves to give it back."""
+        """Fails a pull and gives back its source's lease. If the pull only serves to give it back, it is left alone."""
         pull = self._pulls[key]
         if not pull.refusal:
             self.refuse(pull.source, failure.text, pull.deadline - self._clock())
@@ -385,15 +386,15 @@ class ReplicaTransfer:
     def refuse(self, source: Source | Wanted, reason: str, timeout_s: float) -> None:
         """Tells a source that no page will be read under its lease, so that it can free the pages. Causes no event.
 
-        A reader may give back any lease that it can name. The tokens are not compared, because the tokens of a rejected
-        request are unknown.
+        A reader may give back any lease that it can name. Tokens are not compared, because those of a rejected request
+        are not known.
         """
         if isinstance(source, Wanted):
             source = source._replace(num_tokens=0, digest=b"")
         self.pull(f"{_REFUSED}{next(self._refusals)}", source, timeout_s, refusal=reason)
 
     def poll(self) -> bool:
-        """Advances everything. Returns whether READs are under way or a source is waited for.
+        """Advances everything. Returns whether READs are under way or a source is awaited.
 
         Raises:
             AgentError: NIXL fails.
@@ -417,7 +418,7 @@ class ReplicaTransfer:
 
     @property
     def is_copying(self) -> bool:
-        """Whether the next poll should come at once, because it has something to copy."""
+        """Whether the next poll should follow at once, because it has something to copy."""
         return any(rank.puller.is_copying for rank in self.ranks)
 
     @property
@@ -437,7 +438,7 @@ class ReplicaTransfer:
 
     @property
     def num_pulls(self) -> tuple[int, int]:
-        """The pulls that are active, and those that have failed while something may still write."""
+        """The number of pulls that are active, or have failed while something may still write."""
         pulls = [pull for key, pull in list(self._pulls.items()) if not (pull.refusal or key.startswith(_PART))]
         failed = sum(bool(pull.error) for pull in pulls)
         return len(pulls) - failed + len(self._shared), failed
@@ -453,7 +454,7 @@ class ReplicaTransfer:
         return [key for key, pull in self._pulls.items() if pull.source.place == place]
 
     def _start_all(self, peer: Peer) -> None:
-        """Handles a source's confirmed identity: starts its pulls, and fails those with leases of another start."""
+        """Handles a source's confirmed identity: starts its pulls, or fails those of another incarnation's leases."""
         for key in self._of(peer.place):
             if is_of_other_start(self._pulls[key].source, peer):
                 text = f"engine {peer.place[1]!r} has restarted since it granted the lease"
@@ -472,11 +473,12 @@ class ReplicaTransfer:
                 self._fail(key, failure)
 
     def _start(self, key: str, pull: ReplicaPull) -> None:
-        """Opens a pull on every rank once its source is known, and reads the pages that wait."""
+        """Opens a pull on every rank when its source is known, and reads the pages that wait."""
         if pull.error or isinstance(pull.source, Wanted) or (peer := self.directory.use(pull.source.place)) is None:
             return
         if is_of_other_start(pull.source, peer):
-            self.directory.check(peer.place)  # either it was restarted, or the lease is of an earlier start
+            # either the source was restarted, or the lease is of an earlier incarnation
+            self.directory.check(peer.place)
             return
         try:
             if not pull.started:
@@ -505,14 +507,15 @@ class ReplicaTransfer:
             rank.puller.add(one, one.engine.parts(key, reading.groups), last=reading.last)
         if pull.pages is not None:
             begins = [one.engine.begins(reading.groups) for one in pull.reads]
-            pull.begins = tuple(map(max, zip(*begins, strict=True)))  # the latest over all ranks
+            pull.begins = tuple(map(max, zip(*begins, strict=True)))  # the latest token over all ranks
 
     def _on_rank(self, event: PullEvent) -> None:
         if (pull := self._pulls.get(event.key)) is None:
             return
         if event.error:
             self._fail(event.key, pull.error or next(one.error for one in pull.reads if one.error))
-            self.directory.check(pull.source.place)  # a ping tells whether it lives and is still the same incarnation
+            # a ping tells whether the source is alive and still the same incarnation
+            self.directory.check(pull.source.place)
         elif not pull.error and all(one.fenced for one in pull.reads):
             del self._pulls[event.key]
             if pull.begins or len(self.ranks) > 1:
@@ -531,7 +534,8 @@ class ReplicaTransfer:
             pull.waiting.clear()
             if not pull.refusal:
                 self.stats.record_failure(failure.kind)
-            for rank, one in zip(self.ranks, pull.reads, strict=False):  # fewer reads than ranks if opening one failed
+            # if opening one pull failed, there are fewer pulls than ranks
+            for rank, one in zip(self.ranks, pull.reads, strict=False):
                 rank.puller.withdraw(one, failure)
         safe = pull.is_safe
         if safe:
@@ -574,7 +578,7 @@ class ReplicaTransfer:
 
 
 def is_of_other_start(source: Source | Wanted, peer: Peer) -> bool:
-    """Whether the lease was granted by an incarnation other than the known one."""
+    """Whether the lease was granted by another incarnation than the known one."""
     return isinstance(source, Source) and source.incarnation not in (peer.incarnation, "")
 
 

@@ -6,8 +6,7 @@ leases are the exception: waking the thread, and being woken by it, would take l
 does this work itself between two rounds of this thread, and the event is there when the call returns.
 
 Without a lease or a pull, this thread sleeps. That is safe: peers read only under a lease, and a lease or a pull begins
-with a command, which wakes this thread. NIXL also has a descriptor to sleep on, but only with a polling thread of its
-own.
+with a command, which wakes this thread. NIXL also has a descriptor to sleep on, but only with a NIXL thread that polls.
 """
 
 from __future__ import annotations
@@ -64,7 +63,8 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 POLL_S = 1e-3
-# The interval while our own READs are in flight. They take a few hundred microseconds, and a request waits for them.
+# In seconds: the poll interval while our own READs are in flight. They take a few hundred microseconds, and a request
+# waits for them.
 BUSY_POLL_S = 1e-4
 # READs over a link (TCP) need polls on both sides. While one is in flight, or a reader with a new lease may begin one,
 # the interval is this share of the time waited so far, from `SOON_POLL_S` to `BUSY_POLL_S`. With the normal intervals a
@@ -72,13 +72,14 @@ BUSY_POLL_S = 1e-4
 SHARE_OF_WAIT, SOON_POLL_S = 1 / 200, 3e-5
 # A source returns to the normal interval this long after a lease was granted. A longer pull loses little by it.
 READ_SOON_S = BUSY_POLL_S / SHARE_OF_WAIT
-# The interval without a lease or a pull. Only notes about ended leases and deaths of peers arrive then, and neither is
-# urgent.
+# In seconds: the poll interval without a lease or a pull. Only notes about ended leases, and the deaths of peers,
+# arrive then, and neither is urgent.
 IDLE_POLL_S = 0.25
-# The interval without a recent lease, while pulls wait for their owner to name pages. Only time limits matter then.
+# In seconds: the poll interval without a recent lease, while pulls wait for their owner to name pages. Only time limits
+# matter then.
 AWAIT_POLL_S = 1e-2
-# The last two intervals begin this long after the last lease or pull. Until then a reader may still wait for an answer
-# of NIXL.
+# In seconds: the last two intervals begin this long after the last lease or pull. Until then a reader may still wait
+# for an answer of NIXL.
 LINGER_S = 1.0
 _PR_SET_TIMERSLACK, _SLACK_NS = 29, 1000
 """A Linux constant that Python does not define, and how late a sleep of this thread may end.
@@ -90,17 +91,17 @@ By default Linux ends a sleep up to 50 µs late, which is half of our shorter in
 class TransferThread:
     """Runs the transfers of one replica.
 
-    Any thread may call any method; `call`, `wait`, `snapshot` and `close` block.
+    Any thread may call any method. `call`, `wait`, `snapshot` and `close` block.
 
     Args:
-        replica: used only here from now on.
+        replica: the replica to run. From now on, only this thread may use it.
         ring: called when there are events or the thread has died, on the thread where that happens.
 
     Attributes:
         replica: the replica. Other threads may read its statistics.
-        events: events in order. One thread takes them from the left.
-        pull_seconds: seconds in which a READ was under way or a source was waited for.
-        is_closed: True after a complete `close`: every lease word is cleared, nothing is in flight, no event will
+        events: events in order. One other thread removes them from the left.
+        pull_seconds: seconds in which a READ was under way or a source was awaited.
+        is_closed: True after a complete `close`: every lease word is cleared, nothing is in flight, and no event will
             follow.
     """
 
@@ -113,11 +114,11 @@ class TransferThread:
         self._used = time.perf_counter()  # when there was last a lease or a pull
         self._leased = self._used  # when there was last a lease
         self._awaited = 0, -math.inf  # `ReplicaTransfer.reads_awaited`, and when it last grew
-        self._is_resting = False  # there was no lease or pull for a while
+        self._is_resting = False  # whether there was no lease or pull for a while
         self._busy, self._since = False, 0.0  # whether anything is under way, and since when
-        self._early = False  # events of commands were delivered before this round's poll, which is still due
+        self._early = False  # whether events of commands were delivered before this round's poll, which is still due
         self.replica = replica
-        self._turn = free_in_forks(threading.Lock())  # held by the thread that uses the replica
+        self._turn = free_in_forks(threading.Lock())  # the thread that holds this may use the replica
         self._commands: deque[Callable[[], object]] = deque()
         self._alarm = Alarm()  # rung for each command
         self._changed = free_in_forks(threading.Condition())
@@ -128,7 +129,7 @@ class TransferThread:
         _open.add(self)
 
     def call(self, function: Callable[[ReplicaTransfer], T], timeout_s: float = 30.0) -> T:
-        """Runs `function` on the thread and waits for the result. For set-up, not for serving."""
+        """Runs `function` on the thread and waits for the result. Meant for set-up, not for serving."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -171,7 +172,7 @@ class TransferThread:
         timeout_s: float,
         tables: Sequence[BlockTable] = (),
     ) -> None:
-        """Begins a pull, with all its pages unless `groups` is None. `PullEvent`s report its outcome."""
+        """Begins a pull. If `groups` is not None, it has all pages of the pull. `PullEvent`s report the outcome."""
 
         def run() -> None:
             self.replica.pull(key, source, timeout_s, groups, tables=tables)
@@ -246,7 +247,7 @@ class TransferThread:
         if not self._turn.acquire(blocking=False):
             return False
         try:
-            # In a forked child the thread is not alive.
+            # False in a forked child, in which the thread is not alive
             if self._commands or not self._thread.is_alive() or not is_small():
                 return False
             begin = self._used = time.perf_counter()
@@ -277,7 +278,7 @@ class TransferThread:
         self._tell()
 
     def _round(self) -> None:
-        """Runs the commands, and polls unless the commands have brought events, which are then delivered first."""
+        """Runs the commands, and then polls. If the commands have brought events, these are delivered first."""
         changed = bool(self._commands)
         while self._commands:
             self._commands.popleft()()
@@ -292,7 +293,8 @@ class TransferThread:
         if not self._early:
             self._busy = self.replica.poll()
         if not was_busy and not self._busy and any(isinstance(event, PullEvent) for event in events):
-            self.pull_seconds += time.perf_counter() - self._since  # the READs were posted, and ended, in this round
+            # the READs were posted, and have ended, in this round
+            self.pull_seconds += time.perf_counter() - self._since
         if changed or self._busy or events:
             self._tell()
 
@@ -326,7 +328,7 @@ class TransferThread:
             return IDLE_POLL_S
         if now - self._leased < LINGER_S or any(rank.puller.is_moving for rank in self.replica.ranks):
             return POLL_S
-        return AWAIT_POLL_S  # for example between two chunks of a prompt, where a poll would delay the next one
+        return AWAIT_POLL_S  # for example between two chunks of a prompt, where a poll would delay the next chunk
 
     def _sleep(self) -> None:
         """Sleeps until a command arrives or the next poll is due."""

@@ -30,7 +30,7 @@ def test_a_tenants_pages_above_its_quota_go_first() -> None:
     owned(order, quotas, "small", 10, 11, 12, 13, 14)
     owned(order, quotas, "big", 20, 21, 22, 23, 24, 25, 26)
     order.check()
-    assert order.pop(3).tolist() == [10, 11, 20]  # what exceeds quotas of 3 and 6 pages; other pages have none
+    assert order.pop(3).tolist() == [10, 11, 20]  # the pages above quotas of 3 and 6 pages; other pages have no quota
     order.check()
     assert order.pop(8).tolist() == [1, 2, 3, 4, 5, 6, 12, 13]
     order.check()
@@ -73,10 +73,10 @@ def test_more_tenants_than_there_are_places_share_one_quota(monkeypatch: pytest.
         order.check()
     assert order.pop(1).tolist() == [3]  # "c" and "d" have four together
     order.remove(pages(1, 11))
-    owned(order, quotas, "e", 5, 6, 7, 8)  # replaces "a", which has no pages left
+    owned(order, quotas, "e", 5, 6, 7, 8)  # "e" takes the place of "a", which has no pages left
     order.check()
     assert order.pop(1).tolist() == [5]
-    owned(order, quotas, "a", 1, 11)  # "a" now shares one quota with the others
+    owned(order, quotas, "a", 1, 11)  # "a" now shares one quota with others
     order.check()
     assert order.pop(2).tolist() == [13, 4]
 
@@ -96,7 +96,7 @@ def test_broken_quota_books_are_named() -> None:
 def test_who_asks_is_told_who_went_for_a_quota() -> None:
     quotas = TenantQuotas(POOL, 0.1, {})
     order = QuotaOrder(HintedOrder(POOL, LruOrder(POOL), share=1.0), quotas)
-    owned(order, quotas, "a", 1, 2, 3, 4)  # its quota is three of 30 pages
+    owned(order, quotas, "a", 1, 2, 3, 4)  # the quota of "a" is three of 30 pages
     order.hint(pages(5), page_hints(Retention(session_continues=False), 1, 1))
     order.append(pages(5))
     gone, reasons = order.pop_explained(3)

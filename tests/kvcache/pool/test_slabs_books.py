@@ -33,7 +33,7 @@ def test_in_a_pool_where_nothing_moves_and_no_slab_is_cached_held_pages_keep_the
     pages = pool.allocate(15)
     publish(pool, pages)
     assert pool.width == 1.0
-    pool.release(pages[[3, 4, 7, 8, 11, 12]])  # every slab has pages that are held, and pages that are not
+    pool.release(pages[[3, 4, 7, 8, 11, 12]])  # every slab has some held pages and some free ones
     assert (pool.free_count, pool.can_take_slab(), pool.take_slab()) == (6, False, 0)
     assert pool.cached.oldest_use > pool.clock
 
@@ -92,7 +92,7 @@ def test_a_cached_slab_goes_once_a_page_was_evicted_that_was_used_as_late(count:
     cached = Cached(pool, pool.clock + 1)
     assert cached.slab == 3
     pool.release(pages[:9])
-    pool.allocate(2)  # the other pages that are as old as the slab
+    pool.allocate(2)  # the other pages are as old as the slab
     assert cached.num_idle == 1
     pool.allocate(count)
     assert cached.num_idle == 1, "nothing that went was younger"

@@ -1,4 +1,4 @@
-"""Records after each call what a manager has changed, and compares it with the changes that the plain model allows.
+"""Records after each call what a manager has changed, and compares that with the changes that the plain model allows.
 
 The manager says which pages a request has and which contents are found. The model checks their number, their order and
 their contents, and that their bytes are those of their tokens.
@@ -33,10 +33,10 @@ class Books:
     """A manager and its model, in the state after the last call.
 
     Attributes:
-        foretold: whether the model predicts what is evicted. If states lie among pages, that depends on where pages
-            lie.
-        lenient: True after an interrupt until all of its effects are gone. Meanwhile published pages of running
-            requests need not be found, and orders are taken from the manager.
+        foretold: whether the model predicts what is evicted. If states lie among pages, that would depend on where
+            pages lie.
+        lenient: True after an interrupt, until none of its effects is left. During that time, published pages of
+            running requests need not be found, and eviction orders are taken from the manager.
     """
 
     def __init__(self, built: Built, names: Names) -> None:
@@ -47,7 +47,7 @@ class Books:
         self.foretold = not several and not {"states in slabs", "peer copies", "late copies"} & self.features
         self.lenient = False
         self.host_foretold = not {"files", "objects", "lends", "peer copies", "late copies"} & self.features
-        self.blurred = False  # a call was interrupted at some time
+        self.blurred = False  # whether any call has been interrupted
         self.orders = Orders(built, names)
         tables = [Table(one.group, one.group.kind == "full") for one in self.manager.layer_tables.tables]
         count = self.manager.num_replicas
@@ -64,7 +64,7 @@ class Books:
         ]
         self.used: dict[Digest, int] = {}  # when each content was last used in host memory
         self.host: dict[Digest, int] = {}
-        # contents that were in use during a reset, which also forgot their copies in lower tiers
+        # contents that were in use during a reset. The reset has also forgotten their copies in lower tiers
         self.not_below: set[Digest] = set()
         self.clock = 0
         self.seen_evictions = [0] * count
@@ -108,7 +108,7 @@ class Books:
                 self._learn_states(at, replica, stepped, reset=reset)
         self._gone.clear()
         self._learn_host(reset=reset)
-        self.clock += 1  # what the next call uses counts as used later than what this call has added
+        self.clock += 1  # content that the next call uses counts as used later than content that this call has added
         assert self.manager.num_free_blocks == sum(replica.free() for replica in self.replicas)
 
     _gone: dict[int, dict[int, tuple[int, ...]]] = {}  # noqa: RUF012 - see `leave`
@@ -129,8 +129,8 @@ class Books:
         self.touch_state(one.replica, self.names.digest_of[what])
 
     def _places(self, one: Request, nth: int = 0) -> Iterable[tuple[int, tuple[int, ...]]]:
-        """Yields each page of a request, with a key for the order in which pages become idle: tails first, a full first
-        table last.
+        """Yields each page of a request, with a key for the order in which pages become idle: last pages first, a full
+        first table last.
         """
         keeps_all = self.replicas[one.replica].tables[0].holds_all
         for number, row in enumerate(one.rows):
@@ -225,7 +225,7 @@ class Books:
         return str([self.names.content_of.get(one) for one in digests])
 
     def _same_rows(self, replica: Replica, digest_of: dict[int, Digest]) -> None:
-        """Checks that rows name the found pages where their content was found, and pages of their own elsewhere."""
+        """Checks that rows name the found pages where their content was found, and other pages elsewhere."""
         holders = replica.holders()
         for one in replica.requests.values():
             tokens, named = one.tokens, one.named
@@ -236,7 +236,7 @@ class Books:
                     if digest is not None:
                         self.names.learn(digest, content(number, tokens, named, column))
                     else:
-                        # After an interrupt, rows may share pages that nobody finds any more.
+                        # After an interrupt, rows may share pages that no lookup finds any more.
                         alone = holders[page] == 1 or one.unsure or not replica.caching
                         assert alone, f"{one.name}: page {page} is another's, too"
                         assert column >= full, f"{one.name}: page {column} of table {number} is full, and not found"
@@ -278,7 +278,7 @@ class Books:
                 lent = seam.lent_states(self.manager, at)
                 oldest = [one for one in was if one in evicted or not (one in gone or was[one] in lent)]
                 assert {*oldest[:more]} == evicted, "the newest went"
-        # The pages that are copied from another replica may evict the state copy that comes with them.
+        # Pages that are copied from another replica may evict the state copy that comes with them.
         least = -1 if "peer copies" in self.features else 0
         assert len(mine) > 1 or least <= len(gone) - more <= len(mine), f"{more} states evicted, {len(gone)} are gone"
         for one in mine:
@@ -310,7 +310,7 @@ class Books:
         stays = start in (one.ends or ()) or bool(spacing and start % spacing == 0)
         made = digest in replica.kept and digest not in was
         one.passing = digest if not stays and (made or not alone or one.passing == digest) else None
-        one.surely = alone  # one request of the batch has made it; which one is not known
+        one.surely = alone  # one request of the batch has made the copy, and it is not known which one
 
     def plain_states(self, at: int) -> bool:
         """Whether only requests hold states."""
@@ -344,9 +344,11 @@ class Books:
         self.host = now
 
     def _leaves_before(self, one: Digest, other: Digest) -> bool:
-        """Whether host memory evicts one content before another: it is older, or as old and comes after the other.
+        """Whether host memory evicts one content before another: it is older, or it is as old and comes later in a
+        prompt.
 
-        A batch may use pages of several requests at the same time, and nothing says which of these leave first.
+        A batch may use pages of several requests at the same time, and it is not specified which of these are evicted
+        first.
         """
         if self.used[one] != self.used[other]:
             return self.used[one] < self.used[other]

@@ -27,7 +27,7 @@ CALLED = ("hints", "drafts", "imports", "leases", "lends", "forks", "preemption"
 CALLED += ("own contexts", "resets", "hostile", "interrupts", "overlap", "tails", "late copies")
 FEATURES = BUILT + CALLED
 NEEDED = {"files": "host", "objects": "host", "peer copies": "replicas", "late copies": "host"}
-"""Features that need another one. If such a feature is wanted, both are used."""
+"""Features that need another feature. If such a feature is wanted, both are used."""
 ONE_OF = tuple(
     frozenset(one)
     for one in (
@@ -36,16 +36,18 @@ ONE_OF = tuple(
     )
 )
 """Features that exclude each other. For example, steps cannot be fetched ahead with recurrent states. With windows and
-states no tail is imported either: `wrong_tail` checks the refusal.
+states, the end of a prompt cannot be imported by itself either; `wrong_tail` checks the refusal.
 """
 
 _STATES = "it must be 0 with states, because a state is kept only after whole pages"
 REFUSED: dict[frozenset[str], str] = {
     **{frozenset({"partial", one}): _STATES for one in ("states apart", "states in slabs")},
 }
-"""Sets of features that the manager refuses, with its message. If it accepts one, the test fails: remove the entry."""
+"""Sets of features that the manager refuses, with its message. If the manager accepts one, the test fails; then remove
+the entry.
+"""
 
-# By the number of pages that they take. A page has one layer, with keys and values of one head of two elements.
+# By the number of pages that a state takes. A page has one layer, with keys and values of one head of two elements.
 SHAPES = {
     pages: StateShape(2, heads, 1, 1, 1, 2, torch.int64, torch.int64)
     for pages, heads in ((1, 2), (2, 5), (4, 9), (7, 20))
@@ -94,8 +96,8 @@ def with_needed(features: Iterable[str]) -> frozenset[str]:
 
 
 def table(met: Counter[tuple[str, str]], events: Counter[str]) -> str:
-    """A table of how often each pair of features was combined: one line for each feature, one column for each earlier
-    feature.
+    """Returns a table of how often each pair of features was combined: one row for each feature, one column for each
+    earlier one.
     """
     allowed = {*pairs()}
     lines = [" " * 20 + "".join(f"{number:>7}" for number in range(1, len(FEATURES)))]
@@ -111,7 +113,7 @@ class Built(NamedTuple):
     manager: PagedKVCacheManager
     features: frozenset[str]
     caching: bool
-    copies: int  # room for copies of states, if states have memory of their own
+    copies: int  # room for copies of states, if states have separate memory
     every: int  # pages between two copies of a state
     quotas: dict[str, float]
     quota: float
@@ -126,7 +128,7 @@ def build(
 ) -> Built:
     """Makes a manager with these features and otherwise random parameters.
 
-    It sometimes lacks prefix caching, if no feature needs that.
+    Prefix caching is sometimes off, if no feature needs it.
     """
     needs_caching = {"host", "quotas", "partial", "peer copies", "hints", "lends", "tails"} & features
     caching = bool(needs_caching or choose.integer(0, 3))
@@ -160,7 +162,7 @@ def build(
         memory += (ROWS + copies + 1) * state_memory.page_bytes(state_memory.state_layouts(shape, tp))
     elif states:  # each request takes a slab in addition to its pages
         slab_pages = -(-state_memory.page_bytes(state_memory.state_layouts(shape, tp)) // page)
-        # At least a slab's number of pages remains for tokens.
+        # At least as many pages as a slab has remain for tokens.
         memory = (max(pages, slab_pages) + choose.pick((1, 2, 3)) * slab_pages) * page
     made = KVCacheParams(dtype, tp, 2, **told)
     manager = PagedKVCacheManager(

@@ -82,7 +82,7 @@ class OwnContext:
     """A caller's own context class, which is no `TextContext` and has no hasher."""
 
     def __init__(self, inner: TextContext) -> None:
-        self.__dict__["inner"] = inner  # first, because all attributes of the context are looked up there
+        self.__dict__["inner"] = inner  # set first, because all attributes of the context are looked up in it
 
     def __getattr__(self, name: str) -> Any:
         if name == "prefix_hasher":
@@ -125,13 +125,13 @@ class Moves:
         self.names = names or Names()
         self.books = Books(built, self.names)
         self.live: dict[str, Request] = {}
-        self.away: list[TextContext] = []  # preempted requests; their contexts say how far they had run
+        self.away: list[TextContext] = []  # preempted requests; each context says how far its request had run
         self.leases: list[Lease] = []
         self.past: list[tuple[list[int], Keys]] = [([1] * 9, ())]
         self.seen: Counter[str] = Counter()
         self.made = self.state_hits = 0
         self.told_fits = False
-        # Pages are copied to the host at once, or only when they are evicted.
+        # whether pages are copied to the host at once, or only when they are evicted
         self.steady = choose.integer(0, 1) == 1
         self.books.host_foretold &= self.steady
         if "host" in self.features:
@@ -148,7 +148,7 @@ class Moves:
         return WEIGHTS
 
     def is_of(self, kind: str) -> str:
-        """The feature that a move belongs to. Moves that every manager has belong to the first feature."""
+        """Returns the feature that a move belongs to. Moves that every manager has belong to the first feature."""
         if kind == "end":
             return "leases" if "leases" in self.features else "lends"
         return OF_FEATURE.get(kind, next(iter(self.features), ""))
@@ -242,7 +242,7 @@ class Moves:
         return None if (self.stay(at) and replica.has_slab()) or self.late else replica.has_slab()
 
     def stay(self, at: int) -> bool:
-        """Whether some held pages cannot be moved: pages whose numbers others know stay until their request is
+        """Whether some held pages cannot be moved. Pages whose ids are known to others stay until their request is
         released.
         """
         replica = self.books.replicas[at]
@@ -250,7 +250,7 @@ class Moves:
         return bool(self.books.blurred or self.leases or told or replica.beside or not self.books.plain_states(at))
 
     def admit(self, context: TextContext) -> bool:
-        """Checks `admission`: the request gets its row and pages where it was said to fit, and nowhere else."""
+        """Checks `admission`: the request gets its row and pages on the replica that it names, and on no other."""
         if self.books.replicas[0].least(context.current_length, 0, context.active_idx, 1) > self.replica_pages:
             return False
         self.chunk(context)
@@ -287,7 +287,9 @@ class Moves:
         return OwnContext(made) if own else made  # type: ignore[return-value]  # pyright: ignore[reportReturnType]
 
     def keys(self, length: int) -> Keys:
-        """Extra keys: None, or images near the end of the prompt, where a page becomes full only later, or anywhere."""
+        """Returns extra keys: None, or images near the end of the prompt (where a page becomes full only later), or
+        anywhere.
+        """
         kind = self.choose.integer(0, 5)
         if kind < 2:
             return ()
@@ -319,7 +321,7 @@ class Moves:
     def ask(self) -> bool:
         """Asks for a waiting request.
 
-        The answer may be out of date when the request comes, because its keys or the pages change.
+        The answer may be out of date when the request is claimed, because its keys or the cached pages change.
         """
         one, between = self.any_of(self.waiting), self.choose.integer(0, 6)
         if one is None:
@@ -344,7 +346,7 @@ class Moves:
         return True
 
     def chunk(self, context: TextContext) -> None:
-        """Sometimes limits the run to a chunk; windows then get pages only for that chunk."""
+        """Sometimes limits the run to a chunk. Windows then get pages only for that chunk."""
         if context.active_length > 1 and self.choose.integer(0, 1):
             context.set_token_indices(active_idx=self.choose.integer(context.start_idx + 1, context.end_idx))
             self.seen["chunk"] += context.active_idx < context.end_idx
@@ -377,7 +379,7 @@ class Moves:
         committed = replica.committed(one)
         device, low, high = self.ends(one, committed, steps) if looks else (committed, committed, committed)
         run = self.device_run(one, committed)
-        if looks:  # pages that an earlier look has found may be gone
+        if looks:  # pages that an earlier lookup has found may be gone
             one.shared = run * PAGE_SIZE
         there = self.call("maybe_reserve", lambda: self.manager.maybe_reserve(context, steps))
         if not looks and length + steps - 1 <= one.room:
@@ -392,7 +394,7 @@ class Moves:
             left = min(self.surplus_at(one, (before, start, steps), committed, end) for end in found)
             assert left < 0, f"{one.name}: refused, and {left} pages would be left"
             self.seen["refused"] += 1
-            context.set_token_indices(active_idx=was)  # it may run the range that it was reserved for earlier
+            context.set_token_indices(active_idx=was)  # it may run the range for which it was reserved earlier
             self.books.learn()
             return False
         active = self.active_after(before, context)
@@ -400,7 +402,7 @@ class Moves:
         return True
 
     def surplus_at(self, one: Request, asked: tuple[tuple[int, int], int, int], committed: int, end: int) -> int:
-        """The free pages that would be left if the request continued from this column."""
+        """Returns how many free pages would be left if the request continued from this column."""
         (was, active), start, steps = asked
         went_on, length = (end * PAGE_SIZE if end > committed else start), len(one.tokens)
         active = active if went_on < active else min(length, went_on + active - was)
@@ -409,16 +411,14 @@ class Moves:
         return replica.surplus(one, plan, committed, freed=not self.is_leased(one) and not self.steps_are_in_flight)
 
     def active_after(self, before: tuple[int, int], context: TextContext) -> int:
-        """The end of a chunk whose start has moved."""
+        """Returns the end of a chunk whose start has moved."""
         start, (was, active) = context.start_idx, before
-        if (
-            "partial" in self.features and self.manager.params.groups
-        ):  # a partly filled page comes after that, within the chunk
+        if "partial" in self.features and self.manager.params.groups:  # a partly filled page follows, within the chunk
             start = max(was, start - start % PAGE_SIZE)
         return active if start < active else min(context.end_idx, start + active - was)
 
     def came(self, one: Request, asked: tuple[tuple[int, int], int, int, int], may: tuple[int, int, int, int]) -> None:
-        """Checks the pages of a request: from the first column that it needs to the last that it may have, and no
+        """Checks the pages of a request: from the first column that it needs to the last one that it may have, and no
         others.
         """
         (before, start, steps, active), (committed, device, low, high) = asked, may
@@ -429,7 +429,7 @@ class Moves:
         assert least <= now <= most, f"{one.name}: goes on from {now}, {least} to {most} may be"
         assert now < context.active_idx <= active <= context.end_idx, f"{context} was to run up to {active}"
         found = now // PAGE_SIZE if now > start else committed
-        # A partly filled page is copied once the full pages are there.
+        # A partly filled page is copied when the full pages are there.
         planned = now - now % PAGE_SIZE if part and now > start and now % PAGE_SIZE else now
         plan = replica.plan(one, len(one.tokens), max(start, planned), active, steps, found)
         if self.exact:
@@ -476,9 +476,7 @@ class Moves:
         self.seen["cut"] += one.context.active_idx < active
 
     def device_run(self, one: Request, committed: int) -> int:
-        """The number of leading columns that the device has of a full first table; all columns if there is no such
-        table.
-        """
+        """Returns how many leading columns of a full first table the device has; all if there is no such table."""
         end, last = committed, (len(one.tokens) - 1) // PAGE_SIZE
         replica = self.replica(one)
         if not replica.tables[0].holds_all:
@@ -488,7 +486,7 @@ class Moves:
         return end if self.caching else 0
 
     def ends(self, one: Request, committed: int, steps: int) -> tuple[int, int, int]:
-        """The column from which a request continues: with its own device alone, at least, and at most."""
+        """Returns the column from which a request continues: with its own device alone, at least, and at most."""
         replica, names = self.replica(one), self.names
         if self.is_promised(one):
             return committed, committed, committed
@@ -544,7 +542,7 @@ class Moves:
         self.books.learn()
 
     def back_from_below(self, one: Request, device: int, found: int) -> None:
-        """Records the use of pages that come back from host memory: now, or when their request runs."""
+        """Records the use of pages that are loaded from host memory: now, or when their request runs."""
         if "host" not in self.features:
             return
         there = self.replica(one).there
@@ -731,7 +729,7 @@ class Moves:
         return True
 
     def draft(self, one: Request) -> bool:
-        """Whether the request has a second state page, as it should have."""
+        """Whether the request has a second state page. Checks that this is as it should be."""
         states, room, moved = (
             self.manager.states[one.replica],
             self.has_state_room(one.replica),
@@ -763,7 +761,7 @@ class Moves:
         return True
 
     def step_renamed(self, one: Request) -> None:
-        """A step that publishes a page refuses a context of another salt or other keys."""
+        """A step that publishes a page refuses a context with another salt or other keys."""
         if self.committed(one) == one.context.start_idx // PAGE_SIZE or one.unsure:
             return
         before: Named = one.named
@@ -787,7 +785,7 @@ class Moves:
         raise AssertionError(f"{one.name}: other keys were taken")
 
     def hint(self) -> bool:
-        """Lets time pass, and changes the hint of some request. Only its hint at release counts."""
+        """Lets time pass, and changes the hint of some request. Only the hint at its release counts."""
         self.books.orders.now += self.choose.pick((0.0, 1.0, 100.0))
         one = self.any_of(self.running)
         if one is None:
@@ -868,12 +866,12 @@ class Moves:
         committed = 0 if one.unsure else self.committed(one)
         mine = {page for row in one.rows for page in row.values()}
         salt = next((self.books.orders.salt_of(d) for d, page in replica.there.items() if page in mine), said[0])
-        if committed:  # its pages decide, not the position in its context
+        if committed:  # the request's pages decide, not the position in its context
             one.context.cache_salt = salt
         self.books.orders.say(replica, one, committed)
         one.context.cache_salt = said[0]
         digest_of = {page: digest for digest, page in replica.there.items()}
-        # Pages behind a page that is still being fetched from a lower tier cannot be read yet.
+        # Pages after a page that is still being fetched from a lower tier cannot be read yet.
         found = LONGEST if one.unsure else committed
         pages = [
             page
@@ -894,7 +892,7 @@ class Moves:
         ]
         for parts in mine:
             held = [page for part in parts for page in part]
-            # After an interrupt it is not known which pages lie behind one that is still being fetched.
+            # After an interrupt it is not known which pages follow one that is still being fetched.
             kept = {page for row in one.rows for column, page in row.items() if column < pages_of(one.cached)}
             assert (kept if one.unsure else {*pages}) <= {*held}, f"{one.name}: its lease has lost pages"
             extra = {*held} - {*pages}
@@ -921,7 +919,7 @@ class Moves:
             if lease.one and lease.one.cached and self.live.get(lease.one.name) is lease.one
         ]
         may = [lease for lease in may if lease.one in self.running]
-        if self.manager.states:  # if more was found, its state lies ahead of its computed tokens until it runs
+        if self.manager.states:  # if more was found, its state is ahead of its computed tokens until it runs
             may = [lease for lease in may if lease.one and lease.one.context.start_idx == lease.one.cached]
         if not may:
             return False
@@ -945,7 +943,7 @@ class Moves:
         return True
 
     def lend(self) -> bool:
-        """Lends a reader the cached pages of a prompt, whichever request has computed them."""
+        """Lends a reader the cached pages of a prompt, no matter which request has computed them."""
         if len(self.leases) >= 4 or not self.caching:
             return False
         at, context = self.choose.integer(0, len(self.books.replicas) - 1), self.newcomer()
@@ -996,7 +994,7 @@ class Moves:
         return True
 
     def end(self) -> bool:
-        """Ends a lease. Its request may be running, not yet begun, or released."""
+        """Ends a lease. Its request may be running, not begun yet, or released."""
         if not self.leases:
             return False
         lease = self.choose.pick(self.leases)
@@ -1055,7 +1053,7 @@ class Moves:
             assert sum(states.hits for states in self.manager.states) == self.state_hits
         for at, states in enumerate(self.manager.states):
             assert states.num_held >= len(self.books.replicas[at].requests)
-        # A page from the host belongs to no tenant until a request leaves it.
+        # a page from the host belongs to no tenant until a request leaves it
         strays = "host" in self.features and {"imports", "lends", "interrupts"} & self.features
         if "quotas" in self.features and not self.slabs and not strays:
             self.same_tenants()

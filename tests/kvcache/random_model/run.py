@@ -98,7 +98,7 @@ class Model(AheadMoves):
     def mend(self, before: dict[Request, list[int]]) -> None:
         """Checks after an interrupt that the state is right or that `recover` repairs it.
 
-        Gives back what no caller knows of.
+        Gives back everything that no caller knows of.
         """
         assert self.interrupts is not None
         manager, books = self.manager, self.books
@@ -123,10 +123,10 @@ class Model(AheadMoves):
             one.first = [min(row, default=first) for row, first in zip(one.rows, one.first, strict=True)]
             one.ready = one.ready and one.room >= len(one.tokens)
             if manager.states and manager.states[one.replica].is_promised(one.name):
-                one.state_told = one.cached  # an interrupted `block_table` may have named its state to readers
+                one.state_told = one.cached  # the interrupted `block_table` may have named its state to readers
 
     def end_unknown(self, before: dict[Request, list[int]]) -> None:
-        """Ends leases and imports that no caller was given, and those whose state the model does not know."""
+        """Ends leases and imports that no caller got, and those whose state the model does not know."""
         manager = self.manager
         manager.check()
         report = manager.recover()
@@ -171,7 +171,7 @@ class Model(AheadMoves):
             mine.copier.give_up()
 
     def goes_on(self, one: Request) -> bool:
-        """Whether the model knows the progress of a request: it has its computed tokens, or no pages at all."""
+        """Whether the model knows the progress of a request. It must have its computed tokens, or no pages at all."""
         there = any(seam.rows(self.manager, one.name))
         if one.name in self.imports or self.is_written(one):
             mine = self.imports.get(one.name)
@@ -225,7 +225,7 @@ class Run:
 
     def __init__(self, only: Iterable[str] = (), wanted: Sequence[tuple[str, str]] | None = None) -> None:
         self.only, self.wanted = frozenset(only), pairs() if wanted is None else wanted
-        self.pairs: Counter[tuple[str, str]] = Counter()  # number of managers on which both features were at work
+        self.pairs: Counter[tuple[str, str]] = Counter()  # by pair: on how many managers both features were at work
         self.events: Counter[str] = Counter()
         self.seen: Counter[str] = Counter()
         self.features: frozenset[str] = frozenset()

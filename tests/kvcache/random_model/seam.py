@@ -1,4 +1,4 @@
-"""The model's view of a manager's internals. If they change, only this file of the model needs to change."""
+"""The model's access to a manager's internals. If they change, only this file of the model needs to change."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def cached(manager: PagedKVCacheManager, request_id: str) -> int:
 
 
 def digests(manager: PagedKVCacheManager, context: TextContext) -> list[list[Digest]]:
-    """The digests of a prompt's full pages in each table, without a page that ends with the last token."""
+    """Returns the digests of a prompt's full pages in each table. A page that ends with the last token is left out."""
     replica, named = manager._replicas.each[0], manager.contents.digests(context)
     width = DIGEST_BYTES[replica.hash_algorithm]
     first = np.frombuffer(named.digests, np.uint64).reshape(-1, width // 8)
@@ -67,12 +67,14 @@ def found(manager: PagedKVCacheManager, replica: int) -> dict[Digest, int]:
 
 
 def idle(manager: PagedKVCacheManager, replica: int) -> list[int]:
-    """The idle pages of those that `found` returns, in the order of eviction; with hints the order is approximate."""
+    """Returns the idle pages among those that `found` returns, in the order of eviction. With hints the order is
+    approximate.
+    """
     return manager._replicas.each[replica].pool.idle.pages().tolist()
 
 
 def leased(manager: PagedKVCacheManager, replica: int) -> list[tuple[PageLease, list[list[int]]]]:
-    """The open leases, and the pages that each holds in addition to its request's row."""
+    """Returns the open leases, and the pages that each holds besides those of its request's row."""
     return [(one, [part.tolist() for part in parts]) for one, parts in manager._replicas.each[replica].leases.held()]
 
 
@@ -87,7 +89,7 @@ def written(manager: PagedKVCacheManager, replica: int) -> set[int]:
 def parked(manager: PagedKVCacheManager, replica: int) -> list[int]:
     """The pages that are parked for the oldest step in flight, in the order in which they become free.
 
-    A page that was found and released again meanwhile is parked twice, and becomes free at its last place.
+    A page that was found and released again is parked twice, and becomes free at its last place.
     """
     pages = [int(page) for pages in manager._replicas.each[replica].pool.parked[0] for page in pages]
     return [*dict.fromkeys(reversed(pages))][::-1]
@@ -121,7 +123,7 @@ def _tiers(manager: PagedKVCacheManager) -> list[Tiers]:
 
 
 def hold_copies(manager: PagedKVCacheManager) -> None:
-    """Makes copies only on request and at evictions, because no model can predict copies by the clock."""
+    """Makes copies only on request and at evictions, because a model cannot predict copies by the clock."""
     for tiers in _tiers(manager):
         tiers.share = 0.0
 
@@ -208,7 +210,7 @@ def host_memory(manager: PagedKVCacheManager) -> list[torch.Tensor]:
 
 
 def say_time(manager: PagedKVCacheManager, clock: Callable[[], float], share: float | None) -> None:
-    """Makes hints use this clock. With a `share`, that many of the idle pages follow hints from the beginning."""
+    """Makes hints use this clock. With a `share`, that part of the idle pages follows hints from the beginning."""
     for replica in manager._replicas.each:
         replica.hints._follow_hints()
         assert (order := hinted_order(replica.pool)) is not None
@@ -222,12 +224,14 @@ def say_time(manager: PagedKVCacheManager, clock: Callable[[], float], share: fl
 
 
 def hint_share(manager: PagedKVCacheManager, replica: int) -> float:
-    """The learned number of a replica's idle pages that follow hints now."""
+    """Returns how many of a replica's idle pages follow hints now, as learned by the manager."""
     return manager._replicas.each[replica].hints.share
 
 
 def tenants(manager: PagedKVCacheManager, replica: int) -> dict[str, int]:
-    """The salts that have had idle pages, in the order in which they are checked, with their numbers of idle pages."""
+    """Returns the salts that have had idle pages, in the order in which they are checked, with their numbers of idle
+    pages.
+    """
     quotas = manager._replicas.each[replica].hints._quotas
     if not quotas.limited:
         return {}

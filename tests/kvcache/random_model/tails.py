@@ -15,14 +15,14 @@ from tests.kvcache.random_model.handover import Import, ImportMoves
 from tests.kvcache.random_model.matrix import PAGE_SIZE
 from tests.kvcache.random_model.plain import Digest, Request, content
 
-_GARBAGE = -77  # in pages that must not be read
-_SOURCES = (1000, 2000, 3000)  # what each source adds to a column of the prompt to get the number of its page
+_GARBAGE = -77  # the content of pages that must not be read
+_SOURCES = (1000, 2000, 3000)  # each source's page id for a column of the prompt is the column plus this number
 Columns = tuple[int, int]
 
 
 @dataclass(eq=False)
 class Prompt(Request):
-    """The full pages of a prompt when the import of a part of it begins. Its context may change after that."""
+    """A prompt's full pages, as they are when an import of some of them begins. Its context may change after that."""
 
     def __post_init__(self) -> None:
         self._named = super().named
@@ -47,7 +47,7 @@ class TailMoves(ImportMoves):
         return "tails" if kind in {"begin_tail", "go_on_with_tail"} else super().is_of(kind)
 
     def begin_tail(self) -> bool:
-        """Begins the import of some full pages of a prompt: of a claimed request, of a preempted one, or of nobody."""
+        """Begins the import of some full pages of a prompt. Its request is claimed, or preempted, or there is none."""
         one = self.prompt()
         last = len(one.tokens) // PAGE_SIZE
         if len(self.tails) == 3 or not last:
@@ -78,7 +78,7 @@ class TailMoves(ImportMoves):
         return True
 
     def prompt(self) -> Prompt:
-        """A prompt, and the replica that gets its pages: for a claimed request, usually its own replica."""
+        """Returns a prompt, and the replica that gets its pages: usually that of a claimed request."""
         at = self.choose.integer(0, len(self.books.replicas) - 1)
         kind, live = self.choose.integer(0, 3), [one for _, one in sorted(self.live.items())]
         if kind and live:
@@ -91,7 +91,7 @@ class TailMoves(ImportMoves):
         return Prompt(context, at, 0, tokens[: full * PAGE_SIZE], [{}], [0])
 
     def part(self, first: int, stop: int) -> Columns:
-        """Some columns of these: often the last ones."""
+        """Returns a part of these columns, often the last ones."""
         first = self.choose.integer(first, stop - 1)
         return first, stop if self.choose.integer(0, 1) else self.choose.integer(first + 1, stop)
 
@@ -117,7 +117,7 @@ class TailMoves(ImportMoves):
         )
 
     def goes_another_way(self, context: TextContext) -> None:
-        """Changes a prompt that nobody has claimed: its salt, or its last tokens. Its tails keep their content."""
+        """Changes an unclaimed prompt: its salt, or its last tokens. Imports of its pages keep their content."""
         kind = self.choose.integer(0, 5)
         if kind == 0:
             context.cache_salt = "later"
@@ -131,7 +131,7 @@ class TailMoves(ImportMoves):
     # ---- copies and ends
 
     def go_on_with_tail(self) -> bool:
-        """Makes a move on some tail: copies, commits or cancels it, or ends the copier of a cancelled one."""
+        """Makes a move on some such import: copies, commits or cancels it, or ends the copier of a cancelled one."""
         if self.left_tails and self.choose.integer(0, 1):
             left = self.left_tails.pop(self.choose.integer(0, len(self.left_tails) - 1))
             self.scribble(left)
@@ -188,7 +188,7 @@ class TailMoves(ImportMoves):
         assert np.array_equal(np.asarray(copy.dst_pages)[:count], pages[first - begins : stop - begins])
 
     def cancel_tail(self, mine: Import) -> None:
-        """Gives a tail up. Its copier may continue for a while."""
+        """Gives up such an import. Its copier may continue for a while."""
         self.tails.remove(mine)
         if mine.copier is not None:
             self.left_tails.append(mine)
@@ -203,7 +203,7 @@ class TailMoves(ImportMoves):
         return self.names.digest_of[content(0, one.tokens, one.named, column)]
 
     def scribble(self, mine: Import) -> None:
-        """Writes something else into the pages of a tail, as a copier may until its tail is committed."""
+        """Writes something else into the pages of such an import, as a copier may until it is committed."""
         pages = mine.pending.written.tolist()
         for blocks in self.manager.device_tensors[mine.one.replica]:
             blocks[pages] = _GARBAGE

@@ -197,8 +197,8 @@ def test_a_page_that_was_told_makes_no_room_when_a_later_chunk_hits_the_cache(ma
     manager.lease("r")
     manager.block_table("r")
     run(manager, twin)
-    assert manager.num_free_blocks == 1  # 4 pages each, the first one of both
-    # 3 more; the twin's pages replace 2, one of which was told to readers
+    assert manager.num_free_blocks == 1  # each request has 4 pages, and they share the first one
+    # it needs 3 more pages; the twin's pages replace 2, one of which was told to readers
     assert not manager.maybe_reserve(context, 12)
     assert manager.maybe_reserve(context, 8)
     assert manager.num_free_blocks == 0
@@ -341,14 +341,14 @@ def test_of_a_cancelled_import_the_copier_s_end_frees_the_pages(make: Any) -> No
         target.maybe_reserve(context)
     target.release("r")
     assert target.num_free_blocks == 6
-    assert copier.prove() is not None  # a proof is returned, but has no use any more
+    assert copier.prove() is not None  # a proof is returned, but it cannot be used any more
     copier.give_up()
     assert target.num_free_blocks == 8
 
 
 @pytest.mark.parametrize("released", [True, False])
 def test_a_cancelled_import_that_is_written_keeps_its_pages_beyond_a_recovery(make: Any, released: bool) -> None:
-    """The copier does not know of the interruption, and continues to write."""
+    """The copier does not know of the interrupt, and continues to write."""
     source, target = make(8, page_size=4), make(8, page_size=4)
     computed(source, range(8))
     context = TextContext([*range(8), 7], 64, "r")
@@ -517,7 +517,7 @@ def test_of_pages_that_leave_a_row_its_leases_keep_those_in_which_something_is_c
 def test_what_readers_were_told_only_grows_and_what_they_see_of_windows_only_shrinks() -> None:
     books = Books()
     books.claim(1, 6)
-    books.leases.tell(1, 6)  # before it is leased, no reader is told
+    books.leases.tell(1, 6)  # while it is not leased, no reader is told
     assert (books.leases.told.tolist(), books.leases.kept[1]) == ([0] * 4, NEVER)
     books.lease(1)
     assert (books.leases.told[1], books.leases.kept[1]) == (6, 6)

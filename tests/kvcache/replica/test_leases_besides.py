@@ -1,4 +1,6 @@
-"""Leases of cached pages and of states: each counts in its own pool, and ends with the lease."""
+"""Leases of cached pages and of states. The two kinds are counted in separate pools, and the hold on both ends with the
+lease.
+"""
 
 from __future__ import annotations
 

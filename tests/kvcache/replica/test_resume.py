@@ -31,9 +31,9 @@ def first_seen(group: LayerGroup, token: int) -> int:
 
 
 def by_hand(there: np.ndarray, groups: Sequence[TableGroup], first: int, ends: np.ndarray | None) -> int:
-    """Returns the most pages after `first` from which every table can resume, by looking at each query.
+    """Returns the most pages after `first` from which every table can resume, by examining each query.
 
-    `there` says for each table which pages it has, from page `first` on. Every table has the pages before.
+    `there` says for each table which pages it has, from page `first` on. Every table has all earlier pages.
     """
     best = 0
     for end in range(1, there.shape[1] + 1):

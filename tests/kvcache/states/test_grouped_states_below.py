@@ -14,7 +14,7 @@ from tests.kvcache.replica.test_further_tables import gone
 from tests.kvcache.states.test_grouped_states import PROMPT, SIZE, make, run, served, start, without_state_at
 from tests.kvcache.tiers.stored_objects import StoredObjects
 
-FOUND = 9 * SIZE  # the cached tokens of the prompt, whose last token has to run
+FOUND = 9 * SIZE  # the cached tokens of the prompt; its last token has to run
 FORMS = pytest.mark.parametrize("copies", [20, None], ids=["apart", "among-pages"])
 
 
@@ -104,7 +104,7 @@ def test_an_end_without_a_state_anywhere_brings_nothing_up_behind_it() -> None:
     evict_all(manager)
     gone_from_host(manager, 9)
     again = start(manager, PROMPT, "again")
-    assert again.start_idx == 8 * SIZE  # a state is kept after every second page
+    assert again.start_idx == 8 * SIZE  # a state is kept after every second page, so the hit ends after page 8
     run(manager, again)
     assert manager.metrics.h2d_blocks_copied == 8 + 2
 
@@ -153,7 +153,7 @@ def test_a_state_behind_what_all_tables_can_go_on_from_is_not_read(tmp_path: Pat
     manager.flush_tiers()
     tiers = manager._replicas.tiers
     assert tiers is not None
-    tiers.close()  # files have only the states, after every second page and after nine
+    tiers.close()  # the files have only the states after every second page and after page 9
     for of_host in (tiers, manager._replicas.state_tiers):
         assert of_host is not None
         of_host.host.pool.forget_idle()
@@ -173,7 +173,7 @@ def test_behind_a_state_that_cannot_be_read_a_window_comes_up_to_the_state_befor
     manager.flush_tiers()
     gone_from_host(manager, 9)
     without_state_at(manager, 9)  # only files have it
-    gone(manager, PROMPT, 0, 6)  # the window's page that a query after page 8 sees, and one after page 9 does not
+    gone(manager, PROMPT, 0, 6)  # the window's page that a query after page 8 sees, but not a query after page 9
     monkeypatch.setattr(StateTier, "to_host", lambda *_, **__: False)
     again = start(manager, PROMPT, "again")
     assert again.start_idx == 8 * SIZE
@@ -208,7 +208,9 @@ def written(store: StoredObjects, copies: int | None = 20, **options: Any) -> No
 @FORMS
 @pytest.mark.parametrize("count", [1, 4, 8])
 def test_another_machine_finds_it_in_a_store(copies: int | None, count: int) -> None:
-    """With objects of 4 and 8 pages the state lies within an object, so a shorter object ends there."""
+    """An object has 4 or 8 pages. If a state lies within an object, a shorter object is written, which ends at that
+    state.
+    """
     store = StoredObjects()
     written(store, copies, count=count)
     again = stored(store, copies, count)
@@ -233,7 +235,7 @@ def test_a_longer_prompt_goes_on_from_the_state_within_an_object() -> None:
 
 @pytest.mark.parametrize(("table", "end"), [(0, 9), (1, 9), (0, 8), (1, 8)])
 def test_an_end_that_a_table_cannot_go_on_from_is_none(table: int, end: int) -> None:
-    """The object of some table that ends at this page is gone. The last state before it is found, if there is one."""
+    """The object of some table that ends at this page is gone. The last earlier state is found, if there is one."""
     store = StoredObjects()
     written(store, every=2)
     again = stored(store, every=2)

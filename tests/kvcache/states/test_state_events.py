@@ -33,19 +33,19 @@ def there(index: object) -> set[int]:
 
 
 def promised(known: Known, hashes: list[int]) -> int:
-    """The number of pages of this prompt that a reader of the events expects to be found."""
+    """Returns how many pages of this prompt a reader of the events expects to find."""
     pages, states = told_of(known, 0), told_of(known, 1) | told_of(known, 1, "CPU")
     run = next((at for at, one in enumerate(hashes) if one not in pages), len(hashes))
     return max((at for at in range(1, run + 1) if hashes[at - 1] in states), default=0)
 
 
 def found(manager: PagedKVCacheManager, replica_idx: int, context: TextContext) -> tuple[int, list[int]]:
-    """The number of pages that a new request with these tokens would find, and the hashes of its full pages."""
+    """Returns how many pages a new request with these tokens would find, and the hashes of its full pages."""
     replica = manager._replicas.each[replica_idx]
     hasher = replica.hasher(None, context)
     digests = hasher.digests(context.tokens, 0, (context.current_length - 1) // replica.page_size)
     (pages,) = replica.tables.run(0, digests).pages
-    # Leaves out that the request's own claim may evict a state: `match` foresees that, but no reader can.
+    # A request's own claim may evict a state. That is left out here: `match` foresees it, but no reader can.
     return last_end(replica.ends(digests[: len(pages)])), hashes_of(digests).tolist()
 
 

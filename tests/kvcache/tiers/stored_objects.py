@@ -14,20 +14,20 @@ from kvcache.types import ObjectIO, ObjectRange, Part
 from tests.kvcache.served import Served
 
 COUNT = 4  # pages of an object
-# An object with extra bytes at its end has only right pages: they are read, and the object stays.
+# If an object has extra bytes at its end, all of its pages are right: they are read, and the object stays.
 DAMAGE = ("gone", "swapped", "empty", "cut", "noise", "shifted", "pushed", "flipped", "longer")
 S = TypeVar("S", bound=Served)
 
 
 class StoredObjects:
-    """A store that several `ObjectIO` share. It is the `object_tier_io` of managers."""
+    """A store that several `ObjectIO`s share. Managers get it as `object_tier_io`."""
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
         self.calls: list[str] = []
         self.read_bytes = 0
         self.fails = False
-        self.may = threading.Event()  # calls wait for this event until their time is over
+        self.may = threading.Event()  # calls wait for this event, or until their time is over
         self.may.set()
         self.open = 0
         self._machines: list[Served] = []
@@ -118,7 +118,7 @@ def settled(it: Served) -> None:
 
 
 def forget_host(it: Served) -> None:
-    """Evicts everything from the host. What is known of the store stays known."""
+    """Evicts everything from the host. What is known about the store stays known."""
     for tiers in it.manager._replicas._all_tiers:
         tiers.host.pool.forget_idle()
 

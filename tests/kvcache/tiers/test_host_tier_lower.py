@@ -13,7 +13,7 @@ from kvcache.pool.pages import PagePool
 from kvcache.pool.pages_below import Asked
 from kvcache.tiers.host_tier import HostTier, LowerTier, ReplicaTier
 
-HOST, FILE, OBJECT, UNKNOWN, NOWHERE = 1, 2, 3, 4, 5  # pages, named by the tier that has them
+HOST, FILE, OBJECT, UNKNOWN, NOWHERE = 1, 2, 3, 4, 5  # pages, named after the tier that has them
 EVERY = (HOST, FILE, OBJECT, UNKNOWN, NOWHERE)
 
 

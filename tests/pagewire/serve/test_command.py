@@ -282,7 +282,9 @@ def test_one_command_starts_all_and_ends_all_when_nothing_is_on_its_way(tmp_path
 
 
 def answers_of_a_fleet_that_drains(folder: Path, prompts: list[str], *more: str) -> list[list[int]]:
-    """Preempts in a small pool. One client hangs up, and SIGTERM arrives while steps are in flight."""
+    """Runs prompts in a pool so small that requests are preempted. One client hangs up, and SIGTERM arrives while steps
+    are in flight.
+    """
     served, figures = Served(folder), folder / "figures.json"
     small = (*COMMON, "--cache-mb", "0.75", "--json", str(figures))
     is_signalled, accepted = threading.Event(), threading.Semaphore(0)

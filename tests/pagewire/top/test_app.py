@@ -364,7 +364,7 @@ def test_a_recording_plays_back_to_and_fro(watched: tuple[PagedKVCacheManager, M
         titles.append(app.map._areas[0].title)  # an app that has ended may have drawn once more, without a screen
         manager.release("chat-2")
         await until(pilot, lambda: len(rows_of(app, "requests")) == 2, "the release")
-        # including the look that reports the release, which must not be the one that is cut off
+        # including the snapshot that reports the release, because another one is to be cut off
         recorded = path.stat().st_size
         await until(pilot, lambda: path.stat().st_size > recorded, "one more look")
 

@@ -154,7 +154,7 @@ def test_a_signal_ends_it_while_the_terminal_takes_no_output(
     terminal = Terminal(is_read=False)
     before = termios.tcgetattr(terminal.slave)
     top = start(address, on=terminal)
-    # Looks fill the terminal's buffer. From then on output waits, in the middle of an update.
+    # Snapshots fill the terminal's buffer. From then on output waits, in the middle of an update.
     wait_for(lambda: not select.select([], [terminal.slave], [], 0)[1], "it never waits for the terminal")
     assert termios.tcgetattr(terminal.slave) != before
     top.signal(number)

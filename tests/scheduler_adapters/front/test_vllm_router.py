@@ -53,7 +53,9 @@ def test_prompts_go_to_the_fleet_that_has_them(fleets: list[Served], tmp_path: P
 
 
 def until_it_follows(router: Router, compute: Callable[[], list[int]], found: Callable[[list[int]], int]) -> None:
-    """Computes prompts until the router has found so many in a row that it must follow both sources."""
+    """Computes prompts until the router has found the pages of so many successive ones that it must follow both
+    sources.
+    """
     deadline, right = time.monotonic() + WITHIN_S, 0
     while right < 8:
         assert time.monotonic() < deadline, router.log.read_text()[-2000:]
@@ -67,7 +69,7 @@ def check_prompts_find_pages(router: Router, fleets: list[Served]) -> None:
     router.begin()
 
     def at_one_of_them() -> list[int]:
-        """Returns a new prompt that one fleet has served."""
+        """Serves a new prompt at one of the fleets, and returns the prompt."""
         prompt = [rng.randrange(200) for _ in range(LENGTH)]
         complete(rng.choice(fleets).client, prompt, 1)
         return prompt
@@ -117,7 +119,9 @@ def check_follows_both(router: Router, apart: Served) -> None:
     rng, urls = random.Random(1), {name: f"{apart.url}/processes/{name}/v1" for name in ("p1", "p2", "d1", "d2")}
 
     def at_one_of_them() -> list[int]:
-        """Returns a new prompt that one prefill process has computed. The test makes the router's two calls itself."""
+        """Computes a new prompt at one of the prefill processes, and returns it. The test makes the router's two calls
+        itself.
+        """
         prompt, name = [rng.randrange(200) for _ in range(LENGTH)], rng.choice(["p1", "p2"])
         params = {"do_remote_decode": True, "do_remote_prefill": False}
         asked = apart.client.with_options(base_url=urls[name]).completions.create(

@@ -25,8 +25,8 @@ LONGEST_AGAIN = 16
 class Engine:
     """An engine with running, waiting and finished requests.
 
-    The share `share` of its guesses is right. With `across`, guesses may end anywhere, not only at the end of a page.
-    `manager` replaces the manager of `pages` pages.
+    `share` is the share of guesses that are right. With `across`, guesses may end anywhere, not only at the end of a
+    page. `manager` replaces the manager of `pages` pages.
     """
 
     def __init__(

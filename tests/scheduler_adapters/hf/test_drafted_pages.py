@@ -77,7 +77,7 @@ def test_while_drafted_tokens_are_not_booked_the_state_is_told_to_nobody(model: 
 
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_leased_page_stays_the_requests(model: Any, wrong: bool) -> None:
-    """A table may name the page until the lease ends, so the drafted state is copied to it."""
+    """A table may name the leased page until the lease ends. Therefore the drafted state is copied into that page."""
     engine, context, _ = ready(model, wrong)
     manager = engine.manager
     manager.step([context])

@@ -67,7 +67,9 @@ def test_a_minimax_with_a_window_has_one_table(
 def test_a_minimax_with_a_window_and_a_recurrent_layer_first_gives_its_own_logits(
     make_model: Callable[..., Any], own_logits: Callable[..., Any], budget: int
 ) -> None:
-    """`generate` takes the length of its mask from the first layer, which has no keys, so its steps differ."""
+    """`generate` takes the length of its mask from the first layer. That layer has no keys, so `generate` takes other
+    steps than ours.
+    """
     model = make_model("minimax", sliding_window=8)
     manager = manager_of(model, "states among pages")
     (tokens,) = tokens_of(serve(loop_of(manager, model, budget), [Request("r", PROMPTS[0], NEW)]))

@@ -31,7 +31,7 @@ QUICK = {"handshake_timeout_s": 1.0, "heartbeat_s": 0.2, "dead_after_s": 1.0}
 
 
 class LentReader:
-    """A serving loop that asks the source for each prompt before it computes what is missing."""
+    """A serving loop that asks the source for the pages of each prompt, before it computes the missing ones."""
 
     def __init__(self, model: str | None, tp: int = 1) -> None:
         self.loop: ServingLoop[Any]

@@ -1,6 +1,6 @@
 """Loops with preemption answer all requests like the model's own `generate`.
 
-One of the loops is as short as a first attempt would be.
+One of the loops is as short as a user's first attempt would be.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def model(request: pytest.FixtureRequest, make_model: Callable[..., Any]) -> Any
 def served(manager: PagedKVCacheManager, runner: HFRunner, chunk: int) -> tuple[list[list[int]], int]:
     """Serves prompts. Returns the answers and the number of preemptions.
 
-    A request is preempted if it lacks pages, and sometimes if it is the newest. No call tells the manager that it
-    starts again when it returns.
+    A request is preempted if it lacks pages, and sometimes if it is the newest. It later starts again, and no call
+    tells the manager of that.
     """
     waiting = [TextContext(prompt, len(prompt) + NEW, f"r{at}") for at, prompt in enumerate(PROMPTS)]
     every, running, preempted, turn = [*waiting], list[TextContext](), 0, 0

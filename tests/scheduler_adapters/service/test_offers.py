@@ -1,6 +1,6 @@
 """Offers of new pages are handled in page order, whatever their order of arrival.
 
-An import uses all of their tables.
+An import uses the block tables of all offers.
 """
 
 from collections.abc import Iterator

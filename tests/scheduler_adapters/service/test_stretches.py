@@ -50,7 +50,7 @@ class SourceProcess(NamedTuple):
 
 
 class StretchReader:
-    """A serving loop that asks both sources for each prompt, as a prefill process does."""
+    """A serving loop that asks both sources for the pages of each prompt, as a prefill process does."""
 
     def __init__(self) -> None:
         self.loop: ServingLoop[Any]

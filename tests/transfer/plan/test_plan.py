@@ -1,4 +1,4 @@
-"""The plan compared with copies by definition, and what it refuses."""
+"""The plan gives the same result as copying element by element, and refuses invalid pulls."""
 
 from __future__ import annotations
 

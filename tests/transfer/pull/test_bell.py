@@ -102,7 +102,9 @@ def test_a_ring_in_the_middle_of_a_call_silences_no_later_one(
 
 
 def test_a_hearer_between_two_that_ring_at_once_silences_neither(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second thread has read the flag before the first one rings, and writes after the hearer has heard it."""
+    """The second thread has read the flag before the first one rings, and writes to the bell after the hearer has heard
+    the first ring.
+    """
     bell, real = Bell(), os.eventfd_write
     others: list[threading.Thread] = []
 

@@ -161,7 +161,7 @@ def test_a_renewal_extends_never_shortens_and_has_an_end(book: LeaseBook, clock:
     clock.now = 104
     book.hear(note(5, verdict="renew"))
     assert lease.deadline == 114
-    clock.now = 103  # turning the clock back simulates a note with a long delay
+    clock.now = 103  # turning the clock back simulates a message that was long under way
     book.hear(note(5, verdict="renew"))
     assert lease.deadline == 114
     for clock.now in (113, 121, 129):

@@ -580,7 +580,8 @@ def test_questions_that_come_while_the_loop_is_busy_take_little_memory(
         source.poll()
         assert lender.answer(question(0, 4, wanted)).error  # the questions wait for their pages now
     source.poll()
-    assert not lender.answer(question(0, 4, wanted)).error  # the loop has looked, so the reader may ask again
+    # the loop has answered the questions, so the reader may ask again
+    assert not lender.answer(question(0, 4, wanted)).error
 
 
 def test_a_manager_leases_by_content_what_it_has_and_says_what_it_cannot_compare(side: Any) -> None:
@@ -645,7 +646,7 @@ def pool_of(side: Any, pages: int) -> Side:
     source.manager.close()
     source.manager = build.manager_of(
         pages, page_size=PAGE_SIZE, max_seq_len=32, checks=False
-    )  # a recount for each call would be slow
+    )  # counting all pages again at each call would be slow
     source.exchange = PageExchange(source.manager, "p", lend=1.0)
     return source
 
@@ -686,7 +687,7 @@ def test_a_flood_of_one_reader_leaves_room_for_the_questions_of_others(side: Any
     source = pool_of(side, 100)
     computed(source)
     flood = Flood(source, source.manager.contents.digests(TextContext(LONGER, 32)))
-    for number in range(100):  # the loop does not look at the questions
+    for number in range(100):  # the loop does not read the questions
         flood.lender.answer(replace(flood.query, ask_id=1000 + number, asker="one reader"))
     assert flood.lender.answer(replace(flood.query, ask_id=2000, asker="another reader")).error == ""
 

@@ -129,7 +129,7 @@ class Three:
         return found
 
     def pull(self, revoked: int = 2) -> PullEvent:
-        """Asks both sources, optionally revokes the lease of one, and pulls from both."""
+        """Asks both sources, and pulls from both. Revokes the lease of the source with this number, if there is one."""
         wanted = self.manager.contents.digests(self.context)
         for at, source in enumerate(self.sources):
             self.reader.ask(0, f"{at}", source.address, source.engine_id(0), wanted)

@@ -239,7 +239,7 @@ def test_a_source_whose_pages_cannot_be_compared_is_refused(there: dict[str, Any
 
 
 def test_the_words_of_exactly_the_pages_read_come_along_group_by_group() -> None:
-    """The words of all of the source's pages arrive in registered memory. A group without pages adds none."""
+    """The checksums of all of the source's pages arrive in registered memory. A group without pages adds none."""
     checks, mine, there = pair(two_groups())
     agent: Any = Registered()
     verifier = Verifier(checks, mine, there, 1.0, agent)

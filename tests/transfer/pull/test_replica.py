@@ -302,7 +302,7 @@ DIGEST = b"of the reader's own tokens"
 
 
 def answering(p: Engine, *answers: dict[str, Any]) -> list[int]:
-    """Makes a source give these answers about its leases in turn, repeating the last one.
+    """Makes a source give these answers about its leases, one after another, and then the last one again and again.
 
     Returns how many tokens it was asked for each time.
     """

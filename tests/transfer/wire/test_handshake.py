@@ -484,7 +484,7 @@ def test_leases_may_be_asked_for_hundreds_of_times_at_once(server: HandshakeServ
 
 
 class Lender:
-    """A lender whose answers about pages by content the test sets. It counts the looks at it."""
+    """A lender whose answers about pages by content the test sets. It counts how often it is asked."""
 
     def __init__(self, server: HandshakeServer, client: HandshakeClient) -> None:
         self.looks, self.answers = 0, list[Any]()
