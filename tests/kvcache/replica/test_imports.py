@@ -383,7 +383,6 @@ def test_a_run_behind_a_hole_is_refused_and_nothing_is_taken(make: Any) -> None:
     bad = [
         (change(table, first_page=1), "names 5 pages; its 18 tokens take 4 from page 1 on"),
         (change(table, first_page=-1), "begins with page -1; 0 to "),
-        (change(table, first_page=-1, groups=((*table.groups[0], 15),)), "names 6 pages; its 18 tokens take 6 from"),
         (change(table, first_page=9), "names 5 pages; its 18 tokens take -4 from page 9 on"),
         (change(from_page(table, 4), num_tokens=16, groups=((),)), "names 0 pages; its 16 tokens take 0 from page 4"),
         (
