@@ -97,7 +97,9 @@ class Explorer:
         readers = cast.shape.readers
         # True if it matters which pages of a request are present, not only how many.
         self._exact = (
-            bool(without & {"writer-hold", "quarantine", "settled-ends", "named-by-source"}) or cast.shape.by_content
+            bool(without & {"writer-hold", "quarantine", "settled-ends", "named-by-source"})
+            or cast.shape.by_content
+            or cast.shape.ahead
         )
         self._mirrors = len(readers) == 2 and readers[0] == readers[1] and not self._exact
         self._rooms: list[Room] = []
@@ -148,7 +150,8 @@ class Explorer:
             states = {(room.pull[self.protocol.links[i][0]], room.link[i][0]) for i in links}
             if not room.held and not any(pull == IDLE or link in (COPYING, FENCED_EARLY) for pull, link in states):
                 intact[rank] = 0
-        return room._replace(said=said, former=room.former & said, heard=heard, intact=tuple(intact))
+        own = room.own if PULLING in room.pull else 0
+        return room._replace(said=said, former=room.former & said, heard=heard, intact=tuple(intact), own=own)
 
     def _ordered(self, size: int, room: Room) -> Room:
         masks = [*room.intact, *(mask for _, *both in room.link for mask in both)]

@@ -86,4 +86,4 @@ def rank(size: int, room: Room) -> int:
         100 * bool(room.found) + 10 * sum(room.word) + room.heard.bit_count() + bool(room.held or any(room.word)) + gone
     )
     reads = sum(-1 if state == FLYING else 10 * state + copied.bit_count() for state, copied, _ in room.link)
-    return source + reads + 1000 * sum(_STAGE[state] for state in room.pull)
+    return source + reads + room.own + 1000 * sum(_STAGE[state] for state in room.pull)

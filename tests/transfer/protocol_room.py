@@ -6,7 +6,8 @@ If pages are asked for by content (`Shape.by_content`), P has computed them for 
 may be evicted at any time and be loaded again from a lower tier. P leases as many of them as it has when it is asked. A
 prompt may come in two stretches from two sources. Each stretch is a room. The reader asks for the second one after the
 pages that it has of the first, which it has published and may lose again. One import may also be read from two sources
-at the same time, a part of its pages from each. Each part is a room: front and back. The network is the set of all
+at the same time, a part of its pages from each. Each part is a room: front and back. If no request waits for the pages
+(`Shape.ahead`), the reader computes them meanwhile, and may end the pull early. The network is the set of all
 messages ever sent: a message may arrive at once, late, out of order, many times or never, without a move for any of
 these. A deadline may pass at any moment. Each idle page may be overwritten at any moment. A READ copies page by page,
 in any order, and a copied page counts as what the page held when its last byte was read. Under one lease a page can
@@ -48,6 +49,7 @@ class Room(NamedTuple):
     coming: int = 0  # pages that are being loaded from there
     first: int = 0  # number of the prompt's pages before the first one asked for; the other masks then leave them out
     forged: int = 0  # readers whose table was changed in transit: its first page id belongs to another request
+    own: int = 0  # if no request waits: the number of pages that the reader has computed, or found, during the pull
 
 
 class View(NamedTuple):
@@ -92,6 +94,8 @@ class Shape(NamedTuple):
     pool: int
     by_content: bool = False
     tiers: bool = False  # for leases by content: whether P may load lost pages again
+    # Whether no request waits for the pages: the reader computes them meanwhile, and may commit a part of them.
+    ahead: bool = False
 
 
 def put(values: tuple[T, ...], index: int, value: T) -> tuple[T, ...]:
@@ -301,6 +305,7 @@ class Protocol:
             closed = room._replace(pull=put(room.pull, reader, CLOSED))
             yield Move(f"D{reader} is told that P has nothing of {name}", closed)
         elif state == PULLING:
+            yield from self._compute(name, size, reader, room)
             yield from self._commit(name, reader, room, view)
             if not view.back_committed:
                 yield self._give_up(name, reader, room)
@@ -316,6 +321,17 @@ class Protocol:
             closed = self._with_links(room, links, NONE)._replace(pull=put(room.pull, reader, CLOSED))
             text = f"D{reader} has answered {name}, its pages are given back"
             yield Move(text, closed._replace(pages=put(room.pages, reader, 0)), f"D{reader}")
+
+    def _compute(self, name: str, size: int, reader: int, room: Room) -> Iterator[Move]:
+        """The reader computes the next page while that is pulled. It looks for the page before."""
+        page, after = room.own, room._replace(own=room.own + 1)
+        if not self.shape.ahead or page >= size:
+            return
+        yield Move(f"D{reader} computes page {page} of {name} itself", after)
+        if not self.has("found-when-committed"):
+            good = all(room.link[link][2] >> page & 1 for link in self.of_reader[reader])
+            wrong = "" if good else f"stale page: D{reader} serves page {page} of {name}, which has not come"
+            yield Move(f"D{reader} finds page {page} of {name}, which is on its way", after, wrong=wrong)
 
     def _mask(self, links: list[int]) -> int:
         return sum(1 << link for link in links)
@@ -398,6 +414,10 @@ class Protocol:
                 yield Move(text, room._replace(link=put(room.link, link, (state, copied | bit, good))))
         if copied == (1 << size) - 1:
             yield self._post_fence(name, link, room)
+        elif self.shape.ahead and state == COPYING and (part := copied.bit_length()) == copied.bit_count() > 0:
+            cut = room._replace(found=part) if self.has("prove-what-came") else room
+            fence = self._post_fence(name, link, cut)
+            yield fence._replace(text=f"the pull of {name} ends after {part} of its pages: {fence.text}")
 
     def _post_fence(self, name: str, link: int, room: Room) -> Move:
         reader, rank = self.links[link]
@@ -472,6 +492,8 @@ class Protocol:
             pages=put(room.pages, reader, 0),
             loose=put(room.loose, reader, 0),
             forged=room.forged & ~(1 << reader),
+            found=0 if self.shape.ahead else room.found,
+            own=0,
         )
 
     def spoil(self, room: Room, reader: int, page: int) -> Room:

@@ -57,6 +57,8 @@ RULES = {
     "named-by-source": "a page is read only if the source itself has named it for this lease",
     "own-word": "each stretch, and each part of an import, counts by the word of its own lease, on its own source",
     "parts-in-order": "a part of an import counts only if the part before it has passed",
+    "found-when-committed": "a page that a pull is to fill is found by nobody before its import is committed",
+    "prove-what-came": "a pull that ends early commits the pages that came before its fence, and no others",
 }
 ASSUMPTIONS = {
     "whole-reads": "a READ that ended well has delivered every byte, while the source lives and its pool is mapped",
@@ -86,6 +88,7 @@ CASTS = {
         Cast("2 stretches, 2 sources", Shape(1, _ONE, 3, by_content=True), _STRETCHES, crashes=2),
         Cast("1 import, 2 sources", Shape(1, _ONE, 3), _PARTS, crashes=2),
         Cast("again from another source", Shape(1, _ONE, 1), _ELSEWHERE, crashes=2),
+        Cast("no request waits", Shape(1, _ONE, 3, ahead=True), (_A, _B), crashes=2),
     ),
     "small": (
         Cast("2 requests, 1 reader", Shape(1, _ONE, 3), (_A, _B), crashes=1),
@@ -98,6 +101,7 @@ CASTS = {
         Cast("2 stretches, 2 sources", Shape(1, _ONE, 3, by_content=True), _STRETCHES, crashes=0),
         Cast("1 import, 2 sources", Shape(1, _ONE, 3), _PARTS, crashes=1),
         Cast("again from another source", Shape(1, _ONE, 1), _ELSEWHERE, crashes=1),
+        Cast("no request waits", Shape(1, _ONE, 3, ahead=True), (_A,), crashes=1),
     ),
 }
 
@@ -111,6 +115,7 @@ _ASKED = Cast("by content", Shape(1, _ONE, 3, by_content=True), (_A,))
 _TIERS = Cast("by content, lower tiers", Shape(1, _ONE, 3, by_content=True, tiers=True), (_A,))
 _PROMPT = Cast("2 stretches, 2 sources", Shape(1, _ONE, 3, by_content=True), _STRETCHES)
 _IMPORT = Cast("1 import, 2 sources", Shape(1, _ONE, 3), _PARTS)
+_AHEAD = Cast("no request waits", Shape(1, _ONE, 3, ahead=True), (_A,))
 _WORD = Cast("2 requests, one word", Shape(1, _ONE, 3), (Part("A", 2), Part("B", 1)))
 
 SHOWN_BY = dict.fromkeys((*RULES, *ASSUMPTIONS), _PAIR) | {
@@ -132,5 +137,7 @@ SHOWN_BY = dict.fromkeys((*RULES, *ASSUMPTIONS), _PAIR) | {
     "hold-the-head": _PROMPT,
     "own-word": _PROMPT,
     "parts-in-order": _IMPORT,
+    "found-when-committed": _AHEAD,
+    "prove-what-came": _AHEAD,
 }
 """The smallest cast in which the absence of a rule, or of an assumption, does harm."""

@@ -44,6 +44,8 @@ HARM = {
     "named-by-source": (STALE_PAGE, 9),
     "own-word": (STALE_PAGE, 17),
     "parts-in-order": (HOLE, 8),
+    "found-when-committed": (STALE_PAGE, 4),
+    "prove-what-came": (STALE_PAGE, 8),
     "whole-reads": (STALE_PAGE, 9),
     "settled-ends": (STALE_PAGE, 17),
     "newer-reads": (STALE_PAGE, 12),
@@ -59,11 +61,12 @@ SIZES = {
     "2 stretches, 2 sources": 1_684,
     "1 import, 2 sources": 5_260,
     "again from another source": 1_080,
+    "no request waits": 443,
 }
 # Number of final states, in which everything is given back. For pages by content, final states differ in how many pages
 # were found: none, one or two. With two stretches, they differ in this number for each stretch, and in the page at
-# which the second stretch begins.
-FINALS = {"by content": 3, "by content, lower tiers": 3, "2 stretches, 2 sources": 7}
+# which the second stretch begins. If no request waits, they differ in whether the pull ended early.
+FINALS = {"by content": 3, "by content, lower tiers": 3, "2 stretches, 2 sources": 7, "no request waits": 2}
 
 
 @pytest.mark.parametrize("cast", CASTS["small"], ids=lambda cast: cast.title)
