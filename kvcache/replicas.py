@@ -244,7 +244,9 @@ class Replicas:
         for (replica_idx, row), context in zip(places, contexts, strict=True):
             replica = self.each[replica_idx]
             replica.refuse_reservation(row, context, "reserve_batch")
-            replica.length_of(context, num_steps, replica.start_of(row, context))
+            # A row without pages has computed nothing, whatever its context says: it may have been preempted.
+            start = context.start_idx if replica.rows.num_pages.item(row) else 0
+            replica.length_of(context, num_steps, start)
         reserved = np.zeros(len(contexts), np.bool_)
         with self.mark.changing("reserve_batch", gathered.places) as mark:
             for at, ((replica_idx, row), context) in enumerate(zip(places, contexts, strict=True)):
@@ -449,7 +451,6 @@ class Replicas:
         self.steps.mend(over)
         for replica in self.each:
             lost |= {*replica.mend(over)}
-            replica.mend_pool()
         for tiers in self._all_tiers:
             tiers.mend()
         for partial in self._partial:

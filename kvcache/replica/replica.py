@@ -201,13 +201,6 @@ class Replica:
             self.counter.hit(row, before, plan.start)
         return plan.new
 
-    def start_of(self, row: int, context: SafeContext) -> int:
-        """The token from which the request runs if no more cached pages are found.
-
-        A row without pages has computed nothing, whatever its context says: the request may have been preempted.
-        """
-        return context.start_idx if self.rows.num_pages.item(row) else 0
-
     def length_of(self, context: SafeContext, num_steps: int, start: int) -> int:
         """The number of known tokens, plus one for each of `num_steps` steps except the last, whose token gets no KV.
 
@@ -505,7 +498,7 @@ class Replica:
         """After an interrupt, with claims and rows repaired: restore everything that follows from rows and leases.
 
         A published page stays published if its row counts it as committed. `over`: a lease that has ended. Returns the
-        requests that cannot continue. The caller repairs the pool last, by `mend_pool`.
+        requests that cannot continue. The pool is repaired last, because the rest says who holds and writes its pages.
         """
         rows, published = self.rows, self.pool.index.published
         claimed = [*rows.row_of.values()]
@@ -529,12 +522,9 @@ class Replica:
         self.hints.begin_orders()
         for states in self.states:
             states.mend(self.imports.written_states, self.leases.holders(states.pages.pool))
-        return ended if self.states else []  # the state of an import that is over may be half written
-
-    def mend_pool(self) -> None:
-        """Rebuild the holders and writers of each page from rows, leases, imports and copies."""
         self.pool.mend(*self.counted())
         self.hints.mend()
+        return ended if self.states else []  # the state of an import that is over may be half written
 
     def counted(self) -> tuple[Ints, Ints]:
         """The number of holders and of writers of each page: int64 `[num_pages + 1]`.
@@ -581,7 +571,8 @@ class Replica:
         """Raise if the request waits for an import, or may not run from the context's start."""
         self.refuse_pending(row, call)
         if self.rows.num_pages.item(row):  # a row without pages has no leases and no computed tokens
-            self.refuse_rewrite(row, context.start_idx)
+            if row in self.leases.of_row:
+                self.leases.refuse_rewrite(np.array([row]), np.array([context.start_idx]))
             self.refuse_ahead(row, context.start_idx)
 
     def refuse_renamed(self, row: int, context: SafeContext) -> None:
@@ -595,11 +586,6 @@ class Replica:
                 f"release it first, or change it back"
             )
 
-    def refuse_rewrite(self, row: int, start: int) -> None:
-        """Raise `InvalidRequestError` if the row would recompute tokens that readers of a lease may know."""
-        if row in self.leases.of_row:
-            self.leases.refuse_rewrite(np.array([row]), np.array([start]))
-
     def refuse_ahead(self, row: int, start: int) -> None:
         """Raise `InvalidRequestError` if `start` is beyond all tokens that the row can have computed.
 
@@ -611,7 +597,7 @@ class Replica:
         self.counter.refuse_ahead(row, start)
 
     def refuse_starts(self, rows: Rows, starts: Ints) -> None:
-        """Do the same as the two methods above, for each of `rows`."""
+        """Raise if one of `rows` may not run from its start: see `PageLeases.refuse_rewrite`, and `refuse_ahead`."""
         if self.leases.of_row:
             self.leases.refuse_rewrite(rows, starts)
         if self.counter.open:
