@@ -8,13 +8,16 @@ import torch
 from kvcache import (
     InvalidParamsError,
     KVCacheParams,
+    KVCacheQuantizationConfig,
     NoFreeStatePageError,
     PagedKVCacheManager,
     PoolTooSmallError,
     PromptTooLongError,
     StateShape,
     TextContext,
+    UnknownArgumentError,
 )
+from kvcache.sizing import page_bytes
 
 
 def params(**changes: Any) -> KVCacheParams:
@@ -107,3 +110,36 @@ def test_states_are_counted_as_a_manager_has_them(way: dict[str, Any], dp: int) 
     assert holds(memory, dp, longest)
     assert not holds(memory, dp, longest + 1)
     assert PagedKVCacheManager.max_supported_sequence_length(made, 3, PAGE) == 0
+
+
+def test_a_page_takes_the_bytes_that_are_counted_if_all_its_tokens_share_a_scale() -> None:
+    made = params(dtype=torch.int8, kvcache_quant_config=KVCacheQuantizationConfig(torch.float32, 2, "page"))
+    manager = PagedKVCacheManager(made, 2, 64, 3, ["cpu"], available_cache_memory=1 << 20)
+    assert manager.device_tensors[0][0].stride(0) == page_bytes(made, 3, 16)
+    assert manager.total_num_pages == (1 << 20) // page_bytes(made, 3, 16)
+
+
+def test_a_budget_of_fewer_pages_than_requests_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    for pages in (8, 7):
+        caplog.clear()
+        PagedKVCacheManager(params(), 8, 64, 3, ["cpu"], available_cache_memory=PAGE * pages)
+        warned = [record.message for record in caplog.records]
+        assert ("7 pages a replica for up to 8 requests" in warned) == (pages == 7)
+
+
+@pytest.mark.parametrize("call", ["estimated_memory_size", "infer_optimal_batch_size"])
+def test_what_no_size_can_be_computed_from_is_refused(call: str) -> None:
+    def ask(**changes: Any) -> object:
+        asked: dict[str, Any] = {"params": params(), "max_seq_len": 33, "num_layers": 3, "devices": ["cpu"]}
+        asked |= {"available_cache_memory": 1 << 20}
+        asked |= {"max_batch_size": 4} if call == "estimated_memory_size" else {}
+        return getattr(PagedKVCacheManager, call)(**{**asked, **changes})
+
+    assert ask()
+    with pytest.raises(InvalidParamsError, match="params is None: a KVCacheParams is needed"):
+        ask(params=None)
+    with pytest.raises(UnknownArgumentError, match=f"{call}: pages=3 is not a keyword of this call"):
+        ask(pages=3)
+    for wrong in ("cpu:x", "mps", 3):
+        with pytest.raises(InvalidParamsError, match=f"device is {wrong!r}: a device of 'cpu' or 'cuda'"):
+            ask(devices=[wrong])

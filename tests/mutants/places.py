@@ -41,6 +41,7 @@ _DOORS: dict[str, dict[str, str]] = {
         "replica/row_states": "million_moves states/row_states states/grouped_states",
         "replica/tables": "replica/further_tables replica/further_imports manager million_moves replica/leases",
         "replicas": "replicas manager admission handover replica/batch million_moves",
+        "sizing": "sizing params devices",
         "states/state_pages": "million_moves states/kept_states_hints states/state_pages",
         "states/state_memory": "million_moves states/state_pages",
         "tiers/page_folder": "tiers/file_tier tiers/page_files",

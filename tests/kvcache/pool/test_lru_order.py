@@ -96,6 +96,22 @@ def test_the_newest_chunk_is_filled_when_older_ones_are_given_up() -> None:
     order.check()
 
 
+def test_a_page_at_the_very_first_place_keeps_its_turn_after_an_interrupt() -> None:
+    order = LruOrder(4)
+    order.append(pages(1, 2, 3, 4))
+    order._spare.append(order._spare.pop(0))  # chunk 0 is opened next
+    for _ in range(2 * CHUNK):
+        if not order._stamp[2]:
+            break
+        order.remove(pages(2))
+        order.append(pages(2))
+    assert order._stamp[2] == 0
+    order.remove(pages(1))
+    order.append(pages(1))
+    order.mend(np.arange(1, 5))
+    assert order.pages().tolist() == [3, 4, 2, 1]
+
+
 def test_the_log_never_runs_out_and_keeps_its_order() -> None:
     order = LruOrder(4)
     order.append(pages(1, 2, 3, 4))

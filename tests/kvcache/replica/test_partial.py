@@ -140,6 +140,14 @@ def test_the_longest_of_several_pages_is_copied(make: Any) -> None:
     assert served(manager, range(9)) == 7
 
 
+def test_of_very_many_pages_after_one_prefix_the_latest_are_compared(make: Any) -> None:
+    manager = made(make, pages=200)
+    for other in range(100, 170):
+        served(manager, [0, 1, 2, 3, other, 5, 6, 7, 99])
+    assert served(manager, [0, 1, 2, 3, 169, 5, 60]) == 6
+    assert served(manager, [0, 1, 2, 3, 100, 5, 60]) == 4
+
+
 def test_salts_and_keys_stay_apart(make: Any) -> None:
     manager = made(make)
     served(manager, range(12), cache_salt="a", extra_keys=[(5, b"image")])
@@ -174,6 +182,10 @@ def test_a_page_that_others_hold_is_not_written_to(make: Any) -> None:
         replica.pool.hold(own)
         assert partial.find(row, context) is None
         replica.pool.release(own)
+        assert partial.find(row, context) == found
+        partial.clear()
+        assert partial.find(row, context) is None
+        partial.learn(replica.rows.row_of["other"], run_whole, 0, 3)
         assert partial.find(row, context) == found
 
 
