@@ -1,6 +1,6 @@
-"""`KVCacheParams`: shape, placement and policy of a KV cache, with every check on them in one place.
+"""`KVCacheParams`: shape, placement and policy of a KV cache. All checks of parameters are here.
 
-Some parameters have parts of their own: `StateShape`, `KVCacheQuantizationConfig`, `KVEvents` and `Routing`.
+Some parameters are classes of their own: `StateShape`, `KVCacheQuantizationConfig`, `KVEvents` and `Routing`.
 """
 
 import functools
@@ -28,7 +28,7 @@ StateForm = Literal["mamba2", "gated_delta", "mamba1", "short_conv", "linear"]
 
 CONV_KINDS = ("conv.x", "conv.B", "conv.C")
 SSM_KIND = "ssm"
-# Which inputs the mixers of each form convolve, in their order.
+# For each form of recurrent layer, the inputs that it convolves, in order.
 _CONVOLVED: dict[StateForm, tuple[str, ...]] = {
     "mamba2": CONV_KINDS,
     "gated_delta": ("conv.B", "conv.C", "conv.x"),
@@ -42,30 +42,31 @@ _TRANSPORTS = ("tcp://", "ipc://", "inproc://")
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """The recurrent layers of a model, which are all alike.
+    """The recurrent layers of a model, all of which are alike.
 
-    Raises `InvalidParamsError` if a number is below 1, a convolution has a kernel below 2, or the heads are no multiple
-    of the groups.
+    Raises `InvalidParamsError` if a number is below 1, a convolution has a kernel below 2, or the heads are not a
+    multiple of the groups.
     """
 
     layers: int  # the number of recurrent layers
     heads: int  # the heads of one layer
-    head_dim: int  # channels of x for each head
-    groups: int  # groups of heads that share one B and one C; 1 if these are not convolved
-    d_state: int  # elements of the state for each channel of x; also channels of B, and of C, for each group
-    kernel: int  # the width of the convolution, of whose inputs a state keeps the last `kernel - 1`; 1: no convolution
+    head_dim: int  # channels of x in each head
+    groups: int  # groups of heads that share one B and one C; 1 if B and C are not convolved
+    d_state: int  # elements of the state for each channel of x; also the channels of B, and of C, in each group
+    # the width of the convolution; a state keeps the last `kernel - 1` of its inputs; 1 means no convolution
+    kernel: int
     conv_dtype: torch.dtype  # the type of the convolution's inputs
     ssm_dtype: torch.dtype = torch.float32  # the type of the matrices
     form: StateForm = "mamba2"
 
     @property
     def conv_kinds(self) -> tuple[str, ...]:
-        """The convolved inputs, in the order of the mixers."""
+        """The convolved inputs, in the order in which a layer convolves them."""
         return _CONVOLVED[self.form]
 
     @property
     def matrix(self) -> tuple[int, ...]:
-        """The shape of the matrix that the mixers keep for each head besides its inputs; empty if there is none."""
+        """The shape of the matrix that a layer keeps for each head besides convolved inputs; empty if there is none."""
         if self.form == "short_conv":
             return ()
         if self.form == "mamba1":
@@ -96,14 +97,14 @@ _SCALE_RULES: dict[str, Callable[[str, Any], object]] = {
 class KVCacheQuantizationConfig:
     """The scales of quantised keys and values: which values of a page share a scale, in each layer and side.
 
-    The values have the 8-bit type `KVCacheParams.dtype`. The model writes and reads them: the real value is the stored
+    The values have the 8-bit type `KVCacheParams.dtype`. The model writes and reads both: the real value is the stored
     value times its scale. Raises `InvalidParamsError` (a ValueError).
     """
 
     scale_dtype: torch.dtype = torch.float32  # the type of scales, which must be a floating-point type
-    quantization_granularity: int = 128  # elements of `head_dim` that share a scale; a divisor of it
-    # The values of a page that share a scale; "page": one scale for all heads of the model, the same on each shard.
-    # Scales of whole pages cannot be converted to another page size.
+    quantization_granularity: int = 128  # how many elements of `head_dim` share a scale; must divide `head_dim`
+    # Which values of a page share a scale. "page" means one scale for all heads of the model, which is stored on each
+    # shard. Scales of whole pages cannot be converted to another page size.
     scale_of: ScaleOf = "token and head"
 
     def __post_init__(self) -> None:
@@ -127,12 +128,12 @@ class KVCacheQuantizationConfig:
 class KVEvents:
     """KV events in the wire format of vLLM 0.33: `KVCacheParams(..., kv_events=KVEvents())`.
 
-    Each replica is a data-parallel rank with its own stream. Its port is that of the endpoint plus the rank (0: any
-    free port); an address of another kind gets `_dp<rank>` appended. `PagedKVCacheManager.kv_event_endpoints` has the
-    bound addresses.
+    Each replica is a data-parallel rank with its own stream. Its port is that of the endpoint plus the rank (0 means
+    any free port); an address of another kind gets `_dp<rank>` appended. `PagedKVCacheManager.kv_event_endpoints` has
+    the bound addresses.
 
-    Events contain the tokens of prompts in clear, and a replay reveals everything that is cached. So by default
-    the endpoints can only be reached from this host. Use `secure` before you open them to others.
+    Events contain the tokens of prompts in clear text, and a replay reveals everything that is cached. Therefore the
+    default endpoints can be reached only from this host. Use `secure` before you open them to others.
 
     Raises `InvalidParamsError` (a ValueError) for a value that cannot work.
     """
@@ -142,7 +143,7 @@ class KVEvents:
     topic: str = ""  # the first frame of every message; some routers want `kv@<pod>@<model>`
     buffer_steps: int = 10_000  # batches kept for replays; a request for older ones is answered with the whole state
     hwm: int = 1_000  # batches that may wait for a slow subscriber; it misses later ones, and sees the gap
-    # Prepares each socket before it is bound: `Keyring.secure_server` of `transfer` turns CURVE on.
+    # Prepares each socket before it is bound. `Keyring.secure_server` of `transfer` turns CURVE on.
     secure: Callable[[Any], None] | None = None
 
     def __post_init__(self) -> None:
@@ -174,26 +175,28 @@ def _of_rank(address: str, rank: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The rule by which `get_or_recommend_replica` chooses, and whether replicas copy pages from each other.
+    """How `get_or_recommend_replica` chooses a replica, and whether replicas copy pages from each other.
 
-    `prefix`: the fewest pages to compute, weighed against recent load. `least-loaded`: the fewest claimed requests, the
-    lowest index among equals. `round-robin`: the replica after the one that took the last new request.
+    `prefix`: the replica with the fewest pages to compute, weighed against recent load. `least-loaded`: the fewest
+    claimed requests, and the lowest index among equals. `round-robin`: the replica after the one that took the last new
+    request.
 
-    All figures are for 8 replicas on two Mooncake traces, conversation and synthetic. With the default load weight the
-    replicas get 93 and 98 % of the hits of one pool of the same total size. In windows of 500 requests the
+    All figures are for 8 replicas on two Mooncake traces, conversation and synthetic. With the default load weight, the
+    replicas get 93 and 98 % of the hits that one pool of the same total size gets. In windows of 500 requests the
     busiest replica computes 7 and 5 % more than its share; in the worst window 17 and 7 % more. Twice the weight costs
-    3 to 5 points of these hits. With `copy_pages` the replicas get 98 and 99 % of the hits, and the busiest computes 16
-    and 9 % more in the worst window. With a router that sees only load, and places each request as it arrives, these
-    are 15 and 5 % more. Counting a page that another replica has as cheaper to compute costs hits, and balances no
-    better.
+    3 to 5 points of these hits. With `copy_pages` the replicas get 98 and 99 % of the hits, and the busiest replica
+    computes 16 and 9 % more in the worst window. If a router sees only load and places each request as it arrives,
+    these are 15 and 5 % more. It was tried to count a page that another replica has as cheaper to compute: this costs
+    hits, and balances no better.
 
     Raises `InvalidParamsError` (a ValueError) on the first value that cannot work.
     """
 
     rule: RoutingRule = "prefix"  # see above
-    load_weight: float = 0.25  # for `prefix`: the weight of a recently computed page against a page to compute
-    load_decay: float = 0.995  # for `prefix`: the factor on the load at each admitted request
-    copy_pages: bool = False  # copy pages and states that a request misses on its replica from other replicas
+    load_weight: float = 0.25  # for `prefix`: how much a recently computed page counts, compared with a page to compute
+    load_decay: float = 0.995  # for `prefix`: the load is multiplied by this factor at each admitted request
+    # copy pages and states that a request misses on its replica from other replicas that have them
+    copy_pages: bool = False
 
     def __post_init__(self) -> None:
         one_of("rule", self.rule, get_args(RoutingRule))
@@ -242,14 +245,14 @@ _RULES: dict[str, Callable[[str, Any], object]] = {
     "object_tier_timeout_s": functools.partial(number, least=0.01, most=60.0),
     "object_tier_tokens_per_s": optional(functools.partial(number, least=1.0, most=1e12)),
 }
-# Each of these parameters is refused, unless it has its default or the other parameter is given.
+# Each of these parameters is refused, unless it has its default value or the other parameter is given.
 _REFUSED_WITHOUT = {
     "partial_reuse_min_tokens": _CACHING,
     _SWAPPING: _CACHING,
     "file_tier_dir": _SWAPPING,
     "object_tier_io": _SWAPPING,
 }
-# Each of these parameters has no effect unless one parameter of each tuple is given.
+# Each of these parameters has no effect unless at least one parameter of each tuple is given.
 _IDLE_WITHOUT = {
     "host_kvcache_swap_space_gb": ((_SWAPPING,),),
     "file_tier_max_gb": (("file_tier_dir",),),
@@ -269,13 +272,14 @@ class KVCacheParams:
     """Shape, placement and policy of a KV cache.
 
     `n_devices` is `data_parallel_degree × tp`; devices are listed replica by replica. Heads are split over the `tp`
-    shards of a replica; if there are fewer heads than shards, several shards hold each head.
+    shards of a replica. If there are fewer heads than shards, several shards hold the same head.
 
-    Files of `file_tier_dir` are found again after a restart, and shared by any number of processes of one user. Only
-    that user may access the files and folders, whatever the umask: wider rights of a folder are removed; a link, or
-    another user's folder, is refused. Anyone who may write there is trusted: checksums guard only against accidents.
+    Files in `file_tier_dir` are found again after a restart, and may be shared by any number of processes of one user.
+    Only that user may access the files and folders, whatever the umask: if a folder has wider rights, they are removed;
+    a link, or another user's folder, is refused. Everyone who may write there is trusted, because checksums guard only
+    against accidents.
 
-    Options that need prefix caching, the host tier or several replicas have no effect without them. The manager then
+    Options that need prefix caching, the host tier or several replicas have no effect without these. The manager then
     logs a warning that names the unused options. Raises `InvalidParamsError` (a ValueError) on the first value that
     cannot work, with the limit that it broke.
     """
@@ -284,79 +288,83 @@ class KVCacheParams:
     n_kv_heads: int  # key/value heads of the whole model
     head_dim: int  # elements of one head of one token (for MLA: latent plus rope part)
     enable_prefix_caching: bool = False  # keep the pages of finished requests and reuse them by content
-    # Copy published pages to host memory too, and back if a prompt needs them after they were evicted.
+    # Copy published pages to host memory too. Copy them back if a prompt needs them after they were evicted.
     enable_kvcache_swapping_to_host: bool = False
-    # The size of the host memory for pages, in units of 2**30 bytes; all replicas share it. It also holds the device's
-    # pages, so make it several times as large as they are.
+    # The size of the host memory for pages, in units of 2**30 bytes. All replicas share it. It also holds copies of the
+    # device's pages, so it should be several times as large as these.
     host_kvcache_swap_space_gb: float | None = None
-    page_size: int | None = None  # tokens per page; None: the manager's argument of the same name decides
+    page_size: int | None = None  # tokens per page; None: use the manager's argument of the same name
     n_devices: int = 1  # devices of all replicas together
-    is_mla: bool = False  # one latent side instead of keys and values
+    is_mla: bool = False  # one latent side instead of separate keys and values
     data_parallel_degree: int = 1  # replicas, each with its own pool and index
-    # The hash of the prefix chain; it must be the same wherever pages are exchanged. blake3, an extra, is as strong as
-    # sha256 and quicker on some processors without SHA instructions; collisions in xxh3_128 can be crafted.
+    # The hash of the prefix chain. It must be the same wherever pages are exchanged. blake3, an extra, is as strong as
+    # sha256, and quicker on some processors without SHA instructions. Collisions of xxh3_128 can be crafted.
     hash_algorithm: HashAlgorithm = "sha256"
-    # A prompt that shares at least this many tokens of a cached page, but not all, copies the page (see
+    # If a prompt shares at least this many tokens of a cached page, but not all of them, the page is copied (see
     # `kvcache.replica.partial`); 0 means never.
     partial_reuse_min_tokens: int = 0
     page_order: PageOrder = "head,layer,side,token,dim"  # axes of a page, outermost first (`kvcache.layout`)
-    routing: Routing = field(default_factory=Routing)  # the choice of a request's replica, and copies between replicas
-    # The largest share of a replica's idle pages that may follow retention hints, 0.0 to 1.0; the rest is least
-    # recently used first (see `kvcache.pool.hinted_order`). 0.0: hints are ignored.
+    # how a request's replica is chosen, and whether replicas copy pages from each other
+    routing: Routing = field(default_factory=Routing)
+    # The largest share of a replica's idle pages that may follow retention hints, 0.0 to 1.0. The other pages are
+    # evicted least recently used first (see `kvcache.pool.hinted_order`). With 0.0, hints are ignored.
     max_hint_share: float = 0.95
-    # The share of a replica's pages, 0.0 to 1.0, that one `cache_salt` may keep idle. If it has more, its own are
-    # evicted first.
+    # The share of a replica's pages, 0.0 to 1.0, that one `cache_salt` may keep idle. A salt with more idle pages has
+    # its own evicted first.
     tenant_quota: float = 1.0
     # `tenant_quota` for individual salts.
     tenant_quotas: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
     file_tier_dir: str | None = None  # folder for pages below the host tier; None: no files
-    file_tier_max_gb: float | None = None  # the most bytes of the files of this key and layout, in units of 2**30
-    # A name for all that KV depends on besides tokens, salt and layout: the model and its weights. Pages of different
+    file_tier_max_gb: float | None = None  # the most bytes of files with this key and layout, in units of 2**30
+    # Names everything that KV depends on besides tokens, salt and layout: the model and its weights. Pages of different
     # keys are never mixed.
     file_tier_key: str = ""
-    # Makes the `kvcache.types.PageIO` that moves bytes between files and the host tier. It is called with the tier's
-    # memory, once for each of two threads. None: preadv and pwritev.
+    # Makes the `kvcache.types.PageIO` that moves bytes between files and the host tier. It is called once for each of
+    # two threads, with the tier's memory. None means preadv and pwritev.
     file_tier_io: Callable[[Sequence[torch.Tensor]], PageIO] | None = None
     # Makes the `kvcache.types.ObjectIO` that moves bytes between an object store and the host tier, once for each of
-    # two threads: `transfer.NixlObjects(bucket)`. None: no objects. Objects use `file_tier_key`, with or without files.
+    # two threads: `transfer.NixlObjects(bucket)`. None means no objects. Objects use `file_tier_key`, whether there are
+    # files or not.
     object_tier_io: MakeObjectIO | None = None
-    # The number of pages of an object, which are written and found together. The last pages of a prompt, if fewer, are
-    # written only if a state is kept after them (`states`). All processes that share objects need the same number.
+    # The number of pages of an object. They are written and found together. If fewer pages are left at the end of a
+    # prompt, they are written only if a state is kept after them (`states`). All processes that share objects need the
+    # same number.
     object_tier_pages: int = 8
     # Seconds that a call of the object store may take. After a longer call the store is not used for 10 s. A request
-    # waits at most this long to learn which objects exist, and then at most this long for their pages.
+    # waits at most this long to learn which objects exist, and then at most this long again for their pages.
     object_tier_timeout_s: float = 2.0
-    # Tokens that the model computes in a second. Objects are read if recent reads brought more tokens in a second.
-    # None: objects are always read.
+    # How many tokens the model computes in a second. Objects are read only if recent reads brought more tokens in a
+    # second. None: objects are always read.
     object_tier_tokens_per_s: float | None = None
     kv_events: KVEvents | None = None  # reports cached pages to routers, as vLLM does; None: no events
-    # Groups of layers that keep the same tokens; each layer is in one group. If empty, all layers have full attention.
-    # All layers have the same heads and `head_dim`. A hit is the longest prefix after which every group has all
-    # pages that the next token sees. See `kvcache.layer_groups`.
+    # Groups of layers that keep the same tokens; each layer is in exactly one group. If empty, all layers have full
+    # attention. All layers have the same heads and `head_dim`. A hit is the longest prefix for which every group still
+    # has all pages that the next token sees. See `kvcache.layer_groups`.
     groups: tuple[LayerGroup, ...] = ()
     # For 8-bit values with scales. The scales lie in the page, and are shared, copied, evicted and transferred with it.
     kvcache_quant_config: KVCacheQuantizationConfig | None = None
-    # The state that recurrent layers keep of each request, in addition to layers with keys and values; None: no such
-    # layers. Each claimed request then has a state page. With prefix caching, copies of states are kept, and a hit ends
-    # after a page with a cached state (`kvcache.states`).
+    # The state that recurrent layers keep of each request; None if there are no such layers. Each claimed request then
+    # has a state page. With prefix caching, copies of states are kept, and a hit ends after a page for which such a
+    # copy exists (`kvcache.states`).
     states: StateShape | None = None
-    # True: states share the memory of token pages. Each takes a run of consecutive pages, and copies of states and
+    # True: states share memory with token pages. Each state takes a run of consecutive pages, and copies of states and
     # pages are evicted by their last use. False: a separate part of each replica's memory holds the states of its
     # requests and `state_copies` copies. None: True, unless `state_copies` is given.
     share_state_memory: bool | None = None
-    state_copies: int | None = None  # the copies of states in separate memory; None: two for each request of a replica
-    # The number of pages of a prompt after which a copy of its state is kept, in addition to other copies; 0: none.
+    # how many copies of states the separate memory holds; None: two for each request of a replica
+    state_copies: int | None = None
+    # A copy of a prompt's state is kept after every so many pages, besides other copies; 0: no such copies.
     state_every_pages: int = 0
-    # The share of host memory and of files for recurrent states, 0.0 to 1.0, if the model has any (see
-    # `kvcache.states`); pages have the rest.
+    # The share of host memory and of files that recurrent states get, 0.0 to 1.0, if the model has any (see
+    # `kvcache.states`). Pages get the rest.
     tier_state_share: float = 0.5
-    # Makes the order in which a replica's idle pages are evicted; it is called with the number of its pages. None:
-    # least recently used first, biased by retention hints (see `kvcache.eviction_order`).
+    # Makes the order in which a replica's idle pages are evicted. It is called with the replica's number of pages.
+    # None: least recently used first, biased by retention hints (see `kvcache.eviction_order`).
     eviction_order: Callable[[int], EvictionOrder] | None = None
 
     def __post_init__(self) -> None:
         for name, rule in _RULES.items():
-            object.__setattr__(self, name, rule(name, getattr(self, name)))  # numpy's integers become Python's
+            object.__setattr__(self, name, rule(name, getattr(self, name)))  # replaces numpy's integers by Python's
         dp, tp = self.data_parallel_degree, self.tensor_parallel_degree
         _check(self.n_devices % dp == 0, f"n_devices is {self.n_devices}: not a multiple of data_parallel_degree {dp}")
         _check(
@@ -383,7 +391,7 @@ class KVCacheParams:
 
     @property
     def n_kv_heads_per_device(self) -> int:
-        """Heads that one shard holds."""
+        """The number of heads that one shard holds."""
         return max(1, self.n_kv_heads // self.tensor_parallel_degree)
 
     @property
@@ -393,7 +401,7 @@ class KVCacheParams:
 
     @property
     def has_states_in_pages(self) -> bool:
-        """Whether there are recurrent states that share the memory of token pages."""
+        """Whether there are recurrent states, and they share memory with token pages."""
         copies, share = self.state_copies, self.share_state_memory
         return self.states is not None and (copies is None if share is None else share)
 
@@ -405,18 +413,18 @@ class KVCacheParams:
         return requests + (2 * requests * self.enable_prefix_caching if copies is None else copies)
 
     def heads_of_shard(self, shard: int) -> range:
-        """The model's heads that shard `shard` of a replica holds."""
+        """Returns the model's heads that shard `shard` of a replica holds."""
         tp, count = self.tensor_parallel_degree, self.n_kv_heads_per_device
         first = shard * self.n_kv_heads // tp
         return range(first, first + count)
 
     def bytes_per_token(self, num_layers: int) -> int:
-        """Bytes of one token's keys and values, without scales, on all shards of one replica together."""
+        """Returns the bytes of one token's keys and values, without scales, on all shards of one replica together."""
         per_shard = self.sides * num_layers * self.n_kv_heads_per_device * self.head_dim * self.dtype.itemsize
         return per_shard * self.tensor_parallel_degree
 
     def without_effect(self) -> list[str]:
-        """The given parameters that have no effect, each with the parameter that it needs."""
+        """Returns the given parameters that have no effect, each with the parameter that it would need."""
         plain = KVCacheParams(self.dtype, self.n_kv_heads, self.head_dim)
         given = {name for name in _IDLE_WITHOUT if _read(self, name) != _read(plain, name)}
         return [
@@ -464,15 +472,15 @@ class KVCacheParams:
 
 @functools.cache
 def usable_hashes() -> tuple[HashAlgorithm, ...]:
-    """The algorithms whose packages are installed. blake3 is an extra."""
+    """Returns the algorithms whose packages are installed. blake3 is an extra."""
     known: tuple[HashAlgorithm, ...] = get_args(HashAlgorithm)
     return tuple(one for one in known if one != "blake3" or importlib.util.find_spec("blake3"))
 
 
 def resolve_page_size(params: KVCacheParams, page_size: int | None) -> int:
-    """The page size in tokens: that of the params, else the argument, else 128.
+    """Returns the page size in tokens: that of the params, else the argument, else 128.
 
-    Raises `InvalidParamsError` if both are given and differ. An argument equal to the default counts as not given.
+    Raises `InvalidParamsError` if both are given and differ. An argument that equals the default counts as not given.
     """
     page_size = whole("page_size", _DEFAULT_PAGE_SIZE if page_size is None else page_size, 1)
     own = page_size if params.page_size is None else params.page_size

@@ -1,16 +1,16 @@
 """Bound ZMQ sockets with limits. A socket that cannot be bound is closed.
 
-A `Gate` protects a bound socket from strangers: it passes on only messages of few frames. libzmq limits the size of a
-frame and the number of complete messages that wait, but not the number of frames in a message. It keeps all frames of a
-message until the last one arrives. So a peer that never ends its message can fill the process's memory. A peer that
-ends such a message keeps the reader busy for seconds.
+A `Gate` protects a bound socket from strangers, who may connect but have no keys: it passes on only messages of few
+frames. libzmq limits the size of a frame and the number of complete messages that wait, but not the number of frames in
+a message. It keeps all frames of a message until the last one arrives. So a peer that never ends its message can fill
+the process's memory. A peer that ends such a message keeps the reader busy for seconds.
 
 Therefore the gate's thread owns the address, and libzmq listens at an abstract Unix socket to which only this process
-may connect. For each connection from outside, the gate makes one connection there. It follows a peer's traffic frame by
-frame (ZMTP 3 without encryption; CURVE needs no gate), stores none of it, and drops a peer that exceeds a limit.
-Traffic to a peer is passed on unchanged.
+may connect. For each connection from outside, the gate makes one connection to that socket. It follows a peer's traffic
+frame by frame (ZMTP 3 without encryption; CURVE needs no gate), stores none of it, and drops a peer that exceeds a
+limit. Traffic to a peer is passed on unchanged.
 
-A gate limits the frames per second of each peer and of all peers together. Frames beyond that wait at the peer.
+A gate limits the frames per second of each peer and of all peers together. Frames beyond the limit wait at the peer.
 """
 
 import contextlib
@@ -39,19 +39,19 @@ from kvcache.arguments import shown
 from kvcache.errors import InvalidParamsError
 
 Dropped = Literal["peers", "protocol", "frames", "bytes", "subscriptions"]
-"""The limit for which a peer was dropped."""
+"""The limit that a dropped peer has exceeded."""
 
 _GREETING = 64  # bytes of a ZMTP 3 greeting
 _MORE, _LONG, _COMMAND = 1, 2, 4
 _SUBSCRIPTIONS = (b"SUBSCRIBE", b"CANCEL")
-# The length of the longest command name that matters, with its length byte; longer names need not be read.
+# The length of the longest command name that matters, with its length byte. Longer names need not be read.
 _LONGEST_NAME = 10
-_READ, _PASSED = 1 << 14, 1 << 18  # the most bytes that are read from a peer at a time, and that are passed to it
+_READ, _PASSED = 1 << 14, 1 << 18  # in bytes: how much is read from a peer at a time, and how much is passed to it
 _FRAMES_AT_ONCE = 64  # the most frames of one peer before other peers have their turn
 _ACCEPTS_PER_S = 500.0
 _REFILL_S = 0.002
-_IDLE_S = 3600.0  # the longest wait for an event
-_SAID_S = 60.0  # the shortest time between two log messages
+_IDLE_S = 3600.0  # in seconds: the longest wait for an event
+_SAID_S = 60.0  # in seconds: the shortest time between two log messages
 _INTERFACE_ADDRESS = 0x8915  # the ioctl SIOCGIFADDR
 _log = logging.getLogger("pagewire")
 
@@ -62,16 +62,17 @@ class Limits:
 
     message_bytes: int
     frames: int = 8  # the most frames of one message
-    # Frames of one peer a second; twice as many in a burst; ten times as many from all peers together.
+    # Frames per second of one peer. Twice as many are allowed in a burst, and ten times as many from all peers
+    # together.
     per_second: float = 300.0
     peers: int = 1024
     subscription_bytes: float = math.inf  # the most bytes of subscriptions on one connection
 
     @property
     def most_peers(self) -> int:
-        """The most peers at a time.
+        """The most peers at the same time.
 
-        Each takes three file descriptors, and half of the process's limit must stay free.
+        Each peer takes three file descriptors, and half of the process's limit must stay free.
         """
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return self.peers if most == resource.RLIM_INFINITY else min(self.peers, max(8, most // 6))
@@ -86,19 +87,19 @@ class GateError(Exception):
 
 
 class FrameCounter:
-    """Follows the bytes that one peer sends through its greeting, frames and messages."""
+    """Parses the bytes that one peer sends: its greeting, frames and messages."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._greeted = 0
-        self._left = 0  # how many bytes of the present frame are still to come
-        self._frames = self._bytes = 0  # frames and bytes of the present message so far
+        self._left = 0  # how many bytes of the current frame are still to come
+        self._frames = self._bytes = 0  # the frames and bytes of the current message so far
         self._subscribed = 0
 
     def passes(self, data: bytes, most: int) -> tuple[int, int]:
-        """How many bytes of `data` may be passed on, and how many frames begin in them, at most `most`.
+        """Returns how many bytes of `data` may be passed on, and how many frames begin in them (at most `most`).
 
-        If both numbers stay below their limits, the rest is an incomplete header, and more data must come. Raises
+        If both numbers stay below their limits, the rest is an incomplete header that needs more data. Raises
         `GateError` if the data is not allowed.
         """
         at = self._greeting(data) if self._greeted < _GREETING else 0
@@ -124,7 +125,7 @@ class FrameCounter:
         return len(part)
 
     def _header(self, data: bytes, at: int) -> int:
-        """Begin the frame at index `at`. Returns the size of its header in bytes, or 0 if the header is incomplete."""
+        """Begin the frame at index `at`. Returns the size of its header in bytes; 0 if the header is incomplete."""
         if self._greeted < _GREETING or at >= len(data):
             return 0
         flags = data[at]
@@ -166,14 +167,14 @@ def _name(begin: bytes) -> bytes:
 
 
 class FrameAllowance:
-    """A rate limit: `per_second`, with bursts of up to two seconds' worth."""
+    """A rate limit of `per_second`, with bursts that use up to two seconds' worth."""
 
     def __init__(self, per_second: float) -> None:
         self._rate = per_second
         self._left, self._since = 2 * per_second, time.monotonic()
 
     def left(self) -> float:
-        """The allowance that is left now."""
+        """Returns how much of the allowance is left now."""
         now = time.monotonic()
         self._left = min(2 * self._rate, self._left + (now - self._since) * self._rate)
         self._since = now
@@ -185,17 +186,17 @@ class FrameAllowance:
 
 
 class _Connection:
-    """A connection from outside, and the inner connection that was made for it to the ZMQ socket."""
+    """A connection from outside, and the inner connection to the ZMQ socket that was made for it."""
 
     def __init__(self, client: socket.socket, inner: socket.socket, limits: Limits) -> None:
         self.client, self.inner = client, inner
         self.counter = FrameCounter(limits)
         self.tokens = FrameAllowance(limits.per_second)
-        self.unread = b""  # data that has arrived and is not checked yet
+        self.unread = b""  # data from the peer that is not checked yet
         self.up = b""  # checked data that waits for the ZMQ socket
         self.down = memoryview(b"")  # data that waits for the peer
         self.is_held = False  # whether the peer has used up its allowance
-        self.is_ending = False  # whether the ZMQ socket has closed, so that only the rest goes to the peer
+        self.is_ending = False  # whether the ZMQ socket has closed, so that only remaining data goes to the peer
 
     def interest(self) -> tuple[int, int]:
         """The events to poll for on each of the two connections; 0 for none."""
@@ -213,7 +214,10 @@ class _Connection:
             self.unread += data
 
     def pass_up(self, most: int) -> int:
-        """Pass on at most `most` frames. Returns how much allowance they took. Raises `GateError` or `OSError`."""
+        """Pass on at most `most` frames. Returns how much of the allowance they took.
+
+        Raises `GateError` or `OSError`.
+        """
         passed, frames = self.counter.passes(self.unread, most)
         self.up, self.unread = self.unread[:passed], self.unread[passed:]
         self.is_held = frames == most and bool(self.unread)
@@ -221,12 +225,12 @@ class _Connection:
         return 1 + frames
 
     def send_up(self) -> None:
-        """Send to the ZMQ socket as much as it accepts now."""
+        """Send as much to the ZMQ socket as it accepts now."""
         with contextlib.suppress(BlockingIOError):
             self.up = self.up[self.inner.send(self.up) :] if self.up else b""
 
     def send_down(self) -> None:
-        """Send data of the ZMQ socket to the peer, as much as it accepts now."""
+        """Send as much of the ZMQ socket's data to the peer as it accepts now."""
         with contextlib.suppress(BlockingIOError):
             if not self.down:
                 data = self.inner.recv(_PASSED)
@@ -237,12 +241,12 @@ class _Connection:
 
 
 class Gate:
-    """Listens at `address` until it is closed, and passes peers on to the ZMQ socket that listens at `inner`.
+    """Listens at `address` until it is closed, and connects peers to the ZMQ socket that listens at `inner`.
 
     Attributes:
-        address: the address as bound, with the chosen port if the port was 0.
-        inner: the address for the ZMQ socket, which must set `zmq.IPC_FILTER_PID` to this process's id.
-        dropped: the number of dropped peers by the limit that they exceeded.
+        address: the bound address. If the port was 0, it has the chosen port.
+        inner: the address for the ZMQ socket. That socket must set `zmq.IPC_FILTER_PID` to this process's id.
+        dropped: the number of dropped peers, by the limit that they exceeded.
 
     Raises `OSError` if the address cannot be bound.
     """
@@ -261,7 +265,7 @@ class Gate:
         self._ends_at = math.inf  # after `close`: the time until which remaining data is passed on
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # The data of each registered connection is the function that serves its events.
+        # The selector's data of each registered connection is the function that handles its events.
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake, selectors.EVENT_READ, self._stop_listening)
         self._thread = threading.Thread(target=self._run, name="pagewire-gate", daemon=True)
@@ -346,7 +350,7 @@ class Gate:
         self._poll(peer)
 
     def _serve(self, peer: _Connection, which: socket.socket, events: int) -> None:
-        if peer not in self._peers:  # it was dropped earlier in this turn
+        if peer not in self._peers:  # the peer was dropped earlier in this turn
             return
         try:
             is_inner = which is peer.inner
@@ -407,7 +411,7 @@ class Gate:
 
 
 def keep_connected(client: socket.socket) -> None:
-    """Let the kernel notice within half a minute that a host has vanished. Also send small messages at once."""
+    """Let the kernel notice within half a minute that a host has vanished. Also turn off delays of small messages."""
     client.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3, socket.TCP_NODELAY: 1}
     options[socket.TCP_USER_TIMEOUT] = 15_000  # for data without acknowledgement, as in `keep_alive`
@@ -416,7 +420,7 @@ def keep_connected(client: socket.socket) -> None:
 
 
 def listener(address: str) -> tuple[socket.socket, str]:
-    """A listening socket at a ZMQ address of tcp or ipc, and the address as bound. Raises `OSError`."""
+    """Returns a listening socket at a ZMQ address of tcp or ipc, and the bound address. Raises `OSError`."""
     transport, _, place = address.partition("://")
     if transport == "ipc":
         remove_left(place)
@@ -449,7 +453,7 @@ def _numeric(host: str) -> str:
 def remove_left(place: str) -> None:
     """Remove the socket file that a killed process has left at an ipc address.
 
-    Otherwise libzmq would remove any file there, even that of a live process, and take over its address. Raises
+    Without this, libzmq would remove any file there, even that of a live process, and take over its address. Raises
     `OSError` if a process listens there, or if the file is not a socket. Abstract addresses (`@name`) have no file.
     """
     path = Path(place)
@@ -486,9 +490,9 @@ _MAX_QUESTION_BYTES = 1 << 10
 _UNREAD_QUESTIONS = 100
 _FREED_WITHIN_S = 1.0
 QUESTIONS = Limits(message_bytes=_MAX_QUESTION_BYTES)
-"""The limits of a socket on which each peer asks a few times a second."""
+"""The limits of a socket to which each peer sends a few questions a second."""
 SUBSCRIPTIONS = Limits(message_bytes=_MAX_QUESTION_BYTES, peers=256, subscription_bytes=1 << 14)
-"""The limits of a PUB socket. libzmq stores 40 bytes for each byte of a topic, so a peer takes at most 640 KiB."""
+"""The limits of a PUB socket. libzmq stores 40 bytes for each byte of a topic, so one peer takes at most 640 KiB."""
 
 
 class NoGate:
@@ -512,13 +516,13 @@ class BoundSocket(zmq.Socket[bytes]):
 
     @property
     def address(self) -> str:
-        """The address as bound, with the chosen port if the port was 0."""
+        """The bound address. If the port was 0, it has the chosen port."""
         return self._gate.address
 
     def listen(self, what: str, address: str, limits: Limits | None) -> None:
-        """Bind the socket. `limits` is None if strangers cannot reach it, so that it needs no gate.
+        """Bind the socket. `limits` is None if strangers cannot reach it, because then it needs no gate.
 
-        Raises `ZMQError`.
+        Raises `ZMQError` if the address cannot be bound.
         """
         try:
             if limits is None or not address.startswith(("tcp://", "ipc://")):
@@ -564,12 +568,13 @@ def _await_free(address: str) -> None:
 def keep_alive(socket: "zmq.Socket[bytes]") -> None:
     """Notice that a host has vanished, and reconnect within seconds after it is back.
 
-    TCP alone waits longer after each failed attempt, both to connect and to send data again: after a minute without a
-    link, it may take another minute to notice that the link is back. So a connection ends if data is not acknowledged
-    for 15 s, or, if it is idle, if nothing was heard for 25 s. An attempt to connect ends after 2 s. ZMQ then tries
-    again.
+    TCP alone waits longer after each failed attempt, both to connect and to send data again. After a minute without a
+    link, it may take another minute to notice that the link is back. So a connection is ended if data is not
+    acknowledged for 15 s, or if nothing was heard for 25 s on an idle connection. An attempt to connect is ended after
+    2 s. ZMQ then tries again.
 
-    ZMQ's heartbeats are not used: an assertion of libzmq 4.3.5 ends a process whose queue a dead peer has filled.
+    ZMQ's heartbeats are not used, because of an assertion of libzmq 4.3.5: it ends a process whose queue a dead peer
+    has filled.
     """
     for option, value in (
         (zmq.TCP_KEEPALIVE, 1),
@@ -590,9 +595,12 @@ def listening(
     limits: Limits | None,
     secure: Callable[[Any], None] | None,
 ) -> BoundSocket:
-    """A socket of this kind at `address`. If `secure` is given, it prepares the socket, and no stranger can reach it.
+    """Returns a socket of this kind at `address`.
 
-    Raises `zmq.ZMQError` if the address cannot be bound, and what `secure` raises. In both cases nothing stays open.
+    If `secure` is given, it prepares the socket, and no stranger can reach it.
+
+    Raises `zmq.ZMQError` if the address cannot be bound, and whatever `secure` raises. In both cases nothing stays
+    open.
     """
     context = cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance())
     socket = cast("BoundSocket", context.socket(kind, socket_class=BoundSocket))
@@ -617,9 +625,9 @@ def bound_socket(
     secure: Callable[[Any], None] | None = None,
     limits: Limits = QUESTIONS,
 ) -> BoundSocket:
-    """A socket of this kind at `address`. At most `unread` messages wait for each peer.
+    """Returns a socket of this kind at `address`. At most `unread` messages wait for each peer.
 
-    `secure` prepares the socket before it is bound. Raises what `secure` raises. Raises `InvalidParamsError`, which
+    `secure` prepares the socket before it is bound. Raises whatever `secure` raises. Raises `InvalidParamsError`, which
     names the purpose `what`, if the address cannot be bound.
     """
     options = {zmq.SNDHWM: unread, zmq.RCVHWM: _UNREAD_QUESTIONS, zmq.MAXMSGSIZE: _MAX_QUESTION_BYTES}

@@ -32,7 +32,7 @@ class PagesBelow:
     brought_at_once = 0  # the most pages that a caller should pass to one call of `bring`
     fetches = False  # whether there are tiers below the host
     asks = False  # whether a remote store must be asked which pages it has
-    # A tier may have stored up to this many pages after the found ones, together, as the tail of a prompt.
+    # the most pages that a tier may have stored together as the end of a prompt, after the pages that are found
     longest_tail = 0
     is_bringing = False  # whether `bring` has copies under way
 

@@ -1,8 +1,8 @@
 """`RowStates`: the recurrent states of a replica's requests, and the rule by which copies of them are kept.
 
-Recurrent layers keep one state for all tokens so far. States are cached only after some pages. So a hit ends at the
-last page of the prefix after which a state is cached. With several block tables, all tables must be able to resume
-after that page, too: a state is useless without the window before it, and a window is useless without a state.
+Recurrent layers keep one state for all tokens so far. States are cached only after some pages, so a hit ends at the
+last page of the prefix for which a state is cached. With several block tables, all tables must be able to resume after
+that page, too: a state is useless without the window before it, and a window is useless without a state.
 
 A copy of a state is worth its memory if another request can resume from it. Copies are kept
 
@@ -38,19 +38,19 @@ from kvcache.replica.tables import RowTables
 from kvcache.states.state_pages import NO_STATE, StatePages
 
 Step = Callable[[Gathered, Callable[[], None] | None], None]
-"""Steps the gathered requests. The second argument is called once their tokens are published."""
+"""Steps the gathered requests. The second argument is a function to call once their tokens are published."""
 
 
 class RowStates:
     """The state of each row of one replica: a page from `claim` to `release`.
 
-    If states have separate memory, it has a page for each row, and pages for copies. If states share the memory of
-    token pages (`SlabPool`), held token pages may be moved to make room for a new request's state. Pages that a model
-    reads (from `fetch` to `step`), or that a lease, an import or a block table names, are never moved.
+    Separate memory for states has a page for each row, and pages for copies. If states share memory with token pages
+    (`SlabPool`), held token pages may be moved to make room for a new request's state. Pages that a model reads (from
+    `fetch` to `step`), or that a lease, an import or a block table names, are never moved.
 
     Attributes:
         pages: the state pages.
-        moves: moves held pages to make room for slabs, and records which ones must stay. The caller sets it if there
+        moves: moves held pages to make room for slabs, and records which pages must stay. The caller sets it if there
             are slabs.
     """
 
@@ -95,8 +95,8 @@ class RowStates:
     def shortened(self, run: Found, hasher: PrefixHasher, context: SafeContext, row: int | None) -> Found:
         """The part of a found `run` of pages with which the request can resume from a state.
 
-        A request without a row has yet to be claimed. If that would evict a cached state to make room for its own, the
-        cached one is ignored.
+        A request without a row has yet to be claimed, and then needs a state page of its own. A cached state that would
+        be evicted for that page is ignored.
         """
         if not run.num_columns:
             return run
@@ -126,7 +126,7 @@ class RowStates:
         """Ask for the last state after these pages, and the `tier` for the pages up to it, unless they are known.
 
         The caller has the `first` pages. Returns whether an answer is on its way, and the pages up to the known end. If
-        an object holds only the end of a run of pages, there is a state after that run.
+        an object holds only the end of a run of pages, then there is a state after that run.
         """
         tables = self._tables
         found = tables.from_below(digests, tier.has, None, first)
@@ -145,8 +145,8 @@ class RowStates:
     def to_host(self, digests: Digests, there: int, *, wait: bool) -> bool:
         """Bring the last state that a lower tier has after one of these pages to the host.
 
-        `there`: the pages of a request that does not wait. Their last state must stay on the host. Returns whether a
-        state is on its way. `wait`: wait a while for it.
+        `there`: the pages of a request that does not wait; the host must keep the last state of these pages. Returns
+        whether a state is on its way. `wait`: wait a while for it.
         """
         self.pages.below.touch(digests[max(0, there - 1) : there])
         return self.pages.bring_newest(digests, wait=wait)
@@ -170,7 +170,7 @@ class RowStates:
     # ---- reservations and steps
 
     def planned(self, row: int, context: SafeContext, plan: Reservation) -> Reservation:
-        """The reservation, with its chunk cut where a state must be kept."""
+        """Returns the reservation, with its chunk cut where a state must be kept."""
         if not self._caching:
             return plan
         start, active, of_prompt = plan.start, plan.active, self._stops[row]
@@ -222,7 +222,7 @@ class RowStates:
             self.pages.keep(name, digests[place : place + 1], count, passing=not stay[place])
 
     def digest_at(self, row: int, context: SafeContext, tokens: int) -> Digests:
-        """The digest of the page that ends the request's first `tokens` tokens, `[1, words]`.
+        """Returns the digest of the page that ends the request's first `tokens` tokens, `[1, words]`.
 
         Empty if `tokens` is 0.
         """
@@ -258,8 +258,8 @@ class RowStates:
     def named(self, row: int, num_tokens: int, *, full_pages: bool) -> tuple[int]:
         """The row's state page, as a group of a block table. The state does not change while it is leased.
 
-        Raises `StatePageError` if drafted tokens ran without a `step` after them, or if the state covers other tokens.
-        With `full_pages` the state is not yet reported to readers, and may cover other tokens.
+        Raises `StatePageError` if drafted tokens ran without a `step` after them, or if the state includes other
+        tokens. With `full_pages` the state is not reported to readers yet, and may include other tokens.
         """
         request_id, pages = self._name(row), self.pages
         if not full_pages:
@@ -281,7 +281,7 @@ class RowStates:
         pending.on_free = functools.partial(self._cancel_import, request_id, page)
 
     def _cancel_import(self, request_id: str, page: int) -> None:
-        """End a cancelled import, once nothing writes to the state page that the request had when the import began."""
+        """End a cancelled import when nothing writes any more to the state page that its request had."""
         self.pages.cancel_import(page)
         if self.pages.holds(request_id) and self.pages.page_of(request_id) == page:
             # When the request computes its prompt itself, more of it may be cached than now, so its chunks are planned
@@ -309,7 +309,7 @@ class RowStates:
 
 
 def step_drafted(each: Sequence[RowStates], gathered: Gathered, step: Step) -> None:
-    """Do a `step` for requests of which some ran drafted tokens.
+    """Do a `step` for requests some of which ran drafted tokens.
 
     `each`: the states of each replica. If drafted tokens of a request were removed, its `start_idx` is set back to the
     tokens that its state covers. Raises `StatePageError` if a `start_idx` is before or after all tokens that ran, and

@@ -30,15 +30,15 @@ from kvcache.under_way import UnderWay
 Counts = NDArray[np.int64]
 """A number for each page of a pool."""
 NO_STATE: Digests = np.zeros((0, 1), np.uint64)  # the digest of a request that resumes from no cached state
-_LOOKED_AT = 128  # how many pages of a prompt are searched at a time for the newest state
+_LOOKED_AT = 128  # this many pages of a prompt are searched at a time for the newest state
 
 
 class DraftedPages:
-    """The second pages of requests that run drafted tokens, which may be taken away again.
+    """The second state pages of requests that run drafted tokens, some of which may be removed again.
 
     A state cannot go back. So a run of drafted tokens reads the request's own page and writes the new state to a second
     one. `StatePages.settle` then decides with which of the two pages the request continues. A speculating engine does
-    in each step:
+    this in each step:
 
     1. Reserve as usual, for one step and one more for each possible guess: `maybe_reserve(context, 1 + guesses)`.
     2. If all known tokens are active and `HFRunner.draft` returns True, append the guesses (`update`), and set
@@ -49,10 +49,11 @@ class DraftedPages:
     5. `step`. If guesses were wrong, `start_idx` is then before all tokens that ran; those that stay run again next
        time.
 
-    Guesses that end with the page cost no page, and leave the copies of states unchanged. If each step has a wrong
-    guess, more and more tokens run again; an occasional step without guesses brings the state up to date.
+    Guesses up to the end of the request's last page need no further page of the pool, and leave the copies of states
+    unchanged. If each step has a wrong guess, more and more tokens have to run again. An occasional step without
+    guesses brings the state up to date.
 
-    `tokens`: by page, the number of tokens in its state.
+    `tokens` has, by page, the number of tokens in its state.
     """
 
     def __init__(self, tokens: NDArray[np.int64]) -> None:
@@ -60,7 +61,7 @@ class DraftedPages:
         self._tokens = tokens
 
     def goes_on_from(self, request_id: str, before: int, start: int) -> int:
-        """The token at which a request with a second page runs next if `start` tokens stay: `start`, or `before`.
+        """Returns the token from which a request with a second page runs next, if `start` tokens stay.
 
         The request has two states: one after `before` tokens, and one after all drafted tokens. If some drafted tokens
         are removed, the remaining ones run again. Raises `StatePageError` if `start` is not between the two states.
@@ -76,9 +77,9 @@ class DraftedPages:
         return start if start == after else before
 
     def written(self, request_ids: Sequence[str], pages: torch.Tensor) -> torch.Tensor:
-        """The page to which the next state of each request goes, int64 `[requests]`.
+        """Returns the page for the next state of each request, int64 `[requests]`.
 
-        `pages`: their present state pages.
+        `pages` are their current state pages.
         """
         if not self.page_of:
             return pages
@@ -97,7 +98,7 @@ class DraftedPages:
             raise StatePageError(f"request {request_id!r}: its drafted tokens ran, but step was not called for them")
 
     def check(self, request_ids: Iterable[str]) -> None:
-        """Raise `InvariantError` if a request with a second page is not in `request_ids`, which have a first page."""
+        """Raise `InvariantError` if a request has a second page but is not in `request_ids`, which have a first one."""
         if odd := self.page_of.keys() - set(request_ids):
             raise InvariantError(f"{sorted(odd)} have a second state page but no first one")
 
@@ -110,19 +111,19 @@ class _PageOf(dict[str, int]):
 
 
 class StatePages:
-    """The state pages of one replica: their memory, the page of each request, and the tokens that each state covers.
+    """The state pages of one replica: their memory, each request's page, and how many tokens each state includes.
 
     A `PagePool` tracks holders and writers as for any other page: the request and its leases hold the page, and a
     transfer writes to it. This class adds the rules of states. A state cannot go back, and a leased state does not
     advance past the tokens that its reader knows. The manager checks which calls a request may make (`RowStates`).
 
-    `room` has the memory. If it is separate, it has one page for each request that may hold a state at a time, and the
-    other pages are for copies. If states lie in slabs of token pages, a slab is taken for each state. It is given back
-    when the state has no holder and is not cached.
+    `room` has the memory. Separate memory has one page for each request that may hold a state at a time, and the other
+    pages are for copies. If states lie in slabs of token pages, a slab is taken for each state, and given back when the
+    state has no holder and is not cached.
 
     Attributes:
-        tensors: the states' own memory, `[shard][kind]`; empty lists if they lie in the token pages.
-        hits: requests that resumed from a copy.
+        tensors: separate memory for states, `[shard][kind]`; empty lists if they lie in the token pages.
+        hits: how many requests have resumed from a copy.
     """
 
     def __init__(self, shape: StateShape, room: StateRoom, mark: UnderWay) -> None:
@@ -132,16 +133,16 @@ class StatePages:
         self._views = StateViews(self.layouts, self.blocks, shape.matrix)
         self.read, self.write = self._views.read, self._views.write
         self._tokens = np.zeros(self.num_pages + 1, np.int64)
-        # By page: the tokens of the state that a block table named last.
+        # By page: the number of tokens in the state that a block table named last.
         self._told = np.zeros(self.num_pages + 1, np.int64)
         self.below = PagesBelow()
         self._page_of = _PageOf()
         # By page that a transfer writes: the cached state from which its request had resumed.
         self._before: dict[int, int] = {}
-        # By page that a transfer writes, if no such state was cached: its former content, in host memory.
+        # By page that a transfer writes, if no such state was cached: the page's former content, in host memory.
         self._saved: dict[int, list[torch.Tensor]] = {}
-        # By request: the digest, `[1, words]`, of its last full page, after which a copy is kept until the next page is
-        # full.
+        # By request: the digest, `[1, words]`, of its last full page, whose state is kept as a copy until the next page
+        # is full.
         self._passing: dict[str, Digests] = {}
         self.hits = 0
         self.drafts = DraftedPages(self._tokens)
@@ -177,7 +178,7 @@ class StatePages:
         return page
 
     def release(self, request_id: str) -> None:
-        """Release the request's page. It becomes free once no lease holds it and no transfer writes it."""
+        """Release the request's page. It becomes free when no lease holds it and no transfer writes it."""
         page = self.page_of(request_id)
         del self._page_of[request_id]
         if (stays := self._passing.pop(request_id, None)) is not None:  # the copy after its last full page stays
@@ -190,7 +191,7 @@ class StatePages:
         return request_id in self._page_of
 
     def page_of(self, request_id: str) -> int:
-        """The request's page. Raises `UnknownRequestError` if it holds none."""
+        """Returns the request's page. Raises `UnknownRequestError` if the request holds none."""
         return self._page_of[request_id]
 
     def _pages_of(self, request_ids: Sequence[str]) -> NDArray[np.int64]:
@@ -198,7 +199,10 @@ class StatePages:
         return np.fromiter(map(self._page_of.__getitem__, request_ids), np.int64, len(request_ids))
 
     def tokens_of(self, request_id: str) -> int:
-        """The number of tokens in the request's state. Raises `StatePageError` while a transfer writes it."""
+        """Returns the number of tokens in the request's state.
+
+        Raises `StatePageError` while a transfer writes the state.
+        """
         page = self.page_of(request_id)
         if self.pool.writers[page]:
             raise StatePageError(f"request {request_id!r}: state page {page} is being written by a transfer")
@@ -211,9 +215,9 @@ class StatePages:
     # ---- lookups, on the device and below
 
     def kept_after(self, digests: Digests, *, but: int = NO_PAGE) -> NDArray[np.bool_]:
-        """A mask: whether the device or host memory has a copy of the state after the page of each digest.
+        """Returns a mask: whether the device or host memory has a copy of the state after the page of each digest.
 
-        `but`: a page whose copy does not count.
+        `but` is a page whose copy does not count.
         """
         pages = self.pool.index.find(digests)
         return ((pages != NO_PAGE) & (pages != but)) | (self.below.slots(digests) != NO_PAGE)
@@ -224,7 +228,7 @@ class StatePages:
         return self.pool.index.generation + self.below.generation
 
     def there(self, digests: Digests) -> NDArray[np.bool_]:
-        """Do the same as `kept_after`, and count copies that are known to be in files or objects, too."""
+        """Do the same as `kept_after`, and also count copies that are known to be in files or objects."""
         found = self.kept_after(digests)
         return found | self.below.has(digests[None], ~found[None])[0]
 
@@ -242,10 +246,10 @@ class StatePages:
         return self.below.answers != before  # an answer that has just come may allow a further question
 
     def bring_newest(self, digests: Digests, *, wait: bool) -> bool:
-        """Bring the last state in a tier below the host to the host, if device and host have only earlier states.
+        """Load the last state in a tier below the host to the host, if device and host have only earlier states.
 
-        If it cannot be read, the state before it is tried, and so on. Returns whether one is on its way. `wait`: wait a
-        while for the state, but not for answers.
+        If that state cannot be read, the state before it is tried, and so on. Returns whether a state is on its way.
+        With `wait`, waits a while for the state, but not for answers.
         """
         before = self.below.answers
         for first, some, there in self._below_host(digests):
@@ -258,7 +262,7 @@ class StatePages:
                     return True
                 if self.below.slots(some[0, at : at + 1]).all():
                     return False
-        return self.below.answers != before  # an answer may allow a further question
+        return self.below.answers != before  # an answer that has just come may allow a further question
 
     def _below_host(self, digests: Digests) -> Iterator[tuple[int, Digests, Asked]]:
         """Yield the digests after the last state on the device or the host, some at a time, the last ones first.
@@ -280,9 +284,10 @@ class StatePages:
     # ---- copies that other requests resume from
 
     def keep(self, request_id: str, digest: Digests, tokens: int, *, passing: bool) -> None:
-        """Keep a copy of the request's state, if the state covers `tokens` tokens and a page is free for the copy.
+        """Keep a copy of the request's state, if the state includes `tokens` tokens and a page is free for the copy.
 
-        `digest`, `[1, words]`: of the last page of these tokens. `passing`: the request's next copy replaces this one.
+        `digest`, `[1, words]`, is that of the last page of these tokens. With `passing`, the request's next copy
+        replaces this one.
         """
         page, pool = self.page_of(request_id), self.pool
         if self._tokens[page] != tokens:
@@ -304,9 +309,9 @@ class StatePages:
     def keep_passing(self, request_ids: Sequence[str], digests: Digests, tokens: NDArray[np.int64]) -> bool:
         """Do the same as `keep` with `passing` for several requests at once.
 
-        Overwrites their former copies, allocates none. Returns False, and changes nothing, if `keep` must be called for
-        each request: if a request has no such copy, if a copy has a holder, if a digest already has a copy, or if a
-        state covers other tokens.
+        It overwrites their former copies, and allocates none. Returns False, and changes nothing, if `keep` must be
+        called for each request. That is the case if a request has no such copy, if a copy has a holder, if a digest
+        already has a copy, or if a state includes other tokens.
         """
         pages, index = self._pages_of(request_ids), self.pool.index
         before = [self._passing[request_id] for request_id in request_ids if request_id in self._passing]
@@ -328,7 +333,7 @@ class StatePages:
         return True
 
     def copy_of(self, digest: Digests) -> StateCopy | None:
-        """The state that is cached under this digest, for another replica. None if the device has none."""
+        """Returns the state that is cached under this digest, for another replica. None if the device has none."""
         if (page := int(self.pool.index.find(digest)[0])) == NO_PAGE:
             return None
         return StateCopy([blocks[page] for blocks in chain.from_iterable(self.blocks)], int(self._tokens[page]))
@@ -336,7 +341,7 @@ class StatePages:
     def take_copy(self, copy: StateCopy, digest: Digests) -> HeldPages | None:
         """Keep a copy of another replica's state here, too.
 
-        Returns its page, held for the caller; None if no page is free.
+        Returns the page of the copy, held for the caller. Returns None if no page is free.
         """
         if not self.pool.make_room(moving=True):
             return None
@@ -351,7 +356,8 @@ class StatePages:
     def bring_copy(self, digest: Digests, tokens: int) -> bool:
         """Copy the host's state under this digest, after `tokens` tokens, to the device, and keep it there.
 
-        Returns whether it is on its way. False if the device has it, if the host does not, or if no page is free.
+        Returns whether it is on its way. False if the device already has it, if the host does not, or if no page is
+        free.
         """
         absent, slots = self.pool.index.find(digest)[0] == NO_PAGE, self.below.slots(digest)
         if not absent or not slots.all():
@@ -369,7 +375,7 @@ class StatePages:
     def resume(self, request_id: str, digest: Digests, tokens: int) -> None:
         """Copy the state cached under `digest`, after `tokens` tokens, into the page of a request that resumes from it.
 
-        Raises `InvariantError` if there is none.
+        Raises `InvariantError` if no such state is cached.
         """
         page, copy = self.page_of(request_id), self._found(digest)
         if copy:
@@ -395,7 +401,7 @@ class StatePages:
     def draft(self, request_id: str) -> bool:
         """Give the request a second page for its next run, until `settle`. Returns False if no page is free.
 
-        Raises the same errors as `tokens_of`.
+        Raises the errors of `tokens_of`.
         """
         self._mark.check("draft")
         self.tokens_of(request_id)
@@ -429,8 +435,8 @@ class StatePages:
     def begin_import(self, request_id: str, digest: Digests = NO_STATE) -> int:
         """Hand the request's page to a transfer. The request cannot run until the import ends.
 
-        `digest`: of the cached state from which the request had resumed; empty if there is none. That state is held as
-        long as the page is written.
+        `digest` is that of the cached state from which the request had resumed; empty if there is none. That state is
+        held as long as the page is written.
         """
         page = self.page_of(request_id)
         self._drop_drafted(request_id)
@@ -469,30 +475,31 @@ class StatePages:
     # ---- pages that other managers read
 
     def held(self, request_id: str) -> HeldPages:
-        """The request's page, for a lease. The lease keeps it even if the request is released."""
+        """Returns the request's page, for a lease. The lease keeps it even if the request is released."""
         return HeldPages(self.pool, one_page(self.page_of(request_id)))
 
     def held_copy(self, digest: Digests) -> HeldPages:
-        """The state that is cached under this digest, for a lease. It must exist, and counts as just used."""
+        """Returns the state that is cached under this digest, for a lease. It must exist, and counts as just used."""
         return HeldPages(self.pool, one_page(self._found(digest)))
 
     def tell(self, request_id: str) -> None:
-        """Record that a block table has named the request's present state. It must not change while it is leased."""
+        """Record that a block table has named the request's current state. It must not change while it is leased."""
         self._told[self.page_of(request_id)] = self.tokens_of(request_id)
 
     def is_promised(self, request_id: str) -> bool:
-        """Whether a block table has named the request's present state, and a lease forbids overwriting it."""
+        """Whether a block table has named the request's current state, and a lease forbids overwriting it."""
         page = self.page_of(request_id)
         return 0 < self._tokens[page] == self._told[page] and self.pool.holders[page] > 1
 
     # ---- access of a model
 
     def pages_at(self, request_ids: Sequence[str], tokens: Sequence[int]) -> torch.Tensor:
-        """The requests' state pages, int64 `[requests]`. Each state must cover exactly `tokens`.
+        """Returns the requests' state pages, int64 `[requests]`. Each state must include exactly `tokens` tokens.
 
-        A state cannot go back, and does not record how many tokens it covers. If a step ran twice, its tokens would
-        count twice without a trace. A run overwrites the state, so it may not be leased. Raises `UnknownRequestError`,
-        and `StatePageError` if a state covers other tokens, is leased, or is being written by a transfer.
+        A state cannot go back, and does not itself record how many tokens it includes. If a step ran twice, its tokens
+        would count twice without a trace. A run overwrites the state, so the state must not be leased. Raises
+        `UnknownRequestError`, and `StatePageError` if a state includes other tokens, is leased, or is being written by
+        a transfer.
         """
         pages = self._pages_of(request_ids)
         if self.drafts.page_of or not self._all_run_on(pages, tokens):
@@ -515,25 +522,25 @@ class StatePages:
             )
 
     def _all_run_on(self, pages: NDArray[np.int64], tokens: Sequence[int]) -> bool:
-        """Whether `pages_at` surely accepts all of these requests: a quick test for steps of many requests."""
+        """Whether `pages_at` certainly accepts all of these requests: a quick test for steps of many requests."""
         has = self._tokens[pages]
         told = (has > 0) & (has == self._told[pages])  # possibly leased; rare, so these are tested one by one
         return not np.count_nonzero((has != tokens) | (self.pool.writers[pages] > 0) | told)
 
     def advance(self, pages: torch.Tensor, tokens: Sequence[int]) -> None:
-        """Record that every layer of `pages` was written, and that the states now cover `tokens`."""
+        """Record that every layer of `pages` was written, and that the states now include `tokens` tokens."""
         self._tokens[pages.cpu().numpy()] = tokens
 
     # ---- for transfers, recovery and checks
 
     def kinds(self, shard: int) -> list[KindPages]:
-        """The layout of each kind of state on a shard, including page 0."""
+        """Returns the layout of each kind of state on a shard, including page 0."""
         return self._room.kinds[shard]
 
     def mend(self, request_ids: Iterable[str], written: Sequence[int], leased: Counts) -> None:
         """Rebuild the holders after an interrupt, from the claimed requests, pages in transfer, and open leases.
 
-        `leased`: the number of leases on each page. Intact copies stay.
+        `leased` is the number of leases on each page. Intact copies stay.
         """
         claimed = {*request_ids}
         for of_requests in (self._page_of, self.drafts.page_of, self._passing):
@@ -551,11 +558,11 @@ class StatePages:
 
     @property
     def _own(self) -> list[int]:
-        """The state pages of the requests."""
+        """Returns the state pages of the requests."""
         return [*self._page_of.values(), *self.drafts.page_of.values()]
 
     def _counted(self, written: Sequence[int], leased: Counts | int) -> tuple[Counts, Counts]:
-        """The number of holders and of writers of each page, without the slabs that token pages use."""
+        """Returns the number of holders and of writers of each page, without the slabs that token pages use."""
         coming = [int(pages[0]) for pages in self.below.coming()]
         held = [*self._own, *self._before.values(), *coming]
         holders, writers = (
@@ -564,9 +571,9 @@ class StatePages:
         return holders + leased, writers
 
     def check(self, request_ids: Iterable[str], written: Sequence[int] = (), leased: Counts | int = 0) -> None:
-        """Recount: exactly these requests have a page, transfers write to `written`, and page 0 is empty.
+        """Count everything again: only these requests have a page, transfers write to `written`, page 0 is empty.
 
-        `leased`: the number of leases on each page. Raises `InvariantError` at the first discrepancy.
+        `leased` is the number of leases on each page. Raises `InvariantError` at the first discrepancy.
         """
         if wrong := set(request_ids).symmetric_difference(self._page_of):
             raise InvariantError(f"these requests have a state page or a row, but not both: {sorted(wrong)}")
@@ -609,11 +616,11 @@ class StatePages:
         return int(found[0])
 
     def _found(self, digest: Digests) -> int:
-        """The state that is cached under this digest, marked as just used; `NO_PAGE` if there is none."""
+        """Returns the state that is cached under this digest, marked as just used; `NO_PAGE` if there is none."""
         copy = int(self.pool.index.find(digest)[0])
         if copy != NO_PAGE:
             self.pool.hold(one_page(copy))
-            self.pool.idle.hint(one_page(copy), None)  # if a hint said to evict it first, that was wrong
+            self.pool.idle.hint(one_page(copy), None)  # if a hint said to evict it first, that hint was wrong
             self._let_go(copy)
         return copy
 
@@ -647,5 +654,5 @@ class StatePages:
 
 
 def one_page(page: int) -> Pages:
-    """The page as an array with one item."""
+    """Returns the page as an array with one item."""
     return np.array([page], np.int32)

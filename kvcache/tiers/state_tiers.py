@@ -5,8 +5,8 @@ one. So it is copied from the host directly into the request's state page when t
 wait for this copy, because the device orders later work after it.
 
 The memory of the host tier is divided beforehand. A state is as large as hundreds of pages, so slots of one size would
-waste memory, and slots that are being written to files cannot be moved to make room. Files are divided in the same way.
-A store is asked for the newest state: from the last page backwards, a few pages at a time.
+waste memory. Slots cannot be moved to make room, because they may just be written to files. Files are divided in the
+same way. A store is asked for the newest state: from the last page backwards, a few pages at a time.
 """
 
 from __future__ import annotations

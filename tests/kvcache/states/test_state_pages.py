@@ -218,7 +218,7 @@ def test_a_passing_copy_goes_with_the_next_one_and_never_with_anothers() -> None
     pages = [states.allocate(name) for name in "ab"]
     states.advance(torch.tensor(pages), [8, 8])
     states.keep("a", digest(1), 8, passing=True)
-    states.keep("b", digest(1), 8, passing=True)  # it exists, and only a's next copy replaces it
+    states.keep("b", digest(1), 8, passing=True)  # this copy exists, and only the next copy of "a" replaces it
     states.keep("b", digest(2), 8, passing=True)
     assert states.num_kept == 2
     states.keep("a", digest(3), 8, passing=False)
@@ -226,7 +226,8 @@ def test_a_passing_copy_goes_with_the_next_one_and_never_with_anothers() -> None
     states.forget_copies()
     assert states.num_kept == 0
     states.keep("a", digest(2), 8, passing=False)
-    states.keep("b", digest(4), 8, passing=False)  # the copy that b passed was forgotten; this one is a's
+    # the copy that "b" passed along was forgotten; this one belongs to "a"
+    states.keep("b", digest(4), 8, passing=False)
     assert [int(states.kept_after(digest(number))[0]) for number in (2, 4)] == [1, 1]
     states.check(["a", "b"])
 
@@ -264,7 +265,7 @@ def test_of_passing_copies_the_last_one_goes_to_the_tiers_below_when_its_request
 @pytest.mark.parametrize("leased", [True, False])
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_request_runs_on_from_the_state_that_it_settles_on(kept: bool, leased: bool) -> None:
-    """If others know the page's number, the drafted state is copied to it. Otherwise the two pages are exchanged."""
+    """If others know the page's id, the drafted state is copied to it. Otherwise the two pages are exchanged."""
     states = states_of(SHAPE, 3)
     page = states.allocate("a")
     states.advance(torch.tensor([page]), [8])
@@ -301,12 +302,12 @@ def test_copies_give_way_to_requests_and_to_newer_ones() -> None:
 
 @pytest.mark.parametrize("end", ["committed", "cancelled"])
 def test_what_a_page_held_before_an_import_comes_back_at_its_own_cancellation_alone(end: str) -> None:
-    """After its release the page belongs to another request, and its state starts at zero."""
+    """After the release, the page belongs to another request, whose state starts at zero."""
     states = states_of(SHAPE, 2)
     page = states.allocate("a")
     for tensor in states.blocks[0]:
         tensor[page] = 5
-    assert states.begin_import("a", digest(1)) == page  # that state has no copy, so the content is saved
+    assert states.begin_import("a", digest(1)) == page  # that state has no copy, so the page's content is saved
     for tensor in states.blocks[0]:
         tensor[page] = 7
     if end == "committed":

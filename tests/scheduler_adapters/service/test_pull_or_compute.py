@@ -44,7 +44,7 @@ TIMES = {
 def replayed(prompts: list[Prompt]) -> list[bool]:
     """Whether each prompt is pulled, given the times of the earlier ones.
 
-    Between two prompts, one without a source is computed.
+    Between two prompts, a prompt that no source has is computed.
     """
     choice, others = PullOrCompute(), random.Random(0)
     unknown = [one for one in prompts if not one.cached]
@@ -185,7 +185,7 @@ def test_a_length_that_changes_alone_is_learned() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_choice_is_right_for_what_was_measured(seed: int) -> None:
-    """The first prompts, which are pulled only to learn, also count."""
+    """All prompts count, also the first ones, which are pulled only to measure a pull."""
     prompts = Prompts(seed)
     lengths = prompts.shuffled(each=30)
     assert prompts.wrong_of(lengths) <= 0.05 * len(lengths)
@@ -211,7 +211,9 @@ def test_a_link_that_slows_is_noticed_at_one_length_and_recovers(seed: int, leng
 
 @pytest.mark.parametrize("where", TIMES)
 def test_what_real_processes_measured_takes_a_tenth_more_than_by_the_better_fixed_rule_at_most(where: str) -> None:
-    """That rule is known only in hindsight. The times come from a busy machine: many are three times the usual one."""
+    """The better fixed rule is known only in hindsight. The times come from a busy machine: many are three times the
+    usual one.
+    """
     prompts = TIMES[where]
     fixed = min(sum(one.took_ms(pulls=pulls) for one in prompts) for pulls in (True, False))
     chosen = sum(one.took_ms(pulls=pulls) for one, pulls in zip(prompts, replayed(prompts), strict=True))
