@@ -125,6 +125,37 @@ def test_who_nobody_was_told_of_is_released_and_all_others_go_on(call: str, monk
     manager.close()
 
 
+class Own:
+    """A caller's own context, which fails once it is broken."""
+
+    def __init__(self, own: TextContext) -> None:
+        self.request_id, self.is_broken, self._own = own.request_id, False, own
+
+    def __getattr__(self, name: str) -> Any:
+        if self.is_broken:
+            raise OSError("gone")
+        return getattr(self._own, name)
+
+
+def test_whose_reservation_was_interrupted_is_released_unless_its_context_says_that_it_goes_on() -> None:
+    manager = manager_of(40, page_size=4)
+    contexts: list[Any] = [Own(TextContext(range(100 * at, 100 * at + 10), 64, f"own {at}")) for at in range(2)]
+    for context in contexts:
+        manager.external_claim(context.request_id, 0)
+        assert manager.maybe_reserve(context)
+    for name in ("waits", "waits too"):
+        manager.external_claim(name, 0)
+    contexts[1].is_broken = True
+    for name, released in (("own 0", ()), ("own 1", ("own 1",)), ("waits", ("waits",))):
+        manager._mark.call = ("maybe_reserve", name)  # it was interrupted
+        assert manager.recover().released == released
+    assert manager.contains("own 0")
+    assert manager.contains("waits too")
+    for name in ("own 0", "waits too"):
+        manager.release(name)
+    manager.close()
+
+
 def test_a_recovery_of_right_books_changes_nothing_and_says_what_there_is() -> None:
     it = Two()
     lease = it.manager.lease("a")
