@@ -125,7 +125,7 @@ def question(it: Pair, spent: dict[str, list[float]]) -> None:
         spent[name].append((time.thread_time_ns() - start) / 1e3)
         return result
 
-    until(lambda: it.source.threads[0].replica.num_leases == 0, it.source.poll)
+    until(lambda: not len(it.source.threads[0].replica.leases), it.source.poll)
     time.sleep(_PAUSE_S)
     it.source.poll()
     timed("source: poll", it.source.poll)

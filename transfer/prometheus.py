@@ -119,7 +119,7 @@ FAMILIES = (
         _REPLICA,
         _each(lambda replica: replica.stats.failed_handshakes),
     ),
-    Family("pagewire_leases", "gauge", "Open leases.", _REPLICA, _each(lambda replica: replica.num_leases)),
+    Family("pagewire_leases", "gauge", "Open leases.", _REPLICA, _each(lambda replica: len(replica.leases))),
     Family(
         "pagewire_ended_leases_total",
         "counter",

@@ -100,15 +100,13 @@ class Puller:
         return any(pull.engine is engine for pull in self._pulls.values())
 
     def open(self, key: str, engine: RemoteEngine, lease: LeaseRef, timeout_s: float) -> RankPull:
-        """Opens a pull: from now on its lease is renewed, and `add` may read.
-
-        After its last event, the key is free again.
+        """Opens a pull: from now on its lease is renewed, and `add` may read. The caller knows the key to be free.
 
         Raises:
-            InvalidTransferError: the key is taken, the source has no such lease word, or a time is invalid.
+            InvalidTransferError: the source has no such lease word, or a time is invalid.
             PullFailedError: the source is known to be gone.
         """
-        check_opening(key, engine, lease, timeout_s, is_open=key in self._pulls)
+        check_opening(key, engine, lease, timeout_s)
         now = self._spoken[engine] = self._clock()
         return self._opened(key, engine, lease, now + timeout_s, now)
 
@@ -132,7 +130,7 @@ class Puller:
         Returns:
             The event of a successful pull, which is not added to `events`. Otherwise the pull.
         """
-        check_opening(key, engine, lease, timeout_s, is_open=key in self._pulls)
+        check_opening(key, engine, lease, timeout_s)
         started = self._spoken[engine] = self._clock()
         agent, there, begin = engine.agent, engine.ranks[part.rank], time.perf_counter()
         reading = fencing = error = None

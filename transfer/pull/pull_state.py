@@ -205,15 +205,13 @@ class ReplicaPull:
         return reading._replace(groups=with_blocks(f"request {key!r}", reading.groups, *there))
 
 
-def check_opening(key: str, engine: RemoteEngine, lease: LeaseRef, timeout_s: float, *, is_open: bool) -> None:
+def check_opening(key: str, engine: RemoteEngine, lease: LeaseRef, timeout_s: float) -> None:
     """Raises if a pull cannot be opened.
 
     Raises:
-        InvalidTransferError: an open pull has this key, the source has no such lease word, or a time is invalid.
+        InvalidTransferError: the source has no such lease word, or a time is invalid.
         PullFailedError: the source is known to be gone.
     """
-    if is_open:
-        raise InvalidTransferError(f"request {key!r}: an earlier pull of the same name has not ended yet")
     if engine.failure:
         lost = f"request {key!r}: engine {engine.engine_id!r} was lost: {engine.failure.text}"
         raise PullFailedError(lost, FailureKind.SOURCE_GONE)

@@ -432,13 +432,11 @@ class ReplicaTransfer:
         return not (len(self.leases) or self._pulls or self._client.is_waiting)
 
     @property
-    def num_leases(self) -> int:
-        """The number of open leases. Safe from any thread, like `num_pulls`."""
-        return len(self.leases)
-
-    @property
     def num_pulls(self) -> tuple[int, int]:
-        """The number of pulls that are active, or have failed while something may still write."""
+        """The pulls that are active, and those that have failed while something may still write.
+
+        Safe from any thread, like the length of `leases`.
+        """
         pulls = [pull for key, pull in list(self._pulls.items()) if not (pull.refusal or key.startswith(_PART))]
         failed = sum(bool(pull.error) for pull in pulls)
         return len(pulls) - failed + len(self._shared), failed

@@ -313,7 +313,7 @@ class TransferThread:
         now = time.perf_counter()
         if not self.replica.is_idle:
             self._used = now
-        if self.replica.num_leases:
+        if len(self.replica.leases):
             self._leased = now
         if self._awaited[0] != (awaited := self.replica.reads_awaited):
             self._awaited = awaited, now

@@ -96,7 +96,7 @@ class SharedSide:
         """The numbers of held pages, open leases and open pulls."""
         self.manager.check()
         thread = self.exchange.threads[0].replica
-        return self.manager.num_held_blocks, thread.num_leases + sum(thread.num_pulls) + len(self.exchange.open_pulls)
+        return self.manager.num_held_blocks, len(thread.leases) + sum(thread.num_pulls) + len(self.exchange.open_pulls)
 
     def close(self) -> None:
         self.exchange.close()
