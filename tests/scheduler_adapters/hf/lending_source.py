@@ -59,4 +59,4 @@ def serve(
                 loop.manager.reset_prefix_cache()
             case _:
                 loop.manager.check()
-        pipe.send((loop.manager.num_held_blocks, exchange.threads[0].replica.num_leases))
+        pipe.send((loop.manager.num_held_blocks, len(exchange.threads[0].replica.leases)))

@@ -91,7 +91,7 @@ def taken(reader: Reader, source: Side, context: TextContext, lent: Lent, key: s
 
 def all_given_back(source: Side) -> None:
     """Checks that all lent pages are free again, without any event to the scheduler."""
-    source.until(lambda: source.manager.num_leased_blocks == 0 and source.exchange.threads[0].replica.num_leases == 0)
+    source.until(lambda: source.manager.num_leased_blocks == 0 and not len(source.exchange.threads[0].replica.leases))
     assert source.idle
     assert not source.of(Offered)
     assert not source.of(LeaseOver)
@@ -127,7 +127,7 @@ def test_a_reader_asks_once_and_is_answered_when_the_lease_stands(side: Any, mon
     # With this time limit the question would be repeated only after 500 s.
     lent = asked(reader, source, TextContext(LONGER, 32, "mine"), timeout_s=1e3)
     assert lent.source is not None
-    assert source.exchange.threads[0].replica.num_leases == 1
+    assert len(source.exchange.threads[0].replica.leases) == 1
     assert source.exchange.queries == {"answered": 1}
 
 
