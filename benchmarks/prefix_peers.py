@@ -19,7 +19,7 @@ order, so that all ways are measured at every length. The order of the lengths f
     regret_ms     mean loss of a choice: the median of its way minus the median of the quickest one
     regret_if_*   the same if every head were pulled, or every head computed
 
-`hits` is the share of the heads' full pages that the chosen requests found cached.
+`hits` is the share of the heads' full pages that the chosen requests found cached when they began to run.
 """
 
 from __future__ import annotations
