@@ -12,10 +12,10 @@ order, so that all ways are measured at every length. The order of the lengths f
     pulled_ms     time to the first token if the head was pulled
     split_ms      time to the first token if the end of the head was pulled while its front was computed
     right         share of the `judged` choices that took the quickest way: the one with the least median at this length
-    apart         choices whose way can be told from the best of the others: the medians differ by more than twice the
-                  standard error of their difference (robust, by absolute deviations)
-    clear         those of them whose medians also differ by more than 10 %
-    right_apart, right_clear    the share of right choices among these
+    apart         choices whose way can be told from another way: the medians differ by more than twice the standard
+                  error of their difference (robust, by absolute deviations)
+    clear         choices whose way can be told from another way whose median differs by more than 10 %
+    right_apart, right_clear    the share of these choices whose way is quicker than all ways that it can be told from
     regret_ms     mean loss of a choice: the median of its way minus the median of the quickest one
     regret_if_*   the same if every head were pulled, or every head computed
 
@@ -58,7 +58,7 @@ CHOSEN = "chosen "
 _PAGE = 16
 _END = 8  # tokens of a prompt after its head
 _LONGEST_WAIT_S = 120.0
-_CLEAR = 0.1  # one way is clearly quicker if it takes this share less
+_CLEAR = 0.1  # two ways differ clearly if one takes this share longer
 _LEAST = 2  # times of a way from which its median is judged
 PAIR_CONFIG = ServerConfig(
     model=None,
@@ -174,11 +174,15 @@ class Way(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A choice: the milliseconds that it loses to the best other way (negative if it gains), and how sure that is."""
+    """A judged choice.
+
+    Attributes:
+        loss: the milliseconds that it loses to the best other way; negative if it gains.
+        told: the share that it takes longer than each other way that it can be told from; negative if it is quicker.
+    """
 
     loss: float
-    is_apart: bool
-    is_clear: bool
+    told: list[float]
 
 
 class Judged(NamedTuple):
@@ -189,11 +193,13 @@ class Judged(NamedTuple):
 
     def choice(self, way: str) -> Choice:
         """Judges the choice of a way."""
-        mine = self.ways[way]
-        best = min((other for name, other in self.ways.items() if name != way), key=lambda other: other.median)
-        loss, noise = mine.median - best.median, 2.0 * math.hypot(mine.error, best.error)
-        is_apart = abs(loss) > noise
-        return Choice(loss, is_apart, is_apart and abs(loss) > _CLEAR * min(mine.median, best.median))
+        mine, others = self.ways[way], [other for name, other in self.ways.items() if name != way]
+        told = [
+            mine.median / other.median - 1.0
+            for other in others
+            if abs(mine.median - other.median) > 2.0 * math.hypot(mine.error, other.error)
+        ]
+        return Choice(mine.median - min(other.median for other in others), told)
 
 
 def judged_of(rounds: Sequence[Round]) -> Judged | None:
@@ -252,10 +258,12 @@ def _hits(rounds: Sequence[Round]) -> float:
 def shares(every: Sequence[Judged]) -> Row:
     """The shares of choices of the quickest way, and the loss of the others."""
     choices = [judged.choice(way) for judged in every for way in judged.chosen]
-    apart, clear = [one for one in choices if one.is_apart], [one for one in choices if one.is_clear]
-    row: Row = {"right": _right(choices), "judged": len(choices), "apart": len(apart), "clear": len(clear)}
-    row |= {"right_apart": _right(apart)} if apart else {}
-    row |= {"right_clear": _right(clear)} if clear else {}
+    apart = [one.told for one in choices if one.told]
+    clear = [some for told in apart if (some := [share for share in told if abs(share) > _CLEAR])]
+    row: Row = {"right": _share([one.loss <= 0.0 for one in choices]), "judged": len(choices)}
+    row |= {"apart": len(apart), "clear": len(clear)}
+    row |= {"right_apart": _share([max(told) < 0.0 for told in apart])} if apart else {}
+    row |= {"right_clear": _share([max(told) < 0.0 for told in clear])} if clear else {}
     lost = [max(0.0, one.loss) for one in choices]
     row |= {"regret_ms": round(statistics.fmean(lost), 2), "regret_total_ms": round(sum(lost), 1)}
     for way in ("pulled", "computed"):
@@ -264,8 +272,8 @@ def shares(every: Sequence[Judged]) -> Row:
     return row
 
 
-def _right(of: Sequence[Choice]) -> float:
-    return round(sum(one.loss <= 0.0 for one in of) / len(of), 3)
+def _share(of: Sequence[bool]) -> float:
+    return round(sum(of) / len(of), 3)
 
 
 def _percentiles(name: str, times: list[float]) -> Row:

@@ -44,11 +44,12 @@ def test_ways_that_differ_by_less_than_their_noise_count_apart_and_their_regret_
     assert row["regret_total_ms"] == 2 * 2.0 + 0.5 + 20.0
 
 
-def test_a_right_choice_is_compared_with_the_best_of_the_others() -> None:
-    ways = {"pulled": Way(10.0, 1.0), "split": Way(11.0, 1.0), "computed": Way(30.0, 1.0)}
-    row = shares([Judged(["pulled"], ways)])
-    assert (row["right"], row["apart"]) == (1.0, 0)
-    assert shares([Judged(["computed"], ways)])["clear"] == 1
+def test_a_choice_is_right_if_no_way_can_be_told_to_be_quicker_and_one_can_be_told_to_be_slower() -> None:
+    ways = {"pulled": Way(11.0, 1.0), "split": Way(10.0, 1.0), "computed": Way(30.0, 1.0)}
+    row = shares([Judged(["pulled", "split", "computed"], ways)])
+    assert (row["right"], row["apart"], row["right_apart"], row["right_clear"]) == (0.333, 3, 0.667, 0.667)
+    near = shares([Judged(["pulled"], {**ways, "computed": Way(11.5, 1.0)})])
+    assert (near["apart"], near["clear"], near["regret_ms"]) == (0, 0, 1.0)
 
 
 def test_a_length_that_nobody_pulled_is_not_judged() -> None:
