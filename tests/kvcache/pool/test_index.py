@@ -58,6 +58,7 @@ def test_content_published_before_wins() -> None:
 @pytest.mark.parametrize("words", [2, 4])
 def test_a_hit_compares_the_whole_digest(words: int) -> None:
     index = PrefixIndex(20, words)
+    assert index.digest_words == words
     one = digests(0, words=words)
     index.publish(pages(1), one)
     for word in range(words):
