@@ -12,13 +12,12 @@ from numpy.typing import NDArray
 from kvcache.claims import One
 from kvcache.errors import InvalidRequestError, InvariantError
 from kvcache.events.book import EventBook
-from kvcache.events.log import FILES, HOST, AnyLog, EventLog, NoLog
+from kvcache.events.log import FILES, HOST, AnyLog, EventLog, NoLog, Watched
 from kvcache.events.publisher import EventPublisher, NoEvents
 from kvcache.events.wire import CacheSpec
 from kvcache.layer_groups import LayerGroup, LayerTables
 from kvcache.layout import PageLayout, replica_fingerprint
 from kvcache.params import KVCacheParams, KVEvents, Routing
-from kvcache.pool.index import PrefixIndex
 from kvcache.pool.over_order import CheckedOrder
 from kvcache.pool.pages import PagePool
 from kvcache.pool.slabs import SlabPool
@@ -155,7 +154,7 @@ class Replicas:
         least = params.partial_reuse_min_tokens
         self._partial = [PartialReuse(replica, least) for replica in self.each] if least else []
         self._events: EventPublisher | NoEvents = NoEvents()
-        self._indexes: dict[int, PrefixIndex] = {}  # by source of events: its index
+        self._watched: list[Watched] = []  # the indexes that events report
         self._log: AnyLog = NoLog()  # where changes are recorded for events
         # Whether a step of one request needs only its row, because there are no tiers, events or further tables.
         self._is_plain = not self._all_tiers and self.each[0].tables.is_plain
@@ -417,19 +416,20 @@ class Replicas:
         Recurrent states are reported as one more group after the block tables. They are cached only after some pages.
         """
         specs = [_spec_of(table.group, params) for table in tables.tables] + [CacheSpec("mamba")] * bool(self.states)
-        indexes = {at * len(specs): replica.pool.index for at, replica in enumerate(self.each)}
-        indexes |= {at * len(specs) + len(specs) - 1: one.pages.pool.index for at, one in enumerate(self.states)}
-        for group, tiers in ((0, self.tiers), (len(specs) - 1, self.state_tiers)):
+        count, last = len(tables.tables), len(specs) - 1
+        watched = [Watched(replica.pool.index, at * len(specs), count) for at, replica in enumerate(self.each)]
+        watched += [Watched(one.pages.pool.index, at * len(specs) + last, 1) for at, one in enumerate(self.states)]
+        for tiers, first, of in ((self.tiers, 0, count), (self.state_tiers, last, 1)):
             if tiers is not None:
-                indexes[HOST * len(specs) + group] = tiers.host.pool.index
+                watched.append(Watched(tiers.host.pool.index, HOST * len(specs) + first, of))
                 if tiers.files is not None:
-                    indexes[FILES * len(specs) + group] = tiers.files.index
-        log, capacity = EventLog(), sum(len(index.published) for index in indexes.values())
+                    watched.append(Watched(tiers.files.index, FILES * len(specs) + first, of))
+        log, capacity = EventLog(), sum(len(each.pages.published) for each in watched)
         book = EventBook(len(self.each), capacity, self.each[0].page_size, *specs)
         self._events = EventPublisher(options, log, book, len(self.each))
-        self._indexes = indexes
-        for number, index in indexes.items():
-            log.watch(index, number)
+        self._watched = watched
+        for each in watched:
+            log.watch(each)
         self._log, self._is_plain = log, False
         for replica in self.each:
             replica.log = log
@@ -455,7 +455,7 @@ class Replicas:
             tiers.mend()
         for partial in self._partial:
             partial.clear()
-        self._events.agree(self._indexes, self.each[0].tables.count)
+        self._events.agree(self._watched)
         return lost
 
     def forget_idle(self) -> None:

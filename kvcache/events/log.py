@@ -6,7 +6,7 @@ another thread.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +49,14 @@ Entry = Change | Described | None
 """A change of an index; a description of pages, which precedes their change; or None at the end of a call."""
 
 
+class Watched(NamedTuple):
+    """An index whose changes events report."""
+
+    pages: PrefixIndex
+    source: int  # the source of its first block table; the next tables have the next numbers
+    tables: int  # the number of its block tables
+
+
 class NoLog:
     """The log of a manager whose events nobody reads. It records nothing."""
 
@@ -71,9 +79,9 @@ class EventLog:
         self.describe: Callable[[Described], None] = self.entries.append
         self.full: Callable[[], None] | None = None  # called by the loop if the thread falls behind
 
-    def watch(self, index: PrefixIndex, source: int) -> None:
+    def watch(self, watched: Watched) -> None:
         """Record every change of the index from now on. Pages that are already in it are recorded as coming now."""
-        changes = IndexChanges(self.entries, index, source)
+        changes, index = IndexChanges(self.entries, watched), watched.pages
         index.journal.read(changes)
         if (there := np.flatnonzero(index.published)).size:
             changes.changed(there, come=True, digests=index.digests_of(there))
@@ -90,11 +98,11 @@ AnyLog = EventLog | NoLog
 
 
 class IndexChanges(PageReader):
-    """Records the changes of one index under the number of its `source`."""
+    """Records the changes of one index under the numbers of its sources."""
 
-    def __init__(self, entries: deque[Entry], index: PrefixIndex, source: int) -> None:
-        self._append, self._index, self._source = entries.append, index, source
+    def __init__(self, entries: deque[Entry], watched: Watched) -> None:
+        self._append, self._several = entries.append, watched.tables > 1
+        self._tables, self._source = watched.pages.tables, watched.source
 
     def changed(self, pages: Indices | int, come: bool, digests: Digests | int) -> None:
-        tables = self._index.tables
-        self._append((self._source if tables is None else self._source + tables[pages], come, digests))
+        self._append((self._source + self._tables[pages] if self._several else self._source, come, digests))

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import chain
 
 import numpy as np
@@ -23,10 +23,9 @@ import zmq
 
 from kvcache.errors import InvalidParamsError
 from kvcache.events.book import EventBook, Told
-from kvcache.events.log import MOST_ENTRIES, Entry, EventLog
+from kvcache.events.log import MOST_ENTRIES, Entry, EventLog, Watched
 from kvcache.events.wire import END_OF_REPLAY, AllBlocksCleared, BlockStored, EventBatch, KVEvent, encode
 from kvcache.params import KVEvents
-from kvcache.pool.index import PrefixIndex
 from kvcache.sockets import SUBSCRIPTIONS, bound_socket
 
 _LOOK_MS = 5  # the pause between two looks at an empty log
@@ -262,16 +261,15 @@ class _Worker:
             entries.clear()
             self._lost = True  # set last, so that a new book gets none of the dropped entries
 
-    def agree(self, indexes: Mapping[int, PrefixIndex], tables: int) -> None:
+    def agree(self, indexes: Sequence[Watched]) -> None:
         """Apply the whole log, then the differences between the book and the indexes. The loop calls this."""
         with self._applying:
             self._untold += self._apply(self._take(len(self._log.entries)))
-            for number, index in indexes.items():
-                pages = np.flatnonzero(index.published).astype(np.int32)
-                digests, of = index.digests_of(pages), index.tables_of(pages)
-                for table in range(1 if of is None else tables):
-                    mine = digests if of is None else digests[of == table]
-                    self._untold += self._apply(self._book.differences(number + table, mine))
+            for index, source, tables in indexes:
+                pages = np.flatnonzero(index.published)
+                digests, of = index.digests_of(pages), index.tables[pages]
+                for table in range(tables):
+                    self._untold += self._apply(self._book.differences(source + table, digests[of == table]))
 
     def turn(self) -> bool:
         """Send the events of the entries since the last turn. Returns whether there were any."""
@@ -390,12 +388,9 @@ class EventPublisher:
         self._thread.start()
         self._finalizer = weakref.finalize(self, self._worker.stop)
 
-    def agree(self, indexes: Mapping[int, PrefixIndex], tables: int) -> None:
-        """Report the differences between these indexes, by source, and what was reported so far.
-
-        `tables`: the number of block tables in an index of pages.
-        """
-        self._worker.agree(indexes, tables)
+    def agree(self, indexes: Sequence[Watched]) -> None:
+        """Report the differences between these indexes and what was reported so far."""
+        self._worker.agree(indexes)
 
     def close(self) -> None:
         """Send the remaining events and `AllBlocksCleared`. Waits at most a second. Safe to call twice."""
@@ -409,7 +404,7 @@ class NoEvents:
     def __init__(self) -> None:
         self.endpoints = list[tuple[str, str | None]]()
 
-    def agree(self, indexes: Mapping[int, PrefixIndex], tables: int) -> None:
+    def agree(self, indexes: Sequence[Watched]) -> None:
         """See `EventPublisher.agree`. Does nothing."""
 
     def close(self) -> None:

@@ -49,7 +49,7 @@ class PrefixIndex:
         self.published = self._linked[: self._first]  # a view
         self.generation = 0  # the number of changes so far; a lookup at the same generation is still valid
         self.journal = Journal()  # shared with the pool
-        self.tables: Buckets | None = None  # by page: its block table; None if there is only one table
+        self.tables = np.zeros(num_pages + 1, np.intp)  # by page: the number of its block table, set before `publish`
 
     def find(self, digests: Digests) -> Pages:
         """The published page of each digest, `NO_PAGE` if there is none. int32 `[len(digests)]`."""
@@ -141,15 +141,6 @@ class PrefixIndex:
     def published_words(self, mask: np.uint64) -> Buckets:
         """The published pages whose first word has no bit of `mask`."""
         return np.flatnonzero(self.published & ((self._words & mask) == 0))
-
-    def tables_of(self, pages: Pages) -> Buckets | None:
-        """The block table of each of `pages`; None if the replica has only one table."""
-        return None if self.tables is None else self.tables[pages]
-
-    def say_tables(self, pages: Pages, tables: Buckets | None) -> None:
-        """Set the block tables of `pages` before they are published."""
-        if self.tables is not None and tables is not None:
-            self.tables[pages] = tables
 
     def mend(self) -> None:
         """Rebuild the links from the published pages, one for each digest. The journal does not report it."""

@@ -182,7 +182,7 @@ def _bring(replica: Replica, digests: NDArray[np.uint64], first: int) -> bool:
         tier.hold(slots := tier.slots(names))  # so that evictions by `allocate` do not reuse these slots
         pool.hold(wanted.here)  # `allocate` must not evict the pages that are here already
         pages = pool.allocate(count)
-        pool.index.say_tables(pages, wanted.tables[:count])
+        pool.index.tables[pages] = wanted.tables[:count]
         tier.bring(pages, slots, names)
         pool.release(wanted.here)
         pool.release(pages)

@@ -238,8 +238,7 @@ class ReplicaHints(PageReader):
             return
         pool = self._pool
         sampled = pool.index.published_words(self._baselines[0].mask)
-        if pool.index.tables is not None:
-            sampled = sampled[pool.index.tables[sampled] == 0]
+        sampled = sampled[pool.index.tables[sampled] == 0]
         used = pool.holders[sampled] > 0
         idle = sampled[~used]
         idle = idle[np.argsort(pool.idle.positions(idle))][::-1]

@@ -62,7 +62,7 @@ class ReplicaPageMoves(PageMoves):
             own = rows.table[:, row, : rows.num_pages[row]]
             own[:] = renamed[own]
         rows.changed[moved] = True
-        index.say_tables(targets, index.tables_of(sources))
+        index.tables[targets] = index.tables[sources]
         published = index.published[sources]
         index.rename(sources[published], targets[published])
 

@@ -106,7 +106,7 @@ class PeerCopies:
             if taken.any():
                 place.memory.copy_pages_of(other.memory, pages[taken], brought[taken])
                 missing &= ~taken
-        mine.pool.index.say_tables(brought, wanted.tables)
+        mine.pool.index.tables[brought] = wanted.tables
         # Some may have arrived from a lower tier while pages were evicted for these copies.
         is_new = mine.pool.index.publish(brought, names) == brought
         mine.hints.brought(brought[is_new], salt, wanted.every[0, : wanted.pages, 0])

@@ -64,11 +64,7 @@ class RowTables:
         self._mixed = np.zeros((self.count, 1, pool.index.digest_words), np.uint64)
         self._mixed[:, 0, 0] = [number * _MIX % (1 << 64) for number in range(self.count)]
         self._no_pages = tuple(np.zeros((group.num_tables, 0), np.int32) for group in self.groups)
-        self._number_pages()
-
-    def _number_pages(self) -> None:
-        """Let the index record the table of each page."""
-        self._numbers = self._pool.index.tables = np.zeros(len(self._pool.index.published), np.intp)
+        self._numbers = pool.index.tables
         self._own_numbers, self._counts = np.arange(self.count)[:, None], np.array(self.count)
 
     # ---- lookups
@@ -573,9 +569,6 @@ class OneTable(RowTables):
     """One table of full attention. It has pages in all columns, so it can skip most of the work."""
 
     is_plain = True
-
-    def _number_pages(self) -> None:
-        """Do nothing: all pages belong to this table, so the index needs no table numbers."""
 
     def nothing(self, first: int) -> Found:
         return Found(first, first, _NONE_FOUND, first) if first else _NOTHING

@@ -99,16 +99,16 @@ class FileIndex:
             self.forget(names[-1])
         return names
 
-    def add(self, name: str, size: int, digests: Digests, tables: NDArray[np.intp] | None = None) -> None:
+    def add(self, name: str, size: int, digests: Digests, tables: NDArray[np.intp]) -> None:
         """Add a file of these distinct pages, for which there must be room. It replaces a known file of the same name.
 
-        `tables`: the block table of each page, if there are several.
+        `tables`: the block table of each page.
         """
         self.forget(name)
         count = len(digests)
         self._free_count -= count
         entries = self._free[self._free_count : self._free_count + count].copy()
-        self.pages.say_tables(entries, tables)
+        self.pages.tables[entries] = tables
         known = self.pages.publish(entries, digests) != entries  # pages that another file has as well
         self._give_back(entries[known])
         self._numbers += 1
@@ -197,8 +197,6 @@ class FileTier(LowerTier):
         most = (FILE_BYTES // layout.page_bytes, host.pool.num_pages // 4, layout.most_in(max_bytes))
         self.pages_a_file = max(1, min(most))
         self._index = FileIndex(max_bytes, layout.page_bytes, layout.digest_bytes // 8)
-        if layout.tables > 1:
-            self._index.pages.tables = np.zeros(len(self._index.pages.published), np.intp)
         self._queue: deque[tuple[float, Digests]] = deque()  # the pages that were offered, with the time of the offer
         self._scanned = self._clock()
         self._take_up_scan(folder.scan(layout, frozenset(), first=True))
@@ -324,7 +322,7 @@ class FileTier(LowerTier):
         self._index.use(entries)
         for name, first, at in self._index.whereabouts(entries):
             path, parts = self._folder.path / name, self._host.parts(slots[at])
-            tables = self._index.pages.tables_of(entries[at])
+            tables = self._index.pages.tables[entries[at]]
             names = self._layout.names(digests[at], tables)
             read = partial(self._read_file, path, first, names, parts)
             take = partial(self._take_read, entries[at], slots[at], digests[at], tables)
@@ -349,16 +347,16 @@ class FileTier(LowerTier):
         entries: Entries,
         slots: Slots,
         digests: Digests,
-        tables: NDArray[np.intp] | None,
+        tables: NDArray[np.intp],
         refusals: list[FileRefusal | None],
     ) -> None:
         """End a read into `slots`: publish the pages that were read, and drop the entries of refused pages.
 
-        `tables`: the block table of each page, if there are several.
+        `tables`: the block table of each page.
         """
         right = np.array([refusal is None for refusal in refusals], np.bool_)
         self._index.reading[entries] = False
-        self._host.pool.index.say_tables(slots, tables)
+        self._host.pool.index.tables[slots] = tables
         self._host.pool.index.publish(slots[right], digests[right])
         self.read += int(right.sum())
         self.refusals.update(refusal for refusal in refusals if refusal)
@@ -392,7 +390,7 @@ class FileTier(LowerTier):
         self._host.pool.hold(slots)
         self._make_room(self._layout.size_of(len(slots)))
         parts = self._host.parts(slots)
-        names = self._layout.names(digests, self._host.pool.index.tables_of(slots))
+        names = self._layout.names(digests, self._host.pool.index.tables[slots])
         write = partial(_write, self._folder, self._layout, names, parts, self._write_io)
         self._begin_job(self._writer, write, partial(self._take_written, names), slots)
 

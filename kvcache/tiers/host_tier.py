@@ -36,16 +36,11 @@ class HostTier:
     """Slots of host memory, each of which holds one page of any replica.
 
     Each shard has an array, and a page lies at the same slot in all of them. Slot 0 is the null slot. `pinned`: a GPU
-    copies from and to the memory. `tables`: pages belong to several block tables, and the index records which. Raises
-    `PoolTooSmallError` if not even one page fits.
+    copies from and to the memory. Raises `PoolTooSmallError` if not even one page fits.
     """
 
-    def __init__(
-        self, shard_bytes: Sequence[int], num_slots: int, digest_words: int, *, pinned: bool, tables: bool = False
-    ) -> None:
+    def __init__(self, shard_bytes: Sequence[int], num_slots: int, digest_words: int, *, pinned: bool) -> None:
         self.pool = PagePool(num_slots, digest_words)
-        if tables:
-            self.pool.index.tables = np.zeros(num_slots + 1, np.intp)
         owner = self if pinned else None
         self.memory = [allocate_host_rows(num_slots + 1, size, owner) for size in shard_bytes]
         self._rows = [memory.numpy() for memory in self.memory]
@@ -314,7 +309,7 @@ class ReplicaTier(PagesBelow, PageReader):
         fits = min(len(new), pool.free_count)  # if copies hold all other slots, the remaining pages are not stored
         if fits:
             slots = pool.allocate(fits)
-            pool.index.say_tables(slots, self.pool.index.tables_of(new[:fits]))
+            pool.index.tables[slots] = self.pool.index.tables[new[:fits]]
             self.stores.append(HostCopy(new[:fits], slots, names[:fits], self._mover.store(new[:fits], slots)))
         kept = np.ones(len(pages), np.bool_)
         kept[np.flatnonzero(absent)[:fits]] = False

@@ -441,7 +441,7 @@ class ObjectTier(LowerTier):
     ) -> None:
         right = np.array([refusal is None for refusals in found for refusal in refusals], np.bool_)
         tables = np.repeat([piece.table for piece in pieces], [len(piece.digests) for piece in pieces])
-        self._host.pool.index.say_tables(slots, tables)
+        self._host.pool.index.tables[slots] = tables
         self._host.pool.index.publish(slots[right], digests[right])
         self.read += int(right.sum())
         for piece, refusals in zip(pieces, found, strict=True):

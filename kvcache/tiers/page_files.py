@@ -119,17 +119,14 @@ class FileFormat:
     def row_bytes(self) -> int:
         return self.name_bytes + _SUM_BYTES
 
-    def names(self, digests: Digests, tables: NDArray[np.intp] | None) -> Digests:
-        """The names of pages with these digests: uint64 `[pages, words]`.
+    def names(self, digests: Digests, tables: NDArray[np.intp]) -> Digests:
+        """The names of pages with these digests and block tables: uint64 `[pages, words]`."""
+        return digests if self.tables == 1 else np.column_stack((digests, tables.astype(np.uint64)))
 
-        `tables`: their block tables; None for only one.
-        """
-        return digests if tables is None else np.column_stack((digests, tables.astype(np.uint64)))
-
-    def digests_and_tables(self, names: Digests) -> tuple[Digests, NDArray[np.intp] | None]:
+    def digests_and_tables(self, names: Digests) -> tuple[Digests, NDArray[np.intp]]:
         """The digests and block tables from which `names` were made."""
         if self.tables == 1:
-            return names, None
+            return names, np.zeros(len(names), np.intp)
         return np.ascontiguousarray(names[:, :-1]), names[:, -1].astype(np.intp)
 
     def refuses(self, names: Digests) -> bool:

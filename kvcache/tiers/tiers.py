@@ -211,8 +211,8 @@ def make_tiers(params: KVCacheParams, kept: Kept, page_size: int, *, pinned: boo
 
     `pinned`: GPUs copy from and to the host memory.
     """
-    digest_bytes, several = DIGEST_BYTES[params.hash_algorithm], len(kept.windows) > 1
-    host = HostTier(kept.shard_bytes, kept.slots, digest_bytes // 8, pinned=pinned, tables=several)
+    digest_bytes = DIGEST_BYTES[params.hash_algorithm]
+    host = HostTier(kept.shard_bytes, kept.slots, digest_bytes // 8, pinned=pinned)
 
     def layout(*fields: str, tables: int = 1) -> FileFormat:
         namespace = namespace_of(params.hash_algorithm, kept.fingerprint, params.file_tier_key, *fields)

@@ -214,7 +214,7 @@ class Mirror(Known):
         for number, index in indexes_of(manager, rank).items():
             medium = MEDIA.get(number, "GPU")
             for group in range(len(manager.layer_tables.tables)):
-                pages = index.published if index.tables is None else index.published & (index.tables == group)
+                pages = index.published & (index.tables == group)
                 want = set(hashes_of(index.digests_of(np.flatnonzero(pages).astype(np.int32))).tolist())
                 known = self if not group else self.groups.get(group, Known())
                 have = set(known.there.get(medium, {}))

@@ -36,18 +36,6 @@ def test_a_sample_has_the_published_pages_whose_word_has_none_of_its_bits() -> N
     assert index.published_words(np.uint64(2)).tolist() == [5]
 
 
-def test_pages_of_one_table_have_no_table_and_those_of_several_the_one_that_was_said() -> None:
-    index = index_of(pages(5, 2))
-    index.say_tables(pages(5), np.array([1]))
-    assert index.tables_of(pages(5)) is None
-    index.tables = np.zeros(9, np.intp)
-    index.say_tables(pages(5, 2), np.array([1, 2]))
-    index.say_tables(pages(5), None)
-    said = index.tables_of(pages(2, 5, 7))
-    assert said is not None
-    assert said.tolist() == [2, 1, 0]
-
-
 def test_after_a_clear_nothing_is_found_and_everything_can_be_published_again() -> None:
     index = index_of(pages(5, 2, 7))
     before = index.generation

@@ -179,7 +179,6 @@ def test_pages_that_come_back_are_their_tables(served: Make, groups: tuple[Layer
     assert again.manager.maybe_reserve(context)
     again.run(context)
     replica = again.manager._replicas.each[0]
-    assert replica.pool.index.tables is not None
     mixed = replica.tables.every(again.digests(PROMPT))
     for table, names in enumerate(mixed):
         pages = replica.pool.index.find(names)

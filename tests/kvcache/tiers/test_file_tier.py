@@ -613,7 +613,7 @@ def test_a_page_found_wrong_costs_none_that_has_taken_its_place_meanwhile(served
     others = np.arange(16, dtype=np.uint64).reshape(4, 4) + 1
     size = files._layout.size_of(4)
     files._index.forget(path.name)  # as if the file was removed and another file's pages got its entries
-    files._index.add("f" * 32 + ".pages", size, others)
+    files._index.add("f" * 32 + ".pages", size, others, np.array(0))
     SlowReads.may.set()
     job.work.result()
     files._take_up(files._reader)

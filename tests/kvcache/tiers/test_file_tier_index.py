@@ -11,6 +11,8 @@ from kvcache.errors import InvariantError
 from kvcache.pool.index import Digests
 from kvcache.tiers.file_tier import NO_ENTRY, FileIndex
 
+ONE_TABLE = np.array(0)
+
 
 def digests(*numbers: int) -> Digests:
     return np.array([[number, number * 7] for number in numbers], np.uint64)
@@ -21,7 +23,7 @@ def index(*files: tuple[str, int, tuple[int, ...]], max_bytes: int = 100) -> Fil
     made = FileIndex(max_bytes, 10, 2)
     for name, size, pages in files:
         assert made.room_for(size) == []
-        made.add(name, size, digests(*pages))
+        made.add(name, size, digests(*pages), ONE_TABLE)
     made.check()
     return made
 
@@ -69,7 +71,7 @@ def test_a_page_of_two_files_is_found_in_the_first_and_goes_with_it() -> None:
 
 def test_a_file_that_is_written_again_is_counted_once_with_its_new_pages() -> None:
     made = index(("a", 30, (1, 2)))
-    made.add("a", 20, digests(2, 9))
+    made.add("a", 20, digests(2, 9), ONE_TABLE)
     made.check()
     assert (made.bytes, made.names) == (20, {"a"})
     assert (made.find(digests(1, 2, 9)) == NO_ENTRY).tolist() == [True, False, False]
@@ -86,7 +88,7 @@ def test_pages_that_are_dropped_leave_the_others_of_their_file() -> None:
     made.clear()
     made.check()
     assert (made.bytes, made.names, "a" in made) == (0, set(), False)
-    made.add("b", 10, digests(*range(20, 30)))
+    made.add("b", 10, digests(*range(20, 30)), ONE_TABLE)
     made.check()
 
 
@@ -126,12 +128,9 @@ def test_check_names_a_page_of_a_file_that_cannot_be_found() -> None:
 
 def test_a_page_of_several_tables_keeps_its_table_and_a_mark_ends_with_a_clear() -> None:
     made = FileIndex(100, 10, 2)
-    made.pages.tables = np.zeros(11, np.intp)
     made.add("a", 30, digests(1, 2, 3), np.array([0, 2, 1]))
     entries = made.find(digests(2, 3))
-    tables = made.pages.tables_of(entries)
-    assert tables is not None
-    assert tables.tolist() == [2, 1]
+    assert made.pages.tables[entries].tolist() == [2, 1]
     made.reading[entries] = True
     made.clear()
     assert not made.reading.any()
@@ -142,7 +141,7 @@ def test_entries_that_files_give_back_are_used_again_until_every_byte_is() -> No
     for turn in range(1, 30):
         pages = range(10 * turn, 10 * turn + 5)
         assert made.room_for(50) == ([] if turn == 1 else [f"{turn - 2}"] if turn > 2 else ["a"])
-        made.add(f"{turn}", 50, digests(*pages))
+        made.add(f"{turn}", 50, digests(*pages), ONE_TABLE)
         made.check()
         assert (made.find(digests(*pages)) != NO_ENTRY).all()
         assert f"{turn}" in made

@@ -92,7 +92,7 @@ def test_a_page_is_found_in_the_host_once_its_copy_is_over() -> None:
 
 def test_pages_for_which_the_host_has_no_slot_are_not_copied_and_wait_for_nothing() -> None:
     it = Beside(slots=2)
-    it.pool.index.tables, it.host.pool.index.tables = np.arange(9), np.zeros(3, np.intp)
+    it.pool.index.tables = np.arange(9)
     pages = it.publish(11, 12, 13)
     assert it.tier.store(8) == 3
     assert it.mover.begun == [("store", [1, 2], [1, 2])]

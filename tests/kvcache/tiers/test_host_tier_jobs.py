@@ -199,11 +199,3 @@ def test_a_slots_parts_are_the_memory_of_each_shard() -> None:
     first, second = (np.asarray(memory)[:, -1] for memory in host.memory)
     assert [*map(int, first)] == [0, 0, 2, 0, 0, 5]
     assert [*map(int, second)] == [0, 0, 12, 0, 0, 15]
-
-
-@pytest.mark.parametrize("tables", [True, False])
-def test_slots_have_block_tables_where_pages_have(tables: bool) -> None:
-    index = HostTier([8], 5, 2, pinned=False, tables=tables).pool.index
-    index.say_tables(np.array([5], np.int32), np.array([2]))
-    found = index.tables_of(np.array([5, 1], np.int32))
-    assert (None if found is None else found.tolist()) == ([2, 0] if tables else None)

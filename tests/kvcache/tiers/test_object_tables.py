@@ -167,7 +167,6 @@ def test_pages_that_come_up_are_their_tables(served: Make) -> None:
     again.fetch(PROMPT)
     index = again.tiers.host.pool.index
     tables = again.manager._replicas.each[0].tables
-    assert index.tables is not None
     for table, digests in enumerate(tables.every(again.digests(PROMPT))):
         slots = index.find(digests)
         assert (index.tables[slots[slots > 0]] == table).all()

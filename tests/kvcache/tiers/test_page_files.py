@@ -145,7 +145,6 @@ def test_of_several_block_tables_a_row_names_the_one_of_its_page(tmp_path: Path)
     names = read_rows(written(tables), layout)
     assert not isinstance(names, FileRefusal)
     found, of_tables = layout.digests_and_tables(names)
-    assert of_tables is not None
     assert (found.tolist(), of_tables.tolist()) == (digests.tolist(), [2, 1])
     for asked, refusals in ((tables, [None, None]), (tables[::-1], [FileRefusal.FOREIGN] * 2)):
         wanted = layout.names(digests, asked)
