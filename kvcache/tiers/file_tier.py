@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 
 from kvcache.errors import InvariantError, PoolTooSmallError
 from kvcache.pool.index import NO_PAGE, Digests, PrefixIndex
+from kvcache.pool.pages import PagePool
 from kvcache.pool.pages_below import Asked, Slots
-from kvcache.tiers.host_tier import HostTier, LowerTier
-from kvcache.tiers.page_files import FileFormat, FileRefusal, read_pages, write_pages
+from kvcache.tiers.host_tier import PAUSE_S, HostTier, LowerTier
+from kvcache.tiers.page_files import FileRefusal, read_pages
 from kvcache.tiers.page_folder import PageFolder, Scan
 from kvcache.types import PageIO, Part
 
@@ -36,7 +37,6 @@ FILE_BYTES = 16 << 20
 _LONGEST_QUEUED_S = 1.0  # the longest time after which queued pages are written, even if they do not fill a file
 _LONGEST_WAIT_S = 0.1  # the longest that a reservation waits for pages that are being read
 _RESCAN_S = 5.0
-_PAUSE_S = 10.0  # the pause after a failed write
 # The refusals that show wrong bytes in a file. The others come from failed system calls.
 _DAMAGE = frozenset({FileRefusal.CUT, FileRefusal.FOREIGN, FileRefusal.CORRUPTED})
 
@@ -56,9 +56,8 @@ class FileIndex:
     def __init__(self, max_bytes: int, page_bytes: int, digest_words: int) -> None:
         capacity = max_bytes // page_bytes
         self._max_bytes = max_bytes
-        self.pages = PrefixIndex(capacity, digest_words)
-        self._free = np.arange(capacity, 0, -1, dtype=np.int32)
-        self._free_count = capacity
+        self._pool = PagePool(capacity, digest_words)  # of the entries: a file holds those of its pages
+        self.pages = self._pool.index
         self._file_of = np.zeros(capacity + 1, np.int32)
         self._place_of = np.zeros(capacity + 1, np.int32)
         self._files: OrderedDict[str, _File] = OrderedDict()  # least recently used first
@@ -105,14 +104,12 @@ class FileIndex:
         `tables`: the block table of each page.
         """
         self.forget(name)
-        count = len(digests)
-        self._free_count -= count
-        entries = self._free[self._free_count : self._free_count + count].copy()
+        entries = self._pool.allocate(len(digests))
         self.pages.tables[entries] = tables
         known = self.pages.publish(entries, digests) != entries  # pages that another file has as well
-        self._give_back(entries[known])
+        self._pool.release(entries[known])
         self._numbers += 1
-        self._file_of[entries], self._place_of[entries] = self._numbers, np.arange(count)
+        self._file_of[entries], self._place_of[entries] = self._numbers, np.arange(len(entries))
         entries[known] = NO_ENTRY
         self._files[name] = _File(self._numbers, entries, size)
         self._names[self._numbers] = name
@@ -123,9 +120,7 @@ class FileIndex:
         file = self._files.pop(name, None)
         if file is None:
             return
-        entries = file.entries[file.entries != NO_ENTRY]
-        self.pages.withdraw(entries)
-        self._give_back(entries)
+        self._let_go(file.entries[file.entries != NO_ENTRY])
         del self._names[file.number]
         self.bytes -= file.size
 
@@ -133,31 +128,27 @@ class FileIndex:
         """Forget these pages. The other pages of their files stay."""
         for entry in entries.tolist():
             self._files[self._names[int(self._file_of[entry])]].entries[self._place_of[entry]] = NO_ENTRY
-        self.pages.withdraw(entries)
-        self._give_back(entries)
+        self._let_go(entries)
 
     def clear(self) -> None:
         """Forget all files. The journal does not report it."""
-        capacity = len(self._free)
         self.pages.clear()
-        self._free[:] = np.arange(capacity, 0, -1, dtype=np.int32)
-        self._free_count = capacity
+        self._pool.mend(*np.zeros((2, len(self.reading)), np.int64))
         self._files.clear()
         self._names.clear()
         self.bytes = 0
         self.reading[:] = False
 
     def check(self) -> None:
-        self.pages.check()
         listed = [file.entries[file.entries != NO_ENTRY] for file in self._files.values()]
         entries = np.concatenate([*listed, np.zeros(0, np.int32)])
         if not np.array_equal(np.sort(entries), np.flatnonzero(self.pages.published)):
             raise InvariantError(f"file tier: the {len(entries)} entries of its files are not those that can be found")
-        free = self._free[: self._free_count]
-        if not np.array_equal(np.sort(np.concatenate((entries, free))), np.arange(1, len(self._free) + 1)):
-            raise InvariantError(
-                f"file tier: {len(entries)} used and {len(free)} free entries do not add up to all entries"
-            )
+        holders = np.bincount(entries, minlength=len(self.reading))
+        try:
+            self._pool.check(holders, np.zeros_like(holders))
+        except InvariantError as error:
+            raise InvariantError(f"file tier: {error}") from error
         size = sum(file.size for file in self._files.values())
         if not size == self.bytes <= self._max_bytes:
             raise InvariantError(
@@ -171,9 +162,9 @@ class FileIndex:
             if not np.array_equal(self._place_of[mine], there):
                 raise InvariantError(f"file tier: {name} has its pages in other places than its entries say")
 
-    def _give_back(self, entries: Entries) -> None:
-        self._free[self._free_count : self._free_count + len(entries)] = entries
-        self._free_count += len(entries)
+    def _let_go(self, entries: Entries) -> None:
+        self.pages.withdraw(entries)
+        self._pool.release(entries)
 
 
 class FileTier(LowerTier):
@@ -182,7 +173,8 @@ class FileTier(LowerTier):
     `make_io` is called once for each of the two threads. Raises `PoolTooSmallError` if `max_bytes` cannot hold a page.
     """
 
-    def __init__(self, folder: PageFolder, layout: FileFormat, max_bytes: int, host: HostTier, make_io: MakeIO) -> None:
+    def __init__(self, folder: PageFolder, max_bytes: int, host: HostTier, make_io: MakeIO) -> None:
+        layout = folder.layout
         if not layout.most_in(max_bytes):
             raise PoolTooSmallError(
                 f"file tier: {max_bytes} bytes are less than one page: at least {layout.size_of(1)} are needed"
@@ -199,7 +191,7 @@ class FileTier(LowerTier):
         self._index = FileIndex(max_bytes, layout.page_bytes, layout.digest_bytes // 8)
         self._queue: deque[tuple[float, Digests]] = deque()  # the pages that were offered, with the time of the offer
         self._scanned = self._clock()
-        self._take_up_scan(folder.scan(layout, frozenset(), first=True))
+        self._take_up_scan(folder.scan(frozenset(), first=True))
 
     # ---- up: from files to host slots
 
@@ -253,8 +245,7 @@ class FileTier(LowerTier):
             return
         if self._clock() - self._scanned > _RESCAN_S:
             self._scanned = self._clock()
-            scan = partial(self._folder.scan, self._layout, self._index.names)
-            self._begin_job(self._writer, scan, self._take_up_scan)
+            self._begin_job(self._writer, partial(self._folder.scan, self._index.names), self._take_up_scan)
         elif self._queue:
             queued = sum(len(digests) for _, digests in self._queue)
             if queued >= self.pages_a_file or self._clock() - self._queue[0][0] > _LONGEST_QUEUED_S:
@@ -354,12 +345,8 @@ class FileTier(LowerTier):
 
         `tables`: the block table of each page.
         """
-        right = np.array([refusal is None for refusal in refusals], np.bool_)
         self._index.reading[entries] = False
-        self._host.pool.index.tables[slots] = tables
-        self._host.pool.index.publish(slots[right], digests[right])
-        self.read += int(right.sum())
-        self.refusals.update(refusal for refusal in refusals if refusal)
+        right = self._publish(slots, digests, tables, refusals)
         if not right.all():
             still = self._index.find(digests) == entries  # whether each entry still belongs to its page
             self._lose(entries[~right & still], set(refusals))
@@ -391,7 +378,7 @@ class FileTier(LowerTier):
         self._make_room(self._layout.size_of(len(slots)))
         parts = self._host.parts(slots)
         names = self._layout.names(digests, self._host.pool.index.tables[slots])
-        write = partial(_write, self._folder, self._layout, names, parts, self._write_io)
+        write = partial(self._folder.write, names, parts, self._write_io)
         self._begin_job(self._writer, write, partial(self._take_written, names), slots)
 
     def _unqueue(self, count: int) -> None:
@@ -407,8 +394,7 @@ class FileTier(LowerTier):
         self._add(name, size, names)
 
     def _fail(self, error: OSError) -> None:
-        _log.warning("file tier: a write failed; nothing more is written for %.0f s: %s", _PAUSE_S, error)
-        self._paused_until = self._clock() + _PAUSE_S
+        _log.warning("file tier: a write failed; nothing more is written for %.0f s: %s", PAUSE_S, error)
         self._queue.clear()
 
     def _take_up_scan(self, scan: Scan) -> None:
@@ -425,15 +411,3 @@ class FileTier(LowerTier):
     def _make_room(self, size: int) -> None:
         for name in self._index.room_for(size):
             self._writer.submit(Path.unlink, self._folder.path / name, missing_ok=True)
-
-
-def _write(
-    folder: PageFolder, layout: FileFormat, names: Digests, pages: Sequence[Sequence[Part]], io: PageIO
-) -> tuple[str, int]:
-    """Write a file of pages. If the folder was deleted or replaced, it is created again."""
-    try:
-        return write_pages(folder.path, next(folder.drafts), layout, names, pages, io)
-    # Or another process took the draft for abandoned, and removed it. That hardly happens twice.
-    except (FileNotFoundError, NotADirectoryError):
-        folder.make_again()
-        return write_pages(folder.path, next(folder.drafts), layout, names, pages, io)

@@ -25,11 +25,13 @@ from kvcache.pool.journal import PageReader
 from kvcache.pool.pages import PagePool
 from kvcache.pool.pages_below import NO_SLOTS, Asked, PagesBelow, Slots
 from kvcache.replica.rows import Pages, Rows, as_rows
-from kvcache.tiers.page_files import FileRefusals
+from kvcache.tiers.page_files import FileRefusal, FileRefusals
 
 _T = TypeVar("_T")
 # The most bytes that are copied between two steps for readers of pages; copies for rows are not limited.
 _BROUGHT_BYTES = 8 << 20
+PAUSE_S = 10.0
+"""The pause of a lower tier after a failure, in seconds."""
 
 
 class HostTier:
@@ -78,10 +80,6 @@ class Job:
     names: Sequence[bytes] = ()  # the objects that are looked up or read
     dropped: bool = False  # whether the result is no longer wanted
 
-    def over(self) -> bool:
-        """Whether the work has ended. Never waits."""
-        return self.work.done()
-
     def wait(self, seconds: float | None = None) -> None:
         """Wait until the work has ended, at most `seconds`; None means without limit."""
         wait([self.work], seconds)
@@ -113,7 +111,7 @@ class LowerTier:
         self._host = host
         self._clock = time.monotonic
         self._reader, self._writer = TierThread(f"{of}-reads"), TierThread(f"{of}-writes")
-        self._paused_until = 0.0  # no work is begun until then; set after a failure
+        self._paused_until = 0.0  # set by a thread after a failure; until then the tier takes nothing in
         self.written: int = 0  # the number of pages written so far
         self.read: int = 0  # the number of pages read so far
         self.refusals = FileRefusals()  # counts of pages that were wrong, cut short or missing when they were read
@@ -208,7 +206,7 @@ class LowerTier:
     def _take_up(self, *threads: TierThread) -> None:
         """Handle the results of these threads."""
         for thread in threads:
-            while thread.jobs and thread.jobs[0].over():
+            while thread.jobs and thread.jobs[0].work.done():
                 self._end(thread.jobs.popleft())
 
     def _begin_job(
@@ -227,6 +225,7 @@ class LowerTier:
         try:
             return partial(take, work())
         except OSError as error:
+            self._paused_until = self._clock() + PAUSE_S
             return partial(self._fail, error)
 
     def _end(self, job: Job) -> None:
@@ -237,9 +236,24 @@ class LowerTier:
             if job.slots.size:
                 self._host.pool.release(job.slots)
 
+    def _publish(
+        self, slots: Slots, digests: Digests, tables: NDArray[np.intp], refusals: Sequence[FileRefusal | None]
+    ) -> NDArray[np.bool_]:
+        """Publish the pages that were read into `slots`, without the refused ones. Returns which pages are right.
+
+        `tables`: the block table of each page. `refusals`: why each page is refused, or None.
+        """
+        right = np.array([refusal is None for refusal in refusals], np.bool_)
+        index = self._host.pool.index
+        index.tables[slots] = tables
+        index.publish(slots[right], digests[right])
+        self.read += int(right.sum())
+        self.refusals.update(filter(None, refusals))
+        return right
+
     @abstractmethod
     def _fail(self, error: OSError) -> None:
-        """Begin a pause, because a thread has raised this error."""
+        """Drop what waits to be written, because a thread has raised this error. The pause has begun."""
 
 
 def nothing() -> None:

@@ -24,6 +24,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -32,7 +33,7 @@ from numpy.typing import NDArray
 from kvcache.errors import InvariantError
 from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.pool.pages_below import NO_SLOTS, Asked, Slots
-from kvcache.tiers.host_tier import HostTier, Job, LowerTier, nothing
+from kvcache.tiers.host_tier import PAUSE_S, HostTier, Job, LowerTier, nothing
 from kvcache.tiers.page_files import FileRefusal
 from kvcache.tiers.page_objects import ObjectFormat
 from kvcache.types import MakeObjectIO, ObjectIO, ObjectRange, Part
@@ -42,7 +43,6 @@ _TRY_S = 30.0
 _WEIGHT = 0.25  # the weight of the newest value in a running mean
 MEMORY_BYTES = 16 << 20  # the most bytes that a thread moves at a time, unless a single object is larger
 _FIRST_EPOCH = "0" * 16  # the epoch of a namespace that was never reset
-_PAUSE_S = 10.0  # the pause after a failure of the store
 _ABSENT_S = 10.0  # how long an object counts as absent after the store has said so
 _LONGEST_FLUSH_S = 10.0
 _MOST_KNOWN = 1 << 16  # the most objects whose presence or absence is remembered
@@ -292,16 +292,7 @@ class ObjectTier(LowerTier):
 
     def _work(self, work: Callable[[], _T], take: Callable[[_T], None]) -> Callable[[], None]:
         """See the base class. After a failure of the store, queued work is skipped for a while."""
-        if self._clock() < self._paused_until:
-            return nothing
-        return super()._work(partial(self._tried, work), take)
-
-    def _tried(self, work: Callable[[], _T]) -> _T:
-        try:
-            return work()
-        except OSError:
-            self._paused_until = self._clock() + _PAUSE_S
-            raise
+        return nothing if self._clock() < self._paused_until else super()._work(work, take)
 
     def _end(self, job: Job) -> None:
         for name in job.names:
@@ -309,7 +300,7 @@ class ObjectTier(LowerTier):
         super()._end(job)
 
     def _fail(self, error: OSError) -> None:
-        _log.warning("object tier: a call failed; the store is not used for %.0f s: %s", _PAUSE_S, error)
+        _log.warning("object tier: a call failed; the store is not used for %.0f s: %s", PAUSE_S, error)
         self.failures += 1
         self._queue.clear()
 
@@ -439,15 +430,10 @@ class ObjectTier(LowerTier):
     def _take_pages(
         self, pieces: list[ObjectPiece], digests: Digests, slots: Slots, found: list[list[FileRefusal | None]]
     ) -> None:
-        right = np.array([refusal is None for refusals in found for refusal in refusals], np.bool_)
         tables = np.repeat([piece.table for piece in pieces], [len(piece.digests) for piece in pieces])
-        self._host.pool.index.tables[slots] = tables
-        self._host.pool.index.publish(slots[right], digests[right])
-        self.read += int(right.sum())
+        self._publish(slots, digests, tables, [*chain.from_iterable(found)])
         for piece, refusals in zip(pieces, found, strict=True):
-            wrong = [refusal for refusal in refusals if refusal]
-            self.refusals.update(wrong)
-            if wrong:
+            if any(refusals):
                 self._know(piece.name, self._clock() + _ABSENT_S)
                 # Also if an object could not be read at all: an empty object exists, but every read of a range fails.
                 self._broken.add(piece.name)

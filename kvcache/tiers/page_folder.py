@@ -9,14 +9,13 @@ import secrets
 import shutil
 import stat
 import struct
+from collections.abc import Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvcache.errors import InvalidParamsError
+from kvcache.pool.index import Digests
 from kvcache.tiers.page_files import (
     FileFormat,
     FileRefusal,
@@ -28,7 +27,9 @@ from kvcache.tiers.page_files import (
     opened_folder,
     read_rows,
     remove_abandoned,
+    write_pages,
 )
+from kvcache.types import PageIO, Part
 
 _FILE = re.compile(r"[0-9a-f]{32}\.pages")
 _EPOCH = re.compile(r"epoch-[0-9a-f]{16}")
@@ -46,7 +47,7 @@ class Scan(NamedTuple):
     New files, as names, sizes and digests, least recently used first; and the names of files that are gone.
     """
 
-    found: list[tuple[str, int, NDArray[np.uint64]]]
+    found: list[tuple[str, int, Digests]]
     gone: list[str]
 
 
@@ -57,7 +58,7 @@ def namespace_of(*fields: str) -> bytes:
 
 
 class PageFolder:
-    """The files of one namespace, in the folder of the current epoch.
+    """The files of one layout, in the folder of the current epoch of their namespace.
 
     `root/<namespace>/current` names that folder. A reset starts a new epoch, so that earlier files are not found again,
     neither here nor after a restart. A process that shares the folder and was not reset stays in the old one, which is
@@ -70,13 +71,14 @@ class PageFolder:
     Raises `InvalidParamsError` if nothing can be written there, or if other users could write there.
     """
 
-    def __init__(self, root: Path, namespace: bytes) -> None:
-        self.drafts = draft_names()
+    def __init__(self, root: Path, layout: FileFormat) -> None:
+        self.layout = layout
+        self._drafts = draft_names()
         self.refusals = FileRefusals()  # how often files were refused, by reason
         self._refused: set[str] = set()
         try:
             self._root = _own_link(root)
-            self._home = self._root / namespace.hex()
+            self._home = self._root / layout.namespace.hex()
             self._make_home()
             self._epoch = self._read_epoch() or self._name_epoch(_new_epoch())
             self._make_epoch()
@@ -105,21 +107,29 @@ class PageFolder:
                 (self._home / _CURRENT).unlink(missing_ok=True)
         return before
 
-    def make_again(self) -> None:
-        """Create the folder again after it was deleted. Raises `OSError`."""
-        self._make_home()
-        if self._read_epoch() is None:
-            self._name_epoch(self._epoch)
-        self._make_epoch()
+    def write(self, names: Digests, pages: Sequence[Sequence[Part]], io: PageIO) -> tuple[str, int]:
+        """Write a file of these pages. Returns its name and size.
 
-    def scan(self, layout: FileFormat, known: frozenset[str], *, first: bool = False) -> Scan:
+        If the folder was deleted or replaced, it is created again. Raises `OSError`, and then leaves no file behind.
+        """
+        try:
+            return write_pages(self.path, next(self._drafts), self.layout, names, pages, io)
+        # Or another process took the draft for abandoned, and removed it. That hardly happens twice.
+        except (FileNotFoundError, NotADirectoryError):
+            self._make_home()
+            if self._read_epoch() is None:
+                self._name_epoch(self._epoch)
+            self._make_epoch()
+            return write_pages(self.path, next(self._drafts), self.layout, names, pages, io)
+
+    def scan(self, known: frozenset[str], *, first: bool = False) -> Scan:
         """Find files that are not `known`, and remove broken files.
 
         `first`: also remove abandoned drafts and old epochs.
         """
         if first:
             self._tidy()
-        seen, found = set[str](), list[tuple[int, str, int, NDArray[np.uint64]]]()
+        seen, found = set[str](), list[tuple[int, str, int, Digests]]()
         try:
             names = list_folder(self.path)
         except OSError:
@@ -131,7 +141,7 @@ class PageFolder:
                 continue
             seen.add(name)
             if name not in known:
-                found += self._look_at(layout, name)
+                found += self._look_at(name)
         found.sort(key=itemgetter(0, 1))
         return Scan([(name, size, digests) for _, name, size, digests in found], sorted(known - seen))
 
@@ -139,17 +149,17 @@ class PageFolder:
     def remove(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
-    def _look_at(self, layout: FileFormat, name: str) -> list[tuple[int, str, int, NDArray[np.uint64]]]:
+    def _look_at(self, name: str) -> list[tuple[int, str, int, Digests]]:
         path = self.path / name
         try:
-            status, found = path.lstat(), read_rows(path, layout)
+            status, found = path.lstat(), read_rows(path, self.layout)
         except FileNotFoundError:
             return []
         except OSError:
             found = FileRefusal.UNREADABLE
         else:
             if not isinstance(found, FileRefusal):
-                return [(status.st_mtime_ns, name, layout.size_of(len(found)), found)]
+                return [(status.st_mtime_ns, name, self.layout.size_of(len(found)), found)]
             with contextlib.suppress(OSError):
                 path.unlink()  # for example a file that a crash has cut short; no other program uses such names
         # Counted once, although a file that cannot be removed is found again at each scan.
@@ -204,7 +214,7 @@ class PageFolder:
         return self._try_to_name(name, replace=replace)
 
     def _try_to_name(self, name: str, *, replace: bool) -> str:
-        draft, current = self._home / next(self.drafts), self._home / _CURRENT
+        draft, current = self._home / next(self._drafts), self._home / _CURRENT
         with open_draft(draft) as file:
             try:
                 os.write(file, name.encode())

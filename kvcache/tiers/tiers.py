@@ -220,9 +220,8 @@ def make_tiers(params: KVCacheParams, kept: Kept, page_size: int, *, pinned: boo
 
     files = None
     if params.file_tier_dir is not None:
-        of_files = layout(*kept.files_named, tables=len(kept.windows))
-        folder = PageFolder(Path(params.file_tier_dir), of_files.namespace)
-        files = FileTier(folder, of_files, kept.file_bytes, host, params.file_tier_io or (lambda _: SystemIO()))
+        folder = PageFolder(Path(params.file_tier_dir), layout(*kept.files_named, tables=len(kept.windows)))
+        files = FileTier(folder, kept.file_bytes, host, params.file_tier_io or (lambda _: SystemIO()))
         host.lower.append(files)
     if params.object_tier_io is not None:
         of_objects = ObjectFormat(layout(*kept.objects_named), kept.an_object, kept.tails)

@@ -44,6 +44,11 @@ def served(tmp_path: Path) -> Iterable[Make]:
         one.manager.close()
 
 
+def folder_at(root: Path, number: int = 0) -> PageFolder:
+    """The folder of the namespace of this number."""
+    return PageFolder(root, FileFormat(bytes([number]) * 16, 96, 16))
+
+
 def files_of(it: Served) -> FileTier:
     assert it.tiers.files is not None
     return it.tiers.files
@@ -521,7 +526,7 @@ def test_a_folder_of_somebody_else_is_refused(served: Make, tmp_path: Path, monk
     served()
     link = tmp_path.parent / f"{tmp_path.name}-link"
     link.symlink_to(tmp_path)
-    assert PageFolder(link, bytes(16)).path.is_relative_to(tmp_path)
+    assert folder_at(link).path.is_relative_to(tmp_path)
     owner = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
     with pytest.raises(InvalidParamsError, match=f"cannot be used: .* belongs to user {owner}"):
@@ -656,15 +661,15 @@ def test_what_no_tier_can_be_made_of(served: Make, tmp_path: Path) -> None:
 def test_managers_that_start_at_once_use_one_folder(tmp_path: Path) -> None:
     for number in range(20):
         with ThreadPoolExecutor(8) as pool:
-            made = list(pool.map(lambda _, n=number: PageFolder(tmp_path, bytes([n]) * 16).path, range(8)))
+            made = list(pool.map(lambda _, n=number: folder_at(tmp_path, n).path, range(8)))
         assert len(set(made)) == 1
 
 
 @pytest.mark.parametrize("content", [b"", b"epoch-", b"../../elsewhere", b"\xff\xfe", b"epoch-0123456789abcdef/.."])
 def test_a_broken_name_of_the_epoch_starts_a_new_one(tmp_path: Path, content: bytes) -> None:
-    first = PageFolder(tmp_path, bytes(16))
+    first = folder_at(tmp_path)
     (first.path.parent / "current").write_bytes(content)
-    second, third = PageFolder(tmp_path, bytes(16)), PageFolder(tmp_path, bytes(16))
+    second, third = folder_at(tmp_path), folder_at(tmp_path)
     assert second.path == third.path != first.path
     assert second.path.parent == first.path.parent
 

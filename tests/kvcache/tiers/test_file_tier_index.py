@@ -102,7 +102,6 @@ def test_check_names_bytes_that_do_not_add_up() -> None:
 @pytest.mark.parametrize(
     ("column", "at", "value", "message"),
     [
-        ("_free_count", None, 4, "5 used and 4 free entries do not add up to all entries"),
         ("_names", 1, "b", "a and its entries do not refer to each other"),
         ("_file_of", 2, 7, "and its entries do not refer to each other"),
         ("_place_of", slice(None), 1, "a has its pages in other places"),
@@ -116,6 +115,13 @@ def test_check_names_what_does_not_fit(column: str, at: Any, value: object, mess
     else:
         getattr(made, column)[at] = value
     with pytest.raises(InvariantError, match=f"file tier: .*{message}"):
+        made.check()
+
+
+def test_check_names_an_entry_that_no_file_holds() -> None:
+    made = index(("a", 30, (1, 2, 3)))
+    made._pool.allocate(1)
+    with pytest.raises(InvariantError, match="file tier: page 4 has 1 holders, but 0 are counted"):
         made.check()
 
 

@@ -149,10 +149,10 @@ def test_work_is_waited_for_as_long_as_it_says() -> None:
     work = Work()
     begun = work.begin("reads")
     begun.job.wait(0.001)
-    assert not begun.job.over()
+    assert not begun.job.work.done()
     begun.run()
     begun.job.wait()
-    assert begun.job.over()
+    assert begun.job.work.done()
 
 
 @pytest.mark.parametrize("taking", [True, False])

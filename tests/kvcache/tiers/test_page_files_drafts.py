@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvcache.tiers import file_tier, page_files
+from kvcache.tiers import page_files
 from kvcache.tiers.page_files import (
     FileFormat,
     FileRefusal,
@@ -42,8 +42,8 @@ with ExitStack() as drafts:
 
 def start(root: Path) -> PageFolder:
     """Does what a process does when it starts."""
-    folder = PageFolder(root, LAYOUT.namespace)
-    folder.scan(LAYOUT, frozenset(), first=True)
+    folder = PageFolder(root, LAYOUT)
+    folder.scan(frozenset(), first=True)
     return folder
 
 
@@ -56,7 +56,7 @@ def test_the_next_start_removes_the_drafts_of_the_dead_and_of_nobody_else(tmp_pa
         assert writer.stdout is not None
         assert writer.stdout.readline() == "writing\n"
         mine = ExitStack()
-        mine.enter_context(open_draft(folder.path / next(folder.drafts)))
+        mine.enter_context(open_draft(folder.path / next(folder._drafts)))
         assert len(drafts_in(tmp_path)) == 3
         start(tmp_path)
         assert len(drafts_in(tmp_path)) == 3, "each of them is being written"
@@ -111,12 +111,12 @@ def test_a_draft_that_is_taken_for_abandoned_before_it_is_locked_is_written_agai
         return lock(file)
 
     monkeypatch.setattr(page_files, "_lock", lock_late)
-    folder = PageFolder(tmp_path, LAYOUT.namespace)
+    folder = PageFolder(tmp_path, LAYOUT)
     assert len(taken) == 2
     assert (folder.path.parent / "current").read_text() == folder.path.name
     page = np.arange(64, dtype=np.uint8)
     digests = np.ones((1, 2), np.uint64)
-    name, _ = file_tier._write(folder, LAYOUT, digests, [[page]], SystemIO())
+    name, _ = folder.write(digests, [[page]], SystemIO())
     assert len(taken) == 4
     found = read_rows(folder.path / name, LAYOUT)
     assert not isinstance(found, FileRefusal)

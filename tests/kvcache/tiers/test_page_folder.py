@@ -13,8 +13,7 @@ from kvcache.tiers import page_folder as module
 from kvcache.tiers.page_files import FileFormat
 from kvcache.tiers.page_folder import PageFolder, namespace_of
 
-NAMESPACE = namespace_of("model")
-LAYOUT = FileFormat(NAMESPACE, 96, 16)
+LAYOUT = FileFormat(namespace_of("model"), 96, 16)
 
 
 @pytest.mark.parametrize("after", ["list_folder", "_read_epoch"])
@@ -22,11 +21,11 @@ def test_a_folder_that_another_begins_while_old_ones_are_removed_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: str
 ) -> None:
     """The other process resets the cache between two of our looks at the folder, in either order."""
-    PageFolder(tmp_path, NAMESPACE).renew()
-    abandoned = PageFolder(tmp_path, NAMESPACE)
+    PageFolder(tmp_path, LAYOUT).renew()
+    abandoned = PageFolder(tmp_path, LAYOUT)
     old = abandoned.path
     assert abandoned.renew() == old
-    mine, other = PageFolder(tmp_path, NAMESPACE), PageFolder(tmp_path, NAMESPACE)
+    mine, other = PageFolder(tmp_path, LAYOUT), PageFolder(tmp_path, LAYOUT)
     resets: list[Path] = []
 
     def then_resets(looks: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,7 +41,7 @@ def test_a_folder_that_another_begins_while_old_ones_are_removed_stays(
 
     where: Any = module if after == "list_folder" else PageFolder
     monkeypatch.setattr(where, after, then_resets(getattr(where, after)))
-    mine.scan(LAYOUT, frozenset(), first=True)
+    mine.scan(frozenset(), first=True)
     assert resets
     assert other.path not in resets
     assert (other.path / "content").exists()
@@ -53,7 +52,7 @@ def test_a_folder_that_another_begins_while_old_ones_are_removed_stays(
 def test_a_reset_that_cannot_name_its_new_folder_leads_no_later_start_to_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = PageFolder(tmp_path, NAMESPACE)
+    folder = PageFolder(tmp_path, LAYOUT)
     old = folder.path
     (old / "content").write_text("of before the reset")
 
@@ -65,13 +64,13 @@ def test_a_reset_that_cannot_name_its_new_folder_leads_no_later_start_to_the_old
         assert folder.renew() == old
     assert "a reset could not record the name of its new folder: [Errno 28] No space left on device" in caplog.text
     assert folder.path != old
-    later = PageFolder(tmp_path, NAMESPACE)
+    later = PageFolder(tmp_path, LAYOUT)
     assert later.path not in {old, folder.path}
     assert not (later.path / "content").exists()
 
 
 def test_a_reset_names_a_new_folder_and_joins_one_that_another_has_begun(tmp_path: Path) -> None:
-    mine, other = PageFolder(tmp_path, NAMESPACE), PageFolder(tmp_path, NAMESPACE)
+    mine, other = PageFolder(tmp_path, LAYOUT), PageFolder(tmp_path, LAYOUT)
     first = mine.path
     assert other.path == first
     assert mine.renew() == first
@@ -79,4 +78,4 @@ def test_a_reset_names_a_new_folder_and_joins_one_that_another_has_begun(tmp_pat
     assert mine.path.is_dir()
     assert other.renew() == first
     assert other.path == mine.path
-    assert PageFolder(tmp_path, NAMESPACE).path == mine.path
+    assert PageFolder(tmp_path, LAYOUT).path == mine.path
