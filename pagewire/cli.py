@@ -20,7 +20,6 @@ from pagewire.doctor.options import DoctorOptions
 from pagewire.extras import NotInstalledError, missing_line, needs_of, require
 from pagewire.plan.options import PlanOptions
 from pagewire.replay.options import ReplayOptions
-from pagewire.serve.listening import listen
 from pagewire.serve.options import ServeOptions
 from pagewire.top.options import TopOptions
 from scheduler_adapters import interrupts
@@ -202,11 +201,26 @@ def _run(command: str, options: Options) -> int:
         listening: socket.socket | None = None
         if isinstance(options, ServeOptions) and options.what in ("all", "front"):
             try:
-                listening = made.enter_context(listen(options.http_host, options.http_port))
+                listening = made.enter_context(_listen(options.http_host, options.http_port))
             except OSError as error:
                 _complain(command, f"error: {error}")
                 return _BAD
         return _run_heavy(command, options, listening)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Returns the listening socket of the front's HTTP.
+
+    Raises `OSError`, with a one-sentence message, for a taken or invalid address.
+    """
+    try:
+        return socket.create_server((host, port))
+    except UnicodeError as error:  # the host is not a valid name
+        raise OSError(f"HTTP cannot listen at {host}:{port}: {error}") from error
+    except OSError as error:
+        # The system's message without the address, which Python adds except to errors of the resolver.
+        reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+        raise OSError(f"HTTP cannot listen at {host}:{port}: {reason}") from error
 
 
 def _run_heavy(command: str, options: Options, listening: socket.socket | None) -> int:

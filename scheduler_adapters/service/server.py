@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from kvcache.errors import InvariantError, KVCacheError
 from kvcache.manager import PagedKVCacheManager
 from kvcache.params import KVEvents
 from kvcache.watch.endpoint import ManagerWatch
+from kvcache.watched import Beside
 from scheduler_adapters.errors import IllegalMoveError, MessageError
 from scheduler_adapters.loop import ServingLoop
 from scheduler_adapters.overlapped import OverlappedLoop, ThreadedRunner
@@ -43,11 +45,11 @@ from scheduler_adapters.service.sockets import (
     received,
     wait_for_any,
 )
-from scheduler_adapters.service.watch import watched_service
 from transfer.memory import MemoryType
 from transfer.nixl.agent import Agent
 from transfer.nixl.chaos import ChaosAgent, Rates
 from transfer.pull.exchange import PageExchange
+from transfer.watch import transfers_of
 from transfer.wire.keys import Keyring, load_keyring
 from transfer.wire.secret import read_secret
 
@@ -263,6 +265,38 @@ def served_metrics(
 
     made = collectors(scheduler, loop.manager, exchange, server=config.name, role=config.role)
     return serve_metrics(config.metrics, made)
+
+
+def watched_service(
+    endpoint: str,
+    scheduler: PrefillScheduler | DecodeScheduler,
+    manager: PagedKVCacheManager,
+    exchange: PageExchange,
+    keyring: Keyring | None,
+) -> AbstractContextManager[ManagerWatch | None]:
+    """Returns a context manager that watches a process if that is wanted. `attend` must be called within it."""
+    if not endpoint:
+        return nullcontext()
+    secure = None if keyring is None else keyring.secure_server
+    beside = service_beside(scheduler, exchange)
+    return closing(ManagerWatch(manager, endpoint, name=scheduler.name, secure=secure, beside=beside))
+
+
+def service_beside(scheduler: PrefillScheduler | DecodeScheduler, exchange: PageExchange) -> Callable[[], Beside]:
+    """Returns a function that reads a scheduler's phases and totals and the state of an exchange.
+
+    The watch's thread calls it.
+    """
+    transfers = transfers_of(exchange)
+
+    def read() -> Beside:
+        stats, found = scheduler.counters(), transfers()
+        every = scheduler._requests  # noqa: SLF001  # pyright: ignore[reportPrivateUsage] - read, and nothing else
+        phases = {key: request.phase for key, request in list(every.items())}
+        told = {"running": stats.running, "queued": stats.waiting, "failed": stats.failed, "retries": stats.retries}
+        return found._replace(phases=phases, figures={**found.figures, **{name: float(n) for name, n in told.items()}})
+
+    return read
 
 
 class DrainSignal:

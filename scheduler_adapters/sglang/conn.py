@@ -29,7 +29,6 @@ from sglang.srt.runtime_context import get_parallel
 
 from scheduler_adapters.sglang.engine import building, caches, check_supported, new_engine_id, worker_config
 from scheduler_adapters.sglang.leases import Computed, FollowerLeases, RoomLeases
-from scheduler_adapters.sglang.prompt import prompt_of
 from scheduler_adapters.sglang.pulls import Destination, RoomPulls
 from scheduler_adapters.sglang.ranks import RankFollower, RankLeader
 from scheduler_adapters.sglang.rooms import RoomClient, RoomServer, endpoint
@@ -37,6 +36,7 @@ from scheduler_adapters.sglang.settings import read_settings
 from transfer.connector.scheduler import NixlConnectorScheduler
 from transfer.connector.worker import NixlConnectorWorker
 from transfer.wire.allowed_peers import AllowedPeers
+from transfer.wire.prompt import Prompt
 from transfer.wire.secret import fleet_keys
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 STATES: Any = KVPoll
 """The states of a room. SGLang annotates them as enum members, but they are plain numbers."""
+_INT32 = (1 << 31) - 1
 
 
 class PagewireKVManager(CommonKVManager):
@@ -331,3 +332,13 @@ class PagewireKVBootstrapServer(CommonKVBootstrapServer):
     """SGLang's rendezvous server, which does not compare page sizes, because a transfer works between any two."""
 
     page_size = property(lambda self: None, lambda self, value: None)  # noqa: ARG005
+
+
+def prompt_of(req: Req) -> Prompt:
+    """Returns the tokens and the salt of a request: what its KV depends on, in a form that is equal on both servers.
+
+    SGLang replaces an image by tokens made from its hash. An adapter's number differs between servers, so it is left
+    out. Therefore a router must send a request with an adapter only to servers that have this adapter.
+    """
+    tokens = np.concatenate([np.asarray(ids, np.int64) for ids in (req.origin_input_ids, req.output_ids)])
+    return Prompt((tokens & _INT32).astype(np.int32), req.cache_salt or "")

@@ -97,7 +97,6 @@ _DOORS: dict[str, dict[str, str]] = {
         "plan/ways": "plan/memory plan/blocks",
         "replay/command": "replay/replay cli",
         "replay/options": "replay/replay cli",
-        "serve/listening": "cli",
         "serve/options": "serve/command",
         "top/options": "top/command",
         "top/pagemap": "top/app",

@@ -11,7 +11,7 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.request import Request
 
-from scheduler_adapters.vllm.prompt import prompt_of
+from scheduler_adapters.vllm.scheduler import prompt_of
 from tests.vllm_engine.engine import Engine, Shape, expected_tokens, make_request, run_until
 from tests.vllm_engine.states import States
 from tests.vllm_engine.test_engine import PREFILL, PROMPT, assert_empty, prefilled, served

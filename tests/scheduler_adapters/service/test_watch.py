@@ -17,7 +17,7 @@ from kvcache.watch.endpoint import ManagerWatch
 from kvcache.watch.follower import Followed, WatchClient
 from kvcache.watched import PageState
 from scheduler_adapters.service.fleet import Fleet
-from scheduler_adapters.service.watch import service_beside
+from scheduler_adapters.service.server import service_beside
 from tests.kvcache.watch.recount import assert_same
 from tests.scheduler_adapters.server_config import server_config
 from tests.scheduler_adapters.service.processes import Service, Side
