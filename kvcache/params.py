@@ -76,8 +76,7 @@ class StateShape:
 
     def __post_init__(self) -> None:
         for name in ("layers", "heads", "head_dim", "groups", "d_state", "kernel"):
-            if getattr(self, name) < 1:
-                raise InvalidParamsError(f"{name} is {getattr(self, name)}: at least 1 is needed")
+            whole(name, getattr(self, name), 1)
         if self.conv_kinds and self.kernel < 2:
             raise InvalidParamsError(
                 f"kernel is {self.kernel}: at least 2 is needed, because a kernel of 1 keeps no inputs"
@@ -426,12 +425,16 @@ class KVCacheParams:
     def without_effect(self) -> list[str]:
         """Returns the given parameters that have no effect, each with the parameter that it would need."""
         plain = KVCacheParams(self.dtype, self.n_kv_heads, self.head_dim)
-        given = {name for name in _IDLE_WITHOUT if _read(self, name) != _read(plain, name)}
+
+        def is_given(name: str) -> bool:
+            value_of = operator.attrgetter(name)
+            return value_of(self) != value_of(plain)
+
         return [
             f"{name} changes nothing without {' or '.join(needed)}"
-            for name in _IDLE_WITHOUT
-            for needed in _IDLE_WITHOUT[name]
-            if name in given and all(_read(self, one) == _read(plain, one) for one in needed)
+            for name, every in _IDLE_WITHOUT.items()
+            for needed in every
+            if is_given(name) and not any(map(is_given, needed))
         ]
 
     def _check_tiers(self) -> None:
@@ -489,10 +492,6 @@ def resolve_page_size(params: KVCacheParams, page_size: int | None) -> int:
         f"page_size is {page_size} in the call and {own} in the params: give one of them",
     )
     return own
-
-
-def _read(params: KVCacheParams, name: str) -> Any:
-    return operator.attrgetter(name)(params)
 
 
 def _check(holds: bool, message: str) -> None:

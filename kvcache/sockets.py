@@ -332,18 +332,15 @@ class Gate:
             self._say("peers", f"more than {self._limits.most_peers} peers")
             return
         try:
-            inner = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        except OSError:
-            client.close()
-            return
-        try:
-            client.setblocking(False)
-            if client.family != socket.AF_UNIX:
-                keep_connected(client)
-            inner.connect("\0" + self._inner_name)
+            with contextlib.ExitStack() as opened:
+                opened.enter_context(client)
+                inner = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
+                client.setblocking(False)
+                if client.family != socket.AF_UNIX:
+                    keep_connected(client)
+                inner.connect("\0" + self._inner_name)
+                opened.pop_all()
         except OSError:  # the peer will connect again
-            client.close()
-            inner.close()
             return
         peer = _Connection(client, inner, self._limits)
         self._peers[peer] = (0, 0)

@@ -209,7 +209,7 @@ class FileTier(LowerTier):
         if absent.any():
             self._begin_reads(entries[absent], names[absent])
         if wait and self._reader.jobs:
-            self._await_reads()
+            self._reader.jobs[-1].wait(_LONGEST_WAIT_S)  # the thread reads in order, so this is the last to end
             self._take_up(self._reader)
 
     def brings(self, digests: Digests, wanted: Asked) -> bool:
@@ -328,10 +328,6 @@ class FileTier(LowerTier):
         with contextlib.suppress(OSError):
             os.utime(path, follow_symlinks=False)
         return refusals
-
-    def _await_reads(self) -> None:
-        # Waiting for the last job suffices, because the thread reads in order.
-        self._reader.jobs[-1].wait(_LONGEST_WAIT_S)
 
     def _take_read(
         self,

@@ -519,21 +519,14 @@ class ReplicaTier(PagesBelow, PageReader):
         self.storing[:] = False
         for store in self.stores:
             self.storing[store.pages] = True
-        kept, index = deque[tuple[Pages, Digests]](), self.pool.index
-        for pages, digests in self.waiting:
-            stay = index.published[pages] & ~self.storing[pages]
-            stay &= (index.digests_of(pages) == digests).all(axis=1) if pages.size else True
-            if not pages.size:
-                kept.append((pages, digests))
-            elif stay.any():
-                self.storing[pages[stay]] = True
-                kept.append((pages[stay], digests[stay]))
-        self.waiting = kept
-        # An interrupt may have come just after a page was published or left the queue.
-        published = np.flatnonzero(index.published & ~self.storing).astype(np.int32)
-        digests = index.digests_of(published)
+        uses = [entry for entry in self.waiting if not entry[0].size]
+        self.waiting.clear()
+        # The queue is made anew: an interrupt may have come just after a page was published or left the queue.
+        published = np.flatnonzero(self.pool.index.published & ~self.storing).astype(np.int32)
+        digests = self.pool.index.digests_of(published)
         absent = self.host.pool.index.find(digests) == NO_PAGE
         self.came(published[absent], digests[absent])
+        self.waiting += uses  # last, because a use counts only after its pages are copied
 
     # ---- inside
 

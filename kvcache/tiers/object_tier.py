@@ -36,7 +36,7 @@ from kvcache.pool.pages_below import NO_SLOTS, Asked, Slots
 from kvcache.tiers.host_tier import PAUSE_S, HostTier, Job, LowerTier, nothing
 from kvcache.tiers.page_files import FileRefusal
 from kvcache.tiers.page_objects import ObjectFormat
-from kvcache.types import MakeObjectIO, ObjectIO, ObjectRange, Part
+from kvcache.types import MakeObjectIO, ObjectRange, Part
 
 # After this time, pages are read even if computing them was faster so far: the store may have become faster.
 _TRY_S = 30.0
@@ -117,10 +117,10 @@ class ObjectTier(LowerTier):
         host: HostTier,
         make_io: MakeObjectIO,
         timeout_s: float,
-        compute_page_s: float = math.inf,
-        windows: Sequence[bool] = (False,),
+        compute_page_s: float,
+        windows: Sequence[bool],
         *,
-        apart: bool = False,
+        apart: bool,
     ) -> None:
         super().__init__(host, "object")
         self._layout = layout
@@ -205,12 +205,8 @@ class ObjectTier(LowerTier):
             self.ended(digests[None])
 
     def used(self, digests: Digests) -> None:
-        """Record that a request has used these pages.
-
-        States are queued to be written; pages wait until their request ends.
-        """
-        if self._apart:
-            self.ended(digests[None])
+        """Record that a request has used these pages. They are queued as by `offer`."""
+        self.offer(digests)
 
     def ended(self, digests: Digests) -> None:
         """Record that a request with these pages, `[tables, pages, words]`, has ended.
@@ -332,15 +328,15 @@ class ObjectTier(LowerTier):
 
     def _asked(self, epoch: str, names: list[bytes]) -> tuple[str, list[bool]]:
         """Ask for the epoch and whether each object exists, in the read thread."""
-        epoch = epoch or self._find_epoch(self._read_io)
+        epoch = epoch or self._find_epoch()
         began = self._clock()
         there = self._read_io.exist([self._layout.key(epoch, name) for name in names]) if names else []
         if names:
             self.rates.asked(self._clock() - began)
         return epoch, there
 
-    def _find_epoch(self, io: ObjectIO) -> str:
-        key, size = self._layout.epoch_key, len(self._layout.epoch_object(_FIRST_EPOCH))
+    def _find_epoch(self) -> str:
+        io, key, size = self._read_io, self._layout.epoch_key, len(self._layout.epoch_object(_FIRST_EPOCH))
         if not io.exist([key])[0]:
             return _FIRST_EPOCH
         io.memory[:size] = 0
