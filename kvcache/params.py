@@ -146,16 +146,8 @@ class KVEvents:
     secure: Callable[[Any], None] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("endpoint", "replay_endpoint"):
-            address: object = getattr(self, name)
-            if address is None and name == "replay_endpoint":
-                continue
-            needed = f"an address of {', '.join(_TRANSPORTS)}"
-            text = of_kind(f"kv_events: {name}", address, str, needed)
-            if "\0" in text or not text.startswith(_TRANSPORTS):
-                raise refusal(f"kv_events: {name}", address, needed)
-            if text.startswith("tcp://") and not text.rpartition(":")[2].isdecimal():
-                raise refusal(f"kv_events: {name}", address, "an address with a port (0: any free one)")
+        _check_address("kv_events: endpoint", self.endpoint)
+        optional(_check_address)("kv_events: replay_endpoint", self.replay_endpoint)
         of_kind("kv_events: topic", self.topic, str, "text")
         whole("kv_events: buffer_steps", self.buffer_steps, 1)
         whole("kv_events: hwm", self.hwm, 1)
@@ -163,6 +155,15 @@ class KVEvents:
     def addresses(self, rank: int) -> tuple[str, str | None]:
         """The addresses of a rank's events and of its replays."""
         return _of_rank(self.endpoint, rank), self.replay_endpoint and _of_rank(self.replay_endpoint, rank)
+
+
+def _check_address(name: str, address: object) -> None:
+    needed = f"an address of {', '.join(_TRANSPORTS)}"
+    text = of_kind(name, address, str, needed)
+    if "\0" in text or not text.startswith(_TRANSPORTS):
+        raise refusal(name, address, needed)
+    if text.startswith("tcp://") and not text.rpartition(":")[2].isdecimal():
+        raise refusal(name, address, "an address with a port (0: any free one)")
 
 
 def _of_rank(address: str, rank: int) -> str:

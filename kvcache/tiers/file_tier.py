@@ -316,7 +316,7 @@ class FileTier(LowerTier):
             tables = self._index.pages.tables[entries[at]]
             names = self._layout.names(digests[at], tables)
             read = partial(self._read_file, path, first, names, parts)
-            take = partial(self._take_read, entries[at], slots[at], digests[at], tables)
+            take = partial(self._take_read, name, entries[at], slots[at], digests[at], tables)
             self._begin_job(self._reader, read, take, slots[at])
 
     def _read_file(self, path: Path, first: int, names: Digests, pages: list[list[Part]]) -> list[FileRefusal | None]:
@@ -331,34 +331,28 @@ class FileTier(LowerTier):
 
     def _take_read(
         self,
+        name: str,
         entries: Entries,
         slots: Slots,
         digests: Digests,
         tables: NDArray[np.intp],
         refusals: list[FileRefusal | None],
     ) -> None:
-        """End a read into `slots`: publish the pages that were read, and drop the entries of refused pages.
+        """End a read of a file into `slots`: publish the pages that were read, and drop the entries of refused pages.
 
-        `tables`: the block table of each page.
+        `tables`: the block table of each page. If the bytes of the file are wrong, the file is removed. If it stayed,
+        each start, and each process that shares the folder, would find its pages again in place of copies that are
+        written later. The good pages of the file are written again when they are used.
         """
         self._index.reading[entries] = False
         right = self._publish(slots, digests, tables, refusals)
-        if not right.all():
-            still = self._index.find(digests) == entries  # whether each entry still belongs to its page
-            self._lose(entries[~right & still], set(refusals))
-
-    def _lose(self, entries: Entries, refusals: set[FileRefusal | None]) -> None:
-        """Drop pages of one file that could not be read. If the bytes of the file are wrong, remove the file.
-
-        If the damaged file stayed, each start, and each process that shares the folder, would find its pages again in
-        place of copies that are written later. The good pages of the file are written again when they are used.
-        """
-        names = {name for name, _, _ in self._index.whereabouts(entries)}
-        self._index.drop(entries)
-        if refusals & _DAMAGE:
-            for name in names:
-                self._index.forget(name)
-                self._writer.submit(Path.unlink, self._folder.path / name, missing_ok=True)
+        if right.all():
+            return
+        lost = entries[~right & (self._index.find(digests) == entries)]  # another page may have the entry by now
+        self._index.drop(lost)
+        if lost.size and not _DAMAGE.isdisjoint(refusals):
+            self._index.forget(name)
+            self._remove(name)
 
     def _begin_write(self) -> None:
         digests = np.concatenate([offered for _, offered in self._queue])[: self.pages_a_file]
@@ -406,4 +400,7 @@ class FileTier(LowerTier):
 
     def _make_room(self, size: int) -> None:
         for name in self._index.room_for(size):
-            self._writer.submit(Path.unlink, self._folder.path / name, missing_ok=True)
+            self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        self._writer.submit(Path.unlink, self._folder.path / name, missing_ok=True)

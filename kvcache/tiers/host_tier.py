@@ -364,11 +364,6 @@ class ReplicaTier(PagesBelow, PageReader):
                 self.pool.index.publish(load.pages, load.digests)
             self._end(load)
 
-    def forget_waiting(self) -> None:
-        for pages, _ in self.waiting:
-            self.storing[pages] = False
-        self.waiting.clear()
-
     def leave(self, row: int, pages: Pages, names: Digests, ends: Callable[[Digests], Asked]) -> None:
         """Called when the row is released: it no longer needs the pages that are copied back for it.
 
@@ -501,7 +496,12 @@ class ReplicaTier(PagesBelow, PageReader):
             self._await_stores()
             self.store(self._next_entry())
 
-    def load_all(self) -> None:
+    def reset(self) -> None:
+        """Forget what waits, and finish every copy, because requests rely on those to the device."""
+        for pages, _ in self.waiting:
+            self.storing[pages] = False
+        self.waiting.clear()
+        self.store_all()
         self.arrive(np.array(list(self._loads), np.int64))
         for load in self._left:
             load.copy.wait()

@@ -210,24 +210,19 @@ def read_rows(path: Path, layout: FileFormat) -> Digests | FileRefusal:
         end = os.pread(file, status.st_size - start, start) if count else b""
         if count and status.st_mode & 0o077:
             os.fchmod(file, _OWN_FILE)
-    if refusal := _judge(layout, status, count, end):
-        return refusal
-    table = np.frombuffer(end[: count * layout.row_bytes], np.uint8).reshape(count, -1)
-    names = np.ascontiguousarray(table[:, : layout.name_bytes]).view(np.uint64)
-    return FileRefusal.FOREIGN if layout.refuses(names) else names
-
-
-def _judge(layout: FileFormat, status: os.stat_result, count: int, end: bytes) -> FileRefusal | None:
-    """Why a file with these rows and footer (`end`) is refused. None if it is right."""
     if not stat.S_ISREG(status.st_mode):
         return FileRefusal.UNREADABLE
     rows, footer = end[: count * layout.row_bytes], end[count * layout.row_bytes :]
     if not count or len(footer) != _FOOTER.size:
         return FileRefusal.CUT
     wanted = layout.footer(rows, count)
-    if footer == wanted:
-        return None
-    return FileRefusal.FOREIGN if footer[:-_SUM_BYTES] != wanted[:-_SUM_BYTES] else FileRefusal.CORRUPTED
+    if footer[:-_SUM_BYTES] != wanted[:-_SUM_BYTES]:
+        return FileRefusal.FOREIGN
+    if footer != wanted:
+        return FileRefusal.CORRUPTED
+    table = np.frombuffer(rows, np.uint8).reshape(count, -1)
+    names = np.ascontiguousarray(table[:, : layout.name_bytes]).view(np.uint64)
+    return FileRefusal.FOREIGN if layout.refuses(names) else names
 
 
 def read_pages(

@@ -123,11 +123,9 @@ class Tiers:
         self.files = None
 
     def reset(self) -> None:
-        """Forget every page. Copies to the device finish first, because requests rely on them."""
+        """Forget every page, after every copy has finished."""
         for tier in self.replicas:
-            tier.forget_waiting()
-            tier.store_all()
-            tier.load_all()
+            tier.reset()
         for lower in self.lower:
             lower.reset()
         self.host.pool.forget_idle()

@@ -113,7 +113,8 @@ def arrives_without_a_copy(tier: ReplicaTier, rows: Any) -> None:
 
 def evicts_without_a_copy(tier: ReplicaTier, pages: np.ndarray) -> None:
     if tier.storing[pages].any():
-        tier.forget_waiting()
+        tier.waiting.clear()
+        tier.storing[:] = False
 
 
 def copies_another_page(mover: PageMover, pages: np.ndarray, slots: np.ndarray) -> Copy:

@@ -696,16 +696,16 @@ def test_check_recounts_the_files(served: Make) -> None:
         (lambda: setattr(index, "bytes", index.bytes + 1), "counted"),
         (lambda: index._place_of.__setitem__(1, 7), "other places"),
         (lambda: index._file_of.__setitem__(1, 7), "do not refer to each other"),
-        (lambda: setattr(index, "_free_count", index._free_count - 1), "do not add up to all entries"),
+        (lambda: index._pool.holders.__setitem__(1, 2), "file tier: page 1 has 2 holders"),
         (lambda: index.reading.__setitem__(1, True), "0 entries are being read"),
         (lambda: it.tiers.host.pool.hold(np.array([1], np.int32)), "host tier: page 1"),
     ):
         index.check()
-        saved = (index.bytes, index._place_of.copy(), index._file_of.copy(), index._free_count)
+        saved = (index.bytes, index._place_of.copy(), index._file_of.copy(), index._pool.holders.copy())
         change()
         with pytest.raises(InvariantError, match=message):
             it.manager.check()
-        index.bytes, index._place_of, index._file_of, index._free_count = saved
+        index.bytes, index._place_of, index._file_of, index._pool.holders = saved
         index.reading[:] = False
     it.tiers.host.pool.release(np.array([1], np.int32))
 
