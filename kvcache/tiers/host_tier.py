@@ -318,16 +318,14 @@ class ReplicaTier(PagesBelow, PageReader):
         if not pages.size:
             return 0
         pool = self.host.pool
-        absent = pool.index.find(digests) == NO_PAGE
-        new, names = pages[absent], digests[absent]
-        fits = min(len(new), pool.free_count)  # if copies hold all other slots, the remaining pages are not stored
-        if fits:
-            slots = pool.allocate(fits)
-            pool.index.tables[slots] = self.pool.index.tables[new[:fits]]
-            self.stores.append(HostCopy(new[:fits], slots, names[:fits], self._mover.store(new[:fits], slots)))
-        kept = np.ones(len(pages), np.bool_)
-        kept[np.flatnonzero(absent)[:fits]] = False
-        self.storing[pages[kept]] = False
+        absent = (pool.index.find(digests) == NO_PAGE).nonzero()[0]
+        fits = absent[: pool.free_count]  # if copies hold all other slots, the remaining pages are not stored
+        self.storing[pages] = False
+        if fits.size:
+            new, slots = pages[fits], pool.allocate(len(fits))
+            pool.index.tables[slots] = self.pool.index.tables[new]
+            self.storing[new] = True
+            self.stores.append(HostCopy(new, slots, digests[fits], self._mover.store(new, slots)))
         self.poll()
         self._pass_uses()
         return len(pages)
