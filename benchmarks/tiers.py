@@ -246,7 +246,7 @@ def rates_of_tier(folder: Path, page_bytes: int, size: int, make_io: Callable[[A
     host.pool.index.publish(slots, digests)
     host.pool.release(slots)
     layout = FileFormat(namespace_of("benchmark"), page_bytes, 32)
-    tier = FileTier(PageFolder(folder, layout.namespace), layout, 2 * size, host, make_io)
+    tier = FileTier(PageFolder(folder, layout), 2 * size, host, make_io)
     rates: Row = {"by": name}
     start = time.perf_counter()
     tier.offer(digests)

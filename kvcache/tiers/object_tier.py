@@ -117,10 +117,10 @@ class ObjectTier(LowerTier):
         host: HostTier,
         make_io: MakeObjectIO,
         timeout_s: float,
-        compute_page_s: float,
-        windows: Sequence[bool],
+        compute_page_s: float = math.inf,
+        windows: Sequence[bool] = (False,),
         *,
-        apart: bool,
+        apart: bool = False,
     ) -> None:
         super().__init__(host, "object")
         self._layout = layout

@@ -137,15 +137,9 @@ HANDWRITTEN: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.tiers.file_tier",
+        "kvcache.tiers.host_tier",
         [
-            Mutation("FileTier._take_read", "slots[right], digests[right]", "slots, digests"),
-        ],
-    ),
-    Module(
-        "kvcache.tiers.object_tier",
-        [
-            Mutation("ObjectTier._take_pages", "slots[right], digests[right]", "slots, digests"),
+            Mutation("LowerTier._publish", "slots[right], digests[right]", "slots, digests"),
         ],
     ),
     Module(

@@ -97,7 +97,7 @@ def test_what_has_come_in_this_moment_is_brought_in_the_next(served: Any, monkey
     brings = files.brings
 
     def a_moment_later(*where: Any) -> bool:
-        files._await_reads()
+        files._reader.jobs[-1].wait()
         return brings(*where)
 
     monkeypatch.setattr(files, "brings", a_moment_later)

@@ -160,7 +160,7 @@ def test_who_waits_finds_what_others_have_written_since(served: Make) -> None:
     writer.manager.close()
     files = waiting.tiers.replicas[0].lower[0]
     assert isinstance(files, FileTier)
-    files._take_up_scan(files._folder.scan(files._layout, files._index.names))
+    files._take_up_scan(files._folder.scan(files._index.names))
     for _ in range(400):
         if waiting.manager.maybe_reserve(context):  # 14 pages
             break
