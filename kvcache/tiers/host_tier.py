@@ -500,6 +500,9 @@ class ReplicaTier(PagesBelow, PageReader):
             self.storing[pages] = False
         self.waiting.clear()
         self.store_all()
+        self.load_all()
+
+    def load_all(self) -> None:
         self.arrive(np.array(list(self._loads), np.int64))
         for load in self._left:
             load.copy.wait()

@@ -155,7 +155,7 @@ def test_pages_come_back_beside_the_model_and_are_kept_until_the_copy_is_over(le
         it.mover.copies[-1].ended = True
         it.tier.poll()
     else:
-        it.tier.reset()
+        it.tier.load_all()
     assert not it.tier.is_loading
     assert (it.pool.writers[2], it.host.pool.holders[1], it.pool.free_count, it.tier.loaded) == (0, 0, 7, 1)
 
