@@ -1,4 +1,4 @@
-"""Pages by content, whichever request computed them: lookups for a prompt, leases, and imports."""
+"""Pages by content, no matter which request computed them: lookups for a prompt, leases, and imports."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ from kvcache.under_way import UnderWay
 
 
 class PageContents:
-    """The contents of the pages of a manager's replicas; `manager.contents`."""
+    """The contents of the pages of a manager's replicas (`manager.contents`)."""
 
     def __init__(self, replicas: Sequence[Replica], fingerprint: str, mark: UnderWay) -> None:
         self._mark = mark
@@ -27,12 +27,12 @@ class PageContents:
         self._fingerprint = fingerprint
 
     def digests(self, context: Context, first_page: int = 0) -> PageDigests:
-        """The digests of all full pages that a request may get from elsewhere, from logical page `first_page` on.
+        """Returns the digests of all full pages that a request may get from elsewhere, from `first_page` on.
 
         The last known token is never covered, because it has to run. The result is empty if prefix caching is off:
-        pulled pages could not be found again. With windows, chunks or states `first_page` is ignored: a longer prefix
-        needs other pages of a window, or another state. Raises `InvalidRequestError` if `context` is no request
-        context.
+        pulled pages could not be found again. With windows, chunks or states `first_page` is ignored, because a longer
+        prefix needs other pages of a window, or another state. Raises `InvalidRequestError` if `context` is not a
+        request context.
         """
         check_context(context, "digests")
         one, read = self._replicas[0], read_context(context)
@@ -43,7 +43,7 @@ class PageContents:
         return PageDigests(one.page_size, one.hash_algorithm, digests, first_page)
 
     def cached(self, replica_idx: int, wanted: PageDigests) -> int:
-        """The number of tokens from which a request could resume with the wanted pages, from the first page on.
+        """Returns how many tokens of the wanted pages are cached, so that a request could resume after them.
 
         A page counts if the replica's devices have it. A recurrent state counts if the devices or host memory have it.
         """
@@ -58,9 +58,9 @@ class PageContents:
 
         The lease holds at most `most` pages, including the pages of a slab with a state. Returns None if the devices
         have none of the wanted pages. With several block tables the run ends where all tables can resume, and the lease
-        holds the pages that each table needs for that. With recurrent states the run ends after a page whose state the
-        device keeps, and the lease holds that state, too. `name` identifies the reader in lists of leases. Raises
-        `BlockTableMismatchError` if the wanted pages cannot be compared with the pages of the replica.
+        holds the pages that each table needs for that. With recurrent states the run ends after a page for which the
+        device keeps a state, and the lease holds that state, too. `name` identifies the reader in lists of leases.
+        Raises `BlockTableMismatchError` if the wanted pages cannot be compared with the replica's.
         """
         self._mark.check("contents.lease")
         replica, digests = self._wanted(name, replica_idx, wanted)
@@ -87,11 +87,11 @@ class PageContents:
         return lease, table
 
     def bring(self, name: RequestID, replica_idx: int, wanted: PageDigests, most: int) -> bool:
-        """Bring wanted pages that only lower tiers have to the devices, so that `lease` can hold them.
+        """Load wanted pages that only lower tiers have to the devices, so that `lease` can hold them.
 
-        Each call brings a few pages. Together with the wanted pages that are already on the devices they take at most
+        Each call loads a few pages. Together with the wanted pages that the devices already have, they take at most
         half of the free pages, because this manager's own requests come first. Returns whether some pages are on their
-        way; until they arrive, `lease` may find fewer pages. Raises the same errors as `lease`.
+        way; until these arrive, `lease` may find fewer pages. Raises the errors of `lease`.
         """
         self._mark.check("contents.bring")
         replica, digests = self._wanted(name, replica_idx, wanted)
@@ -109,7 +109,7 @@ class PageContents:
     def import_pages(
         self, context: Context, replica_idx: int, table: BlockTable, others: Sequence[BlockTable] = ()
     ) -> PendingImport | None:
-        """Reserve pages for full pages of a prompt that may begin anywhere in it. No request waits for them.
+        """Reserve pages for full pages of a prompt, which may begin anywhere in it. No request waits for them.
 
         The import is copied like any other, and ends with `commit_pages`, or with the manager's `cancel_import`. If a
         request computes the prompt meanwhile, it finds the imported pages once it has computed all pages before them.
@@ -142,9 +142,9 @@ class PageContents:
         return whole(f"{name}: replica_idx", replica_idx, 0, len(self._replicas) - 1, InvalidRequestError)
 
     def _wanted(self, name: RequestID, replica_idx: int, wanted: PageDigests) -> tuple[Replica, NDArray[np.uint64]]:
-        """The replica, and the wanted digests as an array.
+        """Returns the replica, and the wanted digests as an array.
 
-        Raises `BlockTableMismatchError` if they cannot be compared.
+        Raises `BlockTableMismatchError` if they cannot be compared with the replica's.
         """
         replica = self._replicas[self._index(f"request {name!r}", replica_idx)]
         if wanted.first_page and not replica.lends_any_part:
@@ -165,7 +165,7 @@ class PageContents:
 
 
 def _bring(replica: Replica, digests: NDArray[np.uint64], first: int) -> bool:
-    """Bring some more of these pages to the device, and publish them. They begin at page `first` of a prompt."""
+    """Load some more of these pages to the device, and publish them. They begin at page `first` of a prompt."""
     tables, tier, pool = replica.tables, replica.tier, replica.pool
     if not tier.keeps or not len(digests):
         return False
@@ -179,8 +179,8 @@ def _bring(replica: Replica, digests: NDArray[np.uint64], first: int) -> bool:
     count = max(0, min(len(wanted.digests), room, tier.brought_at_once))
     if count:
         names = wanted.digests[:count]
-        tier.hold(slots := tier.slots(names))  # so that evictions by `allocate` do not reuse these slots
-        pool.hold(wanted.here)  # `allocate` must not evict the pages that are here already
+        tier.hold(slots := tier.slots(names))  # held, so that evictions by `allocate` do not reuse these slots
+        pool.hold(wanted.here)  # held, so that `allocate` does not evict the wanted pages that are here already
         pages = pool.allocate(count)
         pool.index.tables[pages] = wanted.tables[:count]
         tier.bring(pages, slots, names)

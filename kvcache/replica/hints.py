@@ -25,13 +25,13 @@ from kvcache.states.state_pages import StatePages
 class ReplicaHints(PageReader):
     """The hints and quotas of one replica.
 
-    Until a request brings a hint, there is only the plain LRU order, and no baselines are kept. The first hint costs a
-    pass over the pool. Without prefix caching no page is ever idle, and nothing is counted.
+    Until a request brings a hint, there is only the plain LRU order, and no simulated caches (baselines) are kept. The
+    first hint costs a pass over the pool. Without prefix caching no page is ever idle, and nothing is counted.
 
-    With several block tables, a hint for a prefix applies to every page that a request needs to resume from the end of
-    the prefix. In a table with a window, these are the last pages. The baselines simulate only the pages of the first
+    With several block tables, a hint for a prefix applies to every page that a request needs to resume after the
+    prefix. In a table with a window, these are the last pages. The baselines simulate only the pages of the first
     table, in a pool that is smaller by the share of the other tables. A hint for a prefix also applies to the recurrent
-    states that are cached after it, as far as hints prove right for pages.
+    states that are cached after it, as far as hints have proved right for pages.
     """
 
     def __init__(
@@ -45,22 +45,22 @@ class ReplicaHints(PageReader):
         params: KVCacheParams,
         states: Sequence[StatePages],
     ) -> None:
-        self._found = [0] * len(rows.request_ids)  # by row: pages that were already published
+        self._found = [0] * len(rows.request_ids)  # by row: how many pages were already published
         self._pool = pool
         self._rows = rows
         self._hasher_of = hasher_of
-        self._digests_of = digests_of  # the digests of the row's published pages
-        self._salt_of = salt_of  # the salt of the row's pages, even if its context has changed its salt since
+        self._digests_of = digests_of  # returns the digests of a row's published pages
+        self._salt_of = salt_of  # returns the salt of a row's pages, even if its context has changed its salt since
         caching = params.enable_prefix_caching
-        # A caller's own eviction order receives the hints, and decides by itself how far it follows them.
+        # A caller's own eviction order receives the hints, and decides how far to follow them.
         self._has_own = params.eviction_order is not None
         self._most_hinted = params.max_hint_share if caching and not self._has_own else 0.0
         self._tables = tables
         self._of_states = [StateHints(pages, rows, salt_of, pool.beside) for pages in states]
-        # By row: the pages that plain LRU would have found, the pages that hints would have found, and all that were
-        # looked up.
+        # By row: how many pages plain LRU would have found, how many hints would have found, and how many were looked
+        # up.
         self._expected: dict[int, tuple[int, int, int]] = {}
-        # Simulated caches of plain LRU and of hints at their largest share. They exist from the first hint on.
+        # Simulated caches: plain LRU, and hints at their largest share. They exist from the first hint on.
         self._baselines: tuple[LruBaseline, HintedBaseline] | tuple[()] = ()
         self.has_begun = False  # whether the baselines exist
         self._share = HintShare(pool.num_pages, params.max_hint_share)
@@ -83,7 +83,7 @@ class ReplicaHints(PageReader):
 
     @property
     def share(self) -> float:
-        """The share of idle pages that follows the hints; 0.0 before the first hint."""
+        """The share of idle pages that follows hints; 0.0 before the first hint."""
         return self._share.value if self._baselines else 0.0
 
     def come(self, row: int, context: SafeContext, found: int) -> None:
@@ -107,14 +107,14 @@ class ReplicaHints(PageReader):
             self._expected[row] = (plain.visit(words, room), hinted.visit(words, room), len(words))
 
     def share_pages(self, rows: Ints) -> None:
-        """Count one more published page for each of `rows`: each shares a page that another request has published."""
+        """Count one more already published page for each of `rows`: each now shares a page of another request."""
         for row in rows.tolist():
             self._found[row] += 1
 
     def brought(self, pages: Pages, salt: str | None, words: Words) -> None:
         """Record that held `pages` were copied here for a request. They belong to the tenant with this `salt`.
 
-        `words`: the first words of the digests of all pages that the request finds of its prompt. The baselines get
+        `words` has the first words of the digests of all pages of its prompt that the request finds. The baselines get
         these pages as well, because plain LRU would have them now, too.
         """
         if self._quotas.limited:
@@ -130,7 +130,7 @@ class ReplicaHints(PageReader):
     def begin_orders(self) -> None:
         """After an interrupt: restore the hinted orders of pages and states if there was a hint.
 
-        The records of tenants' idle pages are cleared, because the pools report all of them next.
+        The records of tenants' idle pages are cleared, because the pools report all idle pages next.
         """
         self._quotas.clear()
         for states in self._of_states:
@@ -210,18 +210,18 @@ class ReplicaHints(PageReader):
             baseline.forget(words)
 
     def _unfindable(self) -> int:
-        """Pages of running requests that no baseline has: pages after the prompt, and partly filled pages."""
+        """How many pages of running requests no baseline has: pages after the prompt, and partly filled pages."""
         rows = self._rows
         findable = np.maximum(rows.committed, (rows.prompt - 1) // rows.page_size)
         past = int(np.maximum(rows.num_pages - findable, 0).sum())
         return past * self._tables.count + len(rows.row_of) * self._pool.beside
 
     def _width(self) -> float:
-        """The cached pages of all tables and states for each cached page of the first table."""
+        """How many cached pages all tables and states have for each cached page of the first table."""
         return self._pool.width * self._tables.width()
 
     def _start(self) -> None:
-        """Start to follow hints, at the first hint."""
+        """Start to follow hints. Called at the first hint."""
         if not self._most_hinted:
             return
         self._begin_baselines()
@@ -247,7 +247,7 @@ class ReplicaHints(PageReader):
             baseline.touch(pool.index.words_of(sampled[used]))
 
     def _follow_hints(self) -> None:
-        """Let pages and states follow hints, unless they do so already."""
+        """Let pages and states follow hints, unless they already do."""
         pool = self._pool
         if pool.idle.by_age:
             pool.follow(HintedOrder(pool.num_pages, pool.idle))
@@ -267,20 +267,20 @@ class StateHints:
     A hint to stay longer applies only to states from which a likely next request would resume. These are the newest
     states before the end of each hinted range, before the end of all tokens of the request (for the next turn of its
     conversation), and before the end of its prompt (for the same prompt again, or for a next turn without the model's
-    reasoning). No request resumes from older states, and each is as large as the pages of thousands of tokens. A hint
-    to be evicted first applies to all states, because no request will need any of them.
+    reasoning). No request resumes from older states, and each state is as large as the pages of thousands of tokens. A
+    hint to be evicted first applies to all states, because no request will need any of them.
 
-    The cached states have an eviction order of their own, of the same kind as pages. If both share one memory,
-    `SlabPool` decides whether a state or a page is evicted next. If states have memory of their own, a tenant's quota
-    is a share of the state pages. In shared memory the tenant's pages and states count together, a state as a slab. The
-    baselines do not simulate states, because pages suffice to show how well hints work.
+    The cached states have a separate eviction order, of the same kind as pages. If both share one memory, `SlabPool`
+    decides whether a state or a page is evicted next. If states have separate memory, a tenant's quota is a share of
+    the state pages. In shared memory the tenant's pages and states count together, a state as a slab. The baselines do
+    not simulate states, because pages suffice to show how well hints work.
     """
 
     def __init__(
         self, pages: StatePages, rows: BlockRows, salt_of: Callable[[int], str | None], slab_pages: int
     ) -> None:
         self._rows, self._salt_of = rows, salt_of
-        self._slab_pages = slab_pages  # the pages of a slab; 0 if states have memory of their own
+        self._slab_pages = slab_pages  # the number of pages of a slab; 0 if states have separate memory
         self._pool = pages.pool
         self._quotas = NoQuotas()
 
@@ -296,7 +296,7 @@ class StateHints:
         self._quotas.clear()
 
     def leave(self, row: int, digests: Digests, hints: PageHints | None, ends: Sequence[int], share: float) -> None:
-        """Called before the row's request is released. `hints`: those of its published columns, or None.
+        """Called before the row's request is released. `hints` are those of its published columns, or None.
 
         `digests`: the digests of these columns. `ends`: the end columns of hinted ranges. `share`: the share of cached
         pages that follows hints. Later requests likely resume at the end of a hinted range, of the prompt, or of all
@@ -312,7 +312,7 @@ class StateHints:
         said, owned = _said_of(hints, columns, columns_before), self._owned(salt, copies)
         if not np.count_nonzero(touched := said | owned):
             return
-        # Reversed, because `release` evicts the last one first; so the oldest state is evicted first.
+        # reversed, because `release` evicts the last one first, which must be the oldest state
         at = np.flatnonzero(touched)[::-1]
         self._pool.hold(copies[at])
         order.own(copies[owned], salt)
@@ -321,16 +321,16 @@ class StateHints:
         self._pool.release(copies[at])
 
     def _owned(self, salt: str | None, copies: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """A mask of the states that have no owner yet, if this tenant has a quota and must own them."""
+        """Returns a mask of the states that have no owner yet, if this tenant has a quota and must own them."""
         if salt is None:
             return np.zeros(len(copies), np.bool_)
         return self._quotas.ownerless(copies * max(1, self._slab_pages))
 
 
 def _said_of(hints: PageHints | None, columns: NDArray[np.intp], ends: Sequence[int]) -> NDArray[np.bool_]:
-    """A mask: to which of the states after the pages of `columns` the hints apply.
+    """Returns a mask: to which of the states after the pages of `columns` the hints apply.
 
-    `ends`: where requests may resume.
+    `ends` says where requests may resume.
     """
     if hints is None:
         return np.zeros(len(columns), np.bool_)

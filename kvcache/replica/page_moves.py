@@ -35,7 +35,7 @@ class ReplicaPageMoves(PageMoves):
         self._told[row] = True
 
     def staying(self) -> NDArray[np.bool_]:
-        """A mask of pages that cannot be moved: pages with other holders, or of a row with a step, lease or import."""
+        """A mask of pages that cannot be moved: other holders have them, or their row has a step, lease or import."""
         pool = self._replica.pool
         by_rows = np.bincount(np.concatenate(self._pages_of_rows()), minlength=pool.num_pages + 1)
         stays = (pool.holders != by_rows) | (pool.writers > 0)
@@ -67,7 +67,7 @@ class ReplicaPageMoves(PageMoves):
         index.rename(sources[published], targets[published])
 
     def _pages_of_rows(self) -> list[Pages]:
-        """The pages of each claimed row, preceded by an empty array."""
+        """Returns the pages of each claimed row, after an empty array."""
         return [np.zeros(0, np.int32), *map(self._pages_of, self._replica.rows.row_of.values())]
 
     def _pages_of(self, row: int) -> Pages:

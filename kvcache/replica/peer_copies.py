@@ -1,15 +1,15 @@
 """`PeerCopies`: copies pages that a request misses from other replicas of this process that have them.
 
-With recurrent states, the copy ends at the last page after which some replica has the state, and includes that state.
-If the host has later pages, the request resumes after those, and only pages that it needs there are copied. A page that
+With recurrent states, the copy ends at the last page for which some replica has the state, and includes that state. If
+host memory has later pages, the request resumes after those, and only pages that it needs there are copied. A page that
 both a replica and the host have is copied from the replica, because the link between devices is faster.
 
 It is off by default (`Routing.copy_pages`). A copy takes room from the pages of other prompts, and a router that
 follows prefixes leaves little to copy. It helps where routing cannot: if the replica with the pages is busy, or if all
 prompts share a head.
 
-Rejected: removing copied pages from the replica they came from. It saves room, but pages move back and forth: in a
-simulation on public traces hits stayed the same, and up to three times as many pages were copied.
+Removing copied pages from the replica that had them was rejected. It saves room, but pages move back and forth: in a
+simulation on public traces, hits stayed the same, and up to three times as many pages were copied.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from kvcache.states.state_pages import StatePages
 class PeerCopies:
     """Copies published pages and states from other replicas.
 
-    `pages`, `states`: how many were copied so far.
+    `pages` and `states` count how many were copied so far.
     """
 
     def __init__(self, placed: Sequence[PlacedReplica]) -> None:
@@ -39,7 +39,7 @@ class PeerCopies:
         """Copy the pages that the row's new request will look up, if other replicas have more of them.
 
         Reserves nothing. Copies only if the request fits afterwards, because a refused request must leave everything as
-        it was. If the request fits no pool, it raises the same errors as `reserve`, even if a longer hit would let the
+        it was. If the request fits no pool, it raises the errors of `reserve`, even if a longer hit would let the
         request fit.
         """
         place = self._placed[replica_idx]
@@ -75,7 +75,7 @@ class PeerCopies:
     ) -> bool:
         """Copy the `wanted` pages, and to `states` the state after the last of them, which another device has.
 
-        `after`: the digest of that last page. Returns False if pages and state do not fit. The state comes first,
+        `after` is the digest of that last page. Returns False if pages and state do not fit. The state is copied first,
         because pages may have to be evicted for it.
         """
         mine = place.replica
@@ -118,7 +118,7 @@ class PeerCopies:
 
 
 def _wanted(mine: Replica, others: Sequence[PlacedReplica], digests: Digests, ends: Asked) -> FromBelow:
-    """The longest prefix that devices and the host have together. `lacking` marks its pages to copy from `others`.
+    """Returns the longest prefix that devices and host have together. `lacking` marks its pages to copy from `others`.
 
     Pages that only the host has are restored later, when the request gets its pages.
     """
@@ -142,7 +142,7 @@ def _wanted(mine: Replica, others: Sequence[PlacedReplica], digests: Digests, en
 def _fits(replica: Replica, context: SafeContext, num_steps: int, wanted: FromBelow, beside: int = 0) -> bool:
     """Whether a request without pages could be reserved if the `wanted` pages were on the device.
 
-    `beside`: how many further pages are taken before.
+    `beside` is the number of further pages that are taken before.
     """
     start, pool = wanted.pages * replica.page_size, replica.pool
     needed = replica.tables.least(context.indices, context.end_idx + num_steps - 1, start) - len(wanted.here)

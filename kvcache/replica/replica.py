@@ -72,13 +72,13 @@ class Replica:
         one = tables.kinds == ("full",)
         self.imports = ImportBook(self.pool, rows, self.mark, shares_ahead=not one)
         self.leases = PageLeases(self.pool, rows)
-        # By row: the hashers of contexts that cannot carry them, and the salt and keys of the request's pages. A
-        # request without a row is looked up as None, which never has an entry.
+        # By row: the hashers of contexts that cannot carry them, and the salt and keys of the request's pages. None
+        # looks up a request without a row, and never has an entry.
         self._hashers: dict[int | None, PrefixHasher] = {}
         self._named: dict[int | None, tuple[str | None, ExtraKeys]] = {}
         self.counter = PromptCounter(rows)
         self.tables = (OneTable if one else RowTables)(tables, pool, rows, self.leases, caching=self.caching)
-        # A request of up to this many tokens always fits, so that its pages need not be counted.
+        # A request of up to this many tokens always fits, so its pages need not be counted.
         self._always_fits = min(self.max_seq_len, (pool.num_pages - pool.beside) // self.tables.count * self.page_size)
         self.states = [RowStates(pages, rows, pool, self.tables, self.hasher, params) for pages in states]
         digests_of = self.published_digests
@@ -94,7 +94,7 @@ class Replica:
 
     @property
     def lends_any_part(self) -> bool:
-        """Whether a reader that has the earlier pages of a prompt can use pages from any page on."""
+        """Whether a reader can use pages from any page of a prompt on, if it has all earlier pages."""
         return self.tables.is_plain and not (self.states and self.caching)
 
     @property
@@ -135,7 +135,7 @@ class Replica:
         return row
 
     def reserve(self, row: int, context: SafeContext, indices: ContextIndices, num_steps: int) -> int | None:
-        """Give the row pages for all known tokens and `num_steps` steps. Cached pages are used if they match.
+        """Give the row pages for all known tokens and `num_steps` steps. Matching cached pages are used.
 
         `indices`: the context's. Returns the number of newly allocated pages. If there are too few, returns None and
         changes nothing.
@@ -150,7 +150,7 @@ class Replica:
             self.refuse_long(context, length, start)
         if have and decodes:
             if -(-length // size) == have + 1 and self.tables.is_plain:  # the request needs one more page
-                # Also true for the pages of an import, because their capacity is -1.
+                # also true for the pages of an import, whose capacity is -1
                 if start > rows.capacity.item(row):
                     self.refuse_pending(row, "maybe_reserve")
                     self.refuse_ahead(row, start)
@@ -171,7 +171,9 @@ class Replica:
         return self.act(row, context, indices, plan)
 
     def act(self, row: int, context: SafeContext, indices: ContextIndices, plan: Reservation) -> int | None:
-        """Carry out a reservation. Returns the number of new pages, or None, and changes nothing, if too few are free.
+        """Carry out a reservation. Returns the number of new pages.
+
+        Returns None, and changes nothing, if too few are free.
 
         `indices`: the context's. A chunk ends where a recurrent state must be kept.
         """
@@ -181,11 +183,11 @@ class Replica:
         if plan.cost > free and not self.tables.fits(row, plan, free):
             return None
         if plan.start != before or plan.active != active:
-            # First, because a caller's own context may refuse by raising an error. Nothing after this raises.
+            # This comes first, because a caller's own context may raise. Nothing after this raises.
             context.run_from(plan.start, plan.active)
         if not self.rows.num_pages.item(row):
             before = 0
-        if plan.slots.size:  # before the evictions below, which may need host slots
+        if plan.slots.size:  # held before the evictions below, which may need host slots
             self.tier.hold(plan.slots)
         found = plan.found[0].shape[-1] if self.tables.keeps_prefix else plan.committed - self.rows.committed.item(row)
         for states in self.states:
@@ -202,9 +204,10 @@ class Replica:
         return plan.new
 
     def length_of(self, context: SafeContext, num_steps: int, start: int) -> int:
-        """The number of known tokens, plus one for each of `num_steps` steps except the last, whose token gets no KV.
+        """Returns how many tokens need a page: all known ones, and one for each of `num_steps` steps but the last.
 
-        Raises if the pool can never hold them. `start`: the token from which the request runs.
+        The token of the last step gets no KV. Raises if the pool can never hold the tokens. `start` is the token from
+        which the request runs.
         """
         length = context.end_idx + num_steps - 1
         if length > self._always_fits:
@@ -227,10 +230,10 @@ class Replica:
             )
 
     def find(self, context: SafeContext, row: int | None = None, hasher: PrefixHasher | None = None) -> Found:
-        """The published pages with which a request can resume, after the pages that its row has published.
+        """Returns the published pages with which a request can resume, after the pages that its row has published.
 
-        The last known token is never covered, because it has to run to give the next one. `hasher`: the context's, if
-        known.
+        The last known token is never covered, because it has to run to give the next one. `hasher` is the context's
+        hasher, if known.
         """
         first, tokens = 0 if row is None else self.rows.committed.item(row), context.tokens
         last = (len(tokens) - 1) // self.page_size
@@ -250,21 +253,23 @@ class Replica:
     def look_up(self, row: int, context: SafeContext, start: int) -> Found:
         """Find the pages, on the device and below it, with which the row's request can resume.
 
-        `start`: the token from which the request would run without them. The pages come after the row's own columns.
+        `start` is the token from which the request would run without these pages. The pages come after the row's own
+        columns.
         """
         found = self.find(context, row)
-        # In other cases lower tiers are looked up after `step`.
+        # in other cases lower tiers are looked up after `step`
         if self.tier.keeps and (self.tables.is_plain or not self.rows.num_pages.item(row)):
             last = (context.end_idx - 1) // self.page_size
             if found.end < last:
                 below = self._with_below(row, context, max(found.first, start // self.page_size), last)
-                return below or self.find(context, row)  # looked up again, because a state may have come to the host
+                # looked up again, because a state may have come to the host meanwhile
+                return below or self.find(context, row)
         return found
 
     def ends(self, digests: Digests, row: int | None = None, *, anywhere: bool = False) -> Asked:
         """A mask: after which of these consecutive found pages the row's request may resume; None: another request.
 
-        `anywhere`: also count states that, as far as is known, only the tiers below the host have.
+        With `anywhere`, also counts states that only the tiers below the host have, as far as that is known.
         """
         ends = np.ones(len(digests), np.bool_)
         for states in self.states:
@@ -272,11 +277,11 @@ class Replica:
         return ends
 
     def fetch_prefix(self, digests: Digests, first: int = 0, *, wait: bool) -> bool:
-        """Bring the pages that the longest prefix of these digests needs to the host. Returns whether any are coming.
+        """Load the pages that the longest prefix of these digests needs to the host. Returns whether any are coming.
 
         The caller already has the `first` pages. With recurrent states the prefix ends after a page whose state is
-        cached in some tier, and that state is brought as well. `wait`: wait a while for reads that are running, but not
-        for answers.
+        cached in some tier, and that state is loaded as well. With `wait`, waits a while for reads that are running,
+        but not for answers.
 
         If a tier has to be asked for its contents, it is asked for the longest prefix that may exist.
         """
@@ -309,8 +314,8 @@ class Replica:
     def _ask(self, digests: Digests, first: int, *, wait: bool) -> tuple[bool, Digests | None]:
         """Ask for pages whose presence is not known.
 
-        Returns whether an answer is on its way, and the pages that may exist. The second value is None if which pages
-        are wanted depends on the answer.
+        Returns whether an answer is on its way, and the pages that may exist. The second value is None if the answer
+        decides which pages are wanted.
         """
         perhaps = self.tables.from_below(digests, self.tier.may_have, None, first)
         coming, known = self.tier.ask(perhaps.every, perhaps.lacking), digests
@@ -324,7 +329,7 @@ class Replica:
         return coming, known
 
     def plan_fork(self, parent: int, child: SafeContext, num_steps: int) -> int | None:
-        """The number of columns of a request that shares the computed pages of row `parent`.
+        """Returns the number of columns of a request that shares the computed pages of row `parent`.
 
         None if there are too few pages. Changes nothing. Raises `StatePageError` unless the parent's recurrent state
         covers exactly its computed tokens.
@@ -341,8 +346,8 @@ class Replica:
     def fork(self, parent: int, row: int, end: int) -> list[tuple[int, int]]:
         """Let `row` share the computed pages of row `parent`, and give it the columns that `plan_fork` returned.
 
-        Returns each partly filled page and the page to copy it to. The caller copies it now, not at the next write,
-        because both requests write to this page in their next step.
+        Returns each partly filled page and the page to copy it to. The caller must copy it now instead of at the next
+        write, because both requests write to this page in their next step.
         """
         rows, computed = self.rows, self.rows.cached.item(parent)
         full = computed // self.page_size
@@ -361,7 +366,7 @@ class Replica:
         self.leases.grant(lease, row, [states.held(row) for states in self.states])
 
     def reserve_decoding(self, rows: Rows, lengths: Ints) -> bool:
-        """Give each of `rows`, which have one token to run, pages for `lengths` tokens: all rows or none.
+        """Give each of `rows`, which have one token to run, pages for `lengths` tokens. All rows get pages, or none.
 
         Returns False if there are too few pages, or if the case is not simple. The caller then calls `reserve` for each
         row.
@@ -372,17 +377,17 @@ class Replica:
         if not short.size:
             return True
         lacking = rows_at(rows, short)
-        # A decode step needs at most one page a row. Other cases go through `reserve`, one request at a time.
+        # A decode step needs at most one page for each row. Other cases go through `reserve`, one request at a time.
         if np.count_nonzero(beyond[short] > state.size) or np.count_nonzero(state.prompt[lacking] < 0):
             return False
         longest = np.count_nonzero(lengths[short] > self.max_seq_len)
         return not (longest or self.imports.of_row) and self.tables.append(lacking)
 
     def filled(self, rows: Rows, computed: Ints, digests_of: DigestsOf) -> Filled | None:
-        """The pages to pass to `publish`, or None if there are none. Changes nothing.
+        """Returns the pages to pass to `publish`, or None if there are none. Changes nothing.
 
         `digests_of(at, firsts, lasts)` returns the digests of pages `firsts` to `lasts` of the rows at indices `at`. It
-        may raise, so `filled` is called before any change.
+        may raise, so `filled` must be called before any change.
         """
         if not self.caching:
             return None
@@ -396,7 +401,7 @@ class Replica:
     def publish(self, rows: Rows, computed: Ints, full: Filled | None) -> None:
         """Publish each row's full pages of computed tokens. Content that is already published is shared instead."""
         state = self.rows
-        # How many tokens were computed when the block tables of leased rows were last exported.
+        # how many tokens were computed when the block tables of leased rows were last exported
         told = state.cached.copy() if self.leases.of_row else None
         self.counter.computed(rows, computed)
         if full is None:
@@ -410,7 +415,7 @@ class Replica:
             columns = np.arange(len(flat_rows)) + np.repeat(firsts - np.cumsum(counts) + counts, counts)
         if len(filled) == 1 or len(set(digests[:, 0].tolist())) == len(digests):
             self._publish(flat_rows, columns, digests, told)
-        else:  # if the same new content occurs twice in a step, the second row shares the page of the first
+        else:  # if the same new content occurs twice in a step, the second row shares the page of the first row
             for row in filled:
                 mine = flat_rows == row
                 self._publish(flat_rows[mine], columns[mine], digests[mine], told)
@@ -431,8 +436,8 @@ class Replica:
         self.rows.commit(row, first + count)
 
     def hasher(self, row: int | None, context: SafeContext) -> PrefixHasher:
-        """The hasher of the request. The context carries it, or it is kept here if the context cannot."""
-        # Before its first pages a request may get another salt or other keys. `refuse_renamed` refuses it later.
+        """Returns the request's hasher. The context carries it; if the context cannot, it is kept here."""
+        # Before a request has pages, it may get another salt or other keys. `refuse_renamed` refuses a later change.
         named = self._named.get(row, context.named)
         kept = context.prefix_hasher or self._hashers.get(row)
         if kept is None or not kept.fits(self.hash_algorithm, self.page_size, named):
@@ -442,10 +447,10 @@ class Replica:
         return kept
 
     def published_digests(self, row: int, context: SafeContext | None, first: int = 0, last: int = NEVER) -> Digests:
-        """The digests of tokens of the row's published columns `first` to `last`.
+        """Returns the digests of tokens of the row's published columns `first` to `last`.
 
-        If no table keeps all pages, they are computed from the context. The result is empty if the context has too few
-        tokens by now.
+        If no table keeps all pages, the digests are computed from the context. The result is empty if the context has
+        too few tokens by now.
         """
         last = max(first, min(last, self.rows.committed.item(row)))
         if self.tables.keeps_prefix:
@@ -455,13 +460,14 @@ class Replica:
         return self.hasher(row, context).digests(context.tokens, first, last)
 
     def salt(self, row: int) -> str | None:
-        """The salt of the row's pages. Any thread may call this."""
+        """Returns the salt of the row's pages. Any thread may call this."""
         return self._named.get(row, (None, ()))[0]
 
     def release(self, row: int, context: SafeContext | None) -> None:
-        """Free the row and its pages. `context`: the request's, None if it has no pages.
+        """Free the row and its pages. `context` is that of the request, or None if it has no pages.
 
-        Pages of a pending import stay with the transfer until it is closed, and leased pages with the lease.
+        Pages of a pending import stay with the transfer until the import is closed, and leased pages stay with their
+        lease.
         """
         request_id = self.rows.request_ids[row]
         self.hints.leave(row, context)
@@ -527,7 +533,7 @@ class Replica:
         return ended if self.states else []  # the state of an import that is over may be half written
 
     def counted(self) -> tuple[Ints, Ints]:
-        """The number of holders and of writers of each page: int64 `[num_pages + 1]`.
+        """Returns the number of holders and of writers of each page: int64 `[num_pages + 1]`.
 
         Holders are counted from rows and leases. Writers are counted from open imports, pages that come from a lower
         tier, and pages that are kept back for steps in flight.
@@ -546,7 +552,7 @@ class Replica:
         return holders, writers
 
     def goes_on(self, row: int, start: int) -> bool:
-        """Whether the row's pages surely hold everything that the token at `start` sees before itself."""
+        """Whether the row certainly has all pages that the token at `start` sees before itself."""
         rows = self.rows
         there = max(rows.cached.item(row), rows.committed.item(row) * self.page_size)
         if not start <= there <= rows.num_pages.item(row) * self.page_size:
@@ -589,8 +595,8 @@ class Replica:
     def refuse_ahead(self, row: int, start: int) -> None:
         """Raise `InvalidRequestError` if `start` is beyond all tokens that the row can have computed.
 
-        Within a prompt these are the tokens that were found, fetched or stepped. After the prompt they are the tokens
-        for which the row has pages.
+        While the prompt runs, these are the tokens that were found, fetched or stepped. After the prompt, they are the
+        tokens for which the row has pages.
         """
         if start > self.rows.capacity.item(row) and self.rows.num_pages.item(row):
             raise self.counter.ahead(row, start, self.rows.capacity.item(row))
@@ -616,7 +622,7 @@ class Replica:
             )
 
     def refuse_short(self, rows: Rows, lengths: Ints, call: str) -> None:
-        """Raise unless each of `rows` has pages for `lengths` tokens. The tokens are about to run or were computed."""
+        """Raise unless each of `rows` has pages for `lengths` tokens, which are about to run or were computed."""
         room = self.rows.capacity[rows]
         if not np.count_nonzero(lengths > room):  # for few rows this takes a fourth of the time of `any`
             return
@@ -633,9 +639,9 @@ class Replica:
     # ---- inside
 
     def _plan(self, row: int, context: SafeContext, indices: ContextIndices, length: int, start: int) -> Reservation:
-        """The reservation that gives the row pages for `length` tokens, after a lookup.
+        """Returns the reservation that gives the row pages for `length` tokens, after a lookup.
 
-        `start`: the token from which the request runs if no more pages are found.
+        `start` is the token from which the request runs if no more pages are found.
         """
         found = self.look_up(row, context, start)
         if found.end * self.page_size > start:
@@ -645,13 +651,13 @@ class Replica:
         return self.tables.plan(row, indices, length, start, found)
 
     def _with_below(self, row: int, context: SafeContext, first: int, last: int) -> Found | None:
-        """`look_up` for pages `first` to `last`. Returns None if the request needs no pages from lower tiers."""
+        """Do `look_up` for pages `first` to `last`. Returns None if the request needs no pages from lower tiers."""
         tables, tier, hasher = self.tables, self.tier, self.hasher(row, context)
         now = self.generation, first, last
         if (kept := hasher.matches.get(tier)) is not None and kept[:3] == now:
-            return None  # for a waiting request, which is looked up again and again: nothing has changed since
+            return None  # a waiting request is looked up again and again, and nothing has changed since
         if self.rows.num_pages.item(row):
-            tier.arrive(np.array([row]))  # because its restored pages may be replaced now
+            tier.arrive(np.array([row]))  # because the row's restored pages may be replaced now
         digests = hasher.digests(context.tokens, 0, last)
         coming = self.fetch_prefix(digests, first, wait=self.rows.prompt.item(row) < 0)
         wanted = tables.from_below(digests, tier.host_has, self.ends(digests, row), first)
@@ -665,7 +671,7 @@ class Replica:
     def _publish(self, rows: Ints, columns: Ints, digests: NDArray[np.uint64], told: Ints | None) -> None:
         """Publish the pages at `rows`, `columns`. `digests` are distinct.
 
-        `told`: by row, how many tokens readers know.
+        `told` has, by row, how many tokens readers know.
         """
         pages, names, shared = self.tables.publish(rows, columns, digests, told)
         if shared.size:

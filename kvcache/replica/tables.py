@@ -1,14 +1,14 @@
-"""`RowTables`: the block tables of a replica's rows: their pages, reservations and publication.
+"""`RowTables`: the block tables of a replica's rows, with their pages, reservations and publication.
 
 In each table, a row has one column for each page of tokens. A table has pages from the first column that the request's
 next query sees: column 0 for full attention, otherwise the first column of the window or chunk. Earlier columns hold
-the null page. Pages that fall out of a window are freed when the request next asks for pages. Published pages stay
-cached then, idle, and are evicted independently of the request. A page is found by the digest of its tokens mixed with
-the number of its table, so no table finds the pages of another.
+the null page. Pages that fall out of a window are freed when the request next asks for pages. Published pages then stay
+cached, idle, and are evicted independently of the request. A page is found by the digest of its tokens, mixed with the
+index of its table, so no table finds the pages of another table.
 
 A request may resume after a page if each table has the pages that the next query sees (`resume`). Tables of full
 attention have pages for all known tokens. Tables with a window have pages up to the end of the chunk that runs, so a
-long prompt takes only a window and a chunk of them.
+long prompt needs only the pages of a window and a chunk.
 
 If a request is leased, its leases take over the pages that fall out of a window and that readers know.
 """
@@ -37,11 +37,11 @@ _MIX = 0x9E3779B97F4A7C15  # odd, so that its multiples for all tables differ in
 
 
 DigestsTo = Callable[[int], Digests]
-"""Maps a column to the digests of a request's pages before it."""
+"""Returns the digests of a request's pages before a column."""
 
 
 class RowTables:
-    """The block tables of one replica, for one group of layers or several, over the arrays of `rows`.
+    """The block tables of one replica, for one or several groups of layers, over the arrays of `rows`.
 
     For a single table of full attention, `OneTable` does the same at less cost.
     """
@@ -54,7 +54,7 @@ class RowTables:
         self.count = len(tables.tables)
         self.kinds, self.kinds_named = tables.kinds, tables.kinds_named
         self.groups = tables.groups
-        # Whether the first table keeps the pages of all tokens, so that it bounds what other tables can have.
+        # Whether the first table keeps the pages of all tokens. No other table can then have more.
         self.keeps_prefix = self.groups[0].group.keeps_all
         # Whether some tables have pages only for the chunk that runs.
         self.in_chunks = not all(group.keeps_all for group, _ in self.groups)
@@ -70,7 +70,7 @@ class RowTables:
     # ---- lookups
 
     def run(self, first: int, digests: Digests) -> Found:
-        """The columns in which `find` has to look: the longest published run of the first table, after `first` columns.
+        """Returns the columns that `find` has to search: the longest published run of the first table after `first`.
 
         If no table keeps all pages, these are all columns.
         """
@@ -85,17 +85,17 @@ class RowTables:
         return self.nothing(first)
 
     def nothing(self, first: int) -> Found:
-        """An empty result after the first `first` columns."""
+        """Returns an empty result after the first `first` columns."""
         return Found(first, first, self._no_pages, first)
 
     def shortened(self, run: Found, digests: Digests, ends: Asked) -> Found:
-        """The part of the found `run` that `find` would return. `digests`: those of the run's pages."""
+        """Returns the part of the found `run` that `find` would return. `digests` are those of the run's pages."""
         return self.find(run.first, digests, ends)._replace(reached=run.reached)
 
     def find(self, first: int, digests: Digests, ends: Asked | None = None) -> Found:
-        """The pages of the longest prefix from which all tables can resume.
+        """Returns the pages of the longest prefix from which all tables can resume.
 
-        `digests`: of the pages after the `first` ones. `ends`: see `resume`.
+        `digests` are those of the pages after the `first` ones. For `ends`, see `resume`.
         """
         digests = digests[: self.run(first, digests).num_columns]
         digests = digests if ends is None else digests[: last_end(ends[: len(digests)])]
@@ -108,18 +108,18 @@ class RowTables:
         return Found(first, end, found, end)
 
     def every(self, digests: Digests) -> Digests:
-        """The digests of the pages of all tables, `[tables, pages, words]`, given the digests of their tokens."""
+        """Returns the digests of the pages of all tables, `[tables, pages, words]`, given those of their tokens."""
         return self._mix(slice(None), digests)
 
     def pages_of(self, digests: Digests) -> Pages:
-        """The published page of each digest in each table: int32 `[tables, len(digests)]`."""
+        """Returns the published page of each digest in each table: int32 `[tables, len(digests)]`."""
         return self._find(slice(None), digests)
 
     def from_below(self, digests: Digests, below: Below, ends: Asked | None = None, first: int = 0) -> FromBelow:
-        """The longest prefix of pages with these digests from which all tables can resume, given the pages `below`.
+        """Returns the longest prefix of these pages from which all tables can resume, given the pages `below`.
 
-        The caller already has the `first` pages. Pages that have fallen out of a window are not requested. `ends`: see
-        `resume`.
+        The caller already has the `first` pages. Pages that have fallen out of a window are not requested. For `ends`,
+        see `resume`.
         """
         every = self.every(digests)
         pages = self._find_each(every)
@@ -136,10 +136,10 @@ class RowTables:
         return FromBelow(end, reach, every, needed & absent, tuple(found), pages.T[(needed & ~absent).T])
 
     def whole(self, digests: Digests, most: int, ends: Asked | None = None) -> tuple[int, list[Pages]]:
-        """The longest prefix from which all tables can resume with at most `most` pages.
+        """Returns the longest prefix from which all tables can resume with at most `most` pages.
 
-        Returns the number of its columns, and the pages of each table. Returns 0 columns if resuming there needs no
-        page and no state, because then there is nothing to lend. `ends`: see `resume`.
+        The result is the number of its columns, and the pages of each table. It has 0 columns if resuming there needs
+        no page and no state, because then there is nothing to lend. For `ends`, see `resume`.
         """
         end = len(digests)
         while end := self.find(0, digests[:end], ends).end:
@@ -155,8 +155,9 @@ class RowTables:
     def plan(self, row: int | None, indices: ContextIndices, length: int, start: int, found: Found) -> Reservation:
         """Plan the reservation with which a request runs from token `start`. `row` is None if it has no row yet.
 
-        Changes nothing. `indices`: the context's. `length`: the number of tokens that need pages. `found`: the pages
-        found after the row's published columns. A chunk that would end before `start` keeps its length.
+        Changes nothing. `indices` are those of the context. `length` is the number of tokens that need pages, and
+        `found` the pages found after the row's published columns. A chunk that would end before `start` keeps its
+        length.
         """
         firsts: list[int] = []
         for number, (group, _) in enumerate(self.groups):
@@ -187,7 +188,7 @@ class RowTables:
         The tokens before `num_tokens` come from elsewhere, or are cached `here`. Each group looks up which of these
         pages the device or the `host` has. No group takes pages that no query sees.
         """
-        cached = here.end * self._page_size  # all tables have these tokens cached, so none of them is copied
+        cached = here.end * self._page_size  # all tables have these tokens cached, so none of these pages is copied
         start = max(num_tokens, cached)
         digests = digests_of(min(start, indices[2] - 1) // self._page_size if self._caching else 0)
         found, slots, firsts = list[Pages](), list[Slots](), list[int]()
@@ -228,8 +229,8 @@ class RowTables:
                 leaves[tables, :now] = True
                 own = mine.T[tables, at - pages.shape[1] : at]
                 come = pages[:, : own.shape[1]]
-                # A page from a lower tier is restored into the row's own page, if it has one. A found page may be the
-                # row's own.
+                # A page from a lower tier is restored into the row's own page, if the row has one there. A found page
+                # may be the row's own.
                 leaves[tables, at - pages.shape[1] : at] |= (come != NO_PAGE) & (come != own)
                 new -= int(np.count_nonzero((come == NO_PAGE) & (own != NO_PAGE)))
             leaves &= mine.T != NO_PAGE
@@ -243,18 +244,18 @@ class RowTables:
         return Reservation(found, tuple(ends_found), tuple(firsts), tuple(ends), gone, new, committed, cost, 0, 0)
 
     def fits(self, row: int | None, plan: Reservation, free: int) -> bool:  # noqa: ARG002 - `cost` is exact here
-        """Whether `free` pages are enough for the plan. If at least `plan.cost` pages are free, they always are."""
+        """Whether `free` pages are enough for the plan. This is always so if at least `plan.cost` pages are free."""
         return plan.cost <= free
 
     def least(self, indices: ContextIndices, length: int, start: int) -> int:
-        """The pages that the request takes if it runs from `start` and no cached page is found."""
+        """Returns how many pages the request takes if it runs from `start` and no cached page is found."""
         return sum(
             tables.num_tables * (self._to_hold(tables.group, indices, length, start) - self._seen(tables.group, start))
             for tables in self.groups
         )
 
     def most(self, indices: ContextIndices, length: int) -> int:
-        """The most pages that a request without pages may take, over all tokens from which it may resume."""
+        """Returns the most pages that a request without pages may take, over all tokens from which it may resume."""
         size, (start, active, known) = self._page_size, indices
         starts: Ints = np.arange(0, known, size)
         active = np.where(starts < active, active, np.minimum(known, starts + active - start))
@@ -316,11 +317,11 @@ class RowTables:
         return True
 
     def publish(self, rows: Ints, columns: Ints, digests: Digests, told: Ints | None) -> tuple[Pages, Digests, Ints]:
-        """Publish the full pages at `rows`, `columns`. `digests`: those of their tokens, all distinct.
+        """Publish the full pages at `rows`, `columns`. `digests` are those of their tokens, all distinct.
 
-        If the same content is already published, the row shares that page instead. `told`: by row, how many tokens
-        readers may know; None without leases. Returns the pages that are new in the index, their digests, and for each
-        page that was shared in the first table, its row.
+        If the same content is already published, the row shares that page instead. `told` has, by row, how many tokens
+        readers may know; None without leases. Returns the pages that are new in the index, their digests, and, for each
+        page of the first table that was shared, its row.
         """
         state, index, count = self._rows, self._pool.index, len(rows)
         where = state.places(rows, columns)
@@ -332,7 +333,7 @@ class RowTables:
         names = _taken(self.every(digests), new)
         kept, shared = index.publish(own, names), _NO_ROWS
         if kept is not own and np.count_nonzero(duplicate := kept != own):
-            # Rows name the shared pages before the duplicates are freed, so that no row ever names a free page.
+            # Rows get the shared pages before the duplicates are freed, so that no row ever names a free page.
             self._pool.hold(kept[duplicate])
             state.entries[where] = kept
             state.changed[rows] = True
@@ -351,14 +352,14 @@ class RowTables:
     def _pass_to_readers(self, rows: Ints, columns: Ints, pages: Pages, told: Ints | None) -> None:
         """Let the leases take over these pages, which leave their leased rows.
 
-        `told`: by row, how many tokens readers may know.
+        `told` has, by row, how many tokens readers may know.
         """
         if told is not None:
             for row, column, page in zip(rows.tolist(), columns.tolist(), pages[:, None], strict=True):
                 self._leases.replace(row, column, page, int(told[row]))
 
     def fork(self, parent: int, row: int, full: int, end: int) -> list[tuple[int, int]]:
-        """Let `row` share the first `full` pages, and get pages up to `end`.
+        """Let `row` share the first `full` pages of row `parent`, and get pages up to `end`.
 
         Returns the pages to copy, each with its target.
         """
@@ -375,7 +376,7 @@ class RowTables:
     # ---- the pages of rows
 
     def lists(self, row: int, tokens: int, *, first: int, windows: bool) -> tuple[tuple[int, ...], ...]:
-        """The pages of the row's first `tokens` tokens, by table, from column `first` on.
+        """Returns the pages of the row's first `tokens` tokens, by table, from column `first` on.
 
         In a table with a window only the pages that the next query sees are listed, or none if `windows` is False.
         """
@@ -391,9 +392,10 @@ class RowTables:
         return [one for group, one in zip(self.groups, of_groups, strict=True) for _ in range(group.num_tables)]
 
     def needed(self, row: int, digests: Digests, ends: Sequence[int]) -> tuple[Ints, Pages]:
-        """The pages of the row's published columns, and the pages needed to resume from `ends`.
+        """Returns the pages of the row's published columns, and the pages needed to resume from `ends`.
 
-        `digests`: those of the columns. Returns the column of each cached page, and the page, without duplicates.
+        `digests` are those of the columns. The result has the column of each cached page, and the page, without
+        duplicates.
         """
         wanted = self._rows.table[:, row, : len(digests)] != NO_PAGE
         for group, tables in self.groups:
@@ -404,16 +406,17 @@ class RowTables:
         return at[1], pages[at]
 
     def width(self) -> float:
-        """The number of published pages in all tables, divided by the number in the first table."""
+        """The number of published pages in all tables, divided by that in the first table."""
         published = self._pool.index.published
         every = np.count_nonzero(published)
         first = every - np.count_nonzero(published & (self._numbers != 0))
         return every / first if first else float(self.count)
 
     def pages(self, row: int, end: int) -> Pages:
-        """The row's pages before column `end`.
+        """Returns the row's pages before column `end`.
 
-        First those of the first table, if it keeps all pages. Then those of the other tables, column by column.
+        The pages of the first table come first, if it keeps all pages. Those of the other tables follow, column by
+        column.
         """
         mine, kept = self._rows.table[:, row, :end], int(self.keeps_prefix)
         every = np.concatenate((mine[:kept].ravel(), mine[kept:].T.ravel()))
@@ -475,7 +478,7 @@ class RowTables:
             if not at.size:
                 continue
             columns = before[at]
-            if np.count_nonzero(counts[at] != ONE):  # in nearly all steps each of these rows frees one page
+            if np.count_nonzero(counts[at] != ONE):  # in nearly all steps, each of these rows frees one page
                 at = np.repeat(np.arange(len(rows)), counts)
                 columns = np.arange(len(at)) + np.repeat(before - np.cumsum(counts) + counts, counts)
             where = state.places(rows[at], columns, tables)
@@ -494,9 +497,9 @@ class RowTables:
     def _for_readers(
         self, row: int, found: Sequence[Pages], ends_found: Sequence[int], firsts: Sequence[int]
     ) -> Iterator[tuple[TableGroup, int, int]]:
-        """The ranges of columns of a leased row whose pages pass to its leases, as `(group, first, last)`.
+        """Returns the ranges of a leased row's columns whose pages pass to its leases, as `(group, first, last)`.
 
-        Each group has two ranges: pages known to readers that fall out of a window, and computed pages that are
+        Each group has two ranges: pages that readers know and that fall out of a window, and computed pages that are
         replaced by cached ones.
         """
         if row not in self._leases.of_row:
@@ -508,42 +511,45 @@ class RowTables:
             yield of, max(at - pages.shape[1], told), min(at, last)
 
     def _told(self, group: LayerGroup, row: int) -> tuple[int, int]:
-        """The columns of a leased row's window that readers may know: the first, and the end."""
+        """Returns the columns of a leased row's window that readers may know, as the first one and the end."""
         behind = -(-int(self._leases.told[row]) // self._page_size)
         return self._seen(group, int(self._leases.kept[row])), behind
 
     def _leave_to_readers(self, row: int, tables: slice, first: int, last: int) -> None:
-        """The leases of the row take over its pages in columns `first` to `last`."""
+        """Let the row's leases take over its pages in columns `first` to `last`."""
         for pages in self._rows.table[tables, row, first:last]:
             self._leases.replace(row, first, pages, int(self._rows.cached[row]))
 
     def _seen(self, group: LayerGroup, position: int) -> int:
-        """The first column that the query at `position` sees."""
+        """Returns the first column that the query at `position` sees."""
         return group.first_seen(position) // self._page_size
 
     def _seen_pages(self, first: int, end: int, digests: Digests) -> tuple[Pages, ...]:
-        """By group, the published pages that a query at column `end` sees. `digests` begin at column `first`."""
+        """Returns, by group, the published pages that a query at column `end` sees.
+
+        `digests` begin at column `first`.
+        """
         return tuple(
             self._find(tables, digests[max(0, self._seen(group, end * self._page_size) - first) : end - first])
             for group, tables in self.groups
         )
 
     def _find(self, tables: slice, digests: Digests) -> Pages:
-        """The published page of each digest in each of `tables`: int32 `[tables, len(digests)]`."""
+        """Returns the published page of each digest in each of `tables`: int32 `[tables, len(digests)]`."""
         return self._find_each(self._mix(tables, digests))
 
     def _find_each(self, mixed: Digests) -> Pages:
-        """The published page of each of these digests, `[tables, pages, words]`, which `_mix` has made."""
+        """Returns the published page of each of these digests, `[tables, pages, words]`, which `_mix` has made."""
         return self._pool.index.find(mixed.reshape(-1, mixed.shape[2])).reshape(mixed.shape[:2])
 
     def _mix(self, tables: slice, digests: Digests) -> Digests:
-        """The digests of pages of `tables`, given the digests of their tokens: uint64 `[tables, pages, words]`."""
+        """Returns the digests of pages of `tables`, given those of their tokens: uint64 `[tables, pages, words]`."""
         return digests ^ self._mixed[tables]
 
     def _to_hold(self, group: LayerGroup, indices: ContextIndices, length: int, start: int) -> int:
-        """The number of columns that need pages if the request runs from `start`.
+        """Returns the number of columns that need pages if the request runs from `start`.
 
-        With full attention they hold `length` tokens; with a window, the tokens up to the end of the chunk.
+        With full attention, these columns hold `length` tokens; with a window, the tokens up to the end of the chunk.
         """
         if not group.keeps_all:
             active = chunk_end(indices, start)
@@ -557,7 +563,7 @@ def _taken(digests: Digests, at: NDArray[np.intp]) -> Digests:
 
 
 def _before_hole(pages: Pages, end: int) -> int:
-    """The column of the first hole in these pages, `[tables, pages]`, the last of which is before column `end`.
+    """Returns the column of the first hole in `pages`, `[tables, pages]`, which end before column `end`.
 
     Returns `end` if there is no hole.
     """
@@ -566,7 +572,7 @@ def _before_hole(pages: Pages, end: int) -> int:
 
 
 class OneTable(RowTables):
-    """One table of full attention. It has pages in all columns, so it can skip most of the work."""
+    """One table of full attention. It has pages in all columns, so most of the work can be skipped."""
 
     is_plain = True
 
@@ -600,7 +606,7 @@ class OneTable(RowTables):
         cached, active = start if count else 0, indices[1]
         if start >= active:
             active = chunk_end(indices, start)
-        ends, cost = (max(needed, have),), new + count  # an upper bound: some found pages may have holders
+        ends, cost = (max(needed, have),), new + count  # an upper bound, because some found pages may have holders
         return Reservation(
             found.pages, (end,), _FIRST, ends, leaving, new, end, cost, start, active, cached, found.reached
         )
@@ -638,7 +644,7 @@ class OneTable(RowTables):
             for tell in pool.journal.found:
                 tell(found)
         new, last = plan.new, plan.ends[0]
-        if new == 1:  # a third of the cost; the usual case if everything but the last page was found
+        if new == 1:  # costs a third; usual if all pages but the last one were found
             rows.table[0, row, last - 1] = pool.allocate_one()
         elif new:
             rows.table[0, row, last - new : last] = pool.allocate(new)
@@ -667,7 +673,7 @@ class OneTable(RowTables):
         own = table[rows, columns]
         kept, shared = self._pool.index.publish(own, digests), _NO_ROWS
         if kept is not own and np.count_nonzero(duplicate := kept != own):
-            # Rows name the shared pages before the duplicates are freed, so that no row ever names a free page.
+            # Rows get the shared pages before the duplicates are freed, so that no row ever names a free page.
             shared = rows[duplicate]
             self._pool.hold(kept[duplicate])
             table[shared, columns[duplicate]] = kept[duplicate]

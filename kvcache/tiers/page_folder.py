@@ -1,4 +1,4 @@
-"""The folder of page files: the files in it, its epoch, which a reset renews, and the rights to it."""
+"""The folder of page files: its files, its epoch (which a reset renews), and access rights."""
 
 import contextlib
 import hashlib
@@ -42,9 +42,9 @@ _log = logging.getLogger("pagewire")
 
 
 class Scan(NamedTuple):
-    """Changes in the folder.
+    """What has changed in the folder.
 
-    New files, as names, sizes and digests, least recently used first; and the names of files that are gone.
+    It has new files, as names, sizes and digests, least recently used first, and the names of files that are gone.
     """
 
     found: list[tuple[str, int, Digests]]
@@ -52,7 +52,7 @@ class Scan(NamedTuple):
 
 
 def namespace_of(*fields: str) -> bytes:
-    """16 bytes that are different if any field is different."""
+    """Returns 16 bytes, which differ if any field differs."""
     joined = b"".join(struct.pack("<I", len(field.encode())) + field.encode() for field in ("files/1", *fields))
     return hashlib.sha256(joined).digest()[:16]
 
@@ -61,12 +61,12 @@ class PageFolder:
     """The files of one layout, in the folder of the current epoch of their namespace.
 
     `root/<namespace>/current` names that folder. A reset starts a new epoch, so that earlier files are not found again,
-    neither here nor after a restart. A process that shares the folder and was not reset stays in the old one, which is
-    deleted. That process then only misses, and reads no wrong page.
+    neither here nor after a restart. A process that shares the folder and was not reset keeps using the old folder,
+    which is deleted. That process then only has misses, and reads no wrong page.
 
-    Only the owner may access a folder (0700). Wider rights of an existing folder are removed. A link, or another
-    user's folder, is refused. A root that contains other things than tiers keeps its rights, and is refused if other
-    users may rename its contents. A deleted folder is made again at the next write.
+    Only the owner may access a folder (0700). Wider rights of an existing folder are removed. A link, or another user's
+    folder, is refused. A root that contains other things than tiers keeps its rights, and is refused if other users may
+    rename its contents. A deleted folder is made again at the next write.
 
     Raises `InvalidParamsError` if nothing can be written there, or if other users could write there.
     """
@@ -90,7 +90,7 @@ class PageFolder:
         return self._home / self._epoch
 
     def renew(self) -> Path:
-        """Start a new epoch, or join a new one that another process has started. Returns the folder to remove."""
+        """Start a new epoch, or join one that another process has started. Returns the folder to remove."""
         before, current = self.path, self._read_epoch()
         if current not in (None, self._epoch):
             self._epoch = current
@@ -125,7 +125,7 @@ class PageFolder:
     def scan(self, known: frozenset[str], *, first: bool = False) -> Scan:
         """Find files that are not `known`, and remove broken files.
 
-        `first`: also remove abandoned drafts and old epochs.
+        With `first`, also remove abandoned drafts and old epochs.
         """
         if first:
             self._tidy()
@@ -236,9 +236,9 @@ def _new_epoch() -> str:
 
 
 def _own_link(root: Path) -> Path:
-    """The folder that `root` leads to.
+    """Returns the folder that `root` leads to.
 
-    Raises `OSError` for a link that belongs to another user than this one or root.
+    Raises `OSError` for a link whose owner is neither this user nor root.
     """
     if root.is_symlink() and root.lstat().st_uid not in (os.geteuid(), 0):
         raise PermissionError(f"{root} is a link that belongs to user {root.lstat().st_uid}")

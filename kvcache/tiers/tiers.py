@@ -24,9 +24,9 @@ from kvcache.tiers.page_folder import PageFolder, namespace_of
 from kvcache.tiers.page_objects import ObjectFormat
 from kvcache.types import KVCacheMetrics
 
-_SHARE = 0.05  # the share of the time that copies may take in the loop's thread
-_MOST_CREDIT_S = 0.005  # the most unused time of that share that can be saved up
-_BATCH_BYTES = 1 << 20  # the bytes that are copied between two readings of the clock
+_SHARE = 0.05  # the share of the loop thread's time that copies may take
+_MOST_CREDIT_S = 0.005  # in seconds: how much unused time of that share can be saved up
+_BATCH_BYTES = 1 << 20  # how many bytes are copied between two readings of the clock
 
 
 class TierRoom(NamedTuple):
@@ -56,7 +56,7 @@ class Tiers:
         self.host = host
         self.replicas: list[ReplicaTier] = []  # the host tier as each replica uses it
         self.files = files
-        self.lower = host.lower  # the list that the replicas have, too
+        self.lower = host.lower  # the same list object that the replicas have
         self._noun = noun  # what metrics call the things that are kept: "blocks" or "states"
         self._counted = [*self.lower]  # for metrics, which can be read after `close`
         self._batch = max(1, _BATCH_BYTES // sum(memory.shape[1] for memory in host.memory))
@@ -76,7 +76,7 @@ class Tiers:
         return KVCacheMetrics(**counts)
 
     def tick(self) -> None:
-        """Called when a step is about to run: make as many copies as their share of the time allows."""
+        """Called when a step is about to run: makes as many copies as their share of the time allows."""
         now = self._clock()
         self._credit = min(self._credit + self.share * (now - self._seen), _MOST_CREDIT_S)
         self._seen = now
@@ -90,13 +90,13 @@ class Tiers:
 
     @property
     def is_loading(self) -> bool:
-        """Whether copies to the device have begun, and their end was not handled yet."""
+        """Whether copies to the device have begun whose end was not handled yet."""
         return any(tier.is_loading for tier in self.replicas)
 
     def take_up(self) -> None:
-        """Handle the copies to the device that have ended.
+        """Handle copies to the device that have ended.
 
-        Needed while no step runs, because steps do it themselves.
+        Needed while no step runs; otherwise steps do this.
         """
         for tier in self.replicas:
             if tier.is_loading:
@@ -138,7 +138,7 @@ class Tiers:
     def mend(self) -> None:
         """Rebuild the holders of slots after an interrupt.
 
-        `stop`, and `mend` of the replicas' sides, must be called before. The results of reads and writes that were
+        `stop`, and `mend` of the replicas' sides, must be called before this. The results of reads and writes that were
         running are dropped. Files are scanned, and objects asked for, again.
         """
         for lower in self.lower:
@@ -147,7 +147,7 @@ class Tiers:
         self.host.pool.mend(holders, np.zeros_like(holders))
 
     def _holders(self) -> Ints:
-        """The number of unfinished copies that hold each slot: int64 `[slots + 1]`."""
+        """Returns how many unfinished copies hold each slot: int64 `[slots + 1]`."""
         held = [load.slots for tier in self.replicas for load in tier.open_loads]
         held += [store.slots for tier in self.replicas for store in tier.stores]
         for lower in self.lower:
@@ -189,7 +189,7 @@ def _check_queue(tier: ReplicaTier, number: int) -> None:
 class Kept(NamedTuple):
     """The kind of pages that tiers keep (token pages or states), and the room for them."""
 
-    noun: str  # what metrics call it: "blocks" or "states"
+    noun: str  # what metrics call them: "blocks" or "states"
     shard_bytes: Sequence[int]  # the bytes of one page or state on each shard
     slots: int  # the number of slots in host memory
     file_bytes: int  # the bytes in files
@@ -205,9 +205,9 @@ class Kept(NamedTuple):
 
 
 def make_tiers(params: KVCacheParams, kept: Kept, page_size: int, *, pinned: bool) -> Tiers:
-    """The tiers that the params ask for, not yet connected to replicas.
+    """Returns the tiers that the params ask for, not yet connected to replicas.
 
-    `pinned`: GPUs copy from and to the host memory.
+    `pinned` means that GPUs copy from and to the host memory.
     """
     digest_bytes = DIGEST_BYTES[params.hash_algorithm]
     host = HostTier(kept.shard_bytes, kept.slots, digest_bytes // 8, pinned=pinned)
@@ -224,7 +224,7 @@ def make_tiers(params: KVCacheParams, kept: Kept, page_size: int, *, pinned: boo
     if params.object_tier_io is not None:
         of_objects = ObjectFormat(layout(*kept.objects_named), kept.an_object, kept.tails)
         speed = params.object_tier_tokens_per_s
-        # The seconds in which the model computes the tokens of a page.
+        # the seconds that the model takes for the tokens of a page
         seconds = page_size / speed if speed else math.inf
         io, timeout = params.object_tier_io, params.object_tier_timeout_s
         host.lower.append(ObjectTier(of_objects, host, io, timeout, seconds, kept.windows, apart=kept.apart))
@@ -239,7 +239,7 @@ def page_tiers(
     stream: Any,
     tables: LayerTables,
 ) -> Tiers | None:
-    """The tiers of pages that the params ask for, connected to the replicas. None if the params ask for no tier."""
+    """Returns the tiers of pages that the params ask for, connected to the replicas. None if they ask for none."""
     if not params.enable_kvcache_swapping_to_host:
         return None
     sizes, several, count = [layout.page_bytes for layout in layouts], len(tables.tables) > 1, params.object_tier_pages

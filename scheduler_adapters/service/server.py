@@ -90,7 +90,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     frontend: str = ""  # endpoint of the frontend, to connect to
     listen: str = ""  # endpoint where a prefill process listens for decode processes
     prefills: tuple[str, ...] = ()  # endpoints of the prefill processes, for a decode process
-    # Host on which the process publishes KV events, which carry prompts and answers in clear text; empty for none.
+    # Host on which the process publishes KV events; empty for none. These events contain prompts and answers in clear
+    # text.
     kv_events: str = ""
     ready_s: float = 0.0  # seconds between two `Ready` messages to a frontend that tracks processes; 0 sends only one
     handshake: str = "tcp://127.0.0.1:0"  # endpoint at which peers ask for this process's engines

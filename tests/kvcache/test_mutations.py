@@ -215,7 +215,7 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 }
 
 
-# All managers have the features whose moves exercise the rule. Half of them have host memory, or all if the rule
+# All managers have the features whose moves exercise the rule. Half of them have host memory; all have it if the rule
 # belongs to the tiers.
 COMMON = ("forks", "preemption", "batches", "renames", "stale", "resets", "leases")
 BELOW = (ReplicaTier, HostTier, PageMover)

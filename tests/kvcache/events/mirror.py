@@ -25,7 +25,7 @@ MEDIA = {HOST: "CPU", FILES: "STORAGE"}
 
 
 class Known:
-    """The state that follows from the events of one rank.
+    """What a subscriber knows from the events of one rank.
 
     `there` maps medium and hash to tokens and parent. `tree` has the GPU's pages as Dynamo's index keeps them: a page
     whose parent is missing is ignored, and the removal of a page removes all pages that continue it.
@@ -35,8 +35,8 @@ class Known:
         self.there: dict[str, dict[int, tuple[tuple[int, ...], int | None]]] = {}
         self.tree: dict[int, int | None] = {}
         self.events: list[dict[str, Any]] = []
-        self.groups: dict[int, Known] = {}  # the state of each further block table
-        self.spec: tuple[str, int | None] | None = None  # what the layers keep, as the events say
+        self.groups: dict[int, Known] = {}  # by further block table: what is known of it
+        self.spec: tuple[str, int | None] | None = None  # what the layers keep, according to the events
 
     def take_up(self, events: list[dict[str, Any]]) -> None:
         for event in events:
@@ -75,7 +75,7 @@ class Known:
                 gone += [child for child, parent in self.tree.items() if parent == one]
 
     def whole(self) -> None:
-        """Asserts that the tree has exactly those known pages of which all earlier pages are known, too."""
+        """Asserts that the tree has exactly those known pages all of whose earlier pages are known, too."""
         gpu = self.there.get("GPU", {})
         for block in gpu:
             way, before = [block], gpu[block][1]
@@ -86,9 +86,9 @@ class Known:
 
 
 class Reader(Known):
-    """The state that follows from the events of one rank, read directly from the log, without sockets.
+    """Follows the events of one rank, which it reads directly from the log, without sockets.
 
-    `longest` is the prefix that a follower can find if it knows the model only from its events.
+    `longest` is the prefix that a follower would find if it knew the model only from its events.
     """
 
     def __init__(self, manager: PagedKVCacheManager, rank: int) -> None:
@@ -124,7 +124,7 @@ def _decoded(events: Sequence[KVEvent]) -> list[dict[str, Any]]:
 
 
 class Mirror(Known):
-    """The knowledge of a subscriber of one rank. `lose` chooses the messages that never arrive."""
+    """What a subscriber of one rank knows. `lose` chooses messages that never arrive."""
 
     def __init__(self, endpoints: tuple[str, str | None], lose: Callable[[int], bool] = lambda _: False) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class Mirror(Known):
         return self
 
     def forget_the_begin(self, manager: PagedKVCacheManager, rank: int) -> None:
-        """Waits until the whole state was sent again to all subscribers, as it is for each new subscriber."""
+        """Waits until the whole state was sent again to all subscribers, as happens for each new subscriber."""
         worker = worker_of(manager)
         self.until(lambda: worker._told_anew_at >= self.made_at + _JOIN_S and not worker._owed)
         self.settle(manager, rank)
@@ -227,7 +227,7 @@ class Mirror(Known):
 
 
 def parked(worker: Any) -> None:
-    """Keeps the thread from reading the log until `turn` is deleted."""
+    """Keeps the thread from reading the log until the result's `turn` is deleted."""
     is_parked = threading.Event()
 
     def turn() -> bool:

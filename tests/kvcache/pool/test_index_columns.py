@@ -1,4 +1,4 @@
-"""The index also records the first word of a page's digest and its block table, and `clear` leaves nothing."""
+"""The index also records the first word of a page's digest and the page's block table. `clear` removes everything."""
 
 from __future__ import annotations
 

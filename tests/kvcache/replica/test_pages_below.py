@@ -55,7 +55,7 @@ def test_a_hit_ends_where_some_table_has_nothing_to_go_on_with(served: Make) -> 
     it.tiers.host.pool.hold(gone)
     slots.withdraw(gone)
     it.tiers.host.pool.release(gone)
-    assert it.serve(PROMPT) == 32  # the window's pages 6 and 7 are cached; page 8 and the later ones are not
+    assert it.serve(PROMPT) == 32  # the window's pages 6 and 7 are cached, but page 8 and later ones are not
     assert it.manager.metrics.h2d_blocks_copied == 8 + 2
 
 
@@ -93,7 +93,7 @@ def test_a_waiting_request_is_looked_up_once(served: Make, monkeypatch: pytest.M
 
 
 def beside(it: Served, pages: int) -> TextContext:
-    """A request that holds this many pages; two of them belong to its window, for the chunk that runs."""
+    """Returns a request that holds this many pages. Two of them belong to its window, for the chunk that runs."""
     context = it.claim([99, *range(4 * (pages - 2) - 1)])
     context.set_token_indices(active_idx=8)
     before = it.manager.num_free_blocks
@@ -128,7 +128,7 @@ def test_pages_that_nobody_holds_take_room_too_where_they_are_used(served: Make)
 
 
 def test_what_a_request_says_to_have_behind_it_comes_back(served: Make) -> None:
-    """It has no pages, so the start in its context is out of date."""
+    """The request has no pages, so the start in its context is out of date."""
     it = served()
     it.serve(PROMPT, chunk=8)
     fill(it, 40)
@@ -296,7 +296,8 @@ def test_pages_found_behind_one_that_comes_back_are_shared(served: Make) -> None
     context, other = it.claim(PROMPT), it.claim(PROMPT)
     free = it.manager.num_free_blocks
     assert it.manager.maybe_reserve(context)
-    assert it.manager.maybe_reserve(other)  # before the first request has run; the second loads the page for itself
+    # before the first request has run; the second request loads the page for itself
+    assert it.manager.maybe_reserve(other)
     assert context.start_idx == other.start_idx == 40
     # Both requests share ten pages of the first table and one of the window. One page in each table is new, and one was
     # loaded.
@@ -309,9 +310,9 @@ def test_pages_found_behind_one_that_comes_back_are_shared(served: Make) -> None
 
 
 def test_a_second_look_before_the_step_leaves_the_rows_own_pages(served: Make) -> None:
-    """Meanwhile another request has published the page that comes back.
+    """Meanwhile another request has published the page that is being loaded.
 
-    The row takes that page, and gives back only its own copy of it.
+    The row takes that published page, and gives back only its own copy.
     """
     it = served(60)
     one_of_window_lost(it)

@@ -98,7 +98,7 @@ def test_pages_for_which_the_host_has_no_slot_are_not_copied_and_wait_for_nothin
     assert it.mover.begun == [("store", [1, 2], [1, 2])]
     assert it.host.pool.index.tables.tolist() == [0, 1, 2]
     assert it.tier.storing.nonzero()[0].tolist() == [1, 2]
-    it.tier.came(pages[2:], names(13))  # as where a fork publishes it again
+    it.tier.came(pages[2:], names(13))  # as if a fork publishes it again
     it.mover.copies[0].ended = True
     it.tier.poll()
     assert it.tier.storing.nonzero()[0].tolist() == [3], "it waits"

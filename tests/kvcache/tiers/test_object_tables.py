@@ -92,7 +92,7 @@ def test_what_there_is_is_asked_in_few_rounds(served: Make, store: StoredObjects
     settled(third)
     store.calls.clear()
     third.fetch(longer)
-    assert store.calls == ["exist", "exist", "exist", "read"]  # and then for all objects of windows
+    assert store.calls == ["exist", "exist", "exist", "read"]  # the third question asks for all objects of windows
     assert third.serve(longer) == 16
     settled(third)
     store.calls.clear()
@@ -238,7 +238,7 @@ def test_reading_is_weighed_against_the_tokens_that_need_not_be_computed(
     with monkeypatch.context() as patched:
         patched.setattr(objects_of(again).rates, "pays", pays)
         assert again.again(PROMPT) == 24
-    assert set(weighed) == {(6 + 2, 6)}  # (pages to read, pages of tokens that this saves)
+    assert set(weighed) == {(6 + 2, 6)}  # (pages to read, pages whose tokens need not be computed)
 
 
 def test_what_lies_in_a_store_is_brought_for_whoever_asks(served: Make) -> None:
@@ -310,7 +310,7 @@ def test_random_prompts_over_four_tiers(
         read, gone = it.manager.metrics.object_blocks_read, objects_of(it).refusals.total()
         it.fetch(prompt)
         found = it.serve(prompt, chunk=int(rng.integers(1, 5)) * 8)
-        # Pages read for a prefix that was just shortened may have evicted pages that the shorter prefix needs.
+        # Pages that were read for a prefix that became shorter may have evicted pages that the shorter prefix needs.
         assert found == expected or (objects_of(it).refusals.total() > gone and found < expected), (move, prompt)
         seen["as expected"] += found == expected > 0
         it.manager.check()

@@ -90,7 +90,9 @@ def test_every_length(tmp_path: Path) -> None:
 
 
 def test_random_damage(tmp_path: Path) -> None:
-    """Random damage: runs of bytes are overwritten, moved, doubled or cut out, and whole pages and rows exchanged."""
+    """Random damage: runs of bytes are overwritten, moved, doubled or cut out, and whole pages and records are
+    exchanged.
+    """
     it = Written(tmp_path)
     rng = np.random.default_rng(3)
     refused = 0

@@ -1,4 +1,6 @@
-"""Pulls of one rank in situations that cannot be forced with a real agent. test_replica uses real agents."""
+"""Pulls of one rank in situations that cannot be forced with a real agent. `test_replica` has the tests with real
+agents.
+"""
 
 from __future__ import annotations
 
@@ -331,7 +333,7 @@ def test_a_post_that_is_refused_stops_the_others_and_waits_for_what_is_in_flight
 
 
 class Settled(Part):
-    """A part that counts the calls that say that nothing of it is in flight."""
+    """A part that counts how often it is told that none of its READs is in flight any more."""
 
     __slots__ = ("times",)
 
@@ -347,8 +349,8 @@ def settled(runs: int = 2, num_bytes: int = 100) -> Settled:
 
 
 def test_a_part_is_settled_once_whether_it_could_be_posted_or_not(rig: Rig) -> None:
-    """Its destination may be reused from then on, which must not happen while a READ is in flight, but must happen at
-    some time.
+    """Its destination may be reused once it is settled. That must not happen while a READ is in flight, but must happen
+    at some time.
     """
     rig.agent.auto = False
     rig.agent.raise_at = {1: AgentError("no")}
@@ -1060,7 +1062,7 @@ def test_a_mark_that_waits_for_a_word_is_posted_once_another_pull_gives_one_back
 
 
 def test_a_word_that_is_there_before_its_read_is_known_to_have_ended_does_not_end_the_pull() -> None:
-    """NIXL still has the handle, and the slot may not be reused before that is released."""
+    """NIXL still has the handle of the word's READ. The slot may not be reused before that handle is released."""
     rig = Rig(ranks=1)
     rig.agent.auto, rig.agent.at_once = False, {0}
     read_word = rig.agent.read_word
