@@ -333,7 +333,9 @@ def test_recover_ends_a_step_whose_end_was_interrupted(make: Make) -> None:
         step = manager.fetch_ahead([ran(manager, range(6))])
         manager.release("r")
         _, _, done = interrupted(partial(manager.end_step, step), at, KeyboardInterrupt)
-        manager.recover()
+        report = manager.recover()
+        assert step.is_over or report.call is None, "the call was interrupted before it did anything"
+        assert step.is_over == (step not in report.steps)
         manager.end_step(step)
         assert manager.num_free_blocks == 8
         if not done:
