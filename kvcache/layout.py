@@ -234,7 +234,7 @@ def allocate_host_rows(rows: int, row_bytes: int, pinned_for: object = None) -> 
 
 
 def _unpin(cudart: Any, memory: torch.Tensor) -> None:
-    """Unregister pinned memory. The argument `memory` keeps the memory mapped until then."""
+    """Unregister pinned memory. Passing `memory` keeps it mapped until it is unregistered."""
     cudart.cudaHostUnregister(memory.data_ptr())
 
 

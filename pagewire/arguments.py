@@ -43,7 +43,7 @@ def choice(told: str, *, default: bool, **more: object) -> Any:
 
 
 def add_options(parser: argparse.ArgumentParser, options: Any, *, rare: bool) -> int:
-    """Adds the options of a command to a parser. What it parses then has the attributes of that dataclass."""
+    """Adds the options of a command to a parser. The parsed arguments then have the attributes of that dataclass."""
     left_out = 0
     for one in fields(options):
         told: dict[str, Any] = dict(one.metadata)

@@ -28,7 +28,7 @@ from scheduler_adapters.loop import Entry, ModelRunner, Output, ServingLoop
 
 PagesAheadT_co = TypeVar("PagesAheadT_co", bound=PagesAhead, covariant=True)
 RunBatch = tuple[Sequence[RunTokens], Sequence[RaggedKVCacheInputs]]
-"""What one replica runs: its requests, and the inputs of each of its shards."""
+"""The work of one replica: its requests, and the inputs of each of its shards."""
 
 
 @dataclass(frozen=True, slots=True)

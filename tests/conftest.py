@@ -23,7 +23,7 @@ ENGINES = {"sglang": "tests/sglang_engine (make test-sglang)", "vllm": "tests/vl
 
 @cache
 def _among_engines() -> bool:
-    """Whether this is the environment of an engine. Such engines set variables and signal handlers on import."""
+    """Whether this is the environment of an engine. These engines set variables and signal handlers on import."""
     return any(map(importlib.util.find_spec, ENGINES))
 
 

@@ -66,7 +66,7 @@ class Program:
         return [_row(self.title, line) for line in lines if "blocks" in line]
 
     def faults(self) -> list[Row]:
-        """What the rival's reader gets if its source dies or reuses the memory."""
+        """The result of the rival's reader if its source dies or reuses the memory."""
         return [*self._faults()]
 
     def _faults(self) -> Iterator[Row]:

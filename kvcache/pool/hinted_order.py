@@ -6,7 +6,7 @@ A bounded share of the idle pages follows the hints. The other pages follow the 
 
 `older` evicts the page of the lowest rank. The rank of a page is its place in the LRU order plus the lead of its hint,
 which is measured in pool sizes. A page with a higher level lives longer by its lead, and is then evicted as if it had
-no hint. So a hint decays and never pins a page. Whatever the hints are, the cache keeps at least the pages that plain
+no hint. So a hint decays and never pins a page. With any hints, the cache keeps at least the pages that plain
 LRU would keep in a smaller pool: without the share of pages that follow hints. Two designs were rejected: strict
 classes, because they pin pages; and leads without a share, because wrong hints could then cost any number of hits.
 

@@ -41,7 +41,7 @@ class LruOrder(EvictionOrder):
 
     It is a log of page ids in chunks, oldest first. An entry is valid only while the page's stamp names the entry's
     place. So clearing its stamp removes a page from the middle. A chunk without valid entries is reused. If no chunk is
-    spare, two neighbouring chunks that fit into one are merged. Such neighbours always exist, because there are chunks
+    spare, two neighbouring chunks that fit into one are merged. These neighbours always exist, because there are chunks
     for twice the pool. The cost of a call is bounded by its pages and one chunk. Compacting the whole log at once was
     rejected, because it would stop a server of 4 million pages for 50 ms.
     """

@@ -85,7 +85,7 @@ class RowTables:
         return self.nothing(first)
 
     def nothing(self, first: int) -> Found:
-        """Returns an empty result after the first `first` columns."""
+        """Returns the result of a lookup that finds no page after the `first` pages that the request has."""
         return Found(first, first, self._no_pages, first)
 
     def shortened(self, run: Found, digests: Digests, ends: Asked) -> Found:
@@ -255,7 +255,7 @@ class RowTables:
         )
 
     def most(self, indices: ContextIndices, length: int) -> int:
-        """Returns the most pages that a request without pages may take, over all tokens from which it may resume."""
+        """Returns the most pages that a request without pages may take, wherever in its prompt it resumes."""
         size, (start, active, known) = self._page_size, indices
         starts: Ints = np.arange(0, known, size)
         active = np.where(starts < active, active, np.minimum(known, starts + active - start))

@@ -42,7 +42,7 @@ _log = logging.getLogger("pagewire")
 
 
 class Scan(NamedTuple):
-    """What has changed in the folder.
+    """The changes in the folder.
 
     It has new files, as names, sizes and digests, least recently used first, and the names of files that are gone.
     """

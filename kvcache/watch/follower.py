@@ -47,10 +47,10 @@ class Followed:
             why = other_version(frames[0], Look) if frames else ""
             raise WatchError(why or f"{len(frames)} frames are not a look: {error}") from error
         if look.base and (self.look is None or self.look.incarnation != look.incarnation):
-            raise WatchError(f"look {look.number} is a difference to look {look.base}, which was not received")
+            raise WatchError(f"snapshot {look.number} has only the changes since {look.base}, which was not received")
         if look.base and self.look is not None and self.look.number < look.base:
             raise WatchError(
-                f"look {look.number} is a difference to look {look.base}, but the last one was {self.look.number}"
+                f"snapshot {look.number} has only the changes since {look.base}, but {self.look.number} came last"
             )
         if len(frames) != 1 + 2 * len(look.pools):
             raise WatchError(f"a look at {len(look.pools)} pools came in {len(frames)} frames")

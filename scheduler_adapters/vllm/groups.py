@@ -82,7 +82,7 @@ def _attention(where: str, vllm_config: VllmConfig, spec: Any) -> dict[str, Any]
             f"{spec.num_heads} slots; "
             "one token in a state and one slot for each head are expected"
         )
-    # The elements that a head keeps of a token. Whatever they are, they are described as two sides of half the size.
+    # The elements that a head keeps of a token. In any case they are described as two sides of half the size.
     content = spec.state_content_size_bytes // spec.dtype.itemsize
     if type(spec) is MLAAttentionSpec:
         return {"kind": "mla", "layout": _LATENT_AXES, "head_dim": content, "dtype": _name(spec.dtype)}

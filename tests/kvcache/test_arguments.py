@@ -1,4 +1,4 @@
-"""What counts as an integer, a number, a flag or a text, and what the refusal says."""
+"""The values that count as an integer, a number, a flag or a text, and the texts of refusals."""
 
 from __future__ import annotations
 

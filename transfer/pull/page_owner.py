@@ -84,7 +84,7 @@ class PageOwner(Protocol):
         ...
 
     def lease(self, request_id: str, *, seal: Callable[[BlockTable], bytes]) -> Any:
-        """Holds the pages that a claimed request computes, until `end_lease`. The hold has a `replica_idx`.
+        """Holds the pages that a claimed request computes, until `end_lease`. The returned object names its replica.
 
         From now on, each block table of the request carries the result of `seal` in its `seals`.
         """

@@ -41,7 +41,7 @@ class PullTimes(NamedTuple):
 
 
 class PullShare(NamedTuple):
-    """What one source has contributed to a pull from several.
+    """The part that one source has contributed to a pull from several.
 
     Attributes:
         place: address and engine id of the source.

@@ -136,7 +136,7 @@ def _close(agent: Agent) -> None:
 
 
 class RankTransfer:
-    """What one rank serves to readers, and its pulls from sources. Its owner's thread calls `poll` repeatedly.
+    """One rank's leases for readers, and its pulls from sources. Its owner's thread calls `poll` repeatedly.
 
     Args:
         identity: the identity of this rank.

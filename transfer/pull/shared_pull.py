@@ -91,7 +91,7 @@ class PullsOfReplica(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _SourcePart:
-    """What one source has to contribute, and has contributed.
+    """The share of one source in a pull: what is left, and what it has read.
 
     Attributes:
         key: names its pull.
