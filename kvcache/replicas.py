@@ -1,4 +1,4 @@
-"""`Replicas`: splits a call for a batch among the replicas, and carries it out on each."""
+"""`Replicas`: splits a call for a batch among the replicas, and carries it out on each of them."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -91,9 +91,9 @@ def place_replicas(
 
 
 class Router:
-    """Chooses a replica.
+    """Chooses the replica for a request.
 
-    Weighs the pages that a request has to compute there against those that it computed recently.
+    It weighs the pages that the request would have to compute there against those that the replica computed recently.
     """
 
     def __init__(self, replicas: int, routing: Routing) -> None:
@@ -102,18 +102,18 @@ class Router:
         self._last = replicas - 1
 
     def recommend(self, missing: Sequence[int], claimed: Sequence[int], fits: Sequence[bool]) -> int:
-        """The replica of least cost among those where the request fits, or among all if it fits on none.
+        """Returns the replica of least cost among those where the request fits, or among all if it fits on none.
 
-        Each argument has one entry per replica: pages of the request that are `missing` there, `claimed` requests, and
-        whether the request `fits` now. Among equals, the replica with the fewest claimed requests is chosen, then the
-        one with the lowest index.
+        Each argument has one entry per replica: how many pages of the request are `missing` there, how many requests
+        are `claimed`, and whether the request `fits` now. Among equals, the replica with the fewest claimed requests is
+        chosen, and then the one with the lowest index.
         """
         weight = self.routing.load_weight
         costs = [miss + weight * load for miss, load in zip(missing, self._loads, strict=True)]
         return min(range(len(costs)), key=lambda replica: (not fits[replica], costs[replica], claimed[replica]))
 
     def without_looking(self, claimed: Sequence[int]) -> int:
-        """The replica by a rule that needs no prefix lookup: `least-loaded` or `round-robin`."""
+        """Returns the replica by a rule that needs no prefix lookup: `least-loaded` or `round-robin`."""
         if self.routing.rule == "round-robin":
             return (self._last + 1) % len(claimed)
         return min(range(len(claimed)), key=claimed.__getitem__)
@@ -127,7 +127,7 @@ class Router:
 
 
 class Replicas:
-    """All replicas of a manager. The methods raise the same errors as the manager's methods that use them."""
+    """All replicas of a manager. The methods raise the errors of the manager's methods that use them."""
 
     def __init__(
         self,
@@ -140,14 +140,14 @@ class Replicas:
         self.placed = placed
         self.fingerprint = fingerprint  # identifies the layout of a replica's pages and states on all shards
         self._rows = rows
-        self.capacity = rows.capacity_of  # by place: how many tokens its pages hold; 0 at place -1
+        self.capacity = rows.capacity_of  # by place: for how many tokens it has pages; 0 at place -1
         self.tiers, self.state_tiers = tiers  # the tiers below the token pages, and below recurrent states
         self._all_tiers = [one for one in tiers if one is not None]
         self.each: list[Replica] = [place.replica for place in placed]
         # The recurrent states of each replica; empty for a model without recurrent layers.
         self.states = [states for replica in self.each for states in replica.states]
         self.steps = StepsInFlight(placed)
-        self.mark = self.each[0].mark  # the call that is changing the state of all replicas
+        self.mark = self.each[0].mark  # marks the call that is changing the state of all replicas
         self._most = self.each[0].max_seq_len
         self._router = Router(len(placed), params.routing)
         self._copies = [PeerCopies(placed)] if params.routing.copy_pages and len(placed) > 1 else []
@@ -155,8 +155,9 @@ class Replicas:
         self._partial = [PartialReuse(replica, least) for replica in self.each] if least else []
         self._events: EventPublisher | NoEvents = NoEvents()
         self._watched: list[Watched] = []  # the indexes that events report
-        self._log: AnyLog = NoLog()  # where changes are recorded for events
-        # Whether a step of one request needs only its row, because there are no tiers, events or further tables.
+        self._log: AnyLog = NoLog()  # records changes for events
+        # Whether a step of one request needs only the request's row, because there are no tiers, events or further
+        # tables.
         self._is_plain = not self._all_tiers and self.each[0].tables.is_plain
 
     @property
@@ -170,7 +171,7 @@ class Replicas:
         return sum((replica.metrics for replica in self.each), below)
 
     def admission(self, context: SafeContext, num_steps: int = 1) -> Admission:
-        """The best replica for a new request."""
+        """Returns the best replica for a new request."""
         one = self.each[0]
         length = one.length_of(context, num_steps, 0)
         claimed = [len(replica.rows.row_of) for replica in self.each]
@@ -188,19 +189,19 @@ class Replicas:
 
     @property
     def is_loading(self) -> bool:
-        """Whether pages are held for copies from host memory. The copies may have ended already."""
+        """Whether pages are held for copies from host memory. The copies may already have ended."""
         return any(tiers.is_loading for tiers in self._all_tiers)
 
     def take_up(self) -> None:
-        """Handle ended copies from host memory, which may free pages.
+        """Handle copies from host memory that have ended, which may free pages.
 
-        Needed while a loop only waits, because otherwise its steps do it.
+        Needed while a loop only waits; otherwise its steps do this.
         """
         for tiers in self._all_tiers:
             tiers.take_up()
 
     def prefetch(self, context: SafeContext) -> bool:
-        """Begin to bring the request's pages to the host tier. Returns whether some are on their way."""
+        """Begin to load the request's pages to the host tier. Returns whether some are on their way."""
         if not self.each[0].fetches:
             return False
         hasher = hasher_of(context, self.each[0].hash_algorithm, self.each[0].page_size)
@@ -222,7 +223,7 @@ class Replicas:
             return False
         if first_time and len(self.each) > 1:  # with one replica there is no choice
             self._router.admitted(replica_idx, new_pages)
-        # A step in flight may still write to the page into which the copy would go.
+        # A step in flight may still write to the page that would be the copy's target.
         if self._partial and (first_time or (context.active_idx - context.start_idx > 1 and not self.steps.open)):
             self._reuse_part(self._partial[replica_idx], replica_idx, row, context)
         return True
@@ -230,10 +231,10 @@ class Replicas:
     def reserve_batch(
         self, gathered: Gathered, num_steps: int, bind: Callable[[Context, int, int], None]
     ) -> NDArray[np.bool_]:
-        """Reserve pages for each request: bool `[batch]`. Raises before any request is changed.
+        """Reserve pages for each request. Returns bool `[batch]`. Raises before any request is changed.
 
-        `bind` is called with each context that has pages now, its replica and its row. If a caller's own context raises
-        an error when its indices are set, the requests before it keep their pages.
+        `bind` is called with each context that now has pages, its replica and its row. If a caller's own context raises
+        when its indices are set, the requests before it keep their pages.
         """
         if gathered.slack >= num_steps - 1 or self._reserve_decoding(gathered, num_steps):
             self.mark.call = None
@@ -276,9 +277,9 @@ class Replicas:
         return step
 
     def fetch(self, gathered: Gathered, num_steps: int, number: int | None = None) -> list[RaggedKVCacheInputs]:
-        """The model's inputs, shard by shard and replica by replica. Raises before any token is counted.
+        """Returns the model's inputs, shard by shard and replica by replica. Raises before any token is counted.
 
-        `number`: the set of tables in which to build them.
+        `number` selects the set of tables in which to build them.
         """
         states = [gathered.part(share) for share in gathered.split(len(self.each))]
         if gathered.slack < num_steps - 1:
@@ -358,7 +359,7 @@ class Replicas:
     def step(self, gathered: Gathered, settle: Callable[[], None] | None = None) -> None:
         """Publish pages that are full of computed tokens. Raises before anything is published.
 
-        `settle`: called after the tokens were published, for requests with drafted tokens.
+        `settle` is called after the tokens were published, for requests with drafted tokens.
         """
         for states in self.states:
             if settle is None and states.pages.drafts.page_of:
@@ -383,13 +384,13 @@ class Replicas:
     def _publish(self, gathered: Gathered, call: tuple[str, object]) -> None:
         """Publish pages that may be full of computed tokens.
 
-        `call` is marked as under way, and stays so after the return.
+        `call` is marked as under way, and is still marked when this method returns.
         """
         computed = gathered.computed
         # No page was full before the last token, so only requests for which this token fills a page have to be checked.
         looked = None if gathered.due else gathered.turning()
-        # Hash on all replicas before publishing on any: a request whose salt or keys have changed is refused before any
-        # change.
+        # All replicas hash before any of them publishes: a request whose salt or keys have changed is refused before
+        # any change.
         full = [
             (share, pages)
             for share in (gathered.split(len(self.each)) if looked is None else looked)
@@ -411,9 +412,9 @@ class Replicas:
         self._log.end_call()
 
     def publish_events(self, options: KVEvents, params: KVCacheParams, tables: LayerTables) -> None:
-        """From now on, report to subscribers what the pools and the tiers below them hold. Each replica is a rank.
+        """From now on, report to subscribers what the pools and the tiers below them contain. Each replica is a rank.
 
-        Recurrent states are reported as one more group after the block tables. They are cached only after some pages.
+        Recurrent states are reported as one more group, after the block tables. They are cached only after some pages.
         """
         specs = [_spec_of(table.group, params) for table in tables.tables] + [CacheSpec("mamba")] * bool(self.states)
         count, last = len(tables.tables), len(specs) - 1
@@ -444,8 +445,8 @@ class Replicas:
     def mend(self, over: object) -> set[RequestID]:
         """Rebuild all state from rows, leases, imports and steps after an interrupt.
 
-        `stop`, and `mend` of the claims, must be called before. `over`: what the interrupted call was about. If it is a
-        lease or a step, it has ended. Returns requests that cannot continue.
+        `stop`, and `mend` of the claims, must be called before this. `over` is what the interrupted call was about; if
+        it is a lease or a step, it has ended. Returns requests that cannot continue.
         """
         lost: set[RequestID] = set()
         self.steps.mend(over)
@@ -474,7 +475,7 @@ class Replicas:
     def host_pages(self) -> tuple[int, int]:
         """The number of pages that fit into the host tier, and the number that it holds.
 
-        Zeros if there is no host tier.
+        Both are 0 if there is no host tier.
         """
         if not self.tiers:
             return 0, 0
@@ -491,7 +492,7 @@ class Replicas:
             tiers.tick()
 
     def close(self, *, flush: bool) -> None:
-        """Close the tiers and the events. With `flush`, everything published is written before. Safe to call twice."""
+        """Close the tiers and the events. With `flush`, everything published is written first. Safe to call twice."""
         for tiers in self._all_tiers:
             tiers.close(flush=flush)
         self._events.close()
@@ -505,7 +506,7 @@ class Replicas:
             tiers.check()
 
     def _reuse_part(self, partial: PartialReuse, replica_idx: int, row: int, context: SafeContext) -> None:
-        """Copy a cached page, part of which the request shares, into the request's own page."""
+        """Copy a cached page into the request's own page, because the request shares a part of it."""
         found = partial.find(row, context)
         if found is not None:
             pages, own, cached = found
@@ -514,10 +515,10 @@ class Replicas:
                 self.placed[replica_idx].memory.copy_page(page, target)
 
     def _reserve_decoding(self, gathered: Gathered, num_steps: int) -> bool:
-        """Reserve pages for a batch with one token each. Returns False if each request must be checked."""
-        # All had pages up to the last token, so only a request whose new token begins a page can need a page.
+        """Reserve pages for a batch with one token each. Returns False if each request must be checked by itself."""
+        # All requests had pages up to the last token, so only one whose new token begins a page can need a page.
         shares = gathered.turning(self._most) if gathered.slack == -1 and num_steps == 1 else None
-        if not shares:  # None: any request may need pages; empty: none does, so `slack` is computed again
+        if not shares:  # None: any request may need pages. Empty: none does, so `slack` is computed again.
             if shares is None and np.count_nonzero(gathered.actives - gathered.starts != 1):
                 return False
             slack = self._rows.slack(gathered.places, gathered.ends)
@@ -545,7 +546,7 @@ class Replicas:
                 counter.run(share.rows, 0, gathered.computed[share.at])
 
     def _filled(self, gathered: Gathered, share: Share) -> Filled | None:
-        """The full pages of the share's requests."""
+        """Returns the full pages of the share's requests."""
         digests_of = functools.partial(self._digests, gathered, share)
         return self.each[share.replica].filled(share.rows, gathered.computed[share.at], digests_of)
 
@@ -553,7 +554,7 @@ class Replicas:
         return gathered.digests(rows_at(share.at, at), firsts, lasts, self._hasher_of, self._log)
 
     def _fits(self, replica_idx: int, context: SafeContext, length: int, found: Found) -> tuple[int, bool]:
-        """How many pages a new request needs in addition to those `found`, and whether they and a row are free now."""
+        """Returns how many pages a new request needs besides those `found`, and whether it fits now."""
         replica = self.each[replica_idx]
         plan = replica.tables.plan(None, context.indices, length, found.end * replica.page_size, found)
         if not replica.has_room:
@@ -570,7 +571,7 @@ class Replicas:
 
 
 def _spec_of(group: LayerGroup, params: KVCacheParams) -> CacheSpec:
-    """The kind of the group's layers, in vLLM's terms."""
+    """Returns the kind of the group's layers, in vLLM's terms."""
     if group.kind == "full":
         return CacheSpec("mla_attention" if params.is_mla else "full_attention")
     if group.kind == "window":
@@ -590,8 +591,8 @@ def _learn(partial: Sequence[PartialReuse], gathered: Gathered, full: Sequence[t
 def _check_replica(replica: Replica) -> None:
     """Raise `InvariantError` at the first discrepancy: rows, then holders, writers and free pages, then the index.
 
-    `Replica.counted` recounts holders and writers from rows, leases, imports, copies and parked pages. A page without
-    holders and writers must be fresh or idle.
+    `Replica.counted` counts holders and writers again, from rows, leases, imports, copies and parked pages. A page
+    without holders and writers must be fresh or idle.
     """
     rows = replica.rows
     for request_id, row in rows.row_of.items():

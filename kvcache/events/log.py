@@ -1,7 +1,7 @@
-"""The serving loop's record of changes to its caches: a few tuples a call, which refer to existing data.
+"""The serving loop's record of changes to its caches: a few tuples per call, which refer to existing data.
 
 To save time, the loop does not look up, encode or copy single pages here. `EventBook` makes events from the entries in
-another thread.
+another thread, the publisher's.
 """
 
 from collections import deque
@@ -15,11 +15,12 @@ from kvcache.pool.index import Digests, PrefixIndex
 from kvcache.pool.journal import Indices, PageReader
 
 HOST, FILES = -1, -2
-"""Sources that all ranks share. With several block tables each table is a source. Its number is the replica's number,
-or one of these two, times the number of tables, plus the number of the table.
+"""Sources that all ranks share. A source is a place that can have pages: a replica, or one of these two. With several
+block tables, each table of such a place is a source. Its number is the place's number times the number of tables, plus
+the table's index.
 """
 MOST_ENTRIES = 1 << 14
-"""If the log has more entries than this, the loop helps the thread."""
+"""If the log has more entries than this, the loop helps the publisher's thread."""
 
 
 class Hashed(Protocol):
@@ -34,19 +35,21 @@ class Hashed(Protocol):
 Ints = NDArray[np.int64]
 PageTokens = NDArray[np.int32] | Sequence[bytes]
 Described = tuple[Sequence[Hashed], Ints, Ints, PageTokens]
-"""For each request: its hasher, its first and last newly hashed page, and the int32 bytes of the pages' tokens.
+"""For each request: its hasher, its first and last newly hashed page, and the int32 bytes of these pages' tokens.
 
-The other thread may read it at once. It is a plain tuple, because an object with named fields would cost the loop more
-than everything else that it records.
+The publisher's thread may read it at once. It is a plain tuple, because an object with named fields would cost the loop
+more than everything else that it records.
 """
 Change = tuple[int | Indices, bool, Digests | int]
-"""The source, whether its pages came (True) or were removed, and their digests. A single removed page has only the last
-word of its digest.
+"""The source; whether its pages came (True) or were removed; and their digests. If a single page was removed, only the
+last word of its digest is given.
 
-If one index holds pages of several block tables, the source is an array with a number for each page.
+If one index has pages of several block tables, the source is an array with a number for each page.
 """
 Entry = Change | Described | None
-"""A change of an index; a description of pages, which precedes their change; or None at the end of a call."""
+"""A change of an index; or a description of pages, which precedes the change that adds them; or None at the end of a
+call.
+"""
 
 
 class Watched(NamedTuple):
@@ -70,17 +73,20 @@ class NoLog:
 
 
 class EventLog:
-    """The entries of one manager, oldest first. The loop appends entries; the thread removes them by `take`."""
+    """The entries of one manager, oldest first.
+
+    The loop appends entries; the publisher's thread removes them by `take`.
+    """
 
     is_read = True
 
     def __init__(self) -> None:
         self.entries: deque[Entry] = deque()
         self.describe: Callable[[Described], None] = self.entries.append
-        self.full: Callable[[], None] | None = None  # called by the loop if the thread falls behind
+        self.full: Callable[[], None] | None = None  # called by the loop if the publisher's thread falls behind
 
     def watch(self, watched: Watched) -> None:
-        """Record every change of the index from now on. Pages that are already in it are recorded as coming now."""
+        """Record every change of the index from now on. Pages that it already has are recorded as added now."""
         changes, index = IndexChanges(self.entries, watched), watched.pages
         index.journal.read(changes)
         if (there := np.flatnonzero(index.published)).size:

@@ -1,10 +1,10 @@
-"""`EventPublisher`: the thread that makes events from the loop's record, and sends them.
+"""`EventPublisher`: the thread that makes events from the loop's record and sends them to subscribers.
 
-No subscriber can delay the loop, which only appends to a log. This thread takes entries from the log. Every buffer is
-bounded. If a buffer drops a message, subscribers see a gap in the sequence and can ask for a replay. The replay has the
-last batches. If these are no longer kept, it has `AllBlocksCleared` and the whole state, under the requested number.
-The sequence begins with the clock in microseconds, so after a restart a subscriber sees only higher numbers. The first
-event is `AllBlocksCleared`.
+No subscriber can delay the loop, which only appends to a log. The thread takes entries from the log. Every buffer is
+bounded. If a buffer drops a message, subscribers see a gap in the sequence numbers and can ask for a replay. The answer
+has the batches from the requested number on. If these are no longer kept, it has `AllBlocksCleared` and the whole
+state, under the requested number. The sequence begins with the clock in microseconds, so after a restart a subscriber
+sees only higher numbers. The first event is `AllBlocksCleared`.
 """
 
 import bisect
@@ -28,43 +28,44 @@ from kvcache.events.wire import END_OF_REPLAY, AllBlocksCleared, BlockStored, Ev
 from kvcache.params import KVEvents
 from kvcache.sockets import SUBSCRIPTIONS, bound_socket
 
-_LOOK_MS = 5  # the pause between two looks at an empty log
-# Python switches threads only after 5 ms unless the running thread waits. So this thread pauses by itself after this
-# many entries, and after a number of tokens in events. The pause is long enough to wake a waiting thread.
+_LOOK_MS = 5  # in milliseconds: how long the thread sleeps if the log is empty
+# Python switches threads only after 5 ms, unless the running thread waits. The publisher's thread therefore pauses
+# after this many entries, and after a number of tokens in events. The pause is long enough to wake a waiting thread.
 _ENTRIES_A_TURN = 16
 _TOKENS_A_TURN = 1 << 11
 _PAUSE_S = 5e-5
-# If this thread gets no time, the loop applies this many entries a call. Their events wait for the thread. If too many
-# events wait, they are dropped, and the whole state is announced again.
+# If the publisher's thread gets no time, the loop applies this many entries in each call. Their events wait for the
+# thread. If too many events wait, they are dropped, and the whole state is announced again.
 _ENTRIES_OF_LOOP = 128
 _MOST_UNTOLD = 1 << 12
 _LOST_AT = 4 * MOST_ENTRIES  # a log with more unread entries than this is dropped
-# After this time without events an empty batch is sent, so that a subscriber that missed the last batch sees the gap.
+# In seconds. After this time without events an empty batch is sent, so that a subscriber that missed the last batch
+# notices the gap.
 _QUIET_S = 1.0
 _RING_BYTES = 64 << 20
 _TOKENS_A_BATCH = 1 << 16
 _REPLAYED = 1000  # the most batches of a replay; a subscriber that lacks more gets the whole state
 _REPLAY_SHARE = 0.2  # the share of this thread's time that replays may take
-# The most bytes of an answer that are sent in a turn, plus a cost for each message; later turns send the rest.
+# In bytes: how much of an answer is sent in a turn, including a cost for each message. Later turns send the rest.
 _BYTES_A_TURN = 1 << 18
 _MESSAGE_COST = 1 << 12
-# The most messages of an answer that wait in the socket for a peer; the rest of the answer waits in `_unsent`.
+# The most messages of an answer that wait in the socket for a peer. The rest of the answer waits in `_unsent`.
 _UNREAD = 16
-_UNREAD_S = 2.0  # if a peer takes none of its answer for this long, the rest is dropped
-# The share of this thread's time for announcing the whole state to new subscribers, and to those that have missed too
-# much. The pause after an announcement is bounded. A few announcements may exceed the share, because several
-# subscribers may come back one after the other.
+_UNREAD_S = 2.0  # in seconds: if a peer takes none of its answer for this long, the rest is dropped
+# The share of this thread's time for announcing the whole state to subscribers that are new or have missed too much. An
+# announcement is followed by a pause, whose length is bounded. A few announcements may exceed the share, because
+# several subscribers may return one after another.
 _ANEW_SHARE = 0.2
 _LEAST_ANEW_S, _MOST_ANEW_S = 0.5, 10.0
 _ANEW_AHEAD = 2
-_JOIN_S = 0.25  # after this time the subscription of a new connection has surely arrived
+_JOIN_S = 0.25  # in seconds: after this time the subscription of a new connection has surely arrived
 _END_S = 1.0
 
 _log = logging.getLogger("pagewire")
 
 
 class _Stream:
-    """The sockets of one rank, the number of its next batch, and its last batches."""
+    """The sockets of one rank, its next sequence number, and its last batches."""
 
     def __init__(self, options: KVEvents, rank: int) -> None:
         address, replay_address = options.addresses(rank)
@@ -75,9 +76,9 @@ class _Stream:
         self._most = options.buffer_steps
         self.sequence = time.time_ns() // 1000  # the number of the next batch
         self.sent_at = 0.0
-        # The rest of the present answer; each message begins with the peer.
+        # The rest of the current answer. Each message begins with the peer's address.
         self._unsent: deque[tuple[bytes, ...]] = deque()
-        self._taken_at = 0.0  # when the peer last took a message of its answer; 0 if it has taken none
+        self._taken_at = 0.0  # when the peer last took a message of its answer; 0 if it has not taken any
         self.pub = bound_socket("kv_events", zmq.PUB, address, options.hwm, options.secure, SUBSCRIPTIONS)
         self.replay = None
         if replay_address is not None:
@@ -86,7 +87,8 @@ class _Stream:
             except InvalidParamsError:
                 self.pub.close()
                 raise
-            self.replay.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sends fail if a peer's queue is full or the peer is gone
+            # sends then fail if a peer's queue is full or the peer is gone
+            self.replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.joins = self.pub.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 
     @property
@@ -107,11 +109,11 @@ class _Stream:
 
     @property
     def is_answering(self) -> bool:
-        """Whether an answer is not fully sent yet."""
+        """Whether part of an answer is still unsent."""
         return bool(self._unsent)
 
     def answer(self, book: EventBook) -> bool:
-        """Begin to answer one request for a replay from a given batch on. `reply` sends the answer.
+        """Begin to answer a request for a replay of the batches from a given number on. `reply` sends the answer.
 
         Returns False if these batches are no longer kept. The answer is then the whole state.
         """
@@ -131,7 +133,7 @@ class _Stream:
         return known
 
     def reply(self) -> bool:
-        """Send as much of the present answer as the peer takes now. Returns whether it took any.
+        """Send as much of the current answer as the peer takes now. Returns whether the peer took any.
 
         The rest is dropped if the peer is gone, if it takes nothing for `_UNREAD_S`, or if its queue was already full
         when it asked.
@@ -167,10 +169,10 @@ class _Stream:
             self.replay.close(linger=200)
 
     def _state(self, book: EventBook, first: int) -> Iterable[tuple[int, bytes]]:
-        """All cached pages, in batches numbered from `first` on. No number is above the last one that was sent.
+        """Returns all cached pages, in batches numbered from `first` on. No number is above the last one that was sent.
 
-        The subscriber also receives the batches sent since its request. They do no harm, because the last event about a
-        page decides.
+        The subscriber also receives the batches that were sent since its request. They do no harm, because the last
+        event about a page decides.
         """
         parts = list(batched(chain([AllBlocksCleared()], book.state(self.rank))))
         count = min(len(parts), max(1, self.sequence - first))
@@ -193,16 +195,17 @@ class _Worker:
         self._log = log
         self._book = book
         self._closing = threading.Event()
-        # Must be held while the book is used. The loop applies entries, too, if the thread is late.
+        # Must be held while the book is used, because the loop also applies entries if the thread is late.
         self._applying = threading.Lock()
         self._behind = True  # whether subscribers need the whole state
-        self._untold: list[Told] = []  # events of entries that the loop has applied, not sent yet
-        self._lost = False  # whether entries were dropped, so that the book is wrong
+        self._untold: list[Told] = []  # events of entries that the loop has applied and that were not sent yet
+        self._lost = False  # whether entries were dropped, which makes the book wrong
         self._replay_at = 0.0  # the earliest time of the next replay
-        # The times, ascending, at which subscribers need the whole state. A time in the list never changes.
+        # The times, ascending, at which the whole state must be announced. A time in the list never changes.
         self._owed: list[float] = []
         self._told_anew_at = 0.0  # the time of the last announcement of the whole state
-        self._anew_s = _LEAST_ANEW_S  # the pause that one announcement costs
+        # how long to pause after an announcement, so that it stays within its share of the time
+        self._anew_s = _LEAST_ANEW_S
         self._paid_at = 0.0  # when the pauses of all announcements so far end
         self._poller = zmq.Poller()
         try:
@@ -233,7 +236,8 @@ class _Worker:
         for stream in self.streams:
             stream.send([AllBlocksCleared()])
         deadline = time.monotonic() + _END_S
-        while time.monotonic() < deadline:  # Dynamo's listener waits for its answer without a timeout
+        # the last events must reach Dynamo's listener, which waits for its answer without a timeout
+        while time.monotonic() < deadline:
             asked = self._answer(dict(self._poller.poll(0)))
             if not self._reply() and not asked and not self._is_answering():
                 break
@@ -244,10 +248,10 @@ class _Worker:
         self._closing.set()
 
     def catch_up(self) -> None:
-        """Apply some entries, if the log is too long. The loop calls this, and it never waits.
+        """Apply some entries if the log is too long. Called by the loop, so it never waits.
 
-        While the thread uses the book, the log keeps growing. Beyond `_LOST_AT` entries it is dropped, and the book is
-        emptied.
+        While the thread uses the book, the log keeps growing. A log of more than `_LOST_AT` entries is dropped, and the
+        book is emptied.
         """
         entries = self._log.entries
         if self._applying.acquire(blocking=False):
@@ -259,10 +263,10 @@ class _Worker:
                 self._applying.release()
         elif len(entries) > _LOST_AT:
             entries.clear()
-            self._lost = True  # set last, so that a new book gets none of the dropped entries
+            self._lost = True  # set last, so that the new book gets none of the dropped entries
 
     def agree(self, indexes: Sequence[Watched]) -> None:
-        """Apply the whole log, then the differences between the book and the indexes. The loop calls this."""
+        """Apply the whole log, and then the differences between the book and the indexes. Called by the loop."""
         with self._applying:
             self._untold += self._apply(self._take(len(self._log.entries)))
             for index, source, tables in indexes:
@@ -300,8 +304,9 @@ class _Worker:
         return bool(self._owed) and now >= max(self._owed[0], self._paid_at - _ANEW_AHEAD * self._anew_s)
 
     def _owe(self, at: float) -> None:
-        """Announce the whole state at the time `at`. Announcements that are already planned stay."""
-        if (at := math.ceil(at * 100) / 100) not in self._owed:  # at most 100 a second
+        """Plan an announcement of the whole state at the time `at`. Earlier plans stay."""
+        # rounded, so that there are at most 100 announcements a second
+        if (at := math.ceil(at * 100) / 100) not in self._owed:
             bisect.insort(self._owed, at)
 
     def _apply(self, entries: Sequence[Entry]) -> list[Told]:
@@ -313,7 +318,7 @@ class _Worker:
             return []
 
     def _begin_anew(self) -> None:
-        """Start again with an empty book. Pages that are cached now are reported only when they are stored again."""
+        """Start again with an empty book. A page that is cached now is reported only when it is stored again."""
         self._book, self._behind = self._book.begun_anew(), True
 
     def _send(self, stream: _Stream, told: Sequence[Told], *, anew: bool) -> None:
@@ -327,7 +332,7 @@ class _Worker:
             stream.send([])
 
     def _poll(self, timeout_ms: int) -> None:
-        """Answer one replay request a rank, in parts, unless replays have used up their share of the time."""
+        """Answer one replay request of each rank, in parts, unless replays have used up their share of the time."""
         started = time.monotonic()
         if started < self._replay_at:
             time.sleep(timeout_ms / 1000)
@@ -335,25 +340,25 @@ class _Worker:
         ready = dict(self._poller.poll(0 if self._is_answering() else timeout_ms))
         started = time.monotonic()
         if any([stream.joins in ready and stream.take_joins() for stream in self.streams]):  # noqa: C419 - a list, as each is asked
-            # A new subscriber does not always ask for a replay. For example, vLLM's router does not ask prefill
-            # processes.
+            # A new subscriber need not ask for a replay. For example, vLLM's router does not ask prefill processes.
             self._owe(started + _JOIN_S)
         asked = self._answer(ready)
         if self._reply() or asked:
             now = time.monotonic()
             self._replay_at = now + (now - started) * (1 / _REPLAY_SHARE - 1)
-        elif self._is_answering():  # the peer reads slowly
+        elif self._is_answering():  # the peer reads its answer slowly
             time.sleep(timeout_ms / 1000)
 
     def _answer(self, ready: Container[object]) -> bool:
-        """Begin to answer a request of each rank that has no unsent answer. Returns whether there was any."""
+        """Begin to answer a request of each rank that has no unsent answer. Returns whether any request was found."""
         asked = [stream for stream in self.streams if stream.replay in ready and not stream.is_answering]
         for stream in asked:
-            with self._applying:  # `catch_up` of the loop uses the book too
-                # vLLM's router uses a replay only if the replay continues without a gap to the batches that it has
+            with self._applying:  # `catch_up`, which the loop calls, uses the book too
+                # vLLM's router uses a replay only if it continues without a gap after the batches that the router has
                 # received.
                 if not stream.answer(self._book):
-                    self._owe(time.monotonic() + _JOIN_S)  # a new connection also asks; one announcement serves both
+                    # the subscriber's new connection also plans an announcement at about this time; one serves both
+                    self._owe(time.monotonic() + _JOIN_S)
         return bool(asked)
 
     def _reply(self) -> bool:
@@ -364,7 +369,7 @@ class _Worker:
 
     def _take(self, most: int) -> list[Entry]:
         taken: list[Entry] = []
-        with contextlib.suppress(IndexError):  # `catch_up`, called by the loop, may clear the log meanwhile
+        with contextlib.suppress(IndexError):  # `catch_up`, which the loop calls, may clear the log meanwhile
             while len(taken) < most:
                 taken.append(self._log.entries.popleft())
         return taken
@@ -412,7 +417,7 @@ class NoEvents:
 
 
 def batched(events: Iterable[KVEvent]) -> Iterable[list[KVEvent]]:
-    """Split events into parts with a bounded number of tokens."""
+    """Split events into batches with a bounded number of tokens."""
     part: list[KVEvent] = []
     tokens = unpaused = 0
     for event in events:

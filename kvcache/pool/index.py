@@ -1,9 +1,9 @@
-"""`PrefixIndex`: digest → page, for a whole prompt in a few numpy operations.
+"""`PrefixIndex`: finds pages by digest, for a whole prompt in a few numpy operations.
 
 It is a hash table with chained buckets, whose links are arrays. So no page costs a Python object, and a removal frees
 its entry at once. Open addressing was rejected, because its tombstones require a rebuild of the whole table now and
-then. The chains are doubly linked, and the heads of buckets are links like any other. So any number of pages is removed
-in four operations. With single links, each removal would walk the chains, at a dozen operations for each link of the
+then. The chains are doubly linked, and the heads of buckets are links like any other, so four operations remove any
+number of pages. With single links, each removal would walk the chains, at a dozen operations for each link of the
 longest chain.
 """
 
@@ -21,11 +21,14 @@ NO_PAGE = 0  # the null page is never published
 _FEW = 16  # up to this many chains are followed one by one
 _SIGNED = np.dtype(np.int64)
 INDEX = np.dtype(np.intp)
-"""The integer type that numpy uses for indices. Indexing with another type takes about twice as long."""
+"""The integer type that numpy uses for indices. Indexing by another type takes about twice as long."""
 
 
 class PrefixIndex:
-    """Published pages by their digests, which have `digest_words` words of 64 bits. A hit compares the whole digest."""
+    """Finds published pages by their digests, which have `digest_words` words of 64 bits.
+
+    A hit compares the whole digest.
+    """
 
     def __init__(self, num_pages: int, digest_words: int) -> None:
         self.digest_words = digest_words
@@ -40,41 +43,43 @@ class PrefixIndex:
         self._before = np.zeros(self._first, np.int32)  # by published page: the link that points to it
         self._heads = self._links[self._first :]  # a view
         self._digests = np.zeros((self._first, digest_words), np.uint64)
-        # A view with one item a page. Here and below, `put` and `take` need a quarter of the time of indexing by rows.
+        # A view with one item per page. In this file, `put` and `take` on such views need a quarter of the time of
+        # indexing by rows.
         self._records = self._digests.view(f"V{8 * digest_words}").reshape(-1)
-        self._words = self._digests[:, 0]  # the first word nearly always tells two digests apart
-        # Which links are in a chain: those of buckets and of published pages.
+        self._words = self._digests[:, 0]  # nearly always, the first words of two digests differ
+        # Which links are in a chain: those of all buckets and of published pages.
         self._linked = np.zeros(len(self._links), np.bool_)
         self._linked[self._first :] = True
         self.published = self._linked[: self._first]  # a view
-        self.generation = 0  # the number of changes so far; a lookup at the same generation is still valid
+        # the number of changes so far; the result of a lookup is valid while this number stays the same
+        self.generation = 0
         self.journal = Journal()  # shared with the pool
         self.tables = np.zeros(num_pages + 1, np.intp)  # by page: the number of its block table, set before `publish`
 
     def find(self, digests: Digests) -> Pages:
-        """The published page of each digest, `NO_PAGE` if there is none. int32 `[len(digests)]`."""
+        """Returns the published page of each digest, or `NO_PAGE`: int32 `[len(digests)]`."""
         return self._find(digests, self._buckets(digests))
 
     def may_have(self, digests: Digests) -> bool:
-        """Whether a published page may have the first digest: one has the same first 64 bits. A cheap test."""
+        """Whether a published page may have the first digest: one with the same first 64 bits exists. A cheap test."""
         word = digests.item(0)
         return self._follow(self._heads.item(word & self._bucket_mask), word) != NO_PAGE
 
     def match(self, digests: Digests) -> Pages:
-        """The pages of the longest run of digests, from the first on, that are all published."""
+        """Returns the pages of the longest run of digests, from the first on, that are all published."""
         pages = self.find(digests)
-        if np.count_nonzero(pages) == len(pages):  # takes a third of the time of a comparison
+        if np.count_nonzero(pages) == len(pages):  # takes a third of the time of comparing arrays
             return pages
         return pages[: (pages == NO_PAGE).argmax()]
 
     def publish(self, pages: Pages, digests: Digests) -> Pages:
         """Publish `pages` under distinct `digests`.
 
-        Returns the page that now has each digest: an older page, if there was one.
+        Returns the page that now has each digest. This is an older page if there was one.
         """
         buckets = self._buckets(digests)
         winners = self._find(digests, buckets)
-        # Here and below: for few pages it takes a fourth of the time of `any` and `all`.
+        # In this file, for few pages, `count_nonzero` takes a fourth of the time of `any` and `all`.
         if not np.count_nonzero(winners):
             self._insert(pages, digests, buckets)
             return pages
@@ -93,21 +98,21 @@ class PrefixIndex:
 
     def _unlink_pages(self, at: Buckets) -> None:
         before = self._before[at]
-        # If two neighbours in a chain are removed, the second one waits for the next round. Otherwise each would
-        # rewrite a link that the other has already read.
+        # If two neighbours in a chain are removed, the second one waits for the next round. Otherwise each of them
+        # would rewrite a link that the other has already read.
         while (first := np.count_nonzero(linked := self._linked[link := before.astype(INDEX)])) < len(link):
             others = at[~linked]
             if first and len(others) > _FEW:
                 self._unlink(at[linked], before[linked], link[linked])
                 at, before = others, self._before[others]
             else:
-                for page in others.tolist():  # removed one by one, in any order
+                for page in others.tolist():  # the rest is removed one by one, in any order
                     self._unlink_one(page)
                 at, before = at[linked], before[linked]
         self._unlink(at, before, link)
 
     def rename(self, pages: Pages, others: Pages) -> None:
-        """Move the digests of published `pages` to `others`. The journal does not report it."""
+        """Move the digests of published `pages` to `others`. The journal does not report this."""
         self._digests[others] = digests = self.digests_of(pages)
         self.published[pages] = False
         self.generation += 1
@@ -128,22 +133,25 @@ class PrefixIndex:
         self._before[after] = before
 
     def digests_of(self, pages: Pages | Buckets) -> Digests:
-        """The digests of `pages`, uint64 `[len(pages), words]`.
+        """Returns the digests of `pages`, uint64 `[len(pages), words]`.
 
-        If a page is not published now, its last digest counts.
+        For a page that is not published, the digest is its last one.
         """
         return self._digests.take(pages, axis=0)
 
     def words_of(self, pages: NDArray[np.integer]) -> NDArray[np.uint64]:
-        """The first word of the digest of each of `pages`, uint64 `[len(pages)]`."""
+        """Returns the first word of the digest of each of `pages`, uint64 `[len(pages)]`."""
         return self._words[pages]
 
     def published_words(self, mask: np.uint64) -> Buckets:
-        """The published pages whose first word has no bit of `mask`."""
+        """Returns the first words of published pages that have no bit of `mask` set."""
         return np.flatnonzero(self.published & ((self._words & mask) == 0))
 
     def mend(self) -> None:
-        """Rebuild the links from the published pages, one for each digest. The journal does not report it."""
+        """Rebuild the links from the published pages, keeping one page for each digest.
+
+        The journal does not report this.
+        """
         pages = np.flatnonzero(self.published)
         _, once = np.unique(self._records[pages], return_index=True)
         pages = pages[np.sort(once)].astype(np.int32)
@@ -151,11 +159,11 @@ class PrefixIndex:
         stays[pages] = True
         self._links[:] = NO_PAGE
         self.generation += 1
-        self.published[:] = stays  # in one assignment, so that an interrupt loses no published page
+        self.published[:] = stays  # a single assignment, so that an interrupt loses no published page
         self._link(pages, self._buckets(self.digests_of(pages)))
 
     def clear(self) -> None:
-        """Unpublish every page. The journal does not report it."""
+        """Unpublish every page. The journal does not report this."""
         self.published[:] = False
         self._links[:] = NO_PAGE
         self.generation += 1
@@ -188,11 +196,11 @@ class PrefixIndex:
                 found[hits if places is None else places[hits]] = current[hits]
                 at[hits] = NO_PAGE
             current = self._links[at]
-            left = current.nonzero()[0]  # the digests whose chains have not ended yet
+            left = current.nonzero()[0]  # the digests whose chains have not been followed to the end
             places = left if places is None else places[left]
             current, wanted = current[left], wanted[left]
         at_end = range(len(current)) if places is None else places.tolist()
-        word_of, link_of = self._words.item, self._links.item  # inlines `_follow`, which halves the time
+        word_of, link_of = self._words.item, self._links.item  # `_follow` is inlined here, which halves the time
         for place, page, word in zip(at_end, current.tolist(), wanted.tolist(), strict=True):
             while page != NO_PAGE and word_of(page) != word:
                 page = link_of(page)  # noqa: PLW2901 - along the chain
@@ -205,13 +213,13 @@ class PrefixIndex:
         return found
 
     def _follow(self, page: int, word: int) -> int:
-        """The first page of a chain, from `page` on, whose digest has this first word; `NO_PAGE` if there is none."""
+        """Returns the first page of a chain, from `page` on, whose digest has this first word; or `NO_PAGE`."""
         while page != NO_PAGE and self._words.item(page) != word:
             page = self._links.item(page)
         return page
 
     def _find_exactly(self, found: Pages, digests: Digests, buckets: Buckets) -> None:
-        """Correct `found` where digests share their first word: compare whole digests along the chains, one by one."""
+        """Correct `found` where digests share their first word: compares whole digests along the chains, one by one."""
         for at in np.flatnonzero(found):
             page = self._heads[buckets[at]]
             while page != NO_PAGE and not np.array_equal(self._digests[page], digests[at]):
@@ -232,10 +240,10 @@ class PrefixIndex:
             heads = self._heads[buckets]
             self._heads[buckets] = pages
             self._links[at] = heads
-            # If several pages go to one bucket, only one of them was written as the bucket's head. It links to the old
-            # head. The others go through the loop again.
+            # If several pages belong to one bucket, only one of them was written as its head. That page links to the
+            # old head. The others go through the loop again.
             written = self._heads[buckets]
-            self._before[heads.astype(INDEX)] = written  # an entry for the null page is never read
+            self._before[heads.astype(INDEX)] = written  # also writes an entry for the null page, which is never read
             self._before[at] = buckets + self._firsts
             lost = (written != pages).nonzero()[0]
             if not lost.size:
@@ -243,9 +251,9 @@ class PrefixIndex:
             at, pages, buckets = at[lost], pages[lost], buckets[lost]
 
     def _changed(self, pages: Buckets | int, come: bool) -> None:
-        """Mark `pages` as published if `come`, else as not published, and notify readers.
+        """Mark `pages` as published if `come`, else as not published. Notify readers.
 
-        Every change of the index goes here.
+        Every change of the index goes through this method.
         """
         self.published[pages] = come
         self.generation += 1
@@ -255,11 +263,11 @@ class PrefixIndex:
                 tell(pages, come, digests)
 
     def _unlink(self, at: Buckets, before: Pages, link: Buckets) -> None:
-        """Remove `at` from their chains. `before`: the link that points to each page.
+        """Remove pages `at` from their chains. `before` has the link that points to each page.
 
-        `link`: the same numbers as `INDEX`.
+        `link` has the same numbers in the type `INDEX`.
         """
-        # For few pages this takes a third of the time of comparing the arrays.
+        # For few pages this takes a third of the time of comparing arrays.
         if self._links[link].astype(INDEX).tobytes() != at.tobytes():
             raise InvariantError(f"page {at[self._links[link] != at][0]} is not in the chain of its digest")
         after = self._links[at]
@@ -267,5 +275,5 @@ class PrefixIndex:
         self._before[after.astype(INDEX)] = before
 
     def _buckets(self, digests: Digests) -> Buckets:
-        """The bucket of each digest, in the type `INDEX`."""
+        """Returns the bucket of each digest, in the type `INDEX`."""
         return digests.view(_SIGNED)[:, 0] & self._bucket_masks

@@ -1,7 +1,7 @@
 """The file tier: pages of the host tier in a folder, found by their digests. It outlives the process.
 
-Several processes may share the folder. Each scans it now and then for files of other processes. If a known file is
-gone, its pages are misses.
+Several processes may share the folder. Each of them scans it from time to time for files of other processes. If a known
+file is gone, lookups of its pages are misses.
 """
 
 import contextlib
@@ -31,13 +31,14 @@ Entries = NDArray[np.int32]
 NO_ENTRY = NO_PAGE
 
 MakeIO = Callable[[Sequence[torch.Tensor]], PageIO]
-"""Makes the object that moves bytes for one thread between files and the given host memory."""
+"""Makes the object that moves bytes between files and the given host memory, for one thread."""
 
 FILE_BYTES = 16 << 20
-_LONGEST_QUEUED_S = 1.0  # the longest time after which queued pages are written, even if they do not fill a file
-_LONGEST_WAIT_S = 0.1  # the longest that a reservation waits for pages that are being read
+# in seconds: the longest time after which queued pages are written, even if they do not fill a file
+_LONGEST_QUEUED_S = 1.0
+_LONGEST_WAIT_S = 0.1  # in seconds: the longest that a reservation waits for pages that are being read
 _RESCAN_S = 5.0
-# The refusals that show wrong bytes in a file. The others come from failed system calls.
+# The refusals that show wrong bytes in a file. The other refusals come from failed system calls.
 _DAMAGE = frozenset({FileRefusal.CUT, FileRefusal.FOREIGN, FileRefusal.CORRUPTED})
 
 _log = logging.getLogger("pagewire")
@@ -46,12 +47,12 @@ _log = logging.getLogger("pagewire")
 @dataclass(eq=False, slots=True)
 class _File:
     number: int
-    entries: Entries  # by place in the file; NO_ENTRY for a page that this file no longer provides
+    entries: Entries  # by index within the file; NO_ENTRY for a page that this file no longer provides
     size: int
 
 
 class FileIndex:
-    """The pages of all known files, which take `max_bytes` at most. An entry is the index of a page in the arrays."""
+    """The pages of all known files, which take at most `max_bytes`. An entry is the index of a page in the arrays."""
 
     def __init__(self, max_bytes: int, page_bytes: int, digest_words: int) -> None:
         capacity = max_bytes // page_bytes
@@ -75,11 +76,14 @@ class FileIndex:
         return frozenset(self._files)
 
     def find(self, digests: Digests) -> Entries:
-        """The entry of each page, `NO_ENTRY` if there is none."""
+        """Returns the entry of each page; `NO_ENTRY` if there is none."""
         return self.pages.find(digests)
 
     def whereabouts(self, entries: Entries) -> list[tuple[str, int, NDArray[np.intp]]]:
-        """Split `entries` into runs that are adjacent in a file: the file, the first place, indices in `entries`."""
+        """Split `entries` into runs that are adjacent in a file.
+
+        A run has the file, the first index there, and indices into `entries`.
+        """
         files, places = self._file_of[entries], self._place_of[entries]
         cuts = np.flatnonzero((np.diff(files) != 0) | (np.diff(places) != 1)) + 1
         runs = np.split(np.arange(len(entries)), cuts)
@@ -168,7 +172,7 @@ class FileIndex:
 
 
 class FileTier(LowerTier):
-    """Files of pages below a host tier. They take `max_bytes` at most; the least recently used files are removed first.
+    """Files of pages below a host tier. They take at most `max_bytes`; the least recently used files are removed first.
 
     `make_io` is called once for each of the two threads. Raises `PoolTooSmallError` if `max_bytes` cannot hold a page.
     """
@@ -184,7 +188,7 @@ class FileTier(LowerTier):
         self._layout = layout
         self._max_bytes = max_bytes
         self._read_io, self._write_io = make_io(host.memory), make_io(host.memory)
-        # The most pages of a file. It is small, so that a small host tier has enough other slots while a file is
+        # The most pages of a file. A file is small, so that a small host tier has enough other slots while a file is
         # written.
         most = (FILE_BYTES // layout.page_bytes, host.pool.num_pages // 4, layout.most_in(max_bytes))
         self.pages_a_file = max(1, min(most))
@@ -202,7 +206,7 @@ class FileTier(LowerTier):
         return found
 
     def fetch(self, digests: Digests, wanted: Asked, *, wait: bool, gain: int) -> None:  # noqa: ARG002 - it always pays
-        """See the base class. `wait`: wait for the reads that are running, at most `_LONGEST_WAIT_S`."""
+        """See the base class. With `wait`, waits for the reads that are running, at most `_LONGEST_WAIT_S`."""
         names = digests.swapaxes(0, 1)[wanted.T][: self._host.pool.free_count // 2]
         entries = self._index.find(names)
         absent = (self._host.pool.index.find(names) == NO_PAGE) & ~self._index.reading[entries]
@@ -293,7 +297,7 @@ class FileTier(LowerTier):
         return self._index.pages
 
     def mend(self) -> None:
-        """See the base class. The next scan of the folder finds its files again."""
+        """See the base class. The next scan of the folder finds the files again."""
         super().mend()
         self._queue.clear()
         self._index.clear()
@@ -322,7 +326,7 @@ class FileTier(LowerTier):
     def _read_file(self, path: Path, first: int, names: Digests, pages: list[list[Part]]) -> list[FileRefusal | None]:
         """Read pages of a file, in the read thread.
 
-        Also mark the file as just used, for other processes and the next start.
+        Also mark the file as just used, for other processes and for the next start.
         """
         refusals = read_pages(path, self._layout, first, names, pages, self._read_io)
         with contextlib.suppress(OSError):

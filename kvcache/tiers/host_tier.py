@@ -1,8 +1,8 @@
 """The host tier: pages in host memory, its interface to each replica, and the base class of all lower tiers.
 
 Soon after a replica publishes a page, the page is copied into a host slot (write-through). If pages of a prompt have
-left the device, they are copied back from host memory. Slots are managed like device pages: a `PagePool` records which
-are published, held by a copy, or idle, and evicts the least recently used idle slots first.
+been evicted from the device, they are copied back from host memory. Slots are managed like device pages: a `PagePool`
+records which are published, held by a copy, or idle, and evicts the least recently used idle slots first.
 """
 
 import time
@@ -28,7 +28,7 @@ from kvcache.replica.rows import Pages, Rows, as_rows
 from kvcache.tiers.page_files import FileRefusal, FileRefusals
 
 _T = TypeVar("_T")
-# The most bytes that are copied between two steps for readers of pages; copies for rows are not limited.
+# In bytes: how much is copied between two steps for readers of pages. Copies for rows are not limited.
 _BROUGHT_BYTES = 8 << 20
 PAUSE_S = 10.0
 """The pause of a lower tier after a failure, in seconds."""
@@ -54,7 +54,7 @@ class HostTier:
         self.pool.release(slots)
 
     def parts(self, slots: Slots) -> list[list[NDArray[np.uint8]]]:
-        """The bytes of every shard of each slot, as arrays over the tier's own memory."""
+        """Returns the bytes of every shard of each slot, as arrays over the tier's own memory."""
         return [[rows[slot] for rows in self._rows] for slot in slots.tolist()]
 
 
@@ -62,18 +62,18 @@ class HostTier:
 class HostCopy:
     """A copy of pages into host slots, or back to the device. Pages and slots are held until it is over.
 
-    Until then no other request finds pages that are copied back for a row, and no request may read them.
+    Until then, pages that are copied back for a row are found by no other request, and may be read by none.
     """
 
     pages: Pages
     slots: Slots
-    digests: Digests  # published when the copy is over; empty for pages copied back for a row
+    digests: Digests  # published when the copy is over; empty for pages that are copied back for a row
     copy: Copy
 
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """A read, a write or a question to a store, that runs in a thread of a lower tier."""
+    """A read, a write or a question to a store, which runs in a thread of a lower tier."""
 
     work: Future[Callable[[], None]]  # returns what the loop's thread must do with the result
     slots: Slots  # held until the work has ended
@@ -81,7 +81,7 @@ class Job:
     dropped: bool = False  # whether the result is no longer wanted
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait until the work has ended, at most `seconds`; None means without limit."""
+        """Wait until the work has ended, for at most `seconds`; None means without limit."""
         wait([self.work], seconds)
 
     def drop(self) -> None:
@@ -90,18 +90,18 @@ class Job:
 
 
 class TierThread(ThreadPoolExecutor):
-    """A thread of a lower tier."""
+    """One of the two threads of a lower tier."""
 
     def __init__(self, name: str) -> None:
         super().__init__(1, f"pagewire-{name}")
-        self.jobs: deque[Job] = deque()  # in order, each until the loop's thread has handled its result
+        self.jobs: deque[Job] = deque()  # in order; a job stays here until the loop's thread has handled its result
 
 
 class LowerTier:
     """A tier below the host tier: files or objects, which outlive the process.
 
-    All state belongs to the loop's thread. Two other threads move the bytes, one for reads and one for writes.
-    Meanwhile the host slots that they read or write are held. The loop's thread polls for their results.
+    All state belongs to the loop's thread. Two other threads move the bytes, one for reads and one for writes. The host
+    slots that they read or write are held meanwhile. The loop's thread polls for their results.
     """
 
     asks = False  # whether a remote store must be asked which pages it has
@@ -118,20 +118,20 @@ class LowerTier:
 
     @abstractmethod
     def counts(self, noun: str) -> Mapping[str, int]:
-        """The values of the tier's fields of `KVCacheMetrics`. `noun`: what the tier keeps, "blocks" or "states"."""
+        """Returns the tier's fields of `KVCacheMetrics`. `noun` is what the tier keeps: "blocks" or "states"."""
 
     # ---- up, to host slots
 
     @property
     @abstractmethod
     def generation(self) -> int:
-        """Changes whenever something new is known about which pages the tier has."""
+        """Changes whenever more is known about which pages the tier has."""
 
     @abstractmethod
     def has_of(self, digests: Digests, asked: Asked, *, perhaps: bool) -> Asked:
-        """Which `asked` pages the tier is known to have.
+        """Returns which of the `asked` pages the tier is known to have.
 
-        With `perhaps`, also the pages that are not known to be absent.
+        With `perhaps`, also returns the pages that are not known to be absent.
         """
 
     def ask(self, digests: Digests, perhaps: Asked) -> bool:  # noqa: ARG002 - everything is known
@@ -145,7 +145,7 @@ class LowerTier:
     def fetch(self, digests: Digests, wanted: Asked, *, wait: bool, gain: int) -> None:
         """Begin to read the `wanted` pages, which the tier has, column by column, as far as the host has room.
 
-        `gain`: the number of pages whose tokens then need not be computed. `wait`: wait a while for the pages.
+        `gain` is the number of pages whose tokens then need not be computed. With `wait`, waits a while for the pages.
         """
 
     @abstractmethod
@@ -177,13 +177,13 @@ class LowerTier:
 
     @abstractmethod
     def close(self) -> None:
-        """End the threads after their present work. Safe to call twice."""
+        """End the threads after their current work. Safe to call twice."""
 
     # ---- after an interrupt, and recounts
 
     @property
     def held_slots(self) -> list[Slots]:
-        """The host slots of each read and write under way."""
+        """Returns the host slots of each read and write that is under way."""
         return [job.slots for job in (*self._reader.jobs, *self._writer.jobs)]
 
     def stop(self) -> None:
@@ -193,7 +193,7 @@ class LowerTier:
                 thread.submit(nothing).result()
 
     def mend(self) -> None:
-        """Forget which pages the tier has. `stop` must be called before."""
+        """Forget which pages the tier has. `stop` must be called before this."""
         self._reader.jobs.clear()
         self._writer.jobs.clear()
 
@@ -257,7 +257,7 @@ class LowerTier:
 
 
 def nothing() -> None:
-    """Do nothing: work for a thread, or for the loop's thread after it."""
+    """Do nothing, as work for a thread, or for the loop's thread after it."""
 
 
 def _of_one_table(digests: Digests) -> Digests:
@@ -287,7 +287,8 @@ class ReplicaTier(PagesBelow, PageReader):
         self._every = every
         self._mover = mover
         self._no_digests: Digests = pool.index.digests_of(NO_SLOTS)
-        self.storing = np.zeros(pool.num_pages + 1, np.bool_)  # whether the copy of each page is queued or running
+        # by page: whether its copy to the host is queued or running
+        self.storing = np.zeros(pool.num_pages + 1, np.bool_)
         # Published pages to be copied to the host, oldest first, with their digests. An entry without pages records a
         # use of its digests. If these are `[tables, pages, words]`, it records that a request with these pages has
         # ended.
@@ -340,7 +341,7 @@ class ReplicaTier(PagesBelow, PageReader):
 
     @property
     def is_loading(self) -> bool:
-        """Whether asynchronous copies to the device have begun, and their end was not handled yet."""
+        """Whether asynchronous copies to the device have begun whose end was not handled yet."""
         return bool(self._left)
 
     def poll(self) -> None:
@@ -510,13 +511,13 @@ class ReplicaTier(PagesBelow, PageReader):
 
     @property
     def open_loads(self) -> list[HostCopy]:
-        """Every copy to the device that has not ended. `check` recounts them."""
+        """Returns every copy to the device that has not ended. `check` recounts them."""
         return [*self._left, *(load for loads in self._loads.values() for load in loads)]
 
     def mend(self, rows: Iterable[int]) -> None:
         claimed = {*rows}
         self._loads = {row: loads for row, loads in self._loads.items() if row in claimed}
-        self._left.clear()  # none of these is running any more
+        self._left.clear()  # none of these copies is running any more
         self.storing[:] = False
         for store in self.stores:
             self.storing[store.pages] = True

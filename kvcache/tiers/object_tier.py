@@ -14,8 +14,8 @@ objects of a table with a window include pages that have fallen out of the reque
 objects that the longest prefix needs: for full attention all objects, for a window those with tokens that are seen at
 the end of the prefix.
 
-A lookup takes two rounds. The first finds where the objects of full attention end, which decides which objects of
-windows to ask for in the second. If these are missing, a third round asks for all objects of windows.
+A lookup takes two rounds. The first round finds where the objects of full attention end, which decides which objects of
+windows to ask for in the second round. If these are missing, a third round asks for all objects of windows.
 """
 
 import logging
@@ -38,12 +38,13 @@ from kvcache.tiers.page_files import FileRefusal
 from kvcache.tiers.page_objects import ObjectFormat
 from kvcache.types import MakeObjectIO, ObjectRange, Part
 
-# After this time, pages are read even if computing them was faster so far: the store may have become faster.
+# In seconds. After this time, pages are read even if computing them was faster so far, because the store may have
+# become faster.
 _TRY_S = 30.0
 _WEIGHT = 0.25  # the weight of the newest value in a running mean
-MEMORY_BYTES = 16 << 20  # the most bytes that a thread moves at a time, unless a single object is larger
+MEMORY_BYTES = 16 << 20  # in bytes: how much a thread moves at a time, unless a single object is larger
 _FIRST_EPOCH = "0" * 16  # the epoch of a namespace that was never reset
-_ABSENT_S = 10.0  # how long an object counts as absent after the store has said so
+_ABSENT_S = 10.0  # in seconds: how long an object counts as absent after the store has said so
 _LONGEST_FLUSH_S = 10.0
 _MOST_KNOWN = 1 << 16  # the most objects whose presence or absence is remembered
 MOST_ASKED = 256  # the most objects of a table in one question to the store
@@ -61,7 +62,7 @@ class ObjectPiece(NamedTuple):
     name: bytes
     skip: int  # the number of pages of the object before these
     digests: Digests
-    table: int  # the number of the block table to which these pages belong
+    table: int  # the block table to which these pages belong
 
 
 class ReadRates:
@@ -82,7 +83,7 @@ class ReadRates:
     def pays(self, pages: int, before: int, gain: int, now: float) -> bool:
         """Whether reading `pages` pages is faster than computing `gain` pages. `before` others are already being read.
 
-        Returns True until a read has been measured. After that it also returns True every `_TRY_S` seconds if reading
+        Returns True until a read has been measured. Later it also returns True every `_TRY_S` seconds, even if reading
         is slower, because the store may have become faster.
         """
         is_measured = self.page_s > 0
@@ -95,7 +96,7 @@ class ReadRates:
 
 
 def _mean(before: float, newest: float) -> float:
-    """The running mean after one more value. `before`: the mean so far, 0 if there is none."""
+    """Returns the running mean after one more value. `before` is the mean so far; 0 if there is none."""
     return before + _WEIGHT * (newest - before) if before else newest
 
 
@@ -103,10 +104,10 @@ class ObjectTier(LowerTier):
     """Objects of pages below a host tier, and below the file tier if there is one.
 
     `make_io` is called once for each of the two threads. A request waits at most `timeout_s` to learn which objects
-    exist, and then at most `timeout_s` for their pages. `compute_page_s`: seconds that the model takes for a page's
-    tokens; infinite: reading always pays. `windows`: for each block table, whether later queries see only some of its
-    pages. `apart`: the pages are states. A request reads only one of them, however long its prompt is, and each is
-    written as soon as the host has it.
+    exist, and then at most `timeout_s` for their pages. `compute_page_s` is how many seconds the model takes for a
+    page's tokens; if it is infinite, reading always pays. `windows` says, for each block table, whether later queries
+    see only some of its pages. `apart` means that the pages are states. A request reads only one of them, however long
+    its prompt is, and each is written as soon as the host has it.
     """
 
     asks = True
@@ -133,12 +134,12 @@ class ObjectTier(LowerTier):
         size = max(layout.object_bytes, MEMORY_BYTES)
         self._objects_at_once = size // layout.object_bytes
         self._read_io, self._write_io = make_io(size, timeout_s), make_io(size, timeout_s)
-        self._epoch = ""  # the name of the present epoch; empty until the store has answered with it
+        self._epoch = ""  # the name of the current epoch; empty until the store has answered with it
         self._untold = False  # whether the store must still be told a new epoch
         # By object: None if it is present, else the time until which it counts as absent.
         self._known: OrderedDict[bytes, float | None] = OrderedDict()
         self._broken: set[bytes] = set()  # objects that must be overwritten
-        # By object that is looked up or read: the time until which a request waits for it.
+        # By object that is being looked up or read: the time until which a request waits for it.
         self._busy: dict[bytes, float] = {}
         self._queue: OrderedDict[bytes, Digests] = OrderedDict()  # the objects to write, with their pages
         self.failures = 0  # the number of calls of the store that failed or timed out
@@ -199,7 +200,7 @@ class ObjectTier(LowerTier):
     def offer(self, digests: Digests) -> None:
         """Record that the host tier has these pages now.
 
-        States are queued to be written; pages wait until their request ends.
+        States are queued to be written. Pages wait until their request ends.
         """
         if self._apart:
             self.ended(digests[None])
@@ -211,7 +212,7 @@ class ObjectTier(LowerTier):
     def ended(self, digests: Digests) -> None:
         """Record that a request with these pages, `[tables, pages, words]`, has ended.
 
-        Queues the objects that the store lacks.
+        The objects that the store lacks are queued to be written.
         """
         if self._clock() < self._paused_until:
             return
@@ -234,7 +235,7 @@ class ObjectTier(LowerTier):
             self._ask([])
 
     def flush(self) -> None:
-        """Write the queued objects, and wait for the writes: at most `_LONGEST_FLUSH_S`, while the store answers."""
+        """Write the queued objects, and wait for that: at most `_LONGEST_FLUSH_S`, and only while the store answers."""
         deadline = self._clock() + _LONGEST_FLUSH_S
         while (self._queue or self._untold or self._writer.jobs) and self._clock() < deadline:
             self.tick()
@@ -327,7 +328,7 @@ class ObjectTier(LowerTier):
         self._begin_read(partial(self._asked, self._epoch, names), take, names)
 
     def _asked(self, epoch: str, names: list[bytes]) -> tuple[str, list[bool]]:
-        """Ask for the epoch and whether each object exists, in the read thread."""
+        """Ask for the epoch, and whether each object exists. Runs in the read thread."""
         epoch = epoch or self._find_epoch()
         began = self._clock()
         there = self._read_io.exist([self._layout.key(epoch, name) for name in names]) if names else []
@@ -354,7 +355,7 @@ class ObjectTier(LowerTier):
         self._untold = False
 
     def _over(self, pages: Asked) -> Asked:
-        """Which objects contain these pages, `[tables, objects]`.
+        """Returns which objects contain these pages, `[tables, objects]`.
 
         If a prompt is too long for the host tier, its end is left out, because it would evict the prompt's own first
         pages.
@@ -369,7 +370,7 @@ class ObjectTier(LowerTier):
         return np.logical_or.reduce(covered.reshape(self._tables, objects, count), axis=2)
 
     def _names(self, digests: Digests, objects: Asked) -> list[bytes]:
-        """The names of these objects, ordered by place in the prompt, then by table."""
+        """Returns the names of these objects, ordered by place in the prompt, then by table."""
         count, pages = self._layout.count, digests.shape[1]
         last = digests[:, [min((at + 1) * count, pages) - 1 for at in range(objects.shape[1])]]
         return [name.tobytes() for name in last.swapaxes(0, 1)[objects.T]]
@@ -402,7 +403,7 @@ class ObjectTier(LowerTier):
     def _read(self, epoch: str, pieces: list[ObjectPiece], pages: list[list[Part]]) -> list[list[FileRefusal | None]]:
         """Read pages, in the read thread.
 
-        Returns the fault of each page of each piece, or None if its slot has the page.
+        Returns the fault of each page of each piece, or None if the page is in its slot.
         """
         io, width, began = self._read_io, self._layout.record_bytes, self._clock()
         sizes = [len(piece.digests) * width for piece in pieces]

@@ -1,14 +1,15 @@
 """Files of pages: their layout, writing and reading. A read returns the right page or none.
 
-A file holds a run of pages that were written together, then a row for each page, then a footer:
+A file holds a run of pages that were written together, then a record for each page, then a footer:
 
     page 0 │ page 1 │ … │ row 0 │ row 1 │ … │ footer
                           digest, checksum    magic, namespace, page bytes, count, checksums of rows and footer
 
-If pages belong to several block tables, each digest is followed by the number of its page's table.
+If pages belong to several block tables, each digest is followed by the index of its page's table.
 
-One file a page was rejected: on a local disk a new file costs 15 to 1,000 µs, the time to write many pages. Pages come
-first and have one size, so each can be read alone. A file that was cut short has no footer at its end.
+A separate file for each page was rejected: on a local disk a new file costs 15 to 1,000 µs, the time to write many
+pages. Pages come first and have one size, so each can be read alone. A file that was cut short has no footer at its
+end.
 
 A page's checksum covers the namespace, the digest and the page. So a page in another page's place, or of another model,
 is refused like a corrupted one. Checksums guard against accidents only: a user who may write to the folder can write
@@ -56,17 +57,17 @@ _TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 _TO_WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _TO_LOCK = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 _DRAFT = re.compile(r"[0-9a-f]{16}-[0-9]+\.tmp")
-_ABANDONED_S = 3600.0  # on a file system without locks, a draft older than this counts as abandoned
+_ABANDONED_S = 3600.0  # in seconds: on a file system without locks, an older draft counts as abandoned
 
 
 class FileRefusal(StrEnum):
     """Why a page or a file was refused."""
 
-    GONE = "gone"  # there is no file of this name any more
-    UNREADABLE = "unreadable"  # it is a link, a folder or a pipe, or a system call failed
-    CUT = "cut"  # no file of pages has its size, or it ends before the page
-    FOREIGN = "foreign"  # it has pages of another model or layout, or with other digests than expected
-    CORRUPTED = "corrupted"  # its checksum does not match
+    GONE = "gone"  # no file has this name any more
+    UNREADABLE = "unreadable"  # the name belongs to a link, a folder or a pipe, or a system call failed
+    CUT = "cut"  # no file of pages can have this size, or the file ends before the page
+    FOREIGN = "foreign"  # the file has pages of another model or layout, or with other digests than expected
+    CORRUPTED = "corrupted"  # the checksum does not match
 
 
 FileRefusals = Counter[FileRefusal]
@@ -75,7 +76,7 @@ FileRefusals = Counter[FileRefusal]
 class SystemIO:
     """Reads and writes by preadv and pwritev.
 
-    At least as fast as NIXL's POSIX plugin with any queue (`benchmarks.tiers`).
+    It is at least as fast as NIXL's POSIX plugin with any queue (`benchmarks.tiers`).
     """
 
     def write(self, file: int, parts: Sequence[Part], offset: int) -> None:
@@ -106,13 +107,13 @@ class FileFormat:
     """The layout of all files of one folder."""
 
     namespace: bytes  # 16 bytes that identify everything that a page depends on besides its tokens
-    page_bytes: int  # the bytes of one page, all shards together
+    page_bytes: int  # the bytes of one page, on all shards together
     digest_bytes: int  # the bytes of one digest
     tables: int = 1  # the number of block tables
 
     @property
     def name_bytes(self) -> int:
-        """The size of a page's name in its row, in bytes: its digest, and its table's number if there are several."""
+        """The size of a page's name in its record, in bytes: its digest, and its table's index if there are several."""
         return self.digest_bytes + (8 if self.tables > 1 else 0)
 
     @property
@@ -124,13 +125,13 @@ class FileFormat:
         return digests if self.tables == 1 else np.column_stack((digests, tables.astype(np.uint64)))
 
     def digests_and_tables(self, names: Digests) -> tuple[Digests, NDArray[np.intp]]:
-        """The digests and block tables from which `names` were made."""
+        """Returns the digests and block tables from which `names` were made."""
         if self.tables == 1:
             return names, np.zeros(len(names), np.intp)
         return np.ascontiguousarray(names[:, :-1]), names[:, -1].astype(np.intp)
 
     def refuses(self, names: Digests) -> bool:
-        """Whether `names` have a page twice, or an unknown block table."""
+        """Whether `names` contain a page twice, or an unknown block table."""
         unknown = self.tables > 1 and bool((names[:, -1] >= self.tables).any())
         return unknown or len({row.tobytes() for row in names}) < len(names)
 
@@ -138,7 +139,7 @@ class FileFormat:
         return count * (self.page_bytes + self.row_bytes) + _FOOTER.size
 
     def count_of(self, size: int) -> int:
-        """The number of pages in a file of `size` bytes; 0 if no file has that size."""
+        """Returns the number of pages in a file of `size` bytes; 0 if no file has that size."""
         count, rest = divmod(size - _FOOTER.size, self.page_bytes + self.row_bytes)
         return 0 if rest or count < 0 else count
 
@@ -155,9 +156,9 @@ class FileFormat:
         return digest + self.checksum(digest, parts)
 
     def judge(self, row: bytes, digest: bytes, parts: Sequence[Part]) -> FileRefusal | None:
-        """Why a page that should have this `digest`, and has this `row` in its file, is refused.
+        """Returns why a page is refused that should have this `digest`, and has this `row` in its file.
 
-        None if it is right.
+        Returns None if the page is right.
         """
         if row[: self.name_bytes] != digest:
             return FileRefusal.FOREIGN
@@ -199,7 +200,7 @@ def write_pages(
 
 
 def read_rows(path: Path, layout: FileFormat) -> Digests | FileRefusal:
-    """The names of all pages of a file, uint64 `[pages, words]`, or the reason if the file is refused.
+    """Returns the names of all pages of a file, uint64 `[pages, words]`, or the reason if the file is refused.
 
     If other users may access the file, their rights are removed. Raises `OSError` if a system call fails.
     """
@@ -230,7 +231,7 @@ def read_pages(
 ) -> list[FileRefusal | None]:
     """Fill `pages` from a file, beginning with its page `first`. Returns for each page why it is refused, or None.
 
-    `names`: the names that the pages must have. The content of a refused page is undefined. Never raises.
+    `names` are those that the pages must have. The content of a refused page is undefined. Never raises.
     """
     try:
         with opened(path) as file:
@@ -281,7 +282,7 @@ def opened(path: Path, flags: int = _TO_READ) -> Generator[int]:
 
 
 def list_folder(path: Path) -> list[str]:
-    """The names in a folder. Raises `OSError` if it is a link."""
+    """Returns the names in a folder. Raises `OSError` if it is a link."""
     with opened_folder(path) as folder:
         return os.listdir(folder)  # noqa: PTH208 - a path could name another folder by now
 
@@ -295,7 +296,7 @@ def draft_names() -> Iterator[str]:
 def open_draft(path: Path) -> Generator[int]:
     """Create a draft that only its owner may access, and yield its descriptor.
 
-    It is locked until the descriptor is closed. A process that starts may take the draft for abandoned, and remove it
+    The draft is locked until the descriptor is closed. A process that starts may take it for abandoned, and remove it
     just before it is locked. Renaming the draft then raises `FileNotFoundError`, and the writer begins again under
     another name. Raises `OSError` if the file cannot be created.
     """
