@@ -65,7 +65,7 @@ P = ParamSpec("P")
 POLL_S = 1e-3
 # In seconds: the poll interval while our own READs are in flight. They take a few hundred microseconds, and a request
 # waits for them.
-BUSY_POLL_S = 1e-4
+BUSY_POLL_S = 1.5e-4
 # READs over a link (TCP) need polls on both sides. While one is in flight, or a reader with a new lease may begin one,
 # the interval is this share of the time waited so far, from `SOON_POLL_S` to `BUSY_POLL_S`. With the normal intervals a
 # pull of 1 MiB at 1 Gbit/s would take a tenth longer, because its READ and its fence each wait for polls.
