@@ -81,6 +81,9 @@ class PagesBelow:
     def arrive(self, rows: NDArray[np.int64] | slice) -> None:
         """Make later reads of the pages of `rows` see the restored data."""
 
+    def load_all(self) -> None:
+        """Wait for all copies to the device."""
+
     def coming(self, row: int | None = None) -> list[Pages]:  # noqa: ARG002 - as above
         """Returns the pages that are being copied to the device for this row, or for all rows if `row` is None."""
         return []

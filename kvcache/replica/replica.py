@@ -134,6 +134,11 @@ class Replica:
             states.claim(row)
         return row
 
+    def finish_state_loads(self) -> None:
+        """Wait for running copies of states to the device. They hold state pages of requests that were released."""
+        for states in self.states:
+            states.pages.below.load_all()
+
     def reserve(self, row: int, context: SafeContext, indices: ContextIndices, num_steps: int) -> int | None:
         """Give the row pages for all known tokens and `num_steps` steps. Matching cached pages are used.
 
