@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvcache import PagedKVCacheManager, TextContext
+from kvcache import NoFreeRowError, NoFreeStatePageError, PagedKVCacheManager, TextContext
 from kvcache.tiers.state_tiers import StateTier
+from tests.kvcache.random_model import seam
 from tests.kvcache.replica.test_further_tables import gone
-from tests.kvcache.states.test_grouped_states import PROMPT, SIZE, make, run, served, start, without_state_at
+from tests.kvcache.states.test_grouped_states import NEXT, PROMPT, SIZE, make, run, served, start, without_state_at
 from tests.kvcache.tiers.stored_objects import StoredObjects
 
 FOUND = 9 * SIZE  # the cached tokens of the prompt; its last token has to run
@@ -283,3 +285,24 @@ def test_what_a_store_has_damaged_is_no_hit() -> None:
     fetched(right, PROMPT)
     assert served(right, PROMPT)[0] == FOUND
     right.close()
+
+
+@pytest.mark.parametrize("copies", [0, None], ids=["apart", "among-pages"])
+def test_an_import_begins_again_while_its_state_is_copied_and_no_other_state_page_is_free(copies: int | None) -> None:
+    """On a GPU, a copy from the host holds the request's state page until it is over."""
+    source, manager = make(copies=20), below(copies)
+    served(source, [*PROMPT, *[NEXT] * 8], "r", release=False)
+    served(manager, PROMPT)
+    evict_all(manager)
+    seam.end_copies_late(manager, lambda: False)
+    context = TextContext([*PROMPT, *[NEXT] * 16], 256, "d")
+    manager.external_claim("d", 0)
+    pending = manager.import_block_table(context, source.block_table("r"))
+    assert pending is not None
+    assert manager.states[0].below.open_loads
+    manager.cancel_import(pending)
+    with pytest.raises((NoFreeStatePageError, NoFreeRowError)):
+        for number in itertools.count():
+            manager.external_claim(f"other {number}", 0)
+    assert manager.import_block_table(context, source.block_table("r")) is not None
+    manager.check()
