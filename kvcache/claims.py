@@ -146,7 +146,7 @@ class Claims:
 
     def claim_anew(self, request_id: RequestID, replica_idx: int) -> int:
         """Free the pages of a request that has no leases, and claim the request again. Returns its new row."""
-        self._replicas[replica_idx].finish_state_loads()  # the claim may need the state page that such a copy still holds
+        self._replicas[replica_idx].finish_state_loads()  # one may hold the state page that the claim needs
         self.unclaim(request_id)
         return self.claim(request_id, replica_idx)
 
