@@ -73,7 +73,6 @@ def place_replicas(
             states = StatePages(params.states, room_in_slabs(params.states, pool, memory.rows), mark)
             replica = Replica(params, tables, block_rows, pool, mark, [states])
             pool.moves = ReplicaPageMoves(replica, functools.partial(memory.copy_pages_of, memory))
-            replica.states[0].moves = pool.moves
         else:
             apart = room_apart(params.states, params.states_apart(rows), group, words)
             states = StatePages(params.states, apart, mark)
@@ -301,8 +300,7 @@ class Replicas:
         for place, state in zip(self.placed, states, strict=True):
             place.replica.counter.run(state.rows, state.starts, state.actives)
             fetched += place.inputs(state, num_steps, number)
-            for of_rows in place.replica.states:
-                of_rows.moves.fetched(state.rows)
+            place.replica.pool.moves.fetched(state.rows)
         self.mark.call = None
         return fetched
 
@@ -328,8 +326,7 @@ class Replicas:
         each = np.array((start, active, end))
         state = BatchState(slice(row, row + 1), each[:1], each[1:2], each[2:], active - start, active, end)
         inputs = self.placed[0].inputs(state, 1)
-        for states in self.states:
-            states.moves.fetched(state.rows)
+        self.each[0].pool.moves.fetched(state.rows)
         return inputs
 
     def step_one(self, one: One | None) -> bool:

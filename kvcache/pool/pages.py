@@ -28,11 +28,41 @@ from kvcache.pool.lru_order import LruOrder
 _ONE = np.array(1, np.int32)  # an array, because numpy takes twice as long with a Python int
 
 
+class PageMoves:
+    """Moves held pages, and updates all records of their ids.
+
+    This base class moves none. It serves pools without slabs.
+    """
+
+    def claimed(self, row: int) -> None:
+        """Record that a new request has claimed the row."""
+
+    def fetched(self, rows: NDArray[np.int64] | slice) -> None:
+        """Record that a model reads the pages of these rows until their `step`."""
+
+    def stepped(self, rows: NDArray[np.int64] | slice) -> None:
+        """Record that the model has run these rows."""
+
+    def told(self, row: int) -> None:
+        """Record that another process knows the row's pages. They are not moved while the row is claimed."""
+
+    def staying(self) -> NDArray[np.bool_] | np.bool_:
+        """Returns which pages cannot be moved while they are held, bool `[num_pages + 1]`.
+
+        A single bool applies to all pages.
+        """
+        return np.True_
+
+    def move(self, sources: Pages, targets: Pages) -> None:
+        """Copy the held `sources` to the held `targets`, one to one, and replace the ids in every record."""
+
+
 class PagePool:
     """The holders and writers of pages 1 to `num_pages`, and the free pages, in arrays. Page 0 is the null page.
 
     Attributes:
         idle: the eviction order of the idle pages. `follow` replaces it.
+        moves: moves held pages when a slab needs room, and learns which pages must stay.
     """
 
     beside = 0  # pages that each request takes besides its token pages
@@ -51,6 +81,7 @@ class PagePool:
         self._fresh_count = num_pages
         self.evictions = 0
         self.journal = self.index.journal
+        self.moves = PageMoves()
         # For each step in flight, oldest first: the pages that were released while that step was the newest.
         self.parked: list[list[NDArray[np.intp]]] = []
 

@@ -42,35 +42,6 @@ class CachedSlabs:
         """Evict the state in the oldest slab, and give the slab back."""
 
 
-class PageMoves:
-    """Moves held pages, and updates all records of their ids.
-
-    This base class moves none. It serves pools without slabs.
-    """
-
-    def claimed(self, row: int) -> None:
-        """Record that a new request has claimed the row."""
-
-    def fetched(self, rows: NDArray[np.int64] | slice) -> None:
-        """Record that a model reads the pages of these rows until their `step`."""
-
-    def stepped(self, rows: NDArray[np.int64] | slice) -> None:
-        """Record that the model has run these rows."""
-
-    def told(self, row: int) -> None:
-        """Record that another process knows the row's pages. They are not moved while the row is claimed."""
-
-    def staying(self) -> NDArray[np.bool_] | np.bool_:
-        """Returns which pages cannot be moved while they are held, bool `[num_pages + 1]`.
-
-        A single bool applies to all pages.
-        """
-        return np.True_
-
-    def move(self, sources: Pages, targets: Pages) -> None:
-        """Copy the held `sources` to the held `targets`, one to one, and replace the ids in every record."""
-
-
 def num_slabs(num_pages: int, slab_pages: int) -> int:
     """Returns the number of slabs in a pool of `num_pages` pages. Slab 0 contains the null page and does not count."""
     return (num_pages + 1) // slab_pages - 1
@@ -84,7 +55,6 @@ class SlabPool(PagePool):
 
     Attributes:
         cached: the cached slabs.
-        moves: moves held pages when a slab needs room.
     """
 
     def __init__(self, num_pages: int, digest_words: int, slab_pages: int, order: EvictionOrder | None = None) -> None:
@@ -93,7 +63,6 @@ class SlabPool(PagePool):
         self.num_slabs = num_slabs(num_pages, slab_pages)
         self.taken = np.zeros(self.num_slabs + 1, np.bool_)
         self.cached = CachedSlabs()
-        self.moves = PageMoves()
         self.moved = 0  # the number of pages moved so far
         self.clock = 1  # one more than the number of pages released so far
         # By page: the value of `clock` at the last use of an idle page; 0 for a fresh page.

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.pool.slabs import PageMoves
+from kvcache.pool.pages import PageMoves
 from kvcache.replica.replica import Replica
 from kvcache.replica.rows import Pages, Rows
 

@@ -27,7 +27,6 @@ from kvcache.params import KVCacheParams
 from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.pool.pages import HeldPages, PagePool
 from kvcache.pool.pages_below import Asked, PagesBelow
-from kvcache.pool.slabs import PageMoves
 from kvcache.replica.batch import Gathered
 from kvcache.replica.block_table import ImportPart, PendingImport
 from kvcache.replica.context import Context, HasherOfRow, SafeContext
@@ -50,8 +49,6 @@ class RowStates:
 
     Attributes:
         pages: the state pages.
-        moves: moves held pages to make room for slabs, and records which pages must stay. The caller sets it if there
-            are slabs.
     """
 
     def __init__(
@@ -63,7 +60,7 @@ class RowStates:
         hasher_of: HasherOfRow,
         params: KVCacheParams,
     ) -> None:
-        self.pages, self.moves = pages, PageMoves()
+        self.pages = pages
         self._rows, self._pool, self._tables, self._hasher_of = rows, pool, tables, hasher_of
         self._caching = params.enable_prefix_caching
         self._spacing = params.state_every_pages * rows.page_size or NEVER  # tokens between two copies
@@ -83,7 +80,7 @@ class RowStates:
         """Give the row's new request a state."""
         self.pages.allocate(self._name(row))
         self._stops[row] = ()
-        self.moves.claimed(row)
+        self._pool.moves.claimed(row)
 
     def release(self, request_id: str | None) -> None:
         """Free the state of a released request, unless a transfer still writes it or a lease holds it."""
@@ -193,7 +190,7 @@ class RowStates:
 
     def stepped(self, rows: Rows, computed: Ints) -> None:
         """Record that a model has run the rows up to these tokens."""
-        self.moves.stepped(rows)
+        self._pool.moves.stepped(rows)
         self._keep(rows, computed)
 
     def _keep(self, stepped: Rows, computed: Ints) -> None:
@@ -270,7 +267,7 @@ class RowStates:
                     f"request {request_id!r}: its pages hold {num_tokens} tokens, but its state covers {tokens}"
                 )
             pages.tell(request_id)
-        self.moves.told(row)
+        self._pool.moves.told(row)
         return (pages.page_of(request_id),)
 
     def begin_import(self, row: int, context: SafeContext, pending: PendingImport) -> None:

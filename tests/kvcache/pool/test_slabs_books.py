@@ -7,8 +7,9 @@ import pytest
 
 from kvcache.errors import InvariantError
 from kvcache.eviction_order import Pages
+from kvcache.pool.pages import PageMoves
 from kvcache.pool.quotas import QuotaOrder, TenantQuotas
-from kvcache.pool.slabs import CachedSlabs, PageMoves, SlabPool, SlabStates
+from kvcache.pool.slabs import CachedSlabs, SlabPool, SlabStates
 
 
 def ids(*pages: int) -> Pages:
