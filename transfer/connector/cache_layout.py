@@ -25,7 +25,10 @@ def tensors_of(cache: Cache) -> tuple[torch.Tensor, ...]:
 
 
 class _Storages:
-    """The torch storages behind the tensors; each becomes one region. Layers and groups may share a storage."""
+    """The torch storages behind the registered tensors. Each storage becomes one region.
+
+    Several layers and groups may share a storage.
+    """
 
     def __init__(self) -> None:
         self.bases: list[int] = []
@@ -44,7 +47,10 @@ class _Storages:
 
 
 def cache_layout(config: WorkerConfig, caches: Mapping[str, Cache], cross_layer: Sequence[str] = ()) -> ShardMemory:
-    """Returns the memory of a rank's caches, checked against the config. Raises `InvalidEngineError` on a mismatch."""
+    """Returns the memory of a rank's caches as regions and boxes.
+
+    Raises `InvalidEngineError` if the caches do not match the config.
+    """
     where = f"engine {config.engine_id!r} rank {config.rank}"
     tensors = {name: tensors_of(cache) for name, cache in caches.items()}
     devices = {tensor.device for found in tensors.values() for tensor in found}
@@ -103,7 +109,7 @@ def _group(
 
 
 def _layer_run(label: str, group: GroupConfig, names: Sequence[str]) -> tuple[int, int]:
-    """Returns the first layer of a cross-layer tensor, and how many layers it holds."""
+    """Returns the index of the first layer in a cross-layer tensor, and the number of layers that the tensor holds."""
     if strange := [name for name in names if name not in group.layers]:
         raise InvalidEngineError(f"{label}: layer {strange[0]!r} is not in its group")
     numbers = [group.layers[name] for name in names]
@@ -114,9 +120,9 @@ def _layer_run(label: str, group: GroupConfig, names: Sequence[str]) -> tuple[in
 
 @dataclass(frozen=True)
 class _Layer:
-    """Makes the boxes of a layer, or of several layers that share a tensor.
+    """Makes the boxes of one layer, or of several layers that share a tensor.
 
-    Adds the page counts of the tensors to `sizes`.
+    Both methods also add the number of pages in each tensor to `sizes`.
     """
 
     label: str
@@ -151,7 +157,10 @@ class _Layer:
         return boxes
 
     def state(self, tensors: tuple[torch.Tensor, ...], sizes: set[int]) -> list[Box]:
-        """Returns the boxes of a recurrent state. Each part takes the next channels of its tensor."""
+        """Returns the boxes of a recurrent state.
+
+        If several parts lie in one tensor, each part has the channels that follow those of the part before it.
+        """
         boxes: list[Box] = []
         taken, channels = [0] * len(tensors), [0] * len(tensors)
         for part in self.group.state:
@@ -236,7 +245,10 @@ def _bytes(tensor: torch.Tensor) -> list[int]:
 
 
 def _split_sides(tensor: torch.Tensor, names: list[str]) -> tuple[list[int], list[int]]:
-    """Returns sizes, and strides in bytes. A last dimension that K and V share is split into two."""
+    """Returns the size of each dimension, and its stride in bytes.
+
+    If K and V share the last dimension, it is split into two.
+    """
     shape, strides = list(tensor.shape), _bytes(tensor)
     if names[-2:] == ["side", "dim"] and len(shape) == len(names) - 1 and shape[-1] % 2 == 0:
         shape[-1:] = [2, shape[-1] // 2]
@@ -245,7 +257,10 @@ def _split_sides(tensor: torch.Tensor, names: list[str]) -> tuple[list[int], lis
 
 
 def _merge_last(label: str, tensor: torch.Tensor, dimensions: int) -> tuple[list[int], list[int]]:
-    """Returns sizes, and strides in bytes. Dimensions after the named ones are merged into the last named one."""
+    """Returns the size of each dimension, and its stride in bytes.
+
+    All dimensions beyond the first `dimensions` are merged into the last of these.
+    """
     shape, strides = list(tensor.shape), _bytes(tensor)
     for axis in range(len(shape) - 1, dimensions - 1, -1):
         if strides[axis - 1] != strides[axis] * shape[axis] and shape[axis - 1] > 1:
@@ -261,7 +276,10 @@ _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _BoxView(NamedTuple):
-    """A box as integers `[pages, sides, heads, tokens, dims]`, and where its elements begin in a head's content."""
+    """The elements of a box as integers `[pages, sides, heads, tokens, dims]`.
+
+    A head keeps `LayerView.content` elements for each token. `first` is the index of the first of them in this box.
+    """
 
     first: int
     elements: torch.Tensor
@@ -279,8 +297,8 @@ class LayerView:
     Attributes:
         num_pages: number of pages of the layer.
         page_size: tokens of a page.
-        heads: heads of a token on this rank.
-        content: elements of a head: keys and values, or a latent.
+        heads: number of heads that this rank has for a token.
+        content: number of elements that a head keeps for a token: keys and values, or a latent.
         itemsize: bytes of an element.
     """
 
@@ -310,7 +328,7 @@ class LayerView:
         return found
 
     def write(self, pages: Sequence[int], found: torch.Tensor) -> None:
-        """Writes back what `read` has returned."""
+        """Writes the integers that `read` has returned back to the same pages."""
         for first, elements in self._boxes:
             _, sides, heads, tokens, dims = elements.shape
             held = found[..., first : first + sides * dims].reshape(len(pages), tokens, heads, sides, dims)

@@ -59,7 +59,11 @@ _AXES = {"page", "layer", "side", "head", "token", "dim"}
 
 
 def share(units: int, ranks: int, rank: int) -> range:
-    """Returns the units (heads or channel groups) of rank `rank` of `ranks`: an even share, or one replicated unit."""
+    """Returns the range of units (heads or channel groups) that rank `rank` of `ranks` holds.
+
+    Each rank holds an even share of the units. If there are at least as many ranks as units, it holds a single unit,
+    which other ranks may hold, too.
+    """
     if ranks >= units:
         first = rank * units // ranks
         return range(first, first + 1)
@@ -74,7 +78,7 @@ class StatePart(msgspec.Struct, frozen=True, kw_only=True):
     state (one unit per head).
 
     Attributes:
-        kind: name of the part on both sides: "conv.x", "conv.B", "conv.C", "ssm".
+        kind: name of the part, which must be equal on both sides: "conv.x", "conv.B", "conv.C", "ssm".
         units: number of units of the whole model. Ranks hold even shares; if there are more ranks than units, each
             holds one replicated unit.
         width: channels of a unit.
@@ -106,8 +110,8 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
         dtype: name of the element type.
         window: tokens of a sliding window, including the current one; 0 for full attention.
         state: parts of a recurrent state, in memory order.
-        content: a name for further properties of the page contents, which both sides must share; empty if there are
-            none.
+        content: a text that names further properties of the page contents. It must be equal on both sides. Empty if
+            there are no such properties.
         whole_pages: True if only the engine knows how the elements of a head lie in a page. Pages are then moved whole,
             and only to pages of the same size.
     """
@@ -146,7 +150,10 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
         return 1 if self.is_state else self.block_size // self.page_size
 
     def needed(self, num_tokens: int) -> int:
-        """Returns the first token that is needed to compute token `num_tokens`: the start of the window, or 0."""
+        """Returns the index of the first token whose KV is needed to compute the token with index `num_tokens`.
+
+        This is the start of the sliding window, or 0 without a window.
+        """
         return max(0, num_tokens - self.window + 1) if self.window else 0
 
 
@@ -158,7 +165,7 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
         load: time after which a load fails.
         handshake: time that a source may take to answer.
         heartbeat: interval between pings to a source that is being read.
-        dead_after: if a source is silent for this long after a ping, it is given up.
+        dead_after: a source that stays silent for this long after a ping is given up.
         idle: time after which an unused source is forgotten.
     """
 
@@ -176,14 +183,15 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         engine_id: the engine's id, which all its ranks share. No other engine has it.
         incarnation: a random name, new with each start, which all ranks share (`transfer.pull.rank.new_incarnation`).
-        groups: the same on all ranks, and in the same order on all peers.
+        groups: the model's layer groups. They must be the same on all ranks, and in the same order on all peers.
         model: name of the weights; peers must have the same.
         compatibility: any other settings that must agree with a peer, such as a quantisation.
         tp_rank: index of this rank among the `tp_size` tensor-parallel ranks.
         tp_size: number of tensor-parallel ranks.
         pp_rank: index of this rank's pipeline stage among `pp_size` stages.
         pp_size: number of pipeline stages.
-        kv_buffer_device: "cpu" moves pages through host memory. Otherwise pages move from the caches' own device.
+        kv_buffer_device: "cpu" moves pages through buffers in host memory. With any other value, pages are read from
+            and written to the device of the caches.
         registrable: the device types whose memory NIXL can register.
         page_checks: True if a source records a checksum of each page that it leases.
         verify: share of the pages, 0 to 1, that a reader compares with these checksums.
@@ -261,7 +269,7 @@ def check_config(config: WorkerConfig) -> WorkerConfig:
 
 
 def check_groups(where: str, groups: Sequence[GroupConfig], *given: Sequence[object]) -> None:
-    """Raises `InvalidTransferError` unless each of these lists has one entry for each group."""
+    """Raises `InvalidTransferError` unless each list in `given` has one entry for each group."""
     for one in given:
         if len(one) != len(groups):
             raise InvalidTransferError(f"{where}: got blocks for {len(one)} groups; there are {len(groups)}")
@@ -281,7 +289,10 @@ _HIDDEN = {"key", "secret"}
 
 
 def _wrong_types(name: str, value: object, kind: type[msgspec.Struct]) -> Iterator[str]:
-    """Yields the fields that have another type than declared, each with its value. Secrets are not shown."""
+    """Yields a message for each field of `value` whose type is not the declared one.
+
+    The message shows the field's value, unless the field is a secret.
+    """
     if not isinstance(value, kind):
         yield f"{name} is {shown(value)}: a {kind.__name__} is needed"
         return
@@ -305,13 +316,16 @@ def _wrong_types(name: str, value: object, kind: type[msgspec.Struct]) -> Iterat
 
 
 def _plain(value: object) -> object:
-    """Converts a number, such as one of numpy, to an int or a float of Python."""
+    """Converts a number of another library, such as NumPy, to Python's int or float."""
     found = integer(value)
     return found if found is not None else float(finite("value", value, error=InvalidEngineError))
 
 
 def _faults(config: WorkerConfig) -> Iterator[str]:
-    """Yields the faults of a config. Only the first one is meaningful, because later checks rely on earlier ones."""
+    """Yields a message for each fault of a config.
+
+    Only the first message is meaningful, because later checks rely on earlier ones.
+    """
     if not config.engine_id or not config.incarnation or not config.groups:
         yield "an engine id, an incarnation and at least one group are needed"
     for name, rank, size in (("tp", config.tp_rank, config.tp_size), ("pp", config.pp_rank, config.pp_size)):

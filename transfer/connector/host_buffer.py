@@ -15,20 +15,21 @@ Direction: TypeAlias = Literal["d2h", "h2d"]
 CopyBlocks: TypeAlias = Callable[
     [Mapping[str, Cache], Mapping[str, Cache], Sequence[int], Sequence[int], Direction], None
 ]
-"""Copies pages of some layers, given (source caches, target caches of the same names, source pages, target pages,
-direction).
+"""A function that copies pages of some layers, and returns when the copy is done.
 
-It returns when the copy is done.
+Its arguments are the source caches, the target caches (under the same names), the source pages, the target pages and
+the direction.
 """
 
-# With heads before tokens, any range of a page's heads is one run for every TP ratio, whatever the device's order.
+# The order of dimensions in a host tensor. Heads come before tokens, so that any range of a page's heads is one run of
+# bytes. This holds for every TP ratio, whatever order the device tensor has.
 _ORDER = ("page", "layer", "head", "side", "token", "dim")
 
 
 def needs_host_buffer(config: WorkerConfig, device: torch.device) -> bool:
-    """Whether pages on a device must go through host memory.
+    """Returns whether the pages of caches on this device must go through host memory.
 
-    Raises `InvalidEngineError` if they must, but `kv_buffer_device` does not allow it.
+    Raises `InvalidEngineError` if they must, but `kv_buffer_device` is not "cpu".
     """
     registrable = device.type in config.registrable and device.type in {"cpu", "cuda"}
     if not registrable and config.kv_buffer_device != "cpu":
@@ -42,8 +43,8 @@ def needs_host_buffer(config: WorkerConfig, device: torch.device) -> bool:
 class HostBuffers:
     """One host tensor for each registered tensor, of the same shape. Copies pages between the two.
 
-    `caches` has the host tensors under the names of the device caches; the strides may differ. `copy` is the function
-    that copies pages, and may be replaced.
+    `caches` maps the name of each device cache to its host tensor. The strides of the two may differ. `copy` is the
+    function that copies pages, and may be replaced.
     """
 
     def __init__(self, config: WorkerConfig, caches: Mapping[str, Cache]) -> None:
@@ -91,7 +92,10 @@ class HostBuffers:
 
 
 def _names(tensor: torch.Tensor, group: GroupConfig) -> list[str]:
-    """Returns the names of a tensor's dimensions, without "side" if no dimension is only for it; empty for a state."""
+    """Returns the names of a tensor's dimensions, or an empty list for a state.
+
+    "side" is left out if the tensor has no dimension of its own for it.
+    """
     if group.is_state:
         return []
     names = group.axes.split(",")
@@ -107,7 +111,7 @@ def _host_copy(tensor: torch.Tensor, group: GroupConfig) -> torch.Tensor:
     names = _names(tensor, group)
     by_place = sorted(range(tensor.dim()), key=lambda axis: _ORDER.index(names[axis]) if names else axis)
     shape = [tensor.shape[axis] for axis in by_place]
-    # `zeros` writes to the memory, so that it is mapped. The first READ of memory that was never touched is many times
-    # slower.
+    # `zeros` writes to all of the memory, so that the operating system maps it now. The first READ of memory that was
+    # never written is many times slower.
     memory = torch.zeros(shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     return memory.permute([by_place.index(axis) for axis in range(tensor.dim())])

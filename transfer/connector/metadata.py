@@ -13,15 +13,15 @@ from transfer.wire.messages import Wanted
 class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Which pages a request loads from a source.
 
-    If the source was told to hold its lease before the request had blocks (`NixlConnectorScheduler.hold`), the request
-    has two such loads: the first one without blocks, and the second one with them.
+    If the source was told to hold its lease before the request had blocks (`NixlConnectorScheduler.hold`), two of these
+    messages are sent for the request: the first one without blocks, and the second one with them.
 
     Attributes:
         wanted: the source's lease, and the tokens whose pages it must hold.
-        local_block_ids: our blocks of each group, starting with the one that holds the first token to read. Surplus
-            blocks are not written. If there is no group, nothing is read yet, and the source's lease is renewed until
+        local_block_ids: our blocks of each group, starting with the block that holds the first token to read. Surplus
+            blocks are not written. If the tuple is empty, nothing is read yet, and the source's lease is renewed until
             the blocks arrive.
-        first_blocks: for each group, the index in the request of the first of these blocks.
+        first_blocks: for each group, the index within the request of the first block in `local_block_ids`.
         num_computed_tokens: number of tokens that this engine already has.
         num_tokens: the most tokens to load.
     """
@@ -34,19 +34,19 @@ class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total_tokens(self) -> int:
-        """The number of tokens that this engine has once the load is done."""
+        """The number of tokens whose KV this engine has when the load has ended."""
         return min(self.wanted.num_tokens, self.num_tokens)
 
 
 class SendRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A lease that the workers are to grant over a request's pages.
+    """A lease over a request's pages. The workers are asked to grant it.
 
     Attributes:
-        lease: the lease: a new id, a free slot, and the duration in seconds.
+        lease: its new id, its free slot, and its duration in seconds.
         engines: how many reading engines must finish before the lease ends.
-        running: True while the request is still computed. The lease's time starts when `reqs_computed` names the
-            request.
-        block_ids: the leased blocks of each group, if page checks are made; otherwise empty.
+        running: True while the request is still computed. The time of the lease then starts when `reqs_computed` names
+            the request.
+        block_ids: the leased blocks of each group if the config turns page checks on; otherwise empty.
     """
 
     lease: LeaseRef
@@ -58,8 +58,9 @@ class SendRequest(msgspec.Struct, frozen=True, kw_only=True):
 class ConnectorMetadata(msgspec.Struct, kw_only=True):
     """The work of one step for every worker, by request.
 
-    `reqs_to_send` names a request before its lease leaves the scheduler, even if the request was not part of a batch
-    yet. A reader that comes early then finds no lease. Otherwise it could read pages that no rank has leased.
+    `reqs_to_send` names a request as soon as a lease is requested for it, even if the request was not part of a batch
+    yet. A reader that asks for the pages before every rank has granted the lease is told to ask again. It can therefore
+    never read pages that no rank has leased.
 
     Attributes:
         reqs_to_recv: loads to begin or to continue.
@@ -68,7 +69,7 @@ class ConnectorMetadata(msgspec.Struct, kw_only=True):
         reqs_computed: requests whose pages are all computed. The time of their leases starts now.
         reqs_not_processed: requests whose leases end now, with the reason.
         reqs_to_cancel: loads to give up, with the reason.
-        to_give_back: leases at other engines that will not be read, with the reason.
+        to_give_back: leases of other engines that this engine will not read, each with the reason.
     """
 
     reqs_to_recv: dict[str, LoadRequest] = {}
@@ -81,7 +82,7 @@ class ConnectorMetadata(msgspec.Struct, kw_only=True):
 
 
 class WorkerOutput(msgspec.Struct, kw_only=True):
-    """The events of one rank since they were last taken. Each request is named once.
+    """The events of one rank since its output was last taken. Each field names a request at most once.
 
     Attributes:
         offered: the requests whose lease was granted or refused. The reason is empty if it was granted.
@@ -90,9 +91,11 @@ class WorkerOutput(msgspec.Struct, kw_only=True):
             more.
         failed: the requests whose load has failed, with the reason. They are in `received` now or later.
         block_ids_with_errors: blocks of failed loads, in all groups. Their contents must not be used.
-        times: for timed loads that succeeded, when the last fence was posted and when it passed.
-        unwritten: by request and group, the first token that a successful load wrote. Only for groups whose blocks
-            begin before that token. The request is in `received` at the same time.
+        times: for each successful load, if loads are timed, the time when its last fence was posted and the time when
+            that fence passed.
+        unwritten: by request and group, the first token that a successful load wrote. A group is listed only if its
+            blocks also have earlier tokens that this engine lacks. The load did not write these. The request is in
+            `received` at the same time.
     """
 
     offered: dict[str, str] = {}
@@ -109,7 +112,7 @@ class WorkerOutput(msgspec.Struct, kw_only=True):
 
 
 class Progress(msgspec.Struct, kw_only=True):
-    """What a scheduler learns from its workers' outputs. Each field names a request only once.
+    """What a scheduler learns from its workers' outputs. Each field names a request at most once.
 
     Attributes:
         offered: the requests whose lease was granted on every rank.
@@ -118,10 +121,10 @@ class Progress(msgspec.Struct, kw_only=True):
             freed.
         failed: the requests whose load has failed, with the reason. They are in `received` now or later.
         block_ids_with_errors: blocks of failed loads, in all groups.
-        unwritten: by request and group, the first token that a successful load wrote. Only for groups whose blocks
-            begin before that token. The request itself needs no earlier token. But other requests must not find these
-            blocks in the prefix cache, up to the one that holds this token, because the KV of some of their tokens is
-            missing.
+        unwritten: by request and group, the first token that a successful load wrote. A group is listed only if its
+            blocks also have earlier tokens that this engine lacks. The load did not write these, and the request itself
+            does not need them. But other requests must not find the incomplete blocks in the prefix cache, that is, all
+            blocks up to the one that holds the listed token.
     """
 
     offered: set[str] = set()

@@ -1,9 +1,10 @@
-"""`NixlConnectorScheduler`: the scheduler's side of the connector workers, at a source and at a reader.
+"""`NixlConnectorScheduler`: the connector's part beside an engine's scheduler, at a source and at a reader.
 
-An engine's scheduler tells it of requests, sends the result of `build_metadata` to every worker once a step, and passes
-the result of each worker's `take_output` to `update`. At a source, call `offer` for a request, and `params` when its
-lease is granted. When the request is in `sent`, its pages may be freed. At a reader, call `read` with the parameters
-that came with a request, and then `load`. The load has ended when the request is in `received`.
+The engine's scheduler tells this object about requests, sends the result of `build_metadata` to every worker once a
+step, and passes the result of each worker's `take_output` to `update`. At a source, call `offer` for a request, and
+`params` when its lease is granted. The request's pages may be freed when the request is in `sent`. At a reader, call
+`read` with the parameters that came with a request, and then `load`. The load has ended when the request is in
+`received`.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from transfer.wire.prompt import Prompt
 from transfer.wire.secret import fleet_keys
 
 _LARGEST_BLOCK = 4096
-"""In tokens: if layers have a sliding window, a source provides for readers with blocks of up to this size.
+"""The largest block size of a reader, in tokens, for which a source with sliding-window layers keeps enough blocks.
 
-The first block that a reader needs can begin up to one block before the window. A source therefore also names blocks
-that hold this many tokens before the window, as far as it has them.
+The first block that a reader needs can begin up to one block before the window. A source therefore also names the
+blocks that hold this many tokens before the window, as far as it still has those blocks.
 """
 
 
 class OfferedPages(NamedTuple):
-    """The pages of a request that readers may read when they are computed.
+    """The pages of a request that a reader may read once they are computed.
 
     Attributes:
         prompt: the prompt whose KV the pages hold.
-        num_tokens: how many tokens the pages hold, from the first one on.
+        num_tokens: how many tokens the pages hold, counted from the first token of the prompt.
         block_ids: the blocks of each group. The last block holds the last token, or the state after it.
     """
 
@@ -49,7 +50,7 @@ class OfferedPages(NamedTuple):
 class Offer:
     """A lease. Every rank grants and ends it separately.
 
-    The scheduler's thread writes it, and the server's thread reads it.
+    The scheduler's thread writes this object, and the handshake server's thread reads it.
     """
 
     lease: LeaseRef
@@ -57,7 +58,7 @@ class Offer:
     held: OfferedPages | None = None  # None until `params` names the pages
     offered: set[int] = field(default_factory=set[int])  # the ranks that have granted the lease
     over: set[int] = field(default_factory=set[int])  # the ranks on which the lease has ended, or that have refused it
-    reason: str = "read"  # "read", or else the first reason for which a rank ended the lease
+    reason: str = "read"  # why the lease has ended: "read", or the first other reason that a rank has given
     aborted: bool = False  # whether the scheduler has asked for the lease to end
 
     @property
@@ -74,9 +75,12 @@ class Offer:
         return self.ended or (f"ranks {left[:16]} have not granted it yet" if left else "")
 
     def answer(self, query: LeaseQuery, config: WorkerConfig, key: bytes) -> LeaseReply:
-        """Returns the leased pages once every rank has granted the lease and the pages are known.
+        """Answers a reader's query.
 
-        Until then the answer says what is missing, and the reader asks again.
+        If every rank has granted the lease and its pages are known, the answer has the leased pages.
+
+        Until then, the answer says what is missing, and the reader asks again. If the lease has ended or holds fewer
+        tokens than the reader needs, the answer is an error.
         """
         held, count = self.held, query.num_tokens
         error = self.ended
@@ -107,7 +111,8 @@ class _Load:
     asked: LoadRequest
     received: set[int] = field(default_factory=set[int])
     failed: bool = False
-    unwritten: dict[int, int] = field(default_factory=dict[int, int])  # as in `Progress`, for the ranks that are done
+    # as in `Progress`, from those ranks on which the load has ended
+    unwritten: dict[int, int] = field(default_factory=dict[int, int])
 
 
 class NixlConnectorScheduler:
@@ -150,8 +155,8 @@ class NixlConnectorScheduler:
 
         Args:
             ranks: by rank, the result of `get_handshake_metadata`.
-            fingerprint: the fingerprint of the ranks' configs, if these have more settings than this config. None means
-                this config's.
+            fingerprint: the fingerprint of the ranks' configs. It is needed if those configs have settings that this
+                config lacks. With None, the fingerprint of this config is served.
 
         Raises:
             HandshakeError: a rank is missing, or the endpoint is taken.
@@ -196,13 +201,14 @@ class NixlConnectorScheduler:
     ) -> None:
         """Asks every rank for a lease of a request's pages.
 
-        The caller keeps the pages until the request is in `sent`.
+        The caller must not free the pages before the request is in `sent`.
 
         Args:
             request_id: the request.
-            running: True while the request is still computed. The lease's time then starts with `computed`.
+            running: True while the request is still computed. The time of the lease then starts when `computed` is
+                called.
             engines: how many reading engines must finish before the lease ends.
-            block_ids: the blocks of each group, needed if page checks are made.
+            block_ids: the blocks of each group. They are needed only if the config turns page checks on.
 
         Raises:
             InvalidLeaseError: the request already has a lease, or no slot is free.
@@ -219,7 +225,7 @@ class NixlConnectorScheduler:
         )
 
     def computed(self, request_id: str) -> None:
-        """Reports that all pages of a request are computed. This starts the time of its lease."""
+        """Reports that all pages of a request are computed. The time of the request's lease starts now."""
         self._metadata.reqs_computed.append(request_id)
 
     def is_offered(self, request_id: str) -> bool:
@@ -246,21 +252,24 @@ class NixlConnectorScheduler:
     ) -> dict[str, Any]:
         """Returns the `kv_transfer_params` for the reader of a leased request, and records which pages are leased.
 
-        The parameters only point to the lease. A reader uses them to ask which pages the lease holds, and gets the
-        answer when every rank has granted the lease. Blocks before the sliding window that no reader needs are left
-        out.
+        The parameters only point to the lease. A reader sends the lease's id back to this engine to ask which pages the
+        lease holds. It gets the answer once every rank has granted the lease. Blocks that are too far before the
+        sliding window for any reader to need them are left out.
 
         Args:
             request_id: the request.
             prompt: the request's tokens, and everything else that its KV depends on.
-            block_ids: the blocks of each group. The caller must still hold all of them, because a reader may read each
-                of them in full. Surplus blocks are left out. For a state, only the last block is used.
-            num_tokens: how many tokens' pages are computed, or will be at the end of this step.
-            first_blocks: for each group, the index in the request of its first block; all 0 if empty.
+            block_ids: the blocks of each group. The caller must still hold all of these blocks, because a reader may
+                read each of them in full. Surplus blocks at the end are left out. For a state, only the last block is
+                used.
+            num_tokens: the number of tokens whose KV the pages hold now, or will hold at the end of this step.
+            first_blocks: for each group, the index within the request of the first block in `block_ids`. Empty means 0
+                for every group.
 
         Raises:
             InvalidLeaseError: the request has no lease, or its lease has ended on a rank.
-            InvalidTransferError: there are too few blocks or tokens, or another number of groups.
+            InvalidTransferError: there are too few blocks or too few tokens in the prompt, or the number of groups is
+                not that of the config.
         """
         offer = self._offers.get(request_id)
         if offer is None or offer.ended:
@@ -289,9 +298,9 @@ class NixlConnectorScheduler:
         return params_of(params)
 
     def abort(self, request_id: str, reason: str) -> bool:
-        """Ends a request's lease even while it is read. Returns False if it has none.
+        """Ends a request's lease, even while a reader reads its pages. Returns False if the request has no lease.
 
-        Its pages may be freed once the request is in `sent`.
+        The request's pages may be freed once the request is in `sent`.
         """
         if (offer := self._offers.get(request_id)) is not None:
             offer.aborted = True
@@ -304,8 +313,8 @@ class NixlConnectorScheduler:
         Args:
             request_id: the request.
             params: parameters from outside, which are not trusted.
-            prompt: the request's prompt. The leased pages must be those of this prompt. It may have more tokens than
-                the source has computed, or fewer.
+            prompt: the request's prompt. The leased pages must hold the KV of this prompt. The prompt may have more or
+                fewer tokens than the source has computed.
 
         Raises:
             TransferParamsError: (a ValueError) a parameter is invalid. The message names the request, the key, its
@@ -322,7 +331,8 @@ class NixlConnectorScheduler:
     def give_back(self, params: object, reason: str) -> None:
         """Tells a source that the lease in a request's params will not be read. A no-op if the params name no lease.
 
-        Use this for a request that gets no load, because its params are invalid, or another load has its name.
+        Call this for a request that is not loaded because its params are invalid, or because a load of the same request
+        id has not ended.
         """
         if (wanted := pointer_in(params)) is not None:
             self._metadata.to_give_back.append((wanted, reason))
@@ -330,10 +340,11 @@ class NixlConnectorScheduler:
     def hold(self, request_id: str, wanted: Wanted) -> None:
         """Has a source's lease renewed for a request that has no blocks yet.
 
-        The time limit of the load starts now. `load` continues the load, and `cancel` gives it up and tells the source.
+        The time limit of the load starts now. A later call of `load` names the blocks and starts to read. A call of
+        `cancel` gives the load up and tells the source.
 
         Raises:
-            InvalidTransferError: the request has a load that has not ended.
+            InvalidTransferError: an earlier load of the request has not ended.
         """
         if request_id in self._loads:
             raise InvalidTransferError(f"request {request_id!r}: its load has not ended on every rank yet")
@@ -350,22 +361,25 @@ class NixlConnectorScheduler:
         *,
         first_blocks: Sequence[int] = (),
     ) -> None:
-        """Has every rank read the pages of a request. If no page is missing, this only notifies the source.
+        """Makes every rank read the pages of a request.
 
-        If `hold` was called for the request, it appears in `received` even if no page was missing.
+        If this engine lacks no page, the call only tells the source that nothing remains to be read.
+
+        If `hold` was called for the request, the request appears in `received` even if no page was missing.
 
         Args:
             request_id: the request.
             wanted: the result of `read`.
-            block_ids: our blocks of each group to read into, for all pages to load. For a state, only the last block is
-                used.
+            block_ids: our blocks of each group, into which the pages are read. There must be enough of them for all
+                pages to load. For a state, only the last block is used.
             num_tokens: number of tokens of the request.
             num_computed_tokens: number of tokens that this engine already has.
-            first_blocks: for each group, the index in the request of its first block. If empty, the first block is the
-                one that holds the first missing token.
+            first_blocks: for each group, the index within the request of the first block in `block_ids`. If the
+                argument is empty, the first block is the one that holds the first missing token.
 
         Raises:
-            InvalidTransferError: the request has a load that has not ended, or there is another number of groups.
+            InvalidTransferError: an earlier load of the request has not ended, or the number of groups is not that of
+                the config.
         """
         missing = min(wanted.num_tokens, num_tokens) > num_computed_tokens
         groups, load = self.config.groups, self._loads.get(request_id)
@@ -381,7 +395,7 @@ class NixlConnectorScheduler:
             num_tokens=num_tokens,
         )
         if load is not None and request_id in self._metadata.reqs_to_recv:
-            del self._loads[request_id]  # no rank has been told to hold its source yet
+            del self._loads[request_id]  # the metadata of `hold` was not sent yet, so no rank knows of this load
             load = None
         self._metadata.reqs_to_recv[request_id] = asked
         if load is not None:
@@ -390,22 +404,31 @@ class NixlConnectorScheduler:
             self._loads[request_id] = _Load(asked)
 
     def cancel(self, request_id: str, reason: str) -> bool:
-        """Gives up a load. Returns whether there is one. Its pages may be freed when the request is in `received`."""
+        """Gives up the load of a request. Returns False if the request has no load.
+
+        The request's pages may be freed when the request is in `received`.
+        """
         if request_id in self._loads:
             self._metadata.reqs_to_cancel[request_id] = reason
         return request_id in self._loads
 
     def save(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
-        """Has every rank copy a request's blocks to its host buffers, if it has any. Call this before `params`."""
+        """Makes every rank copy a request's blocks to its host buffers, if it has host buffers.
+
+        Call this before `params`.
+        """
         self._metadata.reqs_to_save[request_id] = as_blocks(block_ids)
 
     def build_metadata(self) -> ConnectorMetadata:
-        """Returns the work of this step, the same for every worker, and begins to collect the next step's."""
+        """Returns the work of this step, which is the same for every worker.
+
+        From then on, the object collects the work of the next step.
+        """
         metadata, self._metadata = self._metadata, ConnectorMetadata()
         return metadata
 
     def update(self, rank: int, output: WorkerOutput) -> Progress:
-        """Records a worker's output, and returns what the scheduler learns from it.
+        """Records the output of one rank's worker, and returns what the scheduler learns from it.
 
         Raises:
             InvalidTransferError: the engine has no such rank.
@@ -427,7 +450,10 @@ class NixlConnectorScheduler:
         return progress
 
     def _lease_over(self, rank: int, request_id: str, reason: str, progress: Progress) -> None:
-        """Records the end of a lease on one rank. The request is in `sent` when the lease has ended on every rank."""
+        """Records that a lease has ended on one rank.
+
+        Once it has ended on every rank, `progress.sent` names the request.
+        """
         if (offer := self._offers.get(request_id)) is None:
             return
         offer.over.add(rank)
@@ -441,8 +467,8 @@ class NixlConnectorScheduler:
     def _book_loads(self, rank: int, output: WorkerOutput, progress: Progress) -> None:
         """Records the loads that have failed or ended on a rank.
 
-        A load that fails on one rank has failed, and the other ranks then give it up. It has ended when it has ended on
-        every rank.
+        A load counts as failed as soon as it has failed on one rank, and the other ranks are then told to give it up.
+        It counts as ended only when it has ended on every rank.
         """
         for request_id, reason in output.failed.items():
             load = self._loads.get(request_id)
@@ -471,7 +497,10 @@ class NixlConnectorScheduler:
 
 
 def _kept(where: str, group: GroupConfig, blocks: Sequence[int], first: int, num_tokens: int) -> list[int]:
-    """Returns the blocks that a reader can need. The last of them holds the last token."""
+    """Returns those of `blocks` that a reader may need, up to the block that holds the last token.
+
+    For a state, this is the last block.
+    """
     if group.is_state:
         return list(blocks[-1:])
     end = -(-num_tokens // group.block_size)

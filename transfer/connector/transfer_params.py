@@ -1,9 +1,10 @@
-"""`kv_transfer_params`: the dict by which a prefill engine's answer tells a decode engine where its pages are.
+"""`kv_transfer_params`: the dict in a prefill engine's answer that tells a decode engine where the pages are.
 
-It travels through proxies and HTTP bodies as JSON, so a reader trusts nothing in it. It is only a pointer: when the
-source is asked, the source itself says which pages the lease holds, and for which tokens
-(`transfer.wire.messages.Wanted`). Every value is checked here. Whether the engine and the lease exist shows only when
-they are asked for, and a failure then fails only that request. The keys are those of vLLM's connector, and `lease_id`.
+The dict travels through proxies and HTTP bodies as JSON, so a reader trusts nothing in it. It only points to a lease:
+the reader asks the source, and the source's answer says which pages the lease holds, and for which tokens
+(`transfer.wire.messages.Wanted`). Every value is checked here. Only the source's answer shows whether the engine and
+the lease exist. If they do not, only that request fails. The keys are those of vLLM's NIXL connector, and in addition
+`lease_id`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _MAX_NAME = 512
 _PRINTABLE = "printable text is expected"
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = 80
-# A host name, an IPv4 address or a bracketed IPv6 address. No other text may get into an endpoint.
+# Matches a host name, an IPv4 address or a bracketed IPv6 address. No other text may become part of an endpoint.
 _HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]{2,45}\]")
 _LEASE_ID = re.compile(r"0x(?=.*[1-9a-f])[0-9a-f]{1,16}")
 _NAMES = {name: f"remote_{name}" for name in ("engine_id", "request_id", "host", "port", "num_tokens")}
@@ -54,11 +55,12 @@ class TransferParams(_Pointer, frozen=True, kw_only=True, rename=_NAMES):
         request_id: the source's name for the request, used only in logs.
         host: name or address of the source's handshake server.
         port: port of the handshake server.
-        num_tokens: how many tokens the source has computed. If a client changes it, a smaller number loads fewer
-            tokens, and a larger one makes the load fail.
+        num_tokens: how many tokens the source has computed. If a client lowers the number, fewer tokens are loaded. If
+            a client raises it, the load fails.
         lease_id: the lease's id in hexadecimal, because many JSON readers keep only 53 bits of a number.
-        do_remote_prefill: True asks for pages.
-        do_remote_decode: True offers pages. It cannot be combined with `do_remote_prefill`.
+        do_remote_prefill: True if the request asks to read pages from a source.
+        do_remote_decode: True if the request's own pages are to be offered to a reader. It cannot be combined with
+            `do_remote_prefill`.
         transfer_mode: "pull" means that the reader moves the pages.
     """
 
@@ -69,7 +71,11 @@ class TransferParams(_Pointer, frozen=True, kw_only=True, rename=_NAMES):
     transfer_mode: Literal["pull"] = "pull"
 
     def wanted(self, prompt: Prompt) -> Wanted:
-        """Returns the lease to ask for, with as many tokens of the reader's prompt as the source has computed."""
+        """Returns the lease to ask for.
+
+        The number of tokens to read is the number that the source has computed, or the length of `prompt` if the prompt
+        is shorter.
+        """
         num_tokens = min(self.num_tokens, len(prompt.token_ids))
         return Wanted(self.address, self.engine_id, int(self.lease_id, 16), num_tokens, prompt.digest(num_tokens))
 
@@ -124,7 +130,7 @@ def pointer_in(params: object) -> Wanted | None:
 
 
 def _faults(found: _Pointer) -> dict[str, str]:
-    """Returns, by key, what is expected in place of each value that has the right type but is invalid."""
+    """Checks values that have the right type. Returns, for the key of each invalid value, what is expected instead."""
     faults: dict[str, str] = {}
     if not found.engine_id.isprintable():
         faults["remote_engine_id"] = _PRINTABLE

@@ -1,9 +1,10 @@
 """`NixlConnectorWorker`: one rank of an engine. It connects the step loop that runs the model with the transfer thread.
 
-Its methods have the names and meanings of vLLM's worker of this name. It has no code for tensor parallelism, page
-sizes, layouts or replicated heads: the boxes of the two sides describe all of these, and the transfer plan follows from
-the boxes. The loop hands work over and takes events. Only set-up, `take_output`, `get_kv_connector_stats` and
-`shutdown` wait.
+Its methods have the names and meanings of those in vLLM's worker of the same name. The class has no code for tensor
+parallelism, page sizes, layouts or replicated heads. A box says where a part of a layer's KV lies in memory, and the
+boxes of the two sides describe all of these properties. The transfer plan is computed from the boxes. The step loop
+only hands work to the transfer thread and takes events from it. Only set-up, `take_output`, `get_kv_connector_stats`
+and `shutdown` make the loop wait.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from transfer.wire.messages import Wanted
 from transfer.wire.secret import fleet_keys
 
 _GRANT_S = 5.0
-"""In seconds: the longest that a step waits until its leases are granted.
+"""The longest time, in seconds, that a step waits for its leases to be granted.
 
-A reader that asks for the pages before all ranks have granted the lease is told to ask again.
+A reader that asks for the pages before every rank has granted the lease is told to ask again.
 """
 
 
 class NixlConnectorWorker:
-    """Moves the pages of one rank. Single-threaded: only the thread of the step loop may call it.
+    """Moves the pages of one rank. The object is single-threaded: only the thread of the step loop may call it.
 
     Args:
         config: the rank, and the layout of its caches.
@@ -64,12 +65,14 @@ class NixlConnectorWorker:
         self._book = WorkerBook(config.groups)
 
     def register_kv_caches(self, kv_caches: Mapping[str, Cache]) -> None:
-        """Registers the caches of this rank's layers, and starts to serve and to read.
+        """Registers the caches of this rank's layers.
+
+        After this call, other engines can read from this rank, and this rank can read from them.
 
         Args:
             kv_caches: the tensor of each layer, with its dimensions in the order of its group's layout. A layer may
-                also have several tensors: K and V apart, or the parts of a state. They must stay alive as long as any
-                peer that may read them.
+                also have several tensors: K and V apart, or the parts of a state. The tensors must not be freed while a
+                peer that may read them is alive.
 
         Raises:
             InvalidEngineError: the tensors do not fit the config, or NIXL cannot register their device.
@@ -127,14 +130,16 @@ class NixlConnectorWorker:
         )
         self._thread = start_thread(replica)
         self._events = self._thread.events
-        # This also runs if the worker is dropped or the interpreter exits, because an open NIXL agent would abort the
-        # process.
+        # The finalizer also closes the thread when the worker is garbage-collected or the interpreter exits, because an
+        # agent of NIXL that is still open would then abort the process.
         self._close = weakref.finalize(self, self._thread.close)
 
     def initialize_host_xfer_buffer(self, kv_caches: Mapping[str, Cache]) -> HostBuffers:
-        """Allocates host memory of the size of the caches. It will be registered in place of the caches.
+        """Allocates host memory of the size of the caches.
 
-        `register_kv_caches` calls this if the device needs it.
+        This host memory will be registered with NIXL in place of the caches.
+
+        `register_kv_caches` calls this if pages on the device must go through host memory.
         """
         self._host = HostBuffers(self.config, kv_caches)
         if self._copy is not None:
@@ -164,21 +169,27 @@ class NixlConnectorWorker:
         """Loads an engine whose metadata did not arrive through the handshake. Returns its id.
 
         Args:
-            address: ZMQ endpoint at which the engine answers pings, in the form in which requests will name it.
+            address: ZMQ endpoint at which the engine answers pings. It must be spelled as in the requests that will
+                name the engine.
             ranks: the result of `get_handshake_metadata` on each of its ranks.
 
         Raises:
-            TransferError: the engine does not fit ours; the message has both values. No part of it stays loaded.
+            TransferError: a setting of the engine does not match ours; the message has both values. None of the
+                engine's ranks stays loaded.
         """
         return self._running().call(lambda replica: replica.directory.add(address, ranks))
 
     def start_load_kv(self, metadata: ConnectorMetadata) -> None:
-        """Starts the work of a step: grants, starts, ends and gives back leases; begins, continues and gives up loads.
+        """Starts the work of one step. At a source, this grants leases, starts their time and ends them.
+
+        At a reader, it begins, continues and cancels loads, and tells other engines which of their leases will not be
+        read.
 
         An error in one load fails only that load. `get_failed_loads` reports it.
 
         Raises:
-            InvalidTransferError: a named request already has a lease or a load. Nothing was done.
+            InvalidTransferError: the step names a request that still has an earlier lease or load. No work of the step
+                was started.
             EngineClosedError: the worker was shut down, or its thread has died.
         """
         thread, leases = self._running(), self._book.leases
@@ -209,7 +220,9 @@ class NixlConnectorWorker:
     def _load(self, thread: TransferThread, request_id: str, asked: LoadRequest) -> None:
         before = self._book.find(request_id)
         if before is not None and (before.error or before.cancelled):
-            return  # the load has failed or was cancelled; its request takes no new one until it is in `received`
+            # The load has failed or was cancelled. The request cannot begin a new load before this one is in
+            # `received`.
+            return
         load = before or self._book.begin(request_id)
         try:
             groups = self._book.ask(load, asked)
@@ -229,10 +242,12 @@ class NixlConnectorWorker:
         return kernel_pages(blocks, self.config.groups[group].block_pages).tolist()
 
     def save_kv_to_host(self, metadata: ConnectorMetadata) -> None:
-        """Copies the blocks of `reqs_to_save` to host buffers. Must be called before their leases are granted.
+        """Copies the blocks that `reqs_to_save` names to the host buffers.
+
+        Must be called before the leases of these requests are granted.
 
         Raises:
-            InvalidTransferError: the number of groups of blocks differs from the config's.
+            InvalidTransferError: the blocks of a request are not given for the same number of groups as in the config.
         """
         if self._host is None:
             return
@@ -265,9 +280,9 @@ class NixlConnectorWorker:
     def take_output(self) -> WorkerOutput:
         """Returns all events since the last call, for the scheduler's side.
 
-        The method first waits until the requested leases are granted. This takes a fraction of a millisecond, mostly
-        while the model runs. Without the wait the scheduler might never learn of them, because an idle engine makes no
-        further step.
+        The method first waits until the requested leases are granted or refused. The wait takes a fraction of a
+        millisecond, most of it while the model runs. Without it, an engine might never report the leases to its
+        scheduler, because an engine that becomes idle runs no further step.
 
         Raises:
             EngineClosedError: the transfer thread has died.
@@ -282,9 +297,9 @@ class NixlConnectorWorker:
         """Returns the requests that have finished on this rank since the last call, each once.
 
         Returns:
-            The result has two sets. The first one has the requests whose lease has ended; their pages may be freed when
-                all ranks have reported them. The second one has the requests whose load has ended, successfully or not,
-                with nothing left in flight.
+            Two sets of requests. The first set has the requests whose lease has ended; their pages may be freed when
+                all ranks have reported them. The second set has the requests whose load has ended, successfully or not,
+                and of whose transfers none is in flight any more.
 
         Raises:
             EngineClosedError: the transfer thread has died.
@@ -312,7 +327,10 @@ class NixlConnectorWorker:
         return blocks
 
     def get_kv_connector_stats(self) -> StatsSnapshot | None:
-        """Returns counters, and percentiles since the last call. Returns None if there was no event since."""
+        """Returns the counters since the start and the percentiles since the last call.
+
+        Returns None if no event has happened since that call.
+        """
         self._drain()
         if not self._has_news or self._thread is None:
             return None
@@ -341,7 +359,9 @@ class NixlConnectorWorker:
             self._thread.raise_failure()
 
     def shutdown(self) -> None:
-        """Ends every lease and load. No byte moves after this. The next `get_finished` reports those that were open.
+        """Ends every lease and load. No byte moves after this call.
+
+        The next `get_finished` reports the requests whose lease or load was still open.
 
         Safe to call twice, and after a failed start.
         """

@@ -1,4 +1,4 @@
-"""The records of one worker by request: its leases, the pages and outcomes of its loads, and events to report."""
+"""The records that one worker keeps for each request: its lease, its load, and the events to report."""
 
 from __future__ import annotations
 
@@ -23,25 +23,30 @@ class OpenLoad:
     """One load, from its first `LoadRequest` until it has ended."""
 
     request_id: str
-    key: str  # key of the load's pull, which no other load has
+    key: str  # key of the load's pull; no other load has the same key
     pages: list[list[int]]  # for each group, the pages that the load writes to
-    # For each group: the first missing token of its blocks, and the first token that the load asks for.
+    # For each group, a pair: the first token of the group's blocks that this engine lacks, and the first token to be
+    # read.
     begins: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     blocks: set[int] = field(default_factory=set[int])  # the blocks of all groups
-    closed: bool = False  # whether the load's pages were asked for; before that it has no blocks
-    silent: bool = True  # whether nothing is to be read: only the source is told, and no event is reported
+    closed: bool = False  # whether the load has its blocks; before that, only the source's lease is renewed
+    silent: bool = True  # True if no page has to be read: the load then only tells the source so, and reports no event
     cancelled: bool = False  # whether the scheduler has cancelled the load
     error: str = ""
 
 
 class WorkerBook:
-    """The leases and loads of a worker, and their events. Only the thread that runs the model may use it."""
+    """The leases and loads of a worker, and the events to report about them.
+
+    Only the thread that runs the model may use it.
+    """
 
     def __init__(self, groups: Sequence[GroupConfig]) -> None:
-        self.leases: dict[str, int] = {}  # by request: the ids of the leases that were asked for and have not ended
+        self.leases: dict[str, int] = {}  # for each request, the id of a lease that was requested and has not ended
         # The requests in `leases` whose lease the transfer thread has neither granted nor refused yet.
         self.ungranted: set[str] = set()
-        # If True, a load must begin at the start of a page, because host buffers are copied back page by page.
+        # If True, every load must begin at the start of a page. Host buffers need this, because they are copied to the
+        # device page by page.
         self.whole_pages = False
         self.output = WorkerOutput()
         self._groups = groups
@@ -50,7 +55,7 @@ class WorkerBook:
         self._by_key: dict[str, OpenLoad] = {}
 
     def lease(self, request_id: str, lease_id: int) -> None:
-        """Records a lease that the transfer thread was asked for."""
+        """Records that a lease was requested from the transfer thread."""
         self.leases[request_id] = lease_id
         self.ungranted.add(request_id)
 
@@ -59,7 +64,11 @@ class WorkerBook:
         return self._by_request.get(request_id)
 
     def check_new(self, step: ConnectorMetadata) -> None:
-        """Raises `InvalidTransferError` if a request has a lease, or has a load that asked for all its pages."""
+        """Raises `InvalidTransferError` if a request in `step` still has an earlier lease or load.
+
+        A load without blocks does not count, because the step may supply its blocks. A failed or cancelled load does
+        not count either.
+        """
         for request_id in step.reqs_to_send:
             if request_id in self.leases:
                 raise InvalidTransferError(
@@ -73,13 +82,13 @@ class WorkerBook:
                 )
 
     def begin(self, request_id: str) -> OpenLoad:
-        """Records a new load."""
+        """Records a new load of a request, and returns it."""
         load = OpenLoad(request_id, f"{request_id}#{next(self._numbers)}", [[] for _ in self._groups])
         self._by_request[request_id] = self._by_key[load.key] = load
         return load
 
     def ask(self, load: OpenLoad, asked: LoadRequest) -> list[BlocksOfGroup] | None:
-        """Records the blocks of a load. Returns what to read of each group, or None if there are no blocks yet.
+        """Records the blocks of a load. Returns what to read in each group, or None if the load has no blocks yet.
 
         Raises:
             InvalidTransferError: the blocks do not fit the groups or the tokens.
@@ -130,18 +139,21 @@ class WorkerBook:
                 f"{where}: its blocks here begin with token {first * group.block_size}, but the load starts at token "
                 f"{begin}"
             )
-        # the pages from the one that holds token `begin` to the one that holds the last token
+        # the pages from the one that holds token `begin` to the one that holds token `stop - 1`
         pages = kernel_pages(blocks[skipped:], group.block_pages)[begin % group.block_size // group.page_size :]
         pages = pages[: -(-stop // group.page_size) - begin // group.page_size]
         return BlocksOfGroup(pages, (begin, stop), needed)
 
     def fail(self, load: OpenLoad, reason: str, *, safe: bool) -> None:
-        """Records a failure. With `safe`, nothing of the load is in flight, so the load has ended."""
+        """Records that a load has failed. `safe` says that none of the load's transfers is in flight.
+
+        If so, the load has also ended.
+        """
         load.silent = False
         self.on_pull(PullEvent(load.key, reason, safe))
 
     def on_pull(self, event: PullEvent) -> OpenLoad | None:
-        """Records the outcome of a pull. Returns the load if this has ended it successfully."""
+        """Records an event of a pull. Returns the load if the event has ended it successfully, and otherwise None."""
         load = self._by_key.get(event.key)
         if load is None:
             return None
@@ -162,7 +174,7 @@ class WorkerBook:
         return None if load.error else load
 
     def on_lease(self, event: Offered | LeaseOver) -> None:
-        """Records the outcome of a lease. Events of an earlier lease of the same request are ignored."""
+        """Records an event of a lease. An event of an earlier lease of the same request is ignored."""
         if self.leases.get(event.request_id) != event.lease_id:
             return
         self.ungranted.discard(event.request_id)
@@ -176,13 +188,16 @@ class WorkerBook:
 
 def _begins(group: GroupConfig, read: BlocksOfGroup, first: int, stop: int) -> tuple[int, int]:
     if group.is_state:
-        return stop, stop  # a state block holds a single state, and is written as a whole
+        return stop, stop  # a state block holds a single state, which a load always writes as a whole
     start, end = read.tokens
     return first, start if start < end else stop
 
 
 def _unwritten(load: OpenLoad, begins: Sequence[int]) -> dict[int, int]:
-    """Returns, for each group whose blocks begin before it, the first token that a load wrote."""
+    """Returns the first token that the load wrote, by group.
+
+    A group is included only if its blocks also have earlier tokens that this engine lacks.
+    """
     return {
         group: max(asked, read)
         for group, ((first, asked), read) in enumerate(zip(load.begins, begins or [0] * len(load.begins), strict=True))
@@ -191,6 +206,9 @@ def _unwritten(load: OpenLoad, begins: Sequence[int]) -> dict[int, int]:
 
 
 def _naming(load: OpenLoad, reason: str) -> str:
-    """Makes a failure's reason name the request in place of the pull's key, which has no meaning for users."""
+    """Returns the reason of a failure with the request's id in place of the pull's key.
+
+    The key has no meaning for users.
+    """
     reason = reason.removeprefix(f"request {load.key!r}: ")
     return reason if repr(load.request_id) in reason else f"request {load.request_id!r}: {reason}"

@@ -47,7 +47,10 @@ _making = [threading.Lock()]  # the lock is held while `os.environ` has the sett
 
 
 def _keep_in_fork() -> None:
-    """Keeps every agent alive in a forked child, where NIXL's destructor would wait for an absent thread."""
+    """Keeps every agent alive in a forked child.
+
+    NIXL's destructor would wait there for a thread that the child does not have.
+    """
     _making[0] = threading.Lock()  # a thread of the parent may have held the old lock
     for agent in _agents:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(agent))
@@ -100,18 +103,18 @@ def _environment(settings: Mapping[str, str]) -> Generator[None]:
 class Agent:
     """One NIXL agent over any number of regions. Single-threaded. Raises `AgentError` if NIXL refuses or fails.
 
-    Transfers name addresses, passed as arrays. NIXL can also prepare lists of descriptors in advance. For pages this
-    does not pay: it would save 16 ns of the 1.3 to 2.2 µs that posting a descriptor costs. Such lists would have to
-    describe the whole pool at first contact, and would be lost with each connection. Adjacent pages of a request could
-    not be joined into one descriptor. `read_word` does use prepared lists: it reads the same words repeatedly, one at a
-    time, and a list of one word saves a third of the call.
+    A transfer is described by arrays of addresses. NIXL can also prepare lists of descriptors in advance. For pages
+    this does not pay: it would save only 16 ns of the 1.3 to 2.2 µs that it takes to post a descriptor. The lists would
+    have to describe the whole pool at first contact, and would be lost with each connection. Adjacent pages of a
+    request could not be joined into one descriptor. `read_word` does use prepared lists: it reads the same words
+    repeatedly, one at a time, and a list of one word saves a third of the time of the call.
 
     Args:
         name: a name that no agent has had before.
-        memory_type: memory that most of the agent's regions are in. It determines the transports.
-        background_runs: transfers of at least this many runs are copied by a NIXL thread. Their post returns at once,
-            unless that thread is busy. The post of a smaller transfer returns when everything is copied, which is
-            faster than waking the thread.
+        memory_type: type of the memory that most of the agent's regions are in. It determines the transports.
+        background_runs: a transfer of at least this many runs is copied by a thread of NIXL. The call that posts the
+            transfer then returns at once, unless that thread is busy. For a smaller transfer, the call returns when
+            everything is copied, which is faster than waking the thread.
         files: parameters of NIXL's POSIX plugin, for an agent that moves bytes to files and has no peers.
 
     Attributes:
@@ -130,7 +133,7 @@ class Agent:
         self.memory_type = memory_type
         self._registered: list[Any] = []
         self._voucher: Voucher | None = None
-        # by peer and address: prepared lists of one word; the peer "" is this agent
+        # NIXL's prepared lists of one word, by peer and address; the peer "" stands for this agent
         self._words: dict[tuple[str, int], int] = {}
         self._owner = os.getpid()
         plugin = "UCX" if files is None else "POSIX"
@@ -158,8 +161,8 @@ class Agent:
                 self._agent.create_backend(plugin, params)
                 self.backend = int(self._agent.backends[plugin])
         # `post` calls the bindings directly, because NIXL's Python wrappers first check the type of each argument,
-        # which takes 3 of 11 µs. The bindings' agent object is not stored: it ends with its last reference, and `close`
-        # must be able to end it.
+        # which takes 3 of 11 µs. The bindings' agent object is not stored here: it is destroyed with its last
+        # reference, and `close` must be able to destroy it.
         bindings: Any = importlib.import_module("nixl._bindings")
         self._descriptors, self._ended, self._self = (
             bindings.nixlXferDList,
@@ -171,7 +174,7 @@ class Agent:
     def register(self, regions: Sequence[tuple[int, int, int]], memory_type: MemoryType | None = None) -> Any:
         """Registers (address, bytes, device) of regions. Returns NIXL's record of the registration.
 
-        The regions must stay mapped until `close`, and as long as any peer that may read them lives. `memory_type`
+        The regions must stay mapped until `close`, and also while a peer that may read them is alive. `memory_type`
         defaults to the agent's own.
         """
         rows = [(*region, "") for region in regions]
@@ -197,7 +200,7 @@ class Agent:
 
     @property
     def metadata(self) -> bytes:
-        """The current metadata, which another NIXL agent loads in order to reach this one."""
+        """The current metadata. Another NIXL agent loads it in order to reach this one."""
         with nixl_errors(f"agent {self.name!r}: its metadata"):
             return bytes(self._agent.get_agent_metadata())
 
@@ -206,7 +209,7 @@ class Agent:
         self._voucher = Voucher(metadata)
 
     def add_peer(self, peer: str, metadata: bytes) -> None:
-        """Loads a peer.
+        """Loads the metadata of a peer, so that transfers can name the peer.
 
         The caller must have checked the metadata's length and digest: wrong bytes can crash the process.
         """
@@ -243,8 +246,8 @@ class Agent:
         """
         here, there = memory_types or (self.memory_type, self.memory_type)
         agent, bound = self._agent, self._agent.agent
-        # `nixl_errors` is not used here: a READ of one page takes 10 µs, and two context managers with their messages
-        # would add 4
+        # `nixl_errors` is not used here. A READ of one page takes 10 µs, and two context managers and their messages
+        # would add another 4 µs.
         try:
             local_list = self._descriptors(agent.nixl_mems[here.value], local)
             remote_list = self._descriptors(agent.nixl_mems[there.value], remote)
@@ -267,7 +270,7 @@ class Agent:
         """
         here, there = memory_types
         agent, bound = self._agent, self._agent.agent
-        try:  # `_value_` takes a third of the time of `value`
+        try:  # reading `_value_` takes a third of the time of reading `value`
             local_list = self._descriptors(agent.nixl_mems[here._value_], local)
             remote_list = self._descriptors(agent.nixl_mems[there._value_], remote)
             made = bound.createXferReq(agent.nixl_ops["READ"], local_list, remote_list, peer, b"", [])
@@ -276,7 +279,10 @@ class Agent:
         return self._posted(bound, made)
 
     def read_word(self, peer: str, local: int, remote: int, note: bytes) -> Handle | None:
-        """Like `read`, for 8 bytes of host memory from one address of the peer to one of ours, with a note."""
+        """Like `read`, for a single word: 8 bytes of host memory, from an address of the peer to one of ours.
+
+        The peer gets the note when the word has arrived.
+        """
         agent, bound, words = self._agent, self._agent.agent, self._words
         try:
             if (here := words.get(("", local))) is None:
@@ -293,7 +299,7 @@ class Agent:
         return self._agent.agent.prepXferDlist(owner, words, [])
 
     def _posted(self, bound: Any, made: int) -> Handle | None:
-        """Posts a transfer by its raw number, because making and releasing a handle object would double the cost."""
+        """Posts a transfer by its raw number. To make and release a handle object would double the cost."""
         try:
             has_ended = bound.postXferReq(made) == self._ended
         except _errors() as error:
@@ -318,7 +324,9 @@ class Agent:
             raise _agent_error(f"agent {self.name!r}: posting", error) from error
 
     def done(self, handle: Handle) -> bool:
-        """Whether a transfer has ended successfully. Also advances it, and sends its note at the end.
+        """Returns whether a transfer has ended successfully.
+
+        The call also advances the transfer, and sends its note when it has ended.
 
         On an error, the caller must release the handle.
         """
@@ -359,13 +367,14 @@ class Agent:
 
         The caller must first release every handle and remove every peer.
 
-        This waits for the copy that the agent's thread is working on. No byte moves after this. So this is the last way
-        to make the memory of a transfer that never ended usable again. In a forked child it only drops the reference.
+        This call waits for the copy that the agent's thread is working on. No byte moves after the call. If a transfer
+        never ends, closing the agent is therefore the last way to make the transfer's memory usable again. In a forked
+        child, the call only drops the reference to the agent.
 
         Args:
-            in_flight: whether a handle was released before its transfer had ended. Then the memory is deregistered by
-                the agent's own destructor, after its worker has stopped. Otherwise the worker could use memory that is
-                already freed.
+            in_flight: True if a handle was released before its transfer had ended. The agent's own destructor then
+                deregisters the memory, after its worker has stopped. If the memory were deregistered earlier, the
+                worker could use memory that is already freed.
         """
         if self._voucher is not None:
             self._voucher.close()

@@ -30,15 +30,15 @@ class Rates:
     """The probability of each fault, for each READ or notification.
 
     Attributes:
-        delay: a READ is posted some polls later. It reads what its pages contain at that time.
+        delay: a READ is posted only after some calls of `done`. It reads what the pages contain at that time.
         refuse: a READ is refused.
         break_: a READ ends in an error after half of its runs have arrived.
         short: a READ reports success although its last run has not arrived.
         corrupt: a READ reports success with one wrong bit.
         drop: a notification is lost.
         duplicate: a notification arrives twice.
-        late: a notification arrives some polls later, after notifications that were sent after it.
-        polls: the longest delay, in polls.
+        late: a notification arrives some calls of `notifications` later, after notifications that were sent after it.
+        polls: the longest delay, in calls of `done` or `notifications`.
     """
 
     delay: float = 0.2
@@ -63,7 +63,10 @@ _HOST = MemoryType.DRAM, MemoryType.DRAM
 
 @dataclass(eq=False)
 class _ChaosRead:
-    """A READ as its owner sees it: not posted yet, posted, or broken. `flip` is the address of the byte to corrupt."""
+    """A READ as its owner sees it: not posted yet, posted, or broken.
+
+    `flip` is the address of the byte that the fault "corrupt" changes.
+    """
 
     post: Callable[[], tuple[Handle, bool]]
     polls: int
@@ -164,7 +167,7 @@ class ChaosAgent(Agent):
             super().notify(peer, message)
 
     def notifications(self) -> list[tuple[str, bytes]]:
-        """Like `Agent.notifications`, except that some arrive later or twice."""
+        """Like `Agent.notifications`, except that some notifications arrive later or twice."""
         self._polls += 1
         for arrived in super().notifications():
             for _ in range(2 if self._happens("duplicate", self.rates.duplicate) else 1):

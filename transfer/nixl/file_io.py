@@ -73,7 +73,9 @@ class _FileAgent(Agent):
     def move(
         self, operation: Literal["READ", "WRITE"], here: Descriptors, there: Descriptors, file: tuple[int, int, int]
     ) -> None:
-        """Copies runs between memory and a file. The file is given as (start, bytes, descriptor).
+        """Copies runs between memory and a file.
+
+        `file` is the range that all runs lie in: its start, its bytes, and the file's descriptor.
 
         Blocks until the copy has ended.
         """

@@ -111,11 +111,11 @@ class NixlObjectIO:
         return self._ask({"call": "exist", "keys": [self._prefix + key for key in keys]}, list[bool])
 
     def write(self, objects: Sequence[_Range]) -> None:
-        """Writes whole objects. Raises `OSError` if one could not be written."""
+        """Writes whole objects. Raises `OSError` if an object could not be written."""
         self._ask({"call": "write", "ranges": self._rows(objects)}, list[bool])
 
     def read(self, ranges: Sequence[_Range]) -> list[bool]:
-        """Reads ranges. Returns whether each was read; raises `OSError` if the store fails."""
+        """Reads ranges of objects. Returns whether each range was read. Raises `OSError` if the store fails."""
         return self._ask({"call": "read", "ranges": self._rows(ranges)}, list[bool])
 
     def close(self) -> None:
@@ -137,7 +137,10 @@ class NixlObjectIO:
         return [(self._prefix + one.key, one.offset, one.start, one.size) for one in ranges]
 
     def _ask(self, question: dict[str, object], answer: type[_T]) -> _T:
-        """Makes one call. Any failure ends the process, and the next call starts another one."""
+        """Sends one question to the process and returns its answer.
+
+        Any failure ends the process, and the next call starts another one.
+        """
         os.ftruncate(self._said, 0)
         try:
             if self._process is None:

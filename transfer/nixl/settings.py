@@ -28,7 +28,7 @@ _DEFAULTS = {
     # By default TCP gives up a connection only after many minutes, and retries less and less often: after a minute
     # without a link, the first READ waited for another minute.
     "UCX_TCP_USER_TIMEOUT": "15s",
-    "UCX_TCP_SYN_CNT": "3",  # equals 15 s of attempts to connect
+    "UCX_TCP_SYN_CNT": "3",  # after the first attempt to connect, three more; together they take 15 s
     "UCX_LOG_LEVEL": "error",
     "UCX_WARN_UNUSED_ENV_VARS": "n",
     "NIXL_LOG_LEVEL": "ERROR",  # NIXL writes INFO lines to stdout
@@ -37,8 +37,8 @@ _DEFAULTS = {
 # quarter of the rate or more. A message that is longer than the receiver's buffer is written beyond that buffer, so
 # both sides must agree.
 _TCP_SEGMENTS = {"UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_RX_SEG_SIZE": "256k"}
-# cuda_copy moves no data here. But on a host with a GPU, NIXL refuses a list of transports without it, even for pages
-# in host memory.
+# No data moves by cuda_copy. But on a host with a GPU, NIXL refuses a list of transports without it, even for pages in
+# host memory.
 _HOST_TRANSPORTS = "posix,sysv,cma,cuda_copy"
 _SHARED_MEMORY = ("posix", "sysv")
 # Without NVLink, UCX would use cuda_ipc only for WRITEs, and emulate READs over TCP: on one H200, 2,048 pages of 128
@@ -78,8 +78,9 @@ def agreed_settings(
 ) -> dict[str, str]:
     """Returns the settings that two processes must share, normalised: transports, protocols and NIXL's version.
 
-    If these differ, the first contact crashes a process or never ends. Between hosts the TCP segment sizes count too,
-    because a READ of longer segments than the reader's buffer corrupts the reader's memory.
+    If these settings differ, the first contact between the two processes crashes one of them or never ends. Between
+    hosts, the TCP segment sizes must be equal, too: a READ of segments that are longer than the reader's buffer
+    corrupts the reader's memory.
     """
     environ = os.environ if environ is None else environ
     effective = dict(environ) | effective_settings(memory_type, environ)

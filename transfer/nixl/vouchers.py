@@ -1,10 +1,10 @@
-"""Lets a NIXL agent prove to readers on its host that a given metadata is its own.
+"""Lets a NIXL agent prove to readers on its host that certain metadata is its own.
 
-NIXL metadata names the processes to contact, in bytes that only UCX can read. A single wrong byte can kill the process
-that is contacted, which may be any process. Therefore, if no key authenticates its metadata, an agent listens on a
-socket whose name is the digest of that metadata. The kernel tells a reader which user owns the listener. This suffices:
-agents reach each other through shared memory only if they run as one user, and a process of that user could kill ours
-anyway. The socket name is abstract, so it disappears with the process and leaves no file.
+NIXL metadata names the processes to contact, in bytes that only UCX can read. A single
+wrong byte can kill the process that is contacted, and that may be any process. Therefore, if no key authenticates its metadata, an agent listens on a socket
+whose name is the digest of that metadata. The kernel tells a reader which user owns the listener. This suffices: agents
+reach each other through shared memory only if they run as one user, and a process of that user could kill ours anyway.
+The socket name is abstract, so it disappears with the process and leaves no file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _socket() -> socket.socket:
 
 
 class Voucher:
-    """Vouches for an agent's metadata: proves that it is the agent's own, until `close` or the end of the process.
+    """Proves that metadata is an agent's own, until `close` or the end of the process.
 
     Raises `AgentError` if it cannot listen.
     """
@@ -46,9 +46,9 @@ class Voucher:
             raise AgentError(f"vouching for {len(metadata)} bytes of metadata: {error}") from error
 
     def poll(self) -> None:
-        """Closes pending connections, once in 1,024 calls.
+        """Accepts and closes the pending connections, in every 1,024th call.
 
-        They carry no data, because being connected is the answer.
+        A connection carries no data. That it could be made is all that a reader wants to know.
         """
         self._polls += 1
         if self._polls % _EVERY:

@@ -2,8 +2,9 @@
 
 The server is a ROUTER socket on a thread of its own, and no message that it receives can end that thread. The client
 belongs to the thread that calls it and never blocks: each peer has a separate socket and a separate deadline. A peer
-that cannot be reached is given up after one time-out. A peer that is reached but silent is asked again and gets six
-time-outs. The reason: on a host with ten processes for each core, sources took more than five seconds to answer.
+that cannot be reached is given up after one time-out. A peer that can be reached but stays silent is asked again, and
+is given up only after six time-outs. It may be alive but busy: on a host with ten processes for each core, sources took
+more than five seconds to answer.
 """
 
 from __future__ import annotations
@@ -51,18 +52,21 @@ log = logging.getLogger("pagewire.handshake")
 
 MAX_QUERY_BYTES = MAX_DIGEST_BYTES + (1 << 16)
 _BATCH = 64
-# An engine asks a source for metadata once and pings it once a second. A host may run many engines.
+# The most metadata queries and pings per second that one sender may make. An engine asks a source for metadata once and
+# pings it once a second, but a host may run many engines.
 _QUERIES_PER_S = 100
-_PATIENCE = 6  # a silent but reachable peer is given up after this many time-outs
-_UNREAD = 128  # how many questions of one peer are queued here; further ones wait at the peer
-# In seconds: how long a content query is held while its answer is prepared. After that the reader is told what it waits
-# for.
+_PATIENCE = 6  # a peer that can be reached but stays silent is given up after this many time-outs
+_UNREAD = 128  # how many queries of one peer are queued in this process; further queries wait in the peer's process
+# How long, in seconds, a content query is held while its answer is prepared. After that, the reader is told what the
+# answer still waits for.
 _HOLD_S = 0.1
 _MOST_HELD = 256
-# The limit for one rank of a reader. It asks once for each request, and again while the lease is being granted.
+# The most lease and content queries per second for one rank of a reader. A rank asks once for each request, and asks
+# again while the lease is being granted.
 _LEASES_PER_S = 4000
 
-# A REQ socket puts an empty frame first. A reader asks for all its ranks over one connection.
+# The rate is in frames per second of one connection. It is four times that of a rank, because a REQ socket sends an empty
+# frame before each query, and because a reader asks for all its ranks over one connection.
 _LIMITS = Limits(message_bytes=MAX_QUERY_BYTES, per_second=4 * _LEASES_PER_S)
 
 Done: TypeAlias = "Callable[[Answer | TransferError], None]"
@@ -83,8 +87,9 @@ class EngineCard:
         ranks: the sealed metadata of each rank, from `sealed_rank`.
         compatibility: entries that a reader must share.
         leased: answers a lease query; called on the server's thread. None if readers learn of leases in another way.
-        lent: answers a content query; called on the server's thread. None if the engine lends no pages by content. An
-            answer that only says what is awaited is held back briefly: see `HandshakeServer.look_again`.
+        lent: answers a content query; called on the server's thread. None if the engine lends no pages by content. If
+            the answer only says what it waits for, the server holds the query for a moment and does not send that
+            answer at once: see `HandshakeServer.look_again`.
     """
 
     engine_id: str
@@ -116,7 +121,10 @@ def differences(
 
 
 class _HeldQuery(NamedTuple):
-    """A content query whose answer is held until the engine has more to say than "waiting", or until `until`."""
+    """A content query that waits for its answer.
+
+    The answer is sent when the engine has more to say than "waiting", and at the time `until` in any case.
+    """
 
     envelope: list[bytes]
     query: ContentQuery
@@ -145,7 +153,7 @@ class HandshakeServer:
         self._lease_throttle = Throttle(_LEASES_PER_S, time.monotonic)
         self._cards = {card.engine_id: card for card in cards}
         self._stopping = False
-        self._held: dict[tuple[bytes, int], _HeldQuery] = {}  # by the asker's identity and the query id
+        self._held: dict[tuple[bytes, int], _HeldQuery] = {}  # by the identity of the sender and the id of its query
         # ZMQ drops an answer if this many already wait for its peer.
         options = {zmq.MAXMSGSIZE: MAX_QUERY_BYTES, zmq.RCVHWM: _UNREAD, zmq.SNDHWM: 1000}
         try:
@@ -164,13 +172,13 @@ class HandshakeServer:
         self.close()
 
     def serve(self, card: EngineCard) -> None:
-        """Adds an engine, or replaces its card after its ranks changed."""
-        # replaced as a whole, because the thread reads it at any time
+        """Adds an engine, or replaces the card of an engine whose ranks have changed."""
+        # replaced as a whole, because the server's thread may read it at any time
         self._cards = {**self._cards, card.engine_id: card}
 
     def look_again(self) -> None:
-        """Answers the held queries whose cards now have more to say, so that readers need not ask again."""
-        # in a forked child the thread is absent, and a write would wake the parent's server
+        """Answers the held queries for which an engine now has more to say, so that their readers need not ask again."""
+        # a forked child does not have the thread, and its write would wake the server of its parent
         if self._thread.is_alive():
             os.eventfd_write(self._wake, 1)
 
@@ -200,7 +208,7 @@ class HandshakeServer:
                         self._answer(self._socket.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
                 continue
-            except Exception:  # a bad query must not keep the server from the next peer
+            except Exception:  # a bad query must not stop the server, which has other peers to answer
                 log.exception("a handshake query could not be answered")
                 self.counts["failed"] += 1
 
@@ -280,13 +288,13 @@ def _refusal(reason: str, query_id: int = -1) -> QueryRefusal:
 
 @dataclass(slots=True)
 class _Asked:
-    """An open question. It is sent again if no answer comes, because a silent peer may only be busy."""
+    """A question that has no answer yet. It is sent again after a while, because a silent peer may only be busy."""
 
     address: str
     message: bytes
     timeout_s: float
     begin: float
-    deadline: float  # moved back while the peer can be reached
+    deadline: float  # extended each time that the question reaches the peer, up to a limit
     done: Done
     send_at: float = -math.inf
     refused: HandshakeError | None = None
@@ -295,8 +303,9 @@ class _Asked:
 class HandshakeClient:
     """Queries any number of engines at once. Single-threaded; `poll` delivers the answers and the time-outs.
 
-    Only peers in `allowed` are contacted; if it is None, only this host. No socket is opened to any other peer.
-    `secure` is as in `HandshakeServer`. If it is given, every peer that answers has the keys of the fleet (`is_keyed`).
+    Only peers in `allowed` are contacted. With None, only this host is contacted. No socket is opened to any other
+    peer. `secure` is as in `HandshakeServer`. If it is given, a peer can answer only if it has the keys of the fleet
+    (`is_keyed`).
     """
 
     def __init__(
@@ -342,7 +351,8 @@ class HandshakeClient:
             self._allowed.check(address)
             self._send(asked, now)
         except (zmq.ZMQError, TypeError, ValueError) as error:  # the address came with a request and may be malformed
-            asked.deadline = -math.inf  # the next poll reports it, because `done` must not run within this call
+            # the next `poll` will report the error, because `done` must not run within this call
+            asked.deadline = -math.inf
             asked.refused = HandshakeError(f"cannot ask {address[:100]!r}: {error}")
         except HandshakeError as error:
             asked.deadline, asked.refused = -math.inf, error
@@ -360,7 +370,8 @@ class HandshakeClient:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_METADATA_BYTES + (1 << 16))
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-            # only a connected peer accepts messages, so a send that succeeds proves that the peer was reached
+            # A socket with this option accepts a message only while its peer is connected. A send that succeeds
+            # therefore proves that the peer was reached.
             socket.setsockopt(zmq.IMMEDIATE, 1)
             keep_alive(socket)
             try:
@@ -388,11 +399,12 @@ class HandshakeClient:
         """Hands every answer and every time-out to the `done` callback of its question."""
         if not self._asked:
             return
-        for address in {asked.address for asked in self._asked.values()}:  # usually only one address of hundreds
+        # usually, questions are open at only one of hundreds of addresses
+        for address in {asked.address for asked in self._asked.values()}:
             socket = self._sockets.get(address)
             for _ in range(_BATCH):
                 if socket is None or socket.closed:
-                    break  # the previous answer's callback called `forget` for this address
+                    break  # the callback of the previous answer has called `forget` for this address
                 try:
                     data = socket.recv(zmq.NOBLOCK)
                 except zmq.Again:
@@ -401,7 +413,7 @@ class HandshakeClient:
         now = self._clock()
         for query_id, asked in list(self._asked.items()):
             # A due question is sent before its deadline is checked. If the last poll was long ago, the deadline may
-            # have passed before the question was sent at all. Sending it moves the deadline, up to a limit.
+            # have passed before the question was sent at all. Sending the question extends the deadline, up to a limit.
             if asked.refused is None and asked.send_at <= now:
                 self._send(asked, now)
             if asked.deadline <= now:
@@ -438,7 +450,7 @@ class HandshakeClient:
             socket.close()
 
     def close(self) -> None:
-        """Closes every socket; open questions are never answered. Safe to call twice."""
+        """Closes every socket. The callbacks of open questions are never called. Safe to call twice."""
         self._asked.clear()
         for socket in self._sockets.values():
             socket.close()

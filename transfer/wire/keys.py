@@ -32,7 +32,7 @@ class Keyring(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         service_public: public key of the fleet's engines.
-        service_secret: secret key of the fleet's engines. Empty in a process that only asks.
+        service_secret: secret key of the fleet's engines. Empty in a process that runs no engine and only asks others.
         public: public key of this process as a client.
         secret: secret key of this process as a client.
         allowed: public keys of the clients that an engine admits.
@@ -151,10 +151,10 @@ def private_bytes(path: Path) -> bytes:
 
 
 class Throttle:
-    """Limits the messages of each sender to `per_second`, and those of all senders to ten times that. Bounded memory.
+    """Limits the messages of each sender to `per_second`, and those of all senders together to ten times that.
 
-    Each sender has a token bucket that holds two seconds' worth. The least recently heard senders are forgotten and
-    start again with a full bucket.
+    Each sender has a token bucket that holds two seconds' worth of messages. To bound the memory, the senders that were
+    heard least recently are forgotten. They start again with a full bucket.
     """
 
     def __init__(self, per_second: float, clock: Callable[[], float]) -> None:
@@ -164,7 +164,7 @@ class Throttle:
         self._all = (20 * per_second, clock())
 
     def admits(self, sender: bytes) -> bool:
-        """Whether a message of this sender may be answered now. Counts the message if so."""
+        """Returns whether a message of this sender may be answered now. If so, the message is counted."""
         now = self._clock()
         tokens, since = self._buckets.pop(sender, (2 * self._rate, now))
         tokens, of_all = self._refilled(tokens, now - since, 1), self._refilled(self._all[0], now - self._all[1], 10)

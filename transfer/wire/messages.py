@@ -24,7 +24,9 @@ MAX_RANKS = 4096
 MAX_METADATA_BYTES = 16 << 20
 MAX_NOTE_BYTES = 1024
 MAX_DIGEST_BYTES = 1 << 19
-"""In bytes: the most digests in a content query, 16,384 digests by sha256. A longer prompt sends only its first pages.
+"""The largest size, in bytes, of all digests in a content query: 16,384 digests of sha256.
+
+For a longer prompt, only the digests of its first pages are sent.
 """
 MAX_LEASE_S = 86_400.0
 MAX_TOKENS = (1 << 31) - 1
@@ -37,7 +39,8 @@ class RankMetadata(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True
 
     Attributes:
         engine_id: id of the engine, which all its ranks share.
-        incarnation: a random name, new with each start. Nothing learnt from one incarnation is used with another.
+        incarnation: a random name, new with each start. Nothing that a reader has learnt about one incarnation is used
+            for another.
         rank: index of this rank among `ranks`, counting tensor-parallel and pipeline ranks together.
         ranks: number of ranks of the engine that hold pages.
         hostname: name of the host that the rank runs on.
@@ -82,7 +85,8 @@ class MetadataQuery(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tru
     Attributes:
         query_id: id of the question. The answer repeats it.
         engine_id: the engine expected at the address; empty for any.
-        compatibility: entries of the reader. An engine with other values refuses and names the differences.
+        compatibility: the compatibility map of the reader. An engine whose map has other values refuses and names the
+            differences.
     """
 
     query_id: int
@@ -121,7 +125,7 @@ class Wanted(NamedTuple):
         address: ZMQ endpoint of the source's handshake server.
         engine_id: the source.
         lease_id: the lease under which the source holds the pages.
-        num_tokens: the most tokens of the request to read, from its first token on.
+        num_tokens: the most tokens whose pages are read, counted from the first token of the request.
         digest: the reader's own digest of these tokens and of everything else that their KV depends on.
     """
 
@@ -154,7 +158,7 @@ class LeaseReply(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, 
         pages: sealed `LeasedPages`, once every rank has granted the lease.
         error: why nothing can be read under the lease. If `pages` and `error` are both empty, nothing can be read yet
             and the reader asks again.
-        waits_for: what the lease still waits for. A reader that times out reports it.
+        waits_for: what must still happen before the pages can be read. A reader that times out reports it.
         is_over: True if the error is that the lease has ended, or that there is no such lease.
     """
 
@@ -168,23 +172,25 @@ class LeaseReply(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, 
 class ContentQuery(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="content/1"):
     """Asks an engine to lease the longest run of the named pages that it has, starting with the first.
 
-    A `LeaseReply` answers it. Its `LeasedPages` are empty if the engine has none of the pages, or may lend no more. The
-    engine's serving loop decides what is leased. Until it has decided, the answers say so, and the reader asks again.
+    A `LeaseReply` answers it. The `LeasedPages` in the reply are empty if the engine has none of the pages, or may lend
+    no more pages. The engine's serving loop decides which pages are leased. Until it has decided, the replies say so,
+    and the reader asks again.
 
     Attributes:
         query_id: id of the question. The answer repeats it.
         engine_id: the engine expected at the address.
         ask_id: a random id, the same in each repetition of the question.
         reader: name of the reader, for the engine's own records.
-        asker: id of the reading process, the same in all its questions. The engine lends it each page under only one
-            lease at a time.
+        asker: id of the reading process, the same in all its questions. The engine lends a page to the same asker under
+            only one lease at a time.
         compatibility: the reader's compatibility map, as in a `MetadataQuery`.
         kind: what the reader stores for each token (`kvcache.layout.kv_kind`). An engine with another kind refuses.
         page_size: tokens of a page.
         hash_algorithm: the algorithm of the digests.
-        digests: the digests of the pages, concatenated. Empty in a repetition, once the engine has answered that it
-            knows the question.
-        first_page: index in the prompt of the first page asked for. Each digest covers all earlier pages of the prompt.
+        digests: the digests of the pages, concatenated. When a reader repeats a question that the engine has said it
+            knows, it leaves them out.
+        first_page: index, within the prompt, of the first page that is asked for. Each digest covers all earlier pages
+            of the prompt.
     """
 
     query_id: int
@@ -209,10 +215,10 @@ class LeasedPages(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True,
         lease_id: the lease.
         slot: index of the lease word on every rank.
         duration_s: how long a renewal lasts, in seconds.
-        num_tokens: tokens whose KV the pages hold.
+        num_tokens: the number of tokens whose KV the pages hold.
         block_ids: the blocks of each group of layers. The last block holds the last token, or the state after it.
-        prompt_digest: digest of the first `num_tokens` tokens that were asked for, and of everything else that their KV
-            depends on. For a `ContentQuery` it is the digest of the last page.
+        prompt_digest: digest of the first tokens of the prompt, as many as the query named, and of everything else that
+            their KV depends on. In the answer to a `ContentQuery`, it is the digest of the last page.
         table_seal: seal of the block table that a reader builds from the pages of a `ContentQuery`.
         digest: keyed digest over all other fields. `sealed_pages` fills it in.
     """

@@ -35,8 +35,8 @@ class Prompt(NamedTuple):
     def digest(self, num_tokens: int) -> bytes:
         """Returns 32 bytes that identify the first `num_tokens` tokens, the salt, and all keys at these tokens.
 
-        The digest is the same in every process and on every machine. It is collision-resistant: two different prompts
-        do not share one.
+        The digest is the same in every process and on every machine. It is collision-resistant: in practice, no two
+        different prompts have the same digest.
         """
         salt = self.salt.encode(errors="surrogatepass")  # JSON may contain lone surrogates
         keys = sorted(key for key in self.keys if key[0] < num_tokens)
@@ -53,7 +53,7 @@ def _packed(token_ids: Sequence[int] | NDArray[np.int32]) -> bytes:
     """Returns tokens as little-endian int32 bytes."""
     if isinstance(token_ids, np.ndarray):
         return token_ids.astype("<i4", copy=False).tobytes()
-    packed = array("i", token_ids)  # for a list, `array` takes a third of the time of numpy
+    packed = array("i", token_ids)  # for a list, `array` takes a third of the time that numpy takes
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tobytes()

@@ -77,7 +77,9 @@ def read_secret(text: str) -> Secret | None:
 def fleet_keys(
     where: str, secret: str, key: bytes = b"", keyring: Keyring | None = None
 ) -> tuple[bytes, Keyring | None]:
-    """Returns the metadata key and the keyring: those of the fleet's secret if it is set, otherwise the given ones.
+    """Returns the metadata key and the keyring.
+
+    Both are derived from `secret` if it is set; otherwise they are `key` and `keyring`.
 
     Raises:
         InvalidEngineError: a key or a keyring is given beside a secret, the keyring is of another type, or
