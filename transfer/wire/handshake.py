@@ -65,8 +65,8 @@ _MOST_HELD = 256
 # again while the lease is being granted.
 _LEASES_PER_S = 4000
 
-# The rate is in frames per second of one connection. It is four times that of a rank, because a REQ socket sends an empty
-# frame before each query, and because a reader asks for all its ranks over one connection.
+# The rate is in frames per second of one connection. It is four times that of a rank: a REQ socket sends an empty
+# frame before each query, and a reader asks for all its ranks over one connection.
 _LIMITS = Limits(message_bytes=MAX_QUERY_BYTES, per_second=4 * _LEASES_PER_S)
 
 Done: TypeAlias = "Callable[[Answer | TransferError], None]"
@@ -177,7 +177,7 @@ class HandshakeServer:
         self._cards = {**self._cards, card.engine_id: card}
 
     def look_again(self) -> None:
-        """Answers the held queries for which an engine now has more to say, so that their readers need not ask again."""
+        """Answers the held queries about which an engine now has more to say, so that readers need not ask again."""
         # a forked child does not have the thread, and its write would wake the server of its parent
         if self._thread.is_alive():
             os.eventfd_write(self._wake, 1)
