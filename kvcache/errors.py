@@ -1,8 +1,7 @@
 """The exceptions of pagewire. Every message names the request, the value and the limit that was broken.
 
 Each error also subclasses the built-in error that code for the documented API catches (`ValueError`, `KeyError`,
-`RuntimeError`). None is an `AssertionError`: an assert reports a mistake in this package, and these errors report a
-caller's.
+`RuntimeError`). No error is an `AssertionError`, because asserts are for mistakes inside this package.
 """
 
 from typing import ClassVar
@@ -27,7 +26,7 @@ class InvalidParamsError(KVCacheError, ValueError):
 
 
 class UnknownArgumentError(InvalidParamsError, TypeError):
-    """A keyword is unknown. If it were accepted, the option that the caller wanted to set would be silently ignored."""
+    """A keyword is unknown. It is refused, because the option that the caller wanted would silently have no effect."""
 
 
 class InvalidRequestError(KVCacheError, ValueError):
@@ -47,7 +46,7 @@ class NoFreeStatePageError(NoFreeRowError):
 
 
 class StatePageError(KVCacheError, ValueError):
-    """A recurrent state cannot be used: it includes other tokens, is leased or drafted, or a transfer writes it."""
+    """A recurrent state cannot be used: it includes the wrong tokens, is leased or drafted, or a transfer writes it."""
 
 
 class UnknownRequestError(KVCacheError, KeyError):
@@ -55,11 +54,11 @@ class UnknownRequestError(KVCacheError, KeyError):
 
 
 class PoolTooSmallError(KVCacheError, RuntimeError):
-    """The memory budget, a device or the host is too small for what the cache needs at the least."""
+    """The memory budget, a device or the host is too small for the cache."""
 
 
 class SequenceTooLongError(KVCacheError, RuntimeError):
-    """A request would become longer than the longest sequence that the block table has columns for."""
+    """A request would become longer than `max_seq_len`, for which the block table has columns."""
 
 
 class PromptTooLongError(SequenceTooLongError):
@@ -97,4 +96,4 @@ class InvariantError(KVCacheError, RuntimeError):
 
 
 class WatchError(KVCacheError, ValueError):
-    """A watched process sent something other than a valid snapshot, or its address cannot be watched."""
+    """A watched process sent something that is not a valid snapshot, or its address cannot be watched."""

@@ -26,7 +26,9 @@ BY_TURN, BY_HINT, BY_QUOTA = 0, 1, 2
 
 
 class EvictionOrder(Protocol):
-    """The idle pages of one pool, numbered 1 to its `num_pages`, in the order in which they are evicted.
+    """Keeps the idle pages of one pool in the order in which they are to be evicted.
+
+    Pages are numbered 1 to `num_pages`.
 
     The pool calls `append` when a page becomes idle, `remove` when an idle page is used again, and `pop` when it needs
     pages. An order only sorts page ids; it neither frees nor holds pages. All calls come from one thread, except
@@ -48,7 +50,7 @@ class EvictionOrder(Protocol):
     def append(self, pages: Pages | Indices) -> None:
         """Add `pages`, which have become idle and are not in the order.
 
-        The least valuable page comes first in `pages`.
+        `pages` are sorted: the page to evict first comes first.
         """
 
     @abstractmethod
@@ -64,16 +66,19 @@ class EvictionOrder(Protocol):
 
     @abstractmethod
     def pages(self) -> Pages:
-        """All pages, roughly in eviction order.
+        """Returns all pages, roughly in the order of their eviction.
 
-        The page to evict next comes first, unless the order overrides `first`.
+        The first one must be the page that `pop` would return next, unless the class overrides `first`.
         """
 
     @abstractmethod
     def mend(self, pages: Indices) -> None:
-        """Make the order contain exactly `pages`. Called because an interrupted call may have left it half changed.
+        """Make the order contain exactly `pages`.
 
-        Pages that were already in it keep their order, as far as it is known, and come before the others.
+        Called after an interrupted call, which may have left the order half changed.
+
+        Pages that were already in the order keep their relative positions, as far as these are known. They come before
+        the other pages.
         """
 
     # ---- optional for an order
@@ -87,45 +92,60 @@ class EvictionOrder(Protocol):
         return int(self.pop(1)[0])
 
     def pop_explained(self, count: int) -> tuple[Pages, Reasons | None]:
-        """Do the same as `pop`, and also return each page's reason (such as `BY_HINT`).
+        """Do the same as `pop`, and also return for each page why it was evicted (such as `BY_HINT`).
 
-        None if all were next in order.
+        The second result is None if each page was evicted because it was the next in order.
         """
         return self.pop(count), None
 
     def forget(self, pages: Pages) -> None:
-        """Forget everything about `pages`. They are not in the order, and lost their content without a `pop`."""
+        """Forget everything about `pages`, because they lost their content without a `pop`.
+
+        They are not in the order.
+        """
 
     def moved(self, sources: Pages, targets: Pages) -> None:
-        """Transfer what is known about `sources` to `targets`, to which their content was moved.
+        """Record that the content of each of `sources` was moved to the page at the same index of `targets`.
+
+        What is known about a source is now known about its target.
 
         No page of either list is in the order.
         """
 
     def renew(self, pages: Pages) -> None:
-        """Prepare to replace `pages`, which are in the order, by other pages with the same content."""
+        """Record that `pages`, which are in the order, are about to be removed, each to be replaced by a newer page."""
 
     def hint(self, pages: Pages, hints: PageHints | None) -> None:
-        """Record that a request releases `pages`, which are not in the order, and its hints for them (or None)."""
+        """Record the hints of a request for `pages`, which it is about to release. None: it has no hints for them.
+
+        The pages are not in the order.
+        """
 
     def own(self, pages: Pages, salt: str | None) -> None:
         """Assign `pages`, which are not in the order, to the tenant of `salt`. None means no tenant."""
 
     def trust(self, share: float) -> None:
-        """From now on, let `share` of the idle pages follow hints, 0.0 to 1.0."""
+        """From now on, let this share of the idle pages (0.0 to 1.0) follow hints.
 
-    # # ---- to compare pages with those of another order
+        The others follow the order without hints.
+        """
+
+    # ---- to compare pages with those of another order
 
     def due(self) -> int:
         """Returns the page that must be evicted next, however recently it was used. 0 if there is none."""
         return 0
 
     def leads(self, pages: Pages | Indices) -> NDArray[np.float64]:
-        """For each of `pages`, how much later than by its age it is evicted, in pool sizes. Negative means earlier."""
+        """Returns for how long the hint of each page delays its eviction. Negative numbers mean an earlier eviction.
+
+        The unit is the pool's size: with 1.0, a page is evicted as if it had been released later by as many page
+        releases as the pool has pages.
+        """
         return np.zeros(len(pages))
 
     def first_lead(self) -> float:
-        """The value of `leads` for the page that is evicted next."""
+        """Returns the value of `leads` for the page that is evicted next."""
         return 0.0
 
     def positions(self, pages: Indices) -> Indices:

@@ -63,7 +63,10 @@ class LayerGroup:
         return first * (first > 0)
 
     def most_pages(self, tokens: int, page_size: int) -> int:
-        """Returns the most pages of a request with `tokens` tokens in one table of the group."""
+        """Returns the largest number of pages that a request holds in one table of the group.
+
+        The request has `tokens` tokens and runs token by token.
+        """
         pages = -(-tokens // page_size)
         return pages if self.kind == "full" else min(pages, -(-(self.window - 1) // page_size) + 1)
 
@@ -119,7 +122,7 @@ class LayerTables(NamedTuple):
 
     @property
     def kinds_named(self) -> tuple[str, ...]:
-        """Returns `kinds` in the form of a `BlockTable`, which leaves out a first table of full attention."""
+        """Returns `kinds` as a `BlockTable` has them: without the first kind, if the first table has full attention."""
         return self.kinds[1:] if self.tables[0].group.keeps_all else self.kinds
 
     def described(self) -> str:
@@ -128,12 +131,18 @@ class LayerTables(NamedTuple):
         return ", ".join(f"{kind} of layers {' '.join(map(str, table.layers))}" for kind, table in tables)
 
     def most_pages(self, tokens: int, page_size: int) -> int:
-        """Returns the most pages of a request in all tables together, if its `tokens` tokens run one at a time."""
+        """Returns the largest number of pages, summed over all tables, that a request holds.
+
+        The request has `tokens` tokens and runs token by token.
+        """
         return sum(table.group.most_pages(tokens, page_size) for table in self.tables)
 
 
 def layer_tables(groups: tuple[LayerGroup, ...], num_layers: int) -> LayerTables:
-    """Returns as few tables as possible that leave at most `MOST_LOST` of a request's pages unused, at any length.
+    """Divides the layers of all groups among block tables.
+
+    Returns as few tables as possible, such that at most the share `MOST_LOST` of a request's pages is unused, whatever
+    the length of the request.
 
     Without groups the result is one table of all `num_layers` layers. Raises `InvalidParamsError` unless each layer is
     in exactly one group.
@@ -165,11 +174,11 @@ def layer_tables(groups: tuple[LayerGroup, ...], num_layers: int) -> LayerTables
 
 
 def _cut(groups: list[LayerGroup], size: int) -> tuple[int, float]:
-    """Returns how many tables of `size` layers the groups take, and the unused share of pages at the worst length.
+    """Returns how many tables of `size` layers the groups need, and the largest unused share of a request's pages.
 
-    `groups` begins with full layers and long windows. As a request grows, their part of its pages grows too. So the
-    unused share at any length is at most the largest share of these sets: the first group, the first two groups, and so
-    on.
+    `groups` are sorted: full attention first, then from the longest window to the shortest. The longer a request gets,
+    the larger is the part of its pages that belongs to the first groups. Therefore the unused share at any length is at
+    most the largest of these: the unused share of the first group alone, of the first two groups together, and so on.
     """
     tables, layers, lost = 0, 0, 0.0
     for group in groups:

@@ -115,8 +115,8 @@ class PagedKVCacheManager:
         self.kv_event_endpoints: list[tuple[str, str | None]] = self._replicas.event_endpoints
         self._claims = Claims(self._replicas.each, self._replicas.steps.open)
         self.contents = PageContents(self._replicas.each, self.fingerprint, self._mark)  # finds pages by content
-        # Kept as attributes for decode steps: the function that looks up a context's place, and how many tokens the
-        # pages of a place hold.
+        # Two attributes for decode steps. `_place_of` returns the place of a context. `_capacity` has, by place, how
+        # many tokens its pages can hold.
         self._place_of: Callable[[Any, int], int] = self._claims.bound.get
         self._capacity = self._replicas.capacity
         self._metrics_before = KVCacheMetrics()
@@ -195,8 +195,8 @@ class PagedKVCacheManager:
         """Begin to load the request's pages from files or objects into the host tier.
 
         Returns whether any pages are on their way. Call it while a request waits. `maybe_reserve` uses the pages that
-        have arrived, and waits up to 100 ms, once, for the others. Pages that arrive later than that are used if it is
-        called for a later chunk.
+        have arrived. It waits once, for up to 100 ms, for the others. Pages that arrive later than that are used if
+        `maybe_reserve` is called for a later chunk of the prompt.
         """
         self._mark.check("prefetch")
         check_context(context, "prefetch")
@@ -226,12 +226,12 @@ class PagedKVCacheManager:
         `start_idx` of the context moves to the end of a prefix hit. A request without pages has computed nothing: it
         starts at its hit, or at 0, whatever its context says. Therefore a preempted request can be claimed again with
         the same context. If too few pages are free, returns False and changes nothing. The same call may succeed after
-        other requests have released pages. With several block tables, the pages of a cancelled import are given back
-        first, so a refused request has none left.
+        other requests have released pages. There is one exception with several block tables: the pages of the request's
+        own cancelled import are freed first, so a refused request has no pages left.
 
-        Raises `InvalidRequestError`, as `reserve_batch` and `fetch` do, in two cases: a request with pages has its
-        `start_idx` beyond the tokens that it can have computed, or it would recompute tokens that readers of a lease
-        may know.
+        Raises `InvalidRequestError`, as `reserve_batch` and `fetch` do, in two cases: the `start_idx` of a request with
+        pages is beyond the tokens that the request can have computed, or the request would recompute tokens that
+        readers of its lease may have read.
         """
         mark = self._mark
         if mark.call:
@@ -244,7 +244,7 @@ class PagedKVCacheManager:
         room = self._capacity[place]  # 0 at place -1, which stands for no place
         if type(num_steps) is int and 0 < num_steps <= MOST:
             most = room - num_steps + 1
-            if type(data) is TextContext:  # one call is enough; other contexts need two
+            if type(data) is TextContext:  # this one call makes both tests of the branch below
                 if data.decodes_within(most):
                     return True
             elif place >= 0 and data.active_length == 1 and data.current_length <= most:
@@ -299,7 +299,7 @@ class PagedKVCacheManager:
         if end is None:
             return False
         with self._mark.changing("fork", read.request_id, read):
-            # This comes first, because a caller's own context may raise. Nothing after this raises.
+            # `run_from` comes first, because a caller's own context may raise. Nothing after it raises.
             read.run_from(replica.rows.cached.item(parent_row), read.end_idx)
             row = self._claims.claim(read.request_id, replica_idx)
             self._replicas.fork(replica_idx, parent_row, row, end)
@@ -359,7 +359,9 @@ class PagedKVCacheManager:
     def increment_cache_lengths(
         self, kv_cache_inputs: Sequence[RaggedKVCacheInputs], prev_model_inputs: Any
     ) -> Sequence[RaggedKVCacheInputs]:
-        """Returns the inputs of the next of several steps. In it, the tokens of the previous step count as cached.
+        """Returns the inputs of the next step of a multi-step run.
+
+        The tokens of the previous step count as cached in it.
 
         A list is changed in place and returned. `prev_model_inputs.input_row_offsets` are the offsets `[batch + 1]` of
         the ragged batch. If that is a list, its first item is used. With several replicas,
@@ -368,7 +370,7 @@ class PagedKVCacheManager:
         return inputs.increment_cache_lengths(kv_cache_inputs, prev_model_inputs, replicas=self.num_replicas)
 
     def get_data_parallel_splits(self, context_batch: Sequence[Context]) -> torch.Tensor:
-        """Returns 0, and where each replica's requests end in a batch in replica order: int64 `[num_replicas + 1]`."""
+        """Returns 0 and the end of each replica's requests in a batch sorted by replica: int64 `[num_replicas + 1]`."""
         self._mark.check("get_data_parallel_splits")
         gathered = self._claims.gather(context_batch, "get_data_parallel_splits")
         return inputs.data_parallel_splits(gathered.replicas, self.num_replicas)
@@ -390,7 +392,9 @@ class PagedKVCacheManager:
     # ---- pages for and from another manager
 
     def block_table(self, request_id: RequestID, *, full_pages: bool = False, first_page: int = 0) -> BlockTable:
-        """Returns the pages that the request had computed by its last `step`. Valid while it is claimed or leased.
+        """Returns the pages that the request had computed by its last `step`.
+
+        Valid while the request is claimed or leased.
 
         The call does not wait for a device. If the pages are on a GPU, do not pass the table to another process before
         the model has run.
@@ -435,18 +439,19 @@ class PagedKVCacheManager:
         partial: bool = False,
         others: Sequence[BlockTable] = (),
     ) -> PendingImport | None:
-        """Reserve pages for the claimed request. Also find which must be copied from the manager that made `table`.
+        """Reserve pages for the claimed request, and find which must be copied from the manager that made `table`.
 
-        Returns None if too few pages are free. Pages that are cached here are shared, and the object that `copier`
-        returns copies the others. The request can run after `commit_import`. After `cancel_import` it can compute its
-        tokens in the pages that it already has. With several block tables, `maybe_reserve` must be called before that:
-        it gives the request other pages, unless the request is leased. A request that is not leased and has not run may
-        instead import again. Its pages are then given back first, so it has none if the result is None.
+        Returns None if too few pages are free. Pages that are cached here are shared. The object that `copier` returns
+        copies the others. The request can run after `commit_import`. After `cancel_import` it can compute its tokens in
+        the pages that it already has. With several block tables it cannot run in those pages, so call `maybe_reserve`
+        first, which gives it other pages unless it is leased. A request that is not leased and has not run may instead
+        import again. Its pages are then freed before the new import begins, so it has no pages if the result is None.
 
         The table may have any page size and split. It must cover fewer tokens than the context knows, because the last
-        token runs here. With `partial` it covers only the first full pages, and `extend_import` follows. `others` are
-        tables of further managers that hold some of the same tokens, in pages of the same size: each page may be copied
-        from any of them. Raises `BlockTableMismatchError` (a ValueError) if a table does not fit.
+        token runs here. With `partial`, the table covers only the first full pages of the prompt, and `extend_import`
+        must follow. `others` are tables of further managers that hold some of the same tokens, in pages of the same
+        size: each page may be copied from any of them. Raises `BlockTableMismatchError` (a ValueError) if a table does
+        not fit.
         """
         self._mark.check("import_block_table")
         num_steps = arguments.steps(num_steps)
@@ -562,7 +567,7 @@ class PagedKVCacheManager:
 
     @property
     def num_held_blocks(self) -> int:
-        """The number of pages of all replicas that are held, or written by a transfer or a step, including states."""
+        """The number of all replicas' pages that are held or written by a transfer or a step, including state pages."""
         return self.total_num_pages - self.num_free_blocks + sum(states.num_held for states in self.states)
 
     @property
@@ -611,9 +616,9 @@ class PagedKVCacheManager:
 
     def _look_for_reset(self) -> None:
         if self._reset_endpoint.is_asked:
-            # first, so that an interrupt does not lose the request for a reset
+            # marked before the flag is cleared, so that `recover` repeats the reset if this call is interrupted
             with self._mark.changing("reset_prefix_cache"):
-                self._reset_endpoint.is_asked = False  # before the reset, so that a later request leads to another one
+                self._reset_endpoint.is_asked = False  # cleared first: a message during the reset causes another one
                 self._replicas.forget_idle()
 
     def flush_tiers(self) -> None:

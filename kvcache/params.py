@@ -96,8 +96,8 @@ _SCALE_RULES: dict[str, Callable[[str, Any], object]] = {
 class KVCacheQuantizationConfig:
     """The scales of quantised keys and values: which values of a page share a scale, in each layer and side.
 
-    The values have the 8-bit type `KVCacheParams.dtype`. The model writes and reads both: the real value is the stored
-    value times its scale. Raises `InvalidParamsError` (a ValueError).
+    The values have the 8-bit type `KVCacheParams.dtype`. The model writes and reads values and scales: the real value
+    is the stored value times its scale. Raises `InvalidParamsError` (a ValueError).
     """
 
     scale_dtype: torch.dtype = torch.float32  # the type of scales, which must be a floating-point type
@@ -140,8 +140,10 @@ class KVEvents:
     endpoint: str = "tcp://127.0.0.1:5557"  # bound by a PUB socket
     replay_endpoint: str | None = None  # bound by a ROUTER socket, for subscribers that missed a batch; None: no replay
     topic: str = ""  # the first frame of every message; some routers want `kv@<pod>@<model>`
-    buffer_steps: int = 10_000  # batches kept for replays; a request for older ones is answered with the whole state
-    hwm: int = 1_000  # batches that may wait for a slow subscriber; it misses later ones, and sees the gap
+    # batches kept for replays; if a subscriber asks for an older batch, the answer is the whole current state
+    buffer_steps: int = 10_000
+    # batches that may wait for a slow subscriber; it misses further batches, and notices the gap in the numbering
+    hwm: int = 1_000
     # Prepares each socket before it is bound. `Keyring.secure_server` of `transfer` turns CURVE on.
     secure: Callable[[Any], None] | None = None
 
@@ -177,25 +179,28 @@ def _of_rank(address: str, rank: int) -> str:
 class Routing:
     """How `get_or_recommend_replica` chooses a replica, and whether replicas copy pages from each other.
 
-    `prefix`: the replica with the fewest pages to compute, weighed against recent load. `least-loaded`: the fewest
-    claimed requests, and the lowest index among equals. `round-robin`: the replica after the one that took the last new
-    request.
+    `prefix` chooses the replica where the fewest pages must be computed, weighed against the replica's recent load.
+    `least-loaded` chooses the replica with the fewest claimed requests, and the lowest index among equals.
+    `round-robin` chooses the replica after the one that took the last new request.
 
-    All figures are for 8 replicas on two Mooncake traces, conversation and synthetic. With the default load weight, the
-    replicas get 93 and 98 % of the hits that one pool of the same total size gets. In windows of 500 requests the
-    busiest replica computes 7 and 5 % more than its share; in the worst window 17 and 7 % more. Twice the weight costs
-    3 to 5 points of these hits. With `copy_pages` the replicas get 98 and 99 % of the hits, and the busiest replica
-    computes 16 and 9 % more in the worst window. If a router sees only load and places each request as it arrives,
-    these are 15 and 5 % more. It was tried to count a page that another replica has as cheaper to compute: this costs
-    hits, and balances no better.
+    All figures are for 8 replicas on two Mooncake traces. The first figure of each pair is for the conversation trace,
+    the second one for the synthetic trace. With the default load weight, the replicas get 93 and 98 % of the hits that
+    one pool of the same total size gets. In windows of 500 requests, the busiest replica computes 7 and 5 % more than
+    its share. In the worst of these windows it computes 17 and 7 % more. Doubling the load weight costs 3 to 5
+    percentage points of these hits. With `copy_pages`, the replicas get 98 and 99 % of the hits of one pool, and the
+    busiest replica computes 16 and 9 % more than its share in the worst window. For comparison, a router that sees only
+    the load, and places each request as it arrives, lets the busiest replica compute 15 and 5 % more in the worst
+    window. Another rule was tried and rejected: it counted a page that another replica has as cheaper to compute. It
+    costs hits, and balances no better.
 
     Raises `InvalidParamsError` (a ValueError) on the first value that cannot work.
     """
 
     rule: RoutingRule = "prefix"  # see above
-    load_weight: float = 0.25  # for `prefix`: how much a recently computed page counts, compared with a page to compute
-    load_decay: float = 0.995  # for `prefix`: the load is multiplied by this factor at each admitted request
-    # copy pages and states that a request misses on its replica from other replicas that have them
+    # for `prefix`: the weight of a recently computed page; a page that the request must compute has the weight 1
+    load_weight: float = 0.25
+    load_decay: float = 0.995  # for `prefix`: each admitted request multiplies the load of every replica by this factor
+    # whether pages and states that are not cached on a request's replica are copied from other replicas that have them
     copy_pages: bool = False
 
     def __post_init__(self) -> None:
@@ -300,8 +305,8 @@ class KVCacheParams:
     # The hash of the prefix chain. It must be the same wherever pages are exchanged. blake3, an extra, is as strong as
     # sha256, and quicker on some processors without SHA instructions. Collisions of xxh3_128 can be crafted.
     hash_algorithm: HashAlgorithm = "sha256"
-    # If a prompt shares at least this many tokens of a cached page, but not all of them, the page is copied (see
-    # `kvcache.replica.partial`); 0 means never.
+    # If a prompt begins like a cached page, and shares at least this many of the page's tokens but not all, the page is
+    # copied (see `kvcache.replica.partial`). 0 means never.
     partial_reuse_min_tokens: int = 0
     page_order: PageOrder = "head,layer,side,token,dim"  # axes of a page, outermost first (`kvcache.layout`)
     # how a request's replica is chosen, and whether replicas copy pages from each other
@@ -309,8 +314,8 @@ class KVCacheParams:
     # The largest share of a replica's idle pages that may follow retention hints, 0.0 to 1.0. The other pages are
     # evicted least recently used first (see `kvcache.pool.hinted_order`). With 0.0, hints are ignored.
     max_hint_share: float = 0.95
-    # The share of a replica's pages, 0.0 to 1.0, that one `cache_salt` may keep idle. A salt with more idle pages has
-    # its own evicted first.
+    # The share of a replica's pages, 0.0 to 1.0, that may be idle pages of one `cache_salt`. If a salt has more idle
+    # pages than that, its pages are evicted before those of other salts.
     tenant_quota: float = 1.0
     # `tenant_quota` for individual salts.
     tenant_quotas: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
@@ -330,11 +335,12 @@ class KVCacheParams:
     # prompt, they are written only if a state is kept after them (`states`). All processes that share objects need the
     # same number.
     object_tier_pages: int = 8
-    # Seconds that a call of the object store may take. After a longer call the store is not used for 10 s. A request
-    # waits at most this long to learn which objects exist, and then at most this long again for their pages.
+    # The time limit of a call of the object store, in seconds. After a call that took longer, the store is not used for
+    # 10 s. A request waits at most this long to learn which objects exist, and then at most this long again for their
+    # pages.
     object_tier_timeout_s: float = 2.0
-    # How many tokens the model computes in a second. Objects are read only if recent reads brought more tokens in a
-    # second. None: objects are always read.
+    # How many tokens the model computes in a second. Objects are read only while recent reads have brought more tokens
+    # in a second than that. None: objects are always read.
     object_tier_tokens_per_s: float | None = None
     kv_events: KVEvents | None = None  # reports cached pages to routers, as vLLM does; None: no events
     # Groups of layers that keep the same tokens; each layer is in exactly one group. If empty, all layers have full
@@ -353,7 +359,8 @@ class KVCacheParams:
     share_state_memory: bool | None = None
     # how many copies of states the separate memory holds; None: two for each request of a replica
     state_copies: int | None = None
-    # A copy of a prompt's state is kept after every so many pages, besides other copies; 0: no such copies.
+    # Above 0: a copy of a prompt's state is kept each time after this many further pages. These copies are kept in
+    # addition to the others. 0: no such copies.
     state_every_pages: int = 0
     # The share of host memory and of files that recurrent states get, 0.0 to 1.0, if the model has any (see
     # `kvcache.states`). Pages get the rest.

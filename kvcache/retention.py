@@ -15,13 +15,18 @@ from kvcache.arguments import flag, integer, number, optional, shown, tuple_of, 
 from kvcache.errors import InvalidRequestError
 
 Codes = NDArray[np.uint8]
-"""A kind of hint: a level, from 0 (evicted first) to 4 (evicted last), and a class of time to live."""
+"""The code of each page's hint.
+
+It combines a level, from 0 (evicted first) to 4 (evicted last), with a class of time to live.
+"""
 Times = NDArray[np.float64]
 
 LEVELS = 5
 NEUTRAL = 2  # the level, and the code, of a page without a hint
-_TTL_CLASSES = 7  # the classes: no limit; up to 4, 16, 64, 256, 1024 seconds; longer
-# Neutral, but a later hint cannot make the page the first one to be evicted (see `merge_codes`).
+# class 0 has no limit; classes 1 to 5 hold up to 4, 16, 64, 256 and 1024 seconds; class 6 holds longer
+_TTL_CLASSES = 7
+# The code of a page that several sessions share. Its level is neutral. A later hint cannot lower the level below
+# neutral (see `merge_codes`).
 SHARED = LEVELS * _TTL_CLASSES
 LEVEL_OF = np.array([*[code % LEVELS for code in range(SHARED)], NEUTRAL], np.uint8)
 
@@ -84,7 +89,7 @@ def _check_hint(hint: Retention | RangeRetention) -> None:
 
 
 class PageHints(NamedTuple):
-    """The hints of a request for its pages, and for how many seconds each one holds; mostly infinity."""
+    """A request's hints for its pages: their codes, and for how many seconds each holds (infinity without a limit)."""
 
     codes: Codes
     lives: Times
@@ -118,11 +123,12 @@ def _life_of(hint: Retention | RangeRetention) -> float:
 
 
 def merge_codes(old: Codes, new: Codes | None) -> Codes:
-    """Returns the codes of pages that had the codes `old`, after a request that used them brings `new` hints, or None.
+    """Returns the new codes of pages with the codes `old`, after a request that used these pages has released them.
 
-    The latest hint counts, with one exception. If a hint made a page the first to be evicted, and the page was used
-    again nevertheless, then several sessions share it (for example, a system prompt). In that case the end of one
-    session does not make it the first again.
+    `new` has the codes of the request's hints, or is None if it has none. The latest hint counts, with one exception.
+    If a hint said to evict a page first, and the page was used again nevertheless, then several sessions share it (for
+    example, it is part of a system prompt). In that case the end of one session does not make the page the first to be
+    evicted again.
     """
     refuted = LEVEL_OF[old] < NEUTRAL
     if new is None:

@@ -46,8 +46,9 @@ class Admission(NamedTuple):
     missing_pages: int  # pages that must still be allocated there for the request
     # Whether a row and the missing pages are free now. If so, `external_claim` and `maybe_reserve` succeed, provided
     # that nothing else happens before. If not, the request must wait for a release: it fits on no replica (rule
-    # `prefix`), or not on this one (other rules). If recurrent states lie among the pages, the claim itself may evict
-    # found pages. These do not count, so `fits` may be False for a request that would fit.
+    # `prefix`), or not on this one (other rules). If recurrent states share memory with token pages, the claim itself
+    # may evict cached pages that the lookup has found. The check then assumes that the request finds none, so `fits`
+    # may be False for a request that would fit.
     fits: bool
 
 
@@ -87,8 +88,8 @@ class ObjectRange(NamedTuple):
 class ObjectIO(Protocol):
     """Moves bytes between objects of a store and `memory`, for one thread.
 
-    No call takes much longer than the time limit that was given to its maker. If the store fails or is too slow, a call
-    raises `OSError`, and so may the next one. Data that arrives later is never written to `memory`.
+    No call takes much longer than the time limit that was given to `MakeObjectIO`. If the store fails or is too slow, a
+    call raises `OSError`, and the next call may raise it, too. Data that arrives later is never written to `memory`.
     """
 
     @property

@@ -138,7 +138,7 @@ class PagePool:
         """
         return 0 if self._fresh_count or not self.idle.count else self.idle.first()
 
-    # # ---- room for one page, which `SlabStates` takes from another pool
+    # ---- room for one page, which `SlabStates` takes from another pool
 
     @property
     def num_held(self) -> int:
