@@ -6,9 +6,9 @@ A bounded share of the idle pages follows the hints. The other pages follow the 
 
 `older` evicts the page of the lowest rank. The rank of a page is its place in the LRU order plus the lead of its hint,
 which is measured in pool sizes. A page with a higher level lives longer by its lead, and is then evicted as if it had
-no hint. So a hint decays and never pins a page. With any hints, the cache keeps at least the pages that plain
-LRU would keep in a smaller pool: without the share of pages that follow hints. Two designs were rejected: strict
-classes, because they pin pages; and leads without a share, because wrong hints could then cost any number of hits.
+no hint. So a hint decays and never pins a page. Whatever the hints say, the cache keeps at least the pages that plain
+LRU would keep in a smaller pool, which lacks the share of pages that follow hints. Two designs were rejected. Strict
+classes would pin pages. Leads without a limited share would let wrong hints cost any number of hits.
 
 Hints have to earn their share (`HintShare`). To learn whether hints help, two caches are simulated: one is plain LRU,
 and the other trusts hints fully.
@@ -72,8 +72,8 @@ class HintedOrder(EvictionOrder):
         self._since = np.zeros(num_pages + 1, np.int64)  # the position of each page of `_older` in the LRU order
         self._expires: Times = np.zeros(num_pages + 1)  # read only for kinds with a time to live
         self._places = 0
-        # How many pages were put back by `renew`. As many pages keep their old position when they move to `_older`
-        # next.
+        # How many pages of `_older` were renewed and have not been replaced yet. Of the pages that move to `_older`
+        # next, this many do not advance `_places`, so that renewals do not age the other pages.
         self._renewed = 0
         self.count = recent.count
 
@@ -133,7 +133,12 @@ class HintedOrder(EvictionOrder):
         self.codes[gone] = NEUTRAL
         return gone, reasons
 
-    def leads(self, pages: Pages | Indices) -> NDArray[np.float64]:  # scaled by the share that hints have earned
+    def leads(self, pages: Pages | Indices) -> NDArray[np.float64]:
+        """See the base class. The lead of a page's level is multiplied by `share`.
+
+        `HintShare` raises `share` while hints gain hits, and lowers it while they lose hits. So hints that were often
+        wrong have a small lead.
+        """
         return (LEVEL_OF[self.codes[pages]].astype(np.float64) - NEUTRAL) * (_LEAD * self.share)
 
     def first_lead(self) -> float:
@@ -233,10 +238,10 @@ class HintedOrder(EvictionOrder):
         return (int(LEVEL_OF[code]) - NEUTRAL) * _LEAD * self._lead_pages
 
     def _expired(self, code: int, pages: Pages, now: float) -> tuple[bool, int]:
-        """Returns whether the hint of the first of `pages` has expired, and for how many pages this is the same.
+        """Returns whether the hint of the first page has expired, and for how many of the first pages this is the same.
 
-        `pages` begins with the oldest page. All hints of a kind have similar times to live, so a page never waits long
-        behind a page whose hint lives longer.
+        All `pages` are of kind `code`, oldest first. All hints of a kind have similar times to live, so a page never
+        waits long behind a page whose hint lives longer.
         """
         if code == SHARED or code < LEVELS:
             return False, len(pages)
@@ -270,7 +275,7 @@ class LruBaseline:
     def visit(self, words: Words, room: int) -> int:
         """Record that a request asks for these pages. They become the newest.
 
-        Returns the hits in the sample before a miss.
+        Returns how many pages of the sample were hits, from the first one on, before the first miss.
 
         `room` is the number of pages of the pool that can currently be used for caching.
         """
@@ -332,9 +337,9 @@ class HintedBaseline:
         return found
 
     def widen(self, width: float) -> None:
-        """Adapt the length of a lead, which is measured in pages of the pool.
+        """Adapt the length of a lead to a pool that also caches states, whose memory counts in the lead.
 
-        Each page of this order stands for `width` pages of the pool.
+        Each published page then stands for `width` pages of the pool's memory (see `PagePool.width`).
         """
         self._order.lead_by(max(1, int(self._most / width)))
 
@@ -365,9 +370,10 @@ class HintedBaseline:
         return np.flatnonzero(words & self.mask == 0)
 
     def _take(self, words: list[int]) -> Pages:
-        """Remove these pages from the order. New pages evict others.
+        """Take the pages with these words out of the order, and return their ids. A new word gets an id.
 
-        The last of them are dropped if there are too many.
+        New pages evict others if the baseline is full. If there are more words than the baseline may keep, the last
+        ones are dropped.
         """
         del words[self._room :]
         if len(set(words)) < len(words):  # several pages have the same first word, which only an attacker achieves
@@ -382,7 +388,7 @@ class HintedBaseline:
 
     def _append(self, pages: Pages) -> None:
         if pages.size:
-            self._order.append(pages[::-1])  # the last page comes first, in the order in which a pool frees them
+            self._order.append(pages[::-1])  # reversed, because a pool frees a request's last page first
 
     def _page_of(self, word: int) -> int:
         page = self._ids.get(word)
@@ -403,16 +409,16 @@ class HintShare:
 
     Each page hit that plain LRU would have missed adds `_STEP` pages to the share. Each hit that plain LRU would have
     had and the cache missed takes `_STEP` pages away. So wrong hints lose their share once they have cost as many hits
-    as an eighth of its pages. Right hints have the largest share after lookups of a few times the pool's pages. On
-    public traces at 1,000 to 30,000 blocks, hints that are all inverted lose at most 0.6 points of hit rate against
-    plain LRU.
+    as an eighth of the share's pages. Right hints reach the largest share once a few times as many pages as the pool
+    has were looked up. On public traces, with pools of 1,000 to 30,000 pages, hints that are all inverted lose at most
+    0.6 points of hit rate against plain LRU.
 
     If a share is too small to keep a hinted page until its next request, hints gain no hits, and the share would never
-    change, however good they are. So a baseline simulates the largest share. While the baseline has more hits than both
-    plain LRU and the real cache, its hits adjust the share, in place of those of the real cache. But the baseline's
-    lead is only a promise, so it counts only while there is credit. Each hit that plain LRU has and the real cache
-    misses uses up credit. The credit begins as a part of the pool, grows by a part of the lookups, and bounds the cost
-    of a promise that does not come true.
+    change, however good the hints are. So a baseline simulates the largest share. While the baseline has more hits than
+    both plain LRU and the real cache, its hits adjust the share, in place of those of the real cache. But the hits of
+    the baseline are only a promise, so they count only while there is credit. Each hit that plain LRU has and the real
+    cache misses uses up credit. The credit begins as a part of the pool, and grows by a part of the lookups. It bounds
+    the cost of a promise that does not come true.
 
     Attributes:
         value: the current share, from 0.0 to `most`.
@@ -421,7 +427,7 @@ class HintShare:
     def __init__(self, num_pages: int, most: float) -> None:
         self._num_pages = num_pages
         self._most = most
-        self._promise = 0.0  # in pages: how far the largest share is ahead of both plain LRU and the current share
+        self._promise = 0.0  # in page hits: how far the largest share is ahead of both plain LRU and the real cache
         self._credit = _CREDIT * num_pages
         self.value = min(most, _FIRST_SHARE)
 

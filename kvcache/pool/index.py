@@ -61,7 +61,7 @@ class PrefixIndex:
         return self._find(digests, self._buckets(digests))
 
     def may_have(self, digests: Digests) -> bool:
-        """Whether a published page may have the first digest: one with the same first 64 bits exists. A cheap test."""
+        """Whether a published page may have the first digest. A cheap test, which compares only the first 64 bits."""
         word = digests.item(0)
         return self._follow(self._heads.item(word & self._bucket_mask), word) != NO_PAGE
 

@@ -33,7 +33,7 @@ class PageReader:
         """`pages` are about to be overwritten, so this is the last moment to copy their content."""
 
     def gone(self, pages: Pages, why: Reasons | int) -> None:
-        """`pages` were evicted, `why` for one reason each, or one for all. The index still has their digests."""
+        """`pages` were evicted. `why` is one reason for each, or one for all. The index still has their digests."""
 
     def came(self, pages: Pages, digests: Digests) -> None:
         """`pages` were just published. Pages that come from a lower tier are not reported."""

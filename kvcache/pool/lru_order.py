@@ -18,8 +18,9 @@ class OrderLog:
     """Stores the entries of up to `most_orders` orders. A page is in one order at a time."""
 
     def __init__(self, num_pages: int, most_orders: int = 1) -> None:
-        # Twice the pool: if no chunk is spare, then two neighbouring chunks of some order fit into one. Each order also
-        # needs two chunks for its oldest and its newest entries.
+        # There are chunks for twice the pool's pages. Therefore, if no chunk is spare, some order has two neighbouring
+        # chunks whose valid entries fit into one. Each order also needs two chunks for its oldest and its newest
+        # entries.
         chunks = 2 * -(-num_pages // CHUNK) + 2 * most_orders
         self.entries = np.zeros((chunks, CHUNK), np.int32)
         self.stamp = np.full(num_pages + 1, -1, np.int32)
@@ -108,7 +109,8 @@ class LruOrder(EvictionOrder):
             raise InvariantError(f"idle order: {count} pages were asked for, but it holds {self.count}")
         chunk, head = self.chunks[0], self._head
         left = self._live.item(chunk) - count
-        if left > 0 and left + count == self._end_of(chunk) - head:  # no gaps in the chunk: this halves the cost
+        # The chunk has no gaps, so a plain copy of its entries is enough. This halves the cost.
+        if left > 0 and left + count == self._end_of(chunk) - head:
             pages = self._log[chunk, head : head + count].copy()
             self._stamp[pages.astype(INDEX)] = _NOWHERE
             self._live[chunk], self._head = left, head + count

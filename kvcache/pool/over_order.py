@@ -69,7 +69,9 @@ class CheckedOrder(OverOrder):
         self._name = f"eviction order {type(order).__name__}"
         if self.count != 0:
             raise InvalidParamsError(f"{self._name} starts with {self.count!r:.100} pages: it must start empty")
-        self._idle = np.zeros(num_pages + 2, np.bool_)  # never so: the null page, and a page that there is not
+        # The entries of the null page and of the last page are always False. The last one stands for all numbers that
+        # are too large.
+        self._idle = np.zeros(num_pages + 2, np.bool_)
 
     def append(self, pages: Pages | Indices) -> None:
         self._idle[pages] = True
@@ -120,7 +122,10 @@ class CheckedOrder(OverOrder):
         return pages
 
     def _idle_ones(self, pages: object, count: int, call: str) -> Pages:
-        """Returns a copy of `pages`, which cannot change later. Raises unless they are `count` distinct idle pages."""
+        """Returns a copy of `pages`, which the caller's order cannot change later.
+
+        Raises `InvariantError` unless they are `count` distinct idle pages.
+        """
         if type(pages) is not np.ndarray or pages.dtype.kind not in "iu" or pages.shape != (count,):
             raise InvariantError(f"{self._name}: {call} returned {pages!r:.100}: {count} page numbers are needed")
         wide = pages.astype(np.int64)

@@ -65,7 +65,7 @@ class PagePool:
         moves: moves held pages when a slab needs room, and learns which pages must stay.
     """
 
-    beside = 0  # pages that each request takes besides its token pages
+    beside = 0  # the number of pages that each request takes for its state, besides its token pages
     width = 1.0  # the memory of all cached content, in pages, divided by the number of published pages
 
     def __init__(self, num_pages: int, digest_words: int, order: EvictionOrder | None = None) -> None:
@@ -103,7 +103,7 @@ class PagePool:
             return np.array([self.allocate_one()], np.int32)
         evicted = count - self._fresh_count
         if evicted > 0:
-            # Taken first, because readers of an eviction may free pages, which are fresh then.
+            # The fresh pages are taken first, because readers of an eviction may free pages, which then become fresh.
             fresh, self._fresh_count = self._fresh[: self._fresh_count].copy(), 0
             pages = self._evict_next(evicted)
             if fresh.size:
@@ -116,7 +116,7 @@ class PagePool:
         return pages
 
     def allocate_one(self) -> int:
-        """Do the same as `allocate(1)` in a sixth of the time, for the page by which a request grows."""
+        """Do the same as `allocate(1)` in a sixth of the time. Used when a request grows by a page."""
         if self._fresh_count:
             self._fresh_count -= 1
             page = int(self._fresh[self._fresh_count])

@@ -15,15 +15,18 @@ Asked = NDArray[np.bool_]
 
 
 def last_end(ends: Asked) -> int:
-    """The number of pages before the last place where a request may resume. `ends`: `[pages]`."""
+    """Returns the number of pages up to the last one that `ends` marks, bool `[pages]`; 0 if it marks none.
+
+    `ends` marks the pages after which a request may resume.
+    """
     found = ends.nonzero()[0]
     return int(found[-1]) + 1 if found.size else 0
 
 
 class PagesBelow:
-    """Stores published pages in lower tiers, where they survive evictions. This base class stores nothing.
+    """Stores published pages in lower tiers, where they survive evictions.
 
-    The class that does is in `kvcache.tiers.host_tier`.
+    This base class stores nothing. The class in `kvcache.tiers.host_tier` does.
     """
 
     keeps = False  # whether stored pages may be restored
@@ -49,7 +52,10 @@ class PagesBelow:
         return self.has(digests, asked)
 
     def ask(self, digests: Digests, perhaps: Asked) -> bool:  # noqa: ARG002 - as above
-        """Begin to ask for pages whose presence is not known. Returns whether an answer is on its way."""
+        """Begin to ask remote stores for those of the `perhaps` pages whose presence is not known.
+
+        Returns whether an answer is on its way.
+        """
         return False
 
     def to_host(self, digests: Digests, wanted: Asked, gain: int, *, wait: bool) -> bool:  # noqa: ARG002 - as above

@@ -4,7 +4,8 @@ A tenant is a `cache_salt`; pages of requests without a salt have no tenant. A q
 limiting running requests is the scheduler's task. An idle page above the quota stays findable until its memory is
 needed.
 
-If the pool also caches states in slabs, a slab counts as all of its pages, and is named by its first page.
+If the pool also caches states in slabs, each cached state counts towards its tenant's quota as the number of pages in
+its slab. In the records of quotas, the number of the slab's first page stands for the slab.
 """
 
 from collections import Counter
@@ -33,7 +34,7 @@ class NoQuotas:
         return self
 
     def over(self, order: EvictionOrder, slab_pages: int = 0) -> EvictionOrder:  # noqa: ARG002 - as above
-        """Returns an order that evicts pages above the quotas before the pages of `order`.
+        """Returns an order like `order` that evicts pages above the quotas before all other pages.
 
         For `slab_pages` see `QuotaOrder`.
         """
@@ -51,7 +52,11 @@ class NoQuotas:
 
 
 class TenantQuotas(NoQuotas):
-    """The idle pages of each tenant, oldest first, and its quota: a share of the pool, for all tenants or by salt."""
+    """The idle pages of each tenant, oldest first, and the quota of each tenant.
+
+    A quota is a share of the pool's pages. `shares` has the shares of individual salts, and `share` is that of all
+    others.
+    """
 
     limited = True
 
@@ -119,8 +124,8 @@ class TenantQuotas(NoQuotas):
     def pop_surplus(self, most: int, *, slabs: bool = False) -> Pages:
         """Remove and return at most `most` pages above their tenants' quotas, the oldest pages of each tenant first.
 
-        A tenant's pages are taken only up to its first slab. With `slabs`, slabs are taken instead, and only up to the
-        tenant's first page.
+        A page is taken only if no slab of its tenant is older. With `slabs`, slabs are taken instead, and only if no
+        page of their tenant is older.
         """
         taken: list[Pages] = []
         for owner in sorted(self._over):
@@ -211,8 +216,8 @@ class TenantQuotas(NoQuotas):
 class QuotaOrder(OverOrder):
     """Wraps `order`: pages above the `quotas` are evicted before any page of `order`.
 
-    With `slab_pages`, the entries of the order are slabs. Each consists of `slab_pages` pages of another pool, whose
-    quotas these are.
+    With `slab_pages`, the entries of `order` are slabs instead of pages. Each slab consists of `slab_pages` pages of
+    another pool, and `quotas` are the quotas of that pool.
     """
 
     def __init__(self, order: EvictionOrder, quotas: TenantQuotas, slab_pages: int = 0) -> None:

@@ -6,10 +6,10 @@ where all pages are idle and were used least recently; they are evicted. Otherwi
 a slab is given back, its pages are fresh again. So no memory is reserved for pages or slabs. The only loss is the part
 of a slab that its state does not fill.
 
-Cached slabs (`CachedSlabs`) and idle pages are evicted in the order of their last use. A slab is evicted if it was last
-used before the page that was evicted last. With hints, the leads of the hints shift the last use of both, as far as
-hints are trusted. Then a slab is evicted before the next page if the slab's shifted use is older. Slabs and pages above
-a tenant's quota are evicted before all others.
+Cached slabs (`CachedSlabs`) and idle pages are evicted in the order of their last use. Without hints, a slab is evicted
+if it was last used before the page that was evicted last. With hints, the lead of its hint is added to the last use of
+each slab and page, as far as hints are trusted. A slab is then evicted before the next page if the slab's sum is
+smaller. Slabs and pages above a tenant's quota are evicted before all others.
 """
 
 import numpy as np
@@ -139,10 +139,10 @@ class SlabPool(PagePool):
         return not self._oldest_slab()[1]
 
     def use_of(self, order: EvictionOrder, used: Indices) -> int:
-        """Returns the last use of the entry that `order` evicts next, shifted by its hint. Negative if above a quota.
+        """Returns the last use of the entry that `order` evicts next, plus the lead of its hint.
 
-        `used` has the last use of each entry, by the clock. The hint's current lead counts, unless the hint has
-        expired.
+        The result is negative if the entry is above its tenant's quota. `used` has the last use of each entry, as a
+        value of `clock`. The hint's current lead counts, unless the hint has expired.
         """
         if due := order.due():
             return int(used[due]) - _HELD
@@ -234,7 +234,11 @@ class SlabPool(PagePool):
         self._lie_from(above, self._fresh_count - len(pages))
 
     def _make_room(self, count: int) -> None:
-        """Evict cached slabs if there are too few idle pages, or if the slabs were last used before the next page."""
+        """Evict cached slabs until `count` pages are fresh or idle.
+
+        Also evicts slabs that were last used before the page that would be evicted next, as long as too few pages are
+        fresh.
+        """
         cached = self.cached
         while count > self._fresh_count and cached.num_idle:
             if count <= self._fresh_count + self.idle.count and cached.oldest_use > self._next_use():
@@ -242,7 +246,7 @@ class SlabPool(PagePool):
             cached.give_up_oldest()
 
     def _next_use(self) -> int:
-        """The last use of the page that will be evicted next.
+        """Returns the last use of the page that will be evicted next.
 
         Without hints, the last use of the page evicted last is close enough.
         """

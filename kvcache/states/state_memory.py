@@ -90,7 +90,10 @@ def slab_pages_of(params: KVCacheParams, layouts: Sequence[PageLayout]) -> int:
 
 
 def pages_of_slab(states: StateLayouts, pages: Sequence[PageLayout]) -> int:
-    """Returns the fewest pages that hold a state on each shard and whose bytes are a multiple of the alignment."""
+    """Returns the smallest number of pages that can hold a state on each shard.
+
+    Their size in bytes is a multiple of the alignment.
+    """
     count = max(-(-kind_offsets(kinds)[-1] // page.page_bytes) for kinds, page in zip(states, pages, strict=True))
     while any(count * page.page_bytes % _ALIGNED for page in pages):
         count += 1
@@ -123,7 +126,7 @@ class StateRoom(NamedTuple):
     def check(self) -> None:
         """Raise `InvariantError` if page 0 was written.
 
-        If states lie among token pages, these use its memory, and it is not checked.
+        If states share memory with token pages, then token pages use the memory of state page 0, so it is not checked.
         """
         if any(tensor[0].any() for tensor in chain.from_iterable(self.tensors)):
             raise InvariantError("state page 0, the null page, was written")
@@ -172,7 +175,7 @@ def room_in_slabs(shape: StateShape | None, slabs: SlabPool, rows: Sequence[torc
 
 
 def kind_offsets(kinds: Mapping[str, PageLayout]) -> list[int]:
-    """Returns the byte offset of each kind in a state, one after another, and the end of the last kind."""
+    """Returns the byte offset of each kind within a state, and then the end of the last kind."""
     at = [0]
     for page in kinds.values():
         at.append(-(-(at[-1] + page.page_bytes) // _ALIGNED) * _ALIGNED)

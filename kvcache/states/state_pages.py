@@ -1,10 +1,10 @@
 """State pages: the states that a hybrid model's recurrent layers keep of a request, one page for each kind of state.
 
-`kvcache.states.state_memory` describes a page. A state covers all tokens before it, and each further token overwrites
-it. So other requests can resume from a state only if a copy of it was kept. Copies are pages of the same pool, found by
-the digest of the last page of their tokens. They have no holder. Least recently used copies are evicted first, to make
-room for other copies and for new requests. `kvcache.replica.row_states` decides which states are
-copied, and `DraftedPages` describes how guessed tokens run.
+`kvcache.states.state_memory` describes a page. The state of a request includes all of its tokens so far, and each
+further token overwrites it. Therefore other requests can resume from a state only if a copy of it was kept. A copy is a
+page of the same pool. It has no holder, and is found by the digest of the last token page that its state includes. The
+least recently used copies are evicted first, to make room for other copies and for new requests.
+`kvcache.replica.row_states` decides which states are copied, and `DraftedPages` describes how guessed tokens run.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ _LOOKED_AT = 128  # this many pages of a prompt are searched at a time for the n
 
 
 class DraftedPages:
-    """The second state pages of requests that run drafted tokens, some of which may be removed again.
+    """The second state pages of requests that run drafted tokens. Some of these tokens may be removed again.
 
-    A state cannot go back. So a run of drafted tokens reads the request's own page and writes the new state to a second
-    one. `StatePages.settle` then decides with which of the two pages the request continues. A speculating engine does
-    this in each step:
+    A state cannot be rolled back. So a run of drafted tokens reads the request's own page, and writes the new state to
+    a second page. `StatePages.settle` then decides with which of the two pages the request continues. A speculating
+    engine does this in each step:
 
     1. Reserve as usual, for one step and one more for each possible guess: `maybe_reserve(context, 1 + guesses)`.
     2. If all known tokens are active and `HFRunner.draft` returns True, append the guesses (`update`), and set
        `start_idx` back to its former value. Otherwise the request runs without guesses.
-    3. `fetch`, then `HFRunner.verify`, which returns the model's own token before and after each guess.
+    3. `fetch`, then `HFRunner.verify`, which returns the model's own token for the position of each guess, and for the
+       position after the last guess.
     4. Remove the wrong guesses (`set_token_indices(active_idx=..., end_idx=...)`), and `update` with the token after
        the right ones.
     5. `step`. If guesses were wrong, `start_idx` is then before all tokens that ran; those that stay run again next
@@ -61,10 +62,11 @@ class DraftedPages:
         self._tokens = tokens
 
     def goes_on_from(self, request_id: str, before: int, start: int) -> int:
-        """Returns the token from which a request with a second page runs next, if `start` tokens stay.
+        """Returns the position from which a request with a second page runs next, if its first `start` tokens stay.
 
-        The request has two states: one after `before` tokens, and one after all drafted tokens. If some drafted tokens
-        are removed, the remaining ones run again. Raises `StatePageError` if `start` is not between the two states.
+        The request has two states: one after `before` tokens, and one after all drafted tokens. If all drafted tokens
+        stay, or if they did not run, the request continues at `start`. If some of them are removed, it continues at
+        `before`, and those that stay run again. Raises `StatePageError` if `start` is not between the two states.
         """
         after = int(self._tokens[self.page_of[request_id]])
         if not after:  # the drafted tokens did not run
@@ -77,9 +79,10 @@ class DraftedPages:
         return start if start == after else before
 
     def written(self, request_ids: Sequence[str], pages: torch.Tensor) -> torch.Tensor:
-        """Returns the page for the next state of each request, int64 `[requests]`.
+        """Returns the page to which the model writes the next state of each request, int64 `[requests]`.
 
-        `pages` are their current state pages.
+        `pages` are the current state pages of the requests. A request without drafted tokens writes to its current
+        page.
         """
         if not self.page_of:
             return pages
@@ -88,12 +91,12 @@ class DraftedPages:
         return torch.tensor(found, device=pages.device)
 
     def forget_run(self, request_id: str) -> None:
-        """Drop the state in the request's second page, because the request resumes from another state."""
+        """Drop the state in the request's second page, if any, because the request resumes from another state."""
         if (page := self.page_of.get(request_id)) is not None:
             self._tokens[page] = 0
 
     def check_booked(self, request_id: str) -> None:
-        """Raise `StatePageError` if drafted tokens ran and no `step` has said which of them stay."""
+        """Raise `StatePageError` if the request's drafted tokens ran and `step` has not settled which of them stay."""
         if (page := self.page_of.get(request_id)) is not None and self._tokens[page]:
             raise StatePageError(f"request {request_id!r}: its drafted tokens ran, but step was not called for them")
 
@@ -133,13 +136,14 @@ class StatePages:
         self._views = StateViews(self.layouts, self.blocks, shape.matrix)
         self.read, self.write = self._views.read, self._views.write
         self._tokens = np.zeros(self.num_pages + 1, np.int64)
-        # By page: the number of tokens in the state that a block table named last.
+        # By page: how many tokens its state included when a block table last named the page; 0 if none has named it.
         self._told = np.zeros(self.num_pages + 1, np.int64)
         self.below = PagesBelow()
         self._page_of = _PageOf()
         # By page that a transfer writes: the cached state from which its request had resumed.
         self._before: dict[int, int] = {}
-        # By page that a transfer writes, if no such state was cached: the page's former content, in host memory.
+        # By page that a transfer writes, if the state from which its request had resumed is not cached: the page's
+        # former content, in host memory.
         self._saved: dict[int, list[torch.Tensor]] = {}
         # By request: the digest, `[1, words]`, of its last full page, whose state is kept as a copy until the next page
         # is full.
@@ -181,7 +185,8 @@ class StatePages:
         """Release the request's page. It becomes free when no lease holds it and no transfer writes it."""
         page = self.page_of(request_id)
         del self._page_of[request_id]
-        if (stays := self._passing.pop(request_id, None)) is not None:  # the copy after its last full page stays
+        # the copy of the state after its last full page stays
+        if (stays := self._passing.pop(request_id, None)) is not None:
             self._keep_below(int(self.pool.index.find(stays)[0]), stays)
         self._let_go(page)
         self._drop_drafted(request_id)
@@ -215,9 +220,9 @@ class StatePages:
     # ---- lookups, on the device and below
 
     def kept_after(self, digests: Digests, *, but: int = NO_PAGE) -> NDArray[np.bool_]:
-        """Returns a mask: whether the device or host memory has a copy of the state after the page of each digest.
+        """Returns for each digest whether the device or the host has a copy of the state after that page.
 
-        `but` is a page whose copy does not count.
+        The result is bool `[digests]`. A copy in the device page `but` does not count.
         """
         pages = self.pool.index.find(digests)
         return ((pages != NO_PAGE) & (pages != but)) | (self.below.slots(digests) != NO_PAGE)
@@ -233,9 +238,10 @@ class StatePages:
         return found | self.below.has(digests[None], ~found[None])[0]
 
     def ask(self, digests: Digests) -> bool:
-        """Ask the lower tiers for the last states that are not known. Returns whether an answer is on its way.
+        """Ask the lower tiers whether they have states of which this is not known yet, the latest states first.
 
-        States before the last one on the device or the host are not asked for, because a later one is better.
+        Only states after the last one on the device or the host are asked for, because a request resumes from the
+        latest state. Returns whether an answer is on its way.
         """
         before = self.below.answers
         for _, some, there in self._below_host(digests):
@@ -243,13 +249,14 @@ class StatePages:
                 return True
             if there.any():  # if a later state is known, earlier ones do not matter
                 break
-        return self.below.answers != before  # an answer that has just come may allow a further question
+        return self.below.answers != before  # an answer came during this call: the caller should ask again
 
     def bring_newest(self, digests: Digests, *, wait: bool) -> bool:
-        """Load the last state in a tier below the host to the host, if device and host have only earlier states.
+        """Load the latest state that a tier below the host has into the host.
 
-        If that state cannot be read, the state before it is tried, and so on. Returns whether a state is on its way.
-        With `wait`, waits a while for the state, but not for answers.
+        Does nothing if the device or the host has a later state. If the state cannot be read, the state before it is
+        tried, and so on. Returns whether a state is on its way. With `wait`, waits a while for the state, but not for
+        answers about which states exist.
         """
         before = self.below.answers
         for first, some, there in self._below_host(digests):
@@ -262,12 +269,13 @@ class StatePages:
                     return True
                 if self.below.slots(some[0, at : at + 1]).all():
                     return False
-        return self.below.answers != before  # an answer that has just come may allow a further question
+        return self.below.answers != before  # an answer came during this call: the caller should ask again
 
     def _below_host(self, digests: Digests) -> Iterator[tuple[int, Digests, Asked]]:
-        """Yield the digests after the last state on the device or the host, some at a time, the last ones first.
+        """Yield the digests after the last state on the device or the host, in chunks, the last chunk first.
 
-        Yields the index of the first of them, the digests `[1, digests, words]`, and which of them lower tiers have.
+        A chunk is a tuple: the index of its first digest, counted from that state; its digests `[1, digests, words]`;
+        and a mask of the states that lower tiers are known to have.
         """
         digests = digests[last_end(self.kept_after(digests)) :]
         for end in range(len(digests), 0, -_LOOKED_AT):
@@ -276,7 +284,10 @@ class StatePages:
             yield first, some, self.below.has(some, np.ones(some.shape[:2], np.bool_))
 
     def _ask_later(self, digests: Digests, there: Asked) -> bool:
-        """Ask for states that are later than the last one of `there`. Returns whether an answer is on its way."""
+        """Ask lower tiers for those states of `digests` that are later than the last one that `there` marks.
+
+        Returns whether an answer is on its way.
+        """
         later = np.ones_like(there)
         later[0, : last_end(there[0])] = False
         return self.below.ask(digests, later)
@@ -284,9 +295,9 @@ class StatePages:
     # ---- copies that other requests resume from
 
     def keep(self, request_id: str, digest: Digests, tokens: int, *, passing: bool) -> None:
-        """Keep a copy of the request's state, if the state includes `tokens` tokens and a page is free for the copy.
+        """Keep a copy of the request's state, if it includes exactly `tokens` tokens and a page is free for the copy.
 
-        `digest`, `[1, words]`, is that of the last page of these tokens. With `passing`, the request's next copy
+        `digest`, `[1, words]`, is the digest of the last page of these tokens. With `passing`, the request's next copy
         replaces this one.
         """
         page, pool = self.page_of(request_id), self.pool
@@ -309,9 +320,10 @@ class StatePages:
     def keep_passing(self, request_ids: Sequence[str], digests: Digests, tokens: NDArray[np.int64]) -> bool:
         """Do the same as `keep` with `passing` for several requests at once.
 
-        It overwrites their former copies, and allocates none. Returns False, and changes nothing, if `keep` must be
-        called for each request. That is the case if a request has no such copy, if a copy has a holder, if a digest
-        already has a copy, or if a state includes other tokens.
+        The new copies overwrite the requests' former passing copies, so no page is allocated. Returns False, and
+        changes nothing, if `keep` must be called for each request instead. That is the case if a request has no passing
+        copy, if such a copy has a holder, if a digest already has a copy, or if a state includes another number of
+        tokens.
         """
         pages, index = self._pages_of(request_ids), self.pool.index
         before = [self._passing[request_id] for request_id in request_ids if request_id in self._passing]
@@ -354,15 +366,16 @@ class StatePages:
         return HeldPages(self.pool, one_page(page))
 
     def bring_copy(self, digest: Digests, tokens: int) -> bool:
-        """Copy the host's state under this digest, after `tokens` tokens, to the device, and keep it there.
+        """Begin to copy the state that the host has under this digest to the device, where it stays cached.
 
-        Returns whether it is on its way. False if the device already has it, if the host does not, or if no page is
-        free.
+        The state includes `tokens` tokens. Returns whether the copy is on its way. Returns False if the device already
+        has the state, if the host does not have it, or if no page is free.
         """
         absent, slots = self.pool.index.find(digest)[0] == NO_PAGE, self.below.slots(digest)
         if not absent or not slots.all():
             return False
-        self.below.hold(slots)  # a copy that is evicted here may be stored in the host, and must not get this slot
+        # Making room may evict a state from the device, which is then stored in the host. It must not get these slots.
+        self.below.hold(slots)
         if not self.pool.make_room(moving=False):
             self.below.drop(slots)
             return False
@@ -417,10 +430,13 @@ class StatePages:
         return there
 
     def settle(self, request_id: str, start: int) -> None:
-        """Keep only the page with the state after `start` tokens, from where the request runs next."""
+        """Keep one of the request's two pages: the second if its state includes `start` tokens, otherwise the first.
+
+        `start` is the position from which the request runs next.
+        """
         drafted, page = self.drafts.page_of[request_id], self._page_of[request_id]
         if self._tokens[drafted] == start:
-            if self.pool.holders[page] > 1:  # True if leases name the state by this page
+            if self.pool.holders[page] > 1:  # True if leases hold the state in this page
                 self._copy(drafted, page)
             else:
                 self._page_of[request_id], self.drafts.page_of[request_id] = drafted, page
@@ -436,7 +452,7 @@ class StatePages:
         """Hand the request's page to a transfer. The request cannot run until the import ends.
 
         `digest` is that of the cached state from which the request had resumed; empty if there is none. That state is
-        held as long as the page is written.
+        held as long as the transfer may write to the request's page.
         """
         page = self.page_of(request_id)
         self._drop_drafted(request_id)
@@ -444,7 +460,8 @@ class StatePages:
         if len(digest) and (copy := self._found(digest)):
             self.pool.hold(one_page(copy))
             self._before[page] = copy
-        # The cached state was evicted for the import's own pages, or the state came from a lower tier.
+        # The state is not cached: it was evicted to make room for the import's own pages, or it came from a lower tier.
+        # So the page's content is saved for `cancel_import`.
         elif len(digest):
             self._saved[page] = [blocks[page].to("cpu", copy=True) for blocks in chain.from_iterable(self.blocks)]
         return page
@@ -456,7 +473,10 @@ class StatePages:
         self._tokens[page] = tokens
 
     def cancel_import(self, page: int) -> None:
-        """End an import without a state: the page is as before the import, or free if its request was released."""
+        """End an import that has brought no state.
+
+        The page gets its former content, or is freed if its request was released.
+        """
         if copy := self._before.get(page):
             self._copy(copy, page)
         elif saved := self._saved.get(page):
@@ -496,10 +516,10 @@ class StatePages:
     def pages_at(self, request_ids: Sequence[str], tokens: Sequence[int]) -> torch.Tensor:
         """Returns the requests' state pages, int64 `[requests]`. Each state must include exactly `tokens` tokens.
 
-        A state cannot go back, and does not itself record how many tokens it includes. If a step ran twice, its tokens
-        would count twice without a trace. A run overwrites the state, so the state must not be leased. Raises
-        `UnknownRequestError`, and `StatePageError` if a state includes other tokens, is leased, or is being written by
-        a transfer.
+        A state cannot be rolled back, and its content does not show how many tokens it includes. If a step ran twice,
+        its tokens would enter the state twice, and nothing would reveal the error. A run overwrites the state, so the
+        state must not be leased. Raises `UnknownRequestError`, and `StatePageError` if a state includes another number
+        of tokens, is leased, or is being written by a transfer.
         """
         pages = self._pages_of(request_ids)
         if self.drafts.page_of or not self._all_run_on(pages, tokens):
@@ -571,9 +591,10 @@ class StatePages:
         return holders + leased, writers
 
     def check(self, request_ids: Iterable[str], written: Sequence[int] = (), leased: Counts | int = 0) -> None:
-        """Count everything again: only these requests have a page, transfers write to `written`, page 0 is empty.
+        """Recount everything. Raises `InvariantError` at the first discrepancy.
 
-        `leased` is the number of leases on each page. Raises `InvariantError` at the first discrepancy.
+        Exactly `request_ids` must have a page. `written` are the pages to which transfers write, and `leased` is the
+        number of leases on each page. Page 0 must be empty.
         """
         if wrong := set(request_ids).symmetric_difference(self._page_of):
             raise InvariantError(f"these requests have a state page or a row, but not both: {sorted(wrong)}")
@@ -605,9 +626,9 @@ class StatePages:
         self._tokens[target] = self._tokens[source]
 
     def _publish(self, copy: int, digest: Digests) -> int:
-        """Publish a held copy. Returns the page that is now found, with the caller's hold.
+        """Publish a held copy. Returns the page that the index now has under `digest`, held for the caller.
 
-        That is another page if the state arrived from a lower tier while a page was evicted for this copy.
+        This is another page than `copy` if the state arrived from a lower tier while room was made for the copy.
         """
         found = self.pool.index.publish(one_page(copy), digest)
         if found[0] != copy:
@@ -637,13 +658,13 @@ class StatePages:
         self._let_go(copy)
 
     def _keep_below(self, copy: int, digest: Digests) -> None:
-        """Store a copy that was kept in the lower tiers, too. `copy` may be `NO_PAGE`."""
+        """Let the lower tiers store the cached state in page `copy`, too. Does nothing if `copy` is `NO_PAGE`."""
         if copy != NO_PAGE:
             for tell in self.pool.journal.came:
                 tell(one_page(copy), digest)
 
     def _spare(self, copies: Pages) -> None:
-        """Make the pending copies of these states to the lower tiers now, because they are about to be overwritten."""
+        """Finish pending copies of these states to the lower tiers, because the pages are about to be overwritten."""
         for save in self.pool.journal.going:
             save(copies)
 
