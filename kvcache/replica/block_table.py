@@ -1,4 +1,4 @@
-"""`BlockTable`, by which a manager describes a request's pages to another manager, and the types of an import.
+"""`BlockTable`, with which a manager describes a request's pages to another manager, and the types of an import.
 
 A table states where the KV of a request lies. The manager that accepts a table makes a `PendingImport` of it, and the
 copier receives a `PageCopy` for each group of layers. If the model has several groups of layers (`params.groups`), the
@@ -23,9 +23,10 @@ Pages = NDArray[np.int32]
 class BlockTable(msgspec.Struct, frozen=True, tag="block_table/1", omit_defaults=True):
     """The location of one request's KV: the contract between a manager, a transfer, and another manager.
 
-    The page ids are meaningful only to the manager that made the table, and only while that manager holds the pages for
-    the request. If the fingerprints of two managers agree (`kvcache.layout.replica_fingerprint`), pages may be copied
-    as they are. A transfer that plans from the layouts does not need the fingerprint.
+    The page ids have a meaning only for the manager that made the table, and only while that manager holds the pages
+    for the request. If two managers have the same fingerprint (`kvcache.layout.replica_fingerprint`), their pages have
+    the same geometry and may be copied byte for byte. A transfer that plans its copies from the page layouts does not
+    need the fingerprint.
     """
 
     request_id: str  # the request's id at the manager that made the table
@@ -41,14 +42,16 @@ class BlockTable(msgspec.Struct, frozen=True, tag="block_table/1", omit_defaults
     digests: bytes = b""  # the digests of all full pages, one after another; empty if prefix caching is off
     # The kind of each group (`LayerTables.kinds_named`), except a first group of full attention.
     kinds: tuple[str, ...] = ()
-    # the logical page of the first id and digest; the importing manager already has all pages before it
+    # the number of the logical page of the first id and of the first digest; the importing manager already has all
+    # pages before it
     first_page: int = 0
-    # One seal for each lease of the request. The manager that grants a lease makes its seal (`manager.lease`). A reader
-    # compares the seal (`transfer.pull.seals`) to see that the lease holds these pages. Empty without a lease.
+    # One seal for each lease of the request; empty without a lease. The manager that grants a lease makes its seal
+    # (`manager.lease`). A reader compares the seal with the one that it expects (`transfer.pull.seals`), and so sees
+    # that the lease holds the pages of this table.
     seals: tuple[bytes, ...] = ()
 
     def follows(self, before: "BlockTable | None") -> bool:
-        """Whether this table leaves out only pages that `before`, an earlier table of the same request, has named."""
+        """Whether `before`, an earlier table of the same request, named all pages that this table leaves out."""
         if self.first_page <= 0:
             return True
         if before is None or before.page_size != self.page_size or self.page_size <= 0:
@@ -57,7 +60,11 @@ class BlockTable(msgspec.Struct, frozen=True, tag="block_table/1", omit_defaults
 
 
 class PageDigests(NamedTuple):
-    """Full pages named by content. Equal digests mean equal tokens from the first one on, equal salt and extra keys."""
+    """Full pages, identified by their content.
+
+    Two pages have equal digests if all their tokens from the first token of the prompt on, their salts and their extra
+    keys are equal.
+    """
 
     page_size: int  # tokens
     hash_algorithm: str
@@ -66,11 +73,13 @@ class PageDigests(NamedTuple):
 
 
 class PageCopy(NamedTuple):
-    """Pages of one group of layers to copy from another manager. They are the logical pages that hold `tokens`."""
+    """Pages of one group of layers to copy from another manager: those that hold the tokens of the range `tokens`."""
 
-    dst_pages: ArrayLike  # int32, pages of this manager, in its page size; the last ones may be unused
-    src_pages: ArrayLike  # int32, pages of the other manager, in its page size
-    # the first token to copy, and the end; earlier tokens in the first page must not be overwritten
+    # int32, ids of pages of this manager, which have its page size; the copy may need only the first of them
+    dst_pages: ArrayLike
+    src_pages: ArrayLike  # int32, ids of pages of the other manager, which have the other manager's page size
+    # the first token to copy, and the end of the range; the first page may also hold earlier tokens, which must not be
+    # overwritten
     tokens: tuple[int, int]
 
 
@@ -78,21 +87,26 @@ class PageCopy(NamedTuple):
 class ImportPart:
     """The part of a `PendingImport` for one block table of a request, or for its recurrent state."""
 
-    first: int  # the first token to copy; this manager has cached all earlier tokens that are needed
-    # This manager's pages, from the page of token `first` on. The transfer owns them until the import is closed.
+    first: int  # the first token to copy; this manager already has all earlier tokens that this table needs
+    # The ids of this manager's pages, beginning with the page of token `first`. The transfer owns these pages until the
+    # import is closed.
     dst_pages: Pages
-    at_end: bool = False  # True for a window: while the prompt runs, the source may still free these pages
-    is_state: bool = False  # True for a recurrent state: one page for the whole request, from the pool of states
-    # The other manager's pages, also from token `first` on.
+    # True for layers with a window: they are copied only at the end, because the source may free these pages while the
+    # prompt runs
+    at_end: bool = False
+    # True for a recurrent state: `dst_pages` is then a single page of the pool of states, for the whole request
+    is_state: bool = False
+    # The ids of the other manager's pages, also beginning with the page of token `first`.
     src_pages: Pages = field(default_factory=lambda: np.zeros(0, np.int32))
     stop: int = 0  # the end of the tokens that can be copied so far
     taken: int = 0  # the end of the tokens that the copier has taken so far
 
     def named(self, pages: tuple[int, ...], num_tokens: int, page_size: int) -> Pages | None:
-        """Returns the other manager's pages to copy: pages that earlier tables named, then `pages` of its new table.
+        """Returns the other manager's pages to copy.
 
-        Returns None if the new table leaves out a page that was never named, if a page differs from an earlier table,
-        or if a page occurs twice.
+        Earlier tables named some of them; `pages` of its new table names the others. Returns None if the new table
+        leaves out a page that no earlier table named, if it names another page than an earlier table did, or if a page
+        occurs twice.
         """
         if self.is_state:
             new = np.array(pages, np.int32)
@@ -114,11 +128,14 @@ class ImportPart:
         return None if np.count_nonzero(ordered[1:] == ordered[:-1]) else every
 
     def take_up(self, pages: Pages, num_tokens: int) -> None:
-        """Record that `pages` of the other manager hold the tokens to copy before `num_tokens`."""
+        """Record that `pages` of the other manager hold all tokens to copy before token `num_tokens`."""
         self.src_pages, self.stop = pages, max(self.first, num_tokens)
 
     def copy_from(self, token: int, page_size: int, src_page_size: int) -> PageCopy:
-        """Returns the pages that can be copied by now, from `token` on. `token` is not before `first`."""
+        """Returns the pages that can be copied by now, beginning with the page of `token`.
+
+        `token` must not be before `first`.
+        """
         dst = self.dst_pages[token // page_size - self.first // page_size :]
         src = self.src_pages[token // src_page_size - self.first // src_page_size :]
         return PageCopy(dst, src, (token, self.stop))
@@ -154,19 +171,26 @@ class PendingImport:
     on_free: Callable[[], None] = _nothing  # called after the import was cancelled and its pages were freed
     told: list[BlockTable] = field(default_factory=list[BlockTable])  # tables whose pages no copier has taken yet
     others: tuple[BlockTable, ...] = ()  # tables of further managers that hold some of the same tokens
-    # A copy of the tokens up to the end of the pages, if no request waits for them (`PageContents.import_pages`). The
-    # context may drop tokens and get others meanwhile.
+    # A copy of the prompt's tokens up to the end of the imported pages, for an import that no request waits for
+    # (`PageContents.import_pages`). It is needed because the context may drop tokens and get others while pages are
+    # copied.
     prompt: NDArray[np.integer[Any]] | None = None
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """The range of tokens to import, from the first one that this manager lacks in its first block table."""
+        """The range of tokens to import.
+
+        It begins with the first token that this manager lacks in its first block table.
+        """
         first = self.parts[0].first
         return first, max(first, self.num_tokens)
 
     @property
     def needs_copy(self) -> bool:
-        """Whether anything has to be copied by now. False if all pages were cached here."""
+        """Whether anything has to be copied by now.
+
+        False if all pages that the table names were already cached at this manager.
+        """
         return any(part.is_state or part.first < part.stop for part in self.parts)
 
     @property
@@ -179,12 +203,16 @@ class PendingImport:
     def can_shorten(self) -> bool:
         """Whether the import may end earlier than its table.
 
-        False with a window or a state, because their pages belong to the end of the table.
+        False with a window or a state: the window's pages and the state are those at the end of the table, and fit no
+        earlier end.
         """
         return len(self.parts) == 1 and not self.parts[0].at_end
 
     def shorten(self, num_tokens: int) -> None:
-        """End the import at `num_tokens` instead of at the end of its table. A copied page must end there."""
+        """End the import at token `num_tokens` instead of at the end of its table.
+
+        This must be the end of a page to copy.
+        """
         first, stop = self.tokens
         if not self.can_shorten or num_tokens % self.page_size or not first < num_tokens <= stop:
             raise InvalidRequestError(
@@ -194,9 +222,9 @@ class PendingImport:
         self.num_tokens = self.parts[0].stop = num_tokens
 
     def copies_from(self, table: BlockTable) -> list[PageCopy]:
-        """Returns the pages to copy, with the page ids of another table, as far as that table has them.
+        """Returns the pages to copy as another manager's `table` names them, as far as `table` has these pages.
 
-        `table` must have the page size of the first table.
+        `table` must have the same page size as the first table of the import.
         """
         copies: list[PageCopy] = []
         for part, pages in zip(self.parts, table.groups, strict=True):
@@ -214,11 +242,11 @@ class PendingImport:
         return copies
 
     def named(self, table: BlockTable, *, last: bool) -> list[Pages] | None:
-        """Returns the other manager's pages to copy by now, for each block table.
+        """Returns the other manager's pages that can be copied by now, for each block table.
 
-        With `last`, the table is the last one.
+        `last` says that `table` is the last one of this import.
 
-        Returns None if the pages contradict earlier tables.
+        Returns None if `table` contradicts an earlier table of the import.
         """
         found: list[Pages] = []
         for part, pages in zip(self.parts, table.groups, strict=True):
@@ -229,9 +257,9 @@ class PendingImport:
         return found
 
     def take_up(self, table: BlockTable, named: list[Pages], *, last: bool) -> None:
-        """Record which tokens the other manager's table now covers, and in which pages.
+        """Record which tokens the other manager's table covers now. `named` has the pages that hold them.
 
-        With `last`, the table will not grow any more.
+        `last` says that the table will not grow any more.
         """
         self.num_tokens = table.num_tokens
         self.told.append(table)
@@ -242,7 +270,7 @@ class PendingImport:
     def take(self, *, last: bool) -> list[PageCopy]:
         """Returns the pages that can be copied by now and were not taken before.
 
-        A state is copied only when all tokens have run (`last`).
+        A recurrent state is copied only when all tokens have run, that is, with `last`.
         """
         for part in self.parts:
             if part.is_state and last:

@@ -1,4 +1,8 @@
-"""Pages by content, no matter which request computed them: lookups for a prompt, leases, and imports."""
+"""Finds, leases and imports pages by their content, no matter which request computed them.
+
+A *column* is a place in a block table: column `i` stands for the page of tokens `i * page_size` to `(i + 1) * page_size
+- 1` of a request.
+"""
 
 from collections.abc import Sequence
 
@@ -19,7 +23,7 @@ from kvcache.under_way import UnderWay
 
 
 class PageContents:
-    """The contents of the pages of a manager's replicas (`manager.contents`)."""
+    """Looks up, lends and imports cached pages of a manager's replicas by their content (`manager.contents`)."""
 
     def __init__(self, replicas: Sequence[Replica], fingerprint: str, mark: UnderWay) -> None:
         self._mark = mark
@@ -27,12 +31,13 @@ class PageContents:
         self._fingerprint = fingerprint
 
     def digests(self, context: Context, first_page: int = 0) -> PageDigests:
-        """Returns the digests of all full pages that a request may get from elsewhere, from `first_page` on.
+        """Returns the digests of the full pages of a prompt that may be fetched from elsewhere, from `first_page` on.
 
-        The last known token is never covered, because it has to run. The result is empty if prefix caching is off:
-        pulled pages could not be found again. With windows, chunks or states `first_page` is ignored, because a longer
-        prefix needs other pages of a window, or another state. Raises `InvalidRequestError` if `context` is not a
-        request context.
+        The page of the last known token is left out if only that token completes it, because the last known token has
+        to run. The result is empty if prefix caching is off, because no request could find pages that were fetched. If
+        the model has layers with windows or chunks, or recurrent states, `first_page` is ignored: a longer prefix needs
+        other pages of a window, or another state, than a shorter one. Raises `InvalidRequestError` if `context` is not
+        a request context.
         """
         check_context(context, "digests")
         one, read = self._replicas[0], read_context(context)
@@ -43,9 +48,10 @@ class PageContents:
         return PageDigests(one.page_size, one.hash_algorithm, digests, first_page)
 
     def cached(self, replica_idx: int, wanted: PageDigests) -> int:
-        """Returns how many tokens of the wanted pages are cached, so that a request could resume after them.
+        """Returns how many tokens of the `wanted` pages a request could skip, because the replica has cached them.
 
-        A page counts if the replica's devices have it. A recurrent state counts if the devices or host memory have it.
+        A page counts as cached if the replica's devices have it. A recurrent state counts if the devices or host memory
+        have it.
         """
         replica = self._replicas[self._index("cached", replica_idx)]
         digests = np.frombuffer(wanted.digests, np.uint64).reshape(-1, DIGEST_BYTES[replica.hash_algorithm] // 8)
@@ -54,13 +60,14 @@ class PageContents:
     def lease(
         self, name: RequestID, replica_idx: int, wanted: PageDigests, most: int
     ) -> tuple[PageLease, BlockTable] | None:
-        """Lease the longest run of wanted pages, from the first on, that a replica's devices have, until `end_lease`.
+        """Lease the longest run of wanted pages, from the first one on, that the devices of a replica have.
 
-        The lease holds at most `most` pages, including the pages of a slab with a state. Returns None if the devices
-        have none of the wanted pages. With several block tables the run ends where all tables can resume, and the lease
-        holds the pages that each table needs for that. With recurrent states the run ends after a page for which the
-        device keeps a state, and the lease holds that state, too. `name` identifies the reader in lists of leases.
-        Raises `BlockTableMismatchError` if the wanted pages cannot be compared with the replica's.
+        The lease lasts until `end_lease`. It holds at most `most` pages. If states and pages share memory, the pages of
+        the slab with the state are included in this number. Returns None if there is no such run. With several block
+        tables, the run ends where all tables can resume, and the lease holds the pages that each table needs for that.
+        With recurrent states, the run ends after a page for which the device keeps a state, and the lease holds that
+        state, too. `name` identifies the reader in lists of leases. Raises `BlockTableMismatchError` if the wanted
+        pages have another page size or hash algorithm than the replica, or if the replica caches no pages.
         """
         self._mark.check("contents.lease")
         replica, digests = self._wanted(name, replica_idx, wanted)
@@ -87,11 +94,11 @@ class PageContents:
         return lease, table
 
     def bring(self, name: RequestID, replica_idx: int, wanted: PageDigests, most: int) -> bool:
-        """Load wanted pages that only lower tiers have to the devices, so that `lease` can hold them.
+        """Load wanted pages that only lower tiers have onto the devices, so that a later `lease` can hold them.
 
-        Each call loads a few pages. Together with the wanted pages that the devices already have, they take at most
-        half of the free pages, because this manager's own requests come first. Returns whether some pages are on their
-        way; until these arrive, `lease` may find fewer pages. Raises the errors of `lease`.
+        Each call loads a few pages. The loaded pages, together with the wanted pages that are idle on the devices, take
+        at most half of the free pages, because the requests of this manager come first. Returns whether some pages are
+        on their way. Until these arrive, `lease` may find fewer pages. Raises the errors of `lease`.
         """
         self._mark.check("contents.bring")
         replica, digests = self._wanted(name, replica_idx, wanted)
@@ -109,14 +116,15 @@ class PageContents:
     def import_pages(
         self, context: Context, replica_idx: int, table: BlockTable, others: Sequence[BlockTable] = ()
     ) -> PendingImport | None:
-        """Reserve pages for full pages of a prompt, which may begin anywhere in it. No request waits for them.
+        """Reserve pages for full pages of a prompt that are to be copied from another manager.
 
-        The import is copied like any other, and ends with `commit_pages`, or with the manager's `cancel_import`. If a
-        request computes the prompt meanwhile, it finds the imported pages once it has computed all pages before them.
-        `table` and `others` are as for `import_block_table`; their pages must have this manager's page size, and their
-        digests its algorithm. Returns None if the import would take more than half of the free pages. Raises
-        `BlockTableMismatchError` if a table does not fit the context, and `InvalidRequestError` if there is no such
-        replica.
+        No request waits for them. The pages may begin anywhere in the prompt. The import is copied like any other, and
+        ends with `commit_pages`, or with the manager's `cancel_import`. If a request computes the same prompt in the
+        meantime, it finds the imported pages once it has computed all pages before them. `table` and `others` are as
+        for `import_block_table`, but their pages must have this manager's page size, and their digests must be by this
+        manager's hash algorithm. Returns None if the import would take more than half of the free pages. Raises
+        `BlockTableMismatchError` if a table does not fit the context, and `InvalidRequestError` if `replica_idx` is not
+        the index of a replica.
         """
         self._mark.check("contents.import_pages")
         check_context(context, "contents.import_pages")
@@ -128,9 +136,9 @@ class PageContents:
             return pending if imports.begin_pages(replica, pending, table) else None
 
     def commit_pages(self, pending: PendingImport, proof: ImportProof | None) -> None:
-        """Commit an import of `import_pages` whose pages have all been copied. The pages are then published and idle.
+        """Publish the pages of an import made by `import_pages`, all of which have been copied.
 
-        `proof` is as for `commit_import`.
+        Afterwards the pages are cached, and no request holds them. `proof` is as for `commit_import`.
         """
         self._mark.check("contents.commit_pages")
         replica = imports.own_import(self._replicas, pending, "commit_pages", is_open=True)
@@ -165,12 +173,15 @@ class PageContents:
 
 
 def _bring(replica: Replica, digests: NDArray[np.uint64], first: int) -> bool:
-    """Load some more of these pages to the device, and publish them. They begin at page `first` of a prompt."""
+    """Load some of the pages with these digests from lower tiers onto the device, and publish them.
+
+    The first digest is that of page `first` of a prompt. Returns whether pages are on their way or were loaded.
+    """
     tables, tier, pool = replica.tables, replica.tier, replica.pool
     if not tier.keeps or not len(digests):
         return False
     if tier.is_bringing:
-        return True  # only a few at a time, because a copy takes time from the caller's own requests
+        return True  # Only one load at a time, because each copy takes time from this manager's own requests.
     before = tier.generation
     digests = np.concatenate((np.zeros((first, digests.shape[1]), np.uint64), digests))
     coming = replica.fetch_prefix(digests, first, wait=False)

@@ -1,4 +1,4 @@
-"""Request contexts: the tokens of a request, how many of them are computed, and the hasher of its pages."""
+"""Request contexts: the tokens of a request, the number of tokens that are computed, and the hasher of its pages."""
 
 import uuid
 from collections.abc import Callable, Sequence
@@ -19,29 +19,29 @@ _NO_KEYS: ExtraKeys = ()
 ContextIndices = tuple[int, int, int]
 """`start_idx`, `active_idx` and `end_idx` of a context."""
 FUTURE_TOKEN = -999
-"""Stands at the end of a request's tokens, in place of the token that a step in flight will give."""
+"""The last entry of a request's tokens while a step is in flight. It stands for the token that the step will give."""
 
 
 class Context(Protocol):
     """The interface through which the manager reads and changes a request. `TextContext` documents each member.
 
     An object may also have these optional attributes: `cache_salt` (str), `extra_keys` (`ExtraKeys`), `retention`
-    (`Retention`), `computed_idx`, and `prefix_hasher`. The last one is None at first; while a request waits or is
-    preempted, the manager keeps its page hashes there.
+    (`Retention`), `computed_idx`, and `prefix_hasher`. `prefix_hasher` must be None at first. While a request waits or
+    is preempted, the manager keeps the hashes of the request's pages in it.
 
-    Salt and keys may change until the request gets pages, and are then fixed until its release. If they change after
-    that, `maybe_reserve`, `step` and imports refuse the context.
+    `cache_salt` and `extra_keys` may change until the request gets pages. From then on they must stay the same until
+    the request is released. If they change nevertheless, `maybe_reserve`, `step` and imports refuse the context.
 
-    Known tokens never change. A context that drops tokens from its end (such as a rejected draft) must have
-    `prefix_hasher`, and must set it to None at that moment. Otherwise its later pages would be published under the
-    digests of the dropped tokens.
+    A known token must never be replaced. A context that drops tokens from its end (such as a rejected draft) must have
+    the attribute `prefix_hasher`, and must set it to None when it drops them. Otherwise the pages that the request
+    fills later would be published under the digests of the dropped tokens.
 
-    If a step in flight has yet to compute tokens before `start_idx`, then `computed_idx` is the number of tokens that
-    are already computed; `step` publishes no page beyond it.
+    If tokens before `start_idx` are still to be computed by a step in flight, `computed_idx` must be the number of
+    tokens that are already computed. `step` then publishes no page that has tokens beyond it.
 
-    The manager knows how much of a request is computed. When the request gets its first pages, the manager calls
-    `set_token_indices` to move `start_idx`: forward to the end of a prefix hit, or back if the request has lost the
-    pages that it had before.
+    The manager itself keeps track of how much of a request is computed. When the request gets its first pages, the
+    manager calls `set_token_indices` to move `start_idx`: forward to the end of a prefix hit, or back if the request
+    has lost the pages that it had before.
     """
 
     @property
@@ -65,9 +65,10 @@ class Context(Protocol):
 
 
 class Leader(Protocol):
-    """A `Batch` as its contexts see it: it advances many contexts at once, and each context catches up when it is read.
+    """A `Batch` as its contexts see it.
 
-    `end` is the number of tokens that the context at `place` has so far.
+    The batch advances many contexts at once, and each context catches up when it is read. `place` is the context's
+    index in the batch. `end` is the number of tokens that this context already has.
     """
 
     def catch_up(self, place: int, end: int) -> None: ...
@@ -75,16 +76,16 @@ class Leader(Protocol):
 
 
 class _NoLeader:
-    """The leader of contexts that are in no batch."""
+    """The leader of a context that belongs to no batch."""
 
     def catch_up(self, place: int, end: int) -> None:
-        """Do nothing: such a context has nothing to catch up with."""
+        """Do nothing: a context without a batch has nothing to catch up with."""
 
     def lose(self, place: int, end: int) -> None:
-        """Do nothing: no batch has to know."""
+        """Do nothing: there is no batch to tell that the context has left it."""
 
     def __reduce__(self) -> str:
-        """Make a copied or unpickled context refer to this same object."""
+        """Let a copied or unpickled context refer to `NO_LEADER` itself instead of a copy of it."""
         return "NO_LEADER"
 
 
@@ -92,7 +93,7 @@ NO_LEADER = _NoLeader()
 
 
 class TextContext:
-    """One request: its tokens, and which of them are cached, run now, or wait for a later chunk.
+    """One request: its tokens, and which of them are cached, run in the next step, or wait for a later chunk.
 
         0 ........ start_idx ........ active_idx ........ end_idx
           cached             run now              later chunks
@@ -101,13 +102,14 @@ class TextContext:
         tokens: the prompt, 1-D, each from 0 to 2**31 - 1.
         max_length: the most tokens that the request may ever have, including generated ones.
         request_id: a new id is generated if this is None.
-        cache_salt: requests with different salts never share a page. Like the keys, it may be changed while the request
-            waits. A change while the request holds pages is an error: its next `maybe_reserve` for more than a step, or
-            the `step` that publishes its next page, refuses it and changes nothing.
+        cache_salt: requests with different salts never share a page. The salt may be changed while the request waits,
+            and so may the keys. Changing it while the request holds pages is an error: the next `maybe_reserve` for
+            more than one step, or the `step` that publishes the request's next page, refuses the context and changes
+            nothing.
         retention: what the client knows about the future use of these pages.
-        extra_keys: `(position, key)` for each input other than tokens that the KV depends on, from the token at
-            `position` on: such as the name of a LoRA adapter (position 0) or a digest of an image (its first token).
-            Requests share pages only if their keys are equal, too.
+        extra_keys: `(position, key)` for each input other than tokens on which the KV of the token at `position` and of
+            all later tokens depends. Examples are the name of a LoRA adapter (position 0) and the digest of an image
+            (the position of its first token). Requests share pages only if their keys are equal, too.
 
     A copy (`copy`, `pickle`) has its own tokens and indices, and is another object for the same request. The manager
     accepts it if the request has no pages yet. `fork` makes a context for another request.
@@ -123,7 +125,7 @@ class TextContext:
         *("_start", "hint", "max_length", "named", "prefix_hasher", "request_id"),
     )
 
-    refused = False  # as in `ReadContext`; here `run_from` never raises
+    refused = False  # as in `ReadContext`: False, because `run_from` never raises here
 
     def __init__(
         self,
@@ -142,7 +144,7 @@ class TextContext:
         self._leader: Leader = NO_LEADER
         self._place = 0
         self._in_flight = False  # whether a step is in flight whose token is not known yet
-        self._flight = 0  # the token from which that step runs
+        self._flight = 0  # the first token that the step in flight runs
         self.prefix_hasher: PrefixHasher | None = None
         # The salt and the keys, on which pages depend as well as on tokens. They are in one tuple, so that usually one
         # identity test shows that neither has changed.
@@ -165,7 +167,9 @@ class TextContext:
     @cache_salt.setter
     def cache_salt(self, salt: str | None) -> None:
         self.named = (checked_salt(self.request_id, salt), self.named[1])
-        self.leave()  # a batch keeps the hashers of its requests, so it has to read this context again
+        # a batch keeps the hashers of its requests; leaving the batch makes it read this context, and its new hasher,
+        # again
+        self.leave()
 
     @property
     def extra_keys(self) -> ExtraKeys:
@@ -184,7 +188,7 @@ class TextContext:
     def retention(self, retention: Retention | None) -> None:
         name = f"request {self.request_id!r}: retention"
         kinds = (Retention, type(None))
-        # The manager reads this attribute, because the property takes three times as long.
+        # The manager reads `hint` instead of the property `retention`, because the property takes three times as long.
         self.hint = of_kind(name, retention, kinds, "a Retention or None", InvalidRequestError)
 
     @property
@@ -202,7 +206,7 @@ class TextContext:
 
     @property
     def computed_idx(self) -> int:
-        """The number of computed tokens: those before `start_idx`, except those that a step in flight is computing."""
+        """The number of computed tokens: those before `start_idx` that no step in flight is still computing."""
         if self._follows:
             self._leader.catch_up(self._place, self._end)
         return min(self._start, self._flight) if self._in_flight else self._start
@@ -236,19 +240,19 @@ class TextContext:
 
     @property
     def indices(self) -> ContextIndices:
-        """`start_idx`, `active_idx` and `end_idx`, at the cost of reading one of them."""
+        """`start_idx`, `active_idx` and `end_idx` as one tuple. Reading it takes as long as reading one of them."""
         if self._follows:
             self._leader.catch_up(self._place, self._end)
         return self._start, self._active, self._end
 
     def run_from(self, start: int, active: int) -> None:
-        """Set `start_idx` and `active_idx`, which must be ordered and within the tokens."""
+        """Set `start_idx` to `start`, and `active_idx` to `active`. The caller ensures `start < active <= end_idx`."""
         if self._follows:
             self.leave()
         self._start, self._active = start, active
 
     def decodes_within(self, most: int) -> bool:
-        """Whether exactly one token is to run, and at most `most` tokens are known."""
+        """Whether the request has exactly one token to run, and at most `most` known tokens."""
         if self._follows:
             self._leader.catch_up(self._place, self._end)
         return self._active - self._start == 1 and self._end <= most
@@ -331,16 +335,21 @@ class TextContext:
         if end < self._end and self._in_flight and self._buffer[self._end - 1] == FUTURE_TOKEN:
             self._refuse_future(f"set_token_indices with end_idx {end} of {self._end}")
         if end < self._end and self.prefix_hasher is not None and self.prefix_hasher.num_tokens > end:
-            self.prefix_hasher = None  # its pages include dropped tokens
+            self.prefix_hasher = None  # the hasher has digests of pages with dropped tokens
         self._start, self._active, self._end = start, active, end
 
     def reset(self) -> None:
-        """Make every known token active. Not needed after a preemption, because `maybe_reserve` moves the start."""
+        """Make every known token active.
+
+        A preempted request does not need this call: its next `maybe_reserve` moves `start_idx`.
+        """
         self.leave()
         self._start, self._active = 0, self._end
 
     def __getstate__(self) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-        tokens = self.tokens.copy()  # first, because this catches up with a batch; the copy does not follow that batch
+        # called first, because reading `tokens` catches up with a batch; the copied context does not belong to that
+        # batch
+        tokens = self.tokens.copy()
         if self._in_flight:
             self._refuse_future("a copy")
         plain, slots = cast("tuple[dict[str, Any] | None, dict[str, Any]]", super().__getstate__())
@@ -361,34 +370,35 @@ class TextContext:
         return twin
 
     def follow(self, leader: "Leader", place: int) -> None:
-        """Let `leader` advance this context until `leave`. A previous leader loses it.
+        """Let `leader` advance this context until `leave` is called.
 
-        `place` is the context's index in the leader.
+        A previous leader is told that it loses this context. `place` is the context's index in the leader.
         """
         self.leave()
         self._place, self._leader = place, leader
-        self._follows = True  # set last, because a leader needs the place
+        self._follows = True  # set last, because `leader` needs the place as soon as it advances this context
 
     def catch_up(self, leader: "Leader", place: int) -> None:
-        """Apply the updates of `leader`, if this context follows it."""
+        """Apply the updates of `leader` that this context lacks, if the context follows `leader`."""
         if self._leader is leader:
             leader.catch_up(place, self._end)
 
     def leave(self) -> None:
         """Catch up with the leader, if any, and stop following it."""
         self._leader.lose(self._place, self._end)
-        self._leader = NO_LEADER  # cleared after catching up, so that an interrupt before this line only repeats it
+        # cleared after catching up: if an interrupt comes before this line, the next call only catches up again
+        self._leader = NO_LEADER
         self._follows = False
 
     def append_one(self, token: int, start: int, active: int) -> None:
-        """`append` for one token, at half the cost."""
+        """Do `append` for a single token, in half the time."""
         if self._end == len(self._buffer):
             self._grow(1)
         self._buffer[self._end] = token
         self._start, self._active, self._end = start, active, self._end + 1
 
     def append(self, tokens: NDArray[np.int32], start: int, active: int) -> None:
-        """Apply the leader's updates: append `tokens`, and set the indices."""
+        """Apply updates of the leader: append `tokens`, and set `start_idx` to `start` and `active_idx` to `active`."""
         end = self._end + len(tokens)
         if end > len(self._buffer):
             self._grow(len(tokens))
@@ -399,12 +409,12 @@ class TextContext:
         return f"TextContext({self.request_id!r}, start={self.start_idx}, active={self.active_idx}, end={self.end_idx})"
 
     def append_future(self, start: int, end: int) -> None:
-        """Do `append_one` for the token of a step in flight, which began at token `start`."""
+        """Do `append_one` for the future token of a step in flight, whose run began at token `start`."""
         self._flight, self._in_flight = start, True
         self.append_one(FUTURE_TOKEN, end - 1, end)
 
     def realize(self, token: int) -> None:
-        """Replace the future token, if there is one, by the real token, which the leader knows."""
+        """Replace the future token, if there is one, by the real `token`, which the leader has got."""
         if self._in_flight:
             self._buffer[self._end - 1] = token
             self._in_flight = False
@@ -441,19 +451,22 @@ class TextContext:
 
 
 def chunk_end(indices: ContextIndices, start: int) -> int:
-    """Returns the end of the chunk that runs from `start`. If a hit covers the whole chunk, the next one is as long.
+    """Returns the token at which a chunk that begins at token `start` ends.
 
-    `indices` are those of the context, with its own start.
+    If a prefix hit moved the start beyond the end of the planned chunk, the chunk that runs instead has the same length
+    as the planned one.
+
+    `indices` are those of the context, before its start was moved to `start`.
     """
     before, active, end = indices
     return active if start < active else min(end, start + active - before)
 
 
 class ReadContext:
-    """A snapshot of a caller's own context at the start of a call, so that reading it later in the call cannot fail.
+    """A snapshot of a caller's own context, taken at the start of a call. Reading it later in the call cannot raise.
 
-    `run_from` sets the indices of the caller's context. If that context raises, its old indices are set again.
-    `refused` says whether this succeeded.
+    `run_from` sets the indices of the caller's context. If that context raises an error, its old indices are set again.
+    `refused` says whether setting the old indices succeeded.
     """
 
     __slots__ = (
@@ -595,9 +608,9 @@ def salt_and_keys(context: Context) -> tuple[str | None, ExtraKeys]:
 
 
 def hasher_of(context: SafeContext, algorithm: HashAlgorithm, page_size: int) -> PrefixHasher:
-    """Returns the hasher that the context carries, if it fits.
+    """Returns the `PrefixHasher` that the context carries, if that has this algorithm and page size.
 
-    Otherwise makes a new one, and stores it in the context if possible.
+    Otherwise makes a new hasher, and stores it in the context if the context has a `prefix_hasher` attribute.
     """
     kept = context.prefix_hasher
     if kept is None or not kept.fits(algorithm, page_size, context.named):

@@ -1,8 +1,8 @@
-"""The right to write an import's pages (`ImportCopier`), the proof of the copy (`ImportProof`), and the open imports.
+"""The writer of an import's pages (`ImportCopier`), the proof of a copy (`ImportProof`), and the open imports.
 
-`commit_import` publishes pages that hold another manager's content. Only the copier knows whether the copy is good: a
-READ may have failed, or the source may have given the pages to another request meanwhile. So each import has exactly
-one copier, and accepts its proof once.
+`commit_import` publishes pages that hold another manager's content. Only the code that copied the pages knows whether
+the copy is good: a READ may have failed, or the source may have given the pages to another request in the meantime.
+Therefore each import has exactly one copier, and accepts the proof of this copier once.
 """
 
 from collections.abc import Callable
@@ -20,21 +20,24 @@ from kvcache.under_way import UnderWay
 class ImportProof:
     """Proves that the pages of one import were copied while their source held them. Made by `ImportCopier.prove`.
 
-    The proof is valid only once, only for this import, and only until the import is extended. A copy of the proof is
-    invalid.
+    The proof can be used only once, only for this import, and only until the import is extended. A copy of the proof
+    object is invalid.
     """
 
-    request_id: str  # the request that owns the import
-    num_tokens: int  # the end of the tokens that were copied
+    request_id: str  # the request whose import was copied
+    num_tokens: int  # the number of tokens, counted from the first token of the prompt, up to which the copy goes
 
 
 class ImportCopier:
-    """Copies the pages of one import. Its user calls `take` and copies, repeatedly, and at last `prove` or `give_up`.
+    """Copies the pages of one import.
 
-    Until `prove` or `give_up` the copier owns the pages: even after `cancel_import` no other request gets any of them.
-    The user of the copier vouches for the bytes. For example, a pull that reads under a lease
-    (`transfer.pull.exchange`) proves the reads that passed its fence. A program that copies tensors in its own process
-    proves its own copies.
+    Its user calls `take` and copies the pages that it returns, as often as needed. At the end, the user calls `prove`
+    if the copy succeeded, or `give_up` if it did not.
+
+    Until `prove` or `give_up`, the pages are reserved for the copier: even after `cancel_import`, no other request gets
+    any of them. The user of the copier is responsible for the copied bytes. For example, a pull that reads under a
+    lease (`transfer.pull.exchange`) proves only the reads that passed its fence. A program that copies tensors within
+    its own process proves its own copies.
 
     Made by `PagedKVCacheManager.copier`.
     """
@@ -48,14 +51,15 @@ class ImportCopier:
         self._has_all = False
         self.is_over = False  # whether the copier has stopped writing
         self.proof: ImportProof | None = None
-        self.tables: tuple[BlockTable, ...] = ()  # the tables that named the pages that the last `take` returned
+        # the block tables in which the source named the pages that the last `take` returned
+        self.tables: tuple[BlockTable, ...] = ()
 
     def take(self, *, last: bool = True) -> list[PageCopy]:
-        """Return the pages that can be copied by now and were not taken before, as an entry for each group of layers.
+        """Return the pages that can be copied by now and were not taken before.
 
-        `last` means that this is the last call. A recurrent state covers all tokens of the request, so it is copied
-        only then. Raises `InvalidRequestError` if the import is closed, this copier has ended, or the last pages were
-        taken.
+        There is one `PageCopy` for each group of layers. `last` says that this is the last call. A recurrent state
+        covers all tokens of the request, so it is returned only by the last call. Raises `InvalidRequestError` if the
+        import is closed, if this copier has ended, or if the last pages were already taken.
         """
         pending = self.pending
         if self.is_over or self._has_all or pending.closed:
@@ -69,18 +73,20 @@ class ImportCopier:
         return copies
 
     def from_others(self) -> list[tuple[BlockTable, list[PageCopy]]]:
-        """Returns the pages that `take` has returned, with the page ids of each further table.
+        """Returns the pages that `take` returned, with the page ids of the further managers in `PendingImport.others`.
 
-        A table has only some of them.
+        The result has each of these managers' block tables, and the copies that can be made from it.
+
+        A table may name only some of the pages.
         """
         return [(table, self.pending.copies_from(table)) for table in self.pending.others]
 
     def prove(self, num_tokens: int = 0) -> ImportProof:
-        """Declare that everything taken was copied while its source held it, and return the proof for `commit_import`.
+        """Declare that every page taken was copied while its source held it. Returns the proof for `commit_import`.
 
-        With `num_tokens`, only the tokens before that number were copied, and the import ends there. Raises
-        `InvalidRequestError` if the import cannot end there, if this copier has ended, or if it has not taken
-        everything.
+        If `num_tokens` is given, only the tokens before token `num_tokens` were copied, and the import ends there.
+        Raises `InvalidRequestError` if the import cannot end there, if this copier has ended, or if `take` was not yet
+        called with `last`.
         """
         pending = self.pending
         if self.is_over or not self._has_all:
@@ -94,30 +100,37 @@ class ImportCopier:
         return self.proof
 
     def give_up(self) -> None:
-        """Declare that this copier has stopped writing. This frees the pages of a cancelled import. Safe to call twice.
+        """Declare that this copier writes no more.
 
-        If the manager needs `recover`, the pages are freed by that call.
+        If the import was cancelled, this frees its pages. Safe to call twice. If a call of the manager was interrupted,
+        so that the manager needs `recover`, then `recover` frees the pages instead.
         """
         if not self.is_over:
             self._ended()
 
 
 class ImportBook:
-    """The imports of a replica, from their beginning until no copier writes to their pages any more.
+    """The imports of a replica. Each is listed until it is closed and no copier can write to its pages any more.
 
-    `shares_ahead` says whether an import may share cached pages after the point from which its request could resume by
-    itself. If so, the request must not run in the pages of a cancelled import, because it would overwrite shared pages.
+    `shares_ahead` is False if the replica has a single block table of full attention, and True otherwise. In the second
+    case an import may share pages that are cached here although the request could not resume from them by itself,
+    because other pages are missing. If such an import is cancelled, the request must not run in the pages of the
+    import: it would compute the tokens of the shared pages again, and overwrite pages that other requests read.
     """
 
     def __init__(self, pool: PagePool, rows: BlockRows, mark: UnderWay, *, shares_ahead: bool) -> None:
         self._mark = mark
         self._shares_ahead = shares_ahead
-        # Rows that still have the pages of a cancelled import, and must give them back before they run.
+        # Rows of requests whose import was cancelled, and whose pages may be shared as described above. Such a row must
+        # give back its pages before it runs.
         self.to_give_back: set[int] = set()
-        self.each: list[PendingImport] = []  # open imports, and cancelled imports whose copier may still write
+        # open imports, and cancelled imports to whose pages a copier may still write
+        self.each: list[PendingImport] = []
         self.of_row: dict[int, PendingImport] = {}  # by row: the pending import of its request
-        self.copiers: dict[PendingImport, ImportCopier] = {}  # the copier of each import, once it is handed out
-        # By row with a cancelled import: how many of its tokens were counted when the import was cancelled.
+        # the copier of each import for which `make_copier` was called
+        self.copiers: dict[PendingImport, ImportCopier] = {}
+        # By row whose import was cancelled: how many tokens of its request the metrics had counted at that time. If the
+        # number is still the same, no model has run in the row's pages.
         self._given_up: dict[int, int] = {}
         self._pool = pool
         self._rows = rows
@@ -129,7 +142,7 @@ class ImportBook:
         self.each.append(pending)
 
     def begin_for_nobody(self, pending: PendingImport) -> None:
-        """Begin an import of cached pages that no request waits for. From now on its pages have a writer."""
+        """Begin an import of pages that no request waits for. From now on its pages count as being written."""
         self._pool.add_writer(pending.written)
         self.each.append(pending)
 
@@ -159,7 +172,7 @@ class ImportBook:
 
     @property
     def written_states(self) -> list[int]:
-        """The state pages that transfers write."""
+        """The state pages to which transfers may write."""
         return [int(part.dst_pages[0]) for pending in self.each for part in pending.parts if part.is_state]
 
     def commit(self, pending: PendingImport) -> None:
@@ -167,7 +180,10 @@ class ImportBook:
         self._free(pending)
 
     def cancel(self, pending: PendingImport) -> None:
-        """Cancel the import. Until its copier has ended, its pages have a writer, and its request cannot run."""
+        """Cancel the import.
+
+        Until its copier has ended, its pages count as being written, and its request cannot run.
+        """
         pending.closed = True
         row = self._rows.row_of.get(pending.request_id)
         if row is not None and self.of_row.get(row) is pending:
@@ -176,7 +192,7 @@ class ImportBook:
             self._give_back(pending)
 
     def is_given_up(self, row: int) -> bool:
-        """Whether the row has only pages of a cancelled import, in which no model has run."""
+        """Whether all pages of the row come from a cancelled import, and no model has run in them."""
         if row in self.of_row:
             return False
         return row in self.to_give_back or self._given_up.get(row) == self._rows.counted.item(row)
@@ -200,7 +216,7 @@ class ImportBook:
             )
 
     def mend(self) -> list[RequestID]:
-        """After the rows are repaired: drop the imports that are over, and free their pages. Returns their requests."""
+        """After the rows are repaired: drop imports that are closed and no longer written. Returns their requests."""
         self._given_up.clear()
         over = [pending for pending in self.each if pending.closed and not self._is_written(pending)]
         self.each[:] = [pending for pending in dict.fromkeys(self.each) if pending not in over]

@@ -1,4 +1,4 @@
-"""A replica on its devices: the page tensors of its shards, and the tables that each device reads."""
+"""A replica on its devices: the page tensors of its shards, and the block tables that each device reads."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,9 +16,9 @@ from kvcache.types import RaggedKVCacheInputs
 
 
 class PageMemory:
-    """The page tensors of a replica's shards, and copies of whole pages. `num_pages` does not count the null page.
+    """The page tensors of a replica's shards, and functions that copy whole pages.
 
-    Device work runs on `stream`, or on the current stream if that is None.
+    `num_pages` does not count the null page. Device work runs on `stream`, or on the current stream if that is None.
     """
 
     def __init__(
