@@ -1,11 +1,12 @@
-"""Pages from elsewhere: exports a request's block table, reserves pages for one, and publishes the copied pages.
+"""Block tables from other managers: exports a table, reserves pages for a table from elsewhere, publishes copied pages.
 
-Until `commit_import`, the index and the batches do not contain the pages. So bytes that have not arrived are never
-read.
+Until `commit_import`, an import's pages are neither in the prefix index nor in the inputs of a batch. So nothing reads
+bytes that have not arrived.
 
-With several tables (`params.groups`), each table reuses the pages that it finds in the local cache: from the first
-token on, or for its last window. Only the other pages are copied. For example, if only the window of a prefix was
-evicted, only the window's pages are copied.
+With several block tables (`params.groups`), each table reuses the pages that it finds in the local cache. A table of
+full attention reuses pages from the first token on. A table with a window reuses pages of the last window. Only the
+other pages are copied. For example, if the local cache has a prefix without the pages of its window, only the window's
+pages are copied.
 """
 
 from collections.abc import Sequence
@@ -41,10 +42,11 @@ def export_table(
     full_pages: bool,
     first_page: int = 0,
 ) -> BlockTable:
-    """Returns the block table of the tokens that the request had computed at its last `step`, or of its full pages.
+    """Returns the block table of the tokens that the request had computed at its last `step`.
 
-    The table begins with `first_page` if the model has one block table, of full attention. Otherwise each table is
-    exported whole.
+    With `full_pages`, the table covers only the full pages of these tokens. If the model has one block table, of full
+    attention, the exported table begins with page `first_page`. Otherwise `first_page` is ignored, and the exported
+    table begins with the first page.
     """
     rows, size = replica.rows, replica.page_size
     request_id = rows.request_ids[row] or ""
@@ -82,16 +84,18 @@ def export_table(
 def check_table(
     replica: Replica, context: SafeContext, table: BlockTable, hasher: PrefixHasher | None = None, *, last: bool
 ) -> PrefixHasher | None:
-    """Raise `BlockTableMismatchError` unless the table holds a proper prefix of the context's tokens.
+    """Raise `BlockTableMismatchError` unless `table` holds the KV of a proper prefix of the context's tokens.
 
-    The geometry of the pages is checked by the transfer. If `last` is False, the prompt is still running, and only full
-    pages count, because a partly filled page may still be replaced. Returns the hasher of the context's tokens in the
-    table's page size and algorithm, or None if the table has no digests. `hasher` is the result of an earlier call,
-    which is reused if it fits.
+    The transfer checks the geometry of the pages. `last` is False while the prompt still runs at the source. The table
+    may then have only full pages, because the source may still replace a partly filled page. Returns the hasher of the
+    context's tokens with the page size and the hash algorithm of the table, or None if the table has no digests.
+    `hasher` is the result of an earlier call, and is reused if it has this page size and algorithm.
     """
     name = f"request {context.request_id!r}: the block table"
     of_kind(name, table, BlockTable, "a BlockTable", BlockTableMismatchError)
-    try:  # a table from a peer was decoded with the right types, but a table made in this process may have any types
+    # a table that came from a peer was decoded with the right types, but a table made in this process may have any
+    # types
+    try:
         if not _has_types(table):
             table = msgspec.convert(msgspec.to_builtins(table), BlockTable)
     except (TypeError, ValueError, OverflowError) as error:
@@ -120,7 +124,10 @@ def check_table(
 def check_others(
     replica: Replica, context: SafeContext, table: BlockTable, others: Sequence[BlockTable], *, partial: bool
 ) -> None:
-    """Raise `BlockTableMismatchError` unless `others` hold a prefix of the context, too, in pages of the same size."""
+    """Raise `BlockTableMismatchError` unless the tables `others` also hold a prefix of the context.
+
+    Their pages must have the same size as those of `table`.
+    """
     needed = "a sequence of BlockTables"
     of_kind(f"request {context.request_id!r}: others", others, Sequence, needed, BlockTableMismatchError)
     hasher: PrefixHasher | None = None
@@ -132,7 +139,10 @@ def check_others(
 
 
 def _has_types(table: BlockTable) -> bool:
-    """Whether every field has the right type. For thousands of pages this test is faster than `msgspec.convert`."""
+    """Whether every field of `table` has the right type.
+
+    For a table with thousands of pages, this test is faster than `msgspec.convert`.
+    """
     every: list[Any] = [table.groups, table.kinds, table.digests]
     of_each = [type(value) for value in every] == [tuple, tuple, bytes]
     names = (table.request_id, table.fingerprint, table.hash_algorithm, *(table.kinds if of_each else ()))
@@ -143,7 +153,10 @@ def _has_types(table: BlockTable) -> bool:
 
 
 def _check_pages(replica: Replica, context: SafeContext, table: BlockTable) -> None:
-    """Raise unless the table names pages for our groups of layers: for all its tokens, or for the end of a window."""
+    """Raise unless the table names the pages that each of our groups of layers needs.
+
+    With full attention these are the pages of all its tokens, with a window those at the end of its tokens.
+    """
     kinds, named = replica.tables.kinds, replica.tables.kinds_named
     beside = table.groups[len(kinds) :]
     if len(table.groups) != len(kinds) + len(replica.states) or any(len(pages) != 1 for pages in beside):
@@ -180,13 +193,14 @@ def _mismatch(context: SafeContext, reason: str) -> BlockTableMismatchError:
 def _check_digests(
     replica: Replica, context: SafeContext, table: BlockTable, hasher: PrefixHasher | None
 ) -> PrefixHasher | None:
-    """Raise unless the digests are those of the context's own tokens, so that the pages hold this prompt.
+    """Raise unless the digests in the table are those of the context's own tokens, so that the pages hold this prompt.
 
-    Digests by another page size or algorithm are compared too, at the cost of hashing the tokens once more. Without
-    this check, pages of another prompt or salt could be published here.
+    Digests with another page size or algorithm are compared too, although the tokens then have to be hashed once more.
+    Without this check, pages of another prompt or salt could be published here under this prompt's digests.
     """
     if not table.hash_algorithm:
-        # the table was made without prefix caching: no page was ever shared, so none can hold another prompt
+        # the source has no prefix caching, so none of its requests share pages, and the pages cannot hold another
+        # prompt
         return None
     algorithm: HashAlgorithm | None = next((known for known in usable_hashes() if known == table.hash_algorithm), None)
     if algorithm is None:
@@ -215,7 +229,7 @@ def _check_digests(
 
 
 def _refuse_hole(replica: Replica, row: int, context: SafeContext, table: BlockTable) -> None:
-    """Raise unless the pages that the table leaves out are cached here, because a prefix must have no hole."""
+    """Raise unless all pages before the table's first page are cached here, because a prefix must have no hole."""
     here = replica.find(context, row).end * replica.page_size
     if here < table.first_page * table.page_size:
         first = table.first_page * table.page_size
@@ -233,9 +247,9 @@ def begin_import(
     partial: bool,
     others: Sequence[BlockTable] = (),
 ) -> PendingImport | None:
-    """Reserve the request's pages, and find which of them have to be copied.
+    """Reserve pages for the request, and find which of them have to be copied.
 
-    Returns None if there are too few pages.
+    Returns None if there are too few free pages.
     """
     hasher = check_table(replica, context, table, last=not partial)
     check_others(replica, context, table, others, partial=partial)
@@ -274,7 +288,10 @@ def begin_import(
 def _plan(
     replica: Replica, row: int, context: SafeContext, table: BlockTable, num_steps: int, *, partial: bool
 ) -> Reservation:
-    """Plan the reservation of an import. Each table has its own hits, and needs pages for the tokens after them."""
+    """Plan the reservation of an import.
+
+    Each block table has its own hits, and needs pages for the tokens after them.
+    """
     tables, size = replica.tables, replica.page_size
     num_tokens = context.end_idx if partial else table.num_tokens
     length = replica.length_of(context, num_steps, num_tokens)
@@ -284,8 +301,8 @@ def _plan(
         return replica.hasher(row, context).digests(context.tokens, 0, last)
 
     if tables.is_plain:
-        # Pages after the state from which the request resumes are not shared. If the import is cancelled, the request
-        # computes these tokens itself, and would overwrite shared pages.
+        # Cached pages after the state from which the request resumes are not shared. If the import is cancelled, the
+        # request has to compute the tokens of these pages itself, and would overwrite shared pages.
         return tables.plan(row, context.indices, length, here.end * size, here)
     plan = tables.plan_import(row, context.indices, length, num_tokens, here, digests_of, replica.tier.slots)
     if tables.in_chunks and not partial:
@@ -294,7 +311,7 @@ def _plan(
 
 
 def _check_reach(context: SafeContext, table: BlockTable, kinds: Sequence[str], firsts: Sequence[int]) -> None:
-    """Raise unless the pages named for each window hold all tokens from the first one that has to be copied."""
+    """Raise unless the table names each window's pages from the first token on that has to be copied."""
     wanted = -(-table.num_tokens // table.page_size)
     for kind, pages, first in zip(kinds, table.groups[: len(kinds)], firsts, strict=True):
         begins = (wanted - len(pages)) * table.page_size
@@ -307,7 +324,7 @@ def _check_reach(context: SafeContext, table: BlockTable, kinds: Sequence[str], 
 def extend_import(
     replica: Replica, row: int, context: SafeContext, pending: PendingImport, table: BlockTable, *, last: bool
 ) -> PageCopy:
-    """Accept a table that covers more tokens than the last one. Returns the additional pages to copy."""
+    """Accept a table that covers at least as many tokens as the last one. Returns the additional pages to copy."""
     _check_open(replica, row, context, pending, "extend_import")
     hasher = check_table(replica, context, table, pending.hasher, last=last)
     if table.page_size != pending.src_page_size:
@@ -338,14 +355,14 @@ def extend_import(
 
 
 def takes_any_part(replica: Replica) -> bool:
-    """Whether a page of a prompt may be cached here although earlier pages of the prompt are not."""
+    """Whether this replica can cache a page of a prompt without having the earlier pages of the prompt."""
     return replica.caching and replica.lends_any_part
 
 
 def check_pages(
     replica: Replica, replica_idx: int, context: SafeContext, table: BlockTable, others: Sequence[BlockTable]
 ) -> PendingImport:
-    """Make an import of full pages that no request waits for. It has no pages yet.
+    """Make an import of full pages that no request waits for. `begin_pages` gives the import its pages.
 
     The pages may begin anywhere in a prompt. Raises `BlockTableMismatchError` unless all tables hold pages of the
     context's tokens, with digests by this manager's algorithm.
@@ -378,7 +395,7 @@ def check_pages(
 
 
 def begin_pages(replica: Replica, pending: PendingImport, table: BlockTable) -> bool:
-    """Give a new import its pages. Returns False, and takes none, if it needs more than half of the free pages."""
+    """Give a new import its pages. Returns False, and takes no pages, if it needs more than half of the free pages."""
     pool, pages = replica.pool, table.groups[0]
     if len(pages) > pool.free_count // 2:
         return False
@@ -392,12 +409,12 @@ def begin_pages(replica: Replica, pending: PendingImport, table: BlockTable) -> 
 def finish_pages(replica: Replica, pending: PendingImport, proof: ImportProof | None) -> None:
     """End an import of pages that no request waits for, after all bytes have arrived.
 
-    The pages become published and idle.
+    The pages are then published, and no request holds them.
     """
     hasher, prompt, pool, size = pending.hasher, pending.prompt, replica.pool, replica.page_size
     if hasher is None or prompt is None:
         raise InvalidRequestError(
-            f"request {pending.request_id!r}: commit_pages: the request waits for this import: call commit_import"
+            f"request {pending.request_id!r}: commit_pages: a request waits for this import, so call commit_import"
         )
     _check_proof(replica, pending, proof, "commit_pages")
     first, stop = (token // size for token in pending.tokens)
@@ -418,7 +435,7 @@ def finish_pages(replica: Replica, pending: PendingImport, proof: ImportProof | 
 def _named(context: SafeContext, pending: PendingImport, table: BlockTable, *, last: bool) -> list[Pages]:
     """Returns the other manager's pages that can be copied by now.
 
-    Raises if they differ from those of earlier tables.
+    Raises if `table` contradicts earlier tables of the import.
     """
     named = pending.named(table, last=last) if pending.src_replica_idx == table.replica_idx else None
     if named is None:
@@ -432,7 +449,7 @@ def _named(context: SafeContext, pending: PendingImport, table: BlockTable, *, l
 
 
 def own_import(replicas: Sequence[Replica], pending: PendingImport, call: str, *, is_open: bool = False) -> Replica:
-    """Returns the replica that owns the import. Raises `InvalidRequestError` if none of `replicas` does.
+    """Returns the replica that owns the import. Raises `InvalidRequestError` if none of `replicas` owns it.
 
     With `is_open`, also raises if the import is closed.
     """
@@ -456,7 +473,10 @@ def _check_open(replica: Replica, row: int, context: SafeContext, pending: Pendi
 
 
 def _check_proof(replica: Replica, pending: PendingImport, proof: ImportProof | None, call: str) -> None:
-    """Raise unless the copier has proved that the bytes arrived and belong to the table."""
+    """Raise unless `proof` comes from the import's copier, and covers all tokens of its table.
+
+    No proof is needed if nothing had to be copied.
+    """
     start = f"request {pending.request_id!r}: {call}"
     copier = replica.imports.copiers.get(pending)
     if proof is None:
@@ -476,10 +496,14 @@ def _check_proof(replica: Replica, pending: PendingImport, proof: ImportProof | 
 def finish_import(
     replica: Replica, row: int, context: SafeContext, pending: PendingImport, proof: ImportProof | None
 ) -> None:
-    """End an import whose bytes have all arrived: its tokens count as cached, and its full pages are published."""
+    """End an import after all bytes have arrived.
+
+    Its tokens then count as computed, and its full pages are published.
+    """
     _check_open(replica, row, context, pending, "commit_import")
     _check_proof(replica, pending, proof, "commit_import")
-    there = max(pending.num_tokens, replica.rows.counted.item(row))  # a local hit may be longer than the table
+    # a local prefix hit may cover more tokens than the table
+    there = max(pending.num_tokens, replica.rows.counted.item(row))
     if context.start_idx > there:
         raise replica.counter.ahead(row, context.start_idx, there)
     cached = max(pending.num_tokens, context.start_idx)
@@ -500,7 +524,10 @@ def finish_import(
 
 
 def _describe(replica: Replica, hasher: PrefixHasher, tokens: NDArray[np.integer[Any]], first: int, last: int) -> None:
-    """Record the tokens of pages `first` to `last`, which are published next, for KV events."""
+    """Tell the record for KV events which tokens pages `first` to `last` hold.
+
+    The caller publishes these pages next.
+    """
     if replica.log.is_read:
         run = token_bytes(tokens[first * replica.page_size : last * replica.page_size])
         replica.log.describe(([hasher], np.array([first]), np.array([last]), [run]))

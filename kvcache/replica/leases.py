@@ -1,8 +1,9 @@
-"""`PageLease`: a hold on pages that outlives their request, for readers of the pages.
+"""`PageLease`: keeps pages for readers after the request that computed them has been released.
 
-While the request is claimed, its row holds the pages. When the request is released, for whatever reason, its open
-leases take over the pages. The pages are freed when the last of these leases ends. So a caller need not keep a request
-for its readers. If a page leaves the row earlier because equal content was found, the leases take it over as well.
+While a request is claimed, its row holds its pages. When the request is released, for whatever reason, its open leases
+take over the pages. The pages are freed when the last of these leases ends. So a caller need not keep a request only
+because others still read its pages. If a page leaves the row earlier, because the row shares another page with the same
+content from then on, the leases take over the page at that moment.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,15 +19,15 @@ from kvcache.replica.rows import BlockRows, Ints, Pages, Rows, as_rows
 from kvcache.types import RequestID
 
 PagesBefore = Callable[[int, int], Pages]
-"""Returns the pages of a row before a column, given row and column."""
+"""Takes a row and a column of the block table. Returns the pages of the row before this column."""
 Seal = Callable[[BlockTable], bytes]
-"""Makes the seal by which readers recognise that a lease holds the pages of this block table."""
+"""Makes a seal for this block table. Readers recognise by the seal that a lease holds the pages of the table."""
 
 _NEVER = 1 << 62
 
 
 class PageLease:
-    """A hold on the pages of one request. Made by `PagedKVCacheManager.lease`, ended by `end_lease`.
+    """Keeps the pages of one request for readers. Made by `PagedKVCacheManager.lease`, ended by `end_lease`.
 
     It covers every page with computed tokens that the request has at any time between these two calls.
     """
@@ -37,12 +38,13 @@ class PageLease:
         needed = "a manager, whose lease makes one,"
         self.owner = of_kind("owner", owner, PageLeases, needed, InvalidRequestError)
         self.seal = seal
-        self.request_id = request_id  # the id at the time of the lease; another request may have it by now
+        # the request's id when the lease was made; another request may have this id by now
+        self.request_id = request_id
         self.replica_idx = replica_idx
 
     @property
     def is_over(self) -> bool:
-        """Whether the lease has ended, or was never granted by a manager."""
+        """Whether the lease has ended, or was not made by a manager."""
         return self not in self.owner
 
     def __repr__(self) -> str:
@@ -50,17 +52,18 @@ class PageLease:
 
 
 class PageLeases:
-    """The open leases of one replica, and the pages that each holds."""
+    """The open leases of one replica, and the pages that each of them holds."""
 
     def __init__(self, pool: PagePool, rows: BlockRows) -> None:
-        # By claimed row. Empty without leases, so that rows without them cost nothing.
+        # By claimed row: the leases of its request. A row without leases has no entry, and costs nothing.
         self.of_row: dict[int, list[PageLease]] = {}
-        self.told = np.zeros(len(rows.request_ids), np.int64)  # by row: how many tokens readers may know
-        # By row: the lowest token whose window readers may know.
+        # by row: the number of tokens whose pages readers may know
+        self.told = np.zeros(len(rows.request_ids), np.int64)
+        # By row: the lowest token at which a reader may continue. Readers know the pages of the windows before it.
         self.kept = np.full(len(rows.request_ids), _NEVER, np.int64)
         self._pool = pool
         self._rows = rows
-        # By lease: the pages that it holds itself, besides the pages of its row.
+        # By lease: the pages that the lease itself holds, in addition to those that its row still holds.
         self._held: dict[PageLease, list[HeldPages]] = {}
         self._row_of: dict[PageLease, int] = {}  # the row of each lease whose request is still claimed
 
@@ -68,27 +71,32 @@ class PageLeases:
         return lease in self._held
 
     def grant(self, lease: PageLease, row: int, besides: Sequence[HeldPages] = ()) -> None:
-        """Open a lease of the request at this row. It also holds the pages `besides` the token pages."""
+        """Open a lease of the request in this row.
+
+        The lease also holds the pages `besides`, which are not token pages.
+        """
         self.of_row.setdefault(row, []).append(lease)
         self._row_of[lease] = row
         self._held[lease] = []
         for held in besides:
             self._hold(lease, held)
-        self.tell(row, int(self._rows.cached[row]))  # readers may have a block table that was exported earlier
+        # a reader may have a block table that was exported before the lease was made
+        self.tell(row, int(self._rows.cached[row]))
 
     def grant_pages(self, lease: PageLease, pages: Pages, besides: Sequence[HeldPages] = ()) -> None:
         """Open a lease of published pages, no matter which request computed them.
 
-        It also holds `besides`, their states.
+        It also holds `besides`, the pages of their states.
         """
         self._held[lease] = []
         for held in (HeldPages(self._pool, pages), *besides):
             self._hold(lease, held)
 
     def tell(self, row: int, tokens: int, *, windows: bool = True) -> None:
-        """Record that readers may know the first `tokens` tokens of a leased row. Their pages must not be rewritten.
+        """Record that readers may know the pages of the first `tokens` tokens of a leased row.
 
-        With `windows`, readers may also know the pages of windows that a query after these tokens sees.
+        These pages must not be rewritten. With `windows`, readers may also know the pages of windows that a query after
+        these tokens sees.
         """
         if row in self.of_row:
             self.told[row] = max(tokens, int(self.told[row]))
@@ -96,12 +104,12 @@ class PageLeases:
                 self.kept[row] = min(tokens, int(self.kept[row]))
 
     def sealed(self, row: int, table: BlockTable) -> BlockTable:
-        """Returns the row's table, with the seal of each of its leases."""
+        """Returns the row's table with a seal of each of its leases."""
         seals = [lease.seal for lease in self.of_row.get(row, ()) if lease.seal is not None]
         return replace(table, seals=tuple(seal(table) for seal in seals)) if seals else table
 
     def refuse_rewrite(self, rows: Rows, starts: Ints) -> None:
-        """Raise `InvalidRequestError` if one of `rows` would recompute tokens that readers may know."""
+        """Raise `InvalidRequestError` if one of `rows` would compute tokens again whose pages readers may know."""
         behind = (starts < self.told[rows]).nonzero()[0]
         if behind.size:
             at = int(behind[0])
@@ -112,7 +120,7 @@ class PageLeases:
             )
 
     def leave(self, row: int, pages_before: PagesBefore) -> None:
-        """Called before the row is released: its leases take over its pages with computed tokens."""
+        """Let the row's leases take over its pages with computed tokens. Called before the row is released."""
         leases = self.of_row.get(row)
         if leases is None:
             return
@@ -120,26 +128,28 @@ class PageLeases:
         held = HeldPages(self._pool, pages_before(row, computed).copy())
         for lease in leases:
             self._hold(lease, held)
-        # last, because after an interrupt before this line, `mend` and a repeated release do everything above again
+        # last: if an interrupt comes before this line, `mend` and the repeated release do everything above again
         for lease in leases:
             del self._row_of[lease]
         del self.of_row[row]
         self.told[row], self.kept[row] = 0, _NEVER
 
     def last_read(self, row: int) -> int:
-        """Returns where a leased row's columns with computed tokens end; 0 without a lease.
+        """Returns the end of a leased row's columns that have computed tokens; 0 if the row has no lease.
 
-        When pages in these columns leave the row, the leases take them over.
+        Column 0 is for the page of the first `page_size` tokens, column 1 for the next page, and so on. When a page in
+        one of these columns leaves the row, the row's leases take it over.
         """
         if row not in self.of_row:
             return 0
         return -(-max(int(self._rows.cached[row]), int(self.told[row])) // self._rows.page_size)
 
     def replace(self, row: int, first: int, pages: Pages, cached: int) -> None:
-        """Let the leases take over `pages`, which are about to leave the row while the request stays.
+        """Let the leases of the row take over `pages`, which are about to leave the row while its request goes on.
 
-        `first` is the logical page of the first of them. `cached` is the number of tokens that the request had computed
-        when its table was last exported.
+        `first` is the column of the first of these pages. `cached` is the number of tokens that the request had
+        computed when its table was last exported. Pages without such tokens are not taken over, because no reader knows
+        them.
         """
         seen = pages[: max(0, -(-max(cached, int(self.told[row])) // self._rows.page_size) - first)]
         for lease in self.of_row.get(row, ()):
@@ -157,9 +167,9 @@ class PageLeases:
                 self.told[row], self.kept[row] = 0, _NEVER
 
     def held(self) -> list[tuple[PageLease, list[Pages]]]:
-        """Returns the open leases, and the token pages that each holds itself. The pages of its row are left out.
+        """Returns each open lease, and the token pages that it holds itself.
 
-        Any thread may call this.
+        Pages that its row still holds are left out. Any thread may call this.
         """
         return [
             (lease, [pages for pool, pages in list(held) if pool is self._pool])
@@ -168,7 +178,10 @@ class PageLeases:
 
     @property
     def num_pages(self) -> int:
-        """The number of pages that leases hold. Each page is counted once, even if others hold it too."""
+        """The number of pages that leases hold themselves.
+
+        Each page is counted once, even if several leases hold it.
+        """
         return int(np.count_nonzero(self.holders())) if self._held else 0
 
     def holders(self, pool: PagePool | None = None) -> Ints:
@@ -178,14 +191,14 @@ class PageLeases:
         """
         asked = pool or self._pool
         counts = np.zeros(asked.num_pages + 1, np.int64)
-        for held in list(self._held.values()):  # a copy, because another thread may read this for metrics
+        for held in list(self._held.values()):  # iterates over a copy, because another thread may call this for metrics
             for of_pool, pages in list(held):
                 if of_pool is asked:
                     np.add.at(counts, pages, 1)
         return counts
 
     def mend(self, over: object) -> None:
-        """After the rows are repaired: restore the leases of each row. `over` is a lease that has ended."""
+        """Restore the leases of each row, after the rows are repaired. `over` is a lease that ended, or None."""
         self._held = {lease: held for lease, held in self._held.items() if lease is not over}
         rows = self._rows.request_ids
         self._row_of = {
@@ -221,7 +234,7 @@ class PageLeases:
 
 
 def granted_by(lease: PageLease, books: Sequence[PageLeases]) -> int:
-    """Returns the index of the replica whose leases include this one. Raises `InvalidRequestError` if none does."""
+    """Returns the index of the replica that made this lease. Raises `InvalidRequestError` if none of them did."""
     of_kind("end_lease: the lease", lease, PageLease, "what lease returned", InvalidRequestError)
     for at, each in enumerate(books):
         if lease.owner is each:

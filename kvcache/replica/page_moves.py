@@ -1,4 +1,4 @@
-"""`ReplicaPageMoves`: moves held pages to make room for a slab, and gives their holders the new page ids."""
+"""`ReplicaPageMoves`: moves held pages to make room for a slab, and replaces their ids wherever they are recorded."""
 
 from collections.abc import Callable
 
@@ -11,9 +11,9 @@ from kvcache.replica.rows import Pages, Rows
 
 
 class ReplicaPageMoves(PageMoves):
-    """Moves pages of one replica, in all its block tables. `copy` copies pages to other pages, on all shards.
+    """Moves pages of one replica, in all its block tables. `copy` copies pages to other pages on all shards.
 
-    A page is not moved while something else knows its id: a running model, or a reader of a block table.
+    A page is not moved while a running model, or a reader of a block table, knows its id.
     """
 
     def __init__(self, replica: Replica, copy: Callable[[Pages, Pages], None]) -> None:
@@ -35,7 +35,11 @@ class ReplicaPageMoves(PageMoves):
         self._told[row] = True
 
     def staying(self) -> NDArray[np.bool_]:
-        """A mask of pages that cannot be moved: other holders have them, or their row has a step, lease or import."""
+        """A mask of the pages that cannot be moved.
+
+        These are pages that something besides rows holds or writes, and pages of a row that a model runs, or that has a
+        lease, an import or an exported block table.
+        """
         pool = self._replica.pool
         by_rows = np.bincount(np.concatenate(self._pages_of_rows()), minlength=pool.num_pages + 1)
         stays = (pool.holders != by_rows) | (pool.writers > 0)
@@ -46,7 +50,10 @@ class ReplicaPageMoves(PageMoves):
         return stays
 
     def move(self, sources: Pages, targets: Pages) -> None:
-        """Copy `sources` to `targets`, and replace their ids in the rows and the index."""
+        """Copy the pages `sources` to the pages `targets`.
+
+        Then replace the ids of `sources` in the rows and in the prefix index.
+        """
         self._copy(sources, targets)
         rows, index = self._replica.rows, self._replica.pool.index
         renamed = np.arange(self._replica.pool.num_pages + 1, dtype=np.int32)
@@ -56,7 +63,8 @@ class ReplicaPageMoves(PageMoves):
         claimed = np.array([-1, *rows.row_of.values()], np.int64)
         of_rows = self._pages_of_rows()
         ends = np.cumsum([*map(len, of_rows)])
-        found = np.flatnonzero(moves[np.concatenate(of_rows)])  # one test for all rows takes half the time
+        # one test for the pages of all rows takes half the time of a test for each row
+        found = np.flatnonzero(moves[np.concatenate(of_rows)])
         moved: list[int] = claimed[np.unique(np.searchsorted(ends, found, "right"))].tolist()
         for row in moved:
             own = rows.table[:, row, : rows.num_pages[row]]
@@ -67,7 +75,7 @@ class ReplicaPageMoves(PageMoves):
         index.rename(sources[published], targets[published])
 
     def _pages_of_rows(self) -> list[Pages]:
-        """Returns the pages of each claimed row, after an empty array."""
+        """Returns an array of pages for each claimed row. An empty array comes before them."""
         return [np.zeros(0, np.int32), *map(self._pages_of, self._replica.rows.row_of.values())]
 
     def _pages_of(self, row: int) -> Pages:

@@ -38,7 +38,7 @@ _NO_PAGES: Pages = np.zeros(0, np.int32)
 
 
 class Filled(NamedTuple):
-    """Full pages of computed tokens: pages `firsts[i]` to `lasts[i]` of `rows[i]`, and the digests of these pages."""
+    """Full pages of computed tokens: pages `firsts[i]` to `lasts[i]` (excluded) of `rows[i]`, and their digests."""
 
     rows: Ints
     firsts: Ints
@@ -47,10 +47,10 @@ class Filled(NamedTuple):
 
 
 class Replica:
-    """Rules of one replica, without devices: its block tables, its pool of token pages, and its recurrent states.
+    """The rules of one replica, without devices: its block tables, its pool of token pages, its recurrent states.
 
-    `states`: those of the recurrent layers, at most one; empty for a model without such layers. A block table names
-    the page of each of them after the token pages.
+    `states` has the states of the recurrent layers. It has at most one item, and is empty for a model without such
+    layers. An exported block table names the page of each item after the token pages.
     """
 
     def __init__(
@@ -72,21 +72,22 @@ class Replica:
         one = tables.kinds == ("full",)
         self.imports = ImportBook(self.pool, rows, self.mark, shares_ahead=not one)
         self.leases = PageLeases(self.pool, rows)
-        # By row: the hashers of contexts that cannot carry them, and the salt and keys of the request's pages. None
-        # looks up a request without a row, and never has an entry.
+        # By row: the hashers of contexts that cannot carry them, and the salt and keys of the request's pages. The key
+        # `None` stands for a request without a row. It never has an entry.
         self._hashers: dict[int | None, PrefixHasher] = {}
         self._named: dict[int | None, tuple[str | None, ExtraKeys]] = {}
         self.counter = PromptCounter(rows)
         self.tables = (OneTable if one else RowTables)(tables, pool, rows, self.leases, caching=self.caching)
-        # A request of up to this many tokens always fits, so its pages need not be counted.
+        # A request of up to this many tokens always fits into an empty pool, so its pages need not be counted.
         self._always_fits = min(self.max_seq_len, (pool.num_pages - pool.beside) // self.tables.count * self.page_size)
         self.states = [RowStates(pages, rows, pool, self.tables, self.hasher, params) for pages in states]
         digests_of = self.published_digests
         self.hints = ReplicaHints(pool, rows, self.tables, self.hasher, digests_of, self.salt, params, states)
         self.tier = PagesBelow()
-        # Finds the published pages after the first columns, see `find`. With states, it returns all that may be used.
+        # The lookup that `find` begins with. With recurrent states it returns all published pages that the request
+        # could use, and `find` shortens the result to a page after which a state is cached.
         self._run = self.tables.run if states else self.tables.find
-        self.log: AnyLog = NoLog()  # the record for KV events
+        self.log: AnyLog = NoLog()  # records what happens to pages, for KV events
 
     @property
     def metrics(self) -> KVCacheMetrics:
@@ -94,32 +95,32 @@ class Replica:
 
     @property
     def lends_any_part(self) -> bool:
-        """Whether a reader can use pages from any page of a prompt on, if it has all earlier pages."""
+        """Whether a reader that has all pages of a prompt before page i can use page i and later pages from here."""
         return self.tables.is_plain and not (self.states and self.caching)
 
     @property
     def has_room(self) -> bool:
-        """Whether one more request could be claimed."""
+        """Whether the replica can claim one more request."""
         return bool(self.rows.free) and all(states.pages.pool.has_room for states in self.states)
 
     @property
     def hit_may_change(self) -> bool:
-        """Whether a new request may resume from another token than `find` says.
+        """Whether a new request may resume from another token than `find` returns.
 
-        Lower tiers are looked up only when the request reserves pages. If they have more pages, the request resumes
-        from a later token, where windows need other pages. With slabs, making room for the state of a new request may
-        also evict pages that it would find.
+        There are two reasons. Lower tiers are looked up only when the request reserves pages. If they have more pages
+        than the device, the request resumes from a later token, and there it needs other pages of a window. If states
+        and pages share memory, making room for the state of a new request may evict pages that the request would find.
         """
         costs = self.caching and any(states.pages.pool.room_may_cost for states in self.states)
         return costs or (self.tier.keeps and not self.tables.is_plain)
 
     @property
     def generation(self) -> int:
-        """A number that changes whenever pages come or go, on the device or below it."""
+        """A number that changes whenever the device or a lower tier gets or loses pages."""
         return self.pool.index.generation + self.tier.generation + sum(one.pages.generation for one in self.states)
 
     def check_free(self, request_id: RequestID) -> None:
-        """Raise `NoFreeRowError`, or `NoFreeStatePageError`, if the replica has no room for one more request."""
+        """Raise `NoFreeRowError` or `NoFreeStatePageError` if the replica has no room for one more request."""
         if not self.rows.free:
             raise NoFreeRowError(
                 f"request {request_id!r}: all {len(self.rows.request_ids)} rows of the replica are claimed"
@@ -140,10 +141,10 @@ class Replica:
             states.pages.below.load_all()
 
     def reserve(self, row: int, context: SafeContext, indices: ContextIndices, num_steps: int) -> int | None:
-        """Give the row pages for all known tokens and `num_steps` steps. Matching cached pages are used.
+        """Give the row pages for all known tokens of `context` and for `num_steps` steps.
 
-        `indices`: the context's. Returns the number of newly allocated pages. If there are too few, returns None and
-        changes nothing.
+        Cached pages with the same content are used. `indices` are those of the context. Returns the number of newly
+        allocated pages. If there are too few free pages, returns None and changes nothing.
         """
         rows, size = self.rows, self.page_size
         have = rows.num_pages.item(row)
@@ -154,8 +155,9 @@ class Replica:
         if length > self._always_fits:
             self.refuse_long(context, length, start)
         if have and decodes:
-            if -(-length // size) == have + 1 and self.tables.is_plain:  # the request needs one more page
-                # also true for the pages of an import, whose capacity is -1
+            # the row's pages are full, and it needs one more
+            if -(-length // size) == have + 1 and self.tables.is_plain:
+                # also true for the pages of an import before its commit, because the row's capacity is then -1
                 if start > rows.capacity.item(row):
                     self.refuse_pending(row, "maybe_reserve")
                     self.refuse_ahead(row, start)
@@ -165,7 +167,8 @@ class Replica:
                 rows.grow(row, have + 1)
                 return 1
             if length <= rows.capacity.item(row):
-                return 0  # the row's last page has room; `fetch` and `step` check the context
+                # the row's last page has room; the context need not be checked, because `fetch` and `step` do that
+                return 0
         self.refuse_reservation(row, context, "maybe_reserve")
         if have:
             self.refuse_renamed(row, context)
@@ -178,9 +181,8 @@ class Replica:
     def act(self, row: int, context: SafeContext, indices: ContextIndices, plan: Reservation) -> int | None:
         """Carry out a reservation. Returns the number of new pages.
 
-        Returns None, and changes nothing, if too few are free.
-
-        `indices`: the context's. A chunk ends where a recurrent state must be kept.
+        If there are too few free pages, returns None and changes nothing. `indices` are those of the context. If a
+        recurrent state must be kept after some token, the context's chunk is cut to end there.
         """
         for states in self.states:
             plan = states.planned(row, context, plan)
@@ -192,7 +194,7 @@ class Replica:
             context.run_from(plan.start, plan.active)
         if not self.rows.num_pages.item(row):
             before = 0
-        if plan.slots.size:  # held before the evictions below, which may need host slots
+        if plan.slots.size:  # hold the slots before the evictions below, because those may need host slots
             self.tier.hold(plan.slots)
         found = plan.found[0].shape[-1] if self.tables.keeps_prefix else plan.committed - self.rows.committed.item(row)
         for states in self.states:
@@ -211,8 +213,8 @@ class Replica:
     def length_of(self, context: SafeContext, num_steps: int, start: int) -> int:
         """Returns how many tokens need a page: all known ones, and one for each of `num_steps` steps but the last.
 
-        The token of the last step gets no KV. Raises if the pool can never hold the tokens. `start` is the token from
-        which the request runs.
+        The last step gives a token too, but its KV is not computed by then. `start` is the token from which the request
+        runs. Raises if the pool can never hold that many tokens.
         """
         length = context.end_idx + num_steps - 1
         if length > self._always_fits:
@@ -220,7 +222,7 @@ class Replica:
         return length
 
     def refuse_long(self, context: SafeContext, length: int, start: int) -> None:
-        """Raise if a request that runs from token `start` can never have `length` tokens."""
+        """Raise if a request that runs from token `start` can never get pages for `length` tokens."""
         if length > self.max_seq_len:
             steps = length + 1 - context.end_idx
             raise SequenceTooLongError(
@@ -237,8 +239,8 @@ class Replica:
     def find(self, context: SafeContext, row: int | None = None, hasher: PrefixHasher | None = None) -> Found:
         """Returns the published pages with which a request can resume, after the pages that its row has published.
 
-        The last known token is never covered, because it has to run to give the next one. `hasher` is the context's
-        hasher, if known.
+        The last known token is never in these pages, because it has to run to give the next one. `hasher` is the
+        context's hasher, if the caller has it.
         """
         first, tokens = 0 if row is None else self.rows.committed.item(row), context.tokens
         last = (len(tokens) - 1) // self.page_size
@@ -247,7 +249,8 @@ class Replica:
         hasher, index = hasher or self.hasher(row, context), self.pool.index
         kept = hasher.matches.get(index)
         if kept is not None and kept[:3] == (index.generation, first, last):
-            found = kept[3]  # for a waiting request, which is looked up often: the index has not changed since
+            # a waiting request is looked up often; here the index has not changed since the last lookup
+            found = kept[3]
         else:
             found = self._run(first, hasher.digests(tokens, first, last))
             hasher.matches[index] = (index.generation, first, last, found)
@@ -256,25 +259,26 @@ class Replica:
         return found
 
     def look_up(self, row: int, context: SafeContext, start: int) -> Found:
-        """Find the pages, on the device and below it, with which the row's request can resume.
+        """Find the pages with which the row's request can resume, on the device and in lower tiers.
 
-        `start` is the token from which the request would run without these pages. The pages come after the row's own
-        columns.
+        The pages come after the row's own columns. `start` is the token from which the request would run without these
+        pages.
         """
         found = self.find(context, row)
-        # in other cases lower tiers are looked up after `step`
+        # for other requests, lower tiers are looked up again after `step`
         if self.tier.keeps and (self.tables.is_plain or not self.rows.num_pages.item(row)):
             last = (context.end_idx - 1) // self.page_size
             if found.end < last:
                 below = self._with_below(row, context, max(found.first, start // self.page_size), last)
-                # looked up again, because a state may have come to the host meanwhile
+                # `find` is called again, because a recurrent state may have come to the host in the meantime
                 return below or self.find(context, row)
         return found
 
     def ends(self, digests: Digests, row: int | None = None, *, anywhere: bool = False) -> Asked:
-        """A mask: after which of these consecutive found pages the row's request may resume; None: another request.
+        """Returns a mask of consecutive pages with these digests: those after which the row's request may resume.
 
-        With `anywhere`, also counts states that only the tiers below the host have, as far as that is known.
+        `row` is None for a request without a row. With `anywhere`, a recurrent state also counts if only a tier below
+        the host has it, as far as that is known.
         """
         ends = np.ones(len(digests), np.bool_)
         for states in self.states:
@@ -282,13 +286,12 @@ class Replica:
         return ends
 
     def fetch_prefix(self, digests: Digests, first: int = 0, *, wait: bool) -> bool:
-        """Load the pages that the longest prefix of these digests needs to the host. Returns whether any are coming.
+        """Load the pages to the host that a request needs to resume after the longest possible prefix of these digests.
 
-        The caller already has the `first` pages. With recurrent states the prefix ends after a page whose state is
-        cached in some tier, and that state is loaded as well. With `wait`, waits a while for reads that are running,
-        but not for answers.
-
-        If a tier has to be asked for its contents, it is asked for the longest prefix that may exist.
+        Returns whether any pages are on their way. The caller already has the `first` pages. With recurrent states, the
+        prefix ends after a page whose state is cached in some tier, and that state is loaded as well. With `wait`, the
+        call waits a while for reads that are running, but it never waits for a remote store to say what it has. If a
+        remote store has to be asked what it has, it is asked for the longest prefix that may exist.
         """
         tables, tier = self.tables, self.tier
         if len(digests) <= first or not self.fetches:
@@ -302,13 +305,13 @@ class Replica:
         wanted = tables.from_below(digests, tier.has, self.ends(digests, anywhere=True), first)
         there = tables.from_below(digests, tier.host_has, self.ends(digests), first)
         if wanted.pages > there.pages:
-            # A request that does not wait resumes with the pages that are there. These must not be evicted to make room
-            # for others.
+            # A request that does not wait resumes with the pages that are on the host now. Room for other pages must
+            # not be made by evicting these.
             tier.touch(there.digests)
             for states in self.states:
                 coming |= states.to_host(digests[: wanted.pages], there.pages, wait=wait)
             coming |= tier.to_host(wanted.every, wanted.lacking, wanted.pages - there.pages, wait=wait)
-        # an answer that has just come may allow a further question
+        # if the store has just answered, a further question may be possible
         return coming or (tier.asks and tier.generation != before)
 
     @property
@@ -317,10 +320,10 @@ class Replica:
         return self.tier.fetches or any(states.pages.below.fetches for states in self.states)
 
     def _ask(self, digests: Digests, first: int, *, wait: bool) -> tuple[bool, Digests | None]:
-        """Ask for pages whose presence is not known.
+        """Ask remote stores for pages, and for states, of which it is not known whether the stores have them.
 
-        Returns whether an answer is on its way, and the pages that may exist. The second value is None if the answer
-        decides which pages are wanted.
+        Returns whether an answer is on its way, and the digests of the pages that may exist. The second value is None
+        if it depends on the answer which pages are wanted.
         """
         perhaps = self.tables.from_below(digests, self.tier.may_have, None, first)
         coming, known = self.tier.ask(perhaps.every, perhaps.lacking), digests
@@ -328,16 +331,17 @@ class Replica:
             if coming and not wait:
                 return True, None
             asking, known = states.ask(self.tier, digests, first)
-            if asking and not wait:  # the answer may show a later state, and bringing an earlier one would be costly
+            # The answer may show a later state. It would be costly to load an earlier state before that.
+            if asking and not wait:
                 return True, None
             coming |= asking
         return coming, known
 
     def plan_fork(self, parent: int, child: SafeContext, num_steps: int) -> int | None:
-        """Returns the number of columns of a request that shares the computed pages of row `parent`.
+        """Returns the number of columns that a fork of row `parent` would have.
 
-        None if there are too few pages. Changes nothing. Raises `StatePageError` unless the parent's recurrent state
-        covers exactly its computed tokens.
+        The fork shares the parent's computed pages. Returns None if there are too few free pages. Changes nothing.
+        Raises `StatePageError` unless the parent's recurrent state covers exactly its computed tokens.
         """
         self.refuse_pending(parent, "fork")
         for states in self.states:
@@ -349,10 +353,10 @@ class Replica:
         return needed if new + self.pool.beside <= self.pool.free_count else None
 
     def fork(self, parent: int, row: int, end: int) -> list[tuple[int, int]]:
-        """Let `row` share the computed pages of row `parent`, and give it the columns that `plan_fork` returned.
+        """Let `row` share the computed pages of row `parent`. `end` is the number of columns that `plan_fork` returned.
 
-        Returns each partly filled page and the page to copy it to. The caller must copy it now instead of at the next
-        write, because both requests write to this page in their next step.
+        Returns a pair for each partly filled page of the parent: the page, and the page to copy it to. The caller must
+        make the copy now instead of at the next write, because both requests write to this page in their next step.
         """
         rows, computed = self.rows, self.rows.cached.item(parent)
         full = computed // self.page_size
@@ -366,15 +370,15 @@ class Replica:
         return copies if computed % self.page_size else []
 
     def grant(self, lease: PageLease, row: int) -> None:
-        """Open a lease of the request at this row. Raises, and changes nothing, if it cannot be leased now."""
+        """Open a lease of the request in this row. If the request cannot be leased now, raises and changes nothing."""
         self.refuse_pending(row, "lease")
         self.leases.grant(lease, row, [states.held(row) for states in self.states])
 
     def reserve_decoding(self, rows: Rows, lengths: Ints) -> bool:
-        """Give each of `rows`, which have one token to run, pages for `lengths` tokens. All rows get pages, or none.
+        """Give each of `rows` pages for `lengths` tokens, one of which is to run. All rows get pages, or none.
 
-        Returns False if there are too few pages, or if the case is not simple. The caller then calls `reserve` for each
-        row.
+        Returns False if there are too few free pages, or if a row needs more than one page or the checks of `reserve`.
+        The caller then calls `reserve` for each row.
         """
         state = self.rows
         beyond = lengths - state.capacity[rows]
@@ -382,7 +386,7 @@ class Replica:
         if not short.size:
             return True
         lacking = rows_at(rows, short)
-        # A decode step needs at most one page for each row. Other cases go through `reserve`, one request at a time.
+        # In a decode step, a row needs at most one new page. Other cases go through `reserve`, one request at a time.
         if np.count_nonzero(beyond[short] > state.size) or np.count_nonzero(state.prompt[lacking] < 0):
             return False
         longest = np.count_nonzero(lengths[short] > self.max_seq_len)
@@ -391,8 +395,8 @@ class Replica:
     def filled(self, rows: Rows, computed: Ints, digests_of: DigestsOf) -> Filled | None:
         """Returns the pages to pass to `publish`, or None if there are none. Changes nothing.
 
-        `digests_of(at, firsts, lasts)` returns the digests of pages `firsts` to `lasts` of the rows at indices `at`. It
-        may raise, so `filled` must be called before any change.
+        `digests_of(at, firsts, lasts)` returns the digests of pages `firsts` to `lasts` of the rows with indices `at`
+        in `rows`. It may raise, so `filled` must be called before anything is changed.
         """
         if not self.caching:
             return None
@@ -404,9 +408,9 @@ class Replica:
         return Filled(filled, firsts, lasts, digests_of(at, firsts, lasts))
 
     def publish(self, rows: Rows, computed: Ints, full: Filled | None) -> None:
-        """Publish each row's full pages of computed tokens. Content that is already published is shared instead."""
+        """Publish full pages of computed tokens. Content that is already published is shared instead."""
         state = self.rows
-        # how many tokens were computed when the block tables of leased rows were last exported
+        # the number of computed tokens at the time when the block tables of leased rows were last exported
         told = state.cached.copy() if self.leases.of_row else None
         self.counter.computed(rows, computed)
         if full is None:
@@ -420,16 +424,17 @@ class Replica:
             columns = np.arange(len(flat_rows)) + np.repeat(firsts - np.cumsum(counts) + counts, counts)
         if len(filled) == 1 or len(set(digests[:, 0].tolist())) == len(digests):
             self._publish(flat_rows, columns, digests, told)
-        else:  # if the same new content occurs twice in a step, the second row shares the page of the first row
+        # two rows may have new pages with the same content in one step; the second row then shares the first row's page
+        else:
             for row in filled:
                 mine = flat_rows == row
                 self._publish(flat_rows[mine], columns[mine], digests[mine], told)
         state.commit(filled, lasts)
 
     def publish_one(self, row: int, first: int, digests: NDArray[np.uint64]) -> None:
-        """Publish the full pages of a row whose pages no reader of a lease knows, in half the time of `publish`.
+        """Publish full pages of a row, in half the time of `publish`. No reader of a lease may know pages of the row.
 
-        `digests`: of its pages from `first` on. The caller records how many tokens are computed.
+        `digests` are those of the pages in columns `first` and later. The caller records how many tokens are computed.
         """
         count = len(digests)
         if count == 1:
@@ -441,8 +446,9 @@ class Replica:
         self.rows.commit(row, first + count)
 
     def hasher(self, row: int | None, context: SafeContext) -> PrefixHasher:
-        """Returns the request's hasher. The context carries it; if the context cannot, it is kept here."""
-        # Before a request has pages, it may get another salt or other keys. `refuse_renamed` refuses a later change.
+        """Returns the request's hasher. It is kept in the context, or here if the context cannot carry it."""
+        # A request without pages may still get another salt or other keys. Later changes are refused by
+        # `refuse_renamed`.
         named = self._named.get(row, context.named)
         kept = context.prefix_hasher or self._hashers.get(row)
         if kept is None or not kept.fits(self.hash_algorithm, self.page_size, named):
@@ -452,10 +458,10 @@ class Replica:
         return kept
 
     def published_digests(self, row: int, context: SafeContext | None, first: int = 0, last: int = NEVER) -> Digests:
-        """Returns the digests of tokens of the row's published columns `first` to `last`.
+        """Returns the digests of the tokens in the row's published columns `first` to `last` (excluded).
 
         If no table keeps all pages, the digests are computed from the context. The result is empty if the context has
-        too few tokens by now.
+        since dropped so many tokens that the columns are no longer full.
         """
         last = max(first, min(last, self.rows.committed.item(row)))
         if self.tables.keeps_prefix:
@@ -469,10 +475,10 @@ class Replica:
         return self._named.get(row, (None, ()))[0]
 
     def release(self, row: int, context: SafeContext | None) -> None:
-        """Free the row and its pages. `context` is that of the request, or None if it has no pages.
+        """Free the row and its pages. `context` is that of the request, or None if the request has no pages.
 
-        Pages of a pending import stay with the transfer until the import is closed, and leased pages stay with their
-        lease.
+        Pages of an import that is not closed stay with the transfer until it is closed. Leased pages stay with their
+        leases.
         """
         request_id = self.rows.request_ids[row]
         self.hints.leave(row, context)
@@ -493,14 +499,14 @@ class Replica:
             states.release(request_id)
 
     def forget_idle(self) -> None:
-        """Drop every cached page without a holder."""
+        """Drop every cached page that nothing holds."""
         self.pool.forget_idle()
         self.hints.reset()
         for states in self.states:
             states.pages.forget_copies()
 
     def move_start(self, row: int, context: SafeContext, start: int) -> None:
-        """Let the context run from `start`, because the tokens before it need not run. Its row has pages."""
+        """Let the context run from token `start`, because the tokens before it are cached by now. Its row has pages."""
         indices = context.indices
         context.run_from(start, chunk_end(indices, start))
         self.counter.hit(row, indices[0], start)
@@ -508,8 +514,9 @@ class Replica:
     def mend(self, over: object) -> list[RequestID]:
         """After an interrupt, with claims and rows repaired: restore everything that follows from rows and leases.
 
-        A published page stays published if its row counts it as committed. `over`: a lease that has ended. Returns the
-        requests that cannot continue. The pool is repaired last, because the rest says who holds and writes its pages.
+        A page that a row holds stays published only if all pages before it in the row are published, too, and the row
+        counts it as committed. `over` is a lease that has ended, or None. Returns the requests that cannot continue.
+        The pool is repaired last, because the other parts say who holds and who writes its pages.
         """
         rows, published = self.rows, self.pool.index.published
         claimed = [*rows.row_of.values()]
@@ -535,13 +542,13 @@ class Replica:
             states.mend(self.imports.written_states, self.leases.holders(states.pages.pool))
         self.pool.mend(*self.counted())
         self.hints.mend()
-        return ended if self.states else []  # the state of an import that is over may be half written
+        return ended if self.states else []  # if an import is over, the state in its request's page may be half written
 
     def counted(self) -> tuple[Ints, Ints]:
-        """Returns the number of holders and of writers of each page: int64 `[num_pages + 1]`.
+        """Returns two counts for each page, int64 `[num_pages + 1]`: its holders, and its writers.
 
-        Holders are counted from rows and leases. Writers are counted from open imports, pages that come from a lower
-        tier, and pages that are kept back for steps in flight.
+        Rows and leases are holders. Writers are imports, copies from a lower tier, and steps in flight for which a
+        released page was kept back.
         """
         holders, writers = (np.zeros(self.pool.num_pages + 1, np.int64) for _ in range(2))
         for row in self.rows.row_of.values():
@@ -557,7 +564,7 @@ class Replica:
         return holders, writers
 
     def goes_on(self, row: int, start: int) -> bool:
-        """Whether the row certainly has all pages that the token at `start` sees before itself."""
+        """Whether it is certain that the row has all earlier pages that the token at `start` sees."""
         rows = self.rows
         there = max(rows.cached.item(row), rows.committed.item(row) * self.page_size)
         if not start <= there <= rows.num_pages.item(row) * self.page_size:
@@ -567,7 +574,7 @@ class Replica:
         return all(states.goes_on(row, start) for states in self.states)
 
     def check(self) -> None:
-        """Recompute the counts of all rows together. Raises `InvariantError` at the first discrepancy."""
+        """Recount everything that is derived from the rows. Raises `InvariantError` at the first discrepancy."""
         self.tables.check()
         self.leases.check()
         self.imports.check()
@@ -579,7 +586,7 @@ class Replica:
     # ---- refusals
 
     def refuse_reservation(self, row: int, context: SafeContext, call: str) -> None:
-        """Raise if the request waits for an import, or may not run from the context's start."""
+        """Raise if the request's import is not over, or if the request must not run from the context's start."""
         self.refuse_pending(row, call)
         if self.rows.num_pages.item(row):  # a row without pages has no leases and no computed tokens
             if row in self.leases.of_row:
@@ -587,7 +594,7 @@ class Replica:
             self.refuse_ahead(row, context.start_idx)
 
     def refuse_renamed(self, row: int, context: SafeContext) -> None:
-        """Raise `InvalidRequestError` if the row's pages have another salt or other keys than the context."""
+        """Raise `InvalidRequestError` if the context's salt or keys have changed since the row got its pages."""
         found = context.named
         named = self._named.get(row, found)
         if found is not named and found != named:
@@ -598,17 +605,17 @@ class Replica:
             )
 
     def refuse_ahead(self, row: int, start: int) -> None:
-        """Raise `InvalidRequestError` if `start` is beyond all tokens that the row can have computed.
+        """Raise `InvalidRequestError` if the row cannot have computed all tokens before token `start`.
 
-        While the prompt runs, these are the tokens that were found, fetched or stepped. After the prompt, they are the
-        tokens for which the row has pages.
+        While the prompt runs, at most those tokens are computed that were found, fetched or stepped. After the prompt,
+        at most those for which the row has pages.
         """
         if start > self.rows.capacity.item(row) and self.rows.num_pages.item(row):
             raise self.counter.ahead(row, start, self.rows.capacity.item(row))
         self.counter.refuse_ahead(row, start)
 
     def refuse_starts(self, rows: Rows, starts: Ints) -> None:
-        """Raise if one of `rows` may not run from its start: see `PageLeases.refuse_rewrite`, and `refuse_ahead`."""
+        """Raise if one of `rows` must not run from its start: see `PageLeases.refuse_rewrite`, and `refuse_ahead`."""
         if self.leases.of_row:
             self.leases.refuse_rewrite(rows, starts)
         if self.counter.open:
@@ -627,7 +634,7 @@ class Replica:
             )
 
     def refuse_short(self, rows: Rows, lengths: Ints, call: str) -> None:
-        """Raise unless each of `rows` has pages for `lengths` tokens, which are about to run or were computed."""
+        """Raise unless each of `rows` has pages for its `lengths` tokens, which are about to run or were computed."""
         room = self.rows.capacity[rows]
         if not np.count_nonzero(lengths > room):  # for few rows this takes a fourth of the time of `any`
             return
@@ -644,25 +651,27 @@ class Replica:
     # ---- inside
 
     def _plan(self, row: int, context: SafeContext, indices: ContextIndices, length: int, start: int) -> Reservation:
-        """Returns the reservation that gives the row pages for `length` tokens, after a lookup.
+        """Looks up cached pages. Returns the reservation that gives the row pages for `length` tokens.
 
         `start` is the token from which the request runs if no more pages are found.
         """
         found = self.look_up(row, context, start)
         if found.end * self.page_size > start:
             start = found.end * self.page_size
-        elif found.end > found.first:  # the hit saves no token, and `step` will find the duplicates
+        # the found pages save no token; `step` will find that they are duplicates of the row's own pages
+        elif found.end > found.first:
             found = self.tables.nothing(found.first)
         return self.tables.plan(row, indices, length, start, found)
 
     def _with_below(self, row: int, context: SafeContext, first: int, last: int) -> Found | None:
-        """Do `look_up` for pages `first` to `last`. Returns None if the request needs no pages from lower tiers."""
+        """Do `look_up` in lower tiers, for pages `first` to `last`. Returns None if the request needs none of them."""
         tables, tier, hasher = self.tables, self.tier, self.hasher(row, context)
         now = self.generation, first, last
         if (kept := hasher.matches.get(tier)) is not None and kept[:3] == now:
-            return None  # a waiting request is looked up again and again, and nothing has changed since
+            # a waiting request is looked up again and again; here nothing has changed since the last lookup
+            return None
         if self.rows.num_pages.item(row):
-            tier.arrive(np.array([row]))  # because the row's restored pages may be replaced now
+            tier.arrive(np.array([row]))  # the row's pages that were restored from lower tiers may be replaced now
         digests = hasher.digests(context.tokens, 0, last)
         coming = self.fetch_prefix(digests, first, wait=self.rows.prompt.item(row) < 0)
         wanted = tables.from_below(digests, tier.host_has, self.ends(digests, row), first)
@@ -674,9 +683,9 @@ class Replica:
         return None
 
     def _publish(self, rows: Ints, columns: Ints, digests: NDArray[np.uint64], told: Ints | None) -> None:
-        """Publish the pages at `rows`, `columns`. `digests` are distinct.
+        """Publish the pages in columns `columns` of `rows`. Their `digests` are all different.
 
-        `told` has, by row, how many tokens readers know.
+        `told` has, for each row, the number of tokens whose pages readers know.
         """
         pages, names, shared = self.tables.publish(rows, columns, digests, told)
         if shared.size:

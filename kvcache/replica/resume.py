@@ -1,7 +1,9 @@
-"""Where a request resumes: the pages that are found for it (`Found`, `FromBelow`), and its `Reservation`.
+"""Where a request resumes: the pages that were found for it (`Found`, `FromBelow`), and its `Reservation`.
 
-`resume` computes the last end of a prefix from which every block table of a request can resume. Its callers look for
-pages in different places: on the device, on the host and in the tiers below it, on other replicas, at a peer.
+A *column* is a place in a row of a block table: column 0 is for the page of the request's first `page_size` tokens,
+column 1 for the page of the next ones, and so on. The function `resume` finds the longest prefix after which a request
+can resume in every block table. Its callers look for the pages in different places: on the device, in host memory and
+the tiers below it, on other replicas, at another process.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,23 +18,25 @@ from kvcache.pool.pages_below import NO_SLOTS, Asked, Slots, last_end
 from kvcache.states.state_pages import NO_STATE
 
 Below = Callable[[Digests, Asked], Asked]
-"""Takes the digests of pages, `[tables, pages, words]`, and a mask of pages to look for. Returns a mask of the pages
-found.
+"""Takes the digests of pages, `[tables, pages, words]`, and a mask of the pages to look for. Returns a mask of the
+pages that exist.
 """
 
 Host = Callable[[Digests], Slots]
-"""Returns the host slots of the pages with these digests; 0 if there is none."""
+"""Returns the host slot of the page with each of these digests; 0 if the page is in no slot."""
 
 
 class Found(NamedTuple):
-    """The pages with which a request resumes, after its own first `first` columns.
+    """The pages with which a request resumes. They come after its own first `first` columns.
 
     Attributes:
-        end: the column after the last of these pages.
-        pages: by group of tables, `[tables, pages]` (`[pages]` for one table without `slots`): the columns that a query
-            at column `end` sees and that are not the row's own.
-        reached: the column up to which pages are cached. A recurrent state need not exist there.
-        slots: host slots of the pages that `pages` lacks, one table after another.
+        end: the column after the last page of the prefix, where the request resumes.
+        pages: by group of tables, the pages in columns that a query at column `end` sees, except those that are the
+            row's own. `[tables, pages]`; for one table without `slots` `[pages]`.
+        reached: the column up to which pages are cached. It may be after `end`, because no recurrent state need be
+            cached there.
+        slots: for each page that is missing in `pages`, the host slot from which it is restored, one table after
+            another.
     """
 
     first: int
@@ -43,18 +47,19 @@ class Found(NamedTuple):
 
     @property
     def num_columns(self) -> int:
-        """The number of columns that were found."""
+        """The number of columns after `first` in the prefix that was found."""
         return self.end - self.first
 
 
 class FromBelow(NamedTuple):
-    """The pages that a request needs to resume after a prefix and that only a lower tier has."""
+    """The prefix with which a request could resume, and the pages that it needs from a lower tier for that."""
 
     pages: int  # the number of columns of the prefix
-    reach: int  # how many columns the tables of full attention have, whatever windows lack
+    reach: int  # how many columns all tables of full attention have, even if pages of windows are missing
     every: Digests  # the digest of each page in each table, `[tables, pages, words]`
-    lacking: Asked  # marks pages that only the tier has
-    found: tuple[Pages, ...]  # by group of tables: the needed pages, with `NO_PAGE` for a page that the tier has
+    lacking: Asked  # a mask, `[tables, pages]`, of the needed pages that only the tier has
+    # by group of tables: the needed pages, with `NO_PAGE` in place of a page that only the tier has
+    found: tuple[Pages, ...]
     here: Pages  # the needed pages that the device has, by column
 
     @property
@@ -69,26 +74,28 @@ class FromBelow(NamedTuple):
 
 
 class Reservation(NamedTuple):
-    """The pages that a row takes and gives back. A field "by group" has an item for each group of block tables.
+    """The pages that a row takes and gives back. A field "by group" has one item for each group of block tables.
 
     Attributes:
-        found: by group, the pages that were found. They take the columns before `ends_found`.
-        ends_found: by group, the column after the found pages.
-        firsts: by group, the first column that will have a page.
-        ends: by group, the column after the last one that will have a page.
+        found: by group, the pages that were found. They take the last columns before `ends_found`.
+        ends_found: by group, the column after the last found page.
+        firsts: by group, the first column that has a page after the reservation.
+        ends: by group, the column after the last one that has a page after the reservation.
         leaving: the pages that leave the row, in the order of its columns.
         new: the number of pages to allocate.
-        committed: the number of columns that will be published.
-        cost: an upper bound of the free pages that the reservation takes; negative if it gives back more than it takes.
+        committed: the number of columns, from the first on, whose pages are published after the reservation.
+        cost: an upper bound of the free pages that the reservation takes; negative if it frees more pages than it
+            takes.
         start: the token from which the request runs. The reservation sets its context's `start_idx` to this.
         active: the token at which the request's chunk ends. The reservation sets its context's `active_idx` to this.
-        cached: the token up to which pages were found; 0 if the request found no page besides its own.
+        cached: the token up to which pages were found; 0 if no page was found in addition to the row's own.
         reached: as in `Found`.
-        slots: host slots of the pages that `found` lacks, one table after another.
-        state: the digest, `[1, words]`, of the page whose cached recurrent state the request resumes from; empty if it
-            keeps its own state, or has none.
-        stops: the tokens at which chunks of the request's prompt end, so that its state can be kept there; empty if not
-            known yet.
+        slots: for each page that is missing in `found`, the host slot from which it is restored, one table after
+            another.
+        state: the digest, `[1, words]`, of the last page before the cached recurrent state with which the request
+            resumes; empty if the request keeps its own state, or has none.
+        stops: the tokens at which chunks of the request's prompt must end, so that its recurrent state can be kept
+            there; empty if they are not known yet.
     """
 
     found: tuple[Pages, ...]
@@ -111,10 +118,11 @@ class Reservation(NamedTuple):
 def resume(
     there: Asked, groups: Sequence[TableGroup], page_size: int, first: int = 0, ends: Asked | None = None
 ) -> int:
-    """Returns how many pages, after the first `first` ones, precede the last end from which every table can resume.
+    """Returns the length of the longest prefix after which the request can resume in every table.
 
-    `there` says which pages each table has, `[tables, pages]`; all tables have the first `first` pages. `ends` says
-    after which pages a request may resume for other reasons (such as its state), `[pages]`; None means after any page.
+    The first `first` pages are not counted, because all tables have them. `there` says which of the pages after the
+    first ones each table has, `[tables, pages]`. `ends` is a mask, `[pages]`, of the pages after which a request may
+    resume for other reasons, such as its recurrent state. None means after any page.
     """
     columns = np.arange(first, first + there.shape[1], dtype=np.int64)
     fits = np.ones(len(columns), np.bool_) if ends is None else ends[: len(columns)].copy()

@@ -1,16 +1,17 @@
 """`RowTables`: the block tables of a replica's rows, with their pages, reservations and publication.
 
-In each table, a row has one column for each page of tokens. A table has pages from the first column that the request's
-next query sees: column 0 for full attention, otherwise the first column of the window or chunk. Earlier columns hold
-the null page. Pages that fall out of a window are freed when the request next asks for pages. Published pages then stay
-cached, idle, and are evicted independently of the request. A page is found by the digest of its tokens, mixed with the
-index of its table, so no table finds the pages of another table.
+A *column* is a place in a row of a block table: column 0 is for the page of the request's first `page_size` tokens,
+column 1 for the page of the next ones, and so on. A table has pages from the first column that the request's next query
+sees: column 0 with full attention, otherwise the first column of the window or chunk. Earlier columns hold the null
+page. When the request next asks for pages, pages that have fallen out of a window are freed. If they are published,
+they then stay cached, and are evicted independently of the request. A page is found by the digest of its tokens, mixed
+with the index of its table. So a lookup for one table never finds a page of another table.
 
 A request may resume after a page if each table has the pages that the next query sees (`resume`). Tables of full
 attention have pages for all known tokens. Tables with a window have pages up to the end of the chunk that runs, so a
 long prompt needs only the pages of a window and a chunk.
 
-If a request is leased, its leases take over the pages that fall out of a window and that readers know.
+If a request is leased, its leases take over those pages that fall out of a window and that readers may know.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,17 +34,17 @@ _NONE_FOUND = (_NO_PAGES,)
 _FIRST = (0,)
 _NOTHING = Found(0, 0, _NONE_FOUND, 0)
 _NO_ROWS: Ints = np.zeros(0, np.int64)
-_MIX = 0x9E3779B97F4A7C15  # odd, so that its multiples for all tables differ in 64 bits
+_MIX = 0x9E3779B97F4A7C15  # odd, so that its multiples for different tables are different modulo 2**64
 
 
 DigestsTo = Callable[[int], Digests]
-"""Returns the digests of a request's pages before a column."""
+"""Takes a column. Returns the digests of a request's pages before this column."""
 
 
 class RowTables:
-    """The block tables of one replica, for one or several groups of layers, over the arrays of `rows`.
+    """The block tables of one replica, for one or several groups of layers. The arrays are those of `rows`.
 
-    For a single table of full attention, `OneTable` does the same at less cost.
+    For a single table of full attention, `OneTable` does the same in less time.
     """
 
     is_plain = False
@@ -54,13 +55,13 @@ class RowTables:
         self.count = len(tables.tables)
         self.kinds, self.kinds_named = tables.kinds, tables.kinds_named
         self.groups = tables.groups
-        # Whether the first table keeps the pages of all tokens. No other table can then have more.
+        # Whether the first table keeps the pages of all tokens. If so, no other table has pages that it lacks.
         self.keeps_prefix = self.groups[0].group.keeps_all
         # Whether some tables have pages only for the chunk that runs.
         self.in_chunks = not all(group.keeps_all for group, _ in self.groups)
         self._pool, self._rows, self._leases, self._caching = pool, rows, leases, caching
         self._page_size = rows.page_size
-        # By table: what is mixed into a digest, `[tables, 1, words]`.
+        # By table: the value that is mixed into a digest, `[tables, 1, words]`.
         self._mixed = np.zeros((self.count, 1, pool.index.digest_words), np.uint64)
         self._mixed[:, 0, 0] = [number * _MIX % (1 << 64) for number in range(self.count)]
         self._no_pages = tuple(np.zeros((group.num_tables, 0), np.int32) for group in self.groups)
@@ -72,7 +73,7 @@ class RowTables:
     def run(self, first: int, digests: Digests) -> Found:
         """Returns the columns that `find` has to search: the longest published run of the first table after `first`.
 
-        If no table keeps all pages, these are all columns.
+        If no table keeps the pages of all tokens, these are all columns of `digests`.
         """
         if not self.keeps_prefix:
             end = first + len(digests)
@@ -85,17 +86,18 @@ class RowTables:
         return self.nothing(first)
 
     def nothing(self, first: int) -> Found:
-        """Returns the result of a lookup that finds no page after the `first` pages that the request has."""
+        """Returns the result of a lookup that finds no page after the `first` pages that the request already has."""
         return Found(first, first, self._no_pages, first)
 
     def shortened(self, run: Found, digests: Digests, ends: Asked) -> Found:
-        """Returns the part of the found `run` that `find` would return. `digests` are those of the run's pages."""
+        """Returns the part of `run` that `find` would return with `ends`. `digests` are those of the pages of `run`."""
         return self.find(run.first, digests, ends)._replace(reached=run.reached)
 
     def find(self, first: int, digests: Digests, ends: Asked | None = None) -> Found:
-        """Returns the pages of the longest prefix from which all tables can resume.
+        """Returns the pages of the longest prefix after which the request can resume in all tables.
 
-        `digests` are those of the pages after the `first` ones. For `ends`, see `resume`.
+        `digests` are those of the pages after the `first` ones, which the request already has. For `ends`, see
+        `resume`.
         """
         digests = digests[: self.run(first, digests).num_columns]
         digests = digests if ends is None else digests[: last_end(ends[: len(digests)])]
@@ -112,14 +114,14 @@ class RowTables:
         return self._mix(slice(None), digests)
 
     def pages_of(self, digests: Digests) -> Pages:
-        """Returns the published page of each digest in each table: int32 `[tables, len(digests)]`."""
+        """Returns the published page of each of these tokens' digests in each table: int32 `[tables, len(digests)]`."""
         return self._find(slice(None), digests)
 
     def from_below(self, digests: Digests, below: Below, ends: Asked | None = None, first: int = 0) -> FromBelow:
-        """Returns the longest prefix of these pages from which all tables can resume, given the pages `below`.
+        """Returns the longest prefix after which all tables can resume if they also get pages from a lower tier.
 
-        The caller already has the `first` pages. Pages that have fallen out of a window are not requested. For `ends`,
-        see `resume`.
+        `below` says which pages the lower tier has. The caller already has the `first` pages. Pages that have fallen
+        out of a window at the end of the prefix are not needed. For `ends`, see `resume`.
         """
         every = self.every(digests)
         pages = self._find_each(every)
@@ -136,10 +138,10 @@ class RowTables:
         return FromBelow(end, reach, every, needed & absent, tuple(found), pages.T[(needed & ~absent).T])
 
     def whole(self, digests: Digests, most: int, ends: Asked | None = None) -> tuple[int, list[Pages]]:
-        """Returns the longest prefix from which all tables can resume with at most `most` pages.
+        """Returns the longest prefix after which all tables can resume and for which they need at most `most` pages.
 
-        The result is the number of its columns, and the pages of each table. It has 0 columns if resuming there needs
-        no page and no state, because then there is nothing to lend. For `ends`, see `resume`.
+        The result is the number of columns of the prefix, and the pages that each table needs. If resuming after the
+        prefix needs no page and no state, there is nothing to lend, and the number is 0. For `ends`, see `resume`.
         """
         end = len(digests)
         while end := self.find(0, digests[:end], ends).end:
@@ -153,22 +155,22 @@ class RowTables:
     # ---- reservations
 
     def plan(self, row: int | None, indices: ContextIndices, length: int, start: int, found: Found) -> Reservation:
-        """Plan the reservation with which a request runs from token `start`. `row` is None if it has no row yet.
+        """Plan the reservation of a request that runs from token `start`. `row` is None if the request has no row yet.
 
-        Changes nothing. `indices` are those of the context. `length` is the number of tokens that need pages, and
-        `found` the pages found after the row's published columns. A chunk that would end before `start` keeps its
-        length.
+        Changes nothing. `indices` are those of the context. `length` is the number of tokens that need pages. `found`
+        has the pages that were found after the row's published columns. If the context's chunk would end before
+        `start`, the chunk that begins at `start` has the same length instead.
         """
         firsts: list[int] = []
         for number, (group, _) in enumerate(self.groups):
             before, now = 0 if row is None else self._rows.firsts.item(number, row), self._seen(group, start)
-            # Pages that are not published yet stay until `step` publishes them.
+            # pages that are not published yet must stay until `step` has published them
             firsts.append(max(before, min(now, found.end) if self._caching else now))
         ends_found = [max(now, found.end) for now in firsts]
         until = [self._to_hold(group, indices, length, start) for group, _ in self.groups]
         plan = self._planned(row, found.pages, ends_found, firsts, until)
         if row is not None and found.first > (own := self._rows.committed.item(row)):
-            plan = plan._replace(committed=own)  # the row has computed pages that it has not published
+            plan = plan._replace(committed=own)  # the row has computed pages that are not published yet
         cached = start if found.num_columns else 0
         active = chunk_end(indices, start)
         return plan._replace(start=start, active=active, cached=cached, slots=found.slots, reached=found.reached)
@@ -183,12 +185,12 @@ class RowTables:
         digests_of: DigestsTo,
         host: Host,
     ) -> Reservation:
-        """Plan an import, for a row without pages.
+        """Plan the reservation of an import, for a row without pages. The tokens before `num_tokens` are imported.
 
-        The tokens before `num_tokens` come from elsewhere, or are cached `here`. Each group looks up which of these
-        pages the device or the `host` has. No group takes pages that no query sees.
+        They come from elsewhere, except those that are cached here (`here`). Each group of tables looks up which pages
+        of these tokens the device has, or `host` finds. No group takes pages that no later query sees.
         """
-        cached = here.end * self._page_size  # all tables have these tokens cached, so none of these pages is copied
+        cached = here.end * self._page_size  # all tables have these tokens cached, so no page of them is copied
         start = max(num_tokens, cached)
         digests = digests_of(min(start, indices[2] - 1) // self._page_size if self._caching else 0)
         found, slots, firsts = list[Pages](), list[Slots](), list[int]()
@@ -229,8 +231,8 @@ class RowTables:
                 leaves[tables, :now] = True
                 own = mine.T[tables, at - pages.shape[1] : at]
                 come = pages[:, : own.shape[1]]
-                # A page from a lower tier is restored into the row's own page, if the row has one there. A found page
-                # may be the row's own.
+                # If a page comes from a lower tier, and the row has a page in its column, the row's page is kept and
+                # overwritten. A page that was found may be the row's own page, and then stays, too.
                 leaves[tables, at - pages.shape[1] : at] |= (come != NO_PAGE) & (come != own)
                 new -= int(np.count_nonzero((come == NO_PAGE) & (own != NO_PAGE)))
             leaves &= mine.T != NO_PAGE
@@ -244,18 +246,18 @@ class RowTables:
         return Reservation(found, tuple(ends_found), tuple(firsts), tuple(ends), gone, new, committed, cost, 0, 0)
 
     def fits(self, row: int | None, plan: Reservation, free: int) -> bool:  # noqa: ARG002 - `cost` is exact here
-        """Whether `free` pages are enough for the plan. This is always so if at least `plan.cost` pages are free."""
+        """Whether `free` free pages are enough for the plan. This is always so if `plan.cost` is at most `free`."""
         return plan.cost <= free
 
     def least(self, indices: ContextIndices, length: int, start: int) -> int:
-        """Returns how many pages the request takes if it runs from `start` and no cached page is found."""
+        """Returns the number of pages that the request takes if it runs from token `start` and finds no cached page."""
         return sum(
             tables.num_tables * (self._to_hold(tables.group, indices, length, start) - self._seen(tables.group, start))
             for tables in self.groups
         )
 
     def most(self, indices: ContextIndices, length: int) -> int:
-        """Returns the most pages that a request without pages may take, wherever in its prompt it resumes."""
+        """Returns the largest number of pages that a request without pages can take, wherever it resumes."""
         size, (start, active, known) = self._page_size, indices
         starts: Ints = np.arange(0, known, size)
         active = np.where(starts < active, active, np.minimum(known, starts + active - start))
@@ -267,7 +269,7 @@ class RowTables:
         return pages
 
     def take(self, row: int, plan: Reservation) -> Pages:
-        """Carry out a plan for which there is room. Returns the pages that get the content of the plan's `slots`."""
+        """Carry out a plan for which there is room. Returns the pages into which the plan's `slots` must be copied."""
         rows, pool = self._rows, self._pool
         parts = [
             (rows.table[tables, row, at - pages.shape[1] : at], pages)
@@ -306,7 +308,8 @@ class RowTables:
     def append(self, rows: Ints) -> bool:
         """Append a page to each of `rows` in each table, and free the pages that fall out of windows.
 
-        Returns False, and changes nothing, if there are too few pages or a row is within a chunk.
+        Returns False, and changes nothing, if there are too few free pages, or if a row still runs a chunk of its
+        prompt.
         """
         state = self._rows
         in_chunk = np.count_nonzero(state.shortest[rows] != state.num_pages[rows])
@@ -317,23 +320,25 @@ class RowTables:
         return True
 
     def publish(self, rows: Ints, columns: Ints, digests: Digests, told: Ints | None) -> tuple[Pages, Digests, Ints]:
-        """Publish the full pages at `rows`, `columns`. `digests` are those of their tokens, all distinct.
+        """Publish the full pages in `columns` of `rows`. `digests` are those of their tokens, and all different.
 
-        If the same content is already published, the row shares that page instead. `told` has, by row, how many tokens
-        readers may know; None without leases. Returns the pages that are new in the index, their digests, and, for each
-        page of the first table that was shared, its row.
+        If a page with the same content is already published, the row shares that page instead. `told` has, by row, the
+        number of tokens whose pages readers may know; None if there are no leases. Returns the pages that are new in
+        the index; their digests; and the row of each page of the first table in whose place the row now shares another
+        page.
         """
         state, index, count = self._rows, self._pool.index, len(rows)
         where = state.places(rows, columns)
         own = state.entries[where]
         at = own.astype(INDEX)
         self._numbers[at] = self._own_numbers
-        new = ((own != NO_PAGE) & ~index.published[at]).ravel().nonzero()[0]  # published pages were found by a lookup
+        # pages that are already published came from a lookup
+        new = ((own != NO_PAGE) & ~index.published[at]).ravel().nonzero()[0]
         where, own = where.ravel()[new], own.ravel()[new]
         names = _taken(self.every(digests), new)
         kept, shared = index.publish(own, names), _NO_ROWS
         if kept is not own and np.count_nonzero(duplicate := kept != own):
-            # Rows get the shared pages before the duplicates are freed, so that no row ever names a free page.
+            # First the rows get the shared pages, then the duplicates are freed. So no row ever names a free page.
             self._pool.hold(kept[duplicate])
             state.entries[where] = kept
             state.changed[rows] = True
@@ -350,18 +355,18 @@ class RowTables:
         return own, names, shared
 
     def _pass_to_readers(self, rows: Ints, columns: Ints, pages: Pages, told: Ints | None) -> None:
-        """Let the leases take over these pages, which leave their leased rows.
+        """Let the leases take over `pages`, which are about to leave their rows.
 
-        `told` has, by row, how many tokens readers may know.
+        `told` has, for each row, the number of tokens whose pages readers may know; None if there are no leases.
         """
         if told is not None:
             for row, column, page in zip(rows.tolist(), columns.tolist(), pages[:, None], strict=True):
                 self._leases.replace(row, column, page, int(told[row]))
 
     def fork(self, parent: int, row: int, full: int, end: int) -> list[tuple[int, int]]:
-        """Let `row` share the first `full` pages of row `parent`, and get pages up to `end`.
+        """Let `row` share the first `full` pages of row `parent`, and allocate its pages up to column `end`.
 
-        Returns the pages to copy, each with its target.
+        Returns, for each table, the parent's page in column `full` and the page of `row` to which it must be copied.
         """
         rows, table = self._rows, self._rows.table
         shared = table[:, parent, :full]
@@ -376,9 +381,9 @@ class RowTables:
     # ---- the pages of rows
 
     def lists(self, row: int, tokens: int, *, first: int, windows: bool) -> tuple[tuple[int, ...], ...]:
-        """Returns the pages of the row's first `tokens` tokens, by table, from column `first` on.
+        """Returns the pages of the row's first `tokens` tokens, one list for each table, from column `first` on.
 
-        In a table with a window only the pages that the next query sees are listed, or none if `windows` is False.
+        For a table with a window, the list has only the pages that the next query sees, or none if `windows` is False.
         """
         end, named = -(-tokens // self._page_size), list[tuple[int, ...]]()
         for number, (group, tables) in enumerate(self.groups):
@@ -388,14 +393,14 @@ class RowTables:
         return tuple(named)
 
     def by_table(self, of_groups: Sequence[int]) -> list[int]:
-        """Repeat the value of each group for each of its tables."""
+        """Returns one value for each table: the value of its group."""
         return [one for group, one in zip(self.groups, of_groups, strict=True) for _ in range(group.num_tables)]
 
     def needed(self, row: int, digests: Digests, ends: Sequence[int]) -> tuple[Ints, Pages]:
-        """Returns the pages of the row's published columns, and the pages needed to resume from `ends`.
+        """Returns the pages in the row's published columns, and the pages needed to resume at the columns `ends`.
 
-        `digests` are those of the columns. The result has the column of each cached page, and the page, without
-        duplicates.
+        `digests` are those of the published columns. The result is two arrays: the column of each page, and the page.
+        Only cached pages are in it, and none occurs twice.
         """
         wanted = self._rows.table[:, row, : len(digests)] != NO_PAGE
         for group, tables in self.groups:
@@ -406,7 +411,7 @@ class RowTables:
         return at[1], pages[at]
 
     def width(self) -> float:
-        """The number of published pages in all tables, divided by that in the first table."""
+        """The number of published pages in all tables, divided by the number in the first table."""
         published = self._pool.index.published
         every = np.count_nonzero(published)
         first = every - np.count_nonzero(published & (self._numbers != 0))
@@ -415,15 +420,15 @@ class RowTables:
     def pages(self, row: int, end: int) -> Pages:
         """Returns the row's pages before column `end`.
 
-        The pages of the first table come first, if it keeps all pages. Those of the other tables follow, column by
-        column.
+        If the first table keeps the pages of all tokens, its pages come first. The pages of the other tables follow,
+        column by column.
         """
         mine, kept = self._rows.table[:, row, :end], int(self.keeps_prefix)
         every = np.concatenate((mine[:kept].ravel(), mine[kept:].T.ravel()))
         return every[every != NO_PAGE]
 
     def refuse_lost(self, rows: Rows, starts: Ints) -> None:
-        """Raise `InvalidRequestError` if one of `rows` would run from a token whose window has been freed."""
+        """Raise `InvalidRequestError` if a row would run from a token whose window has lost pages."""
         for number, (group, _) in enumerate(self.groups):
             first = self._rows.firsts[number, rows]
             behind = (group.first_seen(starts) // self._page_size < first).nonzero()[0]
@@ -436,14 +441,14 @@ class RowTables:
                 )
 
     def sees(self, row: int, start: int) -> bool:
-        """Whether the row has the pages that the query at token `start` sees."""
+        """Whether the row has all pages that the query at token `start` sees."""
         rows, before = self._rows, -(-start // self._page_size)
         return int(rows.ends[-1, row]) >= before and all(
             int(rows.firsts[number, row]) <= self._seen(group, start) for number, (group, _) in enumerate(self.groups)
         )
 
     def check(self) -> None:
-        """Raise `InvariantError` if a table lacks pages of a row, or has pages that it should not have."""
+        """Raise `InvariantError` if a table lacks a page of a row, or has a page that it should not have."""
         rows = self._rows
         columns = np.arange(rows.table.shape[2], dtype=np.int64)
         for number, (group, tables) in enumerate(self.groups):
@@ -459,11 +464,11 @@ class RowTables:
     # ---- inside
 
     def _slide(self, rows: Ints) -> None:
-        """Free the pages that the next queries of `rows` do not see, those of the first row first."""
+        """Free the pages that the next queries of `rows` do not see. Pages of the first row are freed first."""
         state, published = self._rows, self._rows.committed[rows]
         of_row, width = self._leases.of_row, state.width
         leased = [at for at, row in enumerate(rows.tolist()) if row in of_row] if of_row else []
-        found: list[tuple[Ints, Pages]] = []  # each page's turn to be freed, and the page
+        found: list[tuple[Ints, Pages]] = []  # the position of each page in the order of freeing, and the page
         for firsts, (group, tables) in zip(state.firsts, self.groups, strict=True):
             if group.keeps_all:
                 continue
@@ -478,14 +483,15 @@ class RowTables:
             if not at.size:
                 continue
             columns = before[at]
-            if np.count_nonzero(counts[at] != ONE):  # in nearly all steps, each of these rows frees one page
+            # in nearly all steps, each of these rows frees exactly one page, and this part is skipped
+            if np.count_nonzero(counts[at] != ONE):
                 at = np.repeat(np.arange(len(rows)), counts)
                 columns = np.arange(len(at)) + np.repeat(before - np.cumsum(counts) + counts, counts)
             where = state.places(rows[at], columns, tables)
             pages = state.entries[where].ravel()
             state.entries[where] = NO_PAGE
             firsts[rows] = now
-            # The last row first, and in each row by column, then by table.
+            # The last row first, and in each row by column, then by table: `release_each` frees the last of them first.
             turns = (columns - at * width) * self._counts + self._own_numbers[tables]
             found.append((turns.ravel(), pages))
         if found:
@@ -497,10 +503,10 @@ class RowTables:
     def _for_readers(
         self, row: int, found: Sequence[Pages], ends_found: Sequence[int], firsts: Sequence[int]
     ) -> Iterator[tuple[TableGroup, int, int]]:
-        """Returns the ranges of a leased row's columns whose pages pass to its leases, as `(group, first, last)`.
+        """Returns ranges of a leased row's columns as `(group, first, last)`.
 
-        Each group has two ranges: pages that readers know and that fall out of a window, and computed pages that are
-        replaced by cached ones.
+        The pages in them pass to the row's leases. Each group has two ranges. The first has pages that readers may know
+        and that fall out of a window. The second has computed pages that are replaced by cached ones.
         """
         if row not in self._leases.of_row:
             return
@@ -511,23 +517,23 @@ class RowTables:
             yield of, max(at - pages.shape[1], told), min(at, last)
 
     def _told(self, group: LayerGroup, row: int) -> tuple[int, int]:
-        """Returns the columns of a leased row's window that readers may know, as the first one and the end."""
+        """Returns the columns of a leased row's window that readers may know, as `(first, end)`."""
         behind = -(-int(self._leases.told[row]) // self._page_size)
         return self._seen(group, int(self._leases.kept[row])), behind
 
     def _leave_to_readers(self, row: int, tables: slice, first: int, last: int) -> None:
-        """Let the row's leases take over its pages in columns `first` to `last`."""
+        """Let the row's leases take over its pages in columns `first` to `last` (excluded)."""
         for pages in self._rows.table[tables, row, first:last]:
             self._leases.replace(row, first, pages, int(self._rows.cached[row]))
 
     def _seen(self, group: LayerGroup, position: int) -> int:
-        """Returns the first column that the query at `position` sees."""
+        """Returns the first column that the query at token `position` sees."""
         return group.first_seen(position) // self._page_size
 
     def _seen_pages(self, first: int, end: int, digests: Digests) -> tuple[Pages, ...]:
-        """Returns, by group, the published pages that a query at column `end` sees.
+        """Returns, for each group, the published pages that a query at the first token of column `end` sees.
 
-        `digests` begin at column `first`.
+        `digests` are those of the pages from column `first` on.
         """
         return tuple(
             self._find(tables, digests[max(0, self._seen(group, end * self._page_size) - first) : end - first])
@@ -539,17 +545,17 @@ class RowTables:
         return self._find_each(self._mix(tables, digests))
 
     def _find_each(self, mixed: Digests) -> Pages:
-        """Returns the published page of each of these digests, `[tables, pages, words]`, which `_mix` has made."""
+        """Returns the published page of each of these digests, `[tables, pages, words]`, which come from `_mix`."""
         return self._pool.index.find(mixed.reshape(-1, mixed.shape[2])).reshape(mixed.shape[:2])
 
     def _mix(self, tables: slice, digests: Digests) -> Digests:
-        """Returns the digests of pages of `tables`, given those of their tokens: uint64 `[tables, pages, words]`."""
+        """Returns the digests of pages of `tables`, uint64 `[tables, pages, words]`, given those of their tokens."""
         return digests ^ self._mixed[tables]
 
     def _to_hold(self, group: LayerGroup, indices: ContextIndices, length: int, start: int) -> int:
-        """Returns the number of columns that need pages if the request runs from `start`.
+        """Returns the end of the columns that need pages if the request runs from token `start`.
 
-        With full attention, these columns hold `length` tokens; with a window, the tokens up to the end of the chunk.
+        With full attention, they hold `length` tokens. With a window, they hold the tokens up to the end of the chunk.
         """
         if not group.keeps_all:
             active = chunk_end(indices, start)
@@ -558,21 +564,21 @@ class RowTables:
 
 
 def _taken(digests: Digests, at: NDArray[np.intp]) -> Digests:
-    """Some of the digests `[tables, pages, words]`: uint64 `[len(at), words]`."""
+    """Returns some of the digests `[tables, pages, words]`, by their flat positions: uint64 `[len(at), words]`."""
     return digests.reshape(-1, digests.shape[2]).take(at, axis=0)
 
 
 def _before_hole(pages: Pages, end: int) -> int:
-    """Returns the column of the first hole in `pages`, `[tables, pages]`, which end before column `end`.
+    """Returns the first column in which `pages` lack a page.
 
-    Returns `end` if there is no hole.
+    `pages` are `[tables, pages]`, and the last of them is in column `end - 1`. Returns `end` if they lack none.
     """
     holes = (pages == NO_PAGE).any(axis=0).nonzero()[0]
     return end - pages.shape[1] + int(holes[0]) if holes.size else end
 
 
 class OneTable(RowTables):
-    """One table of full attention. It has pages in all columns, so most of the work can be skipped."""
+    """A single table of full attention. It has pages in all columns, so most of the work can be skipped."""
 
     is_plain = True
 
@@ -606,7 +612,8 @@ class OneTable(RowTables):
         cached, active = start if count else 0, indices[1]
         if start >= active:
             active = chunk_end(indices, start)
-        ends, cost = (max(needed, have),), new + count  # an upper bound, because some found pages may have holders
+        # an upper bound: a found page that another request holds takes no free page
+        ends, cost = (max(needed, have),), new + count
         return Reservation(
             found.pages, (end,), _FIRST, ends, leaving, new, end, cost, start, active, cached, found.reached
         )
@@ -644,7 +651,7 @@ class OneTable(RowTables):
             for tell in pool.journal.found:
                 tell(found)
         new, last = plan.new, plan.ends[0]
-        if new == 1:  # costs a third; usual if all pages but the last one were found
+        if new == 1:  # takes a third of the time; usual if all pages except the last one were found
             rows.table[0, row, last - 1] = pool.allocate_one()
         elif new:
             rows.table[0, row, last - new : last] = pool.allocate(new)
@@ -673,7 +680,7 @@ class OneTable(RowTables):
         own = table[rows, columns]
         kept, shared = self._pool.index.publish(own, digests), _NO_ROWS
         if kept is not own and np.count_nonzero(duplicate := kept != own):
-            # Rows get the shared pages before the duplicates are freed, so that no row ever names a free page.
+            # First the rows get the shared pages, then the duplicates are freed. So no row ever names a free page.
             shared = rows[duplicate]
             self._pool.hold(kept[duplicate])
             table[shared, columns[duplicate]] = kept[duplicate]

@@ -194,7 +194,7 @@ def test_neither_commit_takes_the_import_of_the_other(served: Any) -> None:
         it.manager.commit_import(context, nobodys, proven(it.manager, nobodys))
     waiting = it.claim(PROMPT)
     own = it.manager.import_block_table(waiting, lent(source, 0))
-    with pytest.raises(InvalidRequestError, match="'r2': commit_pages: the request waits for this import"):
+    with pytest.raises(InvalidRequestError, match="'r2': commit_pages: a request waits for this import"):
         it.manager.contents.commit_pages(own, proven(it.manager, own))
     for one, of in ((nobodys, context), (own, waiting)):
         it.manager.cancel_import(one)
