@@ -47,7 +47,7 @@ def main() -> None:
         pending: PendingImport | None = None
         offer = source.offer("r", duration_s=10.0, running=True)  # the lease's time begins later, at `start_clock`
         if offer is None:
-            raise SystemExit("as many leases stand as can")
+            raise SystemExit("no further lease can be granted: too many leases are open")
         wait_for(Offered, source)
         for end in CHUNKS:
             prompt.set_token_indices(active_idx=end)  # only the tokens before `end` run now

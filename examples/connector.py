@@ -24,7 +24,7 @@ PROMPT = Prompt(range(33))
 
 @dataclasses.dataclass
 class Engine:
-    """One engine: its ranks' caches and workers, its scheduler's side, and the events reported for requests."""
+    """One engine: the caches and workers of its ranks, its scheduler's side, and the events reported so far."""
 
     caches: list[torch.Tensor]
     workers: list[NixlConnectorWorker]

@@ -1,9 +1,9 @@
 """Two engines with two groups of layers, whose block sizes and layouts differ, and a load that fails.
 
 One layer sees all tokens, and the other one sees the last 20. Prefill has blocks of 16 tokens, heads first. Decode has
-blocks of 8 tokens, tokens first. Of 40 tokens, the second layer needs only tokens 21 to 39, so its first blocks are not
-given. For each group, `first_blocks` is the index of the first block that is given; leave it out if all blocks are
-given. In this example both sides run in one process.
+blocks of 8 tokens, tokens first. The request has 40 tokens. The second layer needs only tokens 21 to 39, so the blocks
+before these are not given. For each group, `first_blocks` is the index of the first block that is given; leave it out
+if all blocks are given. In this example both sides run in one process.
 
     python examples/connector_groups.py
 """
@@ -22,7 +22,7 @@ HEADS, HEAD_DIM, BLOCKS, WINDOW = 2, 4, 12, 20
 
 @dataclasses.dataclass
 class Engine:
-    """An engine of one rank: its caches, worker and scheduler's side, and the events reported for requests."""
+    """An engine of one rank: its caches, its worker, its scheduler's side, and the events reported so far."""
 
     caches: dict[str, torch.Tensor]
     worker: NixlConnectorWorker

@@ -20,8 +20,8 @@ class MostRecentFirst(EvictionOrder):
         self.idle: dict[int, None] = {}
 
     def append(self, pages: np.ndarray) -> None:
-        # `pages` begins with the last page of a prompt. That page has to be evicted before the prefix, which more
-        # prompts can share. `pop` takes the page that was added last, so the pages are added in reverse.
+        # `pages` begins with the last page of a prompt. That page has to be evicted before the pages of the prefix,
+        # which other prompts may share. `pop` takes the page that was added last, so the pages are added in reverse.
         self.idle.update(dict.fromkeys(pages[::-1].tolist()))
         self.count = len(self.idle)
 
@@ -44,7 +44,7 @@ class MostRecentFirst(EvictionOrder):
 
 
 def hit_rate(order: type[EvictionOrder]) -> float:
-    """Returns the share of prompt tokens that were found in the cache, over five rounds."""
+    """Serves ten prompts in five rounds. Returns the share of prompt tokens that were found in the cache."""
     params = KVCacheParams(torch.float32, 2, 16, enable_prefix_caching=True, page_size=16, eviction_order=order)
     manager = PagedKVCacheManager(
         params, 4, 256, num_layers=1, devices=["cpu"], available_cache_memory=45 * 16 * params.bytes_per_token(1)

@@ -1,7 +1,7 @@
 """Gives up three of four requests: one during the read, one before the read, and one at the source. The fourth is read.
 
 The pull of `b` may succeed before it is cancelled; its last event says whether it did. A serving loop remembers which
-requests it has given up, so it does not depend on that. In this example both sides run in one process.
+requests it has given up, so it drops `b` in either case. In this example both sides run in one process.
 
     python examples/give_up.py
 """
@@ -33,7 +33,7 @@ def start(name: str) -> tuple[PagedKVCacheManager, PageExchange]:
 
 
 class Decode:
-    """The decode side, which reads the pages of the requests."""
+    """The decode process: its manager, its exchange, and the imports of its requests."""
 
     def __init__(self) -> None:
         self.manager, self.exchange = start("decode")
@@ -50,7 +50,7 @@ class Decode:
         self.exchange.pull(name, offer, pending, timeout_s=30.0)
 
     def finish(self, name: str, error: str, proof: ImportProof | None) -> None:
-        """Commits or cancels the import. Call it only when nothing of the pull is in flight."""
+        """Commits or cancels the import of a request. Call it only when no transfer of its pull is in flight."""
         if name not in self.imports:
             return  # the request was given up before pages were reserved for it
         request, pending = self.imports[name]
@@ -71,7 +71,7 @@ def offers_of(prefill: PagedKVCacheManager, source: PageExchange) -> dict[str, t
             prefill.step([request])
             offer = source.offer(name, duration_s=10.0)
             if offer is None:
-                raise SystemExit("as many leases stand as can")
+                raise SystemExit("no further lease can be granted: too many leases are open")
             offers[name] = (offer, prefill.block_table(name))
     return offers
 

@@ -19,7 +19,7 @@ PAGE_SIZE = 16
 
 
 class Listener:
-    """Follows one replica. `cached` maps each page that is cached on the device from its hash to its tokens."""
+    """Follows one replica. `cached` maps the hash of each page cached on the device to the tokens of that page."""
 
     def __init__(self, endpoint: str) -> None:
         self.socket: zmq.Socket[bytes] = zmq.Context[Any].instance().socket(zmq.SUB)
@@ -89,11 +89,11 @@ def main() -> None:
     )
     ((endpoint, _replay),) = manager.kv_event_endpoints
     listener = Listener(endpoint)
-    listener.take_one()  # from now on every message arrives
+    listener.take_one()  # the first message shows that the subscription is active, so no later message is missed
 
     serve(manager, list(range(64)))
     listener.until(4)
-    serve(manager, [*range(32), *range(500, 532)])  # two pages are the same
+    serve(manager, [*range(32), *range(500, 532)])  # the first two pages are those of the first prompt
     listener.until(6)
     serve(manager, list(range(900, 996)))  # six pages: two are free, four are evicted
     listener.until(8)

@@ -65,14 +65,14 @@ def prefill(pipe: Connection) -> None:
             manager.step([request])
             source = exchange.offer(name, duration_s=60.0)
             tellable[name] = (source, manager.block_table(name), first)
-        # # The request is released here. Its pages stay until its lease is over.
+        # The request is released here. Its pages stay until its lease is over.
 
     leases_open = len(PROMPTS)
     while leases_open:
         for happened in next_events(exchange):
             match happened.event:
                 case Offered(request_id=name, error=""):
-                    # the lease has been granted, so the decode process may now be told of it
+                    # The lease has been granted, so the decode process may be told of the pages now.
                     pipe.send((name, *tellable[name]))
                 case Offered(error=error):
                     raise SystemExit(error)

@@ -43,7 +43,10 @@ def choice(told: str, *, default: bool, **more: object) -> Any:
 
 
 def add_options(parser: argparse.ArgumentParser, options: Any, *, rare: bool) -> int:
-    """Adds the options of a command to a parser. The parsed arguments then have the attributes of that dataclass."""
+    """Adds the options of a command to a parser. Returns how many of them the help leaves out, because they are rare.
+
+    The parsed arguments then have the attributes of the dataclass `options`.
+    """
     left_out = 0
     for one in fields(options):
         told: dict[str, Any] = dict(one.metadata)
@@ -109,7 +112,7 @@ def input_path(text: str) -> Path:
 def small_file(path: Path) -> bytes:
     """Returns the contents of a file.
 
-    Raises `OSError` if it cannot be read or exceeds 1 MiB, as an endless file does.
+    Raises `OSError` if the file cannot be read or is longer than 1 MiB. An endless file, such as a device, is longer.
     """
     with path.open("rb") as file:
         found = file.read(_MOST_BYTES + 1)

@@ -24,7 +24,7 @@ from pagewire.serve.options import ServeOptions
 from pagewire.top.options import TopOptions
 from scheduler_adapters import interrupts
 
-# # Nothing heavy is imported here: importing torch takes a second, and an interrupt during that time would show a
+# Nothing heavy is imported here: importing torch takes a second, and an interrupt during that time would show a
 # traceback.
 
 Options = DemoOptions | DoctorOptions | PlanOptions | ReplayOptions | ServeOptions | TopOptions
@@ -191,7 +191,7 @@ def main(argv: list[str] | None = None) -> int:
         return _BAD
     except BrokenPipeError:  # the reader of our output has gone
         with contextlib.suppress(OSError, ValueError):
-            # takes the output that Python flushes at exit
+            # what Python still flushes at exit goes to the null device
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
 
@@ -218,7 +218,8 @@ def _listen(host: str, port: int) -> socket.socket:
     except UnicodeError as error:  # the host is not a valid name
         raise OSError(f"HTTP cannot listen at {host}:{port}: {error}") from error
     except OSError as error:
-        # The system's message without the address, which Python adds except to errors of the resolver.
+        # Python adds the address to the system's message, except for errors of the resolver. The address is already in
+        # our message, so take the system's message without it.
         reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
         raise OSError(f"HTTP cannot listen at {host}:{port}: {reason}") from error
 

@@ -1,4 +1,4 @@
-"""The interfaces that a scheduler has to the cache: pages that it computes, and pages that it reads from a peer.
+"""The interfaces through which a scheduler uses the cache: for pages that it computes, and for pages read from a peer.
 
 The table lists each task of a scheduler and the method that performs it:
 
@@ -55,37 +55,41 @@ class RunTokens(Protocol):
 class Pages(Protocol):
     """Pages of one process, as seen by the loop that computes them.
 
-    A request is claimed from `external_claim` to `release`. Each of its steps is `maybe_reserve`, `fetch`, the model,
-    `context.update`, `step`. It may be released between two steps, in any state; this also aborts or preempts it. A
-    preempted request is claimed again with the same context, and runs from the end of its cached prefix.
+    A request is claimed from the call of `external_claim` until the call of `release`. Each of its steps consists of
+    `maybe_reserve`, `fetch`, the model, `context.update` and `step`, in this order. The request may be released between
+    any two steps, whatever its state. Releasing it is also how it is aborted or preempted. A preempted request is
+    claimed again later with the same context, and then runs from the end of its cached prefix.
     """
 
     @property
     def num_replicas(self) -> int:
-        """Replicas, each with rows and pages of its own. A request lives on one of them."""
+        """The number of replicas. Each replica has its own rows and pages, and each request belongs to one replica."""
         ...
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page."""
+        """The number of tokens in a page."""
         ...
 
     @property
     def layer_tables(self) -> LayerTables:
         """The block tables that each request has.
 
-        If there are several, some of them have pages only for the next part of a prompt.
+        If a request has several block tables, some of them hold pages only for the part of the prompt that runs next.
         """
         ...
 
     @property
     def total_num_pages(self) -> int:
-        """Pages of all replicas, in use or not."""
+        """The number of pages of all replicas, whether in use or not."""
         ...
 
     @property
     def num_held_blocks(self) -> int:
-        """Pages of all replicas that a request or lease holds or a transfer writes. Idle cached pages do not count."""
+        """The number of pages, over all replicas, that a request or lease holds or a transfer writes.
+
+        Idle cached pages do not count.
+        """
         ...
 
     @property
@@ -94,14 +98,14 @@ class Pages(Protocol):
         ...
 
     def get_or_recommend_replica(self, context: Context) -> int:
-        """Returns the replica on which the request is claimed; if it is not claimed yet, the best replica for it.
+        """Returns the replica of a claimed request. For an unclaimed request, returns the replica that suits it best.
 
-        For an unclaimed request, the result is advice, valid until the next call.
+        For an unclaimed request, the result is only advice, and is valid until the next call.
         """
         ...
 
     def get_replica(self, context: Context) -> int:
-        """The replica of a claimed request."""
+        """Returns the replica of a claimed request."""
         ...
 
     def prefetch(self, context: Context) -> bool:
@@ -112,10 +116,16 @@ class Pages(Protocol):
         ...
 
     def external_claim(self, request_id: RequestID, replica_idx: int | None = None) -> None:
-        """Takes a row, but no page, until `release`. Raises `NoFreeRowError` if all rows are claimed."""
+        """Gives a request a row (its place among the claimed requests of a replica), but no page, until `release`.
+
+        Raises `NoFreeRowError` if every row is claimed.
+        """
 
     def maybe_reserve(self, data: Context, num_steps: int = 1) -> bool:
-        """Takes pages before each `fetch`, until `release`. Returns False, with none taken, if too few are free."""
+        """Reserves the pages that the request's next `fetch` needs. They stay reserved until `release`.
+
+        Must be called before each `fetch`. Returns False, and reserves no page, if too few pages are free.
+        """
         ...
 
     def fetch(self, batch: Sequence[Context], num_steps: int = 1) -> list[RaggedKVCacheInputs]:
@@ -133,20 +143,23 @@ class Pages(Protocol):
         ...
 
     def release(self, request_id: RequestID) -> None:
-        """Gives back the row and pages, at any time between steps.
+        """Gives back the request's row and pages. May be called at any time between two steps.
 
-        Pages that are also leased or being imported stay with their lease or import.
+        A page that a lease or an import also holds stays allocated until that lease or import has ended.
         """
 
     def check(self) -> None:
-        """Recounts everything. An `InvariantError` names the first discrepancy, which is a bug of the manager."""
+        """Recounts all pages. Raises an `InvariantError` that names the first discrepancy.
+
+        A discrepancy is a bug of the manager.
+        """
 
 
 class PagesAhead(Pages, Protocol):
     """Pages, as seen by a loop that plans one step while the model runs the previous one.
 
     Such a loop calls `fetch_ahead` instead of `fetch`, and `end_step` when the model has finished a step. Until the
-    model returns a token, the request's context holds a future token in its place.
+    model returns a token, the request's context holds a placeholder, the future token, in its place.
     """
 
     def fetch_ahead(self, batch: Sequence[Context], num_steps: int = 1) -> StepInFlight:
@@ -160,9 +173,10 @@ class PagesAhead(Pages, Protocol):
 class PulledPages(Pages, Protocol):
     """Pages that may also be read from another process.
 
-    A request is claimed, its pages are imported and read, and the import is committed. It then runs like any other.
-    An import never covers the request's last known token: decode runs that token itself to get its first logits. So the
-    context must know at least one more token than the table covers, for example the one that prefill has sampled.
+    The request is claimed first. Then its pages are imported and read, and the import is committed. From then on the
+    request runs like any other. An import never covers the request's last known token: decode runs that token itself to
+    get its first logits. So the context must know at least one more token than the table covers, for example the one
+    that prefill has sampled.
     """
 
     @property
@@ -179,9 +193,9 @@ class PulledPages(Pages, Protocol):
         partial: bool = False,
         others: Sequence[BlockTable] = (),
     ) -> PendingImport | None:
-        """Reserves pages and says which to read; None if too few are free.
+        """Reserves pages for the tokens of `table`. The returned import says which pages to read from the peer.
 
-        Every import ends with `commit_import` or `cancel_import`.
+        Returns None if too few pages are free. Every import ends with `commit_import` or `cancel_import`.
         """
         ...
 

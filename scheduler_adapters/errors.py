@@ -39,7 +39,7 @@ class PlanError(AdapterError, ValueError):
 
 
 class ModelInUseError(AdapterError, RuntimeError):
-    """Another thread has switched the attention of this model object, and will switch it back during the call."""
+    """Another thread has switched this model's attention, and would switch it back in the middle of this call."""
 
 
 class ServiceError(AdapterError, RuntimeError):

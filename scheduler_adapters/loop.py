@@ -75,14 +75,14 @@ class Entry:
     context: TextContext
     replica: int = 0
     fetching_since: float | None = None  # when the loop first saw that the request's pages are being fetched
-    meets: int = 0  # the first token whose page a peer provides while the prompt runs; no chunk runs past it
+    meets: int = 0  # the first token of the pages that a peer provides while the prompt runs; no chunk runs past it
 
 
 class ServingLoop(Generic[PagesT_co]):
     """Serves requests from one manager with one model. Not thread-safe: one thread calls it.
 
-    Pulls and requests that were handed over may also hold pages of the manager. A step runs at most `token_budget`
-    tokens, but at least one for each running request that decodes.
+    The loop need not be the manager's only user: pulls, and requests that were handed over, may hold pages of it too. A
+    step runs at most `token_budget` tokens, but at least one for each running request that decodes.
     """
 
     def __init__(self, manager: PagesT_co, runner: ModelRunner, token_budget: int = 512) -> None:
@@ -94,8 +94,8 @@ class ServingLoop(Generic[PagesT_co]):
         # A runner without a vocabulary accepts every token.
         self.vocab_size: int | None = getattr(runner, "vocab_size", None)
         self._has_windows = bool(manager.layer_tables.kinds_named)
-        # If states share memory with pages, claiming a request takes a state page. So `admission` first checks that the
-        # request's pages will fit as well.
+        # If recurrent states share memory with KV pages, claiming a request takes a page for its state. Therefore the
+        # loop first asks `admission` whether the request's KV pages will fit as well.
         shares = getattr(manager, "slab_pages", 0) > 0
         self._admission: Callable[[TextContext], Admission] | None = (
             getattr(manager, "admission", None) if shares else None
@@ -104,7 +104,8 @@ class ServingLoop(Generic[PagesT_co]):
         self.fetching = False  # whether the first waiting request waits for pages that are loaded from files or a store
         # Called when a request starts to run, with its id, its replica and its number of cached tokens.
         self.on_admit: Callable[[str, int, int], None] | None = None
-        # By id, oldest first. A step considers only the first waiting request.
+        # By request id, oldest first. A step admits requests in this order, and stops at the first one that has to
+        # wait.
         self._waiting: OrderedDict[str, Entry] = OrderedDict()
         self._running: dict[str, Entry] = {}
         self._held: set[str] = set()
@@ -130,7 +131,7 @@ class ServingLoop(Generic[PagesT_co]):
         return len(self._waiting)
 
     def add(self, request: Request, context: TextContext | None = None) -> None:
-        """Queues a request. `context` is the result of `context_for` if that was called before.
+        """Queues a request. `context` is the result of `context_for`, if the caller has already made it.
 
         Raises `PromptTooLongError` if the request can never fit, and `AlreadyClaimedError` if the loop knows a request
         of that id. Raises `InvalidRequestError` if there is no prompt, a token is invalid, or `max_new_tokens` is below
@@ -165,7 +166,7 @@ class ServingLoop(Generic[PagesT_co]):
             raise InvalidRequestError(
                 f"request {request.request_id!r}: token {highest} is not in the vocabulary of {self.vocab_size} tokens"
             )
-        # The last token is never fed back, so it needs no room.
+        # The last generated token is never an input of the model, so its KV needs no room.
         pages, size = self.manager.total_num_pages // self.manager.num_replicas, self.manager.page_size
         tables = self.manager.layer_tables
         if (needed := tables.most_pages(total - 1, size)) > pages:
@@ -194,16 +195,20 @@ class ServingLoop(Generic[PagesT_co]):
         return self._waiting.pop(request_id, None) is not None
 
     def meet(self, request_id: str, token: int) -> None:
-        """Reports that a peer's pages of a running prompt have arrived, or soon will. They begin at token `token`.
+        """Reports that pages of a running prompt have been pulled from a peer, or soon will be.
 
-        The current chunk ends at that token. The next chunk finds the pages that have arrived in the cache.
+        These pages begin at token `token`. A chunk that would run past that token ends there. The chunk after it finds
+        those pages in the cache that have arrived by then.
         """
         entry = self._running.get(request_id)
         if entry is not None:
             entry.meets = token
 
     def step(self) -> list[Output]:
-        """Runs the model once if any request can run. Returns the outputs, oldest request first."""
+        """Runs the model once if any request can run. Returns failures, and then new tokens.
+
+        The new tokens are sorted by replica and then by age, oldest request first.
+        """
         outputs = self._reserve_running()
         outputs += self._admit()
         entries = self._plan([*self._running.values()])
@@ -313,7 +318,7 @@ class ServingLoop(Generic[PagesT_co]):
         return reserved
 
     def _choose_chunk(self, entry: Entry) -> None:
-        """Limits how much of a prompt runs in one step: with several block tables, only that part gets pages."""
+        """Limits the part of a prompt that runs in one step. Pages are reserved only for that part."""
         context = entry.context
         if self._has_windows and context.active_length > 1:
             # A chunk has at least two tokens: a single token would count as a decode step, which looks up no cached
@@ -322,7 +327,10 @@ class ServingLoop(Generic[PagesT_co]):
             context.set_token_indices(active_idx=min(context.end_idx, most))
 
     def _run(self, entries: list[Entry]) -> list[Output]:
-        """Runs the planned requests. A request yields a token only if its chunk reaches the end of its known tokens."""
+        """Runs the planned requests, and returns their new tokens.
+
+        A request yields a token only if its chunk reaches the end of its known tokens.
+        """
         yields = [entry.context.active_idx == entry.context.end_idx for entry in entries]
         tokens = self._next_tokens(entries)
         for entry, token in zip(entries, tokens, strict=True):

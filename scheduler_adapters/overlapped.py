@@ -33,7 +33,11 @@ RunBatch = tuple[Sequence[RunTokens], Sequence[RaggedKVCacheInputs]]
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """A request as it was when its step was planned. Its context changes before the step has run."""
+    """The tokens that a request runs in a planned step.
+
+    They are copied from the request's context when the step is planned, because the context changes before the step has
+    run.
+    """
 
     request_id: RequestID
     tokens: NDArray[np.int32]  # a view, which stays valid because a context never changes tokens that it already has
@@ -75,7 +79,7 @@ class LaunchingRunner(ModelRunner, Protocol):
     """A model that can launch a step and return at once, as a model on a GPU does."""
 
     def launch(self, batches: Sequence[RunBatch]) -> PendingTokens:
-        """Launches each replica's requests with the inputs of its shards, behind everything launched before."""
+        """Launches each replica's requests with the inputs of its shards. They run after everything launched before."""
         ...
 
 
@@ -176,7 +180,10 @@ class OverlappedLoop(ServingLoop[PagesAheadT_co]):
         return True
 
     def _going(self) -> list[Entry]:
-        """The running requests that will continue after the pending token, judged only by their length limit."""
+        """Returns the running requests whose length limit lets them continue after the pending token.
+
+        The pending token may still turn out to be an end-of-sequence token.
+        """
         return [
             entry
             for entry in self._running.values()
@@ -184,7 +191,10 @@ class OverlappedLoop(ServingLoop[PagesAheadT_co]):
         ]
 
     def _plan_next(self, *, alone: bool) -> list[Output]:
-        """Fetches the next step, if there is one. With `alone`, no step is in flight, so requests may be preempted."""
+        """Plans the next step, and fetches its inputs, if any request can run.
+
+        With `alone`, no step is in flight. Only then can running requests be preempted.
+        """
         outputs = self._reserve_running() if alone else []
         outputs += self._admit()
         entries = self._plan(self._going())
@@ -196,7 +206,10 @@ class OverlappedLoop(ServingLoop[PagesAheadT_co]):
         return outputs
 
     def _batches(self, entries: list[Entry], step: StepInFlight) -> list[RunBatch]:
-        """Returns the work of each replica. The tokens are views: future tokens are filled in before the launch."""
+        """Returns the work of each replica that runs a request.
+
+        The tokens are views of the contexts, so future tokens among them are replaced by real ones before the launch.
+        """
         shards = len(step.inputs) // self.manager.num_replicas
         batches: list[RunBatch] = []
         for replica in range(self.manager.num_replicas):

@@ -54,7 +54,7 @@ class PagedBatch:
 
     @property
     def first_rows(self) -> torch.Tensor:
-        """Where each request's new tokens begin in the packed tensors, and the last end: int32 `[requests + 1]`."""
+        """The packed row at which each request's new tokens begin, and the end of the last: int32 `[requests + 1]`."""
         return torch.tensor([0, *self.counts], device=self.starts.device).cumsum(0).to(torch.int32)
 
     @property
@@ -75,7 +75,8 @@ class PagedBatch:
         """Returns a layer's keys and values as flat views `[slots, kv_heads, head_dim]`, and a page's stride in slots.
 
         Token t of page p is in slot `p * stride + t`. The stride may exceed the page size, because a page also holds
-        the data of other layers and sides. No index names their slots.
+        the data of other layers and sides. Slots with such data exist in the view, but no token of the layer is in
+        them.
         """
         keys, values = self.layer(layer)
         page, token, head, element = keys.stride()

@@ -104,7 +104,10 @@ def run_demo(options: DemoOptions) -> int:
 
 
 def serve_watched(fleet: Fleet, served: list[Served], options: DemoOptions, where: str) -> None:
-    """Serves every request. With a viewer, repeats them until the viewer is closed, but counts only the first round."""
+    """Serves every request, and repeats the requests until the viewer is closed.
+
+    The outcomes of the first round are recorded in `served`. The outcomes of the repetitions are dropped.
+    """
     addresses = [ready.watch for ready in fleet.ready.values()]
     keys = ["--keyring", str(fleet.viewer_keys)] if options.curve else []
     with viewer(addresses, where, keys) as is_open:
@@ -222,7 +225,7 @@ def _server_configs(
     positions = getattr(text_config_of(model.config), "max_position_embeddings", None)
     if positions and needed > positions:
         raise PromptsError(f"{asked}, but the model has positions for only {positions:,}")
-    # Page checks need equal pages on both sides.
+    # Pulled pages can be compared with checksums of the source's pages only if both sides have equal pages.
     alike = len({(side.page_size, side.tp) for side in sides}) == 1
     configs: list[ServerConfig] = []
     for side in sides:

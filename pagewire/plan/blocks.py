@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from pagewire.plan.layers import AlikeLayers
 
-# if the largest kind has less than this multiple of the smallest kind's layers, all kinds are padded to the largest
+# If the largest number of layers of any kind is less than this multiple of the smallest, every kind is padded to the
+# largest number. Otherwise, groups have the smallest number of layers.
 _MUCH_LARGER = 1.5
 
 
@@ -79,7 +80,7 @@ def vllm_blocks(
         return None
     fewest, most = min(one.layers for one in every), max(one.layers for one in every)
     of_group = most if most < fewest * _MUCH_LARGER else fewest
-    page = max(of_layer)  # layers of other kinds get more tokens in a page, or their pages are padded
+    page = max(of_layer)  # layers whose pages are smaller get more tokens in a page, or their pages are padded
     each = tuple(
         BlockTables(one, -(-one.layers // of_group), block_size * (page // size if page % size == 0 else 1))
         for one, size in zip(every, of_layer, strict=True)

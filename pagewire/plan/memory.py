@@ -42,7 +42,7 @@ class Room(msgspec.Struct, frozen=True):
             has a window or a state.
         request_bytes: for each length of a request, the bytes that it takes on each rank.
         requests: for each length, how many requests all replicas together can hold at a time.
-        lost_bytes: how many of `request_bytes` no layer needs.
+        lost_bytes: for each length, how many of the bytes in `request_bytes` no layer needs.
         parts: the memory of a request, by part.
     """
 

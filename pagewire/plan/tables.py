@@ -25,7 +25,7 @@ _OWN: dict[Way, str] = {
     "groups": "at a time with `params.groups`",
     "share_memory": "at a time with states in slabs (the default)",
 }
-"""The layouts of ours that are rows of the first table."""
+"""The layouts of our manager that are rows of the first table, with the words that name each row."""
 
 
 def table_of_answer(found: MemoryPlan) -> PrintedTable:

@@ -114,7 +114,8 @@ def laid_ways(model: CachedModel, tp: int, asked: MemoryAsked) -> Iterator[LaidW
         LaidPart(one.kind, one.layers, 0, partial(_any_length, one.state_bytes(tp))) for one in model.each if one.state
     )
     page = sum(of_kinds)
-    own = asked.memory - model.state_bytes(tp)  # one state belongs to page 0, the null page, which no request owns
+    # less one state, which belongs to page 0: this is the null page, which no request owns
+    own = asked.memory - model.state_bytes(tp)
     kinds = dict.fromkeys(_name(one) for one in model.paged)
     whole = LaidPart(
         kinds.popitem()[0] if len(kinds) == 1 else "all", sum(layers), 1, partial(_pages, size, page, None)

@@ -1,9 +1,10 @@
-"""Drives the manager with a request trace, compared with the reference LRU and the offline optimum.
+"""Drives the manager with a request trace, and compares its hits with those of a reference LRU and of the optimum.
 
 A trace is in the Mooncake format: one JSON object per line, whose `hash_ids` name the blocks of a prompt. Equal ids
 mean an equal prefix up to and including that block. Requests run one after another, and a block is a page. Each prompt
 gets one more token, so that its last block is full of computed tokens and can be published. Hints are made from the
-trace's own future (see `trace_hints`). The reference and the optimum are for one pool without hints.
+trace's own future (see `trace_hints`). The optimum is a cache that knows the future. The reference and the optimum are
+computed for one pool without hints.
 
 For a model with recurrent layers, the replay uses the manager's own states. They lie among the pages, and only some of
 them are kept. A state may be smaller than a block. A block then becomes several pages, as in a server. The reference
@@ -29,8 +30,8 @@ from kvcache.params import RoutingRule, StateShape
 from pagewire.replay.trace_hints import Blocks, hints_for
 from scheduler_adapters.errors import ReplayError
 
-# each page has the tokens (block id, 0); with pages of one token, the additional token would fill a page and be
-# published
+# Each page has two tokens: the id of its block, and its index among the pages of that block. With pages of one token,
+# the additional token of a prompt would fill a page of its own, which would be published.
 PAGE_SIZE = 2
 WINDOW = 500  # number of requests in a window, over which the loads of the replicas are compared
 _STATE_UNIT = 16  # bytes of a page in replays with states; a state takes a multiple of this
@@ -125,14 +126,15 @@ def replay(
         trace: blocks of each request.
         capacity: blocks of all replicas together.
         replicas: number of replicas.
-        progress: called after each request, while `shown` is entered.
+        progress: called with 1 after each request, within the context manager that `shown` returns.
         hints: the kind of hints, as in `trace_hints.hints_for`.
         routing: the routing rule.
         host_blocks: number of blocks of the host tier below the pool; 0 for no tier.
         peers: whether replicas copy pages from each other.
         block_bytes: bytes of a block for the model in question, from which the bytes moved are computed.
-        divided: how each block is divided into pages. With it, evictions and `restored` count pages.
-        shown: returns a context manager for the replay; called with the manager.
+        divided: how each block is divided into pages. With several pages in a block, `evictions` and `restored` of the
+            result count pages, not blocks.
+        shown: called with the manager. The replay runs within the context manager that it returns.
 
     Raises:
         ReplayError: a request does not fit into one replica, two states do not fit into the host tier, `peers` is set

@@ -28,10 +28,10 @@ from pagewire.top.sources import LiveSource, PlayedSource
 from pagewire.top.view import Filter, TopView, nobody_answers
 
 _TICK_S = 0.1
-_WAITING = "waiting for a first look ..."
+_WAITING = "waiting for the first snapshot ..."
 _STEP_S = 5.0  # in seconds: how far one key press moves in a recording
 _SCROLLBAR = 2
-_MAP_SHARE = 0.6  # the page map gets at most this share of the lines that it and the panels have together
+_MAP_SHARE = 0.6  # the page map gets at most this share of the lines that the map and the panels have together
 _IDS = "request"  # heading of the column whose ids may be long
 _THEMES = {True: "textual-light", False: "textual-dark"}
 
@@ -100,7 +100,7 @@ class PageMap(Widget):
         self.refresh()
 
     def lines_needed(self, width: int) -> int:
-        """Returns how many lines a map with a title and a place for each page of every shown pool would take."""
+        """Returns how many lines the map needs to draw every page of the shown pools singly, with a title for each."""
         return sum(1 - (-pool.num_pages // max(1, width // 2)) for _, _, pool, _ in self._view.shown())
 
     def render_line(self, y: int) -> Strip:
@@ -280,7 +280,7 @@ class TopApp(App[None]):
         self._fill(self._panels.active)
 
     def _share_lines(self) -> None:
-        """Gives the map the lines that it needs, up to `_MAP_SHARE` of the screen, and the rest to the panels."""
+        """Gives the map the lines that it needs, up to the share `_MAP_SHARE`, and the rest to the panels."""
         lines = self.map.size.height + self._panels.size.height
         if not lines or not self.view.shown():
             return

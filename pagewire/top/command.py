@@ -46,7 +46,7 @@ def run_top(options: TopOptions) -> int:
     A `KVCacheError` says in a sentence what went wrong.
     """
     if options.json is not None and (options.web or options.record is not None):
-        raise WatchError(f"--json {str(options.json)!r} writes one look: leave out --web and --record")
+        raise WatchError(f"--json {str(options.json)!r} writes one snapshot: leave out --web and --record")
     if options.web:
         serve_web(options)
         return 0
@@ -102,9 +102,9 @@ def addresses_of(options: TopOptions) -> Sequence[str]:
 
 
 class TokenServer(Server):
-    """Textual's server, protected by a token.
+    """Textual's server, protected by a token: it answers only a browser that presents the token.
 
-    A browser sends the token first in the printed address, then in a cookie.
+    A browser presents the token first as part of the printed address, and from then on in a cookie.
     """
 
     def __init__(self, command: str, host: str, port: int, token: str) -> None:

@@ -22,9 +22,9 @@ class TopOptions:
     address_file: Path | None = option(
         "FILE", input_path, None, "address file of `pagewire serve`: watch its processes"
     )
-    updates: float = option("N", number(0, 20), 2.0, "looks per second", rare=True)
-    record: Path | None = option("FILE", output_file, None, "record every look in this file")
-    json: Path | None = option("FILE", output_file, None, "write one look at each process to this file, and end")
+    updates: float = option("N", number(0, 20), 2.0, "snapshots per second", rare=True)
+    record: Path | None = option("FILE", output_file, None, "record every snapshot in this file")
+    json: Path | None = option("FILE", output_file, None, "write one snapshot of each process to this file, and end")
     play: Path | None = option("FILE", input_path, None, "play a recording, in place of addresses")
     speed: float = option("X", number(0, 1000), 1.0, "speed of playing, in seconds per second", rare=True)
     secret: str | None = option("SECRET", plain, None, "secret of the fleet: file:PATH, env:NAME or plain text")

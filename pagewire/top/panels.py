@@ -155,7 +155,7 @@ def rates(view: TopView) -> TableRows:
         for name, value in totals.items():
             if name.startswith("optimum"):  # only a replay reports an optimum
                 found.append((process.name, name.replace("_", " "), f"{value:.1%}", "", ""))
-        found.append((process.name, "cost of a look", f"{look.cost_s * 1e3:.1f} ms", "", ""))
+        found.append((process.name, "cost of a snapshot", f"{look.cost_s * 1e3:.1f} ms", "", ""))
     return found
 
 

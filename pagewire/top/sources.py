@@ -146,7 +146,7 @@ def _read(path: Path) -> list[Heard]:
     except OSError as error:
         raise WatchError(f"--play {str(path)!r}: {error.strerror}") from error
     if not found:
-        raise WatchError(f"--play {str(path)!r} contains no look")
+        raise WatchError(f"--play {str(path)!r} contains no snapshot")
     return found
 
 
@@ -155,7 +155,7 @@ def _looks(path: Path, file: IO[bytes]) -> Iterator[Heard]:
     while len(length := file.read(_LENGTH)) == _LENGTH:
         at, size = file.tell() - _LENGTH, int.from_bytes(length, "big")
         if size > _MOST_BYTES:
-            raise WatchError(f"--play {str(path)!r}: damaged at byte {at}: a look of {size:,} bytes")
+            raise WatchError(f"--play {str(path)!r}: damaged at byte {at}: a snapshot of {size:,} bytes")
         data, opened = file.read(size), zlib.decompressobj()
         if len(data) < size:
             return

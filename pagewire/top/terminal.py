@@ -46,7 +46,7 @@ def run_for_browser(app: TopApp) -> int:
 
 
 def _run(app: TopApp, descriptors: Sequence[int], hung_up: int) -> int:
-    """Run the app. The process ends with status `hung_up` when a descriptor hangs up.
+    """Runs the app. The process ends with status `hung_up` when a descriptor hangs up.
 
     A signal first ends the app, and half a second later the process, if it still runs. No data are lost, because a
     recording stores each snapshot as it arrives.

@@ -40,7 +40,8 @@ class WatchedProcess:
     def take(self, heard: Heard) -> None:
         """Applies a snapshot.
 
-        A snapshot that does not follow the last one is dropped, and the next question asks for the whole state.
+        A snapshot may contain only the changes since another one. If that other one was not received, the new one is
+        dropped, and the next question asks for the whole state.
         """
         self.heard_at = heard.at
         try:
@@ -91,7 +92,8 @@ class Filter:
     def has_owner(self, request_id: str, tenant: str) -> bool:
         """Whether a request is shown."""
         is_asked = self.request in request_id
-        # ids are hidden from the viewer, but the user may know this one
+        # An id that begins with # is a digest: the process does not reveal ids to this viewer. The user may know the
+        # id, and can then filter by it in full.
         if not is_asked and request_id.startswith("#"):
             is_asked = request_id == request_digest(self.request)
         return is_asked and self.tenant in tenant
@@ -203,7 +205,7 @@ class TopView:
         return lit
 
     def told(self, process: WatchedProcess, pool: PoolLook, first: int, count: int) -> str:
-        """Describes some pages: their states, their owners, and how soon the idle ones are evicted."""
+        """Describes some pages: how many are in each state, who owns them, and how soon the idle ones are evicted."""
         cells = process.followed.cells[pool.name][first : first + count]
         states = np.bincount(states_of(cells), minlength=len(PageState))
         parts = [f"{states[state]:,} {state.name.lower()}" for state in PageState if states[state]]

@@ -53,7 +53,8 @@ class PagedGenerator:
     ) -> list[list[int]]:
         """Returns the tokens that follow each prompt: at most `max_new_tokens`, including the end token if it occurs.
 
-        Only calls with the same `cache_salt` share cached pages. No page is held after the call, even if it raises.
+        Calls share cached pages only if they have the same `cache_salt`. No page is held after the call, even if it
+        raises.
 
         Raises:
             InvalidRequestError: (a ValueError) a prompt is empty, or has a token that the model does not know.

@@ -145,7 +145,8 @@ class PagedBatch:
                 parts.append(tiles)
                 seen = heads.stop
         states = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).flatten(2, 3)
-        # An earlier owner may have left a NaN after the last token, and a NaN gets through any mask.
+        # An earlier owner of the page may have left a NaN after the last token. A mask cannot hide it, because a NaN
+        # multiplied by zero is still a NaN.
         states[group.stale[0], :, group.stale[1]] = 0
         return states
 
@@ -298,7 +299,10 @@ def _seen_by(module: torch.nn.Module, sliding_window: int | None) -> LayerGroup 
 
 
 def _first_seen(seen: LayerGroup | None, positions: torch.Tensor) -> torch.Tensor:
-    """`LayerGroup.first_seen` for a tensor, written with operations that numpy and torch share."""
+    """Returns `LayerGroup.first_seen` of each position in a tensor.
+
+    That method is written for numpy, but uses only operations that torch has too.
+    """
     return torch.zeros_like(positions) if seen is None else seen.first_seen(positions)  # type: ignore[arg-type,return-value]
 
 

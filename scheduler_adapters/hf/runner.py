@@ -68,10 +68,10 @@ class Tokenizer(Protocol):
 class HFRunner:
     """Computes greedy next tokens of a batch whose keys and values lie in pages.
 
-    The model may be any causal one of `transformers` whose attention goes through its attention interface. It attends
-    over pages only during a call, so its own `generate` works between calls. Switching takes about 0.15 ms per call; to
-    save that for a model with no other use, call `attend_over_pages` once. A hybrid model needs the `states` of its
-    manager, for all replicas.
+    The model may be any causal model of `transformers` that uses the library's attention interface. The model attends
+    over pages only during a call of the runner, so its own `generate` works between calls. Switching takes about 0.15
+    ms per call; to save that for a model with no other use, call `attend_over_pages` once. A hybrid model needs the
+    `states` of its manager, for all replicas.
 
     Runners in several threads, such as those of two overlapped loops, may share a model only after `attend_over_pages`.
     Otherwise one thread would switch the attention during a call of another thread, which then raises
@@ -93,7 +93,8 @@ class HFRunner:
         self.vocab_size = int(embeddings.weight.shape[0])
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._cache_argument = cache_argument_of(model)
-        # By the number of block tables: each layer's table, and the layer's index in it.
+        # For each number of block tables: a dict from each attention layer to its block table and its index in that
+        # table.
         layers = kv_layers_of(model.config)
         self._layers: dict[int, dict[int, tuple[int, int]]] = {}
         for groups in ((), groups_of(model.config)):
@@ -259,11 +260,12 @@ def cache_argument_of(model: PreTrainedModel) -> str:
 
 
 def load_model(path: str | Path | None, seed: int = 0, device: str = "cpu") -> PreTrainedModel:
-    """Load the model that `save_pretrained` wrote to a directory, in float32; for None, make the small Llama of `seed`.
+    """Returns the model that `save_pretrained` wrote to a directory, in float32; for None, the small Llama of `seed`.
 
     The function downloads nothing. It drops the generation settings that change greedy decoding (a repetition penalty
-    and the like) and keeps the end-of-sequence tokens. Raises `MissingExtraError`. Raises `ModelLoadError` if the
-    directory or the device does not exist, the directory has no model, or weights are missing or of another shape.
+    and the like) and keeps the end-of-sequence tokens. Raises `MissingExtraError` if `transformers` is not installed.
+    Raises `ModelLoadError` if the directory or the device does not exist, the directory has no model, or weights are
+    missing or of another shape.
     """
     transformers = _transformers()
     model: Any = tiny_llama(seed) if path is None else _load_directory(Path(path))
@@ -317,10 +319,10 @@ def kv_params_of(
     """Returns cache parameters for a model; `num_layers_of` gives the manager's layer count.
 
     With `group_layers`, layers that see only a window or a chunk get block tables of their own. These tables give back
-    pages that no later query sees. Such a cache can be handed over only to processes with the same tables. Without it,
-    every page is kept until the end. `dtype` and `kvcache_quant_config` may choose 8-bit pages with a scale for each
-    token and head, whatever the model's dtype. If `enable_prefix_caching` is None, caching is on, except for models
-    with recurrent layers, because their cached states take room from pages.
+    pages that no later query sees. Such a cache can be handed over only to processes with the same tables. Without
+    `group_layers`, every page is kept until its request ends. `dtype` and `kvcache_quant_config` may choose 8-bit pages
+    with a scale for each token and head, whatever the model's dtype. If `enable_prefix_caching` is None, caching is on,
+    except for models with recurrent layers, because their cached states take room from pages.
 
     Raises:
         UnsupportedModelError: the model cannot run over pages.
@@ -365,7 +367,7 @@ def manager_for(
 
 
 def state_bytes_of(model: PreTrainedModel, shards: int, pages: int) -> int:
-    """Returns how many bytes of a manager's budget `pages` state pages take, over all shards. 0 without states.
+    """Returns how many bytes of a manager's budget `pages` state pages take, over all shards; 0 without states.
 
     If `params.share_state_memory` is False, each replica has one page for each request that may run, plus
     `state_copies`.

@@ -1,9 +1,10 @@
 """`DecodeScheduler`: accepts requests, has prefill processes compute their prompts, pulls the pages, and decodes.
 
-Ownership: a request holds its pages from `import_block_table` on. No other request can find these pages before
-`commit_import`. No other request can be given them before the pull's last event, because a READ may still write there.
-Therefore a pull can outlive its attempt. If the attempt fails, its import is cancelled at once. The manager takes the
-pages back when no transfer of the pull is in flight.
+An attempt is one try at having a prefill process compute the prompt and at pulling its pages. A request holds its pages
+from `import_block_table` on. No other request can find these pages before `commit_import`. No other request can be
+given them before the pull's last event, because a READ may still write there. Therefore a pull can outlive its attempt.
+If an attempt fails, its import is cancelled at once, but the manager takes the pages back only when no transfer of the
+pull is in flight.
 """
 
 from __future__ import annotations
@@ -53,25 +54,28 @@ class DecodeScheduler:
 
     Args:
         name: name of this process.
-        loop: the loop that decodes. It also recomputes a prompt whose pages were lost to a preemption.
+        loop: the loop that decodes. It also computes a prompt again if a preemption has lost its pages.
         exchange: pulls pages into the pool of the loop's manager.
         context: the ZMQ context of the sockets to the prefill processes.
         prefills: endpoints of the prefill processes. A request goes to the one with the fewest prompt tokens to
             compute.
         frontend: a socket to the process that submits requests; `Tokens` are sent to it.
-        max_unread: limit of messages that the frontend has not read; beyond it the process's requests fail.
+        max_unread: how many messages the frontend may leave unread. If there are more, all requests of this process
+            fail.
         max_open: limit of open requests; any request beyond it is refused.
         chunkwise: whether to pull the first pages while the rest of the prompt is still computed.
         times: time limits of the phases.
         clock: a monotonic clock, in seconds.
         keyring: keys for the connections to prefill processes; None for plain sockets.
-        trace: make a span of each hand-over (`transfer.spans`).
+        trace: whether to make a trace span for each hand-over (`transfer.spans`).
 
     Attributes:
-        counts: messages that were "late", attempts that were followed by another ("retries"), requests that "failed",
-            pages "pulled", and pages "reused" because this process had them cached.
-        frontend: queue of messages to the frontend. While `is_deaf` is set, submit nothing.
-        draining: whether each new request is refused.
+        counts: counters by name. "late": messages that were repeated, or that belong to an attempt that is over.
+            "retries": attempts that failed and were followed by another. "failed": requests that ended with an error.
+            "pulled": pages that were pulled. "reused": pages that were not pulled, because this process had them
+            cached.
+        frontend: queue of messages to the frontend. While its `is_deaf` is set, submit no request.
+        draining: whether the process refuses every new request.
         connections: the connections to the prefill processes.
     """
 
@@ -119,7 +123,7 @@ class DecodeScheduler:
 
     @property
     def open_requests(self) -> int:
-        """The number of open requests, unfinished pulls, and leases of pages that peers asked for by content."""
+        """The number of open requests, unfinished pulls, and leases that peers got by asking for pages by content."""
         keys = {request.key for request in list(self._requests.values())} | self._exchange.open_pulls
         return len(keys) + self._exchange.lending.num_leases
 
@@ -131,7 +135,10 @@ class DecodeScheduler:
 
     @property
     def has_drained(self) -> bool:
-        """Whether the process drains, no request is open, and no step runs. A step may outlast its last request."""
+        """Whether the process drains, no request is open, and no step runs.
+
+        A step can still run after the last request of its batch has ended.
+        """
         return self.draining and not (self.open_requests or self._loop.has_work)
 
     @property
@@ -216,7 +223,7 @@ class DecodeScheduler:
         return busy or self._loop.is_running
 
     def stats(self) -> msg.Stats:
-        """Returns the counters, after it has counted the pages again."""
+        """Checks the manager's page counts (`check`), then returns the counters."""
         self._manager.check()
         return self.counters()
 
@@ -294,9 +301,9 @@ class DecodeScheduler:
             self._extend(request, importing, [offer.table], importing.pending.tokens[1], last=last)
 
     def _take_over(self, request: DecodeRequest, offer: msg.PagesOffer) -> None:
-        """Chooses a replica for the offered pages.
+        """Chooses a replica for the offered pages, and opens the pull there.
 
-        That replica renews the lease, and the request waits for its free pages.
+        From now on that replica renews the lease. The request waits until the replica has enough free pages.
         """
         patience_s = self._times.prefill_s + self._times.room_s
         request.move("offered", self._clock() + patience_s)
@@ -323,9 +330,10 @@ class DecodeScheduler:
     # ---- pages
 
     def _admit(self) -> None:
-        """Reserves pages for offered requests, in order, and pulls those that are not cached here.
+        """Reserves pages for the requests whose pages were offered, in the order of the offers. Starts their pulls.
 
-        Preempted requests come first, because they had their pages already.
+        Pages that are cached here are not pulled. While a preempted request waits in the loop, no pages are reserved
+        here, because that request has already had its pages once.
         """
         for queue in self._arrived:
             while queue and not self._loop.num_waiting:
@@ -355,7 +363,10 @@ class DecodeScheduler:
     def _extend(
         self, request: DecodeRequest, importing: Importing, tables: Sequence[BlockTable], start: int, *, last: bool
     ) -> None:
-        """Reads tokens from `start` on. `tables` and the tables of earlier offers name the pages at the source."""
+        """Extends an import by the pages that `tables` name, and reads the import's tokens from `start` on.
+
+        With `last`, the last of these tables completes the prompt.
+        """
         request.offers.imported()
         pending = importing.pending
         try:
@@ -368,7 +379,10 @@ class DecodeScheduler:
             self._read(request, importing, last=last, new=start < pending.tokens[1])
 
     def _read(self, request: DecodeRequest, importing: Importing, *, last: bool, new: bool) -> None:
-        """Reads the pages that the import's newest tables have added. With `last`, the fence follows them.
+        """Reads the pages that were added to the import since the last call.
+
+        With `last`, a fence follows: it reads the lease words, which shows that the lease was still valid when the data
+        arrived.
 
         If no page had to be read at all, the request joins the loop at once.
         """
@@ -435,9 +449,9 @@ class DecodeScheduler:
             self._finish(request, "error")
 
     def _fail(self, request: DecodeRequest, reason: str, *, final: bool = False, tell_prefill: bool = True) -> None:
-        """Handles a failed attempt.
+        """Handles a failed attempt at a request.
 
-        Another attempt follows, unless the failure is `final` or this was the last attempt allowed.
+        The request continues with another attempt, unless the failure is `final` or this was the last attempt allowed.
         """
         again = request.phase in ("asked", "offered", "pulling")
         self._give_up(request, reason, tell_prefill=tell_prefill)
@@ -452,9 +466,9 @@ class DecodeScheduler:
         self._unasked[request.request_id] = request
 
     def _give_up(self, request: DecodeRequest, reason: str, *, tell_prefill: bool) -> None:
-        """Releases what the request holds, here and at its prefill process.
+        """Releases what a request holds in this process and in its prefill process.
 
-        Pages that a pull may write stay held until it ends.
+        Pages that a pull may still write stay reserved until that pull has ended.
         """
         if request.phase in ("asked", "offered", "pulling"):
             self._give_up_source(request, reason, tell_prefill=tell_prefill)

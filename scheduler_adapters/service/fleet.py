@@ -41,12 +41,12 @@ class Fleet:
     """Prefill and decode servers, which live from `__enter__` to `__exit__`.
 
     Args:
-        configs: one for each server. `name` (the role, if empty), `frontend`, `listen` and `prefills` are filled in. A
-            server with a `frontend` of its own is only started and ended here, and exchanges its messages with that
-            frontend.
+        configs: the settings of each server. If `name`, `frontend`, `listen` or `prefills` is empty, the fleet fills it
+            in; the name is then the role. If the settings of a server name a `frontend`, the fleet only starts and ends
+            that server, which exchanges its messages with the named frontend.
         program: the command of a server, which takes its settings on standard input.
-        curve: gives the servers keys of a new fleet, so that their sockets are encrypted and admit no other process.
-        send_timeout_s: most seconds that `send` waits for a server that accepts no message.
+        curve: whether to make new keys for the servers, so that their sockets are encrypted and admit no other process.
+        send_timeout_s: how long `send` waits for a server that accepts no message, in seconds.
 
     Raises:
         ServiceError: any method raises this if a server does not answer, or has died without being killed here.
@@ -225,9 +225,9 @@ class Fleet:
             self._context: Context = zmq.Context()
             self._made.callback(self._context.destroy, linger=0)
             self._socket = self._context.socket(zmq.ROUTER)
-            # Must be set before a server joins: libzmq ends the session of a dead peer with the linger that was set at
-            # that moment. By default there is no limit, and `destroy` may then wait for ever for the peer to take its
-            # messages.
+            # LINGER must be set before a server joins. When a peer has died, libzmq ends its session with the value
+            # that was set when the peer joined. The default has no limit, so `destroy` could wait for ever for a dead
+            # peer to take its messages.
             self._socket.setsockopt(zmq.LINGER, 0)
             self._made.callback(self._close_all)
             self._configure()
@@ -393,7 +393,8 @@ class RunFolder:
 def _lock(folder: Path) -> int | None:
     """Returns the descriptor that holds the folder's lock; None if another process holds it or the folder is gone.
 
-    If it is gone, another run that was starting has removed it: before it is locked, a new folder looks abandoned.
+    A folder may be gone because it looks abandoned until it is locked: another run that starts at the same time may
+    have removed it.
     """
     try:
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)  # not inherited by child processes

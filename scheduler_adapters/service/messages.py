@@ -72,7 +72,7 @@ KVSources = Annotated[tuple[KVSource, ...], Meta(max_length=8)]
 class Hello(Message, frozen=True, kw_only=True, tag=True):
     """Decode to prefill, the first message on each connection: the name of the decode process."""
 
-    reader: Name  # name of the decode process; a new connection ends the requests of its earlier ones
+    reader: Name  # name of the decode process; when it connects again, the requests of its earlier connections end
     incarnation: Name  # a random name, new with each start of the process
 
 
@@ -207,8 +207,8 @@ class Stats(Message, frozen=True, kw_only=True, tag=True):
 
     name: Name
     role: Role
-    pages_held: int  # pages that a holder keeps or a pull writes; includes state pages, excludes idle cached pages
-    open_requests: int  # requests that are open or held for a reader, and open pulls
+    pages_held: int  # pages that a request or lease holds or a pull writes; state pages count, idle cached pages do not
+    open_requests: int  # requests that are open or whose pages wait for a reader, and open pulls
     phases: dict[str, int] = {}  # requests by phase (`requests.py`), except "over"
     running: int = 0  # requests that the loop runs
     waiting: int = 0  # requests that wait for the loop and hold no pages
@@ -236,9 +236,9 @@ class Left(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Members(Message, frozen=True, kw_only=True, tag=True):
-    """Sent repeatedly, the message also shows that the server can be reached.
+    """Frontend to server, sent repeatedly: the prefill processes that serve at present.
 
-    Its delivery also shows that the server can be reached.
+    Decode processes connect to these. A message that arrives also shows that the frontend can reach the server.
     """
 
     prefills: Annotated[tuple[Name, ...], Meta(max_length=1024)]  # endpoints where prefill processes listen

@@ -3,7 +3,7 @@
 The request names the processes that may have pages. Such a process may have evicted them, be busy, or be gone. Then the
 prompt is computed as if no process had been named: at once if the process answers, otherwise after a time limit. Pulled
 pages are cached like any others, so the request finds them when its turn comes. If pulling takes about as long as
-computing, the request runs at once, and pages are pulled from the end of the prompt
+computing, the request runs at once, and meanwhile pages are pulled from the end of the prompt
 (`scheduler_adapters.service.stretches`).
 
 The pages are pulled in *stretches*: runs of consecutive pages of the prompt. A long stretch is read from several
@@ -40,25 +40,29 @@ from transfer.pull.pull_state import PullEvent, PullShare
 from transfer.pull.source import Place, Source
 
 FetchOutcome = Literal["pulled", "split", "computed", "stale", "unanswered", "no_room", "failed"]
-"""The outcome for a prompt with a named source.
+"""What became of a prompt for which at least one source of pages was named.
 
-"pulled": at least one stretch was pulled. "split": this happened while the prompt was computed. "computed": computing
-was estimated to be quicker. The other outcomes describe the last source: "stale" (it has no more than this process),
-"unanswered", "no_room" (no free pages here) or "failed" (the pull).
+"pulled": at least one stretch was pulled while the request waited. "split": at least one stretch was pulled while the
+prompt was being computed. "computed": computing was estimated to be quicker, so no source was asked. The other outcomes
+tell what the last source led to. "stale": it has no more pages than this process. "unanswered": it gave no answer in
+time, or reported an error. "no_room": too few pages were free here. "failed": the pull failed, or the lent pages did
+not fit.
 """
 FETCH_OUTCOMES: tuple[FetchOutcome, ...] = get_args(FetchOutcome)
 
 # in seconds: the time that all sources of one stretch together have to answer; a source may be busy with a step
 _ASK_S = 1.0
-_AT_ONCE = 4  # sources asked at once
+_AT_ONCE = 4  # the most sources that are asked at the same time
 # in seconds: after one source has lent pages, the others have at least and at most this long to answer
 _LEAST_WAIT_S, _MOST_WAIT_S = 5e-3, 0.05
-_PULL_S = 5.0  # in seconds, for one stretch
-# A running prompt that no other request delays awaits the answer of a source, which takes a few milliseconds unless the
-# source runs a step. Otherwise the pull would begin only after a step.
+_PULL_S = 5.0  # in seconds: the time limit for pulling one stretch
+# In seconds. If a running prompt is the only request of the loop, the loop runs no step for this long after a source
+# was asked, and awaits the answer. The answer takes a few milliseconds unless the source runs a step. Without this
+# wait, the pull would begin only after a step.
 _ANSWER_S = 0.01
-# A prompt that has been computed up to the pages of a pull awaits them for this multiple of the pull's estimated time:
-# every token that it computed meanwhile would come with the pull, too.
+# Applies to a prompt that is the only request of the loop, and that has been computed up to the pages of a pull. It
+# awaits those pages until this multiple of the pull's estimated time has passed. Computing them meanwhile would be
+# wasted work, because the pull brings the same tokens.
 _PATIENCE = 1.25
 _DROPPED, _USELESS = "its request was dropped", "its pages cannot be used here"
 _LATE = "its answer was no longer awaited"
@@ -87,11 +91,11 @@ class _Fetch:
         waiting: the request, if it waits for the pages; None if it runs at the same time.
         replica: the local replica that asks for the pages and will cache them.
         stretches: chooses the pages to ask for, and imports them.
-        places: the sources that have not failed. The sources that were asked last are at the end.
-        to_ask: the sources that are still to be asked for the current stretch.
-        since: time of the first question about the current stretch.
+        places: address and engine id of each source that has not failed. Those that were asked last are at the end.
+        to_ask: the places that are still to be asked for the current stretch.
+        since: time at which the current stretch was first asked for.
         asked: keys of the questions that await an answer. Any other answer is late.
-        asked_at: time of these questions.
+        asked_at: time at which these questions were sent.
         share_s: how long each source may take to answer, in seconds, if the sources are asked one after another.
         wait_until: the time until which answers are awaited.
         lent: the answers with pages.
@@ -99,7 +103,7 @@ class _Fetch:
         pending: the import of the stretch that is being pulled from the sources of `lent`.
         pull_at: when its pull began.
         before_s: the exchange's `pull_seconds` at that time.
-        pulled: stretches pulled so far.
+        pulled: number of stretches that were pulled so far.
     """
 
     context: TextContext
@@ -156,7 +160,8 @@ class PeerPrefixes:
         self._questions: dict[str, _PromptQuestion] = {}
         self._serial = itertools.count()
         self._met: Recent[str] = Recent()
-        # Called with a request's id and a token when a pull of pages of its running prompt, from that token on, begins.
+        # Called when pages of a running prompt are being pulled, with the request's id and the first token of those
+        # pages.
         self.on_pages: Callable[[str, int], None] = lambda _key, _token: None
         self._split: set[str] = set()  # requests that run and for which pages at the end of the prompt were pulled
 
@@ -192,7 +197,10 @@ class PeerPrefixes:
 
     @property
     def awaited_until(self) -> float:
-        """Until when a running prompt should wait for an answer, or for pages, in place of computing them."""
+        """The time until which a running prompt should wait for an answer or for pages, rather than be computed.
+
+        It is 0 if no running prompt should wait.
+        """
         return max((self._awaited_until(fetch) for fetch in self._open.values() if fetch.waiting is None), default=0.0)
 
     def _awaited_until(self, fetch: _Fetch) -> float:
@@ -221,7 +229,7 @@ class PeerPrefixes:
     def computed(self, key: str, tokens: int, seconds: float, cached: int) -> None:
         """Reports the measured time of a prompt of `tokens` tokens after `cached` cached ones.
 
-        Not used if pages were pulled meanwhile.
+        The measurement is discarded if pages of the prompt were pulled meanwhile.
         """
         if key not in self._split:
             self.estimate.compute.add(tokens, seconds, cached)
@@ -240,7 +248,7 @@ class PeerPrefixes:
             return None  # the prompt was dropped
         if not event.error:
             return self._take(fetch, happened.proof, event.shares)
-        if not event.safe:  # the pull may still write, so its key and its pages cannot be used for another one
+        if not event.safe:  # the pull may still write, so neither its key nor its pages can be used for another pull
             return self._end(fetch, "failed")
         self._give_up(fetch, [lent.source.place for lent in fetch.lent])
         return self._go_on(fetch, "failed")
@@ -267,7 +275,9 @@ class PeerPrefixes:
     def _ask(self, fetch: _Fetch, wanted: NextPages) -> None:
         """Asks the next source for pages, or several sources at once if the stretch would be read from all of them.
 
-        All sources of a stretch share one time limit. Each source has an equal part of it, and sources that are asked
+        All sources of a stretch share one time limit, in equal parts. Sources that are asked at the same time get the
+        sum of their parts. They have as long to answer as they would have had together if they had been asked one after
+        another.
         """
         context, now = fetch.context, self._clock()
         count = min(_AT_ONCE, len(fetch.to_ask)) if self._exchange.reads_several(wanted.tokens) else 1
@@ -360,9 +370,9 @@ class PeerPrefixes:
         return self._go_on(fetch, "pulled")
 
     def _took_s(self, fetch: _Fetch) -> float:
-        """The time of a pull that has just ended, with its question.
+        """Returns the duration of a pull that has just ended, in seconds, including the time for asking the source.
 
-        A running prompt does not count the rest of the step in which the pull ended.
+        If the prompt runs, the pull may have ended during a step of the loop. The rest of that step does not count.
         """
         now = self._clock()
         if fetch.waiting is not None:

@@ -1,9 +1,9 @@
 """`PrefillScheduler`: computes prompts for decode processes, and keeps the pages under leases until they are read.
 
-Ownership: a request holds its pages while it runs. Afterwards its lease holds them until it has ended on every shard
+A request holds its pages while it runs. Afterwards its lease holds them until the lease has ended on every shard
 (`LeaseOver`). A request is therefore released as soon as its prompt has been computed or given up. No page is freed
-while its lease word is valid. The loop never preempts a running prompt, because a prompt gets pages for all of its
-tokens when it is admitted.
+while its lease word, which readers check, is valid. The loop never preempts a running prompt, because a prompt gets
+pages for all of its tokens when it is admitted.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class PrefillScheduler:
 
     @property
     def open_requests(self) -> int:
-        """Counts requests that run or are held for a reader, pulls from other processes, and leases by content."""
+        """The number of requests that run or are held for a reader, open pulls, and leases granted by content."""
         return len({*list(self._requests)} | self._exchange.open_pulls) + self._exchange.lending.num_leases
 
     @property
@@ -115,7 +115,10 @@ class PrefillScheduler:
 
     @property
     def has_drained(self) -> bool:
-        """Whether the process drains, no request is open, and no step runs. A step may outlast its last request."""
+        """Whether the process drains, no request is open, and no step runs.
+
+        A step can still run after the last request of its batch has ended.
+        """
         return self.draining and not (self.open_requests or self._loop.has_work)
 
     @property
@@ -160,7 +163,7 @@ class PrefillScheduler:
                 self._send(reader, msg.Leaving())
 
     def stats(self) -> msg.Stats:
-        """Returns the counters, after it has counted the pages again."""
+        """Checks the manager's page counts (`check`), then returns the counters."""
         self._loop.manager.check()
         return self.counters()
 
@@ -305,7 +308,8 @@ class PrefillScheduler:
         request.replica, request.cached_tokens, request.admitted = replica, cached, self._clock()
         self.peers.admitted(key, replica, cached)
         request.source = self._exchange.offer(key, self._times.lease_s, running=True)
-        # each of our requests has a lease word, so another user of the exchange must hold leases too
+        # The number of our requests is limited to the number of lease words. So if none is free, another user of the
+        # exchange holds leases too.
         if request.source is None:
             self._fail(request, f"prefill process {self.name!r} has no lease word free on replica {replica}")
         else:
@@ -324,7 +328,8 @@ class PrefillScheduler:
         request.table = self._loop.manager.block_table(request.key, first_page=self._known_pages(request))
         if request.phase in ("computing", "offered"):
             self._offer(request)
-        # The reader is waiting, so it was told first. If the reader is gone, the request has already been given up.
+        # This comes after the offer, because the reader is waiting for it. If the reader is gone, the offer could not
+        # be sent, and the request has already been given up.
         self._loop.abort(request.key)
         self.peers.computed(request.key, computed, took_s, request.cached_tokens)
 
@@ -335,7 +340,7 @@ class PrefillScheduler:
                 self._offer(request)
 
     def _table(self, request: PrefillRequest) -> BlockTable | None:
-        """The block table of the pages that the reader may read now. None if it names no new page."""
+        """Returns the block table of the pages that the reader may read now; None if it would name no new page."""
         if request.table is not None:
             return request.table
         try:
@@ -346,7 +351,7 @@ class PrefillScheduler:
         return table if table.num_tokens > request.told else None
 
     def _known_pages(self, request: PrefillRequest) -> int:
-        """The number of leading pages that an earlier offer has named and this one may leave out."""
+        """Returns how many leading pages the next offer may leave out, because an earlier offer has named them."""
         return request.told // self._loop.manager.page_size if request.new_pages else 0
 
     def _take_events(self) -> bool:
@@ -419,7 +424,7 @@ class PrefillScheduler:
             self._end(request, f"timed out in phase {request.phase!r} on prefill process {self.name!r}")
 
     def _end(self, request: PrefillRequest, reason: str, *, silent: bool = False, final: bool = False) -> None:
-        """Gives a request up. Its prompt ends at once; the request itself ends when its lease has ended."""
+        """Gives a request up. Its prompt ends at once. The request itself ends when its lease has ended."""
         request.silent, request.final = request.silent or silent, request.final or final
         self._loop.abort(request.key)
         if request.source is None:

@@ -24,14 +24,15 @@ CHUNK = 64
 
 If two prompts differ within a chunk, they have only the chunks before it in common.
 """
-_MOST_CHUNKS = 16_384  # a million tokens, more than a process of this size usually caches
+_MOST_CHUNKS = 16_384  # a million tokens, more than a prefill process usually caches
 _PAUSE_S, _MAX_PAUSE_S = 0.1, 2.0  # in seconds: pause before a lost connection is reopened; the pause doubles each time
 
 
 def chunks_of(tokens: Sequence[int], cache_salt: str | None) -> list[int]:
     """Returns one number for each whole chunk of a prompt. The number is a hash of all tokens up to the chunk's end.
 
-    Two chunks may get the same number by chance, which only makes the guess wrong.
+    Two chunks may get the same number by chance. The estimate of what a process has cached is then wrong, which does no
+    other harm.
     """
     chunks: list[int] = []
     before = hash(cache_salt)
@@ -58,7 +59,7 @@ class PromptHistory:
     def add(self, chunks: Sequence[int]) -> None:
         """Records that `chunks` were sent to the process.
 
-        Forgets the oldest chunks first, and of one prompt the last chunks first.
+        If there are too many chunks, the oldest ones are forgotten first. Within one prompt, its last chunks go first.
         """
         for chunk in reversed(chunks):
             self._chunks[chunk] = None
@@ -72,7 +73,9 @@ class PromptHistory:
 
 
 class OwnPages(NamedTuple):
-    """Pages of a prompt that the decode process itself has cached. Only decode has the answers of a conversation.
+    """Pages of a prompt that the decode process itself has cached.
+
+    Only decode processes compute the answers of a conversation, so earlier answers are cached only there.
 
     Attributes:
         source: the address at which prefill can ask for these pages, and the number of tokens in them.
@@ -84,7 +87,7 @@ class OwnPages(NamedTuple):
 
 
 def own_pages(manager: PulledPages, exchange: PageExchange, context: TextContext) -> OwnPages | None:
-    """Returns a request's pages that this process has cached, such as those of earlier turns; None without any."""
+    """Returns a request's pages that this process has cached, such as those of earlier turns; None if it has none."""
     contents, replicas = manager.contents, range(manager.num_replicas)
     wanted = contents.digests(context)
     cached = [contents.cached(replica, wanted) for replica in replicas]
@@ -253,9 +256,9 @@ def route(
 ) -> tuple[PrefillConnection, int] | None:
     """Sends a prompt to the process that is expected to finish it first, judged by load and history.
 
-    On a tie the process with less in its cache is chosen. A process in `avoid` is chosen only if there is no other. If
-    `wanted` names a process, it takes precedence over load and history. Returns the chosen connection and the tokens
-    that were added to its load, or None if no process accepted the prompt.
+    If several are equal, the one with the shorter history is chosen. A process in `avoid` is chosen only if there is no
+    other. If `wanted` names a process, it takes precedence over load and history. Returns the chosen connection and the
+    tokens that were added to its load, or None if no process accepted the prompt.
     """
     there = [one for one in connections if one.takes_requests]
     if not there:

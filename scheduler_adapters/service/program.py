@@ -21,9 +21,10 @@ PARENT_GONE = 3
 def die_with_parent() -> None:
     """Ends this process when its parent ends, in whatever way the parent ends.
 
-    The pipe from the parent is standard input, of which this function reads nothing.
+    Standard input must be a pipe from the parent. A thread waits until the pipe hangs up, which happens when the parent
+    ends, and reads nothing from it.
 
-    The pipe hangs up when the parent ends. On Linux the kernel also kills this process, in case Python is stuck.
+    On Linux, the kernel is also told to kill this process when the parent ends, in case Python is stuck.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

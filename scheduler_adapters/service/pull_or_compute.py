@@ -2,14 +2,15 @@
 
 Pure computation.
 
-The time of either way is estimated as a sum of terms. A pull has a latency, and a time for each token. A computation
-has a latency, and times for each new token, for each pair of tokens that attention compares, and for each cached token,
-because it reads them. It therefore grows faster than the number of tokens, and costs more after a long cached prefix.
-The coefficients are fitted to the latest measurements of each power of two of tokens, so that frequent lengths do not
-displace rare ones.
+Pulling and computing are the two ways to get a prompt's pages. The time of each way is estimated as a sum of terms. A
+pull has a latency, and a time for each token. A computation has a latency, and times for each new token, for each pair
+of tokens that attention compares, and for each cached token, because it reads the cached tokens. The time of a
+computation therefore grows faster than the number of tokens, and is longer after a long cached prefix. The coefficients
+of the terms are fitted to measurements. For each power of two of the number of tokens, the latest measurements are
+kept, so that frequent lengths do not displace rare ones.
 
 This sum is the usual time. To follow the current speed, it is multiplied by a factor from the latest measurements. The
-factor stays at 1 while these deviate from the usual time no more than measurements normally do.
+factor stays at 1 as long as the latest measurements deviate from the usual time no more than measurements normally do.
 
 The time of a pull includes the question to the source, and any delay at a busy source or link. The time of a
 computation includes the other requests in the same batch.
@@ -39,11 +40,12 @@ _LATEST = 5  # the current speed is estimated from this many measurements
 _NOISE_OF = 24  # this many of the latest measurements show how far measurements normally deviate from their estimates
 _ROUNDS = 3  # rounds of a fit; each takes its weights from the previous one
 _TINY = 1e-30  # makes a fit solvable if a term was always 0
-# A slow link may recover, so some prompts are pulled although computing is quicker. One of `_TRY_AGAIN` prompts is
-# pulled if this loses at most the share `_MOST_LOSS` of the time spent on computing the others. One of `_TRY_ANYWAY`
-# prompts is always pulled.
+# A slow link may recover, so some prompts are pulled although computing is estimated to be quicker. One of `_TRY_AGAIN`
+# prompts is pulled if this loses at most the share `_MOST_LOSS` of the time spent on computing the others. One of
+# `_TRY_ANYWAY` prompts is pulled whatever this loses.
 _TRY_AGAIN, _MOST_LOSS, _TRY_ANYWAY = 32, 1 / 32, 128
-# A prompt is pulled from its end and computed from its front if that takes at most this share of the quicker way alone.
+# A prompt is pulled from its end while it is computed from its front, if that takes at most this fraction of the time
+# that the quicker of the two ways takes alone.
 _MOST_OF_ONE_WAY = 0.9
 
 
@@ -93,7 +95,8 @@ class TimeByTokens:
     def _pace(self) -> float:
         """Returns the ratio of current times to usual ones.
 
-        Disturbances make times longer, never shorter. So a single measurement that is much shorter counts at once.
+        A slowdown counts only once most of the latest measurements show it. A single measurement that is much shorter
+        than usual counts at once, because disturbances make times longer, never shorter.
         """
         noise, mostly, last = 1.5 * median(self._errors), median(self._latest), self._latest[-1]
         if last < mostly - max(math.log(2.0), 3.0 * noise):
@@ -103,7 +106,7 @@ class TimeByTokens:
     def _usually(self, tokens: int, cached: int) -> float | None:
         """The usual time in seconds; None if there are too few measurements."""
         every = [one for kept in self._measured.values() for one in kept]
-        if len(self._measured) < 2:  # latency and rate cannot be told apart by one length
+        if len(self._measured) < 2:  # with measurements of one length only, latency and rate cannot be told apart
             near = [seconds / at * tokens for at, _, seconds in every if 0.5 < tokens / at < 2.0]
             return median(near) if near else None
         terms = self._terms(cached, tokens)
@@ -132,7 +135,8 @@ def _fitted(terms: Floats, seconds: Floats) -> list[float]:
 def _non_negative(products: Floats, aims: Floats) -> Floats:
     """Solves the normal equations of least squares for coefficients that are not negative.
 
-    It tries every subset of the terms, starting with all of them. There are at most four.
+    The set of all terms is tried first. If it gives a negative coefficient, every subset is tried. There are at most
+    four terms.
     """
     best, least = np.zeros_like(aims), math.inf
     for count in range(len(aims), 0, -1):
@@ -159,7 +163,7 @@ def _compute_terms(cached: int, tokens: int) -> tuple[float, ...]:
 
 
 class PullOrCompute:
-    """Chooses the quicker way.
+    """Decides from measured times whether to pull the pages of a prompt, to compute them, or to do both at once.
 
     Attributes:
         pull: measured times of pulls.
@@ -173,11 +177,12 @@ class PullOrCompute:
         self._spare_s = 0.0  # how many seconds such an experiment may lose
 
     def pays(self, cached: int, tokens: int, rest: int) -> bool:
-        """Returns whether to pull `tokens` tokens after `cached` cached ones.
+        """Returns whether to pull `tokens` tokens that follow `cached` cached ones, rather than compute them.
 
-        The `rest` of the prompt is computed in any case.
+        The `rest` tokens of the prompt that follow them are computed in any case.
 
-        Returns True while there is no estimate for one of the two ways, in order to measure it.
+        Returns True also while there is no estimate for one of the two ways, in order to measure it, and now and then
+        although computing is quicker, in order to notice that a link has recovered.
         """
         pull, whole = self.pull.seconds(tokens), self.compute.seconds(tokens + rest, cached)
         behind = self.compute.seconds(rest, cached + tokens)
@@ -206,7 +211,8 @@ class PullOrCompute:
     def meets(self, at: int, stop: int, page_size: int) -> int:
         """Returns how many tokens before `stop` can be pulled before a computation that is at token `at` reaches them.
 
-        The result counts full pages. It is 0 if there are none, or if a time is not known.
+        The result is a whole number of pages, in tokens. It is 0 if not even one page can be pulled in time, or if a
+        time is not known.
         """
         low, high = 0, max(0, stop - at) // page_size
         while low < high:
@@ -219,7 +225,7 @@ class PullOrCompute:
         return low * page_size
 
     def pulled_within(self, seconds: float, tokens: int, page_size: int) -> int:
-        """Returns how many of `tokens` tokens can be pulled in `seconds` seconds: full pages, at least one."""
+        """Returns how many of `tokens` tokens can be pulled in `seconds` seconds: whole pages, at least one."""
         takes = self.pull.seconds(tokens)
         if takes is None or takes <= seconds:
             return tokens

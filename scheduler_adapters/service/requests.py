@@ -1,4 +1,6 @@
-"""The states of a request on each side of the service. A table has every legal move, and every phase has a deadline.
+"""The states of a request on the prefill side and on the decode side of the service.
+
+A table lists every legal move from one phase to another, and every phase has a deadline.
 
 Every message between the sides belongs to one attempt, named by (request id, attempt).
 
@@ -7,24 +9,24 @@ On the prefill side, each attempt is a request of its own:
     fetching ──► queued ──► leasing ──► computing ──► offered ──► held ──► over
                                  each of the last four may go to  ending ──► over
 
-    fetching    another process is asked for its pages, or they are pulled from there
-    queued      in the loop, without pages
-    leasing     it has pages and runs; a lease was asked for
-    computing   the lease was granted, and no reader knows of it
-    offered     the reader knows, and takes pages while the rest of the prompt runs
-    held        the reader knows all; pages are kept until the lease is over
-    ending      the lease was revoked; pages are kept until its word is cleared
+    fetching    another process is asked for pages of the prompt, or these are pulled from it
+    queued      the request waits in the loop, and has no pages yet
+    leasing     the request has pages and runs; a lease has been requested
+    computing   the lease was granted, but the reader has not been told of it
+    offered     the reader was told of the lease, and may read pages while the rest of the prompt runs
+    held        the reader was told of all pages; they are kept until the lease is over
+    ending      the lease was revoked; pages are kept until the lease word is cleared
 
 On the decode side, a request continues with the next attempt when one fails:
 
     waiting ──► asked ──► offered ──► pulling ──► decoding ──► over
        ▲──────────┴──────────┴───────────┘   another attempt
 
-    waiting     for a prefill process to ask
-    asked       a prefill process computes it
-    offered     a lease was granted there, and is renewed; no pages here yet
-    pulling     pages are reserved here, READs are on their way
-    decoding    in the loop
+    waiting     no prefill process has been asked yet
+    asked       a prefill process was asked to compute the prompt
+    offered     the prefill process has granted a lease, which is renewed; no pages are reserved here yet
+    pulling     pages are reserved here, and READs fill them
+    decoding    the request runs in the loop
 
 From any phase, a failure or a cancellation leads to `over`. Deadlines are on a monotonic clock of this process;
 messages to the other side carry durations. If several reasons for a failure are reported, the first one is kept.
@@ -100,7 +102,8 @@ class DecodeTimes:
     Attributes:
         wait_s: time until a prefill process is connected.
         prefill_s: time until the prompt is computed.
-        room_s: time until pages become free here. A lease can be renewed for at most 20 times its duration.
+        room_s: time until pages become free here. The lease has to be renewed meanwhile, which is possible for at most
+            20 times its duration.
         pull_s: time for the READs.
         decode_s: time for the remaining tokens.
     """
@@ -288,7 +291,7 @@ class DecodeRequest(TrackedRequest):
         replica: the local replica that will get the pages and renews the lease. Set by the first offer.
         importing: the open import; None before pages are reserved and after the import has ended.
         newest: the latest context. The next context reuses its page hashes.
-        digest: `(n, digest of the first n tokens)` of the tokens sent to prefill. Computed while prefill runs.
+        digest: the number of tokens sent to prefill, and the digest of these tokens. Computed while prefill runs.
         reasons: why each attempt failed.
     """
 
@@ -374,7 +377,7 @@ class DecodeRequest(TrackedRequest):
     def new_context(self) -> TextContext:
         """Returns a new context with all tokens known so far.
 
-        It reuses the page hashes of the previous context, because a request needs several contexts.
+        A request needs several contexts, one after another. Each reuses the page hashes of the one before it.
         """
         limit, before = len(self.spec.prompt) + self.spec.max_new_tokens, self.newest
         known = before is not None and before.end_idx == len(self.spec.prompt) + len(self.emitted)

@@ -82,7 +82,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     lease_s: float = 10.0  # in seconds: duration of a lease that its reader does not renew
     chaos: int | None = None  # seed for random transfer faults; None for no faults
     verify: bool = False  # compare pulled pages with checksums of the source's pages
-    # limit of messages that the frontend has not read; beyond it the process's requests fail
+    # how many messages the frontend may leave unread; if there are more, the process's requests fail
     max_unread: int = MAX_UNREAD
     max_open: int = MAX_OPEN  # limit of open requests; any request beyond it is refused
     name: str = ""  # name of the process
@@ -203,7 +203,8 @@ def serve(config: ServerConfig, context: Context, socket: Socket, told: DrainSig
         allowed_peers=config.allowed_peers,
     )
     ready = _ready(config, manager, exchange)
-    with closing(manager), closing(exchange), closing(loop):  # in this order, a step that still runs ends first
+    # the loop closes first, so that a step that still runs ends before its pages are freed
+    with closing(manager), closing(exchange), closing(loop):
         scheduler: PrefillScheduler | DecodeScheduler
         if config.role == "prefill":
             router, times = bind_router(context, config.listen, keyring), PrefillTimes(lease_s=config.lease_s)
@@ -275,7 +276,10 @@ def watched_service(
     exchange: PageExchange,
     keyring: Keyring | None,
 ) -> AbstractContextManager[ManagerWatch | None]:
-    """Returns a context manager that watches a process if that is wanted. `attend` must be called within it."""
+    """Returns a context manager in which a process can be watched at `endpoint`; it yields None without an endpoint.
+
+    The main loop must call `attend` of the yielded watch in every round.
+    """
     if not endpoint:
         return nullcontext()
     secure = None if keyring is None else keyring.secure_server
@@ -314,7 +318,7 @@ class DrainSignal:
 
 
 class Herald:
-    """Sends `Ready` at the start, at the begin of a drain, and every `ready_s` seconds."""
+    """Sends `Ready` when the process starts, when a drain begins, and every `ready_s` seconds."""
 
     def __init__(self, ready: msg.Ready, ready_s: float) -> None:
         self._ready = ready
@@ -357,7 +361,8 @@ class _Rounds:
             if told.drain:
                 scheduler.drain()
             self._herald.say(frontend, draining=scheduler.draining)
-            # If the frontend leaves its answers unread, its messages are not read either, and wait.
+            # If the frontend leaves its answers unread, no further message of it is read. Its messages then wait in the
+            # socket.
             hears = [] if frontend.is_deaf else [self._socket]
             for frames in itertools.chain.from_iterable(map(received, hears)):
                 self._on_frames(frames)
@@ -409,7 +414,7 @@ def main() -> int:
 
 
 def run(config: ServerConfig, draining: tuple[signal.Signals, ...] = (signal.SIGTERM,)) -> int:
-    """Serves until the frontend says `Stop`, or until drained; these signals also request a drain.
+    """Serves until the frontend says `Stop` or the process has drained. Each signal in `draining` requests a drain.
 
     Returns the exit status.
 
@@ -421,8 +426,8 @@ def run(config: ServerConfig, draining: tuple[signal.Signals, ...] = (signal.SIG
         signal.signal(number, told.on_signal)
     sys.setswitchinterval(_SWITCH_S)
     torch.set_num_threads(config.threads)
-    # The frontend's socket has a context of its own, so that its last messages are flushed at the end. Keys are checked
-    # only in the process's context.
+    # The frontend's socket has a ZMQ context of its own, so that its last messages are flushed at the end. Sockets that
+    # check the keys of their peers need the other context, which the whole process shares.
     context: Context = zmq.Context()
     frontend = context.socket(zmq.DEALER)
     try:

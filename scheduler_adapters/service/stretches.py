@@ -139,7 +139,10 @@ class FromTheFront:
         return False
 
     def has_more(self, table: BlockTable, end: int) -> bool:
-        """Returns whether the source's table ends before the stretch: it may have pages again after that gap."""
+        """Returns True if the source's table ends before the pulled stretch does.
+
+        After the gap in its cached pages, the source may have the pages of the next stretch.
+        """
         return table.num_tokens < end
 
     def reserve(self, tables: Sequence[BlockTable]) -> PendingImport | None:

@@ -390,7 +390,7 @@ def test_a_recording_plays_back_to_and_fro(watched: tuple[PagedKVCacheManager, M
 
 
 def test_recordings_that_are_none_are_refused(tmp_path: Path) -> None:
-    for content, what in ((b"", "not a recording"), (b"pagewire recording 1\n", "no look")):
+    for content, what in ((b"", "not a recording"), (b"pagewire recording 1\n", "no snapshot")):
         (tmp_path / "f").write_bytes(content)
         with pytest.raises(WatchError, match=what):
             PlayedSource(tmp_path / "f")
@@ -398,7 +398,7 @@ def test_recordings_that_are_none_are_refused(tmp_path: Path) -> None:
     with pytest.raises(WatchError, match="damaged at byte 21"):
         PlayedSource(tmp_path / "f")
     (tmp_path / "f").write_bytes(b"pagewire recording 1\n\xff\xff\xff\xffabc")
-    with pytest.raises(WatchError, match="damaged at byte 21: a look of 4,294,967,295 bytes"):
+    with pytest.raises(WatchError, match="damaged at byte 21: a snapshot of 4,294,967,295 bytes"):
         PlayedSource(tmp_path / "f")
     bomb = zlib.compress(bytes((1 << 28) + 1), 1)
     (tmp_path / "f").write_bytes(b"pagewire recording 1\n" + len(bomb).to_bytes(4, "big") + bomb)
@@ -481,7 +481,7 @@ def test_an_address_where_nobody_is_shows_that_it_waits() -> None:
     async def run() -> None:
         async with app.run_test(size=(80, 24)) as pilot:
             await pilot.pause(0.3)
-            assert "waiting for a first look" in screen_of(app)[0]
+            assert "waiting for the first snapshot" in screen_of(app)[0]
             await pilot.press("6")
             assert rows_of(app, "processes")[0][1] == "never heard"
             await pilot.press("plus", "left", "p", "c", "left_square_bracket")
