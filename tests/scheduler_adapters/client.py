@@ -1,4 +1,4 @@
-"""The client of a fleet of real processes. It records its requests, their processes and their outcomes."""
+"""The client of a fleet of real processes. It records its requests, the processes that serve them, and their outcomes."""
 
 import itertools
 import time
@@ -29,7 +29,9 @@ class Asked:
 
     @property
     def is_right(self) -> bool:
-        """Whether its tokens are the expected ones, or the first of these followed by a stated failure."""
+        """Returns whether the tokens received are the expected ones. A request that was cancelled, or that failed with
+        a reason, may have received only the first of these.
+        """
         if self.finished in ("eos", "length"):
             return self.tokens == self.expected
         begun = self.tokens == self.expected[: len(self.tokens)]
@@ -37,7 +39,7 @@ class Asked:
 
 
 class Client:
-    """Submits requests to decode processes, and receives messages from all processes."""
+    """Submits requests to decode processes, and receives messages from all processes of the fleet."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
@@ -49,7 +51,7 @@ class Client:
 
     @property
     def open(self) -> list[Asked]:
-        """Requests that have not ended."""
+        """Returns the requests that have not ended."""
         return [one for one in self.asked.values() if not one.finished]
 
     def submit(
@@ -82,7 +84,9 @@ class Client:
                 self.take(self.asked[message.request_id], message)
 
     def take(self, one: Asked, message: msg.Tokens) -> None:
-        """Records a message about a request. A message after its end comes from a process that was given up."""
+        """Records a message about a request. If the request has already ended, the message comes from a process that
+        was given up, and is dropped.
+        """
         if one.finished:
             return
         now = time.monotonic()
@@ -107,7 +111,9 @@ class Client:
         self.ready.remove(name)
 
     def settle(self, timeout_s: float) -> float:
-        """Waits until no process holds anything. Returns the seconds; raises if one still does after `timeout_s`."""
+        """Waits until no process holds anything. Returns how many seconds this took. Raises if a process still holds
+        something after `timeout_s`.
+        """
         start = time.monotonic()
         while True:
             self.stats.clear()

@@ -118,7 +118,8 @@ HYBRIDS = {
             "eos_token_id": None,
         },
     ),
-    # One attention layer serves two places, with adapters for each. Only steps of several tokens limit dt from below.
+    # One attention layer serves two places, with adapters for each. The lower limit of dt applies only in steps of
+    # several tokens.
     "zamba2": (
         "Zamba2Config",
         {
@@ -153,7 +154,7 @@ HYBRIDS = {
         },
     ),
 }
-# Other models have the same forms.
+# Further models, whose caches have the same forms as those above.
 MORE_HYBRIDS = {
     "lfm2_moe": (
         "Lfm2MoeConfig",
@@ -272,13 +273,13 @@ def shared_model() -> SharedModels:
 
 @pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest, shared_model: SharedModels) -> Any:
-    """The model named by the test file's `MODEL`, or a Llama."""
+    """The model that the test file names as `MODEL`, or a Llama."""
     return shared_model(getattr(request.module, "MODEL", "llama"))
 
 
 @pytest.fixture(scope="module")
 def expected(request: pytest.FixtureRequest, model: Any) -> list[list[int]]:
-    """The model's own answers to the test file's `PROMPTS`, `NEW` tokens each."""
+    """The model's own answers to the test file's `PROMPTS`. Each answer has `NEW` tokens."""
     return [own_tokens(model, prompt, request.module.NEW) for prompt in request.module.PROMPTS]
 
 
@@ -304,7 +305,9 @@ def tiny_model(shared_model: SharedModels) -> Any:
 
 
 class _HandPool:
-    """A pool and tables made by hand: requests get pages in a shuffled order, heads are split over `tp` shards."""
+    """A pool and block tables made by hand. Requests get pages in a shuffled order, and the heads are split over `tp`
+    shards.
+    """
 
     def __init__(self, model: Any, lengths: list[int], page_size: int = 16, tp: int = 1, seed: int = 0) -> None:
         config = model.config

@@ -1,4 +1,4 @@
-"""The contract of every adapter: a test class for adapters, and the driver that it needs.
+"""The contract that every adapter must keep: a class of tests, and the driver that an adapter provides for it.
 
 A test module of an adapter says
 
@@ -25,7 +25,7 @@ Reference = Callable[[Sequence[int], int], list[int]]
 
 
 class Limits(NamedTuple):
-    """The sizes of one engine of the adapter, by which the cases choose theirs."""
+    """The sizes of one engine of the adapter. The cases choose the sizes of their requests by these."""
 
     page_size: int
     pages: int
@@ -38,7 +38,7 @@ class Limits(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The state of a request: its tokens so far, why it ended ("" while it continues), and its error."""
+    """The state of a request: its tokens so far, why it has ended ("" while it continues), and its error."""
 
     tokens: list[int]
     finished: str = ""  # "eos", "length", "cancelled", "error"
@@ -50,9 +50,9 @@ class Counters(NamedTuple):
 
     Attributes:
         preemptions: number of preempted requests.
-        reused_tokens: prompt tokens found cached, summed over every engine that a request passes through.
+        reused_tokens: prompt tokens that were found cached, summed over all engines that the requests pass through.
         most_tokens: most tokens of one run of the model.
-        peak_pages: most pages that were held at a time, as counted in the runs.
+        peak_pages: the largest number of pages held at a time, as counted in the runs.
         failed_pulls: failed pulls that the adapter has noticed.
     """
 
@@ -64,14 +64,16 @@ class Counters(NamedTuple):
 
 
 class Adapter(Protocol):
-    """A driver: an adapter with its engines, the model and its peers, if any."""
+    """A driver for one adapter. It owns the adapter's engines, the model and the adapter's peers, if there are any."""
 
     phases: ClassVar[Sequence[str]]
     """The phases in which a request may be cancelled, in their order."""
     peers: ClassVar[Sequence[str]]
-    """Kinds of processes that may die; none where nothing crosses processes."""
+    """The kinds of processes that may die. Empty if the adapter runs in one process."""
     survives: ClassVar[Collection[str]]
-    """Faults that cost no request its tokens: the death of such a peer; "pull": a pull that fails once."""
+    """The faults after which no request may lose its tokens: the kind of a peer that dies, or "pull" for a pull that
+    fails once.
+    """
     limits: Limits
 
     @property
@@ -80,7 +82,7 @@ class Adapter(Protocol):
         ...
 
     def submit(self, request_id: str, prompt: Sequence[int], new: int) -> None:
-        """Asks for `new` tokens. No id is a prefix of another."""
+        """Asks for `new` tokens. No request id is a prefix of another one."""
         ...
 
     def step(self) -> None:
@@ -106,18 +108,20 @@ class Adapter(Protocol):
     def counters(self) -> Counters: ...
 
     def held_pages(self) -> int:
-        """The number of pages that a request holds or a transfer may still write, on all living engines.
+        """Returns the number of pages, on all living engines, that a request holds or that a transfer may still write.
 
         Idle pages do not count.
         """
         ...
 
     def check(self) -> None:
-        """Counts everything again. Raises if the counts disagree."""
+        """Counts everything again. Raises if the new counts differ from the recorded ones."""
         ...
 
     def kill_peer(self, peer: str) -> Collection[str]:
-        """Ends a process as `kill -9` would. Returns the requests that were lost with it; their outcome is an error."""
+        """Ends a process as `kill -9` would. Returns the requests that were lost with the process. The outcome of these
+        requests is an error.
+        """
         ...
 
     def revive_peer(self, peer: str) -> None:
@@ -125,8 +129,8 @@ class Adapter(Protocol):
         ...
 
     def fail_pull(self, request_id: str, *, final: bool) -> None:
-        """Makes the READs of a request in phase "pulling" fail: those of this attempt, or with `final` those of every
-        attempt.
+        """Makes the READs of a request in phase "pulling" fail. Only the READs of this attempt fail, or with `final`
+        those of every attempt.
         """
         ...
 
@@ -154,7 +158,9 @@ class Case:
         self._asked[request_id] = self.adapter.bring(request_id, phase)
 
     def again(self, request_id: str, name: str) -> None:
-        """Submits the same prompts again, which would show wrong pages."""
+        """Submits the same prompts again, under new names. If an earlier request has left wrong pages in the cache, the
+        tokens show it.
+        """
         self.submit(name, self._asked[request_id][0])
 
     def cancel(self, request_id: str) -> None:
@@ -208,12 +214,14 @@ def _params(driver: type[Adapter], names: tuple[str, ...], rows: list[tuple[obje
 
 
 class AdapterContract:
-    """The cases. A subclass names a driver, and its fixture `adapter` yields one."""
+    """The cases of the contract. A subclass names its driver, and its fixture `adapter` yields an instance of it."""
 
     driver: ClassVar[type[Adapter]]
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Parametrises tests by the driver's phases and peers. A driver without any is skipped by name."""
+        """Parametrises the tests by the phases and peers of the driver. If a driver has none, the test is skipped with
+        a reason.
+        """
         driver = self.driver
         rows: dict[tuple[str, ...], tuple[list[tuple[object, ...]], str]] = {
             ("phase",): ([(phase,) for phase in driver.phases], "has nothing to cancel"),
@@ -234,7 +242,7 @@ class AdapterContract:
         return Case(adapter, reference)
 
     def test_admission(self, case: Case) -> None:
-        """With more requests than rows and pages, requests wait for each other, and all end."""
+        """With more requests than there are rows and pages, requests wait for each other, and all of them end."""
         limits = case.limits
         for number in range(limits.rows + 2):
             case.submit(f"r{number:02}", prompt_of(number, limits.tokens // 2))
@@ -243,9 +251,9 @@ class AdapterContract:
         assert limits.pages // 2 <= peak <= limits.pages, f"{peak} of {limits.pages} pages were held at a time"
 
     def test_hit(self, case: Case) -> None:
-        """A prompt whose head was served before runs only its tail.
+        """If the head of a prompt was served before, only the tail of the prompt runs.
 
-        A prompt that was served before runs only its last page.
+        If the whole prompt was served before, only its last page runs.
         """
         size, before = case.limits.page_size, case.adapter.counters().reused_tokens
         head = prompt_of(1, max(size, 16) * 3)
@@ -269,7 +277,7 @@ class AdapterContract:
         assert 0 < most <= budget, f"{most} tokens ran at a time, the budget is {budget}"
 
     def test_preempt(self, case: Case) -> None:
-        """All requests fit at first, but not at the end. Some are preempted, and no tokens change."""
+        """All requests fit at first, but not when they have grown. Some are preempted, and no request's tokens change."""
         limits = case.limits
         length = limits.page_size + 1
         new = 8 * limits.tokens // (5 * limits.rows) - length

@@ -1,8 +1,10 @@
 """The last hop of every message.
 
-It delivers messages twice, late and out of order, chosen by a seed, and counts what it did in which phase. The messages
-travel over the schedulers' own sockets. Instead of reading from a socket, a scheduler gets the messages that are due
-here. How a message is delivered:
+It delivers messages twice, late and out of order, as a seed decides. It counts each kind of delivery by the phase of
+the request.
+
+The messages travel over the schedulers' own sockets. Instead of reading from a socket, a scheduler gets the messages
+that are due here. How a message is delivered:
 
     in time     when it arrived
     again       a second time
@@ -35,7 +37,7 @@ class Reached(NamedTuple):
     how: str
 
     def covers(self, other: "Reached") -> bool:
-        """Whether the other is of this kind; its phase may be more specific."""
+        """Returns whether `other` is a delivery of this kind. The phase of `other` may be more specific."""
         return (self.message, self.how) == (other.message, other.how) and other.phase.startswith(self.phase)
 
 
@@ -51,7 +53,7 @@ class _Held:
 
 @dataclass
 class _Hop:
-    """The messages that wait for one receiver, and the latest message delivered for each request."""
+    """The messages that wait for one receiver, and the message that was delivered last for each request."""
 
     held: list[_Held] = field(default_factory=list)
     youngest: dict[str, int] = field(default_factory=dict)
@@ -66,7 +68,7 @@ class Deliverer:
         patch: replaces the schedulers' own `received`.
         twice: share of the messages that are delivered twice.
         late: share of the messages that are delivered late.
-        rounds: most rounds by which a message is delayed.
+        rounds: the largest number of rounds by which a message is delayed.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class Deliverer:
 
     @property
     def num_held(self) -> int:
-        """The number of messages still to be delivered, without those for closed sockets."""
+        """The number of messages that are still to be delivered. Messages for closed sockets do not count."""
         return sum(len(hop.held) for key, hop in self._hops.items() if not getattr(key, "closed", False))
 
     def to_decode(self, name: str, message: msg.Submit | msg.Abort) -> None:

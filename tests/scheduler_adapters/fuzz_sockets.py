@@ -34,7 +34,9 @@ STRANGER = msg.encode(next(message for message in MESSAGES if isinstance(message
 
 
 def rubbish(rng: random.Random, seeds: list[bytes]) -> list[bytes]:
-    """Returns noise, a changed message, a message with odd values, or a message of several frames."""
+    """Returns one of these at random: noise, a changed message, a message with odd values, or a message of several
+    frames.
+    """
     data = rng.choice(seeds)
     match rng.randrange(10):
         case 0:
@@ -46,7 +48,7 @@ def rubbish(rng: random.Random, seeds: list[bytes]) -> list[bytes]:
             except OverflowError:
                 data = b"\xdf\xff"
         case 4:
-            pass  # a valid message at a wrong time
+            pass  # a valid message may still come at a wrong time
         case _:
             data = mutated(data, rng)
     return [data] * rng.choice((1, 1, 1, 1, 1, 1, 1, 1, 2, 5))
@@ -104,7 +106,8 @@ class Impostor:
             elif isinstance(message, msg.Prefill):
                 self._asked = [*self._asked[-4:], message]
         if self._readers:
-            if rng.random() > LEAVES:  # a wrong answer makes decode disconnect, and reconnect a little later
+            # a wrong answer makes the decode process disconnect, and it reconnects a little later
+            if rng.random() > LEAVES:
                 seeds = [data for data in seeds if data != STRANGER]
             self._socket.send_multipart([self._readers[-1], *rubbish(rng, self._about_what_was_asked(rng, seeds))])
 

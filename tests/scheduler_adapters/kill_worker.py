@@ -1,7 +1,9 @@
-"""A worker with a fuse: it kills or stops itself during a move if a file named after its pid says so. The file holds a
-phase, a signal and a delay in seconds. It is removed when the fuse is lit. In addition to the phases of requests there
-are phases of pages that one prefill process gets from another. The asking process is "fetching", then "pulling". The
-source is "asked", and then has "lent". Pages are always asked for, whether that is quicker or not.
+"""A worker process with a fuse. The worker kills or stops itself during a move if a file named after its pid says so.
+
+The file holds a phase, a signal and a delay in seconds. It is removed when the fuse is lit. In addition to the phases
+of requests there are phases of pages that one prefill process gets from another. The process that asks for pages is
+first "fetching" and then "pulling". The process that has them is first "asked", and then has "lent" them. Pages are
+always asked for, whether that is quicker or not.
 """
 
 import os
@@ -46,7 +48,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def then(method: Callable[..., Any], look: Callable[[str], None], phase: str) -> Callable[..., Any]:
-    """Wraps a method after which a phase has begun, unless the method returns that it had nothing to do."""
+    """Wraps a method after whose call a phase has begun. If the method returns that there was nothing to do, the phase
+    has not begun.
+    """
 
     def act_and_look(*arguments: Any) -> Any:
         result = method(*arguments)
@@ -58,7 +62,7 @@ def then(method: Callable[..., Any], look: Callable[[str], None], phase: str) ->
 
 
 def light(signal: int, delay_s: float) -> None:
-    """Ends or stops this process with all its threads, at once or after a delay."""
+    """Sends this process the signal that ends or stops it with all of its threads, at once or after a delay."""
     if delay_s:
         threading.Timer(delay_s, os.kill, (os.getpid(), signal)).start()
     else:

@@ -45,7 +45,9 @@ CANCELLED = 0.15
 NEW = 12
 PROGRAM = (sys.executable, "-m", "tests.scheduler_adapters.kill_worker")
 FETCHING, LENDING = ("fetching", "pulling"), ("asked", "lent")
-"""Phases of a prefill process that reads pages of another one, and phases of the process that has them."""
+"""The phases of a prefill process that reads pages of another prefill process, and the phases of the process that lends
+them.
+"""
 PHASES = {
     "prefill": [phase for phase in (*PREFILL_MOVES, "pulling", *LENDING) if phase not in ("queued", "over")],
     "decode": [phase for phase in DECODE_MOVES if phase not in ("waiting", "over")],
@@ -130,7 +132,9 @@ class Range:
                 self.wait_for_all(time.monotonic() + RECOVERY_S)
 
     def introduce(self) -> None:
-        """Serves until each decode process has used each prefill process, so that a restarted one is known again."""
+        """Serves requests until each decode process has used each prefill process, so that a process that restarts is
+        known again.
+        """
         for decode in ("decode-0", "decode-1"):
             for prefill in ("prefill-0", "prefill-1"):
                 self.client.settle(SETTLED_S)
@@ -165,7 +169,7 @@ class Range:
         if number == signal.SIGKILL:
             self.fleet.expect_end(victim)
         if fetched:
-            # the process that has the pages, and the one that reads them
+            # the process that has the pages, and the process that reads them
             both = f"prefill-{1 - int(victim[-1])}", victim
             self.submit_twice(*(both if fault.phase in FETCHING else both[::-1]))
         else:
@@ -183,7 +187,7 @@ class Range:
             self.let_go_on(victim, at)
         elif not struck:
             fuse.unlink(missing_ok=True)
-            # no request came into that phase, so the process is still alive and is ended now
+            # no request has come into that phase, so the victim is still alive and is ended now
             if number == signal.SIGKILL:
                 self.fleet.kill(victim)
                 self.restart(victim)
@@ -214,8 +218,8 @@ class Range:
         os.kill(self.fleet.pids[victim], signal.SIGCONT)
 
     def wait_for_others(self, victim: str, at: float) -> None:
-        """Waits until every request that the victim does not decode has ended, and checks that this takes no longer
-        than allowed.
+        """Waits until every request that another process than the victim decodes has ended. Checks that this takes no
+        longer than is allowed.
         """
         others = [one for one in self.client.asked.values() if one.decode != victim]
         while not all(one.ended for one in others):
@@ -248,7 +252,7 @@ def is_stopped(pid: int) -> bool:
 def shoot(
     runs: int, seed: int, say: Callable[[str], None] = lambda _line: None, faults: Sequence[Fault] = tuple(FAULTS)
 ) -> list[Outcome]:
-    """Makes `runs` runs, with every fault in turn, in an order chosen by the seed."""
+    """Makes `runs` runs. The faults take turns, in an order that the seed decides."""
     torch.set_num_threads(1)
     order = random.Random(seed)
     queue: list[Fault] = []

@@ -13,11 +13,11 @@ from tests.orphans import die_with_parent
 MARK = "PAGEWIRE_TEST_RUN"
 COMMAND = (sys.executable, "-m", "pagewire")
 STAGES = {"start": "starting ", "serving": "serving ", "checking": "checking "}
-"""The line of the demo's output with which a stage begins."""
+"""Maps each stage of the demo to the beginning of the line that the demo prints when the stage begins."""
 
 
 class Run:
-    """A command with its own folder for temporary files. All of its descendants carry a mark.
+    """A command with a folder of its own for temporary files. All of its descendants carry a mark in their environment.
 
     Args:
         folder: folder of its temporary files; made if it does not exist.
@@ -97,11 +97,11 @@ class Run:
         return found
 
     def leftovers(self, *, files: bool = True) -> list[str]:
-        """The remains: processes, files, and shared memory that no process has mapped."""
+        """Returns what the command has left: processes, files, and shared memory that no process has mapped."""
         left = [f"process {pid}: {line}" for pid, line in self.descendants().items()]
         left += [f"file {path}" for path in self.folder.rglob("*") if files]
         for line in Path("/proc/sysvipc/shm").read_text().splitlines()[1:]:
-            if line.split()[4] in self._shared:  # the id of the process that made it
+            if line.split()[4] in self._shared:  # the id of the process that made this shared memory
                 left.append(f"shared memory: {line}")
         left += [f"shared memory: {path}" for path in self._memory.glob("*")]
         return left
@@ -115,7 +115,9 @@ class Run:
 
 
 def wait_for_work(pid: int, seconds: float) -> None:
-    """Waits until a process has used this much more processor time, which is independent of other load."""
+    """Waits until a process has used this much more processor time. Unlike wall-clock time, this does not depend on the
+    load of the machine.
+    """
 
     def used() -> float:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -26,9 +26,9 @@ _answers: WeakKeyDictionary[Any, dict[tuple[Any, ...], list[int]]] = WeakKeyDict
 
 
 def own_tokens(model: Any, prompt: Sequence[int], new: int) -> list[int]:
-    """Like `reference_tokens`, but remembers answers as long as the model lives.
+    """Like `reference_tokens`, but keeps the answers as long as the model exists.
 
-    The model's weights must not change in between. Its end-of-sequence token may change.
+    The model's weights must not change meanwhile. Its end-of-sequence token may change.
     """
     key = str(model.generation_config.eos_token_id), tuple(prompt)
     known = _answers.setdefault(model, {})
@@ -39,7 +39,7 @@ def own_tokens(model: Any, prompt: Sequence[int], new: int) -> list[int]:
 
 
 class Unwalked(OrderedDict[str, Any]):
-    """Requests by id. Code may read the first one and those with news, but may not go through all of them.
+    """Requests by id. Code may read the first request and those with news, but must not go through all of them.
 
     Iterating over all of them fails.
     """
@@ -64,7 +64,7 @@ def new_manager(
     states: dict[str, Any] | None = None,
     **params: Any,
 ) -> Any:
-    """A manager for the model, with this many token pages in each replica, and state pages in their own memory.
+    """Makes a manager for the model. Each replica has this many token pages, and state pages in memory of their own.
 
     `states` has the params for state copies of a model with recurrent layers.
     """

@@ -117,7 +117,7 @@ class LoopDriver:
 
 
 class GeneratorDriver(LoopDriver):
-    """`PagedGenerator`: a step is one call with everything submitted; a cancellation interrupts the call."""
+    """`PagedGenerator`. A step is one call with everything that was submitted. A cancellation interrupts the call."""
 
     phases = ("prefill", "decoding")
 
@@ -171,7 +171,7 @@ class GeneratorDriver(LoopDriver):
 
 
 class WatchedService(Service):
-    """The service, with counted runs."""
+    """The service, with counters for the runs of its models."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.most: Counter[str] = Counter()
@@ -204,7 +204,7 @@ class PairDriver:
     def _meddle_with_reads(self) -> None:
         """Patches NIXL so that chosen READs fail, in flight or when posted, or do not end until told so.
 
-        The READ in flight must also fail, because it may be the last one that the victim needs.
+        A READ that is already in flight must also fail, because it may be the last READ that the victim needs.
         """
         read, done = Agent.read, Agent.done
 

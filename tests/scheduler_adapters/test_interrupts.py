@@ -1,4 +1,6 @@
-"""Signals that end a command in every stage: nothing outlives it, and its status names the signal."""
+"""Signals that end a command in every stage: no process or file outlives the command, and its exit status names the
+signal.
+"""
 
 import itertools
 import os
@@ -64,7 +66,7 @@ def assert_ended(run: Run, number: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_outlives_the_demo(tmp_path: Path, kind: str, number: signal.Signals, stage: str) -> None:
     run = run_demo(tmp_path / "t", stage, *KINDS[kind])
-    # At a random time of the stage: while processes are made, import, connect or serve.
+    # The signal comes at a random time of the stage, while processes are made, import, connect or serve.
     time.sleep(random.Random(f"{kind} {number} {stage}").uniform(0, 3 if stage == "start" else 0.5))
     assert_ended(run, number)
 
@@ -151,7 +153,9 @@ def test_a_process_ends_with_its_parent_from_its_first_moment_on(wait: float, st
 
 
 def end_of(pid: int) -> tuple[int, float]:
-    """Waits for the end of a process whose parent has ended. Returns its status, and its processor time in seconds."""
+    """Waits for the end of a process whose parent has ended. Returns its exit status, and its processor time in
+    seconds.
+    """
     deadline = time.monotonic() + 60
     while True:
         ended, status, usage = os.wait4(pid, os.WNOHANG)  # it is our child now, because `tests.conftest` adopts orphans
@@ -183,7 +187,9 @@ def test_a_signal_that_is_lost_can_be_sent_again(monkeypatch: pytest.MonkeyPatch
 
 
 class Named:
-    """A descriptor whose class creation is interrupted by a signal, as can happen when an enumeration is imported."""
+    """A descriptor that is interrupted by a signal while its class is created. This can happen while an enumeration is
+    imported.
+    """
 
     def __set_name__(self, owner: type, name: str) -> None:
         signal.raise_signal(signal.SIGINT)

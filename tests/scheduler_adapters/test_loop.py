@@ -276,7 +276,7 @@ def test_the_pages_are_gone_from_a_batch_that_a_poisoned_page_would_spoil(
     loop = new_loop(model, enable_prefix_caching=False)
     serve(loop, requests_of(PROMPTS[:2]))
     for blocks in loop.manager.device_tensors[0]:
-        blocks[1:] = float("nan")  # a reused page may hold anything
+        blocks[1:] = float("nan")  # a page that is used again may hold anything
     assert tokens_of(serve(loop, requests_of(PROMPTS))) == expected
     assert not any(torch.any(blocks[0]) for blocks in loop.manager.device_tensors[0])
 
@@ -292,7 +292,7 @@ def test_a_request_may_fill_the_cache_to_its_last_token_and_not_beyond(model: An
 
 
 def test_a_replica_short_of_pages_takes_none_from_another(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The newest request runs on the other replica, and is never preempted."""
+    """The newest request runs on the other replica, which has pages, and is never preempted."""
     loop = new_loop(model, pages=12, page_size=4, n_devices=2, data_parallel_degree=2, enable_prefix_caching=False)
     at = {"r0": 0, "r1": 0, "r2": 1}
     monkeypatch.setattr(loop.manager, "get_or_recommend_replica", lambda context: at[context.request_id])
@@ -329,7 +329,9 @@ def test_pages_that_never_arrive_hold_a_request_up_for_five_seconds_and_no_other
 
 
 def test_with_windows_a_budget_of_one_token_still_finds_cached_prefixes(make_model: Callable[..., Any]) -> None:
-    """With several block tables only one chunk has pages, and a chunk of one token would count as a decode step."""
+    """With several block tables only one chunk at a time has pages, and a chunk of one token would be taken for a
+    decode step.
+    """
     layers = ["sliding_attention", "full_attention", "sliding_attention"]
     windowed = make_model("gemma3", layer_types=layers, sliding_window=24)
     prompt = PROMPTS[0][:60]

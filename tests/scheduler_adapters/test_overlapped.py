@@ -30,8 +30,8 @@ NEW = 16
 
 
 class SlowModel:
-    """A model that runs only after the loop has planned everything that it can, so that it reads pages as late as
-    possible.
+    """A model that runs only after the loop has planned everything that it can plan. It therefore reads pages as late
+    as possible.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -48,8 +48,8 @@ class SlowModel:
 
 
 class Loop(OverlappedLoop):
-    """An overlapped loop that tells its model when the next step is planned, and counts steps planned while the model
-    ran.
+    """An overlapped loop that tells its model when the next step has been planned. It counts the steps that were
+    planned while the model ran.
     """
 
     ahead = 0

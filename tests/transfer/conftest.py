@@ -82,7 +82,9 @@ class Worker:
 
 @contextmanager
 def hired() -> Generator[Callable[..., Worker]]:
-    """Starts workers, and ends them at the end of the block. Each worker polls its engine, so few should be alive."""
+    """Yields a function that starts workers, and ends all of them when the block is left. Each worker polls its engine
+    all the time, so a test should keep only a few alive.
+    """
     workers: list[Worker] = []
 
     def hire(env: dict[str, str] | None = None) -> Worker:
@@ -105,7 +107,9 @@ def hire() -> Iterator[Callable[..., Worker]]:
 
 @pytest.fixture(scope="module")
 def couples() -> Iterator[Callable[[dict[str, str]], tuple[Worker, Worker]]]:
-    """Returns `couples(env)`, which returns two workers for each transport. They serve the whole module."""
+    """Returns `couples(env)`, which returns two workers with this environment. All tests of a module get the same two
+    workers for the same environment.
+    """
     found: dict[tuple[tuple[str, str], ...], tuple[Worker, Worker]] = {}
     with hired() as start_one:
 
@@ -161,5 +165,5 @@ def until():
 
 @pytest.fixture
 def transports():
-    """Environment of a worker by the name of its transport."""
+    """Maps the name of each transport to the environment variables of a worker that uses it."""
     return TRANSPORTS

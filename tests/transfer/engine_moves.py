@@ -1,8 +1,11 @@
-"""Random moves and faults with real engines over real NIXL: accepted data must equal the source's data. `python -m
-tests.transfer.engine_moves --runs 10000` prints the seeds. Both sides live in this process and are driven step by step
-with their own clock. The seed therefore decides everything except the times at which NIXL's copies end. Sources hold
-pages of known content under leases, and overwrite a page as soon as it is theirs again. Readers treat their pages as a
-manager does: only its pull writes to a page, and a page without a pull is never written.
+"""Random moves and faults with real engines over real NIXL: accepted data must equal the source's data.
+
+`python -m tests.transfer.engine_moves --runs 10000` prints the seeds.
+
+Both sides live in this process and are driven step by step with their own clock. The seed therefore decides everything
+except the times at which NIXL's copies end. Sources hold pages of known content under leases, and overwrite a page as
+soon as its lease has ended. Readers treat their pages as a manager does: a page is written only by the pull that it was
+given to, and never without such a pull.
 """
 
 from __future__ import annotations
@@ -233,7 +236,7 @@ class World:
             self.take_reader_events(at)
 
     def restart_source(self) -> None:
-        """Restarts the source under its name. Its pages then have new contents."""
+        """Restarts the source under the same engine id. Its pages then have new contents."""
         self.counts["source restarts"] += 1
         old, self.source = self.source, self._make("source", self._tps[0])
         self.server.serve(self.source.card)
@@ -256,7 +259,7 @@ class World:
         while events:
             match events.popleft():
                 case Offered(lease_id=lease_id, error=error):
-                    if error:  # the slot was taken
+                    if error:  # the slot of the lease word was taken
                         self._give_back(self.held.pop(lease_id))
                     else:
                         self.held[lease_id].offered = True

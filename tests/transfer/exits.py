@@ -71,12 +71,13 @@ OPENED = {"exchange": open_exchange, "thread": open_thread, "engine": open_engin
 
 
 def ends(conn: Connection, what: str, how: str, path: str, wait_s: float) -> None:
-    """Opens an object, and ends in one of the ways in which a program ends."""
+    """Opens an object, and ends the process in one of the ways in which a program can end."""
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    gc.freeze()  # imported modules are no garbage, and checking them at the end would take longest
+    # the collector would otherwise search all imported modules at the end, which would take most of the time
+    gc.freeze()
     OPENED[what]()
     time.sleep(wait_s)
     try:

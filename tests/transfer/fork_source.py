@@ -92,7 +92,8 @@ def _take_pid(parent: int, pipe: Connection, life: Connection) -> None:
 
 
 def goes_on(pipe: Connection, how: str) -> None:
-    """Forks a process with open engines and threads. The fork ends, and its parent can still lease, pull and end.
+    """Forks a process with open engines and threads. The fork ends, and the parent can still lease pages, pull pages
+    and end.
 
     Args:
         pipe: the connection to the test, which needs only the exit status, 7.
@@ -133,7 +134,7 @@ def vars_of(one: object) -> list[str]:
 def closes_while_locks_are_held(pipe: Connection) -> None:
     """A process forks while other threads hold every lock of its exchange. The child closes its copy and ends.
 
-    The alarm of the thread is left out: it is a lock that is held until it rings.
+    The lock of the thread's alarm is left out, because it is always held until the alarm rings.
     """
     exchange = PageExchange(manager_of(), "p", lend=0.5)
     locks = [lock for lock in locks_of_transfer() if lock is not exchange.threads[0]._alarm._quiet]

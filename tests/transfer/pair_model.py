@@ -198,8 +198,8 @@ class RankCaches:
     def write(
         self, group: int, blocks: tuple[int, ...], first: int, tokens: tuple[int, int], value: int | None = None
     ) -> None:
-        """Writes a request's tokens into its blocks, which begin with block `first`: their defined values, or `value`
-        everywhere.
+        """Writes a request's tokens into its blocks, the first of which is block number `first` of the request. Each
+        element gets its defined value, or `value` if that is given.
         """
         spec = self.groups[group]
         config = group_config(spec, self.side)
@@ -272,7 +272,9 @@ class RankCaches:
             ssm[block] = (spec.element(group, 9) + layer * 512 + head + inner).to(torch.int32)
 
     def differences(self, expected: RankCaches, allowed: RankCaches) -> list[str]:
-        """The differences from `expected`, tensor by tensor. Elements may also equal those of `allowed`."""
+        """Returns the differences from `expected`, tensor by tensor. An element may also equal the element of `allowed`
+        at its place.
+        """
         found: list[str] = []
         for name, cache in self.tensors.items():
             for at, tensor in enumerate((cache,) if isinstance(cache, torch.Tensor) else cache):
@@ -299,7 +301,9 @@ def _strided(shape: list[int], order: tuple[int, ...]) -> torch.Tensor:
 
 
 def reach(pair: Pair, group: int) -> tuple[int, int, int]:
-    """The first token that a reader may get, the first that it must get, and the end of the tokens that it gets."""
+    """Returns three token positions: the first token that a reader may receive, the first token that it must receive,
+    and the end of the tokens that it receives.
+    """
     spec = pair.groups[group]
     ours, theirs = group_config(spec, pair.reader), group_config(spec, pair.source)
     needed = max(pair.computed, ours.needed(pair.num_tokens))

@@ -206,7 +206,7 @@ def prompt_of(pair: Pair) -> Prompt:
 
 
 def transfer(pair: Pair, source: EngineUnderTest, reader: EngineUnderTest, request_id: str = "r") -> None:
-    """Transfers a pair's request from one engine to the other, until the source may free it and the reader has it."""
+    """Transfers a pair's request from one engine to the other, until the reader has it and the source may free it."""
     source.call("fill_source", pair)
     groups = [group_config(spec, pair.reader) for spec in pair.groups]
     if pair.source.host_buffer:

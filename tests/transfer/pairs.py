@@ -176,11 +176,11 @@ CHANGES = {
     "host": _host_buffers,
     "anything": _anything,
 }
-"""The change that the first word of a family makes to a draft."""
+"""Maps the first word of a family's name to the function that changes a draft for this family."""
 
 
 def _cut(family: str, draft: Draft) -> Draft:
-    """Sets the ranks by the family's ratio."""
+    """Sets the ranks of both sides by the ratio in the family's name."""
     groups, source, reader = draft
     ratio = next((word for word in family.split() if "->" in word), "")
     if not ratio:

@@ -176,7 +176,9 @@ def pages_for(layout: ShardLayout, tokens: tuple[int, int], seed: int = 0) -> li
 
 
 def reach(local: ShardLayout, remote: ShardLayout, tokens: tuple[int, int]) -> int:
-    """The token up to which a pull copies: the nearer page end of the two sides."""
+    """Returns the token up to which a pull copies. It is the end of a page on one of the two sides, whichever end comes
+    first.
+    """
     return min(-(-tokens[1] // side.groups[0].page_size) * side.groups[0].page_size for side in (local, remote))
 
 
@@ -193,9 +195,9 @@ def mamba_boxes(
     dtype: tuple[str, int] = ("float32", ITEMSIZE),
     region: int = 0,
 ) -> tuple[Box, ...]:
-    """The boxes of one Mamba layer's state: a page holds the convolution's `[channels of x, B and C, conv_length]`,
-    then the SSM's. A rank holds a range of each, so different TP splits simply intersect, and B and C may be replicated
-    while x is split.
+    """The boxes of one Mamba layer's state. A page holds the convolution's `[channels of x, B and C, conv_length]`, and
+    then the SSM's state. A rank holds a range of each part. Shards with different TP therefore simply intersect, and B
+    and C may be replicated while x is split.
     """
     boxes: list[Box] = []
     offset, (name, itemsize) = 0, dtype

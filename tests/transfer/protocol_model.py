@@ -1,9 +1,12 @@
 """Explores every interleaving of the ownership protocol: `python -m tests.transfer.protocol_model --help`.
 
 The search is breadth first over distinct states, so the first violation has the shortest possible trace. States that
-differ only in the names of equal readers, or in the order of a request's pages, count as one. A state is a number,
-composed of the indices of its rooms and the number of deaths still allowed. The moves of a room are computed once for
-each room and each view of the others. The successors of a state are then sums.
+differ only in the names of equal readers, or in the order of a request's pages, count as one.
+
+Each possible state of a room has an index. A state of the search is one number, made of the indices of all rooms and
+the number of deaths that are still allowed. For each state of a room, and for each view of the other rooms, the moves
+are computed once, as differences of that number. A successor of a state is then the sum of the state and such a
+difference.
 """
 
 from __future__ import annotations
@@ -44,29 +47,30 @@ _SOURCES = "PQ"
 
 
 class Face(NamedTuple):
-    """The part of a room that the other rooms can see."""
+    """The part of a room's state that the other rooms can see."""
 
     held: int
     pages: tuple[int, ...]
     failed: bool  # a new attempt may begin
-    past: int  # readers that have gone beyond this attempt
-    new: int  # readers that do not know it yet
-    claims: bool  # its word's slot is taken
-    standing: int  # source ranks on which its word is set
+    past: int  # number of readers that have gone on to a later attempt
+    new: int  # number of readers that do not know this attempt yet
+    claims: bool  # whether the slot of this attempt's lease word is taken
+    standing: int  # number of source ranks on which this attempt's lease word is set
     said: int
-    # If a prompt comes in stretches, for its only reader:
+    # The state of the only reader's pull, for a prompt that comes in stretches.
     pull: int = IDLE
-    here: int = -1  # pages that it has; -1 while the stretch is not over
-    passed: bool = False  # for a part of an import: every word that it has read held its id, and it is not over
+    here: int = -1  # number of pages that the reader has; -1 while the stretch is not over
+    # for one part of an import: every lease word that the reader has read held the lease's id, and the pull is not over
+    passed: bool = False
 
 
 class Steps(NamedTuple):
-    """The moves of a room, given what it sees of the other rooms. Each move has the number that it adds to a state, and
-    the one that it adds to the mirrored state.
+    """The possible moves of a room, for what it sees of the other rooms. Each move has two numbers: one that it adds to
+    a state, and one that it adds to the mirrored state.
     """
 
     deltas: tuple[tuple[int, int], ...]
-    deaths: tuple[tuple[int, int], ...]  # the same, for the death of each process
+    deaths: tuple[tuple[int, int], ...]  # the same two numbers for the death of each process
     spoils: bool  # whether a move writes to pages of other rooms, which never happens with all rules
     wrong: bool
 
@@ -84,7 +88,7 @@ class Result(NamedTuple):
 
 
 def _of_source(source: int, text: str) -> str:
-    """The description of a move, with the room's own source instead of P."""
+    """Returns the description of a move, with the name of the room's own source in place of P."""
     return re.sub(r"\bP(?=\d|\b)", _SOURCES[source], text) if source else text
 
 
@@ -95,7 +99,7 @@ class Explorer:
         self.cast = cast
         self.protocol = Protocol(cast.shape, without)
         readers = cast.shape.readers
-        # True if it matters which pages of a request are present, not only how many.
+        # True if it matters which pages of a request are present. Otherwise only their number matters.
         self._exact = (
             bool(without & {"writer-hold", "quarantine", "settled-ends", "named-by-source"})
             or cast.shape.by_content
@@ -380,7 +384,9 @@ class Explorer:
         return after
 
     def _story(self, seen: dict[int, int], state: int) -> tuple[str, tuple[str, ...]]:
-        """Describes how a state is reached and what is wrong there, with consistent names of readers and pages."""
+        """Describes how a state is reached and what is wrong there. Readers and pages keep their names throughout the
+        description.
+        """
         path = [state]
         while seen[path[-1]] != path[-1]:
             path.append(seen[path[-1]])
@@ -432,7 +438,9 @@ def _print_result(cast: Cast, result: Result) -> None:
 
 
 def main() -> int:
-    """Runs the command. The status is 0 if all promises hold, or if leaving out a rule breaks one."""
+    """Runs the command. The exit status is 0 if all promises hold. With a rule left out, it is 0 if a promise is
+    broken.
+    """
     arguments = _arguments()
     if arguments.rules:
         for name, text in {**RULES, **ASSUMPTIONS}.items():

@@ -38,10 +38,11 @@ def stale(protocol: Protocol, name: str, size: int, room: Room) -> str:
 
 
 def stuck(protocol: Protocol, name: str, room: Room, moves: Sequence[Move], waits: bool = False) -> str:
-    """Promise "no stuck state, no one else affected": names a party that cannot progress; empty if all can. A holder of
-    pages has a move of its own that brings it nearer to giving them back. A pull with an open lease that was not given
-    up has a move that brings it nearer to its commit, whatever happens to other readers and requests. `waits`: the room
-    is the back of an import whose front has not passed; after passing itself, it waits for that.
+    """Promise "no stuck state, no one else affected": names a party that cannot progress; empty if all can. Every
+    holder of pages must have a move of its own that brings it nearer to giving them back. Every pull with an open lease
+    that was not given up must have a move that brings it nearer to its commit, whatever happens to other readers and
+    requests. `waits`: the room is the back of an import whose front has not passed. A back that has passed waits for
+    the front.
     """
     due = {move.due for move in moves}
     if (room.held or STANDING in room.word or STALE in room.word) and "P" not in due:
@@ -76,7 +77,9 @@ def is_over(room: Room) -> bool:
 
 
 def rank(size: int, room: Room) -> int:
-    """A number that every move increases. It proves that no move leads back, and that every run ends."""
+    """Returns a number that every move increases. Since such a number exists, no sequence of moves returns to an
+    earlier state, and every run ends.
+    """
     gone = 0 if UNSET in room.word or room.held else sum(1 + size - mask.bit_count() for mask in room.intact)
     if room.found == UNASKED and UNSET in room.word:
         lost = sum(size - mask.bit_count() for mask in (room.listed, *room.intact))

@@ -24,52 +24,59 @@ UNSET, STANDING, STALE, CLEARED = range(4)  # states of a lease word; STALE: the
 IDLE, PULLING, GIVEN_UP, COMMITTED, CLOSED, KEPT = range(6)
 NONE, COPYING, FENCED_EARLY, FENCING, MATCHED, MISMATCHED, PASSED, FLYING = range(8)  # a link
 
-ABSENT, UNASKED = 0, -1  # for leases by content: not computed yet; computed, but no reader was answered yet
+# for leases by content. ABSENT: not computed yet; UNASKED: computed, but no reader has been answered
+ABSENT, UNASKED = 0, -1
 
 T = TypeVar("T")
 
 
 class Room(NamedTuple):
-    """One attempt of one request. In masks over pages of the request, bit k is its k-th page."""
+    """One attempt of one request. In masks over pages of the request, bit k stands for page k of the request."""
 
     word: tuple[int, ...]  # [source rank]
     held: int  # pages held by P, a mask over its pool, the same on every rank
     intact: tuple[int, ...]  # [source rank] pages of the request that still have the leased content there
-    said: int  # links over which "done" or "refused" was sent
-    former: int  # links over which an earlier incarnation of the reader sent it
+    said: int  # links over which the reader has sent "done" or "refused"
+    former: int  # links over which an earlier incarnation of the reader has sent such a message
     heard: int  # links whose message the source has recorded
     pull: tuple[int, ...]  # [reader]
     pages: tuple[int, ...]  # [reader] pages held there, a mask over its pool, the same on every rank
-    loose: tuple[int, ...]  # [reader] pages given back that a READ may still write; none with all rules
+    # [reader] pages that the reader has given back although a READ may still write to them; none with all rules
+    loose: tuple[int, ...]
     link: tuple[tuple[int, int, int], ...]  # [link] state, copied pages, pages whose copy has the leased content
     # By content:
-    found: int = ABSENT  # number of leased pages, from the first one asked for; UNASKED before that
+    # number of leased pages, counted from the first one asked for; UNASKED until a reader has been answered
+    found: int = ABSENT
     listed: int = 0  # pages that P finds in its index
     below: int = 0  # pages that P also has in a lower tier, and may load again
-    coming: int = 0  # pages that are being loaded from there
-    first: int = 0  # number of the prompt's pages before the first one asked for; the other masks then leave them out
+    coming: int = 0  # pages that are being loaded from the lower tier
+    # number of the prompt's pages before the first one asked for; the other masks do not include these pages
+    first: int = 0
     forged: int = 0  # readers whose table was changed in transit: its first page id belongs to another request
     own: int = 0  # if no request waits: the number of pages that the reader has computed, or found, during the pull
 
 
 class View(NamedTuple):
-    """A room's view of the others."""
+    """What a room sees of the other rooms."""
 
-    may_lease: bool = False  # the previous attempt has failed somewhere, and the slot of the word is free
+    may_lease: bool = False  # whether the previous attempt has failed somewhere and the slot of the lease word is free
     free_source: int = 0
     free_reader: tuple[int, ...] = ()
     may_take: int = 0  # readers for which this attempt is not out of date
-    late: int = 0  # without the attempt check: links over which the previous attempt's message was sent
-    foreign: int = 0  # without fresh ids: source ranks on which another lease's word is set in the same slot
-    has_tail: bool = False  # a stretch of the prompt follows
-    tail: int = IDLE  # the state of that stretch's pull
-    head: int = -1  # pages of the previous stretch that the reader has; -1 if that is not over, or there is none
-    head_words: int = -1  # source ranks on which that stretch's word is set; -1 if there is no such stretch
-    # If one import is read from two sources, for its back:
+    late: int = 0  # links over which the previous attempt's message was sent; matters only without the attempt check
+    # source ranks on which another lease's word is set in the same slot; matters only without fresh ids
+    foreign: int = 0
+    has_tail: bool = False  # whether another stretch of the prompt follows this one
+    tail: int = IDLE  # the state of the pull of the stretch that follows
+    # number of pages of the previous stretch that the reader has; -1 if that stretch is not over, or there is none
+    head: int = -1
+    # number of source ranks on which the lease word of the previous stretch is set; -1 if there is no such stretch
+    head_words: int = -1
+    # for the back of an import that is read from two sources: whether there is a front
     has_front: bool = False
-    front_passed: bool = False  # the front has passed, and is not over
-    front_words: int = -1  # source ranks on which the word of the front's lease is set
-    back_committed: bool = False  # for its front: the import was committed together with the back
+    front_passed: bool = False  # whether the front has passed and is not over
+    front_words: int = -1  # number of source ranks on which the lease word of the front is set
+    back_committed: bool = False  # for the front: whether the import was committed together with the back
 
 
 class Move(NamedTuple):
@@ -296,7 +303,8 @@ class Protocol:
                 taken = taken._replace(pull=put(room.pull, reader, PULLING), pages=put(room.pages, reader, pages))
                 text = f"D{reader} takes the offer of {name}, reserves pages {bits(pages)}, posts its READs"
                 yield Move(text, taken)
-                if not self.has("named-by-source"):  # with the rule, it refuses the offer, which it may do in any case
+                # with the rule, the reader refuses such an offer; it may refuse any offer, which is another move
+                if not self.has("named-by-source"):
                     text = f"{text}: its table was changed on its way, and names another request's page for page 0"
                     yield Move(text, taken._replace(forged=room.forged | 1 << reader))
             refused = room._replace(pull=put(room.pull, reader, CLOSED), said=room.said | self._mask(links))
@@ -323,7 +331,9 @@ class Protocol:
             yield Move(text, closed._replace(pages=put(room.pages, reader, 0)), f"D{reader}")
 
     def _compute(self, name: str, size: int, reader: int, room: Room) -> Iterator[Move]:
-        """The reader computes the next page while that is pulled. It looks for the page before."""
+        """The reader computes the next page while the pull is under way. Without "found-when-committed" it may instead find
+        that page in its cache before the page has arrived.
+        """
         page, after = room.own, room._replace(own=room.own + 1)
         if not self.shape.ahead or page >= size:
             return

@@ -8,8 +8,9 @@ from tests.transfer.protocol_room import Shape
 
 
 class Part(NamedTuple):
-    """One attempt of one request: its name, its pages, the previous attempt (or -1), and the slot of its word. A
-    stretch with an earlier one covers the whole prompt, and brings the pages that the earlier one did not bring.
+    """One attempt of one request: its name, its pages, the previous attempt (or -1), and the slot of its lease word. If
+    there is an earlier stretch, `pages` counts those of the whole prompt, and this stretch brings the pages that the
+    earlier stretch did not bring.
     """
 
     name: str
@@ -22,7 +23,7 @@ class Part(NamedTuple):
 
 
 class Cast(NamedTuple):
-    """The processes of a search, and how many of them may die. Nothing else is bounded."""
+    """The processes of a search, and how many of them may die. No other number is limited."""
 
     title: str
     shape: Shape

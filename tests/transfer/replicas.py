@@ -38,8 +38,8 @@ class Hindrance:
     """Delays or refuses the READs of one rank, as a stuck or dying peer would.
 
     Attributes:
-        held: while set, no READ is seen to end.
-        hold_from: while set, READs from this number on (counted from 0) are not seen to end.
+        held: while this is set, every READ seems to be in flight.
+        hold_from: while this is set, READs from this number on (counted from 0) seem to be in flight.
         refuse: which of the next READs raise, counted from 0.
         reads: READs so far, as (runs, note).
     """

@@ -1,7 +1,7 @@
 """Open exchanges, workers and engines do not change how a process ends.
 
-Its exit status and its output are the program's, whether it ends normally, by an error, by `sys.exit` or by Ctrl-C. The
-processes are forks of one that has imported everything, and finalize like the interpreter.
+The exit status and the output are those of the program, whether it ends normally, by an error, by `sys.exit` or by
+Ctrl-C. The processes are forks of one that has imported everything, and finalize like the interpreter.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def test_what_is_open_at_the_end_changes_neither_status_nor_words(
     [("raise", 1), pytest.param("exit", 3, marks=pytest.mark.ci), pytest.param("end", 0, marks=pytest.mark.ci)],
 )
 def test_a_program_of_its_own_that_closes_nothing_ends_as_it_says(how: str, status: int) -> None:
-    """The same test without a fork, so that the interpreter itself handles the error."""
+    """The same test without a fork. The error is handled by the interpreter itself."""
     ending = {"raise": f"raise ValueError({exits.OWN!r})", "exit": "import sys; sys.exit(3)", "end": ""}[how]
     program = f"from tests.transfer import exits; exits.open_exchange(); {ending}"
     done = subprocess.run(

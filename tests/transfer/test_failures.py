@@ -1,4 +1,4 @@
-"""Every failure of a pull names its kind where it is made, and none is "other" by accident."""
+"""Every place that fails a pull names the kind of the failure, and no failure is "other" by accident."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ KINDS = {
     "UnknownPeerError": FailureKind.OTHER,
     "UnknownTransferError": FailureKind.OTHER,
 }
-# Where a failure is "other" on purpose: the caller's own call is wrong, or the error is none of ours.
+# The places in the code where a failure is "other" on purpose: the caller's own call is wrong, or the error is not one
+# of ours.
 OTHER = {
     ("errors.py", "TransferError"): 1,
     ("errors.py", "PullFailedError"): 1,
@@ -86,7 +87,7 @@ def test_failures_are_other_only_where_this_was_decided() -> None:
 
 @pytest.mark.parametrize("method", ["fail", "_fail", "withdraw", "fail_engine", "disconnect", "_forget", "_give_back"])
 def test_what_fails_a_pull_takes_a_failure_and_no_bare_text(method: str) -> None:
-    """With this, the type checker finds a path without a kind."""
+    """Because a failure is required, the type checker finds every place that fails a pull without naming a kind."""
     for name in ("pull/pull.py", "pull/rank.py", "pull/replica.py", "pull/directory.py"):
         tree = ast.parse((TRANSFER / name).read_text())
         for node in ast.walk(tree):

@@ -1,4 +1,4 @@
-"""The span of a hand-over: its parts sum to the whole, and it belongs to the trace of its request."""
+"""The span of a hand-over: the durations of its parts add up to its own, and it belongs to the trace of its request."""
 
 from __future__ import annotations
 

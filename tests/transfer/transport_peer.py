@@ -33,7 +33,7 @@ def runs(base: int, pages: NDArray[np.int64]) -> NDArray[np.uint64]:
 
 
 class Peer:
-    """Its `pool` is always readable.
+    """All of `pool` is readable.
 
     The second half of page 0 and all of page 1 of `gone` are registered but unreadable. Unmapped memory behaves in the
     same way until something else is mapped there.

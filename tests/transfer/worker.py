@@ -1,6 +1,6 @@
 """A process with one engine after another, which a test drives over a pipe.
 
-It polls between commands, and dies with the test.
+The process polls its engine between commands, and dies with the test.
 """
 
 from __future__ import annotations

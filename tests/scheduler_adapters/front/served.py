@@ -96,7 +96,7 @@ class Served:
 
 
 def tokens_of(answer: Any) -> list[int]:
-    """The tokens of a completion that was requested with `return_token_ids`."""
+    """The tokens of a completion whose request had `return_token_ids` set."""
     return answer.choices[0].token_ids
 
 
@@ -117,7 +117,7 @@ def streamed(
     tokens: list[int] = []
     text, last = "", None
     parts = complete(client, prompt, new, stream=True, stream_options={"include_usage": True})
-    on_accepted()  # the status has arrived, before any token
+    on_accepted()  # the HTTP status has arrived, but no token yet
     for number, part in enumerate(parts):
         if part.choices:
             tokens += part.choices[0].token_ids

@@ -29,7 +29,7 @@ PARTS = {"declared": b'{"model": "tiny", ', "chunked": b'8\r\n{"model"\r\n'}
 
 
 async def exchange(port: int, *sent: bytes) -> bytes:
-    """Sends these parts and closes the connection. Returns the answer up to then."""
+    """Sends these parts, and then closes the connection. Returns the answer that has arrived until then."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     for part in sent:
         writer.write(part)

@@ -1,4 +1,5 @@
-"""Which process gets a request, and what happens to the request if that process leaves, refuses it, stops or restarts.
+"""Which process the front sends a request to, and what happens to the request if that process leaves, refuses it, stops
+or restarts.
 
 The processes are sockets of the test, which send what it wants. `tests/pagewire/serve` runs real ones.
 """
@@ -200,7 +201,8 @@ def test_who_has_refused_a_request_is_not_asked_again_and_when_all_have_it_fails
         peers = all_of.join("d1", "d2")
         await all_of.there("d1", "d2")
         asked = all_of.ask()
-        for peer in peers:  # the one with the fewest requests, or the earliest of several
+        # the front first asks the process with the fewest requests, or the earliest of several such processes
+        for peer in peers:
             submit = await peer.heard(msg.Submit)
             peer.tell(submit, finished="error", error="one too many", elsewhere=True)
         with pytest.raises(RefusedError, match="d1, d2 have refused it"):

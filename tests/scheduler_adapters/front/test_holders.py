@@ -198,7 +198,7 @@ def test_windows_that_go_take_no_page_of_full_layers_along() -> None:
 def test_a_next_turn_at_other_processes_finds_the_answer_where_it_was_generated(
     tmp_path: Path, tiny_model: Any
 ) -> None:
-    """The request names no source, but the front knows the pages that d1 has filled."""
+    """The request names no source. The front knows which pages d1 has filled, and names d1 as a source itself."""
     # needs the extra 'fleet': if a front places by events, all processes publish them
     pytest.importorskip("dynamo.llm")
     served, placed = Served(tmp_path), ("--placement", "dynamo")

@@ -146,7 +146,8 @@ def test_a_hundred_requests_of_a_client_are_in_its_traces_and_in_the_metrics(tmp
     assert value(front, "pagewire_front_processes", state="serving") == 2
     cached = sum(one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in answers)
     assert value(front, "pagewire_front_prompt_tokens_total", source="cached") == cached > 0
-    # A later chunk may find pages that another request has published meanwhile. Only the process counts these.
+    # A later chunk may find pages that another request has published meanwhile. Only the process counts these, and not
+    # the answer.
     assert value(processes["prefill"], "pagewire_prompt_tokens_total", source="cached") >= cached
     assert value(processes["prefill"], "pagewire_prompt_tokens_total") == prompts
     assert value(processes["decode"], "pagewire_pull_seconds_count") > 0

@@ -1,4 +1,4 @@
-"""The choice of the process that computes a prompt: Dynamo's selection core follows two real managers."""
+"""How a prompt's prefill process is chosen: Dynamo's selection core follows the events of two real managers."""
 
 import asyncio
 from collections.abc import Iterator
@@ -46,9 +46,9 @@ def compute(manager: PagedKVCacheManager, prompt: list[int]) -> None:
 
 
 async def check_placed_soon(placement: Selected, prompt: list[int], wanted: str) -> None:
-    """Waits until the events have arrived.
+    """Waits until the events have arrived and the placement chooses `wanted`.
 
-    Dynamo chooses randomly between equals, and twelve right choices in a row are no accident.
+    Dynamo chooses at random between processes that are equal. Twelve right choices in a row cannot be an accident.
     """
     row, number = 0, 0
     async with asyncio.timeout(20):
@@ -83,7 +83,8 @@ def test_prompts_go_where_they_are_cached_while_that_process_is_there(
         assert await placement.place("gone", [*PROMPTS["p1"], 9], ["p1", "p2"]) == "p2"
         await placement.over("gone")
         await placement.follow([ready("p1", managers["p1"], "2"), members[1]])
-        await check_placed_soon(placement, [*PROMPTS["p1"], 9], "p1")  # a late subscriber learns what it holds
+        # a placement that subscribes late still learns which pages the process holds
+        await check_placed_soon(placement, [*PROMPTS["p1"], 9], "p1")
 
     asyncio.run(run())
 
@@ -115,7 +116,7 @@ def test_a_process_that_goes_takes_its_reservations_with_it_and_costs_no_request
 
 
 def test_a_process_that_was_started_anew_is_followed_where_it_is_now(managers: dict[str, PagedKVCacheManager]) -> None:
-    """Its end was not noticed. It has the same name and new endpoints."""
+    """The end of the first process was not noticed. The new process has the same name and other endpoints."""
 
     async def run() -> None:
         placement, prompt = Selected(), [*PROMPTS["p1"], 9]
@@ -123,7 +124,7 @@ def test_a_process_that_was_started_anew_is_followed_where_it_is_now(managers: d
             compute(managers["p2"], prompt[:100])
             compute(managers["p1"], prompt)
             await placement.follow([ready("p1", before, "1"), ready("p2", managers["p2"])])
-            await check_placed_soon(placement, prompt, "p2")  # p2 has half of it, and p1 none
+            await check_placed_soon(placement, prompt, "p2")  # p2 has the pages of half of this prompt, and p1 has none
             await placement.follow([ready(name, manager, "2") for name, manager in managers.items()])
             await check_placed_soon(placement, prompt, "p1")
             assert {name: known.incarnation for name, (_, known) in placement._workers.items()} == {

@@ -1,5 +1,5 @@
-"""vLLM's router in front of whole fleets, and of the processes of one: it sends prompts to the process that has their
-pages.
+"""vLLM's router in front of whole fleets, and in front of the processes of one fleet. It sends each prompt to the
+process that has the prompt's pages.
 """
 
 import random
@@ -53,7 +53,7 @@ def test_prompts_go_to_the_fleet_that_has_them(fleets: list[Served], tmp_path: P
 
 
 def until_it_follows(router: Router, compute: Callable[[], list[int]], found: Callable[[list[int]], int]) -> None:
-    """Computes prompts until the router has found the pages of so many successive ones that it must follow both
+    """Computes prompts until the router has found the pages of so many prompts in a row that it must be following both
     sources.
     """
     deadline, right = time.monotonic() + WITHIN_S, 0
@@ -80,7 +80,7 @@ def check_prompts_find_pages(router: Router, fleets: list[Served]) -> None:
 
     until_it_follows(router, at_one_of_them, found)
     prompts = [at_one_of_them() for _ in range(24)]
-    until_it_follows(router, at_one_of_them, found)  # events arrive in order, so the router knows these, too
+    until_it_follows(router, at_one_of_them, found)  # events arrive in order, so the router knows these pages, too
     assert [found(prompt) for prompt in prompts] == [LENGTH // PAGE * PAGE] * 24
     served = [sum(one["prompt_tokens"] for one in each.get("/fleet").values()) for each in fleets]
     assert min(served) > 0, "both"
@@ -119,8 +119,8 @@ def check_follows_both(router: Router, apart: Served) -> None:
     rng, urls = random.Random(1), {name: f"{apart.url}/processes/{name}/v1" for name in ("p1", "p2", "d1", "d2")}
 
     def at_one_of_them() -> list[int]:
-        """Computes a new prompt at one of the prefill processes, and returns it. The test makes the router's two calls
-        itself.
+        """Computes a new prompt at one of the prefill processes, and returns the prompt. The test itself makes the two
+        calls that the router would make.
         """
         prompt, name = [rng.randrange(200) for _ in range(LENGTH)], rng.choice(["p1", "p2"])
         params = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -147,7 +147,7 @@ def check_follows_both(router: Router, apart: Served) -> None:
 
     until_it_follows(router, at_one_of_them, found)
     prompts = [at_one_of_them() for _ in range(12)]
-    until_it_follows(router, at_one_of_them, found)  # events arrive in order, so the router knows these, too
+    until_it_follows(router, at_one_of_them, found)  # events arrive in order, so the router knows these pages, too
     assert [found(prompt) for prompt in prompts] == [LENGTH // PAGE * PAGE] * 12
     for text in (*prompts[:4], "A text goes the same way."):
         assert router.complete(text, 12)["choices"][0]["text"] == complete(apart.client, text, 12).choices[0].text

@@ -1,8 +1,10 @@
 """Chooses the models and combinations that run in `make test`, only in CI (`make test-ci`), and in `make long`.
 
-A test of several models checks each form of recurrent state. In `make test` it runs once for each form, and the
-combinations of its other parameters are divided among the forms. CI runs all combinations for each form, and one
-combination for each further model of a form. Serving is tested with every model.
+The tests of this folder run with several models, which together have every form of recurrent state.
+
+In `make test`, each test runs once for each form, and the combinations of its other parameters are divided among the
+forms. CI runs all combinations for each form, and one combination for each further model of a form. Serving is tested
+with every model.
 """
 
 from collections import defaultdict
@@ -25,8 +27,9 @@ ONE_FORM_AT_HOME = {
     "test_conversations_that_the_device_has_no_room_for_come_back_from_the_host",
     "test_tokens_equal_when_requests_of_both_give_way",
 }
-"""Tests that run one form of cache in `make test`, and the others only in CI. The other forms add little: another test
-already brings each form back from files through host memory."""
+"""In `make test` these tests run with one form of cache, and in CI also with the others. Another test already brings
+each form back from files through host memory, so the other forms show little more here.
+"""
 _RECURRENT = {
     *("test_hybrid", "test_kept_states", "test_states_below", "test_one_budget"),
     *("test_state_replicas", "test_speculation"),

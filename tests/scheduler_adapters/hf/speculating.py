@@ -63,7 +63,7 @@ class Engine:
         return bool(self.manager.states)
 
     def knows(self, prompts: Iterable[list[int]]) -> list[list[int]]:
-        """The known answers, from which guesses are taken."""
+        """Adds the known answers to these prompts, from which the guesses are taken."""
         self.answers = [[*prompt, *own_tokens(self.model, prompt, NEW)] for prompt in prompts]
         return self.answers
 
@@ -143,7 +143,7 @@ class Engine:
         return len(coming)
 
     def take_up(self, context: TextContext, count: int, found: list[int]) -> None:
-        """Removes the wrong guesses, and appends the next token."""
+        """Removes the wrong ones of the `count` guesses, and appends the next token."""
         end, right = context.end_idx, 0
         guesses = context.tokens[end - count : end].tolist()
         while right < count and guesses[right] == found[right]:
@@ -157,8 +157,8 @@ class Engine:
 def assert_equal(model: Any, answers: list[list[int]], found: list[list[int]]) -> None:
     """Asserts that answers are equal.
 
-    At most half of them may differ by a tie between two tokens or two experts, for which the model itself gives both
-    results.
+    Up to half of the answers may differ if the cause is a tie between two tokens or two experts. In that case the model
+    itself gives both results.
     """
     differ = 0
     for answer, tokens in zip(answers, found, strict=True):

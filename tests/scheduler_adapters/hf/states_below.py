@@ -18,7 +18,7 @@ PAGE = 8
 
 
 def state_bytes(model: Any, shards: int = 1) -> int:
-    """Bytes of a state in a lower tier."""
+    """Returns the number of bytes that a state takes in a lower tier."""
     return sum(kind_offsets(kinds)[-1] for kinds in state_layouts(state_shape_of(model), shards))
 
 
@@ -39,7 +39,7 @@ def below(
 ) -> Any:
     """A manager with memory for this many states and pages, on the device and in the host tier.
 
-    Without slabs there is one state page for a request, and `states - 1` for copies.
+    Without slabs there is one state page for each request, and `states - 1` pages for copies.
     """
     bare = kv_params_of(model.config, page_size=page_size, n_devices=shards, enable_prefix_caching=True)
     page = page_bytes(bare, num_layers_of(model.config), page_size)
@@ -73,8 +73,8 @@ def slab_pages(model: Any, cache: Any, page_size: int) -> int:
 def turns_of(
     model: Any, prompts: Sequence[list[int]], asked: int, new: int
 ) -> Iterator[tuple[str, list[int], list[int]]]:
-    """Yields each user's turns, one turn of each user in every round: a name, the prompt with the conversation so far,
-    and the answer.
+    """Yields the turns of all users, round by round. Each turn is the user's name, the prompt with the conversation so
+    far, and the answer.
     """
     said = [list(prompt) for prompt in prompts]
     for turn in range(asked):
@@ -85,7 +85,7 @@ def turns_of(
 
 
 def found_share(loop: ServingLoop, model: Any, prompts: Sequence[list[int]], asked: int, new: int) -> float:
-    """The share of the prompts' tokens that was found cached."""
+    """Returns the share of all prompt tokens that were found cached."""
     for name, prompt, _ in turns_of(model, prompts, asked, new):
         serve(loop, [Request(name, prompt, new)])
     return loop.manager.metrics.cache_hit_rate

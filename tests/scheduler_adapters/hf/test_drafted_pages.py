@@ -1,5 +1,5 @@
-"""Second state pages: which requests have one and when, what readers are told, and what remains if a step or a run
-fails.
+"""The second state page of a request: which requests have one and when, what readers are told about it, and what
+remains if a step or a run fails.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ MODEL = "bamba"
 
 
 def ready(model: Any, wrong: bool = True, **engine: Any) -> tuple[Engine, TextContext, int]:
-    """A request whose drafted tokens have run but are not recorded.
+    """Returns a request whose drafted tokens have run but have not been recorded yet.
 
-    The first draft is right; with `wrong` a later one is wrong.
+    The first draft is right. With `wrong`, a later draft is wrong.
     """
     made = Engine(model, 1.0, 0, **engine)
     made.knows(PROMPTS[:1])
@@ -33,7 +33,7 @@ def ready(model: Any, wrong: bool = True, **engine: Any) -> tuple[Engine, TextCo
 
 
 def verified(engine: Engine, context: TextContext, *, wrong: bool) -> int:
-    """Runs three guesses, the last of them wrong if `wrong`. Returns their number."""
+    """Runs three guesses. With `wrong`, the last of them is wrong. Returns the number of guesses."""
     start, end, (answer,) = context.start_idx, context.end_idx, engine.answers
     assert engine.manager.maybe_reserve(context, 4)
     assert engine.runner.draft(context.request_id)
@@ -77,7 +77,9 @@ def test_while_drafted_tokens_are_not_booked_the_state_is_told_to_nobody(model: 
 
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_leased_page_stays_the_requests(model: Any, wrong: bool) -> None:
-    """A table may name the leased page until the lease ends. Therefore the drafted state is copied into that page."""
+    """A block table may name the leased page until the lease ends. The drafted state is therefore copied into that
+    page.
+    """
     engine, context, _ = ready(model, wrong)
     manager = engine.manager
     manager.step([context])
@@ -163,7 +165,9 @@ def test_a_batch_is_set_back_too(model: Any) -> None:
 
 
 def test_what_is_found_instead_of_what_ran_is_gone_on_from(model: Any) -> None:
-    """A hit loads another state into the request's page, and its second page is treated as if it had not run."""
+    """A hit loads another state into the request's state page. The request then continues from the loaded state, and
+    what has run into its second state page does not count.
+    """
     engine, context, start = ready(model)
     states = engine.manager.states[0]
     other = PAGE * (start // PAGE)

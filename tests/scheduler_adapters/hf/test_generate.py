@@ -36,7 +36,7 @@ def test_each_prompt_gets_what_the_models_own_generate_gives(
 
 
 def test_a_batch_of_the_models_own_generate_gives_the_same(model: Any, expected: list[list[int]]) -> None:
-    """Between calls the model's own `generate` works, here for a batch of equal prompts."""
+    """Between two served batches the model's own `generate` still works, here for a batch of equal prompts."""
     generator = PagedGenerator(model, manager_of(model))
     before = model.config._attn_implementation
     assert generator.generate(PROMPTS, NEW) == expected

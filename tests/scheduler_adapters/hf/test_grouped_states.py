@@ -48,7 +48,7 @@ def test_a_minimax_with_a_window_has_one_table(
 ) -> None:
     """All attention layers have the same window, so there is one table.
 
-    Every page is kept, and each layer sees only the last tokens.
+    Every page is kept. Each layer sees only the last tokens.
     """
     kinds = ["full_attention", "linear_attention", "full_attention"]
     model, unbounded = (make_model("minimax", layer_types=kinds, sliding_window=tokens) for tokens in (8, None))
@@ -67,8 +67,8 @@ def test_a_minimax_with_a_window_has_one_table(
 def test_a_minimax_with_a_window_and_a_recurrent_layer_first_gives_its_own_logits(
     make_model: Callable[..., Any], own_logits: Callable[..., Any], budget: int
 ) -> None:
-    """`generate` takes the length of its mask from the first layer. That layer has no keys, so `generate` takes other
-    steps than ours.
+    """`generate` takes the length of its attention mask from the first layer. That layer has no keys here, so
+    `generate` splits the prompt into other steps than we do.
     """
     model = make_model("minimax", sliding_window=8)
     manager = manager_of(model, "states among pages")
@@ -82,7 +82,9 @@ def test_a_minimax_with_a_window_and_a_recurrent_layer_first_gives_its_own_logit
 @STATES
 @pytest.mark.parametrize(("count", "budget"), [(1, 64), (4, 7)])
 def test_tokens_equal_with_hits_from_an_object_store(model: Any, states: str, count: int, budget: int) -> None:
-    """Another machine continues from what the first has written, even if that ends within an object of pages."""
+    """Another machine continues from what the first machine has written. This also works if the prefix that it finds
+    ends within an object of several pages.
+    """
     store = StoredObjects()
     tiers: dict[str, Any] = {"enable_kvcache_swapping_to_host": True, "host_kvcache_swap_space_gb": 1e-2}
     tiers |= {"object_tier_io": store, "object_tier_pages": count, "file_tier_key": "model"}

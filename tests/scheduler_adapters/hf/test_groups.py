@@ -29,7 +29,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"layer_types": MIXED, "sliding_window": WINDOW, "use_sliding_window": True}),
     "llama4": ("llama4", {"layer_types": CHUNKED, "attention_chunk_size": 24}),
 }
-# Models without a layer that attends to all tokens.
+# Models in which no layer attends to all tokens.
 ALONE: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral alone": ("mistral", {"sliding_window": WINDOW}),
     "phi3 alone": ("phi3", {"sliding_window": WINDOW}),
@@ -45,7 +45,7 @@ def model(request: pytest.FixtureRequest, shared_model: Callable[..., Any]) -> A
 
 
 def manager_of_pages(model: Any, pages: int, rows: int = 8, tiers: dict[str, Any] | None = None, **params: Any) -> Any:
-    """A manager with `pages` pages. A page has one layer, or all layers if they share one table."""
+    """Returns a manager with `pages` pages. A page has all layers if they share one table, and otherwise one layer."""
     cache = kv_params_of(model.config, page_size=PAGE, **{"group_layers": True, **params})
     cache = dataclasses.replace(cache, **(tiers or {}))
     layers = num_layers_of(model.config)

@@ -34,7 +34,7 @@ def apart(model: Any) -> Any:
 
 
 def served(manager: Any, runner: HFRunner, prompt: list[int], said: Retention | None) -> tuple[list[int], int]:
-    """Serves one request. Returns its tokens, and how many of its prompt were cached."""
+    """Serves one request. Returns its tokens, and how many tokens of its prompt were found cached."""
     context, found = TextContext(prompt, 4096, retention=said), -1
     with manager.claim(context):
         while context.end_idx < len(prompt) + NEW:

@@ -75,7 +75,7 @@ def test_every_request_gets_the_models_own_tokens(each_model: Any, budget: int, 
 
 
 def test_a_forgotten_state_changes_the_tokens(each_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This shows that the equal tokens above prove something about the states."""
+    """If a forgotten state changes the tokens, then the equal tokens in the tests above show that the states are right."""
     expected = own_tokens(each_model, PROMPTS[0], NEW)
     shape = state_shape_of(each_model)
     for forgotten in [part for part, kept in (("conv.", shape.conv_kinds), ("ssm", shape.matrix)) if kept]:
@@ -104,7 +104,8 @@ def test_a_request_goes_on_from_pages_and_a_state_page_that_were_copied(
     model: Any, expected: list[list[int]], shards: int
 ) -> None:
     source, target = hybrid_loop(model, shards=shards), hybrid_loop(model, shards=shards)
-    serve(target, requests_of(PROMPTS[1:3], 2, hold_pages=True))  # so that page numbers differ
+    # these requests hold pages, so that page numbers differ later
+    serve(target, requests_of(PROMPTS[1:3], 2, hold_pages=True))
     for name, prompt, tokens in zip("abc", PROMPTS, expected, strict=False):
         serve(source, [Request(name, prompt, 1, hold_pages=True)])
         table = source.manager.block_table(name)
@@ -167,7 +168,7 @@ def test_pages_of_a_request_that_is_gone_stay_with_the_transfer(model: Any) -> N
     target.manager.release("r0")
     assert states_of(target).num_held == 1
     target.add(Request("next", [1, 2], 1))
-    assert target.step() == []  # a row is free, but its state page is not
+    assert target.step() == []  # a row is free, but the state page of that row is not
     with pytest.raises(UnknownRequestError, match="'r0'"):
         target.manager.commit_import(context, pending)
     target.manager.cancel_import(pending)

@@ -1,5 +1,5 @@
-"""Recurrent states that are kept for other requests: which are kept, which requests use them, and that the tokens are
-the model's.
+"""Recurrent states that are kept for other requests: which states are kept, which requests use them, and that the
+tokens are the model's own.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def states_of(loop: ServingLoop) -> Any:
 
 
 def served(loop: ServingLoop, prompt: list[int], new: int = NEW, name: str = "r") -> tuple[list[int], int]:
-    """Serves one request. Returns its tokens, and how many of its prompt were cached."""
+    """Serves one request. Returns its tokens, and how many tokens of its prompt were found cached."""
     before = loop.manager.metrics.cache_tokens
     (tokens,) = tokens_of(serve(loop, [Request(name, prompt, new)]))
     return [int(token or 0) for token in tokens], loop.manager.metrics.cache_tokens - before
@@ -153,7 +153,8 @@ def test_a_state_that_others_were_promised_is_not_written_over_by_a_hit(model: A
         manager.block_table("r", full_pages=False)
     served(loop, PROMPTS[1], 1, "other")  # keeps states from which the first request could continue
     assert manager.maybe_reserve(context)
-    at = 2 * PAGE if told else full(len(PROMPTS[1]) - 1)  # with only a lease, no reader knows this state
+    # without a block table that names it, no reader knows of this state
+    at = 2 * PAGE if told else full(len(PROMPTS[1]) - 1)
     assert (context.start_idx, states_of(loop).tokens_of("r")) == (at, at)
     manager.end_lease(lease)  # type: ignore[attr-defined]
     assert manager.maybe_reserve(context)

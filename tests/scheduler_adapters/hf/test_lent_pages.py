@@ -49,9 +49,9 @@ class LentReader:
         raise TimeoutError(kind)
 
     def generate(self, address: str, then: Callable[[str], None] = lambda _: None) -> tuple[list[int], int]:
-        """Generates for the prompt.
+        """Generates tokens for the prompt.
 
-        Returns the tokens, and how many of the prompt were not computed here. `then` is called at each stage.
+        Returns the tokens, and how many tokens of the prompt were not computed here. `then` is called at each stage.
         """
         request = Request("mine", PROMPT, NEW)
         context = self.loop.context_for(request)

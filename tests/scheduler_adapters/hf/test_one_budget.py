@@ -1,4 +1,4 @@
-"""Recurrent states and token pages in one memory: the tokens are the model's, whichever of the two is evicted."""
+"""Recurrent states and token pages in one memory: the tokens are the model's own, whether states or pages are evicted."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def step(manager: Any, runner: HFRunner, *contexts: TextContext) -> None:
 
 
 def spread(manager: Any) -> tuple[Any, np.ndarray]:
-    """Takes pages so that the next request gets pages in each remaining slab. Returns the pool and the taken pages."""
+    """Takes pages so that the next request gets pages in each of the remaining slabs. Returns the pool and the pages
+    that were taken.
+    """
     pool = manager._replicas.each[0].pool
     taken = pool.allocate(pool.free_count)
     keep = taken % pool.slab_pages != 1
@@ -93,7 +95,7 @@ def test_a_request_runs_on_from_moved_pages_and_those_that_others_know_stay(mode
         assert manager.maybe_reserve(context)
         fetched = manager.fetch([context])
     rows = manager._replicas.each[0].rows
-    rows.changed[:] = False  # the state after the table was copied to a device
+    rows.changed[:] = False  # clears the marks as if the table had just been copied to a device
     claim_all(manager)
     assert (manager.get_req_blocks("r") == before) == bool(known)
     assert rows.changed[rows.row_of["r"]] != bool(known)

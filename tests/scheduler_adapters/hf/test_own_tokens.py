@@ -1,4 +1,4 @@
-"""Serving gives the tokens of `generate` with every form of cache, whatever is found, shared, moved or guessed.
+"""Serving gives the tokens of `generate` with every form of cache, whether pages are found, shared, moved or guessed.
 
 A form is a memory layout: one block table or one for each kind of layer, and states in their own memory or among the
 pages. Features of only one form are tested in its own file.
@@ -44,8 +44,8 @@ OTHERS = [[at, *prompt] for at, prompt in enumerate(PROMPTS)]  # prompts that sh
 
 
 class Form(NamedTuple):
-    """The models of a form, the place of states, and numbers of pages and slabs that fit two requests, but not their
-    answers.
+    """The models of one form, the place of their states, and numbers of pages and slabs. Two requests fit into these,
+    but not their whole answers.
     """
 
     models: tuple[str, ...]
@@ -67,7 +67,8 @@ CASES = [(form, model) for form, has in FORMS.items() for model in has.models]
 
 
 def of_forms(has: str = "", **beside: Sequence[Any]) -> pytest.MarkDecorator:
-    """Makes a case for each form that `has` accepts and each of the arguments, with the form's first model.
+    """Makes one case for each form that `has` accepts and each of the arguments. The case uses the first model of the
+    form.
 
     CI also runs the other models with one of the arguments, and `make long` runs them with all.
     """
@@ -135,7 +136,8 @@ def full(tokens: int) -> int:
 
 @of_each_model((64, 1), (7, 2))
 def test_tokens_equal_and_prefixes_are_found_where_they_pay(form: str, model: Any, budget: int, shards: int) -> None:
-    """No state was kept at the place where the second request diverges from the first.
+    """No state was kept at the place where the second request diverges from the first. The third request finds a state
+    there.
 
     The third request finds one there.
     """
@@ -209,7 +211,9 @@ def test_tokens_equal_with_guesses(form: str, model: Any) -> None:
 
 @of_forms(had=[False, True], end=["commit", "cancel"])
 def test_tokens_equal_behind_an_import(form: str, name: str, model: Any, had: bool, end: str) -> None:
-    """After an abandoned import a request continues from what it had found. With windows it is claimed again."""
+    """After an abandoned import, a request continues from the pages that it had found before. With windows, the request
+    is claimed again.
+    """
     expected = own_tokens(model, PROMPTS[0], NEW)
     source, target = (manager_of(model, form, rows=rows) for rows in (2, 1))
     serve(loop_of(source, model, 16), [Request("r", PROMPTS[0], 1, hold_pages=True)])
@@ -252,7 +256,7 @@ def test_tokens_equal_behind_an_import(form: str, name: str, model: Any, had: bo
 
 
 def conversations(loop: ServingLoop, users: int, turns: int) -> list[tuple[list[int], list[int]]]:
-    """The prompts and answers of users who share a system prompt, and take each turn at the same time."""
+    """Returns the prompts and answers of users who share a system prompt. All users take each turn at the same time."""
     said = [[*SYSTEM, *ByteTokenizer().encode(f"User {user}")[1:]] for user in range(users)]
     answered: list[tuple[list[int], list[int]]] = []
     for turn in range(turns):
@@ -274,7 +278,7 @@ def test_conversations_find_all_that_went_before(form: str, model: Any) -> None:
     assert len(differ) <= 1
     assert all(is_rounding_tie(model, *one) for one in differ)
     found = sum(full(len(prompt) + len(answer) - 1) for prompt, answer in answered[:8])
-    # the most for the first turn, if requests come one after another
+    # the most tokens that the first turn can find, if the requests come one after another
     most = found + 3 * full(len(SYSTEM) + len("User "))
     assert found <= manager.metrics.cache_tokens <= most
     assert all(states.num_kept <= 4 * (3 + 3) for states in manager.states)  # states after each prompt and each answer
@@ -284,7 +288,7 @@ def test_conversations_find_all_that_went_before(form: str, model: Any) -> None:
 @pytest.mark.few(3)
 @of_forms("groups")
 def test_tokens_equal_with_hits_from_the_host_and_from_files(form: str, name: str, model: Any, tmp_path: Path) -> None:
-    """Like `test_states_below`, but for every form."""
+    """The same test as in `test_states_below`, but for every form."""
     tiers: dict[str, Any] = {"enable_kvcache_swapping_to_host": True, "host_kvcache_swap_space_gb": 1e-2}
     tiers |= {"file_tier_dir": str(tmp_path), "file_tier_max_gb": 1e-2, "file_tier_key": "model"}
     prompts = PROMPTS[:2]
@@ -318,7 +322,9 @@ CHUNKED = ("groups of one window", "llama4 alone")
 
 @pytest.mark.parametrize(("form", "name"), [CHUNKED])
 def test_tokens_equal_where_what_a_chunk_begins_with_sees_nothing_before_it(form: str, model: Any) -> None:
-    """Only the last chunk of the prompt is computed."""
+    """The first token of an attention chunk sees no token before it, so only the last chunk of a prompt has to be
+    computed.
+    """
     manager = manager_of(model, form, 6)
     loop = loop_of(manager, model, 16)
     expected = [own_tokens(model, prompt, NEW) for prompt in OTHERS]
@@ -332,7 +338,9 @@ def test_tokens_equal_where_what_a_chunk_begins_with_sees_nothing_before_it(form
 @pytest.mark.few(4)
 @pytest.mark.parametrize(("form", "name"), [*(case for case in CASES if case[1] in MODELS | ALONE), CHUNKED, LFM3])
 def test_a_request_holds_the_pages_of_its_windows_alone(form: str, model: Any) -> None:
-    """A request of 400 tokens holds 50 pages of a layer that attends to everything, and 7 of one with a window."""
+    """A request of 400 tokens holds 50 pages of a layer that attends to all tokens, and 7 pages of a layer with a
+    window.
+    """
 
     def longest_held(**params: Any) -> int:
         manager = manager_of(model, form, **params)

@@ -1,6 +1,6 @@
 """Loops with preemption answer all requests like the model's own `generate`.
 
-One of the loops is as short as a user's first attempt would be.
+One of these loops is as short as a user's first attempt at a loop would be.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def model(request: pytest.FixtureRequest, make_model: Callable[..., Any]) -> Any
 
 
 def served(manager: PagedKVCacheManager, runner: HFRunner, chunk: int) -> tuple[list[list[int]], int]:
-    """Serves prompts. Returns the answers and the number of preemptions.
+    """Serves the prompts. Returns the answers and the number of preemptions.
 
-    A request is preempted if it lacks pages, and sometimes if it is the newest. It later starts again, and no call
-    tells the manager of that.
+    A request is preempted if there are too few pages for it, and sometimes only because it is the newest. It starts
+    again later. The manager is not told of a preemption.
     """
     waiting = [TextContext(prompt, len(prompt) + NEW, f"r{at}") for at, prompt in enumerate(PROMPTS)]
     every, running, preempted, turn = [*waiting], list[TextContext](), 0, 0

@@ -140,7 +140,7 @@ def test_a_call_of_another_thread_is_refused_while_the_attention_is_switched() -
             for switch in (paged_attention, own_attention):
                 with pytest.raises(ModelInUseError, match="LlamaForCausalLM: a call of another thread has"):
                     elsewhere(switch)
-                with switch(model):  # this thread has switched the attention
+                with switch(model):  # this thread has switched the model's attention
                     pass
         assert model.config._attn_implementation == before
         assert elsewhere(paged_attention) == ATTENTION

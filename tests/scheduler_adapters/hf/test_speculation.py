@@ -1,4 +1,6 @@
-"""Speculative decoding: whatever is guessed, the tokens are the model's, and states continue from the right token."""
+"""Speculative decoding: whatever is guessed, the tokens are the model's own, and states continue from the last right
+token.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,7 @@ def test_tokens_are_the_models_own_where_requests_give_way_in_the_middle(each_mo
 
 
 def test_a_fork_goes_on_from_what_was_right(each_model: Any) -> None:
-    """Some guesses were wrong. Both requests run the right ones again."""
+    """Some guesses of the parent were wrong. The parent and its fork both run the right ones again."""
     engine = Engine(each_model, 0.6, 4)
     (answer,) = engine.knows(PROMPTS[:1])
 

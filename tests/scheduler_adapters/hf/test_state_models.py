@@ -32,7 +32,7 @@ REFUSED = {
     "lara_mini": "layer 0 is 'linear_attention'",
     "inkling2_loop_text": "layer 0 is 'hybrid_sliding'",
 }
-# Words in a model's code that show that it keeps states.
+# Words in a model's code which show that the model keeps states.
 _KEEPS = re.compile(r"conv_state|recurrent_state|linear_cache|_is_stateful = True")
 
 
@@ -113,7 +113,7 @@ def model(request: pytest.FixtureRequest, shared_model: Callable[..., Any]) -> A
 
 @pytest.mark.parametrize(("budget", "shards"), [(64, 1), (7, 2)])
 def test_tokens_are_the_models_own(model: Any, budget: int, shards: int) -> None:
-    """Prompts run at once and in chunks, and then again with cached prefixes."""
+    """Prompts run as a whole and in chunks, and then again when their prefixes are cached."""
     expected = [own_tokens(model, prompt, NEW) for prompt in PROMPTS]
     loop = new_loop(model, budget=budget, page_size=PAGE, n_devices=shards, enable_prefix_caching=True)
     assert loop.manager.states

@@ -85,7 +85,9 @@ def test_tokens_equal_when_requests_of_both_give_way(model: Any, way: str) -> No
 
 
 def figures(manager: Any) -> dict[Any, list[float]]:
-    """The metrics of the states: by name and labels other than the replica, one value for each replica."""
+    """Returns the metrics of the states. The key is the metric's name with all labels but the replica, and the value
+    has one figure for each replica.
+    """
     found: dict[Any, list[float]] = {}
     for family in ManagerCollector(manager, engine="0").collect():
         for sample in family.samples:
@@ -204,7 +206,7 @@ def test_a_fork_without_room_for_its_state_changes_nothing(model: Any, monkeypat
     run(manager, HFRunner(model, manager.states), [parent])
     child = parent.fork("child")
     manager.reset_prefix_cache()  # no copy is left that could be evicted
-    child.set_token_indices(start_idx=3)  # it need not start where its parent is
+    child.set_token_indices(start_idx=3)  # a child need not start where its parent is
     before = child.start_idx, child.active_idx, manager.num_free_blocks
     monkeypatch.setattr(manager._replicas.each[1].pool, "can_take_slab", lambda: False)
     with pytest.raises(NoFreeStatePageError, match="'child': all .* state pages are held"):
@@ -222,7 +224,7 @@ def test_a_fork_without_room_for_its_state_changes_nothing(model: Any, monkeypat
 def test_a_replica_without_room_for_a_state_is_not_recommended(model: Any, way: str) -> None:
     manager = two_replicas(model, way, tokens=120)
     states, rows, leases = manager.states[0], manager._replicas.each[0].rows, []
-    while states.pool.has_room:  # a lease holds the state after its request is released
+    while states.pool.has_room:  # takes all state pages; a lease holds the state even after its request is released
         manager.external_claim("gone", 0)
         leases.append(manager.lease("gone"))
         manager.release("gone")

@@ -1,4 +1,6 @@
-"""Recurrent states in host memory and in files: the device is far too small, and the tokens are still the model's."""
+"""Recurrent states in host memory and in files: the device has far too little memory, and the tokens are still the
+model's own.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ def turns(loop: ServingLoop, model: Any, asked: int = 2) -> None:
 def test_conversations_that_the_device_has_no_room_for_come_back_from_the_host(
     each_model: Any, slabs: bool, budget: int, shards: int
 ) -> None:
-    """Each user's turn evicts the pages of the other three users. Every turn but the first is found."""
+    """Each user's turn evicts the pages of the other three users. Every turn after the first is found in host memory."""
     manager = below(each_model, slabs=slabs, shards=shards)
     loop = loop_of(manager, each_model, budget)
     turns(loop, each_model)
@@ -62,7 +64,7 @@ def test_conversations_that_the_device_has_no_room_for_come_back_from_the_host(
 
 @pytest.mark.parametrize("slabs", [True, False])
 def test_another_process_goes_on_from_files(each_model: Any, slabs: bool, tmp_path: Path) -> None:
-    """A manager with either form of memory finds the pages and states of the other."""
+    """A manager with one form of memory finds the pages and states that a manager with the other form has written."""
     first = below(each_model, slabs=slabs, folder=tmp_path)
     asked = list(turns_of(each_model, PROMPTS, 2, NEW))
     for name, prompt, tokens in asked[: len(PROMPTS)]:
@@ -140,7 +142,7 @@ def test_a_host_tier_finds_what_a_device_with_room_for_all_does(each_model: Any)
 
 
 def asked_again(manager: Any, model: Any) -> None:
-    """Serves the first user's prompt, others that evict it from the device, and the first again."""
+    """Serves the first user's prompt, then others that evict it from the device, and then the first prompt again."""
     loop = loop_of(manager, model)
     for at in (0, 1, 2, 3, 0):
         answer = own_tokens(model, PROMPTS[at], NEW)
@@ -186,13 +188,13 @@ def test_a_damaged_newest_state_leaves_the_one_before_it(model: Any, tmp_path: P
     whole = bytearray(file.read_bytes())
     whole[state_bytes(model) if len(files) == 1 else 0] ^= 1
     file.write_bytes(whole)
-    # A damaged file is removed completely, with the older state if both are in one file.
+    # A damaged file is removed as a whole. If both states are in one file, the older state goes with it.
     turn, left = [*prompt, *answer, 1, 2, 3], (len(prompt) - 1) // PAGE * PAGE * (len(files) > 1)
     if announced:
         loop = loop_of(again, model)
         assert tokens_of(serve(loop, [Request("r", turn, NEW)])) == [own_tokens(model, turn, NEW)]
         assert again.metrics.cache_tokens == left
-    else:  # it is requested only once
+    else:  # without an announcement, the pages are requested only once, by `maybe_reserve`
         context = TextContext(turn, 4096, "r")
         again.external_claim("r")
         assert again.maybe_reserve(context)
@@ -202,7 +204,7 @@ def test_a_damaged_newest_state_leaves_the_one_before_it(model: Any, tmp_path: P
 
 
 def test_a_full_host_keeps_no_state_and_refuses_nothing(model: Any) -> None:
-    manager = below(model, host_states=2, checks=False)  # the checks do not know the holders of the slots
+    manager = below(model, host_states=2, checks=False)  # the checks do not know who holds the slots
     pool = manager._replicas.state_tiers.host.pool
     slots = pool.allocate(2)
     asked_again(manager, model)
@@ -214,7 +216,7 @@ def test_a_full_host_keeps_no_state_and_refuses_nothing(model: Any) -> None:
 
 
 class SlowCopy:
-    """A copy that is made at once, but does not report its end."""
+    """A copy whose bytes are moved at once, but which does not report its end."""
 
     begun = True
     is_over = False
@@ -260,7 +262,7 @@ def test_a_page_and_a_slot_stay_with_a_slow_copy(model: Any, monkeypatch: pytest
 
 
 def test_copies_that_pass_are_kept_below_once_they_stay(model: Any) -> None:
-    """For an answer over several pages, only the last page's state is written, after the request is released."""
+    """If an answer has several pages, only the state of its last page is written, after the request has been released."""
     manager, pages = below(model), 6
     loop = loop_of(manager, model)
     loop.add(Request("r", PROMPTS[2], pages * PAGE))

@@ -122,7 +122,7 @@ class Service:
         )
         if side.overlap is None:
             self.loops[name] = ServingLoop(manager, HFRunner(self.model, manager.states), side.budget)
-        else:  # a model of its own, because a runner switches its attention, perhaps in a thread
+        else:  # a copy of the model, because a runner switches the attention of its model, perhaps in a thread
             runner = side.overlap(HFRunner(copy.deepcopy(self.model), manager.states))
             self.loops[name] = OverlappedLoop(manager, runner, side.budget)
         self.exchanges[name] = PageExchange(
@@ -175,8 +175,8 @@ class Service:
     def _stop(self, name: str) -> None:
         self.loops[name].close()
         self.exchanges.pop(name).close()
-        # The memory of a real process would go with it. Ours is kept, because a READ of freed pages would be a
-        # different fault.
+        # The memory of a real process would go when it ends. Here the loop is kept, because a READ of freed memory
+        # would be a different fault.
         self.buried.append(self.loops.pop(name))
 
     def close(self) -> None:

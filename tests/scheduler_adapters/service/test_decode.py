@@ -34,7 +34,7 @@ def test_an_earlier_attempt_s_end_is_no_news_to_a_later_one(error: str, monkeypa
 
 
 class Asked:
-    """A connection to prefill that records what is cancelled."""
+    """A connection to a prefill process that records which requests are cancelled."""
 
     name = "p1"
 
@@ -61,7 +61,9 @@ OFFER = msg.PagesOffer(
 def test_an_offer_that_nobody_waits_for_is_cancelled_at_its_source(
     phase: str, attempt: int, mine: bool, known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Offers of an earlier attempt, of a process that was not asked, for no request, and for a decoding request."""
+    """Cases: an offer of an earlier attempt, an offer of a process that was not asked, an offer for a request that is
+    gone, and an offer for a request that is already decoding.
+    """
     prefill, other = Asked(), Asked()
     request = DecodeRequest("r#0", 2, phase, 5.0, spec=Request("r#0", [1], 1), prefill=prefill if mine else other)  # type: ignore[arg-type]
     decode = object.__new__(DecodeScheduler)
@@ -99,7 +101,7 @@ def test_an_abort_of_one_submission_ends_no_other_of_the_same_name(
 
 
 def test_offers_wait_behind_requests_that_were_preempted() -> None:
-    """Preempted requests had their pages already."""
+    """Preempted requests come first, because they have had pages before."""
     request = DecodeRequest("r#0", 2, "asked", 5.0, spec=Request("r#0", [1], 1))
     decode, loop = object.__new__(DecodeScheduler), SimpleNamespace(num_waiting=1)
     decode._loop = loop  # type: ignore[assignment]

@@ -94,13 +94,14 @@ def step_but_while_leasing(prefill: Any, step: Callable[[], Any]) -> Any:
 
 
 def pulling(service: Service) -> DecodeRequest:
-    """Prefill has stopped in the middle of the prompt, and decode reads the pages so far."""
+    """Prefill has computed the first chunk of the prompt and goes no further. Decode reads the pages of this chunk."""
     request = service.submit_one("r", PROMPT)
     with pytest.MonkeyPatch.context() as held:
         for prefill in service.prefills.values():  # even if a busy machine delays the lease, it must cover one chunk
             held.setattr(prefill._loop, "step", partial(step_but_while_leasing, prefill, prefill._loop.step))
         service.until(lambda: phase_of_prefill(service) == "offered", "the first chunk")
-    # Prefill is not polled from here on. Otherwise it might finish the prompt before its message arrives.
+    # Prefill is not polled from here on. Otherwise it might compute the rest of the prompt before it hears that decode
+    # pulls.
     service.until(lambda: request.phase == "pulling", "the word of it", poll=service.decode.poll)
     assert phase_of_prefill(service) == "offered"
     return request
@@ -141,12 +142,12 @@ def assert_serves_on(service: Service, expected: dict[str, list[int]]) -> None:
 def test_a_cancelled_request_ends_in_every_phase(
     start: Callable[..., Service], expected: dict[str, list[int]], phase: str
 ) -> None:
-    service = start(lease_s=1000.0)  # only a message from decode ends it
+    service = start(lease_s=1000.0)  # with this lease, only a message from decode ends the request at prefill
     request = PHASES[phase](service)
     assert request.phase == phase
     cancel(service)
     assert request.phase == "over"
-    # checked before there are pages again: an unwanted prompt is not computed
+    # This is checked before there are pages again, because an unwanted prompt must not be computed.
     service.until(lambda: not prefill_requests(service), "the end at prefill")
     assert not any(one._untold for one in service.prefills.values())
     assert_serves_on(service, expected)
@@ -169,8 +170,8 @@ def test_a_request_that_stays_in_a_phase_for_too_long_fails_with_the_reason(
     request = PHASES[phase](service)
     service.decode._times = DecodeTimes(**DEADLINES[phase])
     request.deadline = 0.0
-    # In phase "pulling" prefill hangs until the deadline of the pull is over. The other phases stay for their own
-    # reasons.
+    # In phase "pulling", prefill is not polled until the deadline of the pull has passed. In the other phases the
+    # request cannot go on anyway.
     service.until(lambda: "r" in service.ended, "the end", poll=service.decode.poll if phase == "pulling" else None)
     end = service.ended["r"]
     assert end.finished == "error"
@@ -182,7 +183,9 @@ def test_a_request_that_stays_in_a_phase_for_too_long_fails_with_the_reason(
 def test_the_next_attempt_avoids_the_prefill_process_of_the_one_that_failed(
     start: Callable[..., Service], expected: dict[str, list[int]]
 ) -> None:
-    """Otherwise the first process would be asked again, because it has most of the prompt, and the other has none."""
+    """Without this rule the first process would be asked again, because it has most of the prompt cached and the other
+    has nothing.
+    """
     service = start(PREFILL._replace(count=2))
     service.until(lambda: all(one.welcome for one in service.decode.connections), "both prefill processes")
     request = PHASES["asked"](service)
@@ -201,7 +204,7 @@ def test_a_prefill_process_that_dies_is_replaced_by_another(
     service = start(PREFILL._replace(count=2))
     connection = service.decode.connections[0]
     service.until(lambda: connection.welcome, "the first prefill process")
-    service.decode.connections[1].lose("not yet")  # so that the first one is asked
+    service.decode.connections[1].lose("not yet")  # makes sure that the first process is asked
     service.decode.connections[1]._again_at = time.monotonic() + 60
     request = PHASES[phase](service)
     assert request.prefill is connection
@@ -321,8 +324,8 @@ def test_a_lease_that_runs_out_fails_the_attempt_and_no_page_is_taken(
 ) -> None:
     service = start(lease_s=3.0)
     request = offered(service)
-    # The reader's thread renews the lease by itself. The lease is ended at its source, as if the reader had been
-    # stopped.
+    # The reader's thread renews the lease by itself. So the test ends the lease at the source, as if the reader had
+    # been stopped.
     prefill = prefill_requests(service)[0]
     assert prefill.source is not None
     service.exchanges["p0"].revoke(prefill.source, "expired, says the test")
@@ -410,7 +413,7 @@ def test_offers_of_an_attempt_that_is_over_are_refused_and_their_pages_come_back
 
 
 def _prefill_and_messages(service: Service) -> Callable[[], None]:
-    """Decode is also polled until it has asked."""
+    """Polls prefill, and also decode until decode has sent its request."""
 
     def poll() -> None:
         service.prefill.poll()

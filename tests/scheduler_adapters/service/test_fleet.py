@@ -38,7 +38,7 @@ def assert_gone_soon(pids: list[int]) -> None:
 
 
 def test_two_processes_serve_a_prompt_and_end_in_order(tiny_model: object) -> None:
-    """The processes are forked here. `test_demo.py` starts real interpreters, as a user does."""
+    """The processes are forked here. `test_demo.py` starts new interpreters, as a user does."""
     tokens: list[int] = []
     with forked.fleets(), Fleet(CONFIGS) as fleet:
         pids = list(fleet.pids.values())
@@ -64,7 +64,7 @@ def test_two_processes_serve_a_prompt_and_end_in_order(tiny_model: object) -> No
 def test_processes_that_nobody_asks_sleep() -> None:
     """A loop that checks for work every millisecond would use a tenth of a core."""
     with forked.fleets(), Fleet(CONFIGS) as fleet:
-        for name in ("first", "second"):  # the second request finds both asleep
+        for name in ("first", "second"):  # both processes are asleep when the second request comes
             fleet.send("decode", msg.Submit(request_id=name, prompt=PROMPT, max_new_tokens=8))
             finished, deadline = False, time.monotonic() + 30
             while not finished:
@@ -77,7 +77,7 @@ def test_processes_that_nobody_asks_sleep() -> None:
 
 
 def busy_shares(pids: list[int], seconds: float) -> list[float]:
-    """The processor time of each process in these seconds, as a share, over all its threads."""
+    """Returns the processor time that each process and its threads use in these seconds, as a share of the time."""
     before = list(map(processor_ticks, pids))
     time.sleep(seconds)
     computed = [now - then for now, then in zip(map(processor_ticks, pids), before, strict=True)]

@@ -1,4 +1,4 @@
-"""Peers ask for pages again and again, and keep them. The service's own requests are served meanwhile."""
+"""Peers ask for pages again and again, and keep what they get. The service still serves its own requests meanwhile."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def model(make_model: Callable[..., Any]) -> Any:
 
 
 def flood(service: Service, socket: zmq.Socket[bytes], first: int, count: int) -> None:
-    """Sends questions of this many readers for the first page of the prompt, over a handshake socket."""
+    """Sends one question for the first page of the prompt from each of `count` readers, over a handshake socket."""
     manager, exchange = service.loops["p0"].manager, service.exchanges["p0"]
     wanted = manager.contents.digests(TextContext(PROMPT, 4096))
     pages = (len(PROMPT) - 1) // wanted.page_size

@@ -1,4 +1,6 @@
-"""A prefill process computes a prompt from its front, and pulls its end from another meanwhile: tokens and failures."""
+"""A prefill process computes a prompt from its front, and meanwhile pulls its end from another process: tokens and
+failures.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ PROMPT = [(7 * at + at * at // 5) % 250 for at in range(SIZE * PAGES + 5)]
 
 
 class Fixed(PullOrCompute):
-    """Splits every prompt, and always believes that a pull brings the later half of what is missing."""
+    """Splits every prompt. It always assumes that a pull can bring this share of the missing tokens, counted from the
+    end.
+    """
 
     def __init__(self, share: float = 0.5) -> None:
         super().__init__()
@@ -42,7 +46,7 @@ class Fixed(PullOrCompute):
 
 
 class Paced:
-    """Holds up a process's loop: it runs no step more than were allowed."""
+    """Holds up the loop of a process: the loop runs no more steps than the test has allowed."""
 
     def __init__(self, service: Service, name: str = "p1") -> None:
         self.left = 0.0
@@ -79,7 +83,9 @@ def start(model: Any, tmp_path: Path) -> Iterator[Callable[..., Service]]:
     services = []
 
     def make(**prefill: Any) -> Service:
-        """Two prefill processes. The first has the prompt, and the second has been in contact with it."""
+        """Makes two prefill processes. The first one has the prompt cached. The second one has been in contact with the
+        first.
+        """
         side = Side(**{"count": 2, "pages": 160, "budget": 32, **prefill})
         service = Service(model, tmp_path, side, Side(pages=160))
         services.append(service)
@@ -410,7 +416,7 @@ def test_the_speed_of_the_model_is_measured_before_the_first_page_is_found(
     service.until(lambda: service.prefills["p1"].peers.counts["split"], "the first stretch")
     paced.go()
     service.until(lambda: "second" in service.ended, "the end")
-    # Not at its end, because by then it has left out tokens.
+    # The computation is not measured to its end, because by then tokens at its end were left out.
     assert measured == ([(64, 0)] if runs_first else [])
 
 

@@ -1,4 +1,4 @@
-"""A frontend that does not read loses its own requests at a stated limit, and no process waits for it."""
+"""A frontend that does not read its messages loses its own requests at a stated limit. No process waits for it."""
 
 import itertools
 import os
@@ -55,15 +55,16 @@ def test_what_is_not_read_waits_in_order_and_the_front_turns_deaf_at_its_limit(p
         frontend.send(msg.Tokens(request_id=name))
     assert (len(frontend._unread), frontend.flush(), frontend.is_deaf) == (8, False, False)
     frontend.send(msg.Tokens(request_id="one more"))
-    assert [frontend.flush() for _ in range(3)] == [True, False, False]  # it turns deaf once
+    assert [frontend.flush() for _ in range(3)] == [True, False, False]  # the frontend counts as deaf only once
     assert frontend.is_deaf
     heard = [theirs.recv() for _ in range(3)]
     time.sleep(0.05)
     assert not frontend.flush()
-    assert frontend.is_deaf == (len(frontend._unread) > 4)  # until half of the messages are read
+    assert frontend.is_deaf == (len(frontend._unread) > 4)  # it stays deaf until half of the messages are read
     heard += [data for (data,) in received(theirs)]
     assert ours.poll(5000, zmq.POLLOUT)
-    frontend.send(msg.Tokens(request_id="the last"))  # the message waits although the sockets have room
+    # this message waits behind the others, although the sockets have room
+    frontend.send(msg.Tokens(request_id="the last"))
     while frontend._unread:
         frontend.flush()
         heard += [data for (data,) in received(theirs)]
@@ -120,9 +121,9 @@ def test_a_request_beyond_those_that_may_be_on_their_way_is_refused_alone(model:
 
 
 def test_a_refused_request_leaves_no_trace_of_its_id(model: Any, tmp_path: Path) -> None:
-    """The request is refused, cancelled without effect, and sent again when there is room.
+    """The request is refused, then cancelled (which does nothing), and then sent again when there is room.
 
-    Only its serial is used up.
+    Only the serial number of the refused request is used up.
     """
     service = Service(model, tmp_path, Side(), Side(pages=20), max_open=1)
     for serial, request_id in enumerate(("first", "second"), 1):
@@ -164,7 +165,7 @@ def collected(fleet: Fleet, requests: int, timeout_s: float = 120.0) -> tuple[di
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    """A shared fleet for tests that leave nothing behind."""
+    """A fleet that all tests share which leave nothing behind."""
     with Fleet(configs()) as started:
         yield started
 
@@ -224,8 +225,8 @@ def test_a_front_that_submits_without_end_and_reads_is_refused_beyond_its_limit(
     assert [(one.pages_held, one.open_requests) for one in stats.values()] == [(0, 0)] * 2
 
 
-# The program of a process that also writes a file when its frontend turns deaf, because a deaf frontend receives no
-# message about it.
+# The program of a process that also writes a file when its frontend turns deaf. A deaf frontend receives no message
+# that would say so.
 TELLING = """
 import sys
 from pathlib import Path

@@ -62,10 +62,10 @@ def test_tokens_are_the_models_own_and_windows_alone_are_pulled(
     stats, manager = service.decode.stats(), service.loops["d0"].manager
     assert len(manager.layer_tables.tables) == 4
     whole = [-(-len(prompt) // PAGE) for prompt in PROMPTS]
-    # In three layers of four a prompt needs a window of 20 tokens, which touches 4 pages, or a chunk of 24.
+    # In three of four layers a prompt needs a window of 20 tokens, which touches 4 pages, or a chunk of 24 tokens.
     assert whole[0] < stats.pages_pulled <= sum(whole) + 3 * 4 * len(PROMPTS) < 2 * sum(whole)
     per_page = sum(layout.page_bytes for layout in manager.layouts)
-    # Pages of other sizes and shards go as whole pages through the staging area.
+    # Pages of different sizes or shards go through the staging area as whole pages.
     assert stats.bytes_pulled == stats.pages_pulled * per_page or chunkwise
     assert service.serve(PROMPTS) == expected
     pulled_again = service.decode.stats().pages_pulled - stats.pages_pulled
@@ -124,7 +124,7 @@ def test_a_decode_process_whose_requests_give_way_computes_them_itself(
     start: Callable[..., Service], model: Any
 ) -> None:
     prompts = [[at, *prompt] for at, prompt in enumerate(PROMPTS)]
-    # all requests run at the same time, however quick they are
+    # 72 tokens are enough for all requests to run at the same time, however quick they are
     wanted = [own_tokens(model, prompt, 72) for prompt in prompts]
     service = start({}, {"pages": 21 if "Lfm3" in type(model).__name__ else 19, "budget": 16})
     assert service.serve(prompts, 72) == wanted
@@ -141,7 +141,7 @@ def test_what_does_not_fit_into_several_tables_fails_alone(start: Callable[..., 
 
 def test_pages_that_are_not_whole_in_a_window_are_refused_by_name(start: Callable[..., Service], model: Any) -> None:
     service = start({}, {"page_size": 16, "pages": 50})
-    # the first token that the next one sees begins a page of 8, and lies within a page of 16
+    # The first token that the next token sees begins a page of 8 tokens. It also lies within a page of 16 tokens.
     prompt = PROMPTS[0][: 24 * 7 + 3]
     service.serve([prompt])
     if "error" in service.ended["r0"].finished:  # pyright: ignore[reportOperatorIssue]
@@ -203,5 +203,6 @@ def test_a_prefix_that_one_has_computed_another_pulls_for_all_tables(
     assert service.ended["second"].cached_tokens == PAGE * pages
     assert service.prefills["p1"].stats().pages_pulled == pages
     lent = sum(service.exchanges[name].lending.pages_lent for name in ("p0", "d0"))
-    assert pages < lent <= pages + 3 * 4  # in the window's three layers, only what the next token sees
+    # in the three layers with a window, only the pages that the next token sees are lent
+    assert pages < lent <= pages + 3 * 4
     service.assert_nothing_held()

@@ -1,4 +1,4 @@
-"""Offers of new pages are handled in page order, whatever their order of arrival.
+"""Offers of new pages are handled in the order of their pages, whatever order they arrive in.
 
 An import uses the block tables of all offers.
 """
@@ -155,7 +155,7 @@ def test_a_reader_of_an_earlier_version_is_told_of_all_pages_each_time(
 def test_an_offer_that_comes_last_of_all_is_waited_for(
     service: Service, expected: list[int], monkeypatch: pytest.MonkeyPatch, keep: int
 ) -> None:
-    """The token is emitted once, after everything before it has arrived."""
+    """The last offer carries a token. That token is emitted once, after everything before it has arrived."""
     held: list[tuple[bytes, Any]] = []
     send, sent = service.prefill._send, list[Any]()
 

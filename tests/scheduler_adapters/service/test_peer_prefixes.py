@@ -1,4 +1,4 @@
-"""A prefill process pulls a prefix that another has computed: tokens, counters, and failures."""
+"""A prefill process pulls a prefix that another process has computed: tokens, counters, and failures."""
 
 from __future__ import annotations
 
@@ -112,7 +112,8 @@ def test_each_replica_of_a_source_is_asked_and_shards_are_read(
     start: Callable[..., Service], expected: list[int], prefill: dict[str, int]
 ) -> None:
     service = start(**prefill)
-    service.loops["p0"].manager.external_claim("busy", 0)  # so that the prompt goes to the last replica
+    # with a request on the first replica, the prompt goes to the last one
+    service.loops["p0"].manager.external_claim("busy", 0)
     served(service, "first", FIRST, "p0")
     service.loops["p0"].manager.release("busy")
     assert served(service, "second", SECOND, "p1") == expected
@@ -123,7 +124,7 @@ def test_each_replica_of_a_source_is_asked_and_shards_are_read(
 def test_a_source_that_has_forgotten_costs_a_question(start: Callable[..., Service], expected: list[int]) -> None:
     service = start()
     served(service, "first", FIRST, "p0")
-    for name in ("p0", "d0"):  # otherwise decode would name itself as a source
+    for name in ("p0", "d0"):  # otherwise the decode process would name itself as a source
         service.loops[name].manager.reset_prefix_cache()
     assert served(service, "second", SECOND, "p1") == expected
     assert outcome(service) == {"stale": 1}
@@ -139,7 +140,7 @@ def test_sources_that_a_client_names_are_asked_in_turn(start: Callable[..., Serv
     assert outcome(service) == {"pulled": 1}
     far = msg.KVSource("tcp://192.0.2.1:9", ("p7/0",))  # the source is not allowed, and does not exist
     other = [*range(100, 190)]
-    # the estimate now says that pulling such a short prompt does not pay
+    # by this estimate, pulling such a short prompt does not pay
     service.prefills["p1"].peers.estimate = PullOrCompute()
     served(service, "third", other, "p1", kv_sources=(far,))
     assert outcome(service) == {"pulled": 1, "unanswered": 1}
@@ -149,7 +150,7 @@ def test_sources_that_a_client_names_are_asked_in_turn(start: Callable[..., Serv
 def turns(service: Service, model: Any) -> tuple[list[int], list[int], int]:
     """Serves the first turn of a conversation.
 
-    Returns the next turn, the model's answer to it, and the full pages of the first.
+    Returns the prompt of the next turn, the model's answer to it, and the full pages of the first turn.
     """
     answer = served(service, "turn 1", FIRST, "p0", new=100, ignore_eos=True)
     prompt = [*FIRST, *answer, *ByteTokenizer().encode("And then?")[1:]]
@@ -161,7 +162,7 @@ def turns(service: Service, model: Any) -> tuple[list[int], list[int], int]:
 def test_a_next_turn_comes_from_the_decode_process_that_has_answered(
     start: Callable[..., Service], model: Any, decode: dict[str, int]
 ) -> None:
-    """Only that process has the answer's tokens, so prefill computes only the new turn."""
+    """Only the decode process has the tokens of the answer. With its pages, prefill computes only the new turn."""
     service = start(Side(**decode), count=1)
     prompt, expected, pages = turns(service, model)
     assert served(service, "turn 2", prompt, "p0") == expected
@@ -203,7 +204,7 @@ def test_where_computing_is_quicker_nobody_is_asked(start: Callable[..., Service
 
 
 def test_what_pays_is_judged_by_what_a_source_has(start: Callable[..., Service]) -> None:
-    """A single page is not worth a question, however much of the prompt is missing."""
+    """If a source has only a single page of a prompt, it is not asked, however much of the prompt is missing."""
     service = start()
     estimate = service.prefills["p1"].peers.estimate
     for tokens in (16, 1000):
@@ -267,7 +268,7 @@ def forget_head(service: Service, name: str, tokens: list[int], pages: int) -> N
 
 
 def head_and_tail(start: Callable[..., Service]) -> Service:
-    """A prompt has thirteen pages: p0 has the first six, and p2 has all but the first four."""
+    """The prompt has thirteen pages. p0 has the first six of them, and p2 has all but the first four."""
     service = start(count=3)
     served(service, "head", FIRST[:100], "p0")
     served(service, "all", FIRST, "p2")
@@ -375,7 +376,9 @@ def test_one_that_does_not_answer_leaves_time_for_the_next(
 
 
 def fetching(service: Service, phase: str) -> Callable[[], bool]:
-    """Whether a prompt is in this phase: being asked for, or being pulled."""
+    """Returns whether a prompt is in this phase: "fetching" while its pages are asked for, "pulling" while they are
+    read.
+    """
 
     def reached() -> bool:
         fetches = list(service.prefills["p1"].peers._open.values())
@@ -450,7 +453,7 @@ def large(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 class Spy:
-    """Records what a process asks for, refuses and pulls, and can create events of its pulls."""
+    """Records what a process asks for, refuses and pulls. It can also make events of the process's pulls."""
 
     def __init__(self, service: Service, monkeypatch: pytest.MonkeyPatch, name: str = "p1") -> None:
         exchange, peers = service.exchanges[name], service.prefills[name].peers
@@ -483,12 +486,12 @@ class Spy:
 
     @property
     def shares(self) -> dict[str, int]:
-        """Bytes from each source in the latest pull."""
+        """Returns the bytes that came from each source in the latest pull."""
         return {share.place[1]: share.num_bytes for share in self.pulls[-1].shares}
 
 
 def two_that_know(start: Callable[..., Service], first: list[int] = FIRST) -> Service:
-    """The prefill processes p0 and p2 have the prompt, and p1 has been in contact with both."""
+    """Makes three prefill processes: p0 and p2 have the prompt cached, and p1 has been in contact with both."""
     service = start(count=3)
     for number, name in enumerate(("p0", "p2")):
         served(service, f"meets {name}", [number, *FIRST], name)
@@ -547,7 +550,7 @@ def test_one_that_has_fewer_pages_is_read_for_those_and_the_other_for_all(
     large()
     spy = Spy(service, monkeypatch)
     assert served(service, "second", SECOND, "p1", kv_sources=known(service, "p0", "p2")) == expected
-    assert spy.named == [["p2/0", "p0/0"]]  # an import covers the pages of its first table
+    assert spy.named == [["p2/0", "p0/0"]]  # an import covers the pages of the first table in its list
     page_bytes = sum(layout.page_bytes for layout in service.loops["p1"].manager.layouts)
     assert 0 < spy.shares["p0/0"] <= 6 * page_bytes
     assert sum(spy.shares.values()) == PAGES * page_bytes
@@ -586,7 +589,7 @@ def test_one_that_is_silent_is_not_awaited_for_long_and_what_it_lends_late_is_gi
     monkeypatch.setattr(service.prefills["p0"], "poll", lambda: p0() if spy.named else False)
     submit(service, "second", SECOND, "p1", kv_sources=known(service, "p0", "p2"))
     service.until(lambda: spy.named, "the pull")
-    assert time.monotonic() - began < 0.4  # a source that is asked alone would have half a second
+    assert time.monotonic() - began < 0.4  # if it had been the only source, p1 would have waited half a second for it
     assert spy.named == [["p2/0"]]
     service.until(lambda: spy.refused and not lending.num_leases, "what it lends late", LENT_S / 2)
     service.until(lambda: "second" in service.ended, "the end")
@@ -661,12 +664,12 @@ class Answers:
         assert self.peers.begin(Request("r", [*range(81)], 1), self.context, sources)
 
     def engines(self) -> list[str]:
-        """The engines asked since the last call."""
+        """Returns the engines that were asked since the last call."""
         found, self._told = [one[0] for one in self.asked[self._told :]], len(self.asked)
         return found
 
     def answer(self, engine: str, pages: int, at: float, error: str = "") -> Any:
-        """Makes the engine lend this many pages, starting with the first one that it was last asked for."""
+        """Makes the engine lend this many pages, beginning with the first page of its latest question."""
         self.now = at
         key, first = next((key, first) for name, key, first, _ in reversed(self.asked) if name == engine)
         lent = Lent(key, None, None, error)
@@ -684,7 +687,7 @@ class Answers:
         return next(iter(self.peers.poll()), None)
 
     def read(self, at: float, stop: int = 0, **errors: str) -> Any:
-        """Ends the pull successfully, with `stop` only up to that page."""
+        """Ends the pull. It has succeeded up to page `stop`, or as a whole if `stop` is 0."""
         self.now = at
         copier = self.manager.copier(self.pending)
         copier.take(last=True)
@@ -907,7 +910,7 @@ def nothing_held(fleet: Fleet) -> dict[str, msg.Stats]:
 
 @pytest.mark.slow
 def test_three_processes_pull_from_each_other_and_an_idle_source_wakes(tiny_model: Any) -> None:
-    long = (HEAD * 8)[:900]  # fewer than 64 pages, the number that a process with 256 pages lends
+    long = (HEAD * 8)[:900]  # fewer than 64 pages, because a process with 256 pages lends 64
     with forked.fleets(), Fleet(CONFIGS) as fleet:
         introduced(fleet)
         heard(fleet, "first", FIRST, "p0")

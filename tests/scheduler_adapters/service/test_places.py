@@ -1,4 +1,4 @@
-"""A request with pages elsewhere gets both a row and pages here, or neither."""
+"""If a request has pages at another process, it gets both a row and pages here, or neither."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_where_pages_are_short_the_row_is_free_again(table: BlockTable, last: bo
     made = manager()
     others = TextContext(range(100, 127), 32, "others")
     made.external_claim("others", 0)
-    assert made.maybe_reserve(others)  # takes seven of eight pages
+    assert made.maybe_reserve(others)  # this request takes seven of the eight pages
     for _ in range(3):
         assert reserve(made, TextContext(PROMPT, 32, "r"), 0, table, last=last) is None
         assert held(made) == (7, ["others"])

@@ -1,4 +1,4 @@
-"""Which prefill process a decode process asks, and the load that it records.
+"""Which prefill process a decode process asks for a prompt, and the load that it records for each.
 
 The sockets are real, and the test answers them.
 """
@@ -44,7 +44,7 @@ def fleet() -> Iterator[Fleet]:
 
 
 def heard(connections: list[PrefillConnection], router: Any, answers: int = 0) -> list[msg.AnyMessage]:
-    """The messages that have arrived at a ROUTER. The first `answers` of them are answered with `Welcome`."""
+    """Returns the messages that have arrived at a ROUTER. Answers the first `answers` of them with `Welcome`."""
     found = []
     deadline = time.monotonic() + 5
     while not found and time.monotonic() < deadline:
@@ -88,7 +88,7 @@ def test_load_is_booked_until_it_is_relieved_once(fleet: Fleet) -> None:
     assert all(request.ask(connections, 1.0, chunkwise=True) for request in requests)
     first, second, third = (request.prefill for request in requests)
     assert first is not second
-    assert third is first  # it has the least load
+    assert third is first  # the first process has the least load
     assert sorted(connection.load for connection in connections) == [101, 202]
     for _ in range(2):
         requests[0].relieve()
@@ -132,12 +132,13 @@ def test_who_was_asked_for_more_of_a_prompt_is_named_as_its_source(fleet: Fleet)
         assert isinstance(heard_of, msg.Prefill)
         return heard_of.kv_sources
 
-    assert sources(names[0]) == ()  # no process was asked before
-    assert sources(names[0]) == ()  # no other process was asked
+    assert sources(names[0]) == ()  # no process has been asked for this prompt before
+    assert sources(names[0]) == ()  # only this process itself has been asked for the prompt
     assert sources(names[1]) == (msg.KVSource(f"at {id(routers[0])}", ("e",), 5 * CHUNK),)
-    assert sources(names[1]) == ()  # by now it was asked for just as much
+    # by now this process has been asked for as many tokens of the prompt as the other one
+    assert sources(names[1]) == ()
     named = (msg.KVSource("elsewhere", ("x",)),)
-    assert sources(names[1], kv_sources=named) == named  # sources that the client names take precedence
+    assert sources(names[1], kv_sources=named) == named  # if the client names sources itself, these are kept
 
 
 def test_who_asks_names_itself_where_it_has_more_than_the_others(fleet: Fleet) -> None:
@@ -156,7 +157,8 @@ def test_who_asks_names_itself_where_it_has_more_than_the_others(fleet: Fleet) -
 
     assert sources(first, 2, 0) == []
     assert sources(first, 4, 3 * CHUNK) == ["here"]
-    assert sources(first, 5, 4 * CHUNK + 8) == []  # less than one chunk more than it was asked for
+    # the decode process has less than one chunk more than this prefill process was asked for
+    assert sources(first, 5, 4 * CHUNK + 8) == []
     assert sources(second, 5, 2 * CHUNK) == [f"at {id(routers[0])}", "here"]
     assert sources(second, 5, 5 * CHUNK) == []
     connections[1].history.clear()

@@ -47,7 +47,8 @@ def test_a_scrape_yields_what_is_documented_and_what_the_books_say(service: Serv
     documented = set(re.findall(r"^\| `(pagewire_(?!front_)\w+)` \|", table(), re.MULTILINE))
     for name in ("p0", "d0"):
         text, made = text_of(*observed(service, name)), observed(service, name)
-        # `_created` is no family of ours; each room has one family for figures that could not be read
+        # A family whose name ends in `_created` is not one of ours. Each room has one family for figures that could not
+        # be read.
         found = set(re.findall(r"^# TYPE (\w+) ", text, re.MULTILINE))
         assert found - {one.families[-1].name for one in made} == documented
         assert list(faults(text)) == []

@@ -1,4 +1,6 @@
-"""Chooses the quicker way from measured times. Measured prompts are replayed, with noise and slow links."""
+"""Whether a prefix is pulled or computed is chosen by measured times. The tests replay measured prompts, and add noise
+and slow links.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,11 @@ TRIED_AGAIN, TRIED_ANYWAY = 32, 128
 
 
 class Prompt(NamedTuple):
-    """A prompt's tokens, and the milliseconds of each way: a pull and the computation of the rest, or the computation
-    of everything. They were measured with two prefill processes and the small Llama of `benchmarks.prefix_peers`, on
-    one host or on two with a link of this rate. The machine was busy with other work.
+    """A prompt, and the milliseconds that each way takes. One way pulls the head and computes the rest, the other
+    computes everything.
+
+    The times were measured with two prefill processes and the small Llama of `benchmarks.prefix_peers`, on one host or
+    on two with a link of this rate. The machine was busy with other work.
     """
 
     cached: int
@@ -42,9 +46,9 @@ TIMES = {
 
 
 def replayed(prompts: list[Prompt]) -> list[bool]:
-    """Whether each prompt is pulled, given the times of the earlier ones.
+    """Returns for each prompt whether its head is pulled, with the times of the earlier prompts known.
 
-    Between two prompts, a prompt that no source has is computed.
+    Between two of these prompts, a prompt that no source has is computed.
     """
     choice, others = PullOrCompute(), random.Random(0)
     unknown = [one for one in prompts if not one.cached]
@@ -64,7 +68,7 @@ def replayed(prompts: list[Prompt]) -> list[bool]:
 class Prompts:
     """The prompts of a simulated service.
 
-    Each head is computed at the first process, and pulled or computed at the next.
+    The head of each prompt is computed at the first process. The next process either pulls it or computes it again.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -77,7 +81,7 @@ class Prompts:
         return milliseconds / 1e3 * self.random.uniform(0.9, 1.1) * (3 if self.random.random() < 0.06 else 1)
 
     def next(self, tokens: int) -> bool:
-        """Whether the next prompt with a head of this many tokens was pulled."""
+        """Returns whether the head of the next prompt, which has this many tokens, was pulled."""
         self.choice.compute.add(tokens + REST, self.noisy(COMPUTED[tokens + REST]))
         pulls = self.choice.pays(0, tokens, REST)
         if pulls:
@@ -87,7 +91,7 @@ class Prompts:
         return pulls
 
     def right(self, tokens: int, *, pulls: bool) -> bool:
-        """Whether a prompt took at most 5 % longer than the other way would have taken."""
+        """Returns whether a prompt took at most 5 % longer in the chosen way than it would have taken in the other way."""
         pulling, computing = self.slower * PULLED[tokens] + COMPUTED[REST], COMPUTED[tokens + REST]
         return pulling <= 1.05 * computing if pulls else computing <= 1.05 * pulling
 
@@ -185,7 +189,7 @@ def test_a_length_that_changes_alone_is_learned() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_choice_is_right_for_what_was_measured(seed: int) -> None:
-    """All prompts count, also the first ones, which are pulled only to measure a pull."""
+    """All prompts count. Even the first ones do, although these are pulled only to measure a pull."""
     prompts = Prompts(seed)
     lengths = prompts.shuffled(each=30)
     assert prompts.wrong_of(lengths) <= 0.05 * len(lengths)
@@ -204,15 +208,15 @@ def test_a_link_that_slows_is_noticed_at_one_length_and_recovers(seed: int, leng
     prompts.slower = 1.0
     pulled_since = [prompts.next(length) for _ in range(TRIED_ANYWAY + 8)]
     assert all(pulled_since[-4:])
-    if slower < 10.0:  # little is lost by a trial
+    if slower < 10.0:  # a trial costs little here
         assert pulled_since.index(True) <= TRIED_AGAIN
     assert prompts.wrong_of(prompts.shuffled(each=20)) <= 0.05 * 20 * len(PULLED)
 
 
 @pytest.mark.parametrize("where", TIMES)
 def test_what_real_processes_measured_takes_a_tenth_more_than_by_the_better_fixed_rule_at_most(where: str) -> None:
-    """The better fixed rule is known only in hindsight. The times come from a busy machine: many are three times the
-    usual one.
+    """Which of the two fixed rules is better is known only in hindsight. The times come from a busy machine: many are
+    three times as long as usual.
     """
     prompts = TIMES[where]
     fixed = min(sum(one.took_ms(pulls=pulls) for one in prompts) for pulls in (True, False))
@@ -225,7 +229,8 @@ def test_a_way_that_is_slower_is_tried_now_and_then() -> None:
     for tokens in (100, 1000, 3000):
         choice.pull.add(tokens, 0.03 + 1e-5 * tokens)
         choice.compute.add(tokens, 0.001 + 1e-4 * tokens)
-    crossover = 0.03 / 9e-5  # 333 tokens: the rest of the prompt has the latency of a computation in any case
+    # 333 tokens. Either way the rest of the prompt is computed, so the latency of a computation does not count.
+    crossover = 0.03 / 9e-5
     right = [choice.pays(0, tokens, 8) == (tokens > crossover) for tokens in range(1, 1000, 7)]
     assert sum(right) / len(right) >= 0.95
     choice.pays(0, 100, 200)
@@ -236,7 +241,7 @@ def test_a_way_that_is_slower_is_tried_now_and_then() -> None:
 
 
 def both(pull_s: float, compute_s: float, latency_s: float = 0.001) -> PullOrCompute:
-    """A pull and a computation that take this long for each thousand tokens."""
+    """Returns an estimate that has measured a pull and a computation, each with this time for a thousand tokens."""
     made = PullOrCompute()
     for tokens in (100, 1000, 4000):
         made.pull.add(tokens, latency_s + pull_s * tokens / 1e3)

@@ -17,7 +17,7 @@ from tests.scheduler_adapters.service.test_faults import empty, fill
 
 PROMPTS = [[seed * 7 % 250 + at % 5 for at in range(length)] for seed, length in enumerate((150, 40, 90, 16, 64, 100))]
 NEW = 6
-# Moves that need an error of the transfer thread, or a race of less than a millisecond.
+# Moves that need an error of the transfer thread, or a race that is shorter than a millisecond.
 RARE = {(phase, "over") for phase in ("fetching", "leasing", "computing", "offered")} | {("leasing", "computing")}
 
 
@@ -40,7 +40,7 @@ class Moves:
 
 
 class Storm:
-    """One run: its open requests, and the outcomes of the others."""
+    """One run of random faults: the requests that are open, and the outcomes of those that have ended."""
 
     def __init__(self, service: Service, expected: list[list[int]], seed: int) -> None:
         self.service, self.expected, self.random = service, expected, random.Random(seed)
@@ -118,7 +118,7 @@ class Storm:
             kind = todo.pop(0)
             if self.act(kind):
                 self.faults[kind] += 1
-            else:  # try again later, when there is a target
+            else:  # there is no target now, so the fault is tried again later
                 if "submit" in todo:
                     todo.remove("submit")
                 todo[:3] = ["submit", *todo[:2], kind, *todo[2:3]]

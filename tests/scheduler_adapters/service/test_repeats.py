@@ -1,4 +1,6 @@
-"""Repeated and overtaken messages change nothing: tested one by one in the phases that matter."""
+"""A message that arrives twice or too late changes nothing. Each message is tested alone, in the phases in which it
+matters.
+"""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,7 +38,7 @@ def service(model: Any, tmp_path: Path) -> Iterator[Service]:
 
 
 class Said:
-    """Records the messages of a prefill process to its readers, and can repeat them."""
+    """Records the messages that a prefill process sends to its readers, and can send them again."""
 
     def __init__(self, service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
         self.every: list[tuple[bytes, msg.ToDecode]] = []
@@ -70,7 +72,7 @@ def check_serves_to_the_end(service: Service, expected: list[int], new: int = NE
 
 
 def pulling_the_last(service: Service, monkeypatch: pytest.MonkeyPatch) -> DecodeRequest:
-    """Brings decode to the last offer, and hides the end of its READs, which take no time for so few pages."""
+    """Brings decode to the last offer. Its READs seem to be in flight, although the few pages arrive at once."""
     request, exchange = service.submit_one("r", PROMPT), service.decode._exchange
     with monkeypatch.context() as held:
         poll = exchange.poll
@@ -188,7 +190,9 @@ def test_a_hello_that_comes_again_gives_nothing_up(
 
 
 def test_a_reader_that_another_of_its_name_displaces_is_told(service: Service, expected: list[int]) -> None:
-    """Otherwise it would wait for an abandoned attempt until its deadline, two minutes later."""
+    """If the displaced reader were not told, it would wait for its abandoned attempt until the deadline, two minutes
+    later.
+    """
     request = asked(service)
     (identity,) = service.prefill._readers
     service.prefill._readers[b"another"] = service.prefill._readers.pop(identity)
@@ -296,7 +300,7 @@ def test_what_is_remembered_is_bounded() -> None:
 def test_pages_of_another_prompt_fail_the_attempt_and_another_follows(
     service: Service, model: Any, monkeypatch: pytest.MonkeyPatch, length: int
 ) -> None:
-    """The check also works for prompts that fill no page, for which the block table has no digest."""
+    """The check also works for prompts that do not fill a page. For these the block table has no digest."""
     prompts = {"r": PROMPT[:length], "s": OTHER[:length]}
     held: list[tuple[bytes, msg.PagesOffer]] = []
     send = service.prefill._send

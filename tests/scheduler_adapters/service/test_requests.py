@@ -98,13 +98,13 @@ def test_a_request_that_asks_again_hashes_no_page_anew(monkeypatch: pytest.Monke
             found = hasher_of(context, "sha256", 16).digests(context.tokens, 0, pages)
             anew = PrefixHasher("sha256", 16, "s").digests(np.array(request.tokens), 0, pages)
             assert found.tolist() == anew.tolist()
-            del hashed[-1]  # forgets the hashes made for the comparison
+            del hashed[-1]  # forgets the hashes that the comparison has made
         request.emitted.append(token)
     assert hashed == [4, 1]  # after the prompt's pages, only the page that the tenth token fills is hashed
 
 
 def test_a_context_of_an_earlier_attempt_keeps_its_own_hashes() -> None:
-    """A loop may drop tokens of the running context. Later contexts are not affected."""
+    """A loop may drop tokens of the running context. This does not change the hashes of later contexts."""
     request = DecodeRequest("r", 1, "waiting", 1.0, spec=Request("r", list(range(40)), 60))
     first = request.new_context()
     hasher_of(first, "sha256", 16).digests(first.tokens, 0, 2)
@@ -124,7 +124,7 @@ def test_an_offer_is_of_the_prompt_and_of_what_the_client_has_had_since_the_last
     request = DecodeRequest("r", 1, "waiting", 5.0, spec=Request("r", [*range(1, 40)], 8, cache_salt="s"))
     if asked:
         request.new_context()
-    request.emitted += [7, 8]  # belongs to an attempt that has failed
+    request.emitted += [7, 8]  # these tokens belong to an attempt that has failed
     every = [*range(1, 40), 7, 8]
     for count in (16, 39, 41):
         table, digest = SimpleNamespace(num_tokens=count), prompt_of(every, "s").digest(count)

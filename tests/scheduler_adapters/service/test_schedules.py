@@ -20,12 +20,12 @@ NEW = 6
 
 
 class Schedule:
-    """One run: requests arrive, and some are cancelled. With `trouble`, attempts also fail."""
+    """One run: requests arrive, and some of them are cancelled. With `trouble`, attempts fail as well."""
 
     def __init__(self, service: Service, deliverer: Deliverer, expected: list[list[int]], seed: int) -> None:
         self.service, self.deliverer, self.expected = service, deliverer, expected
         self.random = random.Random(seed)
-        self.asked: dict[str, tuple[int, str]] = {}  # request to its prompt, and the decode process that has it
+        self.asked: dict[str, tuple[int, str]] = {}  # maps a request to its prompt and its decode process
         self.aborted: set[str] = set()
         self.trouble: Counter[str] = Counter()
 
@@ -156,13 +156,14 @@ def test_late_messages_of_attempts_that_failed_touch_no_other(schedule: Callable
     assert one.trouble.total() > 0
 
 
-# Required deliveries: the message, the beginning of the phase's name, and how it was delivered.
+# The deliveries that must have occurred: the message, the beginning of the phase's name, and how the message was
+# delivered.
 WANTED = {
     *(Reached("last offer", phase, "again") for phase in ("offered, after the last", "pulling, after the last")),
     *(Reached("last offer", phase, "again") for phase in ("decoding", "over", "another attempt")),
     *(Reached("last offer", phase, "overtaken") for phase in ("over", "another attempt")),
     *(Reached("PagesOffer", phase, "again") for phase in ("offered", "pulling", "decoding", "over")),
-    # The last offer waits for the offers that it has overtaken (`Offers.take`), so none of these comes after it.
+    # The last offer waits for the offers that it has overtaken (`Offers.take`), so no offer arrives after it.
     *(Reached("PagesOffer", phase, "overtaken") for phase in ("asked", "offered, not smaller", "pulling, not smaller")),
     *(Reached("PagesOffer", phase, "overtaken") for phase in ("over", "another attempt")),
     *(Reached("Failed", phase, "again") for phase in ("over", "another attempt")),

@@ -26,7 +26,7 @@ def model_of(make_model: Callable[..., Any], kind: str) -> Any:
 
 @pytest.fixture(scope="module", params=["llama", "mistral", "gemma3", "deepseek_v3"])
 def model(request: pytest.FixtureRequest, shared_model: Callable[..., Any]) -> Any:
-    """A model with four query heads on two key/value heads, or on one latent."""
+    """A model with four query heads, which share two key/value heads or one latent."""
     return model_of(shared_model, request.param)
 
 

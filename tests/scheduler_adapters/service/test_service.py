@@ -196,7 +196,7 @@ def test_decode_pulls_only_what_it_lacks(start: Callable[..., Service], expected
     assert service.serve(PROMPTS[:1]) == expected[:1]
     full, rest = divmod(len(PROMPTS[0]), 16)
     assert rest
-    assert service.decode.stats().pages_pulled - before == 1  # the last page, which is not full
+    assert service.decode.stats().pages_pulled - before == 1  # this is the last page, which is not full
     assert service.decode.stats().pages_reused == full
     service.assert_nothing_held()
 
@@ -237,7 +237,8 @@ def test_what_was_preempted_comes_before_what_has_just_arrived(start: Callable[.
     service.decode.submit(msg.Submit(request_id="late", prompt=(9,) * 20, max_new_tokens=4))
     service.until(lambda: len(service.ended) == 3, "the last token")
     assert [len(service.tokens[request_id]) for request_id in ("r0", "r1", "late")] == [60, 60, 4]
-    # The request whose pages came last is preempted. The short one would end first if it had come before the other one.
+    # The request whose pages came last is preempted. If the short request had come before it, the short request would
+    # have ended first.
     assert list(service.ended).index("late") > 0, service.ended.keys()
     service.assert_nothing_held()
 
@@ -285,7 +286,9 @@ def wait_for_messages(service: Service) -> list[list[bytes]]:
 
 
 def test_tenants_share_no_page_on_either_side(start: Callable[..., Service], expected: list[list[int]]) -> None:
-    """The same prompt is prefilled, pulled and kept twice for two tenants, but only once for one tenant."""
+    """If two tenants send the same prompt, it is prefilled, pulled and kept twice. If one tenant sends it twice, this
+    happens once.
+    """
     service = start()
     pages, seen = -(-len(PROMPTS[0]) // 16), []
     for request_id, salt in (("a", "one"), ("b", "other"), ("c", None), ("a again", "one"), ("b again", "other")):

@@ -50,7 +50,7 @@ _MADE: dict[str, Callable[[Any, str], Any]] = {"router": bind_router, "joined": 
 
 
 def flood(conn: Connection, endpoint: str, kind: str) -> None:
-    """Sends until the peer accepts no more, and dies."""
+    """Sends messages until the peer accepts no more, and then dies."""
     del conn
     context: zmq.Context[Any] = zmq.Context()
     socket = context.socket(zmq.DEALER if kind == "router" else zmq.ROUTER)
@@ -103,9 +103,9 @@ def test_a_stranger_at_a_port_without_keys_fills_no_memory_and_keeps_nobody(tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", _MADE)
 def test_peers_that_fill_a_queue_and_die_do_no_harm(kind: str, tmp_path: Path) -> None:
-    """With ZMQ's heartbeats on these sockets, the assertion `!_io_error` always ended the process.
+    """If these sockets had ZMQ's heartbeats, the assertion `!_io_error` would always end the process.
 
-    Only a `Pulse` has heartbeats therefore.
+    Therefore only a `Pulse` has heartbeats.
     """
     flooder, _ = forked.start(flood, f"ipc://{tmp_path}/s", kind)
     survivor, conn = forked.start(survive, f"ipc://{tmp_path}/s", kind)
@@ -188,7 +188,9 @@ class Pipe:
 
 
 def test_a_frontend_is_deaf_from_its_limit_on_until_half_of_that_is_read() -> None:
-    """Otherwise it would turn deaf and back with each message, and each change would be logged."""
+    """If it could hear again right below the limit, it would turn deaf and back with each message, and each change
+    would be logged.
+    """
     pipe, heard, said = Pipe(), list[object](), list[object]()
     queue = FrontendQueue(cast("Socket", pipe), max_unread=10)
 
@@ -198,7 +200,9 @@ def test_a_frontend_is_deaf_from_its_limit_on_until_half_of_that_is_read() -> No
         return queue.flush()
 
     def read(count: int) -> bool:
-        """Lets the frontend read messages until this many wait here. Returns whether it has turned deaf meanwhile."""
+        """Lets the frontend read messages until this many wait here. Returns whether it has turned deaf during that
+        time.
+        """
         while len(queue._unread) > count:
             heard.append(msg.decode(pipe.held.popleft()))
             if queue.flush():

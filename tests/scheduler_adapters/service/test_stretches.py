@@ -1,6 +1,4 @@
-"""A prompt is pulled in two stretches from two real processes, with NIXL and the small Llama, and with faults in
-between.
-"""
+"""A prompt is pulled in two stretches from two real processes, with NIXL and the small Llama. Faults happen in between."""
 
 from __future__ import annotations
 
@@ -61,10 +59,10 @@ class StretchReader:
         self.asked = list[str]()
 
     def generate(self, sources: list[SourceProcess], then: Callable[[str, str], None]) -> tuple[list[int], int]:
-        """Generates for the prompt.
+        """Generates tokens for the prompt.
 
-        Returns the tokens, and how many of the prompt were pulled. `then` is called with each source that is asked or
-        read.
+        Returns the tokens, and how many tokens of the prompt were pulled. `then` is called with each source that is
+        asked or read from.
         """
         ask, pull = self.exchange.ask, self.exchange.pull
 
@@ -138,7 +136,7 @@ def reader() -> Iterator[StretchReader]:
 
 
 def two(start: Callable[..., SourceProcess]) -> tuple[SourceProcess, SourceProcess]:
-    """Two sources: one has the head, the other has what follows the prompt's first five pages."""
+    """Starts two sources. One has the head of the prompt, and the other has what follows the first five pages."""
     first, second = start("p"), start("q")
     first.told("run", HEAD)
     second.told("run", ALL)
@@ -199,7 +197,7 @@ def test_what_happens_to_the_second_source_leaves_the_first_stretch(
     tokens, found = reader.generate([first, second], happens)
     assert reached
     assert tokens == expected
-    # Lent pages can still be read after a reset. A new source must first answer the handshake.
+    # Lent pages can still be read after a reset. A source that is new must first answer the handshake.
     assert found == (23 if (when, fault) == ("pulling", "reset") else 10) * SIZE
     if fault == "stopped":
         os.kill(second.process.pid or 0, signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""Rare events of rooms: repeated room numbers, questions at odd times, ranks that are behind."""
+"""Rare events of SGLang's rooms: room numbers that are used again, questions at odd times, ranks that are behind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ANY_RANKS = pytest.mark.parametrize("sides", [{"ranks": 1}, {"ranks": 2}], indir
 
 
 def check_serves(sides: Sides) -> None:  # noqa: F811
-    """Serves a request that decode has asked for, from its arrival at prefill to its end."""
+    """Serves a request that decode has already asked for, from its arrival at prefill until its end."""
     for told in (sides.prefill, sides.decode, *sides.followers_told):
         told.heard.clear()
     sides.here.zero_()

@@ -10,7 +10,7 @@ HEAVY = {"sglang", "torch", "numpy", "nixl", "kvcache", "transfer"}
 
 
 def test_the_plugin_is_imported_without_sglang_and_brings_nothing_heavy() -> None:
-    """SGLang loads the plugin in each of its processes, and processes without a cache do not need torch."""
+    """SGLang loads the plugin in each of its processes. The processes without a cache do not need torch."""
     code = "import sys, scheduler_adapters.sglang; print(*{name.partition('.')[0] for name in sys.modules})"
     ran = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert not HEAVY & set(ran.stdout.split())

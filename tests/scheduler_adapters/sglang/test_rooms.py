@@ -34,11 +34,11 @@ PROMPT = Prompt(range(TOKENS))
 WRITTEN = torch.arange(1.0, 3 * PAGE + 1)
 
 
-_VALUES: list[torch.Tensor] = []  # kept as long as the process, because READs may still write to it
+_VALUES: list[torch.Tensor] = []  # the tensors live as long as the process, because READs may still write to them
 
 
 class Told:
-    """Records what SGLang's manager would be told."""
+    """Records what SGLang's manager would be told of transfers."""
 
     def __init__(self) -> None:
         self.heard: list[str] = []

@@ -1,4 +1,4 @@
-"""A layer's pages, read through the boxes, equal the tensor's contents, whatever its strides."""
+"""A layer's pages, read through the boxes, equal the tensor's contents, whatever the tensor's strides are."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ NAMES = ("0.attn", "1.attn")
 
 
 def split(content: torch.Tensor) -> list[torch.Tensor]:
-    """Splits content into separate tensors, with keys as columns and values as rows."""
+    """Splits content into a tensor of keys and a tensor of values. The strides of the keys differ from those of the
+    values.
+    """
     keys, values = content.split(DIM, -1)
     columns = keys.transpose(2, 3).contiguous().transpose(2, 3)
     return [columns, values.contiguous()]

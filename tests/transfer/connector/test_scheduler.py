@@ -1,5 +1,5 @@
-"""The scheduler's side: what it requests of every rank, when it accepts their outputs, and how it handles untrusted
-params.
+"""The connector's scheduler: what it requests of every rank, when it accepts their outputs, and how it handles
+untrusted params.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def params(
 
 
 def answer(source: NixlConnectorScheduler, made: dict[str, Any], tokens: int = 20) -> LeaseReply:
-    """The source's answer to a reader of `tokens` tokens."""
+    """Returns the source's answer to a reader that asks for `tokens` tokens of the lease in `made`."""
     query = LeaseQuery(query_id=7, engine_id="p", lease_id=int(made["lease_id"], 16), num_tokens=tokens)
     return source._leased(query)
 
@@ -142,7 +142,7 @@ def test_a_lease_that_is_over_or_never_was_holds_nothing(make: Any) -> None:
     assert answer(scheduler, made).is_over
     scheduler.update(1, WorkerOutput(sent={"r": "expired"}))
     assert "has ended, or engine 'p' never had it" in answer(scheduler, made).error
-    offered(scheduler)  # another lease of this request, perhaps over the same pages
+    offered(scheduler)  # the request gets a second lease, perhaps over the same pages
     assert params(scheduler)["lease_id"] != made["lease_id"]
     assert "has ended" in answer(scheduler, made).error
     aborted = params(scheduler)

@@ -1,4 +1,6 @@
-"""A reader's handling of `kv_transfer_params`: nothing in them is trusted, and refusals name request, key and value."""
+"""How a reader handles `kv_transfer_params`: it trusts none of the values, and each refusal names the request, the key
+and the value.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def test_params_that_ask_for_nothing_are_none(params: object) -> None:
 
 
 def test_what_says_where_the_pages_lie_decides_nothing() -> None:
-    """Params of other connectors name blocks, ranks and starts. Here the source itself states these."""
+    """Params of other connectors also name blocks, ranks, slots and incarnations. A reader ignores these, because the source itself
+    says where its pages are.
+    """
     few = {key: value for key, value in GOOD.items() if key not in {"transfer_mode", "do_remote_decode"}}
     more = {"remote_block_ids": [[1]], "tp_size": -1, "lease_slot": 7, "remote_incarnation": 5, "later": object()}
     assert read_params("r", few) == read_params("r", GOOD | more) == MADE

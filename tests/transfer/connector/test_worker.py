@@ -78,7 +78,7 @@ def hold(reader: EngineUnderTest, params: dict[str, Any]) -> Wanted:
 
 
 def lie(source: EngineUnderTest, request_id: str, blocks: list[int]) -> None:
-    """Makes a source report other blocks than it holds."""
+    """Makes a source report that a request has these blocks, although it has others."""
     offer = source.scheduler._offers[request_id]
     offer.held = offer.held._replace(block_ids=(tuple(blocks),))
 
@@ -186,7 +186,7 @@ def test_what_is_wrong_with_one_load_touches_no_other(engine: Any) -> None:
     assert not any("#" in reason for reason in reader.failed.values())  # no other engine's name contains our key
     for request_id, (_, _, part) in wrong.items():
         assert part in reader.failed[request_id], reader.failed[request_id]
-    # Every lease that was named has ended. Requests that named none have ended none.
+    # Every lease that the params name has ended. Requests whose params name no lease have ended none.
     named = {"good", "short", "range", "more", "prompt", "salt", "keys"}
     run_until(lambda: set(source.sent) >= named, source, reader)
     assert set(source.sent) == named

@@ -1,4 +1,4 @@
-"""Known defects of other connectors, one test for each. Ours must have none of them."""
+"""Known defects of other connectors, one test for each. This connector must have none of them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_1_latents_of_more_source_ranks_are_released_by_every_rank_at_once(engin
     pair = Pair(latent, Side(tp=2), Side(tp=1), 16, source_blocks=((3, 4),), reader_blocks=((1, 2),))
     begin = time.monotonic()
     source, _ = check_exchange(engine, pair)
-    # the source was told, and did not wait for the timeout
+    # the source was told that the reader is done, so it did not wait for the lease to expire
     assert time.monotonic() - begin < source.scheduler.config.timing.lease / 2
     assert [rank.host.worker._running().replica.leases.ids() for rank in source.ranks] == [[], []]
     assert [rank.host.worker._running().replica.leases.counts["accepted"] for rank in source.ranks] == [1, 1]
@@ -199,7 +199,7 @@ def test_11_what_is_known_of_sources_does_not_grow_with_their_restarts(engine: A
 
 
 def metadata(pages: int, layers: int, engine_id: str) -> RankMetadata:
-    """The metadata of an engine with this many pages, without any memory behind it."""
+    """The metadata of an engine with this many pages. No memory is allocated for it."""
     shape = (2, pages, 2, 16, 64)
     boxes = tuple(
         from_tensor(
@@ -288,7 +288,8 @@ def test_14_a_reader_that_dies_costs_its_source_a_lease_and_no_more(engine: Any)
         params = source.scheduler.params("r", PROMPT, pair.source_blocks, 16)
         reader.scheduler.hold("r", reader.scheduler.read("r", params, PROMPT))
         begin = time.monotonic()
-        while time.monotonic() < begin + 1.5:  # waits for blocks and renews the lease, for three times its duration
+        # for three durations of the lease, the reader has no blocks, and renews the lease meanwhile
+        while time.monotonic() < begin + 1.5:
             source.step()
             reader.step()
             assert not source.sent

@@ -1,6 +1,6 @@
 """Pairs of engines of every kind, between real processes.
 
-`make pairs` runs 300 of them; this file runs one for some families.
+`make pairs` runs 300 pairs. This file runs one pair of each of some families.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Engines in one process over real NIXL: what they refuse, what an error leaves behind, and what is given back."""
+"""Engines in one process over real NIXL: what they refuse, what an error leaves behind, and what they give back at the
+end.
+"""
 
 from __future__ import annotations
 
@@ -436,7 +438,7 @@ def test_unexpected_notifications_are_counted_and_dropped(pair: Any, make_engine
     until(lambda: arrived(9))
     assert right.notification_counts == {"accepted": 2, "unknown": 2, "malformed": 3, "duplicate": 1, "late": 1}
     assert right.completed_recv_transfers == {"left": {}}
-    # The right notification from another shard's agent does not count for this one.
+    # A notification with the right content does not count for this shard if the agent of another shard sent it.
     meet(left.tensor_agents[0][1], right)
     left.tensor_agents[0][1].agent.notify(to[0], uuid.uuid4().hex.encode())
     until(lambda: arrived(10) and right.notification_counts["unknown"] == 3)
@@ -446,7 +448,7 @@ def test_unexpected_notifications_are_counted_and_dropped(pair: Any, make_engine
 
 
 def stuck(monkeypatch: pytest.MonkeyPatch, agent: TensorAgent) -> None:
-    """Makes a copy look unfinished until `monkeypatch.undo`."""
+    """Makes every copy of `agent` look unfinished until `monkeypatch.undo`."""
     post = agent.agent.post
     monkeypatch.setattr(agent.agent, "post", lambda *args: (post(*args)[0], False))
     monkeypatch.setattr(agent.agent, "done", lambda _handle: False)
@@ -641,7 +643,7 @@ def test_cleanup_twice_and_nothing_after_it(make_engine: Any):
 
 
 def clean_up_with_a_copy_in_flight(conn: Connection) -> None:
-    """Runs in a process of its own. Reports how many bytes are written after the engine's end."""
+    """Runs in a process of its own. Reports how many bytes are still written after the engine has been cleaned up."""
     tensors = [torch.randint(0, 256, (256, 1 << 18), dtype=torch.uint8) for _ in range(2)]
     left, right = (KVTransferEngine(name, [[of]], total_num_pages=256) for name, of in zip("lr", tensors, strict=True))
     left.connect(right.metadata)
@@ -654,7 +656,7 @@ def clean_up_with_a_copy_in_flight(conn: Connection) -> None:
 
 
 def test_cleanup_with_a_copy_in_flight():
-    """NIXL may abort a process whose copy is cut off, as `test_transport` shows. Nothing writes then, either."""
+    """NIXL may abort a process whose copy is cut off, as `test_transport` shows. Nothing is written after that either."""
     process, conn = start(clean_up_with_a_copy_in_flight)
     process.join(100)
     if process.exitcode == 0:

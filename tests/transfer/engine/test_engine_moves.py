@@ -1,4 +1,6 @@
-"""Runs some of the random moves. Also runs mutants, each of which lacks one rule, and the moves must notice that."""
+"""Runs some of the random moves of `engine_moves`. Some tests leave out a rule of the protocol, and the moves must
+notice that it is missing.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def test_what_is_accepted_is_what_the_source_held_and_every_page_comes_back(worl
 
 
 def notices(world: World, runs: int = 150) -> str:
-    """Returns the first violation that is noticed."""
+    """Makes up to `runs` runs. Returns the text of the first violation, or an empty text if there was none."""
     for seed in range(runs):
         try:
             world.run(seed)

@@ -1,6 +1,7 @@
 """WRITEs into a manager's pages.
 
-The pages have a writer from before their ids are sent until no peer can write any more.
+A page has a writer from the moment before its id is sent to the source, until the source can no longer write to the
+page.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def sides() -> Iterator[tuple[Side, Side]]:
 
 
 def promised(source: Side, target: Side) -> tuple[TextContext, PendingImport]:
-    """A request that the source has computed, and the target's pages for it, whose ids may now be sent."""
+    """Returns a request that the source has computed, and the target's pending import of it. The ids of the import's
+    pages may now be sent.
+    """
     tokens = list(range(PAGE_SIZE * 9 + 5))
     theirs = TextContext(tokens, 2560)
     source.manager.external_claim(theirs.request_id)
@@ -74,7 +77,9 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def nobody_else_gets(target: Side, pending: PendingImport) -> bool:
-    """Whether none of the remaining free pages is a promised one. Takes all of them, and gives them back."""
+    """Returns whether none of the free pages is one that was promised to the source. Takes all free pages to find out,
+    and gives them back.
+    """
     other = TextContext(list(range(10_000, 10_000 + PAGE_SIZE * target.manager.num_free_blocks - 1)), 2560)
     target.manager.external_claim(other.request_id)
     assert target.manager.maybe_reserve(other)
@@ -84,7 +89,7 @@ def nobody_else_gets(target: Side, pending: PendingImport) -> bool:
 
 
 def given_up(source: Side, target: Side) -> tuple[TextContext, PendingImport, TransferReqData]:
-    """A WRITE that the target gives up in flight. Sometimes it ends before that."""
+    """Returns a WRITE that the target gives up while the WRITE is in flight. Sometimes the WRITE ends before that."""
     for _ in range(10):
         context, pending = promised(source, target)
         request = write(source, target, pending)
@@ -107,7 +112,8 @@ def test_pages_whose_writer_is_given_up_are_nobodys_until_the_write_has_ended(si
     target.manager.cancel_import(pending)
     target.manager.release(context.request_id)
     until(lambda: source.engine.is_complete(request))
-    assert torch.equal(target.manager.device_tensors[0][0], arrived)  # no byte arrived after the quarantine
+    # no byte arrived after the pages had left quarantine
+    assert torch.equal(target.manager.device_tensors[0][0], arrived)
     assert target.manager.num_free_blocks == target.free
     target.manager.check()
 
@@ -129,7 +135,7 @@ def test_a_writer_that_is_gone_gives_the_pages_back_at_the_callers_word(sides: t
     source, target = sides
     context, pending, _ = given_up(source, target)
     assert nobody_else_gets(target, pending)
-    source.engine.cleanup()  # waits for its copies, after which its agents are gone
+    source.engine.cleanup()  # waits until the engine's copies have ended, and then destroys its agents
     target.engine.disconnect(source.engine.name)
     target.engine.release_quarantine(source.engine.name)
     assert not target.engine.quarantined_pages(0)

@@ -1,4 +1,4 @@
-"""A parked transfer keeps its pages until it has ended."""
+"""A transfer that is in flight when its peer is disconnected keeps its pages until it has ended."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def test_the_word_that_a_writer_is_gone_lets_go_of_its_own_transfers_alone(
 def test_what_a_disconnect_leaves_in_flight_is_watched_until_it_has_ended(
     pair: Any, monkeypatch: pytest.MonkeyPatch, until: Any
 ):
-    """This holds even after its owner has given it up: bytes may still move, so the peer stays loaded."""
+    """The transfer is watched even after its owner has cleaned it up. It may still move bytes, so the peer stays
+    loaded.
+    """
     left, right = pair
     with monkeypatch.context() as patched:
         stuck(patched, left.tensor_agents[0][0])

@@ -179,8 +179,8 @@ def test_an_agent_describes_its_tensor():
 
 
 def test_nobody_names_the_agent_of_the_bindings_once_it_is_closed():
-    # An agent ends with its last reference. A remaining reference keeps its worker alive, and transfers in flight
-    # continue to write.
+    # An agent ends when its last reference goes. As long as one reference is left, its worker lives, and transfers in
+    # flight continue to write.
     memory = torch.zeros(2, 4096, dtype=torch.uint8)
     runs = [(memory.data_ptr() + at, 4096, 0) for at in (0, 4096)]
     source, agent = Agent("alone@3"), Agent("alone@4")

@@ -26,7 +26,7 @@ from transfer.nixl.agent import Agent, Handle
 MANY, FEW = 2048, 64  # pages of a copy that takes tens of milliseconds, and of a short one
 QUIET_S = 0.1  # longer than any copy here
 EMPTY = 0
-HALF_GONE, GONE = 0, 1  # pages of the peer
+HALF_GONE, GONE = 0, 1  # pages of the peer: of the first, one half is unreadable; of the second, everything
 
 numbers = itertools.count()
 Order = NDArray[np.int64]

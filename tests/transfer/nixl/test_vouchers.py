@@ -81,7 +81,8 @@ def test_another_user_vouches_for_nothing(metadata: bytes) -> None:
 def test_another_network_is_as_far_as_another_host(metadata: bytes) -> None:
     """A container may share our memory but have its own network.
 
-    Its agents could be reached through the memory, but not its vouchers, which are sockets of another network.
+    A peer could reach the container's agents through shared memory. It cannot reach the vouchers, because their sockets
+    belong to another network.
     """
     with ThreadPoolExecutor(1) as elsewhere:  # one thread with its own network namespace
         if elsewhere.submit(_LIBC.unshare, _CLONE_NEWNET).result():

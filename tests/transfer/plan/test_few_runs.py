@@ -1,4 +1,6 @@
-"""Pulls of few runs, made in plain Python, copy the same as `Plan.runs`, which handles all unusual cases."""
+"""Pulls of few runs are planned in plain Python. They copy the same bytes as `Plan.runs`, which handles all other
+pulls.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,7 @@ def test_other_page_sizes_states_and_a_sources_blocks_are_left_to_the_plan() -> 
 def test_blocks_become_pages_and_a_group_with_nothing_in_common_needs_none() -> None:
     named: PageCopy = PageCopy([1], [2], (0, 16))
     assert made_of(shard(), shard()).pages([named])[0] is named
-    blocks = BlocksOfGroup([1], (0, 16), 0, [1], 8)  # the source has computed too few tokens
+    blocks = BlocksOfGroup([1], (0, 16), 0, [1], 8)  # the source has computed fewer tokens than the pull needs
     assert made_of(shard(range(2)), shard(range(2, 4))).pages([blocks]) == [NOTHING]
     with pytest.raises(
         InvalidTransferError, match="group 0: tokens up to 16 are needed, but the source has computed 8"
@@ -124,7 +126,9 @@ def with_window(layout: ShardLayout, pages: int, block_pages: int = 1) -> ShardL
 
 
 def test_blocks_are_counted_in_the_source_s_pages_and_ours_in_ours() -> None:
-    """A block there has 64 tokens, a page here has 16. The window's first two blocks are gone."""
+    """A block of the source has 64 tokens, and a page of the reader has 16. The source no longer has the window's first
+    two blocks.
+    """
     ours, theirs = with_window(shard(), 80), with_window(shard(page_size=32, pages=40), 40, block_pages=2)
     planned = made_of(ours, theirs)
     assert planned.rank == 3

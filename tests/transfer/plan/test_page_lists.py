@@ -66,8 +66,8 @@ def test_a_list_that_was_cut_at_the_front_is_counted_from_its_end() -> None:
 
 
 def test_what_no_window_reaches_need_not_be_there() -> None:
-    # Pages have 8 tokens here and 4 there. Token 13 is needed, so the source has kept 12 to 24, and the page here
-    # begins at 8.
+    # Pages have 8 tokens at the reader and 4 at the source. Token 13 is needed, so the source has kept tokens 12 to 24,
+    # and the reader's page begins at token 8.
     named = pages([1, 2], [5, 6, 7], 24, (8, 24), needed=13)
     assert lists(pages_of("group 0", named, group(8), group(4))) == ([1, 2], [5, 6, 7], (12, 24))
     assert first_read(named, group(4)) == 12
@@ -117,8 +117,8 @@ def test_logical_pages_become_the_kernels() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_each_token_is_read_from_where_the_source_has_it_to_where_we_want_it(seed: int) -> None:
-    """Checked token by token for any page sizes on both sides, blocks of several pages, and lists without their first
-    blocks.
+    """Checks the place of each token. The page sizes of both sides are random, blocks may have several pages, and lists
+    may lack their first blocks.
     """
     rng = random.Random(seed)
     for _ in range(200):
@@ -128,7 +128,7 @@ def test_each_token_is_read_from_where_the_source_has_it_to_where_we_want_it(see
         blocks = rng.sample(range(100), -(-end // size))
         start = rng.randint(0, end - 1)
         stop = rng.randint(start + 1, end)
-        lost = rng.randint(0, (stop - 1) // size)  # blocks that the source has left out
+        lost = rng.randint(0, (stop - 1) // size)  # number of blocks at the beginning that the source has left out
         needed = rng.randint(max(start, lost * size), stop)
         local = rng.sample(range(100), -(-stop // ours) - start // ours)
         named = pages(local, blocks[lost:], end, (start, stop), needed)
@@ -158,7 +158,7 @@ def test_a_state_is_that_after_all_tokens_of_the_source_and_its_newest() -> None
 
 def test_blocks_that_the_source_has_named_are_those_of_each_group() -> None:
     blocks, fixed = BlocksOfGroup([1, 2], (0, 8), 0), PageCopy([3], [4], (0, 4))
-    assert blocks.end == 0  # before the source has stated its number of tokens
+    assert blocks.end == 0  # the source has not stated its number of tokens yet
     there = [[5, 6], [7]], 8
     found = with_blocks("request 'r'", [blocks, fixed], *there)
     assert found == [BlocksOfGroup([1, 2], (0, 8), 0, [5, 6], 8), fixed]

@@ -1,4 +1,4 @@
-"""The plan for transfers of recurrent states between two managers with any numbers of shards."""
+"""The plan of a transfer of recurrent states between two managers, each with any number of shards."""
 
 import ctypes
 

@@ -66,12 +66,12 @@ def ranks(heads: int, number: int, order: str = ORDERS[0]) -> list[ShardLayout]:
         (4, 2, 4, [[0], [0], [1], [1]]),
         (4, 2, 1, [[0, 1]]),
         (4, 4, 2, [[0, 1], [2, 3]]),
-        (2, 2, 4, [[0], [0], [1], [1]]),  # heads replicated on our side
-        (2, 4, 2, [[0], [3]]),  # replicated on their side: a different replica for each reader
+        (2, 2, 4, [[0], [0], [1], [1]]),  # our side replicates its heads
+        (2, 4, 2, [[0], [3]]),  # the source replicates its heads, and each reader reads another replica
         (2, 4, 1, [[0, 2]]),
         (2, 4, 4, [[0], [1], [2], [3]]),  # on both
         (2, 4, 8, [[0], [1], [0], [1], [2], [3], [2], [3]]),
-        (6, 2, 3, [[0], [0, 1], [1]]),  # a ratio that is no integer
+        (6, 2, 3, [[0], [0, 1], [1]]),  # the two numbers of ranks have no integer ratio
         (6, 3, 2, [[0, 1], [1, 2]]),
     ],
 )

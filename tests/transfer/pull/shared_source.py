@@ -93,7 +93,7 @@ class SharedSide:
 
     @property
     def held(self) -> tuple[int, int]:
-        """The numbers of held pages, open leases and open pulls."""
+        """Returns the numbers of held pages, open leases and open pulls."""
         self.manager.check()
         thread = self.exchange.threads[0].replica
         return self.manager.num_held_blocks, len(thread.leases) + sum(thread.num_pulls) + len(self.exchange.open_pulls)

@@ -1,4 +1,6 @@
-"""While the source answers "not yet", a question is repeated with growing pauses, and never after its deadline."""
+"""While the source answers "not yet", the reader repeats its question with growing pauses, and never after its
+deadline.
+"""
 
 from __future__ import annotations
 

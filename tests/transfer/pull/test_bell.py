@@ -65,7 +65,9 @@ def test_what_is_put_down_before_a_ring_is_never_slept_over() -> None:
 def test_a_ring_in_the_middle_of_a_call_silences_no_later_one(
     monkeypatch: pytest.MonkeyPatch, call: str, after: bool, by: str
 ) -> None:
-    """The ring comes before or after the system call of a `hear` or `ring`, from another thread or a signal handler."""
+    """While `hear` or `ring` makes its system call, another thread or a signal handler rings, either before or after
+    the call.
+    """
     bell = Bell()
     real, threads = getattr(os, call), list[threading.Thread]()
 
@@ -92,7 +94,7 @@ def test_a_ring_in_the_middle_of_a_call_silences_no_later_one(
     (bell.hear if call == "eventfd_read" else bell.ring)()
     for thread in threads:
         thread.join()
-    bell.ring()  # without a `hear` before it, because a sleeping thread calls it only after waking
+    bell.ring()  # no `hear` comes before this ring, because a sleeping thread calls `hear` only after it has woken
     assert rings(bell)
     bell.hear()
     assert not rings(bell)
@@ -102,7 +104,7 @@ def test_a_ring_in_the_middle_of_a_call_silences_no_later_one(
 
 
 def test_a_hearer_between_two_that_ring_at_once_silences_neither(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second thread has read the flag before the first one rings, and writes to the bell after the hearer has heard
+    """The second thread reads the flag before the first thread rings. It writes to the bell after the hearer has heard
     the first ring.
     """
     bell, real = Bell(), os.eventfd_write
@@ -126,7 +128,7 @@ def test_a_hearer_between_two_that_ring_at_once_silences_neither(monkeypatch: py
 
 
 def test_a_bell_that_is_closed_in_the_middle_of_a_ring_rings_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its descriptor number may be reused at once, so the close waits for the ring."""
+    """The number of the bell's descriptor may be reused as soon as it is closed, so the close waits for the ring."""
     bell, real = Bell(), os.eventfd_write
     closing = threading.Thread(target=bell.close)
 

@@ -1,4 +1,4 @@
-"""Sources are found by name: the address that one request gives for an engine affects no pull of another request."""
+"""Engines are found by name: the address that one request gives for an engine affects no pull of another request."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_an_engine_that_was_lost_may_come_back_elsewhere_at_once(engine: Any) ->
 
 
 def test_who_has_copied_an_engine_s_metadata_cannot_end_its_pulls(engine: Any) -> None:
-    """At its own address the impostor may claim a restart, or answer nothing."""
+    """The impostor answers at its own address. It claims that the engine has restarted, or it does not answer at all."""
     p, d = engine("p"), engine("d", dead_after_s=0.3, heartbeat_s=0.05)
     with HandshakeServer([p.card]) as copy:
         opened(d, p.source(p.offer()))
@@ -108,7 +108,9 @@ def test_who_has_copied_an_engine_s_metadata_cannot_end_its_pulls(engine: Any) -
 def test_where_one_rank_cannot_load_an_engine_none_keeps_it(
     engine: Any, monkeypatch: pytest.MonkeyPatch, refusing: int, how: str
 ) -> None:
-    """Otherwise a later pull would read with only some ranks, from an engine that the others have never loaded."""
+    """If one rank cannot load an engine, the others must not keep it. Otherwise a later pull would read with only some
+    of the ranks.
+    """
     p, d = engine("p"), engine("d", 4)
     source = p.source(p.offer())
     d.blank()
@@ -134,7 +136,7 @@ def test_where_one_rank_cannot_load_an_engine_none_keeps_it(
 
 
 class Crowd:
-    """Two engines that are read from, and other engines that a request may name."""
+    """Two engines that the reader pulls from, and other engines that a request may name."""
 
     def __init__(self, engine: Callable[..., Engine]) -> None:
         self.good = [engine("p"), engine("q", seed=20)]
@@ -244,7 +246,7 @@ def test_without_a_key_a_source_on_this_host_vouches_for_itself(engine: Any, tp:
 
 @pytest.mark.parametrize("change", [lambda data: data.append(0), any_bytes(random.Random(1))])
 def test_metadata_of_nobody_on_this_host_is_refused_and_contacts_nobody(engine: Any, change: Any) -> None:
-    """The source is in this process, which would crash if it loaded some of these bytes."""
+    """The source runs in this process, which would crash if it loaded some of these bytes."""
     p, d = engine("p", key=b""), engine("d", key=b"")
     data = changed(p.card.ranks[0], change)
     with HandshakeServer([EngineCard("p", p.incarnation, (data,), p.card.compatibility)]) as liar:

@@ -324,7 +324,7 @@ def test_ids_of_all_64_bits_are_granted_and_no_other() -> None:
 
 
 def test_a_fork_finds_no_lease() -> None:
-    """A reader that reads lease words from a fork, because the fork has our old pid, must find none."""
+    """If a fork has got our old pid, a reader may read lease words from it. It must find no lease there."""
     book = LeaseBook([make_words(8)])
     book.grant(5, "r", 0, 10.0)
     child = os.fork()

@@ -30,7 +30,8 @@ from transfer.pull.pull_state import PullEvent
 from transfer.pull.replica import LeaseOver, Offered
 from transfer.wire.messages import ContentQuery, open_pages
 
-LONGER = [*PROMPT, 91, 92, 93, 94, 95]  # the prompt, and a page and a token that no request has computed
+# the prompt with one more page and one more token, which no request has computed
+LONGER = [*PROMPT, 91, 92, 93, 94, 95]
 QUICK = {"handshake_timeout_s": 1.0}
 
 
@@ -230,7 +231,7 @@ def below(side: Any, **options: Any) -> Side:
 
 
 class Endless:
-    """The mark of a running copy, which ends when the test says so."""
+    """Stands for the event that marks the end of a running copy. The copy has ended when the test sets `is_over`."""
 
     is_over = False
 
@@ -246,7 +247,9 @@ class Endless:
 
 
 def copied_beside(monkeypatch: pytest.MonkeyPatch) -> Endless:
-    """Makes copies from the host take until the mark ends, as on a GPU."""
+    """Makes copies from host memory run in the background, as on a GPU. Returns the event, with which the test ends
+    them.
+    """
     load, mark = PageMover.load, Endless()
 
     def beside_us(mover: PageMover, slots: Any, pages: Any) -> Any:
@@ -291,7 +294,7 @@ def test_the_reader_is_told_of_a_load_and_what_is_late_makes_the_answer_shorter(
     source.poll()
     for _ in range(3):
         assert lender.answer(first).waits_for == "its pages to come from a lower tier"
-        assert lender.is_asked  # its loop must not sleep
+        assert lender.is_asked  # there is a question, so the source's loop must not sleep
         source.poll()
     assert source.manager.metrics.h2d_blocks_copied == 0  # copies count only when they have ended
     source.until(lambda: lender.answer(first).pages)
@@ -610,7 +613,7 @@ def test_a_manager_leases_by_content_what_it_has_and_says_what_it_cannot_compare
 
 
 class Flood:
-    """Questions for one page each, as a peer may send them if it knows one digest.
+    """Questions for one page each. A peer can send as many of them as it wants once it knows one digest.
 
     The peer chooses the asker's name.
     """
@@ -632,7 +635,7 @@ class Flood:
         self.said: list[str] = []
 
     def ask(self, count: int, asker: Callable[[int], str]) -> None:
-        """Delivers `count` further questions, as the handshake server does, with turns of the loop in between."""
+        """Delivers `count` more questions, as the handshake server does. The loop gets turns in between."""
         for _ in range(count):
             self.asked += 1
             self.said.append(self.lender.answer(replace(self.query, ask_id=self.asked, asker=asker(self.asked))).error)

@@ -17,7 +17,7 @@ NO_HOST = {"enable_kvcache_swapping_to_host": False, "host_kvcache_swap_space_gb
 
 
 def prompt(first: int, tokens: int) -> list[int]:
-    """A prompt that begins with this token and has `tokens` others."""
+    """A prompt of this token and `tokens` others."""
     return [first, *range(tokens)]
 
 
@@ -181,7 +181,7 @@ def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Three]]:
 def test_pages_and_the_state_behind_them_come_from_two_sources(
     three: Callable[..., Three], slabs: bool, second: int
 ) -> None:
-    """The state comes from a source that has it after the last page."""
+    """The state comes from a source that has it at the end of the last page."""
     it = three(40, second, slabs=slabs)
     assert not it.pull().error
     mine = it.sides[2]

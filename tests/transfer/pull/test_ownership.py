@@ -164,7 +164,9 @@ def check_accepted(source: Side, reader: Reader, offer: Source, table: BlockTabl
 
 
 def test_released_before_the_pull(sides: tuple[Side, Reader]) -> None:
-    """The program that accepted another prompt's values: offer, leave `with claim`, reuse the pages, pull."""
+    """A program that once made a reader accept another prompt's values. It offers pages, leaves `with claim`, reuses
+    the pages, and then pulls.
+    """
     source, reader = sides
     context = TextContext(PROMPT, 32, "r")
     with source.manager.claim(context):
@@ -185,7 +187,7 @@ def test_preempted_and_run_again_under_the_same_id(sides: tuple[Side, Reader]) -
     source.manager.release("r")
     context.reset()
     source.manager.reset_prefix_cache()
-    # another prompt of the same name; the old lease keeps the old pages
+    # another prompt under the same request id; the pages of the old lease stay as they are
     source.compute("r", list(range(50, 60)), OTHERS)
     check_accepted(source, reader, offer, table)
 
@@ -304,7 +306,7 @@ def test_what_cannot_be_offered(sides: tuple[Side, Reader]) -> None:
 def test_an_offer_that_is_not_granted_holds_nothing(sides: tuple[Side, Reader]) -> None:
     source, _ = sides
     source.compute()
-    assert source.exchange.offer("r", 0.0) is not None  # no rank grants a lease of 0 s
+    assert source.exchange.offer("r", 0.0) is not None  # a lease of 0 s is granted by no rank
     source.manager.release("r")
     assert source.manager.num_leased_blocks == 4
     source.until(lambda: source.of(Offered))
@@ -400,7 +402,7 @@ def test_an_offer_that_a_closed_thread_never_took_holds_nothing(
     assert source.idle
 
 
-# ---- the reader: pages are taken for what they are not
+# # ---- the reader: wrong pages must not be accepted
 
 
 def leased(source: Side, reader: Reader) -> tuple[Source, TextContext, PendingImport]:
@@ -486,7 +488,7 @@ def test_nothing_is_proven_before_the_last_was_taken_or_twice(sides: tuple[Side,
 def test_a_pull_reads_imports_of_its_own_manager_alone(sides: tuple[Side, Reader]) -> None:
     """The page ids of another manager's import belong to other requests here.
 
-    Reading into them would overwrite their pages.
+    READs into these pages would overwrite the data of those requests.
     """
     source, reader = sides
     source.compute()

@@ -81,7 +81,9 @@ def test_a_page_that_never_comes_right_is_read_three_times() -> None:
 def test_every_page_of_a_pull_is_verified_those_at_its_ends_too(
     pool: np.ndarray, span: tuple[int, int], verified: int
 ) -> None:
-    """Pages have 16 tokens. A page of which one token is read is verified; the page after the last one is not."""
+    """Pages have 16 tokens. A page is verified even if only one of its tokens is read. The page after the last token is
+    not verified.
+    """
     checks = checks_of(pool)
     checks.seal(0, [3, 4])
     mine = rank(layout=LAYOUT, bases=(pool.ctypes.data,))
@@ -239,7 +241,7 @@ def test_a_source_whose_pages_cannot_be_compared_is_refused(there: dict[str, Any
 
 
 def test_the_words_of_exactly_the_pages_read_come_along_group_by_group() -> None:
-    """The checksums of all of the source's pages arrive in registered memory. A group without pages adds none."""
+    """A pull also reads the checksums of the source's pages into registered memory. A group without pages adds none."""
     checks, mine, there = pair(two_groups())
     agent: Any = Registered()
     verifier = Verifier(checks, mine, there, 1.0, agent)

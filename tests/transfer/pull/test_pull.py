@@ -90,7 +90,7 @@ class Agent:
 
 
 class StandIn(SimpleNamespace):
-    """A substitute for a `RemoteEngine`, equal only to itself."""
+    """A substitute for a `RemoteEngine`. It is equal only to itself."""
 
     __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
 
@@ -170,7 +170,8 @@ def test_no_fence_while_a_read_is_in_flight_and_no_done_while_more_is_to_come(ri
     assert len(rig.agent.posted) == 2
     rig.agent.end(1)
     assert rig.polled() == []
-    assert [one["note"] for one in rig.agent.posted[2:]] == [b"", b""]  # a note would mark the data as good
+    # a notification would tell the source that the data is good
+    assert [one["note"] for one in rig.agent.posted[2:]] == [b"", b""]
     rig.add(part(0))
     rig.agent.end(4)
     assert rig.polled() == []
@@ -227,7 +228,7 @@ def test_parts_without_runs_are_not_posted(rig: Rig) -> None:
 
 @pytest.mark.parametrize("word", [0, 1, LEASE.lease_id + 1, None])
 def test_a_fence_that_does_not_bring_the_lease_s_id_fails_the_pull(rig: Rig, word: int | None) -> None:
-    # words left over from other fences; with None a READ ends as "done" without data
+    # The words were left over from other fences. With `None`, a READ ends as "done" but delivers nothing.
     rig.puller.words[:] = LEASE.lease_id
     rig.agent.word = word
     rig.open()
@@ -288,7 +289,9 @@ def test_a_fence_of_two_ranks_waits_where_one_word_is_free() -> None:
 
 @pytest.mark.parametrize("at_once", [{0, 1}, {0}, set[int]()])
 def test_a_fence_that_brings_nothing_finds_no_word_of_an_earlier_pull_of_the_lease(at_once: set[int]) -> None:
-    """The slot still has the lease's id from another fence. It does not matter how many transfers end at once."""
+    """Before the pull, the slot already holds the lease's id, left over from another fence. The fence must fail however
+    many of the transfers end at once.
+    """
     rig = Rig(ranks=1)
     rig.puller.words[:] = LEASE.lease_id
     rig.agent.at_once, rig.agent.word = at_once, None
@@ -333,7 +336,7 @@ def test_a_post_that_is_refused_stops_the_others_and_waits_for_what_is_in_flight
 
 
 class Settled(Part):
-    """A part that counts how often it is told that none of its READs is in flight any more."""
+    """A part that counts its calls of `settle`, which say that none of its READs is in flight any more."""
 
     __slots__ = ("times",)
 
@@ -349,8 +352,8 @@ def settled(runs: int = 2, num_bytes: int = 100) -> Settled:
 
 
 def test_a_part_is_settled_once_whether_it_could_be_posted_or_not(rig: Rig) -> None:
-    """Its destination may be reused once it is settled. That must not happen while a READ is in flight, but must happen
-    at some time.
+    """Once a part is settled, its destination pages may be reused. A part must therefore not be settled while its READ
+    is in flight, and it must be settled in the end.
     """
     rig.agent.auto = False
     rig.agent.raise_at = {1: AgentError("no")}
@@ -677,7 +680,7 @@ def test_a_pull_that_is_over_as_it_is_posted_has_its_one_event_and_figures(timed
 
 @pytest.mark.parametrize("ended", [{0}, {1}, set()])
 def test_a_pull_that_is_not_over_as_it_is_posted_goes_on_as_any_other(ended: set[int]) -> None:
-    """Its READ or the fence after it is still in flight."""
+    """Either the READ of the pages or the fence after it is still in flight when the call returns."""
     rig = Rig(ranks=1)
     rig.agent.auto, rig.agent.at_once = False, ended
     assert isinstance(rig.puller.pull_at_once("r", rig.engine, LEASE, 9.0, part()), RankPull)
@@ -723,7 +726,7 @@ def test_a_pull_at_once_waits_for_a_word_as_others_do() -> None:
     rig.open("first")
     rig.add(part(), key="first")
     rig.agent.end(0)
-    rig.polled()  # its fence uses the only word
+    rig.polled()  # the fence of this pull uses the only free word
     assert isinstance(rig.puller.pull_at_once("r", rig.engine, LEASE, 9.0, part()), RankPull)
     assert len(rig.puller) == 2
     rig.agent.auto = True
@@ -773,7 +776,7 @@ def test_pulls_that_stay_stuck_name_their_engine_once_and_others_do_not(rig: Rig
     assert rig.puller.stuck(1.0) == []  # their data may still arrive
     rig.fail("a", why("late"))
     rig.fail("b", why("late"))
-    assert rig.puller.stuck(0.0) == []  # they count as stuck only some time after they failed
+    assert rig.puller.stuck(0.0) == []  # the pulls count as stuck only some time after they have failed
     rig.now += 2.0
     assert rig.puller.stuck(2.0) == []
     assert rig.puller.stuck(1.5) == [rig.engine]
@@ -872,7 +875,7 @@ def test_what_ends_as_it_is_posted_is_not_released_again_and_posting_stops_after
     monkeypatch.setattr("transfer.pull.pull.time", SimpleNamespace(perf_counter=lambda: float(next(seconds))))
     rig.open()
     rig.add(long_part(160))
-    assert len(rig.agent.posted) == 2  # each takes 0.2 ms, and none is begun after 0.3 ms
+    assert len(rig.agent.posted) == 2  # each post takes 0.2 ms, and no post begins after 0.3 ms
     assert not any(one["released"] for one in rig.agent.posted), "nothing is left to release"
     assert rig.puller.is_copying
     rig.polled(1)
@@ -897,7 +900,8 @@ def test_a_part_that_is_posted_by_half_when_its_pull_fails_is_settled_once_all_o
         rig.agent.end(number)
         rig.polled(1)
     assert (moving.times, rig.puller.events[-1].safe) == (1, True)
-    # and a part whose posted transfers all end at once, before the time for posts is over
+    # Now a part whose transfers all end as they are posted. It is still not posted whole when the time for posts is
+    # over.
     rig.agent.at_once = {8, 9}
     seconds = iter(np.arange(0.0, 1.0, 2e-4))
     monkeypatch.setattr("transfer.pull.pull.time", SimpleNamespace(perf_counter=lambda: float(next(seconds))))
@@ -991,7 +995,7 @@ def test_the_times_of_an_earlier_pull_of_a_name_are_not_the_next_one_s(rig: Rig)
     rig.polled()
     rig.now += 2.5
     rig.open()
-    rig.now += 1.0  # a third of the first source's time is over
+    rig.now += 1.0  # a third of the lease's duration is over at the first source
     rig.polled()
     assert rig.said("renew") == []
     rig.now += 2.0
@@ -1015,7 +1019,7 @@ def test_a_pull_that_is_timed_says_when_its_fence_was_posted_and_when_it_was_ove
         assert event.times == (PullTimes(posted, rig.now) if timed else None)
 
 
-# ---- what a fence has passed, and who is told
+# # ---- what a fence has passed, and who is told
 
 
 def test_a_fence_marks_what_was_asked_for_before_it_and_is_not_posted_again_for_nothing(rig: Rig) -> None:

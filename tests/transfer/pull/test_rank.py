@@ -1,4 +1,4 @@
-"""One rank alone gives up copies that never end, at its time limit and not earlier."""
+"""A single rank gives up copies that never end. It does so at its time limit and not earlier."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ def test_an_agent_in_which_a_verifier_has_words_is_not_used_for_another_source(e
     p, d = engine("p"), engine("d")
     (mine,) = d.ranks
     remote = mine.load(mine.inspect([p.ranks[0].metadata]))
-    remote.verifier = object() if verifies else None  # its words are freed together with it
+    # the verifier's words lie in memory that is freed together with the verifier
+    remote.verifier = object() if verifies else None
     agent = remote.agent
     mine.disconnect("p", Failure(FailureKind.SOURCE_GONE, "it is over"))
     mine._reap()

@@ -1,4 +1,4 @@
-"""Settings that must agree with an engine are compared with each of its ranks."""
+"""Some settings must be the same on both sides. They are compared with each rank of the other engine."""
 
 from __future__ import annotations
 

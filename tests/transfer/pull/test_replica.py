@@ -304,7 +304,7 @@ DIGEST = b"of the reader's own tokens"
 def answering(p: Engine, *answers: dict[str, Any]) -> list[int]:
     """Makes a source give these answers about its leases, one after another, and then the last one again and again.
 
-    Returns how many tokens it was asked for each time.
+    Returns a list that records how many tokens each question asked for.
     """
     asked: list[int] = []
 
@@ -386,7 +386,7 @@ def test_a_lease_that_ends_while_a_reader_waits_for_it_says_for_what_and_how_lon
 def test_a_lease_that_brings_nothing_is_given_back_with_the_reason(
     engine: Any, answers: list[dict[str, Any]], message: str
 ) -> None:
-    """The source is asked once more for zero tokens, so that it can free whatever it holds."""
+    """The reader asks the source once more, for zero tokens, so that the source can free whatever it holds."""
     p, d = engine("p", 2), engine("d", 2)
     d.blank()
     lease = p.offer()
@@ -443,7 +443,7 @@ def test_a_lease_of_another_start_of_the_source_is_not_read_under(engine: Any) -
 
 
 def test_a_source_that_is_lost_before_it_has_said_what_it_holds_is_looked_for_anew(engine: Any) -> None:
-    """The reader knew an earlier incarnation of the source. The current one has made the params."""
+    """The reader knew an earlier incarnation of the source. The params come from the current one."""
     p, d = engine("p"), engine("d")
     pull(d, p.source(p.offer("before")), key="before")
     run(p, d, until=settled(d, "before"))
@@ -544,7 +544,7 @@ def test_a_dead_source_fails_its_own_pulls_in_its_own_time(engine: Any) -> None:
         pull(d, dead._replace(engine_id=f"dead{number}", address=f"tcp://127.0.0.1:{9 + number}"), key=f"dead{number}")
     pull(d, p.source(p.offer()))
     run(p, d, until=settled(d))
-    assert [event.key for event in d.pulls] == ["r"]  # none of the five was waited for
+    assert [event.key for event in d.pulls] == ["r"]  # this pull did not wait for the five whose sources are dead
     run(p, d, until=lambda: len(d.pulls) == 6)
     assert all("in 0.3 s" in event.error for event in d.pulls[1:])
     assert d.replica.stats.failed_handshakes == 5
@@ -715,7 +715,9 @@ def test_an_engine_restarted_at_its_address_is_found_out_and_read_from_anew(engi
 
 
 def test_the_first_request_of_a_restarted_engine_is_served(engine: Any) -> None:
-    """It names the incarnation that has promised it, so it must not fail because the reader knows another one."""
+    """The request names the incarnation that has promised its pages. It must not fail because the reader knows an
+    earlier one.
+    """
     p, d = engine("p"), engine("d")
     address = p.serve()
     pull(d, p.source(p.offer()))

@@ -73,7 +73,7 @@ def computed(manager: PagedKVCacheManager, name: str, prompt: list[int]) -> Text
     return context
 
 
-# ---- what may become of a table on its way
+# # ---- changes that can happen to a table in transit
 
 Change = Callable[[random.Random, BlockTable, BlockTable], BlockTable]
 
@@ -83,7 +83,9 @@ def _with_ids(table: BlockTable, group: int, ids: list[int]) -> BlockTable:
 
 
 def _of_group(change: Callable[[random.Random, list[int], list[int]], object]) -> Change:
-    """Makes a change of one group's ids, in place. `change` also gets the other table's ids."""
+    """Returns a change of a table. It calls `change` with the page ids of one random group, which `change` modifies in
+    place, and with all page ids of the other table.
+    """
 
     def changed(rng: random.Random, table: BlockTable, other: BlockTable) -> BlockTable:
         group = rng.randrange(len(table.groups))
@@ -113,7 +115,7 @@ def _other_group(rng: random.Random, table: BlockTable, _: BlockTable) -> BlockT
 
 
 def _shorter(rng: random.Random, table: BlockTable, _: BlockTable) -> BlockTable:
-    """Makes a consistent table of fewer tokens."""
+    """Returns a consistent table of fewer tokens."""
     pages = rng.randrange(1, len(table.groups[0]))
     width = len(table.digests) // max(1, table.num_tokens // table.page_size)
     short = _with_ids(table, 0, list(table.groups[0][:pages]))
@@ -121,7 +123,7 @@ def _shorter(rng: random.Random, table: BlockTable, _: BlockTable) -> BlockTable
 
 
 def _later(rng: random.Random, table: BlockTable, _: BlockTable) -> BlockTable:
-    """Makes a table that begins with a later page."""
+    """Returns a table that begins with a later page."""
     first = rng.randrange(1, len(table.groups[0]))
     width = len(table.digests) // max(1, table.num_tokens // table.page_size)
     late = _with_ids(table, 0, list(table.groups[0][first:]))
@@ -129,7 +131,7 @@ def _later(rng: random.Random, table: BlockTable, _: BlockTable) -> BlockTable:
 
 
 def _shifted(rng: random.Random, table: BlockTable, _: BlockTable) -> BlockTable:
-    """Moves all ids by one place, so that they name the pages of other tokens."""
+    """Returns a table whose ids are rotated or reversed, so that they name the pages of other tokens."""
     ids = list(table.groups[0])
     return _with_ids(table, 0, ids[1:] + ids[:1] if rng.random() < 0.5 else ids[::-1])
 
@@ -196,8 +198,8 @@ def changed(rng: random.Random, table: BlockTable, other: BlockTable) -> tuple[s
 
 
 def says(table: BlockTable) -> tuple[object, ...]:
-    """Everything that decides which bytes are read for which tokens, without the digests, which readers compare with
-    their own.
+    """Returns everything in a table that decides which bytes are read for which tokens. The digests are left out,
+    because readers compare them with their own.
     """
     return table.groups, table.num_tokens, table.page_size, table.first_page, table.hash_algorithm
 
@@ -206,7 +208,7 @@ def says(table: BlockTable) -> tuple[object, ...]:
 
 
 class Pulled(NamedTuple):
-    """Counts of the tables' outcomes."""
+    """How many tables had each outcome."""
 
     refused_by_import: int
     refused_by_seal: int
@@ -245,7 +247,9 @@ class Pair:
         return {one.event.lease_id for one in self.source.of(LeaseOver)}  # type: ignore[union-attr]
 
     def pull(self, table: BlockTable, offer: Source) -> str:
-        """The outcome of a table: "refused by import", "refused by seal" or "accepted", its bytes compared."""
+        """Pulls with a table. Returns "refused by import", "refused by seal" or "accepted". For an accepted table,
+        compares every byte.
+        """
         source, reader, name = self.source, self.reader, f"d{self.count}"
         self.count += 1
         context = TextContext([*PROMPT, NEXT], 256, name)
@@ -316,14 +320,15 @@ def test_thousands_of_changed_tables_bring_no_byte_of_another_request(pair: Pair
 
 
 def test_a_table_of_one_lease_is_no_table_of_another(pair: Pair) -> None:
-    """It fits neither a lease of another request nor a later lease of the same request."""
+    """A table of one lease is refused for a lease of another request, and for a later lease of the same request."""
     table = pair.source.manager.block_table("r")
     assert pair.pull(table, pair.theirs) == "refused by seal"
     before = pair.offer
     pair.source.exchange.revoke(before, "over")
     pair.source.until(lambda: before.lease.lease_id in pair.over())
     pair.offer = pair.source.offer("r")
-    assert pair.pull(table, pair.offer) == "refused by seal"  # it names the same pages, and was made before the offer
+    # this table names the same pages, but it was made before the offer
+    assert pair.pull(table, pair.offer) == "refused by seal"
     offer = pair.again()
     assert pair.pull(pair.source.manager.block_table("r"), offer) == "accepted"
 

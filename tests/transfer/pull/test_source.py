@@ -1,4 +1,4 @@
-"""A source's statement of its pages is accepted only if it is sealed, about this lease, and for the reader's own
+"""A source's statement of its pages is accepted only if it is sealed, is about this lease, and is for the reader's own
 tokens.
 """
 
@@ -29,7 +29,7 @@ PAGES = LeasedPages(
 
 
 def answered(where: str, wanted: Wanted, data: bytes, key: bytes) -> tuple[Source, LeasedPages]:
-    """A reader's result of checking a source's answer."""
+    """Returns what a reader makes of a source's answer."""
     source, pages = source_in(wanted, data, key)
     check_tokens(where, wanted, pages)
     return source, pages

@@ -105,7 +105,7 @@ def test_what_is_staged_is_what_was_sent(pools: tuple[Pool, Pool], slab_bytes: i
 
 
 def test_a_part_whose_first_read_cannot_be_posted_gives_its_slab_back() -> None:
-    """This holds if nothing was posted, and if an earlier part is still in flight with its own slab."""
+    """This holds if nothing was posted yet, and also if an earlier part is in flight and uses its own slab."""
     page = PageLayout("int16", 2, LAYERS, 2, 0, HEADS, 16, DIM, HEAD_MAJOR)
     theirs = PageLayout("int16", 2, LAYERS, 2, 0, HEADS, 32, DIM, TOKEN_MAJOR)
     local, remote = dense(page, PAGES), dense(theirs, PAGES)

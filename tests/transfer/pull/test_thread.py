@@ -41,7 +41,7 @@ class Threaded:
             return poll()
 
         self.engine.replica.poll = counted  # type: ignore[method-assign]
-        self.rung: list[int] = []  # how many events there were at each ring
+        self.rung: list[int] = []  # for each ring of the bell, the number of events at that time
         self.thread = TransferThread(self.engine.replica, lambda: self.rung.append(len(self.thread.events)))
 
     def polls_within(self, seconds: float) -> int:
@@ -120,7 +120,7 @@ def test_a_pull_that_waits_for_its_owner_to_name_pages_is_polled_seldom(threaded
     p.until(lambda: bool(p.thread.events))
     d.thread.pull("r0", p.engine.source(lease), None, 60.0)
     deadline = time.monotonic() + 20
-    while d.polls_within(20 * AWAIT_POLL_S) > 25:  # a busy machine can only delay polls, never add some
+    while d.polls_within(20 * AWAIT_POLL_S) > 25:  # a busy machine can only delay polls, and never adds some
         assert time.monotonic() < deadline, "a pull of which no page is named yet is polled as often as any other"
     assert d.polls_within(2 * IDLE_POLL_S) > 4, "it is renewed, and ends, in time"
     d.thread.add_pages("r0", [PageCopy([1], [4], (0, TOKENS))], last=True)
@@ -167,7 +167,9 @@ def test_a_lease_ends_in_time_after_any_rest(threaded: Callable[[str], Threaded]
 
 
 def test_the_last_lease_is_followed_by_a_while_at_the_same_pace(threaded: Callable[[str], Threaded]) -> None:
-    """A reader that has sent its last note may still wait for an answer within NIXL."""
+    """A reader that has just sent its last notification may still wait for an answer within NIXL, so it needs more
+    polls.
+    """
     p = threaded("p")
     at_rest(p)
     lease = p.offer(0)
@@ -276,7 +278,8 @@ def test_what_was_asked_for_before_runs_before(pair: tuple[Threaded, Threaded]) 
     pull = d.engine.replica.pull
     d.engine.replica.pull = lambda *args, **named: ran.append("pull") or pull(*args, **named)  # type: ignore[method-assign,func-returns-value]
     at_rest(d)
-    d.thread._commands.append(lambda: ran.append("before"))  # the state before the thread has woken for it
+    # simulates a command for which the thread has not woken yet
+    d.thread._commands.append(lambda: ran.append("before"))
     d.pull(p, 1)
     d.until(lambda: d.ended(1))
     assert ran == ["before", "pull"]
@@ -312,7 +315,9 @@ def test_a_failure_in_the_callers_thread_ends_the_engine_and_is_told_like_any(pa
 
 
 def test_what_ends_with_the_thread_is_told_all_the_same(threaded: Callable[[str], Threaded]) -> None:
-    """The thread's owner holds the pages of each lease and pull until it is told of its end."""
+    """The owner of the thread holds the pages of each lease and pull until the thread reports the end of that lease or
+    pull.
+    """
     p, d = threaded("p"), threaded("d")
     lease = p.offer(1)
     p.until(lambda: bool(p.thread.events))
@@ -360,7 +365,7 @@ def busy() -> Iterator[None]:
 
 @pytest.mark.usefixtures("busy")
 def test_a_sleep_ends_even_if_its_time_is_over_before_it_begins() -> None:
-    """Before CPython 3.13, `SimpleQueue.get` with its timeout sleeps for ever here, after some 400 rounds."""
+    """Before CPython 3.13, `SimpleQueue.get` with its own timeout sleeps for ever here, after some 400 rounds."""
     alarm, rounds = Alarm(), 0
 
     def sleep() -> None:

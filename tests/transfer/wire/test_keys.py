@@ -103,7 +103,7 @@ def test_a_throttle_refills_and_bounds_everyone_together():
 
 
 def test_who_has_just_spoken_is_the_last_to_be_forgotten():
-    """Otherwise a flood of names would give a sender beyond its limit a full bucket again."""
+    """Otherwise a sender beyond its limit could flood the server with other names, and then get a full bucket again."""
     now = [0.0]
     throttle = Throttle(1, lambda: now[0])
     assert [throttle.admits(b"a") for _ in range(3)] == [True, True, False]

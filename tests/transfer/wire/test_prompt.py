@@ -11,7 +11,9 @@ TOKENS = [5, 0, 2**31 - 1, 7, 7, 7, 1, 2]
 
 
 def test_it_is_the_same_everywhere_and_for_ever() -> None:
-    """Both sides may run different versions of everything else, on different machines."""
+    """The digest must stay the same, because the two sides may run on different machines and with different versions of
+    everything else.
+    """
     assert Prompt(TOKENS, "salt", ((2, b"image"),)).digest(8).hex() == (
         "874c3ad08e654df7a303a28acd279d76667fa1ef5818ab4854814fdf69af1516"
     )
@@ -44,7 +46,7 @@ def test_one_token_makes_another_digest(at: int) -> None:
 
 
 def test_no_two_prompts_run_together() -> None:
-    """The lengths of the parts are included, so moving a byte from one part to the next changes the digest."""
+    """The digest includes the lengths of the parts, so moving a byte from one part to the next changes it."""
     prompts = [
         Prompt([1, 2]),
         Prompt([1, 2, 0]),
