@@ -1,4 +1,6 @@
-"""The client of a fleet of real processes. It records its requests, the processes that serve them, and their outcomes."""
+"""The client of a fleet of real processes. It records its requests, the processes that serve them, and their
+outcomes.
+"""
 
 import itertools
 import time

@@ -277,7 +277,9 @@ class AdapterContract:
         assert 0 < most <= budget, f"{most} tokens ran at a time, the budget is {budget}"
 
     def test_preempt(self, case: Case) -> None:
-        """All requests fit at first, but not when they have grown. Some are preempted, and no request's tokens change."""
+        """All requests fit at first, but not when they have grown. Some are preempted, and no request's
+        tokens change.
+        """
         limits = case.limits
         length = limits.page_size + 1
         new = 8 * limits.tokens // (5 * limits.rows) - length

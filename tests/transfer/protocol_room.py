@@ -331,8 +331,8 @@ class Protocol:
             yield Move(text, closed._replace(pages=put(room.pages, reader, 0)), f"D{reader}")
 
     def _compute(self, name: str, size: int, reader: int, room: Room) -> Iterator[Move]:
-        """The reader computes the next page while the pull is under way. Without "found-when-committed" it may instead find
-        that page in its cache before the page has arrived.
+        """The reader computes the next page while the pull is under way. Without "found-when-committed" it may instead
+        find that page in its cache before the page has arrived.
         """
         page, after = room.own, room._replace(own=room.own + 1)
         if not self.shape.ahead or page >= size:

@@ -75,7 +75,9 @@ def test_every_request_gets_the_models_own_tokens(each_model: Any, budget: int, 
 
 
 def test_a_forgotten_state_changes_the_tokens(each_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a forgotten state changes the tokens, then the equal tokens in the tests above show that the states are right."""
+    """If a forgotten state changes the tokens, then the equal tokens in the tests above show that the states
+    are right.
+    """
     expected = own_tokens(each_model, PROMPTS[0], NEW)
     shape = state_shape_of(each_model)
     for forgotten in [part for part, kept in (("conv.", shape.conv_kinds), ("ssm", shape.matrix)) if kept]:

@@ -1,4 +1,6 @@
-"""Recurrent states and token pages in one memory: the tokens are the model's own, whether states or pages are evicted."""
+"""Recurrent states and token pages in one memory: the tokens are the model's own, whether states or pages are
+evicted.
+"""
 
 from __future__ import annotations
 

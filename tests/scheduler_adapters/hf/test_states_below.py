@@ -47,7 +47,9 @@ def turns(loop: ServingLoop, model: Any, asked: int = 2) -> None:
 def test_conversations_that_the_device_has_no_room_for_come_back_from_the_host(
     each_model: Any, slabs: bool, budget: int, shards: int
 ) -> None:
-    """Each user's turn evicts the pages of the other three users. Every turn after the first is found in host memory."""
+    """Each user's turn evicts the pages of the other three users. Every turn after the first is found in host
+    memory.
+    """
     manager = below(each_model, slabs=slabs, shards=shards)
     loop = loop_of(manager, each_model, budget)
     turns(loop, each_model)
@@ -262,7 +264,9 @@ def test_a_page_and_a_slot_stay_with_a_slow_copy(model: Any, monkeypatch: pytest
 
 
 def test_copies_that_pass_are_kept_below_once_they_stay(model: Any) -> None:
-    """If an answer has several pages, only the state of its last page is written, after the request has been released."""
+    """If an answer has several pages, only the state of its last page is written, after the request has been
+    released.
+    """
     manager, pages = below(model), 6
     loop = loop_of(manager, model)
     loop.add(Request("r", PROMPTS[2], pages * PAGE))

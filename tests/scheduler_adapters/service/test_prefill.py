@@ -1,4 +1,6 @@
-"""The messages of a decode process about an attempt may arrive in any order, over the decode process's own connection."""
+"""The messages of a decode process about an attempt may arrive in any order, over the decode process's own
+connection.
+"""
 
 from __future__ import annotations
 

@@ -91,7 +91,9 @@ class Prompts:
         return pulls
 
     def right(self, tokens: int, *, pulls: bool) -> bool:
-        """Returns whether a prompt took at most 5 % longer in the chosen way than it would have taken in the other way."""
+        """Returns whether a prompt took at most 5 % longer in the chosen way than it would have taken in the
+        other way.
+        """
         pulling, computing = self.slower * PULLED[tokens] + COMPUTED[REST], COMPUTED[tokens + REST]
         return pulling <= 1.05 * computing if pulls else computing <= 1.05 * pulling
 

@@ -1,4 +1,6 @@
-"""A prompt is pulled in two stretches from two real processes, with NIXL and the small Llama. Faults happen in between."""
+"""A prompt is pulled in two stretches from two real processes, with NIXL and the small Llama. Faults happen
+in between.
+"""
 
 from __future__ import annotations
 

@@ -58,8 +58,8 @@ def test_params_that_ask_for_nothing_are_none(params: object) -> None:
 
 
 def test_what_says_where_the_pages_lie_decides_nothing() -> None:
-    """Params of other connectors also name blocks, ranks, slots and incarnations. A reader ignores these, because the source itself
-    says where its pages are.
+    """Params of other connectors also name blocks, ranks, slots and incarnations. A reader ignores these, because the
+    source itself says where its pages are.
     """
     few = {key: value for key, value in GOOD.items() if key not in {"transfer_mode", "do_remote_decode"}}
     more = {"remote_block_ids": [[1]], "tp_size": -1, "lease_slot": 7, "remote_incarnation": 5, "later": object()}

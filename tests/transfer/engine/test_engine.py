@@ -656,7 +656,9 @@ def clean_up_with_a_copy_in_flight(conn: Connection) -> None:
 
 
 def test_cleanup_with_a_copy_in_flight():
-    """NIXL may abort a process whose copy is cut off, as `test_transport` shows. Nothing is written after that either."""
+    """NIXL may abort a process whose copy is cut off, as `test_transport` shows. Nothing is written after
+    that either.
+    """
     process, conn = start(clean_up_with_a_copy_in_flight)
     process.join(100)
     if process.exitcode == 0:

@@ -88,7 +88,9 @@ def test_an_engine_that_was_lost_may_come_back_elsewhere_at_once(engine: Any) ->
 
 
 def test_who_has_copied_an_engine_s_metadata_cannot_end_its_pulls(engine: Any) -> None:
-    """The impostor answers at its own address. It claims that the engine has restarted, or it does not answer at all."""
+    """The impostor answers at its own address. It claims that the engine has restarted, or it does not answer
+    at all.
+    """
     p, d = engine("p"), engine("d", dead_after_s=0.3, heartbeat_s=0.05)
     with HandshakeServer([p.card]) as copy:
         opened(d, p.source(p.offer()))
