@@ -1,4 +1,4 @@
-"""Our transfer behind vLLM's connector interface. Needs vLLM, which imports this package by name.
+"""Our transfer behind vLLM's connector interface. vLLM imports this package by name, and the package needs vLLM.
 
 Imports `transfer.wire`, `transfer.connector` and the values of `transfer`. Start reading at `connector.py`.
 """

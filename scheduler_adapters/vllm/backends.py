@@ -58,9 +58,9 @@ class Contents:
 
     Attributes:
         text: a name for the contents; it must be equal on both sides of a transfer.
-        whole_pages: True if the layout within a head of a page is known only to the backend, so that pages are moved
+        whole_pages: True if only the backend knows how the elements of a head lie in a page. The pages are then moved
             whole.
-        columns: True if a head of a page has all keys first, one column per token, and then all values, one row per
+        columns: True if each head of a page has first all keys, one column per token, and then all values, one row per
             token.
         states: for pages with recurrent states, the shape and dtype of each state, in memory order.
     """
@@ -119,7 +119,10 @@ def layers_of(where: str, vllm_config: VllmConfig, names: Sequence[str]) -> dict
 
 
 def contents_of(where: str, vllm_config: VllmConfig, names: Sequence[str], spec: Any, page_size: int) -> Contents:
-    """Returns the contents of the pages of some layers. Raises `InvalidEngineError` if the layers differ."""
+    """Returns the contents of the pages of some layers.
+
+    Raises `InvalidEngineError` if the contents of the layers differ.
+    """
     layers = layers_of(where, vllm_config, names).values()
     contents = {_contents(where, vllm_config, layer.get_attn_backend(), spec, page_size) for layer in layers}
     if len(contents) != 1:
@@ -163,7 +166,7 @@ def _keys_and_values(spec: Any) -> str:
 
 
 def _instructions(vllm_config: VllmConfig, spec: Any, page_size: int) -> str:
-    """Returns the instruction set for which the CPU backend packs keys."""
+    """Returns the instruction set for which the CPU backend packs keys and values."""
     from vllm.v1.attention.backends.cpu_attn import (  # noqa: PLC0415  (for CPUs alone)
         _get_attn_isa,  # pyright: ignore[reportPrivateUsage] - vLLM tells it nowhere else
     )

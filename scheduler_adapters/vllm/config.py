@@ -1,7 +1,7 @@
 """Derives the configuration of our workers from vLLM's own configs and from our options.
 
-Anything unknown is refused by name when the engine starts, because nothing would show that a cache was transferred in a
-wrong shape.
+Anything unknown is refused by name when the engine starts. Otherwise a cache could be transferred in a wrong shape
+without any error.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ def worker_config(
 ) -> WorkerConfig:
     """Returns the config of one rank. The scheduler's side uses the config of rank 0.
 
-    `kernel_block_sizes` maps a layer to the number of tokens in a page of its tensor. A layer that is not in it has the
-    scheduler's block size. At the scheduler it is None: there are no layers, so page contents are unknown.
+    `kernel_block_sizes` maps a layer to the number of tokens in a page of its tensor. A layer that is not in the
+    mapping has pages of the scheduler's block size. At the scheduler the mapping is None, because there are no layers,
+    and the contents of pages are unknown.
     """
     parallel, options, transfer = vllm_config.parallel_config, read_options(vllm_config), _transfer_config(vllm_config)
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):

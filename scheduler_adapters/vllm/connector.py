@@ -1,4 +1,6 @@
-"""`PagewireConnector`: vLLM's KV connector over our transfer. For the versions of vLLM in `versions.py`.
+"""`PagewireConnector`: vLLM's KV connector over our transfer.
+
+The versions of vLLM that it supports are in `versions.py`.
 
 vLLM finds it by its module; nothing else of ours imports vLLM:
 
@@ -7,7 +9,8 @@ vLLM finds it by its module; nothing else of ours imports vLLM:
 
 for prefill, and the same with `kv_consumer` for decode. Requests and proxies work as with vLLM's own NIXL connector,
 and so do `VLLM_NIXL_SIDE_CHANNEL_HOST` and `_PORT`. `scheduler_adapters.vllm.options.Options` has the other settings.
-Our `kv_transfer_params` use only those keys of that connector that name the engine to ask, and `lease_id`.
+Our `kv_transfer_params` have only those keys of vLLM's NIXL connector that name the engine to ask, and in addition
+`lease_id`.
 
 Ownership: vLLM keeps its blocks and its scheduler. One of our leases covers the blocks of a prefilled request; vLLM
 keeps the blocks until every rank reports that the lease has ended. The two sides may differ in block size, memory
@@ -108,9 +111,10 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Returns the layout with heads before tokens, so that a rank's heads are one run. Latents may have any layout.
+        """Returns the layout in which heads come before tokens, so that a rank's heads are one run of bytes in a page.
 
-        vLLM calls this in the scheduler's process, before memory is measured and graphs are captured.
+        For a model with latents it returns None, because any layout is suitable. vLLM calls this in the scheduler's
+        process, before memory is measured and graphs are captured.
         """
         if vllm_config.kv_transfer_config is not None:
             read_options(vllm_config, listens=True)
@@ -119,7 +123,7 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:  # noqa: ARG003
-        """Returns False: registered memory must not move while any peer may read it."""
+        """Returns False, because registered memory must not move while a peer may read it."""
         return False
 
     @classmethod
@@ -167,7 +171,10 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduling.add(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """Returns how many tokens a load would add, and whether it is asynchronous: every load is."""
+        """Returns how many tokens a load would add to the computed ones, and whether the load is asynchronous.
+
+        Every load is asynchronous. The second value is False if there is nothing to load.
+        """
         count = self._scheduling.match(request, num_computed_tokens)
         return count, count > 0
 
@@ -223,8 +230,9 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Does nothing: vLLM parks a request until its load has ended.
 
-        No token of the request may be used before the fence, which follows the last layer. Running a request while its
-        layers arrive could save at most one step, and would delay the steps of all other requests.
+        A token must not be used before the fence of its load. The fence is a last READ, which shows that the pages were
+        still leased, so it follows the last layer. Running a request while its layers arrive could save at most one
+        step, and would delay the steps of all other requests.
         """
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
@@ -254,7 +262,7 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Returns the figures since the last call.
 
-        A rank returns those of its pulls; the scheduler, those of failed loads.
+        At a rank, these are the figures of its pulls. At the scheduler, they are the counts of failed loads.
         """
         if self._scheduler is not None:
             counts = self._scheduler.take_counts()

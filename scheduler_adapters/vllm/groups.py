@@ -38,7 +38,10 @@ _MOVED = {FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, SlidingWindowM
 def cache_group(
     where: str, vllm_config: VllmConfig, group: KVCacheGroupSpec, kernels: Mapping[str, int] | None
 ) -> GroupConfig:
-    """Returns one page group. `kernels` maps a layer to the tokens in a page of its tensor; None at the scheduler."""
+    """Returns one page group. `kernels` maps a layer to the tokens in a page of its tensor.
+
+    It is None at the scheduler.
+    """
     spec = one_spec(where, group)
     sizes = {kernels[name] for name in group.layer_names if name in kernels} if kernels else set[int]()
     if len(sizes) > 1:
@@ -82,7 +85,8 @@ def _attention(where: str, vllm_config: VllmConfig, spec: Any) -> dict[str, Any]
             f"{spec.num_heads} slots; "
             "one token in a state and one slot for each head are expected"
         )
-    # The elements that a head keeps of a token. In any case they are described as two sides of half the size.
+    # The number of elements that a head keeps for a token. Except in a latent, half of them are described as the key
+    # and half as the value, whatever the backend's own sizes are.
     content = spec.state_content_size_bytes // spec.dtype.itemsize
     if type(spec) is MLAAttentionSpec:
         return {"kind": "mla", "layout": _LATENT_AXES, "head_dim": content, "dtype": _name(spec.dtype)}
@@ -102,14 +106,15 @@ def _attention(where: str, vllm_config: VllmConfig, spec: Any) -> dict[str, Any]
 
 
 def _all_heads(where: str, vllm_config: VllmConfig, here: int) -> int:
-    """Returns the number of heads of the model.
+    """Returns the model's number of KV heads, given that each rank has `here` heads.
 
-    A rank has `here` of them: its share, or the same ones as other ranks.
+    A rank has an even share of the heads, or the same heads as other ranks if there are more ranks than heads.
     """
     tp_size, total = vllm_config.parallel_config.tensor_parallel_size, vllm_config.model_config.get_total_num_kv_heads()
     if len(share(total, tp_size, 0)) == here:
         return total
-    if here > 1 or tp_size == 1:  # layers whose number of heads is unusual: assume an even share
+    # these layers have another number of heads than the model's config says, so an even share is assumed
+    if here > 1 or tp_size == 1:
         return here * tp_size
     raise InvalidEngineError(
         f"{where}: each of {tp_size} ranks has {here} heads, which does not fit the {total} heads of the model"
@@ -127,7 +132,10 @@ def _state(where: str, vllm_config: VllmConfig, names: Sequence[str], spec: Mamb
 
 
 def _layers(where: str, vllm_config: VllmConfig, names: list[str]) -> dict[str, int]:
-    """Returns each layer's index in the whole model: the number in its name, or its place if names have none."""
+    """Returns each layer's index in the whole model: the number in its name, or else its place among the names.
+
+    The place counts only if the names do not each contain one number of their own.
+    """
     numbers = {name: [int(part) for part in name.split(".") if part.isdigit()] for name in names}
     pp_size = vllm_config.parallel_config.pipeline_parallel_size
     plain = all(len(found) == 1 for found in numbers.values()) and len({*map(tuple, numbers.values())}) == len(names)
@@ -140,9 +148,10 @@ def _layers(where: str, vllm_config: VllmConfig, names: list[str]) -> dict[str, 
 
 
 def _of_all_stages(where: str, vllm_config: VllmConfig, layers: dict[str, int]) -> dict[str, int]:
-    """Returns the layers of all pipeline stages.
+    """Returns the layers of all pipeline stages, given those of this stage.
 
-    A rank knows only its own layers, so all stages must have layers of one kind with the same naming.
+    A rank knows only its own layers. The names of the others are derived from them, so all stages must have layers of
+    one kind with the same naming.
     """
     total = int(vllm_config.model_config.hf_text_config.num_hidden_layers)
     first, number = next(iter(layers.items()))

@@ -17,14 +17,15 @@ from transfer.connector.metadata import ConnectorMetadata, WorkerOutput
 class StepMetadata(KVConnectorMetadata):
     """The work of one step, from the scheduler to every worker.
 
-    vLLM stops the engine if it is told of a request that it does not wait for. A worker, however, also sees the end of
-    leases and loads of requests that still run or never waited. It therefore reports only the requests named here.
+    vLLM stops the engine if a worker reports a request that vLLM does not wait for. A worker, however, also sees leases
+    and loads end whose requests still run, or for which vLLM never waited. It therefore reports only the requests that
+    such a message has named.
 
     Attributes:
         step: leases and loads.
         parked: requests that vLLM has parked until their load has ended.
         finished: requests whose blocks vLLM keeps until their lease has ended.
-        refused: parked requests that cannot be loaded; they fail without a load.
+        refused: parked requests that cannot be loaded. They are reported as failed without a load.
     """
 
     step: ConnectorMetadata = field(default_factory=ConnectorMetadata)
@@ -42,7 +43,7 @@ class WorkersMetadata(KVConnectorWorkerMetadata):
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Concatenates two reports.
 
-        A rank can occur twice, because vLLM keeps the rank's report of a step that failed.
+        A rank can occur twice, because vLLM keeps the report that the rank has made for a step that failed.
         """
         if not isinstance(other, WorkersMetadata):
             raise TypeError(f"got worker metadata of type {type(other).__name__}; PagewireConnector's is expected")

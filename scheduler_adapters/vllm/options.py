@@ -86,7 +86,7 @@ _TYPES = {field.name: field.type for field in msgspec.structs.fields(Options)}
 
 
 def check_options(extra: Mapping[str, Any]) -> None:
-    """Checks the options, as far as that needs no files, variables or host names of this machine.
+    """Checks the options, except for what only the files, variables and host names of this machine can show.
 
     Raises:
         InvalidEngineError: names every invalid option, its value and what is expected. A secret is not shown.
@@ -100,8 +100,8 @@ def options_of(extra: Mapping[str, Any], index: int = 0, *, serves: bool = False
     Args:
         extra: `kv_connector_extra_config`.
         index: index of the data-parallel engine; it is added to the port.
-        serves: whether this engine tells readers the host.
-        resolves: whether this process listens at the host. The host's name must then have an address on this machine.
+        serves: whether this engine is a source, so that readers connect to `host`.
+        resolves: whether this process listens at `host`. If so, the name must have an address on this machine.
 
     Raises:
         InvalidEngineError: as `check_options`.
@@ -120,7 +120,7 @@ def _raise(faults: list[str]) -> None:
 
 
 def _vllms() -> dict[str, Any]:
-    """Returns vLLM's own settings. A port that vLLM cannot parse is returned as text."""
+    """Returns vLLM's own settings for the host and the port. A port that vLLM cannot parse is returned as text."""
     try:
         port: Any = envs.VLLM_NIXL_SIDE_CHANNEL_PORT
     except ValueError:
@@ -134,7 +134,10 @@ def _unknown(extra: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _faults(given: Mapping[str, Any], spelled: Mapping[str, str] = MappingProxyType({})) -> Iterator[str]:
-    """Yields each value's fault, without comparing values. `spelled` maps option names to their names in the source."""
+    """Yields a message for each invalid value. Each value is checked alone, without regard to the others.
+
+    `spelled` maps the name of an option to another name, under which the user has given its value.
+    """
     for name in (name for name in _TYPES if name in given):
         if reason := _fault(name, given[name]):
             shown = "" if name == "secret" else f" is {reprlib.repr(given[name])}"
@@ -142,7 +145,7 @@ def _faults(given: Mapping[str, Any], spelled: Mapping[str, str] = MappingProxyT
 
 
 def _fault(name: str, value: Any) -> str:
-    """Returns the fault of a value; empty if it is valid."""
+    """Returns what is wrong with a value, or an empty text if the value is valid."""
     expected = f"{_EXPECTED[name]} is expected"
     try:
         found: Any = msgspec.convert(value, _TYPES[name], strict=False)
@@ -180,7 +183,7 @@ def _faults_of_peers(listed: str | tuple[str, ...]) -> Iterator[str]:
 
 
 def _unusable(options: Options, index: int, *, resolves: bool) -> Iterator[str]:
-    """Yields faults that show only on this machine."""
+    """Yields a message for each fault that shows only on this machine."""
     if options.port + index > _MAX_PORT:
         yield f"port is {options.port}: data-parallel engine {index} would listen at {options.port + index}"
     if resolves:

@@ -1,10 +1,10 @@
 """Proves, when caches are registered, that our description of their memory matches where vLLM's kernels write.
 
-vLLM's own operation writes two pages of each layer, as a step of the model would. The boxes that peers are told of then
-read these pages. A box is our description of a layer's memory. The written values number every element of the two
-pages, one digit at a time, so that no two elements can be confused. A digit is recognised by the order of the values
-that are read, which works for every type of cache. The proof takes about a millisecond per layer and restores the
-pages.
+A *box* is our description of where a part of a layer's KV lies in memory, and peers read pages by these boxes. The
+proof makes vLLM's own operation write two pages of each layer, as a step of the model would, and then reads the two
+pages through the boxes. The written values number every element of the pages, one digit at a time, so that no two
+elements can be confused. A digit is recognised by its place in the order of all values that are read, which works for
+every type of cache. The proof takes about a millisecond per layer and restores the pages.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ from transfer.connector.config import GroupConfig, WorkerConfig
 from transfer.errors import InvalidEngineError
 
 _FEW, _MANY = 8, 128
-"""How many values, counted from 1, each type can hold exactly and in order: by number of bytes."""
+"""How many different digits the proof uses: the first number for types of one byte, the second one for larger types.
+
+Each type holds the whole numbers from 1 to its limit exactly and in order.
+"""
 
 
 def prove(config: WorkerConfig, layers: Mapping[str, Any], caches: Mapping[str, Cache], dtype: torch.dtype) -> int:
-    """Tests the caches of every attention layer. Returns the number of layers.
+    """Tests the caches of every attention layer. Returns the number of layers that were tested.
 
     Args:
         config: config of the rank.
@@ -34,7 +37,7 @@ def prove(config: WorkerConfig, layers: Mapping[str, Any], caches: Mapping[str, 
         dtype: dtype of the model's keys and values.
 
     Raises:
-        InvalidEngineError: written values are not where the boxes say, or vLLM cannot write.
+        InvalidEngineError: vLLM writes to other places than the boxes describe, or the test write has failed.
     """
     memory, tried = cache_layout(config, caches), 0
     with torch.inference_mode():
@@ -77,7 +80,10 @@ class _Proof:
         return type(getattr(self.layer, "impl", self.layer)).__name__
 
     def _elements(self, pages: Sequence[int]) -> Iterator[str]:
-        """Yields each digit that is not found as it was written."""
+        """Writes the number of every element, digit by digit.
+
+        Yields a message for each digit that is not read as it was written.
+        """
         view = self.view
         shape = (len(pages) * view.page_size, view.heads, view.content)
         numbers, unit = torch.arange(math.prod(shape)).view(shape), 1
@@ -102,9 +108,10 @@ class _Proof:
             yield f"values that grow are found in another order: {[int(code) for code in codes[:8]]}"
 
     def _whole(self, pages: Sequence[int]) -> Iterator[str]:
-        """Yields each page for which a read would include bytes of other pages.
+        """Yields a message for each page of which some elements do not change when all of its tokens are written.
 
-        Used if only the backend knows the layout within a page.
+        A read of such a page would include bytes of other pages. This test is used if only the backend knows the layout
+        within a page.
         """
         for page in pages:
             found: list[torch.Tensor] = []
@@ -115,7 +122,7 @@ class _Proof:
                 yield f"{same} elements of page {page} do not change when all of its tokens are written"
 
     def _write(self, content: torch.Tensor, pages: Sequence[int]) -> None:
-        """Makes vLLM write the content of all tokens of some pages, `[pages * tokens, heads, content]`."""
+        """Makes vLLM write `content`, `[pages * tokens, heads, content]`, to all tokens of some pages."""
         layer, size = self.layer, self.view.page_size
         slots = (torch.tensor(pages)[:, None] * size + torch.arange(size)).reshape(-1)
         try:
@@ -137,9 +144,10 @@ class _Proof:
             ) from error
 
     def _scaled(self, given: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        """Multiplies values by the scale, for all heads or per head, by which an 8-bit kernel will divide them.
+        """Multiplies values by the scale by which an 8-bit kernel will divide them.
 
-        It adds 3 %, because some kernels truncate values that the type cannot represent, and others round these.
+        The scale is one number for all heads, or one for each head. The product is made 3 % larger, because some
+        kernels truncate values that the type cannot represent, and others round them.
         """
         if self.view.itemsize > 1:
             return given

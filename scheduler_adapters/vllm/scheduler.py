@@ -1,13 +1,13 @@
 """The scheduler's side of our vLLM connector: leases for prefilled requests, and loads for decode.
 
-A request that will be read gets its lease when it gets its blocks. The lease is then granted by the time that the
-request ends and its `kv_transfer_params` are made. A request that will read is handled when it arrives: its source is
-told at once that a reader waits. The lease then lasts however long vLLM keeps the request in its queue. A dead source
-and invalid params are noticed before any block is allocated.
+At prefill, a request whose pages a reader will read gets its lease together with its blocks. The lease is therefore
+granted by the time that the request ends and its `kv_transfer_params` are made. At decode, a request that names a
+source is handled when it arrives: the source is told at once that a reader waits, and the lease lasts however long vLLM
+keeps the request in its queue. A dead source and invalid params are noticed before any block is allocated.
 
-A request that cannot be loaded is still parked, and then reported as failed. vLLM applies its `kv_load_failure_policy`:
-the request fails, or vLLM computes the prompt and a warning is logged. No input from outside raises here, because an
-exception would end the engine.
+A request that cannot be loaded is still parked, and then reported as failed. vLLM then applies its
+`kv_load_failure_policy`: the request fails, or vLLM computes the prompt and a warning is logged. Invalid input from
+outside raises no exception here, because an exception would end the engine.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pagewire.vllm")
 _DONE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
-_NULL = 0  # vLLM's null block, which replaces blocks that a window no longer covers
+_NULL = 0  # vLLM's null block, which takes the place of blocks that a window no longer covers
 
 
 class SchedulerSide:
@@ -71,17 +71,21 @@ class SchedulerSide:
         self._group_ids = kv_cache_config.transfer_group_ids  # vLLM's numbers of the transferred groups
         address = socket.gethostbyname(options.host) if self._serves else "127.0.0.1"
         self._connector = NixlConnectorScheduler(config, options.host, f"tcp://{address}:{options.port}", options.keys)
-        self._sources: set[str] = set()  # requests that will be read and still run; each has a lease
-        # requests that will be read and whose blocks are not in host buffers yet
+        self._sources: set[str] = set()  # requests that still run and whose pages a reader will read; each has a lease
+        # requests whose pages a reader will read, and whose blocks are not in host buffers yet
         self._unsaved: dict[str, Request] = {}
-        self._waiting: dict[str, Wanted] = {}  # requests that will read and have no blocks yet
-        self._refused: set[str] = set()  # requests that cannot be loaded, and to which vLLM still has to give blocks
+        self._waiting: dict[str, Wanted] = {}  # requests that will read from a source, and have no blocks yet
+        self._refused: set[str] = set()  # requests that cannot be loaded, and have not got their blocks from vLLM yet
         self._next = StepMetadata()
         self._counts = Counter[str]()  # counts since the last `take_counts`
-        self._spans: dict[str, HandoverSpan] = {}  # spans of traced requests that will read, until they are loaded
+        # spans of traced requests that read from a source, until their load has ended
+        self._spans: dict[str, HandoverSpan] = {}
 
     def set_handshake_metadata(self, ranks: Mapping[tuple[int, int], RankHandshakeMetadata]) -> None:
-        """Starts the handshake server, and logs that. The keys of `ranks` are pipeline and tensor-parallel ranks."""
+        """Starts the handshake server, and logs that.
+
+        Each key of `ranks` is a pair of a pipeline rank and a tensor-parallel rank.
+        """
         if not self._serves:
             self._say_started("reads only")
             return
@@ -148,15 +152,15 @@ class SchedulerSide:
             span.begin("room")
 
     def _end_span(self, request_id: str, error: str = "") -> None:
-        """Ends the request's span, after its load or without one. A no-op if it has no span."""
+        """Ends the span of a request, with or without a load. A no-op if the request has no span."""
         if (span := self._spans.pop(request_id, None)) is not None:
             span.end(error)
 
     def _shorten(self, request: Request, params: dict[str, Any]) -> None:
         """Leaves the last token of a prompt to decode, which computes it in any case.
 
-        A recurrent state cannot go back by one token. A window moves on: prefill would give up a block that decode
-        needs for this token.
+        Decode could not use a recurrent state that already includes the last token. With a sliding window, prefill
+        would free a block that decode needs to compute this token.
         """
         if not self._shortens or request.num_prompt_tokens < 2 or params.get("_shortened"):
             return
@@ -176,7 +180,7 @@ class SchedulerSide:
         self._end_span(request_id, reason)
 
     def _tell_failure(self, reason: str) -> None:
-        """Counts a failed load, and logs it once, with the fate of its request."""
+        """Counts a failed load. Logs the reason, and whether vLLM will compute the prompt instead."""
         self._counts["failed_pulls"] += 1
         rescued = self._failure_level == logging.WARNING
         logger.log(self._failure_level, "%s%s", reason, "; its prompt is computed here instead" if rescued else "")
@@ -194,7 +198,9 @@ class SchedulerSide:
     def _limit(self, request: Request) -> int:
         """Returns how many prompt tokens may be loaded.
 
-        If a load brings all of them, vLLM still runs the last token again.
+        Even if a load brings the KV of all prompt tokens, vLLM runs the last token again. By then it has freed a block
+        that only this token's window needs, and a recurrent state already includes the token. With windows or states,
+        the last token is therefore not loaded.
 
         By then, however, vLLM has freed a block that only this token's window needs, and a recurrent state already
         includes the token. With windows or states, the last token is therefore not loaded.
@@ -202,7 +208,10 @@ class SchedulerSide:
         return request.num_prompt_tokens - self._shortens
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Handles the allocation of blocks: leases those of a request that will be read, or loads those of a reader."""
+        """Handles the allocation of blocks to a request. If a reader will read the request's pages, they are leased.
+
+        If the request itself reads from a source, its load begins.
+        """
         request_id = request.request_id
         if _is_source(request.kv_transfer_params):
             self._offer(request)
@@ -222,7 +231,7 @@ class SchedulerSide:
                 self._next.refused.add(request_id)
 
     def _offer(self, request: Request) -> None:
-        if request.request_id not in self._sources:  # otherwise it was preempted, and still has its lease
+        if request.request_id not in self._sources:  # otherwise the request was preempted, and still has its lease
             try:
                 self._connector.offer(request.request_id, running=True)
             except TransferError:
@@ -250,7 +259,7 @@ class SchedulerSide:
         return True
 
     def step(self, scheduler_output: SchedulerOutput) -> StepMetadata:
-        """Returns the work of this step, and begins to collect that of the next."""
+        """Returns the work of this step, and starts to collect the work of the next step."""
         for request_id, request in list(self._unsaved.items()):
             scheduled = scheduler_output.num_scheduled_tokens.get(request_id, 0)
             if scheduled and request.num_computed_tokens + scheduled >= request.num_prompt_tokens and self.manager:
@@ -287,8 +296,8 @@ class SchedulerSide:
     def _hide(self, request_id: str, unwritten: Mapping[int, int]) -> None:
         """Keeps partly loaded blocks out of vLLM's prefix cache.
 
-        Loaded blocks are larger than pages here. A block is partly loaded if prefill had already freed the first pages
-        in it.
+        A block of this engine can be larger than a page of prefill. It is loaded only in part if prefill had already
+        freed the first of its pages.
 
         The request itself does not need the missing tokens. In the next step vLLM publishes the request's blocks,
         starting with the first one that its group's manager does not count as cached. That count is therefore raised
@@ -303,7 +312,7 @@ class SchedulerSide:
                 cached[request_id] = max(cached.get(request_id, 0), token // blocks.block_size + 1)
 
     def take_counts(self) -> dict[str, int]:
-        """Returns the counts of failures since the last call, under the names of our stats.
+        """Returns the counts of failures since the last call, under the names that they have in our stats.
 
         Each request counts once.
         """
@@ -313,7 +322,7 @@ class SchedulerSide:
     def ended(self, request: Request, block_ids: Sequence[list[int]]) -> tuple[bool, dict[str, Any] | None]:
         """Handles the end of a request.
 
-        Returns whether its blocks must be kept until its lease ends, and its params.
+        Returns whether the request's blocks must be kept until its lease ends, and the params for a reader.
         """
         request_id = request.request_id
         self._refused.discard(request_id)
@@ -330,7 +339,7 @@ class SchedulerSide:
             self._connector.abort(request_id, f"the request has ended: {request.status}")
             return True, None
         blocks, first_blocks = _without_null(self._select(block_ids))
-        # with steps in flight, this may count tokens that have not run yet; the prompt's tokens have all run
+        # This number may include tokens of steps that are still in flight. The tokens of the prompt have all run.
         computed = request.num_computed_tokens
         tokens = computed if self._has_states else min(computed, request.num_prompt_tokens)
         try:
@@ -349,7 +358,7 @@ class SchedulerSide:
 
 
 def _is_source(params: dict[str, Any] | None) -> TypeGuard[dict[str, Any]]:
-    """Whether a request's blocks are to be offered to a reader.
+    """Returns whether a request's blocks are to be offered to a reader.
 
     A request that also names a source is refused, so its blocks are not offered.
     """
@@ -359,9 +368,10 @@ def _is_source(params: dict[str, Any] | None) -> TypeGuard[dict[str, Any]]:
 
 
 def _without_null(block_ids: Sequence[list[int]]) -> tuple[list[list[int]], list[int]]:
-    """Removes the null blocks at the front of each group, which a window has left behind.
+    """Removes the null blocks at the front of each group.
 
-    Also returns how many there were.
+    vLLM puts them there in place of blocks that a window no longer covers. The function returns the other blocks of
+    each group, and the number of null blocks that were removed from each group.
     """
     first_blocks = [next((at for at, block in enumerate(group) if block != _NULL), len(group)) for group in block_ids]
     return [list(group[first:]) for group, first in zip(block_ids, first_blocks, strict=True)], first_blocks
@@ -370,12 +380,12 @@ def _without_null(block_ids: Sequence[list[int]]) -> tuple[list[list[int]], list
 def prompt_of(request: Request, num_tokens: int) -> Prompt:
     """Returns the first tokens of a request, its salt, and the keys of its adapter, images and embeddings.
 
-    Its KV depends on nothing else: these are the inputs of vLLM's block hashes. The inputs are keyed by position
-    instead of by block. An adapter is represented by its name alone, because its file may have another path on the
-    other side. An image or embedding is represented by vLLM's identifier, a hash of its content and of the model's
-    name.
+    The request's KV depends on nothing else, because vLLM's block hashes have the same inputs. Here each input belongs
+    to a position instead of a block. An adapter is represented by its name alone, because its file may have another
+    path on the other side. An image or embedding is represented by vLLM's identifier, a hash of its content and of the
+    model's name.
     """
-    # Converting a list by way of `array` takes a third of the time of a direct conversion.
+    # A list that is first converted to an `array` takes a third of the time of a direct conversion.
     token_ids = np.array(array("i", request.all_token_ids[:num_tokens]), np.int32)
     named = [(0, f"adapter {request.lora_request.lora_name}")] if request.lora_request else []
     named += [(one.mm_position.offset, f"input {one.identifier}") for one in request.mm_features]

@@ -1,9 +1,9 @@
 """Splits the state of a recurrent layer into parts, as vLLM divides it over tensor-parallel ranks.
 
 Ranks that divide the state differently can then exchange the parts. The channels of a convolution are several
-projections in sequence, and each rank has a share of every one: x, B and C of a Mamba 2 layer; queries, keys and values
-of a gated delta network. vLLM's spec has only the sum of the channels. A state that is not of a convolution has its
-heads first (in Mamba 1: its channels).
+projections in sequence, and each rank has a share of every projection: x, B and C of a Mamba 2 layer; queries, keys and
+values of a gated delta network. vLLM's spec has only the sum of all channels. In the tensor of any other state, the
+heads come first (in Mamba 1: the channels).
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import MambaSpec
 
 _TENSORS = {"MAMBA1": 2, "MAMBA2": 2, "GDN_ATTN": 2, "SHORT_CONV": 1}
-"""Known kinds of layers, each with its number of state tensors. The convolution's tensor comes first. A layer with more
-tensors is unknown.
+"""The known kinds of layers, and the number of state tensors of each kind. The tensor of the convolution comes first.
+
+A layer with another number of tensors is treated as unknown.
 """
 
 
 def is_cut(spec: MambaSpec) -> bool:
     """Returns whether we know how vLLM divides this state over ranks.
 
-    If not, the state is moved whole, and both sides need equal tensor parallelism.
+    If we do not know it, the state is moved whole, and both sides need equal tensor parallelism.
     """
     return not spec.tp_replicated and _TENSORS.get(spec.mamba_type.name) == len(spec.shapes)
 
@@ -91,8 +92,8 @@ def _projections(
         )
     if spec.mamba_type.name == "GDN_ATTN":
         return ("q", groups * ranks, unit), ("k", groups * ranks, unit), ("v", heads * ranks, sizes[0])
-    # If several ranks have one group each, either all of them hold the model's only group, or each holds its own. Only
-    # the layer tells.
+    # If each of several ranks has one group, either all of them hold the model's only group, or each holds a group of
+    # its own. Only the layer object shows which.
     total = layer.norm.n_groups if groups == 1 and ranks > 1 and layer is not None else groups * ranks
     return ("x", heads * ranks, sizes[0]), ("B", total, unit), ("C", total, unit)
 

@@ -32,8 +32,8 @@ _LISTS = {
     "pull_bytes": ("Bytes of a rank's pull.", PULL_BUCKETS["num_bytes"]),
     "pull_runs": ("Descriptors of a rank's pull.", PULL_BUCKETS["num_runs"]),
 }
-# The metrics of vLLM's own NIXL connector, with vLLM's names and buckets, so that existing dashboards work. Each of
-# them repeats one of our metrics.
+# The metrics of vLLM's own NIXL connector, with its names and buckets, so that existing dashboards work. Each of these
+# metrics has the same values as one of ours.
 _POSTS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
 _RUNS = (10, 20, 30, 50, 75, 100, 200, 400, 1000, 2000, 4000, 10_000, 20_000, 50_000)
 _NIXL_COUNTS = {
@@ -50,7 +50,7 @@ _NIXL_LISTS = {
 
 @dataclass
 class PullStats(KVConnectorStats):
-    """Events of one or more ranks in an interval: counts, and figures of each pull."""
+    """Events of one or more ranks in an interval: a count for each kind of event, and the figures of each pull."""
 
     def __post_init__(self) -> None:
         """Sets counts that are missing to zero, and lists that are missing to empty."""
@@ -91,7 +91,10 @@ class PullStats(KVConnectorStats):
 
 
 def pull_stats(now: StatsSnapshot, before: StatsSnapshot | None) -> PullStats:
-    """Returns the events of a rank since an earlier snapshot, or since its start. Counters only grow."""
+    """Returns the events of a rank between two snapshots.
+
+    If `before` is None, it returns all events since the rank started.
+    """
     earlier = {} if before is None else _counts(before)
     data: dict[str, Any] = {name: count - earlier.get(name, 0) for name, count in _counts(now).items()}
     data["pull_seconds"] = [record.total_s for record in now.records]
@@ -107,10 +110,10 @@ def _counts(snapshot: StatsSnapshot) -> dict[str, int]:
 
 
 class PullMetrics(KVConnectorPromMetrics):
-    """The same figures as Prometheus metrics, once as `vllm:pagewire_*` and once more as `vllm:nixl_*`.
+    """The same figures as Prometheus metrics, once under the names `vllm:pagewire_*` and once more under `vllm:nixl_*`.
 
-    The `vllm:nixl_*` metrics are left out if vLLM's own NIXL connector runs in the same `MultiConnector`, because it
-    makes them itself.
+    The `vllm:nixl_*` metrics are left out if vLLM's own NIXL connector runs in the same `MultiConnector`, because that
+    connector makes them itself.
     """
 
     def __init__(
@@ -121,14 +124,14 @@ class PullMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters: list[tuple[str, Any]] = []  # each counter, with the name of its figure in our stats
+        self._counters: list[tuple[str, Any]] = []  # each counter, after the name of its figure in our stats
         self._histograms: list[tuple[str, Any]] = []
         for name, text in _COUNTS.items():
             self._counters.append((name, self._made(metric_types[Counter], f"pagewire_{name}", text)))
         for name, (text, buckets) in _LISTS.items():
             made = self._made(metric_types[Histogram], f"pagewire_{name}", text, buckets=list(buckets))
             self._histograms.append((name, made))
-        with suppress(ValueError):  # if the first name is taken, all are
+        with suppress(ValueError):  # if the first name is already registered, all of them are
             for name, (text, buckets, ours) in _NIXL_LISTS.items():
                 self._histograms.append((ours, self._made(metric_types[Histogram], name, text, buckets=list(buckets))))
             for name, (text, ours) in _NIXL_COUNTS.items():

@@ -10,8 +10,9 @@ from importlib.metadata import PackageNotFoundError, version
 from transfer.errors import InvalidEngineError
 
 TRIED = ("0.32", "0.33")
-"""Every one of these versions has changed vLLM's connector interface: its methods, their arguments, or when they are
-called.
+"""The supported versions.
+
+vLLM's connector interface has changed with each of them: its methods, their arguments, or when they are called.
 """
 
 

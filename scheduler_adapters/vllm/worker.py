@@ -38,8 +38,8 @@ class WorkerSide:
         check_config(worker_config(vllm_config, kv_cache_config, {}))
         self._worker: NixlConnectorWorker | None = None
         self._copy: Any = None
-        self._waits = StepMetadata()  # the requests for whose load or lease vLLM waits
-        self._sent: set[str] = set()  # requests whose lease has ended before vLLM began to wait for it
+        self._waits = StepMetadata()  # the requests whose load or lease vLLM waits for
+        self._sent: set[str] = set()  # requests whose lease ended before vLLM began to wait for its end
         self._failures: set[str] = set()
         self._output = WorkerOutput()
         self._snapshot: StatsSnapshot | None = None
@@ -72,7 +72,10 @@ class WorkerSide:
         return found
 
     def _prove(self, config: WorkerConfig, caches: Mapping[str, Cache]) -> None:
-        """Raises if vLLM's kernels do not write where our boxes say. Runs before any reader can ask for a page."""
+        """Raises an error if vLLM's kernels write to other places than our boxes describe.
+
+        This runs before any reader can ask for a page.
+        """
         start = time.perf_counter()
         layers = layers_of(f"engine {config.engine_id!r}", self._vllm_config, list(caches))
         tried = prove(config, layers, caches, self._vllm_config.model_config.dtype)
@@ -109,10 +112,11 @@ class WorkerSide:
         self._waits.refused |= metadata.refused
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
-        """Returns the finished requests among those that vLLM waits for: sent, received, and failed of the received.
+        """Returns those requests that vLLM waits for and that have finished.
 
-        A failed load is reported only when nothing of it is in flight any more, because vLLM then reuses its blocks at
-        once.
+        The result has three sets: the requests whose lease has ended, those whose load has ended, and those in the
+        second set whose load has failed. A failed load is reported only when none of its transfers is in flight any
+        more, because vLLM then reuses its blocks at once.
         """
         self._output = output = self.running.take_output()
         self._sent |= output.sent.keys() | {request_id for request_id, error in output.offered.items() if error}
@@ -126,7 +130,10 @@ class WorkerSide:
         return sent, received, failed
 
     def take_output(self) -> WorkerOutput:
-        """Returns the events up to the last `results`, once, for the scheduler's side."""
+        """Returns the events that the last call of `results` has seen, for the scheduler's side.
+
+        Each event is returned once.
+        """
         output, self._output = self._output, WorkerOutput()
         return output
 
