@@ -13,14 +13,14 @@ class TransferError(KVCacheError, RuntimeError):
     """Base of every error of this package.
 
     Attributes:
-        kind: the kind of failure that is recorded for a pull that this error ends.
+        kind: the kind under which the failure of a pull is recorded if this error ends the pull.
     """
 
     kind: FailureKind = FailureKind.OTHER
 
     @property
     def failure(self) -> Failure:
-        """The failure that is reported for a pull that this error ends."""
+        """The failure to report for a pull if this error ends the pull."""
         return Failure(self.kind, str(self))
 
 
@@ -29,11 +29,11 @@ class InvalidEngineError(TransferError, ValueError):
 
 
 class InvalidTransferError(TransferError, ValueError):
-    """The pages, the replicas or the request do not fit the two engines that are named."""
+    """The pages, tokens, replicas or times given for a transfer are invalid, or do not fit its two engines."""
 
 
 class MetadataError(TransferError, ValueError):
-    """Metadata is damaged, of another version, or does not fit our engine. NIXL has seen none of it."""
+    """A peer's metadata is damaged, has another version, or does not fit our engine. It was not passed to NIXL."""
 
     kind = FailureKind.HANDSHAKE
 
@@ -43,7 +43,7 @@ class SettingsMismatchError(MetadataError):
 
 
 class AlreadyConnectedError(TransferError, ValueError):
-    """An engine of this name is connected, or its earlier connection is still draining."""
+    """An engine of this name is already connected, or copies over its previous connection are still in flight."""
 
 
 class UnknownPeerError(TransferError, KeyError, ValueError):
@@ -59,7 +59,7 @@ class TransferIncompleteError(TransferError, ValueError):
 
 
 class TransferTimeoutError(TransferError, TimeoutError):
-    """The transfer did not end in time and was given up. Its local pages stay in quarantine until it has ended."""
+    """The transfer did not end in time and was given up. Its local pages stay in quarantine until its copies end."""
 
     kind = FailureKind.TIMEOUT
 
@@ -104,7 +104,7 @@ class InvalidLeaseError(TransferError, ValueError):
 
 
 class HandshakeError(TransferError, ConnectionError):
-    """A peer did not answer, has refused, or has metadata that does not fit ours. Only requests that name it fail."""
+    """A peer did not answer, refused, or has metadata that does not fit ours. Only requests that name the peer fail."""
 
     kind = FailureKind.HANDSHAKE
 

@@ -35,7 +35,7 @@ class FailureKind(StrEnum):
 
 
 class Failure(NamedTuple):
-    """Why a pull failed: the kind, and the texts for its owner and for the source."""
+    """Why a pull failed. Metrics count the `kind`. The `text` is reported to the pull's owner and to the source."""
 
     kind: FailureKind
     text: str

@@ -1,8 +1,8 @@
 """An OpenTelemetry span for each hand-over, which shows where the time goes until a request has its pages.
 
-A hand-over has six consecutive parts. Each part is an attribute of one span, which can be searched and summed, and an
-event that marks its start. A child span for each part would take seven times the storage. The parts sum to the duration
-of the span.
+A hand-over has six consecutive parts. The span has an attribute with the duration of each part, which can be searched
+and summed, and an event at the start of each part. A separate child span for each part would take seven times the
+storage. The durations of the parts add up to the duration of the span.
 
 Import this module only if hand-overs are traced, because it needs `opentelemetry-api` (the extra `observe`). The
 process's own tracer provider decides where spans go. If the process has none, they are dropped.
@@ -28,7 +28,8 @@ PARTS = {
 }
 """The parts of a hand-over, in order.
 
-A part that was not reached, after a failure or because no page had to be read, takes 0 s.
+A part that the hand-over did not reach takes 0 s. A hand-over ends before the last part if it fails, and it skips parts
+if no page has to be read.
 """
 
 NAME = "kv_handover"
@@ -41,7 +42,7 @@ class HandoverSpan:
     Args:
         carrier: headers of the request. If a `traceparent` is among them, the span joins that trace.
         attributes: attributes of every span.
-        clock: a monotonic clock in seconds, the one that the times passed to `begin` come from.
+        clock: a monotonic clock, in seconds. The times passed to `begin` must come from the same clock.
     """
 
     def __init__(
@@ -58,8 +59,8 @@ class HandoverSpan:
     def begin(self, part: str, at: float | None = None) -> None:
         """Begins a part, now or at time `at`, and ends the part before it.
 
-        A time that another thread or host has read is limited to the range between the start of the previous part and
-        now.
+        Another thread or host may have read the time `at`. It is therefore limited to the range from the start of the
+        previous part to the current time.
         """
         now = self._clock()
         at = now if at is None else min(at, now)

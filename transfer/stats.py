@@ -58,14 +58,14 @@ class StatsSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Counters at one moment, and percentiles over the pulls since the last snapshot.
 
     Attributes:
-        pulls: number of successful pulls, counted for each rank.
+        pulls: number of successful pulls. A pull by several ranks counts once for each rank.
         failed_pulls: number of requests whose pull failed.
         failed_handshakes: number of sources that gave no answer, or an unusable one.
         leases: number of ended leases by outcome: "read", "expired" or "other".
         num_bytes: bytes read in total.
-        num_runs: descriptors posted in total.
+        num_runs: NIXL descriptors posted in total, one for each run of bytes.
         interval_pulls: number of successful pulls since the last snapshot, at most 4,096.
-        records: the record of each pull in this interval, like the next three fields.
+        records: the record of each of these pulls. The next three fields are computed from the records.
         total_ms: p50 and p90 of the duration of a pull, in milliseconds.
         post_ms: p50 and p90 of the time that posting a pull took, in milliseconds.
         mb_per_s: bytes of all pulls divided by the sum of their durations, in 1e6 bytes a second.
@@ -131,12 +131,12 @@ class TransferStats:
         self._last.append(pull)
 
     def record_failure(self, kind: FailureKind) -> None:
-        """Counts a request whose pull failed. If its owner gave it up, it is not counted."""
+        """Counts a request whose pull failed. A pull that its owner cancelled is not counted."""
         if kind is not FailureKind.CANCELLED:
             self.failures[kind] += 1
 
     def record_lease(self, reason: str) -> None:
-        """Counts an ended lease by its reason."""
+        """Counts a lease that has ended, under the outcome to which its reason belongs."""
         self.leases[reason if reason == "read" else "expired" if reason.startswith("expired") else "other"] += 1
 
     def snapshot(self) -> StatsSnapshot:

@@ -1,8 +1,9 @@
 """The transfer engine: moves pages between the pools of two processes, and tracks each transfer until it ends.
 
-A page belongs to a transfer until NIXL reports the transfer's end, even if the caller no longer waits for it. NIXL
-cannot stop a copy. After a time-out, a failure or a `disconnect`, the copies in flight are parked and polled until they
-end. Until then `quarantined_pages` reports their local pages, which must not be used again meanwhile.
+A page belongs to a transfer until NIXL reports the transfer's end, even if the caller no longer waits for the transfer,
+because NIXL cannot stop a copy. After a time-out, a failure or a `disconnect`, the engine parks the copies that are
+still in flight, and polls them until they end. Until then `quarantined_pages` reports the local pages of these copies,
+and the pages must not be used again.
 """
 
 from __future__ import annotations
@@ -46,19 +47,20 @@ _LAST_PAUSE_S = 1e-3  # in seconds: a stuck transfer is polled every millisecond
 class KVTransferEngine:
     """Sends pages to other engines and reads pages from them. Both sides must `connect` to each other first.
 
-    The source starts a WRITE, the destination a READ. NIXL reports the end to the side that started the transfer. The
-    other side gets one notification per shard, after the last byte. Nothing runs in the background: a peer's first
-    READ, and every notification, wait until this side calls `poll`, `is_complete` or `sync_and_release`. Call `poll`
-    every few milliseconds while peers may be active.
+    Either side may start a transfer: the source starts it as a WRITE, or the destination starts it as a READ. NIXL
+    reports the end of the transfer to the side that started it. The other side gets one notification for each shard,
+    after the shard's last byte. Nothing runs in the background: a peer's first READ, and every notification, wait until
+    this side calls `poll`, `is_complete` or `sync_and_release`. Call `poll` every few milliseconds while peers may be
+    active.
 
     One NIXL agent serves each (replica, shard). Not thread-safe: one thread owns the engine.
 
     Args:
         name: name of the engine for its peers. A restarted engine may have the name of its predecessor.
-        tensors: `[replica][tp_shard]`, all of one size, dtype and kind of device. Each covers a dense range of memory,
-            page after page, whatever the order of its dimensions. It stays registered until `cleanup`. It must stay
-            mapped while any peer lives, because a READ of unmapped memory breaks the connection, or delivers half a
-            page.
+        tensors: `[replica][tp_shard]`, all of one size, dtype and kind of device. Each tensor covers a dense range of
+            memory, page after page, whatever the order of its dimensions. The memory stays registered until `cleanup`.
+            It must stay mapped while any peer lives, because a READ of unmapped memory breaks the connection, or
+            delivers half a page.
         total_num_pages: pages of each tensor.
 
     Attributes:
@@ -66,11 +68,12 @@ class KVTransferEngine:
         bytes_per_page: bytes of a page of one tensor.
         dp, tp: number of replicas, and number of shards of a replica.
         memory_type: where the tensors live.
-        metadata: the argument for a peer's `connect`, which covers all replicas.
+        metadata: the metadata of this engine with all its replicas, which a peer passes to `connect`.
         tensor_agents: `[replica][tp_shard]`; empty after `cleanup`.
 
     Raises:
-        InvalidEngineError: the tensors do not fit together, or are not pages.
+        InvalidEngineError: an argument is invalid, the tensors differ in size, dtype or kind of device, two of them
+            share memory, or a tensor cannot be divided into dense pages.
         AgentError: NIXL cannot be used, or refuses the memory. Nothing stays registered.
     """
 
@@ -144,7 +147,7 @@ class KVTransferEngine:
 
     @property
     def completed_recv_transfers(self) -> dict[str, dict[str, set[int]]]:
-        """By engine name and transfer name, the shards that have ended of each transfer that a peer started."""
+        """`[engine name][transfer name]`: the shards that have ended, for each transfer that a peer started."""
         return self._notifications.completed
 
     @property
@@ -166,17 +169,18 @@ class KVTransferEngine:
         return {name: str(peer.failure) for name, peer in self._peers.connected.items() if peer.failure is not None}
 
     def connect(self, remote: KVTransferEngineMetadata) -> None:
-        """Connects to an engine, with all its replicas. It may have another number of replicas and pages than this one.
+        """Connects to another engine with all its replicas. Its numbers of replicas and pages may differ from ours.
 
         `remote` is the other engine's `metadata`. It must come from a trusted origin, because NIXL's own bytes in it
         cannot be checked. If it comes over a network, give `encode` and `decode_metadata` a key, or use
         `NixlConnectorWorker`.
 
-        A name stays connected until `disconnect`, even if its engine has died and a new incarnation calls, because only
-        the caller can decide about the transfers with the old one.
+        A name stays connected until `disconnect`, even if its engine has died and a new incarnation wants to connect.
+        Only the caller can decide what becomes of the transfers with the old incarnation.
 
         Raises:
-            AlreadyConnectedError: an engine of this name is connected, or its last connection has not drained yet.
+            AlreadyConnectedError: an engine of this name is connected, or copies over its previous connection are still
+                in flight.
             SettingsMismatchError: the peer runs with other UCX settings or another version of NIXL.
             MetadataError: the metadata is damaged, or its pages, shards or host do not fit ours.
             AgentError: NIXL refuses the peer. No part of it stays loaded.
@@ -185,10 +189,10 @@ class KVTransferEngine:
         self._notifications.connect(self._peers.connect(self.metadata, self.tensor_agents, remote))
 
     def disconnect(self, name: str) -> None:
-        """Forgets a peer. Unfinished transfers with it fail, and `poll` drains those that are in flight.
+        """Forgets a peer. Unfinished transfers with it fail; `poll` tracks their copies in flight until they end.
 
-        This does not stop the peer. If a transfer that the peer started was given up here, its pages stay in quarantine
-        until `release_quarantine`.
+        This does not stop copies that the peer has started. If this engine has given up such a transfer, the local
+        pages of the transfer stay in quarantine until `release_quarantine`.
 
         Raises:
             UnknownPeerError: no engine of this name is connected.
@@ -220,8 +224,9 @@ class KVTransferEngine:
             The request, which identifies the transfer on both sides. Send it to the peer.
 
         Raises:
-            InvalidTransferError: a page, a replica or a length does not fit, or a local page is in quarantine.
-            UnknownPeerError: no engine of this name is connected, or only another incarnation of it.
+            InvalidTransferError: a page or replica does not exist, the numbers of source and destination pages differ,
+                a destination page is named twice, or a local page is in quarantine.
+            UnknownPeerError: no engine of this name is connected, or only another incarnation of it is.
             PeerFailedError: the peer is gone.
             TransferFailedError: NIXL refused a shard. The shards started before it are parked, and the transfer never
                 completes.
@@ -292,14 +297,14 @@ class KVTransferEngine:
             PeerFailedError: the transfer failed because the peer is gone or was disconnected. Each further call raises
                 this again.
             UnknownTransferError: the transfer was cleaned up or given up.
-            UnknownPeerError: the peer that started it is not connected, so no notification can come.
+            UnknownPeerError: the peer that started the transfer is not connected, so no notification can come.
             InvalidTransferError: the request does not belong to this engine.
         """
         if not self._is_ours(transfer_req):
             return self._has_arrived(transfer_req)
         posting = self._postings.get(transfer_req.transfer_name)
         if not self._postings.is_done(posting):
-            self._drain(transfer_req.side_of(self.name)[0])  # peers may be waiting for this side too
+            self._drain(transfer_req.side_of(self.name)[0])  # also serves the peers, which may be waiting for this side
             return False
         self._suspects.discard(posting.connection.metadata.name)
         return True
@@ -357,7 +362,7 @@ class KVTransferEngine:
                 raise TransferIncompleteError(f"{self._here}: transfer {name} has not ended yet")
             del self._postings.started[name]
             return
-        with suppress(PeerFailedError):  # a dead peer's transfer is over
+        with suppress(PeerFailedError):  # a transfer of a dead peer will never end, so it may be forgotten
             if not self._has_arrived(transfer_req):
                 raise TransferIncompleteError(f"{self._here}: transfer {name} of {peer!r} has not ended yet")
         self._notifications.end(peer, name)
@@ -373,18 +378,20 @@ class KVTransferEngine:
             self._postings.give_up(name)
             return
         page_indices(f"{self._here}: transfer {name}", transfer_req.side_of(self.name)[1], self.total_num_pages)
-        with suppress(UnknownPeerError, PeerFailedError):  # a peer that is not connected may still be writing
+        # `_has_arrived` raises these errors if the peer is disconnected or lost. The peer's process may still write to
+        # the pages. The transfer is therefore recorded as given up below, which keeps its pages in quarantine.
+        with suppress(UnknownPeerError, PeerFailedError):
             if self._has_arrived(transfer_req):
                 self._notifications.end(transfer_req.initiator, name)
                 return
         self._notifications.given_up[name] = transfer_req
 
     def sync_and_release(self, transfer_req: TransferReqData, timeout_s: float = 30.0) -> None:
-        """Waits for the end of a transfer, and serves peers meanwhile. Always forgets the transfer.
+        """Waits until a transfer ends, and serves peers meanwhile. Then forgets the transfer, even if it failed.
 
         Raises:
-            TransferTimeoutError: the transfer did not end within `timeout_s` seconds. It is given up, its local pages
-                are in quarantine, and the peer is in `suspect_peers`.
+            TransferTimeoutError: the transfer did not end within `timeout_s` seconds. The transfer is given up, its
+                local pages are in quarantine, and the peer is in `suspect_peers`.
             InvalidTransferError: `timeout_s` is negative or NaN. The other errors are those of `is_complete`.
         """
         if not timeout_s >= 0:  # the negation also refuses NaN
@@ -413,7 +420,8 @@ class KVTransferEngine:
         """Returns the pages of one replica that a failed or given-up transfer may still read or write.
 
         If this engine started the transfer, its pages are released when NIXL reports the end to `poll`. If a peer
-        started it, they are released by its last notification, or by `release_quarantine`. `cleanup` releases all.
+        started the transfer, its pages are released by the transfer's last notification, or by `release_quarantine`.
+        `cleanup` releases all pages.
         """
         check_replica(f"{self._here}: replica_idx", replica_idx, self.dp)
         parked = [posting.request for posting in self._postings.parked.values()]
@@ -434,9 +442,9 @@ class KVTransferEngine:
     def cleanup(self, drain_s: float = 2.0) -> None:
         """Releases everything from NIXL, and destroys the agents. Safe to call twice, and after a failed constructor.
 
-        No byte moves for this engine after this. Peers' transfers from and to it fail. Transfers in flight get
-        `drain_s` seconds to end, because a transfer that is cut off over TCP can crash the peer. In a forked child this
-        only forgets the engine.
+        After this call, no byte moves for this engine. Transfers from and to it that peers have started fail. Transfers
+        in flight get `drain_s` seconds to end, because a transfer that is cut off over TCP can crash the peer. In a
+        forked child this call releases nothing and only forgets the engine.
 
         Raises:
             AgentError: NIXL failed to release something. Everything else was released.
@@ -451,6 +459,6 @@ class KVTransferEngine:
         self.tensor_agents, self._peers = [], Peers(self.name)
         self._postings, self._notifications = Postings(self.name), NotificationBook(0)
         peers.close()
-        with ExitStack() as closing:  # calls every one of them, and raises an error afterwards
+        with ExitStack() as closing:  # closes every agent, even after an error, and raises the error at the end
             for made in itertools.chain.from_iterable(agents):
                 closing.callback(made.agent.close, in_flight=made.agent in busy)

@@ -56,7 +56,7 @@ class KVTransferEngineMetadata(_Sent, frozen=True, kw_only=True, tag="engine_met
         hostname: name of the host that the engine runs on.
         agents_meta: `[replica][tp_shard]`.
         incarnation: a random name, new with each engine object.
-        settings: the effective settings on which two processes must agree, and the version of NIXL.
+        settings: the effective UCX and NIXL settings on which two processes must agree, and the version of NIXL.
         version: the sender's `WIRE_VERSION`. 0 means that no engine made the metadata, which is then refused.
         digest: digest over all other fields. `sealed` fills it in.
     """
@@ -74,13 +74,13 @@ class KVTransferEngineMetadata(_Sent, frozen=True, kw_only=True, tag="engine_met
 
 
 class TransferReqData(_Sent, frozen=True, kw_only=True, tag="transfer_request"):
-    """One transfer between two engines, which both sides use to identify it. Safe to send between processes.
+    """The request of one transfer, by which both engines identify the transfer. Safe to send between processes.
 
     Attributes:
         dst_name: engine whose pages are written.
         src_name: engine whose pages are read.
         transfer_name: unique, 32 hexadecimal digits. It is also the text of the notification.
-        transfer_ids: one per shard of the replica. They have a meaning only for the engine that started the transfer.
+        transfer_ids: one number for each shard of the replica. Only the engine that started the transfer uses these numbers.
         src_idxs: pages of the source, one for each of `dst_idxs`. The same pages in every shard.
         dst_idxs: pages of the destination.
         src_replica_idx: replica of the source.
@@ -106,7 +106,7 @@ class TransferReqData(_Sent, frozen=True, kw_only=True, tag="transfer_request"):
         return self.dst_name if self.is_read else self.src_name
 
     def side_of(self, engine: str) -> tuple[int, list[int]]:
-        """Returns the replica and the pages of one of the two engines."""
+        """Returns the replica index and the page ids on the side of `engine`, one of the transfer's two engines."""
         if engine == self.dst_name:
             return self.dst_replica_idx, self.dst_idxs
         return self.src_replica_idx, self.src_idxs
@@ -131,11 +131,12 @@ def encode(struct: KVTransferEngineMetadata | TransferReqData, key: bytes = b"")
 def decode_metadata(data: bytes, key: bytes = b"") -> KVTransferEngineMetadata:
     """Decodes and fully checks the engine metadata in `data`, the result of `encode`.
 
-    Without a key this only shows that the bytes are undamaged, not who made them. `KVTransferEngine.connect` passes
-    NIXL's part of them to NIXL, which a wrong byte can crash.
+    Without a key, the checks show that the bytes are undamaged, but not who made them. `KVTransferEngine.connect`
+    passes the part that NIXL has made to NIXL, and a single wrong byte in this part can crash NIXL.
 
     Raises:
-        MetadataError: the bytes are truncated, changed, or of another key, kind or version, or a value is invalid.
+        MetadataError: the bytes are truncated or changed, were made with another key, are of another kind or version,
+            or hold an invalid value.
     """
     if key:
         digest, data = data[:_KEYED_BYTES], data[_KEYED_BYTES:]

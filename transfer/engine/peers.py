@@ -1,4 +1,4 @@
-"""The engines that an engine is connected to, those that are still draining, and the notifications from them."""
+"""The peers that an engine is connected to, disconnected peers with copies in flight, and the peers' notifications."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from transfer.wire.handshake import differences
 
 
 class LoadedPeer:
-    """A loaded peer. Each local replica is connected to each replica of the peer, shard i to shard i.
+    """A peer that NIXL has loaded. Each local replica is connected to each replica of the peer, shard i to shard i.
 
     Attributes:
         metadata: the peer's checked metadata.
@@ -47,7 +47,7 @@ class LoadedPeer:
             raise
 
     def close(self) -> None:
-        """Unloads the peer. Nothing must move over its connection any more. Ignores NIXL's errors about a dead peer."""
+        """Unloads the peer. No copy may be in flight over its connection. Ignores NIXL's errors about a dead peer."""
         loaded, self._loaded = self._loaded, []
         for agent, name in loaded:
             with suppress(AgentError):
@@ -55,7 +55,7 @@ class LoadedPeer:
 
 
 class Peers:
-    """The loaded peers, and those that are still draining.
+    """The connected peers, and the disconnected peers that stay loaded because copies are still in flight.
 
     Attributes:
         connected: each loaded peer by engine name, including dead ones.
@@ -112,7 +112,7 @@ class Peers:
         return connection
 
     def disconnect(self, name: str) -> LoadedPeer:
-        """Forgets a peer, and returns its connection. `reap` unloads the connection when nothing moves over it."""
+        """Forgets a peer, and returns its connection, which `reap` unloads when no copy is in flight over it."""
         connection = self.connected.pop(name, None)
         if connection is None:
             raise UnknownPeerError(f"{self._here} is not connected to engine {name!r}")
@@ -161,7 +161,7 @@ Verdict = Literal["accepted", "unknown", "malformed", "duplicate", "late"]
 
 
 class NotificationBook:
-    """Records which shards are complete.
+    """Records, from the peers' notifications, which shards of the peers' transfers have ended.
 
     Unexpected notifications are counted and dropped, because peers are not trusted.
 
@@ -192,7 +192,7 @@ class NotificationBook:
     def accept(self, peer: str | None, shard: int, message: bytes) -> None:
         """Records a notification that our agent of `shard` has received.
 
-        A transfer that was given up ends with its last one.
+        If a transfer was given up, the notification about its last shard ends it. Its pages then leave the quarantine.
 
         `peer` is None if the sending agent belongs to no connected engine on this shard.
         """

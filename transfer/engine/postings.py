@@ -100,7 +100,7 @@ class Posting:
             raise first
 
     def is_moving(self) -> bool:
-        """Polls once. Returns whether anything is still in flight. An error also ends a copy."""
+        """Polls once. Returns whether any copy is still in flight. A copy that has failed counts as ended."""
         with suppress(AgentError):
             self.poll()
         return bool(self.pending)
@@ -108,7 +108,7 @@ class Posting:
     def drop(self) -> set[Agent]:
         """Releases the handles of shards in flight. Called just before their agents are destroyed.
 
-        The copies continue until then.
+        The copies continue until the agents are destroyed. Returns these agents.
         """
         pending, self.pending = self.pending, []
         for agent, handle in pending:
@@ -122,7 +122,7 @@ class Postings:
 
     Attributes:
         started: by name, the transfers that have not been cleaned up.
-        parked: by name, the transfers that have failed or were given up, and are still partly in flight.
+        parked: by name, the failed or given-up transfers of which some copies are still in flight.
     """
 
     def __init__(self, engine: str) -> None:
@@ -131,7 +131,7 @@ class Postings:
         self._here = f"engine {engine!r}"
 
     def requests(self, *, is_read: bool) -> dict[str, TransferReqData]:
-        """Returns the READs, or the WRITEs, that are not cleaned up."""
+        """Returns, by transfer name, the requests of the READs (or of the WRITEs) that are not cleaned up."""
         started = {name: posting.request for name, posting in self.started.items()}
         return {name: request for name, request in started.items() if request.is_read is is_read}
 
@@ -162,7 +162,7 @@ class Postings:
         return not posting.pending
 
     def give_up(self, name: str) -> None:
-        """Forgets a transfer in any state."""
+        """Forgets a transfer in any state. If copies of the transfer are still in flight, it is parked."""
         posting = self.get(name)
         del self.started[name]
         posting.is_moving()
@@ -185,7 +185,7 @@ class Postings:
                 self._park(posting)
 
     def reap(self) -> set[LoadedPeer]:
-        """Polls the parked transfers and forgets those that have ended. Returns the connections of the others."""
+        """Polls the parked transfers, and forgets those that have ended. Returns the connections of the other ones."""
         self.parked = {name: posting for name, posting in self.parked.items() if posting.is_moving()}
         return {posting.connection for posting in self.parked.values()}
 

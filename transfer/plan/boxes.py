@@ -16,7 +16,7 @@ import numpy as np
 from transfer.errors import MetadataError
 
 Index: TypeAlias = tuple[int, int, int, int]
-"""A position in the logical tensor: layer, side, head, dim. The page determines the token."""
+"""A position in the logical tensor: layer, side, head, dim. The token is left out, because the page determines it."""
 
 Sizes: TypeAlias = tuple[int, int, int, int, int]
 """One number for each of layer, side, head, token, dim."""

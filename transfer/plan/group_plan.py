@@ -1,4 +1,7 @@
-"""Plans one group: cuts a pull at the page ends of both sides. Pieces at the same place in their pages share runs."""
+"""Plans one group: cuts a pull at the page ends of both sides. The pieces of one kind share their runs.
+
+Pieces are of one kind if they lie at the same place in their local pages, and at the same place in their remote pages.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from transfer.plan.intersection import Ints, Stack
 from transfer.plan.runs import PagePairs, PageRuns, Runs, concatenated, joined, no_runs, page_runs, token_runs
 
 MAX_RUNS = 1 << 25
-"""The limit of runs in one pull. Descriptors of that many take a gigabyte, and a minute on the wire.
+"""The limit of runs in one pull. The descriptors of that many runs take a gigabyte, and their transfer takes a minute.
 
 Only a layout that scatters single elements needs more, and only a malicious peer has such a layout.
 """
@@ -25,8 +28,8 @@ MAX_TOKEN = 1 << 62
 _MAX_KEPT = 1 << 20
 """The limit of page runs that a group caches, at 56 bytes each.
 
-A pull needs the runs of one to three kinds of pieces. If the ratio of the page sizes is odd, it needs up to as many
-kinds as the two pages have tokens.
+A pull usually has one to three kinds of pieces. If neither page size divides the other, there can be as many kinds as
+the two pages have tokens together.
 """
 
 
@@ -46,7 +49,7 @@ class PieceKind(NamedTuple):
 def cut(tokens: tuple[int, int], local_size: int, remote_size: int) -> list[PieceKind]:
     """Cuts a range of `tokens` (at least one) into pieces, for two page sizes.
 
-    The number of kinds does not grow with the length.
+    The result has one entry for each kind of pieces. The number of kinds does not grow with the number of tokens.
     """
     start, stop = tokens
     # the common case, for which the search below is not needed
@@ -83,7 +86,7 @@ class GroupPlan:
         self._num_kept = 0
 
     def page_runs(self, kind: PieceKind, *, flowing: bool = True) -> tuple[PageRuns, ...]:
-        """Returns the runs of one piece of a kind, with or without the stacks that flow (`Stack.flows`). Cached."""
+        """Returns the runs of one piece of a kind. `flowing` includes the stacks that flow (`Stack.flows`). Cached."""
         key = (kind.local_token, kind.remote_token, kind.num_tokens, flowing)
         found = self._kept.get(key)
         if found is None:
@@ -135,13 +138,13 @@ class GroupPlan:
             raise InvalidTransferError(f"{self.where}: local page {pairs.repeated} is named twice")
 
     def size(self, tokens: tuple[int, int]) -> tuple[int, int]:
-        """Returns the runs and bytes of a pull of `tokens`, if no two pages are neighbours."""
+        """Returns the number of runs and of bytes of a pull of `tokens`, if no two of its pages are neighbours."""
         found = self._lengths(cut(tokens, self.local.page_size, self.remote.page_size))
         num_bytes = sum(places * int(length.sum()) for places, length in found)
         return sum(places * len(length) for places, length in found), num_bytes
 
     def _lengths(self, kinds: list[PieceKind]) -> list[tuple[int, Ints]]:
-        """Returns pairs: how many runs have the same lengths, and these lengths in bytes."""
+        """Returns pairs: a number of pieces, and the lengths in bytes of the runs that each of these pieces has."""
         found: list[tuple[int, Ints]] = []
         for kind in kinds:
             found += [(len(kind.local), runs.length) for runs in self.page_runs(kind, flowing=len(kinds) == 1)]
@@ -159,7 +162,7 @@ class GroupPlan:
         local_pages, remote_pages = self.local_pages(local, tokens), self.remote_pages(remote, tokens)
         kinds = cut(tokens, self.local.page_size, self.remote.page_size)
         alike = len(kinds) == 1
-        if not alike:  # with equal page sizes, the pairs below find repeated pages themselves
+        if not alike:  # with several kinds, the check of each kind below would miss a page that another kind repeats
             self.refuse_repeated(PagePairs(local_pages, local_pages))
         count = sum(places * len(length) for places, length in self._lengths(kinds))
         if count > MAX_RUNS:
@@ -168,7 +171,8 @@ class GroupPlan:
             )
         found: list[Runs] = []
         for kind in kinds:
-            # If all pieces are alike, each piece takes one page.
+            # With a single kind, each piece has its own pair of pages, so the lists are used as they are. Otherwise the
+            # pages of this kind's pieces are selected from the lists.
             pages = (local_pages, remote_pages) if alike else (local_pages[kind.local], remote_pages[kind.remote])
             pairs = PagePairs(*pages)
             self.refuse_repeated(pairs)
@@ -180,9 +184,9 @@ class GroupPlan:
     def _flow(
         self, kinds: list[PieceKind], local_pages: Ints, remote_pages: Ints, local_bases: Ints, remote_bases: Ints
     ) -> Iterator[Runs]:
-        """Returns the runs of stacks whose tokens continue from piece to piece.
+        """Yields the runs of the stacks that flow, in which a run can continue from one piece into the next.
 
-        They are joined, then repeated for each box.
+        The places of the pieces are joined first. The joined runs are then repeated for each pair of boxes.
         """
         local_page = np.concatenate([local_pages[kind.local] for kind in kinds])
         remote_page = np.concatenate([remote_pages[kind.remote] for kind in kinds])

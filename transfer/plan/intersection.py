@@ -30,8 +30,9 @@ class Stack:
     """Pairs of boxes that differ only in where they start. Each box is cut to what both sides hold.
 
     Attributes:
-        local_region: int64 `[pairs]`, like the next three fields.
-        local_offset: bytes from the region's start to the first common element of page 0.
+        local_region: for each pair, the index of the local region, int64 `[pairs]`. The next three fields have the same
+            shape.
+        local_offset: for each pair, the bytes from the region's start to the first common element of page 0.
         axes: those axes among layer, side, head and dim that have more than one common element.
         token: bytes between neighbouring tokens, local and remote; 0 if each element belongs to all tokens of a page.
         local_page: bytes between neighbouring local pages. `remote_page` is the same for remote ones.
@@ -55,7 +56,11 @@ class Stack:
         return ((num_tokens, *self.token),) if num_tokens > 1 and any(self.token) else ()
 
     def flows(self, local_page_size: int, remote_page_size: int) -> bool:
-        """Whether a run can continue into the next piece."""
+        """Whether a run can continue from one piece of a pull into the next.
+
+        That is so if the common bytes of a token are contiguous, if the next token follows them directly on both sides,
+        and if on at least one side the first token of the next page does so too.
+        """
         run, _ = merged(self.itemsize, self.axes)
         local_token, remote_token = self.token
         return run == local_token == remote_token and (
@@ -117,7 +122,7 @@ def _table(boxes: Sequence[Box], kinds: dict[str, int]) -> Ints:
     ]
     table = np.array(columns, np.int64)
     table[[box.of_page for box in boxes], _STRIDES.start + TOKEN] = 0
-    # If a page holds one token, the next token is in the next page.
+    # If a page holds only one token, the next token lies in the next page. The token stride is then the page stride.
     one_token = np.array([box.extent[TOKEN] == 1 and not box.of_page for box in boxes])
     table[one_token, _STRIDES.start + TOKEN] = table[one_token, _PAGE]
     return table

@@ -19,10 +19,10 @@ class BlocksOfGroup(NamedTuple):
 
     Attributes:
         local: the local pages that hold the tokens, in our page size.
-        tokens: the first token, and the end.
-        needed: the first token that must be read. The tokens between the start of `tokens` and this one are optional:
-            they share its page here, but under a sliding window the source may have freed them. They are read only if
-            the source still has them.
+        tokens: the first token to read, and the end of the tokens to read.
+        needed: the first token that must be read. The tokens from the start of `tokens` up to this token are optional:
+            they lie in the same local page, but under a sliding window the source may have freed them. They are read
+            only if the source still has them.
         blocks: the source's blocks. The last one holds token `end` - 1, or the state after it. `with_blocks` fills in
             `blocks` and `end` from the source's answer.
         end: how many tokens the source has computed.
@@ -109,5 +109,8 @@ def first_read(named: BlocksOfGroup, remote: Group) -> int:
 
 
 def kernel_pages(pages: ArrayLike, ratio: int) -> Ints:
-    """Returns the kernel pages of each logical page, int64 `[pages * ratio]`. A kernel's page may hold fewer tokens."""
+    """Returns the kernel pages of each logical page, int64 `[pages * ratio]`.
+
+    `ratio` is how many kernel pages form a logical page. It is above 1 if a kernel's page holds fewer tokens.
+    """
     return np.add.outer(np.asarray(pages, np.int64) * ratio, np.arange(ratio)).reshape(-1)

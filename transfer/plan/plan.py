@@ -84,10 +84,10 @@ class Plan:
     def runs(self, group: int, local_pages: ArrayLike, remote_pages: ArrayLike, tokens: tuple[int, int]) -> Runs:
         """Returns the runs that copy `tokens` of one request from the remote pages to the local ones.
 
-        Nothing before the first token is written, because the pages before it may be shared. After the last token, the
-        rest of its page is copied too, up to the nearer page end of the two sides. A state group has one page on each
-        side and accepts any non-empty range of tokens. The pages of a side are integers, preferably an array, and start
-        with the page that holds the first token. Surplus pages are ignored.
+        Memory before the first token is not written, because other requests may share the tokens that lie there. After
+        the last token, the rest of its page is copied too, up to the nearer page end of the two sides. A state group
+        has one page on each side and accepts any non-empty range of tokens. The pages of a side are integers,
+        preferably an array, and start with the page that holds the first token. Surplus pages are ignored.
 
         Raises:
             InvalidTransferError: too few pages for the tokens, a page that the pool does not have, a local page named

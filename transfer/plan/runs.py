@@ -129,7 +129,8 @@ class PagePairs:
     __slots__ = ("_local", "_remote", "_steps", "repeated")
 
     def __init__(self, local: Ints, remote: Ints) -> None:
-        # Both ids share one number. So one sort moves both, and one difference shows whether both increase by 1.
+        # Both page ids are packed into one number. A single sort then moves both, and a single difference shows whether
+        # both increase by 1.
         keys = (local << 32) | remote
         steps = keys[1:] - keys[:-1]
         self.repeated: int | None = None
@@ -142,11 +143,14 @@ class PagePairs:
         self._local, self._remote, self._steps = local, remote, steps
 
     def single(self) -> tuple[Ints, Ints, None]:
-        """Returns the local and the remote page of each pair."""
+        """Returns the local and the remote page of each pair, and None in place of the lengths of chains."""
         return self._local, self._remote, None
 
     def chained(self) -> tuple[Ints, Ints, Ints | None]:
-        """Returns the first local and remote page of each chain of neighbours, and its length."""
+        """Returns the first local and remote page of each chain of neighbours, and the length of each chain.
+
+        The lengths are None if no two pairs are neighbours.
+        """
         breaks = np.flatnonzero(self._steps != _BOTH_STEP) + 1
         if len(breaks) == len(self._steps):
             return self.single()
@@ -218,7 +222,7 @@ def _of_table(table: Ints, chains: bool) -> PageRuns:
 
 
 def _expanded(stack: Stack, local_token: int, remote_token: int, num_tokens: int) -> Ints:
-    """Returns the runs of each pair of boxes: int64 `[7, runs]`."""
+    """Returns the table of the runs of all pairs of boxes in a stack, as `runs_of_table` takes it."""
     local_step, remote_step = stack.token
     run, left = merged(stack.itemsize, (*stack.axes, *stack.tokens(num_tokens)))
     local = stack.local_offset + local_token * local_step

@@ -87,7 +87,7 @@ class _Grid:
             )
         holders = np.zeros(shape, np.bool_)
         self.cells: list[BoxSlices] = []
-        """Makes the cells of each box of the local shard."""
+        """The cells of each box of the local shard."""
         for number, begins, ends in zip(shard, start.tolist(), stop.tolist(), strict=True):
             cells = tuple(map(slice, begins, ends))
             holders[(number, *cells)] = True
@@ -105,7 +105,7 @@ class _Grid:
     def choose(self, used: NDArray[np.bool_], local_rank: int, *, forced: bool) -> None:
         """Assigns an owner to each cell, and marks the owner in `used`.
 
-        With `forced`, only to cells that one shard holds.
+        With `forced`, this concerns the cells that exactly one shard holds; otherwise those that several shards hold.
         """
         count = self.holders.sum(axis=-1)
         todo = self.needed & ((count == 1) if forced else (count > 1))

@@ -27,9 +27,9 @@ Bytes: TypeAlias = NDArray[np.uint8]
 # Costs of a transfer between two processes of one host, fitted by `python -m benchmarks.plan` and rounded. Three
 # measurements on a busy machine gave these ranges, in the order of the constants: 2.6 to 2.8 µs, 8.7 to 10.4 GB/s, 3.1
 # to 3.8 ns, and 9.2 to 12.2 GB/s. A run below about 28 KB thus costs more on the wire than in a copy.
-_RUN_US = 2.6  # of one run on the wire, whatever its length: the time of a system call
+_RUN_US = 2.6  # cost of one run on the wire, whatever its length: the time of a system call
 _WIRE_GBPS = 10.0
-_COPY_RUN_NS = 3.5  # of one run in a strided copy
+_COPY_RUN_NS = 3.5  # cost of one run in a strided copy
 _COPY_GBPS = 11.0
 MAX_COPIES = 1 << 14
 """The limit of strided copies in one pull.
@@ -192,7 +192,10 @@ class StagingPlan:
         return np.cumsum(sizes) - sizes, int(sizes.sum())
 
     def size(self, tokens: tuple[int, int]) -> tuple[int, int]:
-        """Returns runs and bytes on the wire for `tokens` (already rounded), if no two pages are neighbours."""
+        """Returns the number of runs and of bytes on the wire for a rounded range of tokens.
+
+        This assumes that no two pages are neighbours.
+        """
         pages = self._num_pages(tokens)
         return pages * len(self._segments), pages * sum(segment.length for segment in self._segments)
 
@@ -240,7 +243,7 @@ def _segments(copies: Sequence[_StridedCopy], page_size: int, *, single: bool) -
 
 
 def _evenly(places: Ints) -> slice:
-    """Returns evenly spaced indices as a slice, and other indices unchanged."""
+    """Returns evenly spaced indices as a slice."""
     first, last = int(places[0]), int(places[-1])
     return slice(first, last + 1, max(1, (last - first) // max(1, len(places) - 1)))
 

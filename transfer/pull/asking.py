@@ -42,8 +42,8 @@ class Lent(NamedTuple):
 
     Attributes:
         key: the key of the question.
-        source: the source, with the lease to pull under. None if the source has none of the pages, may lend no more of
-            them, or has not answered.
+        source: the source, with the lease under which the pages can be pulled. None if the source has none of the
+            pages, may lend no more of them, or has not answered.
         table: block table of the leased pages, for `import_block_table`; None without a source.
         error: why the source has not answered; empty if it has.
     """
@@ -64,10 +64,11 @@ class _Question:
     query: ContentQuery
     digests: bytes
     deadline: float
-    at: float = -math.inf  # inf while an answer is awaited
+    at: float = -math.inf  # when to ask again; inf while an answer is awaited
     pause_s: float = _PAUSE_S
     waits_for: str = ""
-    is_told: bool = False  # whether its owner knows that it has failed; a lease that is granted later is given back
+    # whether the owner was told that the question has timed out; a lease that is granted after that is given back
+    is_told: bool = False
 
 
 class PageAsks:
@@ -81,9 +82,10 @@ class PageAsks:
         kind: what the cache stores for a token (`kvcache.layout.kv_kind`). It must be equal at the source, too.
         tables: number of block tables of a request.
         kinds: kind of each block table, as in a `BlockTable`.
-        beside: number of further groups of a block table. Each has one page, which holds a state of the request.
-        give_back: called with the asking replica, a lease that cannot be used, and the reason: it was granted too late,
-            or it holds other pages.
+        beside: number of further groups that a block table has after those of the tokens. Each has one page, which
+            holds a state of the request.
+        give_back: called with the asking replica, the source whose lease cannot be used, and the reason. Such a lease
+            was granted too late, or holds other pages than those asked for.
     """
 
     def __init__(

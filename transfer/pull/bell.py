@@ -34,9 +34,9 @@ os.register_at_fork(after_in_child=_free)
 class Alarm:
     """Wakes a thread that sleeps. Any thread, and a signal handler, may ring it. Only one thread may sleep on it.
 
-    It is a lock that is held until the next ring. `SimpleQueue.get` with a timeout cannot be used: before CPython 3.13
-    it sleeps for ever if the time is over before it begins to wait. With our shortest pauses that happened within
-    minutes on a busy machine, and a pull then neither ended nor timed out.
+    The alarm is a lock that stays held until the next ring. `SimpleQueue.get` with a timeout cannot be used instead:
+    before CPython 3.13 it sleeps for ever if its timeout has passed before it begins to wait. With our shortest pauses
+    that happened within minutes on a busy machine, and a pull then neither ended nor timed out.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Alarm:
 
     def ring(self) -> None:
         """Ends the current sleep, or the next one. Several rings before a sleep count as one."""
-        with contextlib.suppress(RuntimeError):  # the lock is free: it was already rung
+        with contextlib.suppress(RuntimeError):  # the lock is free, because the alarm was already rung
             self._quiet.release()
 
     def sleep(self, seconds: float) -> bool:
@@ -54,10 +54,11 @@ class Alarm:
 
 
 class Bell:
-    """Any thread rings it, and one thread hears it. Its descriptor is readable from a ring until `hear`.
+    """Any thread may ring the bell, and one thread hears it. Its descriptor is readable from a ring until `hear`.
 
-    The flag says whether the descriptor is readable. Both change under the lock: if the flag stayed set while the
-    descriptor is not readable, every later ring would do nothing. A signal handler may also ring, even during a call.
+    The flag `_rung` says whether the descriptor is readable. The flag and the descriptor change together, under the
+    lock. If the flag stayed set while the descriptor is not readable, every later ring would do nothing. A signal
+    handler may also ring, even while its thread is within a call that holds the lock.
     """
 
     def __init__(self) -> None:
@@ -71,13 +72,15 @@ class Bell:
 
     def ring(self) -> None:
         """Signals that there are events. The caller must store the events before this call."""
-        # no lock is needed: the thread that hears the earlier ring finds everything stored before this one
+        # No lock is needed here. The earlier ring was not heard yet, and the thread that hears it will also find the
+        # events that were stored before this ring.
         if self._rung:
             return
         with self._lock:
             if not self._rung and self._fd >= 0:
                 os.eventfd_write(self._fd, 1)
-                # set last: a signal handler in between then rings once too often, and no ring is lost
+                # The flag is set last. A signal handler that rings in between then writes to the descriptor once too
+                # often, but no ring is lost.
                 self._rung = True
 
     def hear(self) -> None:
@@ -87,8 +90,8 @@ class Bell:
         with self._lock:
             if self._rung and self._fd >= 0:
                 os.eventfd_read(self._fd)
-                # Set last: if a signal handler rings in between, the caller finds its events, because it looks after
-                # this call.
+                # The flag is cleared last. If a signal handler rings in between, its ring does nothing. The caller
+                # finds the handler's events all the same, because it looks for events after this call.
                 self._rung = False
 
     def close(self) -> None:

@@ -1,11 +1,12 @@
 """The engines that a replica reads from.
 
-They are found by address and engine id, watched during pulls, and finally forgotten.
+An engine is found by its address and engine id, watched while pulls read from it, and finally forgotten.
 
-A request names its source, and the name may be wrong; this affects only requests that use it. The first request for an
-engine asks for the engine's metadata. The engine is forgotten when it dies, is replaced, or stays idle. If another
-engine answers under the id of a loaded one, the loaded one is pinged first, and is replaced only if it is gone. If no
-key authenticates metadata, it is loaded only if a process on this host vouches for it.
+A request names its source. If the name is wrong, only the requests with this name fail. With the first request for an
+engine, the directory asks for the engine's metadata. It forgets the engine when the engine dies, is replaced, or stays
+idle. If a second engine answers under the id of a loaded engine, the directory first pings the loaded engine, and
+replaces it only if it is gone. If no key authenticates metadata, an engine is loaded only if a process on this host
+confirms that the metadata is its own.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Peer:
 
 
 class Directory:
-    """The engines that all ranks of this process know, or whose metadata was requested. Single-threaded.
+    """The engines that all local ranks have loaded, or whose metadata was requested. Single-threaded.
 
     Args:
         ranks: the local ranks.
@@ -99,7 +100,7 @@ class Directory:
         return len(self._peers)
 
     def ready(self, place: Place) -> Peer | None:
-        """Returns the engine at a place if all local ranks have loaded it."""
+        """Returns the engine at a place if all local ranks have loaded it; otherwise None."""
         peer = self._peers.get(place)
         return peer if peer is not None and self._is_connected(peer) else None
 
@@ -215,7 +216,7 @@ class Directory:
         return [(peer, peer.candidate) for peer in same if peer.candidate is not None]
 
     def _on_alive(self, peer: Peer) -> None:
-        """Handles an engine's confirmed identity: refuses candidates that have the same id and another incarnation."""
+        """Reports that an engine is ready, and refuses the candidates that have its id but another incarnation."""
         self._on_ready(peer)
         address, engine_id = peer.place
         for other, candidate in self._candidates(engine_id):
@@ -250,7 +251,7 @@ class Directory:
     def watch(self, busy: Callable[[], set[Place]]) -> None:
         """Pings engines in use, and forgets idle ones. Must be called often; usually returns at once.
 
-        `busy` returns the places that pulls are reading or waiting for.
+        `busy` returns the places of the engines from which pulls read, or for which pulls wait.
         """
         now = self._clock()
         if now < self._next_watch:
@@ -296,7 +297,7 @@ class Directory:
         self._client.ping(*peer.place, done, self._times.dead_after)
 
     def _forget(self, peer: Peer, failure: Failure) -> None:
-        """Forgets an engine and everything that was learnt from it. The next request asks again."""
+        """Forgets an engine and all that was learnt from it. The next request asks for its metadata again."""
         address, engine_id = peer.place
         self._peers.pop(peer.place, None)
         peer.candidate = None

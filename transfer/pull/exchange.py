@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 _STUCK_S = 10.0
 """In seconds: how long READs of a failed pull may continue before their agent is destroyed.
 
-READs from a stopped source may never end, and hold pages and rows here until then.
+READs from a stopped source may never end. They hold pages and rows here until their agent is destroyed.
 """
 _REFUSE_S = 5.0
 """In seconds: how long a refusal may take to reach a source that this process has not contacted yet.
@@ -68,7 +68,8 @@ class ExchangeEvent(NamedTuple):
     Attributes:
         replica: index of the replica.
         event: the event.
-        proof: for `commit_import`, after a pull that passed. None for other events, and if nothing was read.
+        proof: the proof that `commit_import` needs, if this is the last event of a pull that passed. None for other
+            events, and for a pull that was opened by `open_pull` and never read.
     """
 
     replica: int
@@ -80,8 +81,8 @@ class PageExchange:
     """Leases pages of a manager to other processes, and pulls their pages into it.
 
     From `offer` until the lease word is cleared on every shard, the manager holds the leased pages, whatever happens to
-    their request. Pages that a pull writes stay with the pull until nothing of it is in flight, whatever happens to the
-    import. In both cases `poll` then releases the pages.
+    their request. The pages that a pull writes belong to the pull until none of its READs is in flight, whatever
+    happens to the import. In both cases `poll` then releases the pages.
 
     The thread that runs the scheduler may call every method at any time. Only `wait`, `seal` and `close` block. A few
     pages (up to 1 MiB, from a known source) are read within the call that asks for them, because waking the transfer
@@ -92,13 +93,14 @@ class PageExchange:
         name: name of this process for its peers. Its replicas are the engines `<name>/<replica>`.
         bind: ZMQ endpoint of the handshake server.
         compatibility: entries that must agree with a peer's, such as the model.
-        replica_options: by name, time limits of `ReplicaTransfer`.
+        replica_options: keyword arguments for `ReplicaTransfer`: its time limits, and `timed`.
         verify: whether the source makes checksums of pages, and the reader compares all pulled pages with them. Both
             processes then need the same page layout.
         agent: makes an agent, given its name and memory type. Tests pass a function that injects faults.
         keyring: keys of the sockets between engines; None for plain sockets.
-        secret: the fleet's shared secret, as for `transfer.wire.secret.read_secret`. It turns on keys for these sockets
-            and for the metadata that they carry. Give either a secret or a keyring.
+        secret: the fleet's shared secret, in the form that `transfer.wire.secret.read_secret` reads. The keys of these
+            sockets, and of the metadata that they carry, are then derived from it. Give a secret or a keyring, but not
+            both.
         allowed_peers: addresses, networks and host names of the sources that may be contacted, in addition to this
             host.
         lend: the share of a replica's pages, 0.0 to 1.0, that may be lent at the same time to readers that `ask`.
@@ -117,8 +119,8 @@ class PageExchange:
     Raises:
         AgentError: NIXL cannot be used.
         HandshakeError: the endpoint cannot be bound.
-        InvalidEngineError: an argument is invalid, or the secret cannot be read or is given beside a keyring. No
-            thread, agent or socket was made.
+        InvalidEngineError: an argument is invalid, the secret cannot be read, or both a secret and a keyring are given.
+            No thread, agent or socket was made.
     """
 
     def __init__(
@@ -153,7 +155,9 @@ class PageExchange:
         self._pulls: dict[tuple[int, str], Any] = {}  # by replica and key: the copiers of open pulls
         self._happened: list[ExchangeEvent] = []  # events that were taken from a thread when it was closed
         agreed, options = dict(compatibility or {}), dict[str, Any](replica_options or {})
-        tables = manager.layer_tables  # with several tables, pages of the same size may hold other layers and tokens
+        # With several block tables, two caches may have pages of the same size that hold different layers and tokens.
+        # Peers must therefore agree on the tables.
+        tables = manager.layer_tables
         agreed |= {"layer tables": tables.described()} if tables.kinds_named else {}
         agreed |= {"scales": shared} if (shared := scales_kind(manager.layouts)) else {}
         ask = None if keyring is None else keyring.secure_client
@@ -243,16 +247,17 @@ class PageExchange:
     def offer(self, request_id: str, duration_s: float, *, running: bool = False) -> Source | None:
         """Leases the pages that a claimed request computes. Returns None if every lease slot is taken.
 
-        The `Offered` event reports that the lease was granted. Only then may the result be sent to the reader, together
-        with a block table that the manager made after this call. A table carries the seals of the leases that its
-        request had when the table was made, and a reader rejects a table without the seal of its lease. The manager
-        holds the pages from now on, even if the request is released, until `poll` has returned `LeaseOver` or a failed
-        `Offered`.
+        The `Offered` event reports that the lease was granted. Only after this event may the returned `Source` be sent
+        to the reader, together with a block table that the manager made after this call. A block table carries the
+        seals of the leases that its request had when the table was made, and a reader rejects a table without the seal
+        of its lease. The manager holds the pages from now on, even if the request is released, until `poll` has
+        returned `LeaseOver` or a failed `Offered`.
 
         Args:
             request_id: a claimed request without a pending import.
             duration_s: duration of the lease if its reader does not renew it, in seconds.
-            running: True while the request is still computed. The lease's time then starts with `start_clock`.
+            running: True if the request is still being computed. The duration of the lease then counts from
+                `start_clock` on.
 
         Raises:
             InvalidLeaseError: (a ValueError) the duration is not a number.
@@ -300,17 +305,17 @@ class PageExchange:
         return self._grant(held, slots, new_lease_id(), name, LENT_S, running=False, pages=pages)
 
     def seal(self, replica: int, pages: Sequence[Sequence[int]]) -> None:
-        """Makes the checksums of computed pages, a list for each group, if readers verify.
+        """Makes the checksums of computed pages if readers verify them. `pages` has the page ids of each group.
 
-        Blocks until they are made.
+        Blocks until the checksums are made.
         """
         if self._verify:
             self._thread(replica).call(lambda transfers: [rank.seal(pages) for rank in transfers.ranks])
 
     def start_clock(self, source: Source) -> None:
-        """Starts the time of a lease whose pages are all computed.
+        """Starts the clock of a lease that was offered with `running`, once all its pages are computed.
 
-        From then on it expires if its reader is silent for its duration.
+        From then on the lease expires if its reader does not renew it within the duration of the lease.
 
         Raises:
             InvalidLeaseError: (a ValueError) the offer is not from this process. `revoke` raises this too.
@@ -337,21 +342,21 @@ class PageExchange:
     ) -> None:
         """Asks a source for pages by content, whichever request computed them. `poll` returns the answer as `Lent`.
 
-        The source leases the longest run of the pages, starting with the first one, that it has and may lend. A short
-        or empty run is not an error, and the same question may later bring fewer pages. The table of a `Lent` is
-        imported and pulled like that of any offer, provided that all pages before it are cached here. A prompt can
-        therefore be pulled in several parts, from different sources. `refuse` gives back a lease that will not be
-        pulled; without it, the lease expires within seconds.
+        The source leases consecutive pages, starting with the first one, as far as it has them and may lend them. It is
+        not an error if these are few pages or none, and the same question may later get fewer pages. Import and pull
+        the table of a `Lent` like the table of any offer. All pages before the table's first page must already be
+        cached here. A prompt can therefore be pulled in several parts, from different sources. `refuse` gives back a
+        lease that will not be pulled. Without `refuse`, such a lease expires within seconds.
 
         Args:
             replica: the asking replica, which the event names again.
-            key: names the question in the event.
+            key: name of the question, which the event repeats.
             address: ZMQ endpoint of the source's handshake server.
             engine_id: the engine at that address, a replica of another exchange.
-            wanted: `manager.contents.digests` of the request. They may begin at any page, because each digest covers
-                all pages before it. Only the first 512 KiB of digests are sent.
+            wanted: the result of `manager.contents.digests` for the request. The digests may begin at any page, because
+                each digest covers all pages before it. Only the first 512 KiB of digests are sent.
             timeout_s: seconds until the source is given up, which `Lent` reports as an error. If the source grants a
-                lease later, it is given back.
+                lease after that, the lease is given back.
 
         Raises:
             InvalidRequestError: (a ValueError) an argument has a wrong type or is out of range. Every method that takes
@@ -370,12 +375,12 @@ class PageExchange:
     # ---- pulls
 
     def pull(self, key: str, source: Source | Sequence[Source], pending: PendingPages, timeout_s: float) -> None:
-        """Pulls all pages that an import lacks. The last `PullEvent` carries the proof for `commit_import`.
+        """Pulls all pages that an import lacks. The event that ends the pull carries the proof for `commit_import`.
 
-        Several sources are read at the same time, and a faster source delivers more of the pages that several hold. If
-        a source fails, the others are read in its place. If no source has a certain page any more, and the cache has a
-        single block table, the pull still passes with the pages before it. The last event then has `stop`, and the
-        import covers fewer tokens.
+        If several sources are given, the pull reads from all of them at the same time. If several sources hold a page,
+        a faster source is more likely to deliver it. If a source fails, the pull reads from the others instead. If no
+        source has a certain page any more, and the cache has a single block table, the pull still passes with the pages
+        before that page. The event that ends the pull then has `stop`, and the import covers fewer tokens.
 
         Args:
             key: name of the pull. No other open pull on the import's replica may have it.
@@ -498,7 +503,7 @@ class PageExchange:
             thread.raise_failure()
         found += self._take_all()
         self.lending.poll()
-        found += self._take_all()  # a lease that was granted at once
+        found += self._take_all()  # events of leases that `lending.poll` has requested and that were granted at once
         if self.lending.take_answers():
             self._server.look_again()
         return found + [ExchangeEvent(*answered) for answered in self._asks.poll()]

@@ -35,9 +35,10 @@ CLEARED = 0
 LEASE_SLOTS = 4096
 """The most leases of this process's own requests at the same time."""
 LENT_SLOTS = 1024
-"""The most leases of pages that readers asked for by content.
+"""The most leases, at the same time, of pages that readers asked for by content.
 
-Their words follow those of our own requests, so that such a reader cannot take a word that one of our requests needs.
+The words of these leases follow the words of the leases of our own requests. A reader that asks by content can
+therefore never take a word that one of our own requests needs.
 """
 
 _MAX_ENDED = 1 << 16
@@ -66,7 +67,7 @@ def make_words(count: int) -> NDArray[np.uint64]:
 
 
 def new_lease_id() -> int:
-    """Returns a random 64-bit id, never 0. Fences rely on the fact that no other process has this id."""
+    """Returns a random 64-bit id, never 0. Fences rely on it that no other lease of any process has this id."""
     return secrets.randbelow((1 << 64) - 1) + 1
 
 
@@ -111,16 +112,19 @@ class Lease:
     engines: int  # how many reading engines must finish before the lease ends
     deadline: float  # by the clock of the lease's `LeaseBook`
     last_deadline: float  # renewals do not extend the deadline beyond this
-    # By engine, the ranks that have finished, each with the rank of ours that it said so to.
+    # For each reading engine, the notes by which its ranks have said that they have finished, as pairs: the local rank
+    # that got the note, and the reading rank that sent it.
     heard: dict[str, set[tuple[int, int]]] = field(default_factory=dict[str, set[tuple[int, int]]])
-    ranks: dict[str, int] = field(default_factory=dict[str, int])  # by engine: its number of ranks
-    refusal: str = ""  # the first reason of a reader that gave up
+    # for each reading engine that has sent such a note: its number of ranks
+    ranks: dict[str, int] = field(default_factory=dict[str, int])
+    refusal: str = ""  # the reason given by the first reader that gave up
     ended: str = ""  # why the lease has ended; empty while it is open
 
     def is_read(self, ours: int) -> bool:
-        """Whether each of `ours` ranks has heard from all ranks of the expected number of engines.
+        """Whether enough reading engines have told every local rank that they no longer need the lease.
 
-        They say that they are done, or will not read.
+        `ours` is the number of local ranks. A reading engine has finished when each of its ranks has told each local
+        rank that it is done, or that it will not read.
         """
         ended = sum(len(heard) == self.ranks[engine] * ours for engine, heard in self.heard.items())
         return ended >= self.engines
@@ -129,7 +133,8 @@ class Lease:
 class LeaseBook:
     """The leases of a replica. Only `_end` clears words, and it does so before the end of the lease is reported.
 
-    A lease ends on all ranks at once, when each has heard from all its readers.
+    Unless it expires or is ended early, a lease ends as soon as each local rank has heard from all readers of the
+    lease. It ends on all local ranks at once.
 
     Args:
         words: uint64 `[slots]` for each local rank, from `make_words`: the lease words. They must be registered, and
@@ -174,7 +179,7 @@ class LeaseBook:
     ) -> Lease:
         """Grants a lease. Its id may leave the process only after this call.
 
-        See `ReplicaTransfer.offer`. The caller holds the pages until the lease has ended.
+        `ReplicaTransfer.offer` describes the arguments. The caller holds the pages until the lease has ended.
 
         Raises:
             InvalidLeaseError: (a ValueError) the id or slot is taken or out of range, or the duration is invalid.
@@ -211,9 +216,9 @@ class LeaseBook:
         return self._by_id.get(lease_id)
 
     def times(self, lease: Lease) -> tuple[float, float | None]:
-        """Returns the seconds since the lease's clock started, and until its deadline.
+        """Returns the seconds since the lease's clock started, and the seconds that are left until its deadline.
 
-        0 and None if it has not started.
+        Returns 0 and None if the clock has not started.
 
         Safe from any thread.
         """
@@ -227,7 +232,7 @@ class LeaseBook:
         return list(self._by_id)
 
     def hear(self, note: ReaderNote | None, at: int = 0) -> Lease | None:
-        """Records a note that a rank of a reading engine has sent to our rank `at`; None if it could not be read.
+        """Records a note from a reading engine to our rank `at`. `note` is None if the message could not be read.
 
         Returns the lease if the note ended it. Its words are then cleared, and its pages may be freed.
         """
@@ -261,7 +266,7 @@ class LeaseBook:
     def end(self, lease_id: int, reason: str) -> Lease | None:
         """Ends a lease even while it is read, and returns it with its words cleared; None if it had already ended.
 
-        Use this for an abort, or if pages are needed. Readers learn of it from their fence.
+        Use this to abort a lease, or if its pages are needed. Readers learn from their fence that the lease has ended.
         """
         lease = self._by_id.get(lease_id)
         return None if lease is None else self._end(lease, reason)
@@ -278,7 +283,8 @@ class LeaseBook:
         return over
 
     def _end(self, lease: Lease, reason: str) -> Lease:
-        for words in self.words:  # first, so that from now on no fence accepts pages read under the lease
+        # the words are cleared first, so that from now on no fence accepts pages read under the lease
+        for words in self.words:
             words[lease.slot] = CLEARED
         lease.ended = reason
         del self._by_id[lease.lease_id], self._slots[lease.slot]
@@ -288,7 +294,7 @@ class LeaseBook:
         return lease
 
     def check(self) -> None:
-        """Recounts everything.
+        """Checks that the lease words and all records of the leases agree.
 
         Raises:
             InvalidLeaseError: a word does not hold the id of the lease in its slot, or an ended lease is recorded as

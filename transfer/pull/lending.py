@@ -1,9 +1,9 @@
 """The source's side of a pull by content: readers ask for pages by digest, and get a lease of the pages that are here.
 
-A question arrives on the handshake server's thread, which does not know pages, and waits for the serving loop. The loop
-holds the pages and requests a lease for them. The server keeps a question open for a while. If there is no answer by
-then, the reader asks again. When every rank has granted the lease, the reader is told the pages, and pulls them as
-under any other lease.
+A question arrives on the handshake server's thread. That thread has no access to the pages, so the question waits for
+the serving loop. The loop looks up the pages, holds them, and requests a lease for them. The server keeps the question
+open for a while. If there is still no answer, the reader asks again. When every rank has granted the lease, the reader
+gets the page ids, and pulls the pages as under any other lease.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ class _LentPages(NamedTuple):
     Attributes:
         ask_id: id of the question.
         asker: id of the reading process.
-        pages: ids of the token pages. A state page is listed as a negative number.
-        size: how many token pages the lease takes; a state counts as the pages of its slab.
+        pages: the ids of the token pages, and the negated ids of the state pages.
+        size: how many pages count towards the lending limit: the token pages, and the pages of the slab that a state
+            takes.
         answer: the sealed answer.
     """
 
@@ -69,8 +70,8 @@ class PageLender:
     Any thread may call `answer`. Only the serving loop may make the other calls.
 
     This process's own requests come first. At most a `share` of the pages is lent at the same time, and at most the
-    same share of the pages for recurrent states. A reader that asks for more gets fewer pages. These leases have
-    separate lease words, and a reader gets each page under one lease at a time.
+    same share of the pages for recurrent states. Beyond this limit, a reader gets fewer pages than it asks for. These
+    leases use separate lease words. A reader gets each page under only one lease at a time.
 
     Attributes:
         pages_lent: number of pages leased so far, including state pages. A page counts each time that it is leased.
@@ -106,7 +107,8 @@ class PageLender:
         self._granting: set[int] = set()  # leases that are not granted yet
         self._lock = threading.Lock()  # protects the next three fields
         self._asked: deque[ContentQuery] = deque()
-        # Questions that wait for a lower tier, each with its time limit.
+        # Questions whose pages must first come from a lower tier, or are still leased to the same reader, each with its
+        # time limit.
         self._loading: list[tuple[ContentQuery, float]] = []
         self._answers: OrderedDict[int, LeaseReply] = OrderedDict()  # the latest answers, by question
 
@@ -141,9 +143,9 @@ class PageLender:
         return LeaseReply(query_id=query.query_id, pages=known.pages, error=known.error, waits_for=known.waits_for)
 
     def _too_many(self, query: ContentQuery) -> int:
-        """Returns the limit that one more question would exceed, for all readers or for this one.
+        """Returns the limit that this question would exceed: that of all readers together, or that of one reader.
 
-        0 if it exceeds neither.
+        Returns 0 if the question would exceed neither.
         """
         waiting = [*self._asked, *(loading for loading, _ in self._loading)]
         if len(waiting) >= _MOST_ASKED:

@@ -2,7 +2,8 @@
 
 A fence proves that a page was not written while it was read. It does not prove that the reader's bytes equal the
 source's: NIXL reports a short read as done, and memory or a wire may corrupt data. Checksums rule that out, at the cost
-of one pass over the bytes on each side. XXH3 finds accidents, not attacks. `benchmarks.verify_price` has the cost.
+of one pass over the bytes on each side. XXH3 detects accidental damage, but not the changes of an attacker.
+`benchmarks.verify_price` measures the cost.
 
 The source keeps one word for each page, in memory that readers may READ, so that no message has to carry checksums.
 Readers copy the words along with the pages. That is safe because the words of leased pages do not change while the
@@ -118,9 +119,9 @@ def same_pages(local: ShardLayout, remote: ShardLayout) -> bool:
 class Verifier:
     """Compares pages that came from one rank with that rank's checksums.
 
-    All pulls share one copy of the source's words. The words of a page do not change while its lease is open, and once
-    the lease has ended, the fence refuses the pull. A random `share` of the pages is compared. `repeated` counts the
-    pages that were read again.
+    All pulls share one local copy of the source's checksum words. That is safe: the word of a page does not change
+    while a lease of the page is open, and once the lease has ended, the fence fails the pull. `share` is the fraction
+    of the pages, drawn at random, that is compared. `repeated` counts the pages that were read again.
 
     Raises:
         HandshakeError: the source makes no checksums, or its pages have another layout.

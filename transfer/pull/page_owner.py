@@ -34,7 +34,7 @@ class FurtherPages(Protocol):
 
     @property
     def num_pages(self) -> int:
-        """The number of pages of a shard, without page 0, which has no owner."""
+        """The number of pages of a shard, without page 0, which belongs to no request."""
         ...
 
     def kinds(self, shard: int) -> Sequence[KindPages]:

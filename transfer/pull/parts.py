@@ -31,7 +31,8 @@ BACKGROUND_BYTES = 128 << 20
 A larger one would save only few wake-ups, and delay the end of a failed pull.
 """
 _FOR_TWO = 32 << 20
-"""From this many bytes on, runs are split so that two threads can copy. A run costs 2 µs, and these bytes take 2.5 ms.
+"""In bytes: the runs of a part of at least this size are split, so that two threads can copy the part. A run costs 2
+µs, and these bytes take 2.5 ms.
 """
 _SHORTEST_CUT = 128 << 10
 
@@ -45,8 +46,8 @@ class Part:
         local: local side of the runs.
         remote: remote side of the runs.
         num_bytes: bytes of all runs.
-        arrived: called when all runs have arrived, to compare or move them; None if that is not needed. It returns a
-            part that must be read next, if any, and raises `PullFailedError` if the bytes are unusable.
+        arrived: called when all runs have arrived, to compare or move their data; None if that is not needed. It
+            returns a part that must be read next, if any, and raises `PullFailedError` if the data is unusable.
     """
 
     rank: int
@@ -77,7 +78,7 @@ class Part:
         return True
 
     def settle(self) -> None:
-        """Called when none of its transfers is in flight and no more will be posted."""
+        """Called when none of the part's transfers is in flight and no more will be posted."""
 
     def next_transfer(self, *, background: bool) -> tuple[int, bool]:
         """Returns the end index of the next transfer's runs, and whether the NIXL thread copies that transfer.

@@ -39,14 +39,14 @@ Together they have 32 MiB on the wire, besides the background transfer.
 class Puller:
     """The pulls of one rank. Single-threaded: the thread that owns the agents makes all calls.
 
-    `identity` is the engine id, the rank and the number of ranks, as notes to sources state them. `slots` is the most
-    fences at the same time.
+    `identity` is the engine id, the rank and the number of ranks, as notes to sources state them. `slots` is the
+    largest number of lease words that can be read at the same time.
 
     Attributes:
         words: uint64 `[slots]`, the buffer into which fences read lease words. It must be registered with every agent.
         events: outcomes of pulls. The owner removes them.
         ended: records of successful pulls. The owner removes them.
-        num_posted: number of READs, of pages and of lease words, that had not ended as soon as they were posted.
+        num_posted: number of READs, of pages or of lease words, that were still in flight when they had been posted.
         is_copying: whether more is left to copy, so that the next poll should follow at once.
         timed: whether events of pulls that passed carry the times of their fence.
     """
@@ -69,9 +69,11 @@ class Puller:
         self._spoken: dict[RemoteEngine, float] = {}  # by source: when a message was last sent to it
         self._pulls: dict[str, RankPull] = {}
         self._moving: dict[str, RankPull] = {}  # the pulls that a poll may advance
-        # A heap of times at which pulls are renewed or time out. A pull may have ended by its time.
+        # A heap of times and keys: when the lease of a pull must be renewed, or when the pull times out. A pull may
+        # have ended before its time.
         self._due: list[tuple[float, str]] = []
-        self._behind: dict[int, Handle] = {}  # by id of the source: the transfer that NIXL's thread copies
+        # by `id` of the source's `RemoteEngine`: the transfer that NIXL's thread copies
+        self._behind: dict[int, Handle] = {}
         self.num_posted = 0
         self.is_copying = self.timed = False
 
@@ -80,7 +82,7 @@ class Puller:
 
     @property
     def is_reading(self) -> bool:
-        """Whether anything is in flight or about to be. A pull that waits for further pages does not count."""
+        """Whether a READ is in flight or about to be posted. Pulls whose owner has yet to name pages do not count."""
         return any(pull.in_flight or pull.waiting for pull in self._moving.values())
 
     @property
@@ -100,7 +102,7 @@ class Puller:
         return any(pull.engine is engine for pull in self._pulls.values())
 
     def open(self, key: str, engine: RemoteEngine, lease: LeaseRef, timeout_s: float) -> RankPull:
-        """Opens a pull: from now on its lease is renewed, and `add` may read. The caller knows the key to be free.
+        """Opens a pull: from now on its lease is renewed, and `add` may read. No open pull may have this key.
 
         Raises:
             InvalidTransferError: the source has no such lease word, or a time is invalid.
@@ -188,9 +190,10 @@ class Puller:
             self._advance(pull)
 
     def withdraw(self, pull: RankPull, failure: Failure) -> None:
-        """Gives up a pull on behalf of its owner, who follows its state directly.
+        """Gives up a pull for an owner that watches the pull's state directly and needs no event.
 
-        If the pull is over, its event is removed, so that it is not taken for an event of the next pull with this key.
+        If the pull has ended by now, its event is removed. Otherwise the event could be taken for one of the next pull
+        with this key.
         """
         self.fail(pull, failure)
         if pull.is_over:
@@ -236,7 +239,7 @@ class Puller:
             if pull.in_flight or pull.waiting or not pull.more or pull.passed < pull.added:
                 self._moving[pull.key] = pull
             else:
-                self._moving.pop(pull.key, None)  # until there is more to read
+                self._moving.pop(pull.key, None)  # polls skip the pull until its owner names more pages
             return
         del self._pulls[pull.key]
         self._moving.pop(pull.key, None)
@@ -329,7 +332,8 @@ class Puller:
     def _fence(self, pull: RankPull) -> None:
         """Reads the lease word of every rank that was read from.
 
-        If more pages will follow, this only confirms those read so far. The last fence also carries our `done` note.
+        If more pages will follow, the fence only confirms the pages read so far. The last fence of a pull also carries
+        our `done` note.
         """
         if pull.fenced or pull.fencing or len(self._free) < len(pull.read_ranks):
             return  # if too few words are free, another pull's fence must end first
@@ -421,7 +425,7 @@ class Puller:
         return ReaderNote(lease.lease_id, engine_id, rank, ranks, verdict, reason[:200])  # pyright: ignore[reportArgumentType]
 
     def _tell(self, pull: RankPull, ranks: set[int] | range, verdict: str, reason: str = "") -> None:
-        """Sends a note to each rank. A lost note only costs the source time, because its lease expires."""
+        """Sends a note to each rank. If a note is lost, the source only loses time, because the lease expires."""
         if not ranks:
             return
         self._spoken[pull.engine] = self._clock()

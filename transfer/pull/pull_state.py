@@ -55,7 +55,7 @@ class PullShare(NamedTuple):
 
 
 class PullEvent(NamedTuple):
-    """The outcome of a pull. Its last event has `safe` set. At most one earlier event reports that it failed.
+    """An event of a pull. The last event has `safe` set. At most one earlier event reports that the pull failed.
 
     Attributes:
         key: the name of the pull, as given to `pull` or `open_pull`.
@@ -65,12 +65,13 @@ class PullEvent(NamedTuple):
         passed: for a pull that failed: how many of its reads, counted from the first, copied pages while the lease was
             open. Each call of `PageExchange.read` is a read, and `PageExchange.pull` is one. The pages of these reads
             may be kept, so that only the rest is pulled from elsewhere.
-        times: for a pull that passed, the times of its fence, if pulls are timed (`ReplicaTransfer`). None otherwise,
-            and without READs.
-        begins: for a pull that passed and whose source has named its blocks, the first token read of each group. A
-            source whose window has moved on may have fewer tokens than were asked for. Empty otherwise.
-        stop: for a pull from several sources that passed, the end of the tokens that were read, if no source had later
-            tokens any more; 0 if all were read.
+        times: the times of the last fence of a pull that passed, if pulls are timed (see `ReplicaTransfer`). None for
+            other pulls, and if nothing had to be read.
+        begins: for each group, the first token that was read, if the pull passed and its source has named its blocks.
+            This may be a later token than the first one asked for, because a source whose sliding window has moved on
+            may have freed earlier blocks. Empty for other pulls.
+        stop: the end of the tokens that were read, if a pull from several sources passed without the later tokens
+            because no source had them any more. 0 for other pulls.
         shares: for a pull from several sources, what each source has contributed; empty for other pulls.
     """
 
@@ -102,9 +103,9 @@ class RankPull:
     num_bytes: int = 0  # bytes posted so far
     num_runs: int = 0
     post_s: float = 0.0  # seconds spent posting
-    added: int = 0  # number of calls that have added parts
-    passed: int = 0  # number of these calls whose parts a fence has confirmed
-    marking: int = 0  # number of these calls that the fence in flight covers; 0 for the last fence
+    added: int = 0  # number of `add` calls so far
+    passed: int = 0  # number of `add` calls whose parts a fence has confirmed
+    marking: int = 0  # number of `add` calls that the fence in flight covers; 0 if it is the last fence
     waiting: list[Part] = field(default_factory=_LIST)
     reading: list[tuple[Handle, Part]] = field(default_factory=_LIST)
     # For each READ of a lease word: its handle, the rank of the source, and the index of the puller's word.
@@ -137,8 +138,8 @@ class Reading(NamedTuple):
     Attributes:
         groups: for each group of the layout, the local and remote pages and their tokens.
         last: whether nothing more will be read.
-        tables: the source's block tables that name these pages. Tables of earlier readings are left out. Their seals
-            are checked before the pages are read.
+        tables: the source's block tables that name these pages, without those of earlier readings. The seals of these
+            tables are checked before the pages are read.
     """
 
     groups: PageLists
@@ -151,11 +152,11 @@ class ReplicaPull:
     """A pull by all ranks: the readings that wait for its source, and the pull of each rank.
 
     Attributes:
-        source: a `Wanted` until the source has named its pages.
+        source: the source to read from; a `Wanted` as long as the source has not named the pages of its lease.
         deadline: the time limit, on the replica's clock.
-        pages: the source's answer. None if the owner names the pages.
-        ask_at: when to ask the source again.
-        waits_for: what the source's last answer named as missing, and since when its answers have named that.
+        pages: the source's answer to a `Wanted`. None until it arrives, and if the owner of the pull names the pages.
+        ask_at: when to ask the source again, on the replica's clock; inf if no question is due.
+        waits_for: what the source's last answer named as missing, and when an answer first named anything as missing.
         pause_s: the pause before the next question.
         waiting: pages to read, in order.
         reads: the pull of each rank, once the source is known.
@@ -228,7 +229,7 @@ def check_opening(key: str, engine: RemoteEngine, lease: LeaseRef, timeout_s: fl
 
 
 def how_ended(lease: LeaseRef) -> str:
-    """Describes how a lease may have ended whose word holds another value.
+    """Describes how a lease may have ended whose lease word no longer holds the lease's id.
 
     Only the source's log has the real reason.
     """

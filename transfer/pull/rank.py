@@ -30,7 +30,7 @@ from transfer.wire.messages import RankMetadata, ReaderNote, decode_note, open_r
 
 log = logging.getLogger("pagewire.transfer")
 _IN_TURN = 8
-"""How many unused sources' agents are served in one poll. Each takes 2 µs."""
+"""How many agents of unused sources are polled in one round, in turn. Polling an agent takes 2 µs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class ShardMemory(NamedTuple):
 
 
 class ReaderAgents:
-    """Makes agents, lends each of them to one source, and takes it back when nothing moves over it any more.
+    """Makes agents, assigns each to one source, and takes it back when no copy is in flight over it any more.
 
     A NIXL copy can be stopped only by destroying its agent. Each source therefore has a separate reading agent, which
     is not the agent that serves peers, so that giving up one source disturbs no other. One agent is kept ready, because
@@ -123,7 +123,7 @@ class ReaderAgents:
             self._spare.append(agent)
 
     def close(self) -> None:
-        """Destroys the agents that are not lent. Safe to call twice."""
+        """Destroys the agents that no source uses. Safe to call twice."""
         while self._spare:
             _close(self._spare.pop())
 
@@ -204,7 +204,8 @@ class RankTransfer:
             self._register_own(self._agent)
             self._readers = ReaderAgents(name, self._make_reader)
             self.metadata = sealed_rank(self._describe(name, self._agent.metadata), identity.key)
-            self._mine = open_rank(self.metadata, identity.key)  # checked in the way in which peers will check it
+            # our own metadata is checked in the same way as peers will check it
+            self._mine = open_rank(self.metadata, identity.key)
             if not identity.key:
                 self._agent.vouch(self._mine.agent_metadata)
         except BaseException:
@@ -397,7 +398,7 @@ class RankTransfer:
     def close(self, drain_s: float = 1.0) -> None:
         """Ends every pull, and destroys the agents: no byte moves afterwards. Safe to call twice.
 
-        The owner ends the leases first. In a forked child it does nothing.
+        The owner must end the leases before. In a forked child this call does nothing.
 
         Args:
             drain_s: seconds to wait for copies in flight before their agents are destroyed.

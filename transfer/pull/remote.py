@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class RemoteEngine:
-    """A source engine in one incarnation. Its plans are made once, here; a request only adds its pages.
+    """One incarnation of a source engine. The transfer plans are made once, here; a request only adds its pages.
 
     Attributes:
         ranks: metadata by rank.
@@ -66,7 +66,7 @@ class RemoteEngine:
         self._mine = mine
         held = sources(mine.layout, [found.layout for found in self.ranks], mine.rank)
         self.read_ranks = tuple(at for at, _ in held)
-        # Made now, so that an impossible plan is noticed at first contact.
+        # The plans are made now, so that an impossible plan is noticed at first contact.
         self._plans = [self._plan(at, local, mine) for at, local in held]
         self._loaded: list[str] = []
         self._agent: Agent | None = None
@@ -134,7 +134,9 @@ class RemoteEngine:
             PullFailedError: the seal of a table is missing or does not match.
         """
         for table in tables:
-            try:  # no constant-time comparison is needed: refusing a pull takes far longer, and varies more
+            # The comparison need not take constant time: refusing a pull takes far longer, and its duration varies more
+            # than that of the comparison.
+            try:
                 is_sealed = self.seals is not None and self.seals.seal(lease.lease_id, table) in table.seals
             except (TypeError, ValueError, OverflowError, RecursionError):
                 is_sealed = False

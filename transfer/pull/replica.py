@@ -1,4 +1,4 @@
-"""The local ranks of one engine, driven together: leases on all of them, and pulls by all or by none.
+"""Drives the local ranks of one engine together. A lease is granted, and a pull made, by all of them or by none.
 
 Single-threaded: `transfer.pull.thread` runs it. `transfer.pull.directory` finds and watches the sources.
 """
@@ -107,7 +107,8 @@ class ReplicaTransfer:
         self._client = client
         self._clock = clock
         self._pulls: dict[str, ReplicaPull] = {}
-        # Pulls whose source must still answer, and a heap of the times when they are due.
+        # The keys of pulls whose source has not answered yet, and a heap of times and keys: when to ask the source
+        # again, or when the pull times out.
         self._unstarted: set[str] = set()
         self._due: list[tuple[float, str]] = []
         self._refusals = itertools.count()
@@ -151,8 +152,8 @@ class ReplicaTransfer:
             lease: the lease: a new id, a free slot, and the duration without a renewal.
             engines: how many reading engines must finish before the lease ends.
             pages: the leased pages of each group, so that readers can verify them. None if no reader does.
-            running: True while the request is still computed, chunk by chunk. The lease's time then starts with
-                `start_clock`.
+            running: True if the request is still being computed, chunk by chunk. The duration of the lease then counts
+                from `start_clock` on.
         """
         try:
             if pages is not None:
@@ -168,7 +169,7 @@ class ReplicaTransfer:
         self.events.append(Offered(request_id, lease.lease_id, ""))
 
     def start_clock(self, lease_id: int) -> None:
-        """Starts the time of a lease whose request is computed. A no-op if it has started or the lease has ended."""
+        """Starts the clock of a lease whose request is computed. A no-op if it already runs or the lease is over."""
         self._reads_expected += 1
         self.leases.start_clock(lease_id)
 
@@ -194,9 +195,10 @@ class ReplicaTransfer:
         """Begins a pull by all ranks, of all pages in `groups`. None means that `add_pages` names them later.
 
         `PullEvent`s report the outcome, and also invalid input. If a pull of this name is open, an event says so, and
-        the open pull continues. For a `Wanted`, the source says which pages it holds. If these belong to other or too
-        few tokens, the pull fails and gives back the useless lease. If block `tables` name the pages, the pull fails
-        unless the source has sealed each table under this lease.
+        the open pull continues. If `source` is a `Wanted`, the source is asked which pages its lease holds. If these
+        pages belong to other tokens than the wanted ones, or to too few of them, the pull fails and gives back the
+        useless lease. If block `tables` name the pages, the pull fails unless the source has sealed each table under
+        this lease.
         """
         if self._is_taken(key):
             return
@@ -365,7 +367,7 @@ class ReplicaTransfer:
         self._collect_pulls()
 
     def cancel(self, key: str, reason: str) -> None:
-        """Gives up an open pull. A source that has not answered yet is told when it does."""
+        """Gives up an open pull. If its source has not answered yet, the source is told as soon as it answers."""
         if key in self._shared:
             self._shared.cancel(key, reason)
             self._step_shared()
@@ -377,7 +379,7 @@ class ReplicaTransfer:
         self._fail(key, Failure(FailureKind.CANCELLED, reason))
 
     def _give_back(self, key: str, failure: Failure) -> None:
-        """Fails a pull and gives back its source's lease. If the pull only serves to give it back, it is left alone."""
+        """Fails a pull, and gives back its source's lease unless the pull was opened only for that."""
         pull = self._pulls[key]
         if not pull.refusal:
             self.refuse(pull.source, failure.text, pull.deadline - self._clock())
@@ -423,7 +425,7 @@ class ReplicaTransfer:
 
     @property
     def reads_awaited(self) -> int:
-        """How many times a wait for a READ began, our own or that of a reader. 0 if READs go on without polls."""
+        """How often a wait for a READ has begun, by this replica or by a reader. 0 if READs need no polls."""
         return self._reads_expected + sum(rank.puller.num_posted for rank in self.ranks) if self._needs_polls else 0
 
     @property
@@ -433,7 +435,7 @@ class ReplicaTransfer:
 
     @property
     def num_pulls(self) -> tuple[int, int]:
-        """The pulls that are active, and those that have failed while something may still write.
+        """The number of active pulls, and the number of failed pulls whose READs may still write.
 
         Safe from any thread, like the length of `leases`.
         """
@@ -471,11 +473,12 @@ class ReplicaTransfer:
                 self._fail(key, failure)
 
     def _start(self, key: str, pull: ReplicaPull) -> None:
-        """Opens a pull on every rank when its source is known, and reads the pages that wait."""
+        """If the source of a pull is known, opens the pull on every rank, and reads the pages that wait for it."""
         if pull.error or isinstance(pull.source, Wanted) or (peer := self.directory.use(pull.source.place)) is None:
             return
         if is_of_other_start(pull.source, peer):
-            # either the source was restarted, or the lease is of an earlier incarnation
+            # Either the source was restarted after it was loaded here, or an earlier incarnation has granted the lease.
+            # A ping shows which is true.
             self.directory.check(peer.place)
             return
         try:
@@ -505,7 +508,8 @@ class ReplicaTransfer:
             rank.puller.add(one, one.engine.parts(key, reading.groups), last=reading.last)
         if pull.pages is not None:
             begins = [one.engine.begins(reading.groups) for one in pull.reads]
-            pull.begins = tuple(map(max, zip(*begins, strict=True)))  # the latest token over all ranks
+            # a group counts from the latest first token of all ranks
+            pull.begins = tuple(map(max, zip(*begins, strict=True)))
 
     def _on_rank(self, event: PullEvent) -> None:
         if (pull := self._pulls.get(event.key)) is None:
@@ -576,7 +580,7 @@ class ReplicaTransfer:
 
 
 def is_of_other_start(source: Source | Wanted, peer: Peer) -> bool:
-    """Whether the lease was granted by another incarnation than the known one."""
+    """Whether another incarnation than the one that is loaded here has granted the lease."""
     return isinstance(source, Source) and source.incarnation not in (peer.incarnation, "")
 
 

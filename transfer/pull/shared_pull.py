@@ -91,20 +91,22 @@ class PullsOfReplica(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _SourcePart:
-    """The share of one source in a pull: what is left, and what it has read.
+    """The part of one source in a pull: the pages that it has, those that it reads now, and what it has read.
 
     Attributes:
         key: names its pull.
         holding: the pages that this source may be asked for.
         has: bool `[columns]`: the columns that the source has.
-        seen: bytes and seconds of its latest runs. Older runs are halved with each further run. A short run counts
-            little, because buffers on the way may hold all of it.
+        seen: bytes and seconds of its runs. With each further run, the sums of the earlier runs are halved, so that
+            later runs count more. A short run adds little. This is intended: buffers on the way may hold all of a short
+            run, so it says little about the speed.
         most: the most bytes that its next run may have.
         run: the columns that are being read; None if no read is under way.
         since: when this run began.
         runs: number of runs that were begun.
         num_bytes: bytes of the runs that have passed.
-        declined: the `version` of the pull at which this part left the rest to faster sources.
+        declined: the `version` of the pull when this part last found nothing to read for it. It is asked again only
+            after the version has changed.
         error: why the part failed; empty if it has not.
     """
 
@@ -130,8 +132,8 @@ class _SourcePart:
 class SharedPull:
     """The pages of a pull, cut into *columns*, and the source that reads each column.
 
-    A column is the tokens of one page, in our page size or the sources', whichever is larger. Pure: `SharedPulls` makes
-    the calls.
+    A column has as many tokens as the least common multiple of our page size and the sources' page size. This class
+    only computes; `SharedPulls` makes the calls.
 
     Args:
         key: names the pull.
@@ -170,7 +172,7 @@ class SharedPull:
         self._ends = np.concatenate(([0], np.cumsum(sizes)))
 
     def add(self, key: str, holding: SourcePages, whole: SourcePages, seen: tuple[float, float]) -> None:
-        """Adds the part of a source. `whole` names every page. `seen` comes from earlier pulls, as in `_SourcePart`."""
+        """Adds the part of a source. `whole` names every page. `seen` comes from earlier pulls; see `_SourcePart`."""
         has = np.ones(len(self.state), np.bool_)
         for group, (_, _, wanted), (_, _, held) in zip(self._groups, whole.groups, holding.groups, strict=True):
             lacks = np.zeros(len(self.state), np.bool_)
@@ -196,7 +198,7 @@ class SharedPull:
         return int(self._ends[stop] - self._ends[first])
 
     def pages(self, holding: SourcePages, run: tuple[int, int]) -> list[PageCopy]:
-        """Returns the pages of a run, as the source names them."""
+        """Returns the page lists of a run of columns, with the page ids of the source that `holding` describes."""
         first, stop = self._origin + run[0] * self._column, self._origin + run[1] * self._column
         found: list[PageCopy] = []
         for group, pages in zip(self._groups, holding.groups, strict=True):
@@ -262,11 +264,12 @@ class SharedPull:
         self.version += 1
 
     def passed(self, part: _SourcePart, now: float) -> None:
-        """Records that the run of a part was under its lease."""
+        """Records that a fence has confirmed the run of a part."""
         if part.run is None:
             return
         num_bytes = self.num_bytes(part.run)
-        if not part.rate or part.most < math.inf:  # one run says little about a source's speed
+        # a new source's runs grow only step by step, because one run says little about its speed
+        if not part.rate or part.most < math.inf:
             part.most = _GROWTH * num_bytes
         part.seen = part.seen[0] / 2 + num_bytes, part.seen[1] / 2 + max(now - part.since, 1e-6)
         part.num_bytes += num_bytes
@@ -275,7 +278,7 @@ class SharedPull:
         self.version += 1
 
     def failed(self, part: _SourcePart, event: PullEvent) -> None:
-        """Records that a part has failed. Its run is left for others when nothing of it is in flight."""
+        """Records that a part has failed. Once nothing of its run is in flight, other parts may read that run."""
         part.error = event.error
         self.version += 1
         if event.safe and part.run is not None:
@@ -330,7 +333,8 @@ class SharedPulls:
         self._serial = itertools.count()
         self._open: dict[str, SharedPull] = {}
         self._parts: dict[str, tuple[SharedPull, _SourcePart]] = {}  # by key, until the last event of the part
-        self._seen: dict[Place, tuple[float, float]] = {}  # by source: `seen` of those that were read most recently
+        # the `seen` of each source, for the sources that were read most recently
+        self._seen: dict[Place, tuple[float, float]] = {}
 
     def __contains__(self, key: str) -> bool:
         return key in self._open
@@ -408,7 +412,9 @@ class SharedPulls:
 
     def _remember(self, part: _SourcePart) -> None:
         place = part.holding.source.place
-        self._seen.pop(place, None)  # removed, so that the next line puts it last; the first entry is the oldest
+        # Without this removal the entry would keep its old place. The first entry must be the one that was unused for
+        # the longest time.
+        self._seen.pop(place, None)
         self._seen[place] = part.seen
         if len(self._seen) > _KNOWN_RATES:
             del self._seen[next(iter(self._seen))]

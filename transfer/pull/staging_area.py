@@ -96,7 +96,7 @@ class StagedPart(Part):
 
 
 def staged_parts(area: StagingArea, plan: Plan, group: int, pages: PageCopy) -> list[Part] | None:
-    """Returns parts that each fit into a slab and read a group's pages. None if direct runs are preferred.
+    """Returns the parts that read a group's pages by way of slabs, one slab each. None if direct runs are preferred.
 
     Raises:
         InvalidTransferError: as `Plan.runs`.

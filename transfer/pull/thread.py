@@ -67,8 +67,9 @@ POLL_S = 1e-3
 # waits for them.
 BUSY_POLL_S = 1.5e-4
 # READs over a link (TCP) need polls on both sides. While one is in flight, or a reader with a new lease may begin one,
-# the interval is this share of the time waited so far, from `SOON_POLL_S` to `BUSY_POLL_S`. With the normal intervals a
-# pull of 1 MiB at 1 Gbit/s would take a tenth longer, because its READ and its fence each wait for polls.
+# the interval is this share of the time waited so far, but at least `SOON_POLL_S` and at most `BUSY_POLL_S`. With the
+# normal intervals, a pull of 1 MiB at 1 Gbit/s would take a tenth longer, because its READ and its fence each wait for
+# polls.
 SHARE_OF_WAIT, SOON_POLL_S = 1 / 200, 3e-5
 # A source returns to the normal interval this long after a lease was granted. A longer pull loses little by it.
 READ_SOON_S = BUSY_POLL_S / SHARE_OF_WAIT
@@ -78,13 +79,13 @@ IDLE_POLL_S = 0.25
 # In seconds: the poll interval without a recent lease, while pulls wait for their owner to name pages. Only time limits
 # matter then.
 AWAIT_POLL_S = 1e-2
-# In seconds: the last two intervals begin this long after the last lease or pull. Until then a reader may still wait
-# for an answer of NIXL.
+# In seconds: `IDLE_POLL_S` applies from this long after the last lease or pull, and `AWAIT_POLL_S` from this long after
+# the last lease. Until then a reader may still wait for an answer of NIXL.
 LINGER_S = 1.0
 _PR_SET_TIMERSLACK, _SLACK_NS = 29, 1000
-"""A Linux constant that Python does not define, and how late a sleep of this thread may end.
+"""A Linux constant that Python does not define, and how late a sleep of this thread may end, in nanoseconds.
 
-By default Linux ends a sleep up to 50 µs late, which is half of our shorter intervals.
+By default, Linux may end a sleep up to 50 µs late, which is a third of `BUSY_POLL_S`.
 """
 
 
@@ -239,15 +240,16 @@ class TransferThread:
             raise EngineClosedError("the transfer thread was closed")
 
     def _run_here(self, is_small: Callable[[], bool], command: Callable[[], object]) -> bool:
-        """Runs a small command on the caller's thread.
+        """Runs `command` on the caller's thread if it is small. Returns whether it ran.
 
-        Returns False if the transfer thread is busy or has commands waiting. Otherwise wakes it if it has to poll now.
+        It does not run if the transfer thread is busy, has commands waiting, or is not alive. After the command, the
+        transfer thread is woken if it has to poll now.
         """
         self._refuse_ended()
         if not self._turn.acquire(blocking=False):
             return False
         try:
-            # False in a forked child, in which the thread is not alive
+            # A forked child has no transfer thread, so the command does not run there.
             if self._commands or not self._thread.is_alive() or not is_small():
                 return False
             begin = self._used = time.perf_counter()
