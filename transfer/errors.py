@@ -1,6 +1,7 @@
 """Errors of transfers between engines. Each one also derives from the built-in error that existing callers catch.
 
-A call that raises one of these has done nothing. The engine and its other peers keep working.
+Unless the description of an error says otherwise, a call that raises it has changed nothing. The engine and its other
+peers keep working.
 """
 
 from __future__ import annotations

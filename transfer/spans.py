@@ -5,7 +5,7 @@ and summed, and an event at the start of each part. A separate child span for ea
 storage. The durations of the parts add up to the duration of the span.
 
 Import this module only if hand-overs are traced, because it needs `opentelemetry-api` (the extra `observe`). The
-process's own tracer provider decides where spans go. If the process has none, they are dropped.
+process's own tracer provider decides where the spans go. If the process has no tracer provider, the spans are dropped.
 """
 
 from __future__ import annotations

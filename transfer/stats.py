@@ -46,7 +46,7 @@ class Buckets:
 
 
 class PullRecord(msgspec.Struct, frozen=True):
-    """One successful pull of one rank, in seconds and bytes."""
+    """The figures of one successful pull by one rank. Times are in seconds."""
 
     num_bytes: int
     num_runs: int

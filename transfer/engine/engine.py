@@ -67,9 +67,9 @@ class KVTransferEngine:
         name, total_num_pages: as in the arguments.
         bytes_per_page: bytes of a page of one tensor.
         dp, tp: number of replicas, and number of shards of a replica.
-        memory_type: where the tensors live.
+        memory_type: kind of memory that the tensors are in.
         metadata: the metadata of this engine with all its replicas, which a peer passes to `connect`.
-        tensor_agents: `[replica][tp_shard]`; empty after `cleanup`.
+        tensor_agents: the registered tensors with their NIXL agents, `[replica][tp_shard]`; empty after `cleanup`.
 
     Raises:
         InvalidEngineError: an argument is invalid, the tensors differ in size, dtype or kind of device, two of them
@@ -432,7 +432,7 @@ class KVTransferEngine:
     def release_quarantine(self, peer: str) -> None:
         """Releases the pages that are in quarantine because of transfers that `peer` started.
 
-        Call it only if the peer's process is known to be gone.
+        Call this only if the peer's process is known to be gone, because a living peer may still write to the pages.
         """
         self._check_open()
         for name, request in list(self._notifications.given_up.items()):

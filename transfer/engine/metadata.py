@@ -54,7 +54,7 @@ class KVTransferEngineMetadata(_Sent, frozen=True, kw_only=True, tag="engine_met
         bytes_per_page: bytes of a page of one tensor.
         memory_type: kind of memory that all tensors are in.
         hostname: name of the host that the engine runs on.
-        agents_meta: `[replica][tp_shard]`.
+        agents_meta: metadata of each tensor and its agent, `[replica][tp_shard]`.
         incarnation: a random name, new with each engine object.
         settings: the effective UCX and NIXL settings on which two processes must agree, and the version of NIXL.
         version: the sender's `WIRE_VERSION`. 0 means that no engine made the metadata, which is then refused.
@@ -80,7 +80,7 @@ class TransferReqData(_Sent, frozen=True, kw_only=True, tag="transfer_request"):
         dst_name: engine whose pages are written.
         src_name: engine whose pages are read.
         transfer_name: unique, 32 hexadecimal digits. It is also the text of the notification.
-        transfer_ids: one number for each shard of the replica. Only the engine that started the transfer uses these numbers.
+        transfer_ids: one number for each shard of the replica. Only the engine that started the transfer uses them.
         src_idxs: pages of the source, one for each of `dst_idxs`. The same pages in every shard.
         dst_idxs: pages of the destination.
         src_replica_idx: replica of the source.
