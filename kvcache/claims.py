@@ -15,8 +15,9 @@ from kvcache.steps_in_flight import StepInFlight
 from kvcache.types import RequestID
 
 One = tuple[int, TextContext]
-"""The request of a call that has only one: its row in the only replica, and its context. A named tuple would cost 0.2
-µs more.
+"""The request of a call for a single request, in a manager with one replica: the request's row, and its context.
+
+It is a plain tuple, because making a named tuple would cost 0.2 µs more.
 """
 
 
@@ -24,9 +25,9 @@ class Claims:
     """Maps request ids to places. A place is a row of a replica: `replica × rows_per_replica + row`.
 
     When a place gets its first pages, it is bound to the context for which they were reserved. From then on, another
-    object with the same request id is refused, because its tokens could differ, and would be published as the content
-    of these pages. A loop that rebuilds its contexts must release the request and claim it again, or pass one object
-    that reads from them.
+    context object with the same request id is refused: its tokens could differ, and would be published as the content
+    of these pages. A serving loop that builds new contexts for a running request must either release the request and
+    claim it again, or always pass one object, which reads from the newest context.
 
     The methods raise the errors that the `PagedKVCacheManager` methods that use them document.
     """
@@ -89,9 +90,9 @@ class Claims:
             self.bound[_key(context)] = place
 
     def one(self, batch: Sequence[Context]) -> One | None:
-        """Returns the request of a list with one item, if it has pages and there is one replica.
+        """Returns the request of a list with one item, if that request has pages and there is only one replica.
 
-        Returns None otherwise. The caller then calls `gather`.
+        Returns None otherwise. The caller must then call `gather`.
         """
         kind: type = type(batch)  # checked exactly, because a subclass could return another item at each access
         if kind is not list or len(batch) != 1 or len(self._replicas) > 1:
@@ -102,7 +103,7 @@ class Claims:
         return row, context
 
     def gather(self, batch: Sequence[Context], call: str) -> Gathered:
-        """The requests of a call as arrays. A `Batch` is returned as it is."""
+        """Returns the requests of a call as arrays. A `Batch` is refreshed and returned itself."""
         if isinstance(batch, Batch):
             if batch.checked_at != self._releases or batch.unbound or batch.owner is not self:
                 self._refuse_stale(batch, call)
@@ -123,7 +124,7 @@ class Claims:
         return made
 
     def leaving(self, request_id: RequestID) -> tuple[int, TextContext | ReadContext | None]:
-        """Returns the place of a request that is about to be released, and the context with its hints."""
+        """Returns the place of a request that is about to be released, and its context, whose hints `release` reads."""
         place = self._place(request_id, "release")
         context = self._contexts.get(place)
         try:
@@ -141,12 +142,12 @@ class Claims:
         self._releases += 1
 
     def unclaim(self, request_id: RequestID) -> None:
-        """Release the request, with both steps in one."""
+        """Release the request, in one call instead of `leaving` and `release`."""
         self.release(request_id, *self.leaving(request_id))
 
     def claim_anew(self, request_id: RequestID, replica_idx: int) -> int:
         """Free the pages of a request that has no leases, and claim the request again. Returns its new row."""
-        self._replicas[replica_idx].finish_state_loads()  # one may hold the state page that the claim needs
+        self._replicas[replica_idx].finish_state_loads()  # a load may hold the state page that the new claim needs
         self.unclaim(request_id)
         return self.claim(request_id, replica_idx)
 
@@ -171,7 +172,7 @@ class Claims:
         self._releases += 1
 
     def context_at(self, place: int) -> Context | None:
-        """The context to which the place is bound."""
+        """Returns the context to which the place is bound. None if it is not bound."""
         return self._contexts.get(place)
 
     def names_at(self, places: Iterable[int]) -> list[RequestID]:
@@ -180,7 +181,7 @@ class Claims:
         return [names[place] for place in places if place in names]
 
     def check(self) -> None:
-        """Raise `InvariantError` unless the replicas have the same requests in the same rows."""
+        """Raise `InvariantError` unless `places` agrees with the replicas' rows, and `bound` with the contexts."""
         rows = {
             request_id: replica_idx * self._rows_per_replica + row
             for replica_idx, replica in enumerate(self._replicas)
@@ -213,7 +214,7 @@ class Claims:
 
     def _unbound(self, context: Context, call: str) -> int:
         """Returns the place of a context that is not bound. Raises if another context is bound to that place."""
-        if type(context) is not TextContext:  # there is nothing to check about ours
+        if type(context) is not TextContext:  # a `TextContext` needs no checks
             check_context(context, call)
         place = self._place(context.request_id, call)
         if place in self._contexts:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 Ids = NDArray[np.int32]
 
-_STAGED_BYTES = 32 << 20  # in bytes: the most device memory used for the buffer at a time
+_STAGED_BYTES = 32 << 20  # in bytes: the largest size of the buffer in device memory
 
 
 def page_rows(blocks: torch.Tensor) -> torch.Tensor:
@@ -119,7 +119,10 @@ _IN_STREAM_ORDER = 1
 
 @cache
 def _batched_copy() -> Any:
-    """Returns `cudaMemcpyBatchAsync` of torch's CUDA, or None unless that is CUDA 13, whose signature is used."""
+    """Returns `cudaMemcpyBatchAsync` of the CUDA library that torch uses.
+
+    Returns None unless that is CUDA 13, because the call below has CUDA 13's signature.
+    """
     major = (torch.version.cuda or "").partition(".")[0]
     if major != "13":
         return None
@@ -157,7 +160,7 @@ def _copy_batched(call: Any, source: torch.Tensor, taken: Ids, target: torch.Ten
 
 
 class _Mark:
-    """A point in a device's work. The copy before it has ended when the device gets there."""
+    """A point in a device's work, recorded right after a copy. When the device gets there, the copy has ended."""
 
     def __init__(self, side: Any, main: Callable[[], Any]) -> None:
         self.event: Any = torch.cuda.Event()  # pyright: ignore[reportUnknownMemberType] - torch's has no types
@@ -166,10 +169,10 @@ class _Mark:
 
 
 class Copy:
-    """A copy of pages from one memory to another. If a device makes it, the calling thread continues meanwhile.
+    """A copy of pages from one memory to another. If a GPU makes the copy, the calling thread continues meanwhile.
 
-    `make` makes or launches the copy. It returns a mark for each device that makes the copy. If an exception interrupts
-    it, the copy counts as not begun.
+    `make` copies the pages, or launches the copy on devices. It returns a mark for each device that copies. If an
+    exception interrupts `make`, the copy counts as not begun.
     """
 
     def __init__(self, make: Callable[[], Sequence[_Mark]]) -> None:
@@ -178,7 +181,7 @@ class Copy:
         self.begun = False
 
     def begin(self) -> None:
-        """Begin the copy. A no-op if it has begun. If no device makes it, it is over when this call returns."""
+        """Begin the copy, unless it has begun. If the CPU makes the copy, it is over when this call returns."""
         if not self.begun:
             self._marks = self._make()
             self.begun = True
@@ -206,8 +209,9 @@ class Copy:
 class PageMover:
     """Copies between the pages of a replica and slots of the host tier.
 
-    `shards` has, for each shard, its pages, `[pages, ...]`, and its slots, uint8 `[slots, page_bytes]`. As many bytes
-    as a slot has are copied of each page. Pages may lie further apart, and slots may be parts of larger ones.
+    `shards` has, for each shard, its pages, `[pages, ...]`, and its slots, uint8 `[slots, page_bytes]`. Of each page,
+    as many bytes are copied as a slot has. The distance between two pages may be larger, and a slot may be a part of a
+    larger one.
 
     A GPU copies between pages and pinned slots on a separate stream, in order with `stream` (None: the current one).
     Every copy begins at once, and runs while the calling thread continues.
@@ -238,7 +242,7 @@ class PageMover:
     def load(self, slots: Ids, pages: Ids) -> Copy:
         """Return a copy of host slots to distinct pages, one to one.
 
-        If a GPU makes it, it has begun when the call returns.
+        If a GPU makes the copy, it has begun when this call returns. On the CPU it has not begun.
         """
         copy = Copy(partial(self._copy, self._slots, slots, self._pages, pages))
         if self._sides:

@@ -52,13 +52,13 @@ class FamilyCollector(Collector):
     left out of the scrape, logged the first time, and counted. The collector never raises.
 
     Attributes:
-        families: the families to read; it also has a family that counts those that could not be read.
+        families: the families to read, and one more, which counts the families that could not be read.
     """
 
     def __init__(
         self, room: str, look: Callable[[], Any], families: Sequence[Family], labels: Mapping[str, object]
     ) -> None:
-        self._look = look  # called once per scrape; the families read from its result
+        self._look = look  # called once per scrape; its result is what the families read
         self._labels, self._values = tuple(labels), tuple(map(str, labels.values()))
         self._unread: dict[str, int] = {}
         errors = f"pagewire_{room}_unread_families_total"
@@ -97,7 +97,7 @@ class FamilyCollector(Collector):
 
 
 def _cumulative(figure: Histogram) -> tuple[list[tuple[str, float]], float]:
-    """Convert to Prometheus's form: for each bound and for infinity, the number of values up to it."""
+    """Convert a histogram to Prometheus's form: for each bound and for infinity, the number of values up to it."""
     bounds, counts, total = figure
     return list(zip([*map(repr, map(float, bounds)), "+Inf"], accumulate(counts), strict=True)), total
 

@@ -25,7 +25,10 @@ def _total(name: str) -> Callable[[Replicas], Iterator[Sample]]:
 
 
 def _free(replica: Replica) -> int:
-    """Returns the free pages. Limited to all pages, because the loop may change the two counts between the reads."""
+    """Returns the number of free pages, but at most `num_pages`.
+
+    `free_count` is a sum of counts. The loop may change them between the reads, so the sum may be too large.
+    """
     return min(replica.pool.free_count, replica.pool.num_pages)
 
 

@@ -23,7 +23,7 @@ from kvcache.types import RequestID
 from kvcache.under_way import UnderWay
 
 _OF_A_REQUEST = {"external_claim", "release", "fork", "extend_import", "commit_import"}
-"""Calls after which their request is released, because the caller did not get their result."""
+"""If one of these calls was interrupted, its request is released, because the caller did not get the call's result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def _close_unknown(replicas: Replicas, claims: Claims, mark: UnderWay, call: str
 
 
 def _doubtful(claims: Claims, call: str, about: object) -> Iterable[RequestID]:
-    """Returns claimed requests that cannot continue, or whose claim was not reported to the caller."""
+    """Returns claimed requests that cannot continue, or whose claim the interrupted call did not report."""
     named: list[RequestID] = []
     if call in _OF_A_REQUEST:
         yield cast("RequestID", about)
@@ -104,7 +104,7 @@ def _doubtful(claims: Claims, call: str, about: object) -> Iterable[RequestID]:
     for request_id, place in claims.places.items():
         replica, _, row = claims.locate(request_id, call)
         context = claims.context_at(place)
-        if context is None:  # its start may already be after cached pages that it did not get
+        if context is None:  # the request's start may already be after cached pages that it did not get
             if replica.rows.num_pages[row] or request_id in named:
                 yield request_id
         elif request_id in named and not _goes_on(replica, row, context):

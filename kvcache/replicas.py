@@ -92,7 +92,8 @@ def place_replicas(
 class Router:
     """Chooses the replica for a request.
 
-    It weighs the pages that the request would have to compute there against those that the replica computed recently.
+    The cost of a replica is the number of pages that the request would have to compute there, plus the weighted number
+    of pages that the replica has recently computed.
     """
 
     def __init__(self, replicas: int, routing: Routing) -> None:
@@ -118,7 +119,7 @@ class Router:
         return min(range(len(claimed)), key=claimed.__getitem__)
 
     def admitted(self, replica: int, computed: int) -> None:
-        """Record that a request was admitted that computes `computed` pages on this replica."""
+        """Record that a request was admitted on this replica, where it computes `computed` pages."""
         decay = self.routing.load_decay
         self._loads = [load * decay for load in self._loads]
         self._loads[replica] += computed
@@ -139,7 +140,7 @@ class Replicas:
         self.placed = placed
         self.fingerprint = fingerprint  # identifies the layout of a replica's pages and states on all shards
         self._rows = rows
-        self.capacity = rows.capacity_of  # by place: for how many tokens it has pages; 0 at place -1
+        self.capacity = rows.capacity_of  # by place: how many tokens its pages can hold; 0 at place -1
         self.tiers, self.state_tiers = tiers  # the tiers below the token pages, and below recurrent states
         self._all_tiers = [one for one in tiers if one is not None]
         self.each: list[Replica] = [place.replica for place in placed]
@@ -194,7 +195,7 @@ class Replicas:
     def take_up(self) -> None:
         """Handle copies from host memory that have ended, which may free pages.
 
-        Needed while a loop only waits; otherwise its steps do this.
+        The loop's steps do this anyway. It must be called only while the loop waits without steps.
         """
         for tiers in self._all_tiers:
             tiers.take_up()
@@ -222,7 +223,8 @@ class Replicas:
             return False
         if first_time and len(self.each) > 1:  # with one replica there is no choice
             self._router.admitted(replica_idx, new_pages)
-        # A step in flight may still write to the page that would be the copy's target.
+        # The copy is not made while a step is in flight, which may still write to the page that would be the copy's
+        # target.
         if self._partial and (first_time or (context.active_idx - context.start_idx > 1 and not self.steps.open)):
             self._reuse_part(self._partial[replica_idx], replica_idx, row, context)
         return True
@@ -384,7 +386,8 @@ class Replicas:
         `call` is marked as under way, and is still marked when this method returns.
         """
         computed = gathered.computed
-        # No page was full before the last token, so only requests for which this token fills a page have to be checked.
+        # No unpublished page was full before the last token, so only the requests for which this token fills a page
+        # have to be checked.
         looked = None if gathered.due else gathered.turning()
         # All replicas hash before any of them publishes: a request whose salt or keys have changed is refused before
         # any change.
@@ -403,7 +406,7 @@ class Replicas:
         if gathered.has_futures:
             gathered.due = UNKNOWN
         elif full:
-            gathered.due = 1  # among many requests, another one fills a page with the next token
+            gathered.due = 1  # among many requests, one of them probably fills a page with its next token
         elif isinstance(gathered, Batch):
             gathered.due = self._rows.due(gathered.places, computed) if self.each[0].caching else NEVER
         self._log.end_call()
@@ -503,7 +506,7 @@ class Replicas:
             tiers.check()
 
     def _reuse_part(self, partial: PartialReuse, replica_idx: int, row: int, context: SafeContext) -> None:
-        """Copy a cached page into the request's own page, because the request shares a part of it."""
+        """Copy a cached page into the request's own page, if the request shares a part of the cached page's tokens."""
         found = partial.find(row, context)
         if found is not None:
             pages, own, cached = found
@@ -513,7 +516,8 @@ class Replicas:
 
     def _reserve_decoding(self, gathered: Gathered, num_steps: int) -> bool:
         """Reserve pages for a batch with one token each. Returns False if each request must be checked by itself."""
-        # All requests had pages up to the last token, so only one whose new token begins a page can need a page.
+        # All requests had pages up to their last token. So only a request whose new token begins a page can need a
+        # page.
         shares = gathered.turning(self._most) if gathered.slack == -1 and num_steps == 1 else None
         if not shares:  # None: any request may need pages. Empty: none does, so `slack` is computed again.
             if shares is None and np.count_nonzero(gathered.actives - gathered.starts != 1):
@@ -531,7 +535,7 @@ class Replicas:
             if not self.each[share.replica].reserve_decoding(share.rows, lengths[share.at]):
                 self.mark.call = None
                 return False
-        gathered.slack = num_steps - 1  # among many requests, another one needs a page for the next token
+        gathered.slack = num_steps - 1  # among many requests, one of them probably needs a page for its next token
         return True
 
     def _computed(self, gathered: Gathered) -> None:
@@ -551,7 +555,7 @@ class Replicas:
         return gathered.digests(rows_at(share.at, at), firsts, lasts, self._hasher_of, self._log)
 
     def _fits(self, replica_idx: int, context: SafeContext, length: int, found: Found) -> tuple[int, bool]:
-        """Returns how many pages a new request needs besides those `found`, and whether it fits now."""
+        """Returns how many pages a new request needs in addition to those `found`, and whether the request fits now."""
         replica = self.each[replica_idx]
         plan = replica.tables.plan(None, context.indices, length, found.end * replica.page_size, found)
         if not replica.has_room:

@@ -37,7 +37,7 @@ def open_endpoint(endpoint_base: str | None, *, caching: bool) -> "NoEndpoint":
 
 
 class NoEndpoint:
-    """No endpoint: resets cannot be requested.
+    """Takes the place of an endpoint if resets cannot be requested.
 
     Attributes:
         is_asked: whether a reset was requested since the loop last set this to False.
@@ -53,7 +53,7 @@ class NoEndpoint:
 class ResetEndpoint(NoEndpoint):
     """A PULL socket at `<base>-reset_prefix_cache`. Any message asks for one reset.
 
-    A thread reads the socket, and the loop only tests a flag.
+    A thread reads the socket and sets `is_asked`, so the serving loop only has to test this flag.
     """
 
     def __init__(self, endpoint_base: str) -> None:
@@ -93,4 +93,4 @@ def _read(socket: BoundSocket, wake: int, endpoint: "weakref.ref[ResetEndpoint]"
                 asked.is_asked = True
                 del asked
             time.sleep(_PAUSE_S)
-        os.close(wake)  # the pipe was written to, and is not needed any more
+        os.close(wake)  # it was written to, so no other thread needs it any more

@@ -24,7 +24,7 @@ from kvcache.pool.slabs import num_slabs
 from kvcache.states.state_memory import page_bytes as state_bytes
 from kvcache.states.state_memory import slab_pages_of, state_layouts
 
-MOST_REQUESTS = 512  # the largest result of `infer_optimal_batch_size`; larger steps gain nothing
+MOST_REQUESTS = 512  # the largest result of `infer_optimal_batch_size`; larger batches gain nothing
 MOST_ROWS = 1 << 20
 MOST_LAYERS = 1 << 16
 MOST_BYTES = (1 << 63) - 1
@@ -92,7 +92,7 @@ def estimated_memory_size(
 ) -> int:
     """Returns the bytes of pages and states over all devices.
 
-    They are the whole budget, or less if requests of full length need less.
+    The result is the whole budget, or less if `max_batch_size` requests of `max_seq_len` tokens need less.
 
     Raises `InvalidParamsError` (a ValueError), and `UnknownArgumentError` (a TypeError) for an unknown keyword.
     """
@@ -115,7 +115,7 @@ def infer_optimal_batch_size(
 ) -> int:
     """Returns how many requests of full length the budget holds at the same time.
 
-    At least one for each replica, and at most `MOST_REQUESTS`.
+    The result is at least one request for each replica, and at most `MOST_REQUESTS` in all.
 
     Raises the errors of `estimated_memory_size`.
     """
@@ -245,7 +245,10 @@ def check_layers(num_layers: object) -> int:
 
 
 def check_devices(params: KVCacheParams, devices: object, *, here: bool = False) -> list[torch.device]:
-    """Returns the device of each shard. With `here`, it must exist. Raises `InvalidParamsError`."""
+    """Returns the device of each shard. With `here`, the devices must exist in this process.
+
+    Raises `InvalidParamsError`.
+    """
     needed = "a list of torch devices or their names"
     if isinstance(devices, str):  # a str is a sequence, too
         raise refusal("devices", devices, needed)
@@ -273,9 +276,9 @@ def _checked_device(device: object, *, here: bool) -> torch.device:
 
 
 def stream_of(session: object, devices: Sequence[torch.device]) -> Any:
-    """Returns the CUDA stream that `session` is, or has as `stream`; None if it has none.
+    """Returns the CUDA stream of `session`: its attribute `stream` if it has one, otherwise `session` itself.
 
-    Raises `InvalidParamsError`.
+    Returns None if that is None. Raises `InvalidParamsError` if it is not a CUDA stream.
     """
     stream = getattr(session, "stream", session)
     if stream is None:

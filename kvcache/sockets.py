@@ -214,7 +214,7 @@ class _Connection:
             self.unread += data
 
     def pass_up(self, most: int) -> int:
-        """Pass on at most `most` frames. Returns how much of the allowance they took.
+        """Pass on at most `most` frames. Returns by how much this lowers the allowance.
 
         Raises `GateError` or `OSError`.
         """
@@ -450,8 +450,9 @@ def _numeric(host: str) -> str:
 def remove_left(place: str) -> None:
     """Remove the socket file that a killed process has left at an ipc address.
 
-    Without this, libzmq would remove any file there, even that of a live process, and take over its address. Raises
-    `OSError` if a process listens there, or if the file is not a socket. Abstract addresses (`@name`) have no file.
+    If the file stayed, libzmq would remove it, but it would also remove the socket of a live process, and take over its
+    address. Therefore this function comes first. It raises `OSError` if a process listens at the address, or if the
+    file is not a socket. Abstract addresses (`@name`) have no file.
     """
     path = Path(place)
     if place.startswith("@") or not path.exists():
@@ -517,7 +518,7 @@ class BoundSocket(zmq.Socket[bytes]):
         return self._gate.address
 
     def listen(self, what: str, address: str, limits: Limits | None) -> None:
-        """Bind the socket. `limits` is None if strangers cannot reach it, because then it needs no gate.
+        """Bind the socket. `limits` are those of its gate; None if it needs no gate, because strangers cannot reach it.
 
         Raises `ZMQError` if the address cannot be bound.
         """
@@ -594,7 +595,7 @@ def listening(
 ) -> BoundSocket:
     """Returns a socket of this kind at `address`.
 
-    If `secure` is given, it prepares the socket, and no stranger can reach it.
+    If `secure` is given, it prepares the socket so that no stranger can reach it, and the socket gets no gate.
 
     Raises `zmq.ZMQError` if the address cannot be bound, and whatever `secure` raises. In both cases nothing stays
     open.

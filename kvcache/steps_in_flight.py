@@ -20,7 +20,8 @@ class StepInFlight:
 
     Attributes:
         inputs: as `fetch` returns them. The tensors stay unchanged until the step has ended. `cache_lengths` and
-            `lookup_table` have the addresses that they had in the step before the last one.
+            `lookup_table` have the same addresses as in the step before the previous one, because two sets of tables
+            take turns.
     """
 
     __slots__ = ("inputs", "num_requests", "number", "owner")
@@ -45,8 +46,8 @@ class StepInFlight:
 
         Added rows have no tokens or pages.
 
-        Raises `InvalidRequestError` if a replica has more requests in the step than that, if it has fewer rows, or if
-        the step is over.
+        Raises `InvalidRequestError` if some replica has more than `batch_size` requests in the step, if a replica has
+        fewer than `batch_size` rows, or if the step is over.
         """
         return self.owner.padded(self, batch_size)
 
@@ -62,7 +63,7 @@ class StepsInFlight:
         self._placed = placed
 
     def free_tables(self, num_requests: int) -> int:
-        """The number of a free set of tables for a step, which has been made.
+        """Returns the number of a set of tables that no step in flight uses. The tables exist when this call returns.
 
         Raises `InvalidRequestError`, and changes nothing, if two steps are in flight.
         """

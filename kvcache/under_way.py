@@ -19,7 +19,7 @@ class Refusing(Protocol):
 
     @property
     def refused(self) -> bool:
-        """Whether it has raised an error, and neither it nor the manager's state has changed."""
+        """Whether the object has raised an error, and neither the object nor the manager's state has changed."""
         ...
 
 
@@ -28,7 +28,8 @@ class UnderWay:
 
     Attributes:
         call: the call that is changing the state, and its requests or objects. None means that the state is consistent.
-        context: the context that the call changes, which may raise; None without one. It is set only while `call` is.
+        context: the request context that the call changes, whose own code may raise; None if there is none. It is set
+            only while `call` is set.
         leaving: requests whose `with claim` block ended while the mark was set. `recover` releases them.
     """
 
@@ -61,7 +62,7 @@ class UnderWay:
             self.refuse(call)
 
     def refuse(self, call: str) -> NoReturn:
-        """Raise `InterruptedCallError` or `ManagerClosedError`, depending on the mark."""
+        """Raise `ManagerClosedError` if the mark is that of a closed manager, otherwise `InterruptedCallError`."""
         if self.call is _CLOSED:
             raise ManagerClosedError(
                 f"{call}: the manager is closed: it only gives back what is held (release, end_lease, cancel_import)"
@@ -73,7 +74,7 @@ class UnderWay:
         )
 
     def check(self, call: str) -> None:
-        """Raise `InterruptedCallError` or `ManagerClosedError` if the mark is set."""
+        """Raise `InterruptedCallError` if a call was interrupted, or `ManagerClosedError` if the manager is closed."""
         if self.call:
             self.refuse(call)
 
