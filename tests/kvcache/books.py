@@ -1,4 +1,6 @@
-"""Lists everything that a manager knows, as one flat list. If two such lists are equal, nothing has changed."""
+"""Lists everything that a manager knows, as one flat list. If the lists from before and after a call are equal, the
+call has changed nothing.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,13 @@ from kvcache import PagedKVCacheManager, TextContext
 
 Books = list[object]
 
-# Attributes that calls may change without changing the state: the clock, cached answers with their generation, bounds
-# of slabs' ages, and the tables of steps in flight, which are made when they are first needed.
+# Attributes that are left out of the comparison, because calls may change them without changing the state: the clock,
+# cached answers with their generation, bounds of slabs' ages, and the tables of steps in flight, which are made when
+# they are first needed.
 _SKIPPED = {"_seen", "matches", "_credit", "_ages", "_ages_back", "_of_steps"}
 _PLAIN = {type(None), bool, int, float, str, bytes}
 _LEFT_OUT = (type, types.FunctionType, types.MethodType, TextContext, torch.Tensor)
-_SHORT = 256  # in bytes: shorter arrays are kept, and longer ones are hashed
+_SHORT = 256  # in bytes: the bytes of shorter arrays are listed, and longer arrays are listed as a hash
 
 
 def books_of(manager: PagedKVCacheManager, contexts: Sequence[TextContext] = ()) -> Books:
@@ -37,7 +40,9 @@ def books_of(manager: PagedKVCacheManager, contexts: Sequence[TextContext] = ())
 
 
 def first_difference(before: Books, after: Books) -> str:
-    """The path of the first entry that differs, and both entries; empty if the books are equal."""
+    """Returns the path of the first entry that differs, with its value before and after. The result is empty if both
+    lists are equal.
+    """
     if before == after:
         return ""
     at = next((at for at, (one, other) in enumerate(zip(before, after, strict=False)) if one != other), -1)
@@ -81,7 +86,7 @@ def _walk_all(values: Iterable[Any], found: Books, seen: set[int]) -> None:
 
 @cache
 def _names_of(kind: type) -> tuple[str, ...] | None:
-    """Returns the slots of one of our classes. None if its objects are left out."""
+    """Returns the names of the slots of one of our classes, or None if objects of this class are left out of the list."""
     if issubclass(kind, _LEFT_OUT) or not kind.__module__.startswith("kvcache"):
         return None
     slots = [name for base in kind.__mro__ for name in _listed(base.__dict__.get("__slots__", ()))]

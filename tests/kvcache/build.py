@@ -89,7 +89,7 @@ def proven(manager: PagedKVCacheManager, pending: PendingImport) -> ImportProof:
 
 
 def state_pages(pending: PendingImport) -> tuple[int, int]:
-    """The state page that an import copies from, and the one that it copies to."""
+    """Returns two state pages: the one that an import copies from, and the one that it copies to."""
     part = pending.parts[-1]
     assert part.is_state
     return int(part.src_pages[0]), int(part.dst_pages[0])
@@ -98,5 +98,5 @@ def state_pages(pending: PendingImport) -> tuple[int, int]:
 def states_of(
     shape: StateShape, num_pages: int, devices: Sequence[str] = ("cpu",), digest_words: int = 1
 ) -> StatePages:
-    """Returns pages for states, in separate memory, outside of a manager."""
+    """Returns pages for recurrent states, in their own memory and without a manager."""
     return StatePages(shape, room_apart(shape, num_pages, devices, digest_words), UnderWay())

@@ -12,7 +12,7 @@ from tests.kvcache.tiers.stored_objects import StoredObjects
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., PagedKVCacheManager]]:
-    """Makes managers. At the end, checks and closes them."""
+    """Returns a function that makes managers. After the test, all of these managers are checked and closed."""
     made: list[PagedKVCacheManager] = []
 
     def build(*args: Any, **kwargs: Any) -> PagedKVCacheManager:

@@ -1,4 +1,4 @@
-"""A model of the eviction order with hints and quotas, one page at a time, over plain dicts.
+"""A model of the eviction order with hints and quotas. It handles one page at a time, and consists of plain dicts.
 
 It is written from the documentation of `kvcache.retention` and `kvcache.pool.quotas`. Two things are taken from the
 manager. One is the share of the pages that follow hints, because the manager learns it. The other is the order in which
@@ -34,23 +34,30 @@ def trust(hints: ReplicaHints, share: float) -> None:
 
 
 class Said(NamedTuple):
-    """The hint of a page: a level from 0 (evicted first) to 4, a class of time to live, and when that time is over."""
+    """The hint of a page: a level from 0 (evicted first) to 4, a class of time to live, and the time at which the hint
+    ends.
+    """
 
     level: int = 2
     lives: int = 0
     until: float = math.inf
 
     def rank(self, since: int, num_pages: int, now: float) -> int:
-        """Returns the page's place in the order, moved by its hint: each level moves it by twice the pool's pages."""
+        """Returns the page's place in the eviction order, moved by its hint: each level moves it by twice the number of
+        pages in the pool.
+        """
         return since + (0 if self.until <= now else (self.level - 2) * 2 * num_pages)
 
 
 NOTHING = Said()
-SHARED = Said(lives=7)  # a hint put the page first, but it was used again, so no hint puts it first any more
+# An earlier hint put the page first, but the page was used again. From then on, no hint puts it first any more.
+SHARED = Said(lives=7)
 
 
 def said_of(retention: Retention, page: int, page_size: int, now: float) -> Said:
-    """Returns a request's hint for a page: that of the last range that has the page, else the request's own."""
+    """Returns a request's hint for one of its pages. This is the hint of the last range that contains the page, or the
+    hint of the whole request if no range does.
+    """
     spoken: Retention | RangeRetention = retention
     for one in retention.ranges:
         if one.start <= page * page_size and (one.end is None or (page + 1) * page_size <= one.end):
@@ -75,12 +82,13 @@ class HintedIdle(list[Any]):
         self.quotas: dict[str, float] = {}
         self.quota = 1.0
         self.said: dict[Any, Said] = {}
-        self.older: dict[Any, int] = {}  # the pages that follow hints, with their places among all pages that ever did
+        # the pages that follow hints, each with its position among all pages that ever followed hints
+        self.older: dict[Any, int] = {}
         self.places = self.renewed = 0
         self.seen: Counter[str] = Counter()
 
     def hint(self, page: Any, said: Said | None) -> None:
-        """Records the hint, or none, of a request that leaves a page."""
+        """Records the hint for a page that a request leaves. `None` means that the request has no hint."""
         before = self.said.get(page, NOTHING)
         refuted = before.level < 2
         if said is None:

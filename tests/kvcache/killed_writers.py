@@ -1,5 +1,5 @@
-"""Kills a process while it writes pages, starts another one on its folder, and compares every page that this one
-serves.
+"""Kills a process while it writes pages, starts another process on the same folder, and compares every page that the
+second process serves.
 
 Run `python -m tests.kvcache.killed_writers --rounds 50`. With `--write DIR` the program is the process that gets
 killed.
@@ -37,7 +37,7 @@ class Tally:
 
 
 def served(folder: Path) -> Served:
-    """Returns a manager on the folder. Every KV value that it returns is compared."""
+    """Returns a manager on the folder. All KV that requests read from this manager is compared."""
     files = {"file_tier_dir": str(folder), "file_tier_max_gb": 0.5, "file_tier_key": "k"}
     return Served(PAGES + 4, 400, head_dim=512, max_seq_len=512, checks=False, params=files)
 
@@ -74,7 +74,8 @@ def drafts_in(folder: Path) -> list[Path]:
 def is_written(draft: Path) -> bool:
     """Whether the draft's writer holds its lock.
 
-    A writer that is stopped before it has the lock loses the draft, and would begin a new one.
+    A writer may be stopped before it holds the lock. Its draft is then removed, and a living writer would begin a new
+    draft.
     """
     with draft.open("rb") as file:
         try:

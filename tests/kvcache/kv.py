@@ -70,8 +70,8 @@ class KVTokens:
             if pool is None:
                 continue
             held, kept = pool.cpu().numpy(), _as_elements(values, pool)[:, None, None, None, None]
-            # In this model the scale of a whole page is that of its last token, so a page that is not full has no
-            # meaningful scale.
+            # In this element type, the scale of a whole page is that of its last token, so a page that is not full has
+            # no meaningful scale.
             of_page = pool.shape[3] < size
             read = np.arange(seen, start)[(offsets[seen:start] == size - 1) if of_page else slice(None)]
             within = offsets * 0 if of_page else offsets
@@ -92,7 +92,9 @@ def _as_elements(values: np.ndarray, pool: torch.Tensor) -> np.ndarray:
 
 
 def kv_of(tokens: list[int], named: Named, part: object) -> np.ndarray:
-    """The KV of each token, int64: a sum over all tokens and keys up to it, the tokens weighted by their position."""
+    """Returns the KV of each token as int64: a sum over all tokens and keys up to this token, each token weighted by
+    its position.
+    """
     salt, keys = named
     sums = np.cumsum((np.array(tokens, np.uint64) + np.uint64(1)) * _WEIGHTS[: len(tokens)])
     for position, key in keys:

@@ -42,7 +42,7 @@ class LossyWay:
         self._sub, self._pub = self._context.socket(zmq.SUB), self._context.socket(zmq.PUB)
         self._sub.subscribe(b"")
         self.address = f"tcp://127.0.0.1:{self._pub.bind_to_random_port('tcp://127.0.0.1')}"
-        self.rate = 0.0  # share of the messages that are dropped
+        self.rate = 0.0  # the share of messages that are dropped
         self.lost = 0
         self._random = random.Random(seed)
         self._open = True
@@ -112,7 +112,8 @@ class Worker:
                 return
 
     def overlap(self, tokens: list[int]) -> tuple[int, int, int]:
-        """Returns how many pages of the prompt are on the device, on device or host, and on device or host or in files.
+        """Returns three counts of the prompt's first pages: those on the device; those on the device or the host; those
+        on the device, on the host or in files.
 
         A page in a file counts only if this process has seen its tokens since it started, because a file has only
         digests.
@@ -137,7 +138,7 @@ class Worker:
 
 
 async def answered(asking: Awaitable[Any], what: str) -> Any:
-    """The result of a call. `TimeoutError` names the call that is stuck."""
+    """Returns the result of a call. If the call does not end in time, the `TimeoutError` names it."""
     try:
         return await asyncio.wait_for(asking, ANSWER_S)
     except TimeoutError:
@@ -175,7 +176,9 @@ class Followed:
         self.services.append(service)
 
     def prompt(self) -> list[int]:
-        """A new prompt, or one that continues the first pages of another."""
+        """Returns a new prompt, or a prompt that begins with the first pages of an earlier prompt and then continues
+        differently.
+        """
         start = self.random.choice(self.prompts)
         kept = start[: self.random.randint(0, len(start))]
         length = min(150, len(kept) + self.random.randint(5, 50))

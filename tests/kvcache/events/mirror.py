@@ -35,7 +35,7 @@ class Known:
         self.there: dict[str, dict[int, tuple[tuple[int, ...], int | None]]] = {}
         self.tree: dict[int, int | None] = {}
         self.events: list[dict[str, Any]] = []
-        self.groups: dict[int, Known] = {}  # by further block table: what is known of it
+        self.groups: dict[int, Known] = {}  # by the index of each further block table: what is known of its pages
         self.spec: tuple[str, int | None] | None = None  # what the layers keep, according to the events
 
     def take_up(self, events: list[dict[str, Any]]) -> None:
@@ -75,7 +75,7 @@ class Known:
                 gone += [child for child, parent in self.tree.items() if parent == one]
 
     def whole(self) -> None:
-        """Asserts that the tree has exactly those known pages all of whose earlier pages are known, too."""
+        """Asserts that `tree` contains a known page exactly if all pages before it in its prompt are known, too."""
         gpu = self.there.get("GPU", {})
         for block in gpu:
             way, before = [block], gpu[block][1]
@@ -88,7 +88,7 @@ class Known:
 class Reader(Known):
     """Follows the events of one rank, which it reads directly from the log, without sockets.
 
-    `longest` is the prefix that a follower would find if it knew the model only from its events.
+    `longest` returns the length of the prefix that a follower would find if it knew the model only from its events.
     """
 
     def __init__(self, manager: PagedKVCacheManager, rank: int) -> None:
@@ -103,7 +103,9 @@ class Reader(Known):
         self.take_up(_decoded([event for source, event in told if self._book.is_of(source, self._rank)]))
 
     def longest(self, hashes: list[int], media: tuple[str, ...]) -> int:
-        """Returns after how many of these pages all tables can continue, given the pages in all of these media."""
+        """Returns after how many of these pages all tables can continue. A page counts as present if any of `media` has
+        it.
+        """
         return next((end for end in range(len(hashes), 0, -1) if self._goes_on(hashes[:end], media)), 0)
 
     def _goes_on(self, hashes: list[int], media: tuple[str, ...]) -> bool:
@@ -149,14 +151,16 @@ class Mirror(Known):
         return self
 
     def forget_the_begin(self, manager: PagedKVCacheManager, rank: int) -> None:
-        """Waits until the whole state was sent again to all subscribers, as happens for each new subscriber."""
+        """Waits until the manager has sent its whole state to all subscribers, as it does whenever a new subscriber
+        arrives.
+        """
         worker = worker_of(manager)
         self.until(lambda: worker._told_anew_at >= self.made_at + _JOIN_S and not worker._owed)
         self.settle(manager, rank)
         del self.events[:]
 
     def take(self, timeout_ms: int = 0) -> bool:
-        """Handles one message, if there is one."""
+        """Handles one message. Returns whether there was one."""
         if not self.sub.poll(timeout_ms):
             return False
         _, number, payload = self.sub.recv_multipart()
@@ -227,7 +231,7 @@ class Mirror(Known):
 
 
 def parked(worker: Any) -> None:
-    """Keeps the thread from reading the log until the result's `turn` is deleted."""
+    """Keeps the publisher's thread from reading the log until the test deletes the worker's attribute `turn`."""
     is_parked = threading.Event()
 
     def turn() -> bool:
@@ -256,7 +260,7 @@ def settled(manager: PagedKVCacheManager) -> list[int]:
 
 
 def indexes_of(manager: PagedKVCacheManager, rank: int) -> dict[int, PrefixIndex]:
-    """The indexes that a rank's stream reports."""
+    """Returns the indexes whose changes the event stream of a rank reports."""
     found = {rank: manager._replicas.each[rank].pool.index}
     tiers = manager._replicas.tiers
     if tiers is not None:

@@ -83,7 +83,7 @@ class Answer(BaseHTTPRequestHandler):
         self.wfile.write(said)
 
     def log_message(self, *_: object) -> None:
-        """Says nothing."""
+        """Keeps the server from printing a line for each request."""
 
 
 class Router:
@@ -132,7 +132,7 @@ class Router:
             return repr(error)
 
     def begin(self) -> None:
-        """Wait until it serves."""
+        """Waits until the router serves requests."""
         deadline = time.monotonic() + PATIENCE_S
         while "Error" in (said := self.ask([1, 2, 3])):
             assert self.process.poll() is None, self.log.read_text()[-2000:]

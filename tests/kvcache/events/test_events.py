@@ -49,7 +49,9 @@ def refuse_what_is_not_hashed_yet(manager: PagedKVCacheManager) -> None:
     ],
 )
 def test_a_mirror_is_the_index_at_every_quiet_point_of_random_moves(seed: int, features: tuple[str, ...]) -> None:
-    """Messages are lost, subscribers join late, and only few sent messages are kept. Even so, nothing differs."""
+    """Messages are lost, subscribers join late, and only few sent messages are kept for replays. Whenever the stream is
+    quiet, the mirror still equals the manager's indexes.
+    """
     losses = random.Random(seed)
     told = {"kv_events": events(buffer_steps=losses.choice([2, 10_000]))}
     moves = Model.of(seed, ("forks", "preemption", "batches", "resets", *features), told)
@@ -217,7 +219,7 @@ def test_where_nobody_takes_the_log_the_loop_does_and_all_is_told_anew() -> None
     manager = manager_of(16, params={"kv_events": events()})
     worker = worker_of(manager)
     with Mirror(manager.kv_event_endpoints[0]).begin() as mirror:
-        with worker._applying:  # the thread is blocked
+        with worker._applying:  # the publisher's thread is blocked here
             for start in range(4):
                 run_once(manager, [*range(start * 100 + 1, start * 100 + 30)])
             assert len(worker._log.entries) > 8
@@ -285,7 +287,7 @@ def test_a_loop_waits_for_nobody_and_a_log_that_nobody_takes_is_dropped(monkeypa
         run_once(manager, [*range(1, 30)])
         mirror.settle(manager, 0)
         assert mirror.there["GPU"]
-        with worker._applying:  # the thread takes long to send
+        with worker._applying:  # here the publisher's thread takes long to send
             longest = 0
             while not worker._lost:
                 run_once(manager, [*range(longest * 100 + 1, longest * 100 + 30)])

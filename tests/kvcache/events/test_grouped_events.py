@@ -1,4 +1,6 @@
-"""The events of several block tables tell a reader how much of a prompt would be found, in each medium and in all."""
+"""The events of several block tables tell a reader how much of a prompt a manager would find, in each medium and in all
+media together.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ GROUPS = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6), LayerGroup("ch
 
 
 class Readers:
-    """One reader for each rank. When a move is over, it is reported to all of them."""
+    """One reader for each rank. After each move, all readers get the events that the move has caused."""
 
     def __init__(self, manager: PagedKVCacheManager) -> None:
         self.manager, self.worker = manager, worker_of(manager)
@@ -58,7 +60,7 @@ def longest(replica: Replica, digests: np.ndarray) -> list[int]:
 
 
 def there(reader: Known) -> dict[tuple[int, str], set[int]]:
-    """The hashes that a reader knows, by table and medium."""
+    """Returns the hashes of the pages that a reader knows, by block table and medium."""
     tables = {0: reader, **reader.groups}
     found = {(at, medium): set(pages) for at, one in tables.items() for medium, pages in one.there.items()}
     return {key: pages for key, pages in found.items() if pages}

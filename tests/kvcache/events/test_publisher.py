@@ -1,5 +1,5 @@
-"""An event stream in bad conditions: a replay that is too old, a subscriber that does not read, one that asks too
-often.
+"""An event stream in bad conditions: a replay is requested that is too old, a subscriber does not read, or a subscriber
+asks too often.
 """
 
 from __future__ import annotations
@@ -181,13 +181,16 @@ def test_a_flood_of_questions_takes_a_share_of_the_threads_time_and_no_memory(ma
 
 @pytest.fixture
 def stream() -> Iterator[_Stream]:
-    made = _Stream(KVEvents(ANY, f"inproc://replays-{next(_names)}"), 0)  # only ZMQ's own queues are between the two
+    # both ends are in this process, so only ZMQ's own queues lie between them
+    made = _Stream(KVEvents(ANY, f"inproc://replays-{next(_names)}"), 0)
     yield made
     made.close()
 
 
 def test_only_what_the_ring_has_without_a_gap_is_sent_again() -> None:
-    """The batch before the oldest kept one is gone. A follower that lacks it gets the whole state."""
+    """The batch before the oldest kept one is no longer there. So a follower that asks for it gets the whole state
+    instead.
+    """
     few = KVEvents(ANY, f"inproc://replays-{next(_names)}", buffer_steps=4)
     with contextlib.closing(_Stream(few, 0)) as stream:
         begin, book = stream.sequence, EventBook(1, 8, 4, CacheSpec("full_attention"))
@@ -210,7 +213,7 @@ def test_only_what_the_ring_has_without_a_gap_is_sent_again() -> None:
 
 
 def peer_of(stream: _Stream, first: int) -> zmq.Socket[bytes]:
-    """Returns a peer that asks for all messages from a number on, and has read nothing yet."""
+    """Returns a peer that has asked for all messages from number `first` on, and has read nothing yet."""
     socket = zmq.Context.instance().socket(zmq.DEALER)
     socket.setsockopt(zmq.RCVHWM, 1)
     socket.connect(stream.addresses[1])
@@ -219,14 +222,14 @@ def peer_of(stream: _Stream, first: int) -> zmq.Socket[bytes]:
 
 
 def asking(stream: _Stream, first: int) -> zmq.Socket[bytes]:
-    """Yields such a peer while it is being answered."""
+    """Makes a peer as `peer_of` does, and yields it while the stream is answering it."""
     socket = peer_of(stream, first)
     assert stream.answer(EventBook(1, 8, 4, CacheSpec("full_attention")))
     return socket
 
 
 def is_gone(stream: _Stream) -> bool:
-    """Whether the stream's socket has noticed that the peer that it is answering is gone."""
+    """Returns whether the stream's socket has noticed that the peer that it is answering has disconnected."""
     assert stream.replay is not None
     try:
         stream.replay.send_multipart([stream._unsent[0][0], b""], zmq.NOBLOCK)
@@ -236,7 +239,7 @@ def is_gone(stream: _Stream) -> bool:
 
 
 def read(socket: zmq.Socket[bytes]) -> list[bytes]:
-    """The numbers of the messages that have arrived for a peer."""
+    """Returns the numbers of the messages that have arrived at a peer."""
     found: list[bytes] = []
     while socket.poll(0):
         found.append(socket.recv_multipart()[2])
@@ -277,7 +280,8 @@ def test_of_answers_that_nobody_reads_few_messages_are_kept(stream: _Stream, mon
         stream.reply()
         got += read(reader)
     assert len(got) == 301
-    for _ in range(20):  # the peer keeps asking; no part of these answers is stored, and they delay no other peer
+    # The peer keeps asking. No part of the answers to it is stored, and these answers delay no other peer.
+    for _ in range(20):
         deaf.send_multipart([b"", first.to_bytes(8, "big")])
         assert stream.answer(EventBook(1, 8, 4, CacheSpec("full_attention")))
         assert not stream.reply()
@@ -447,7 +451,7 @@ def test_who_has_missed_too_much_has_everybody_told_anew_and_not_too_often(manag
         run(manager, 101)
         mirror.settle(manager, 0)
         assert {"type": "AllBlocksCleared"} not in mirror.events
-        worker._paid_at = 0.0  # now the state may be sent again, and it is sent although no follower asks for it
+        worker._paid_at = 0.0  # now the state may be sent again, and it is sent without a new request of a follower
         mirror.until(lambda: {"type": "AllBlocksCleared"} in mirror.events)
         assert not worker._owed
 
@@ -573,6 +577,6 @@ def test_followers_that_are_back_one_after_the_other_are_told_each_without_waiti
 
 
 def test_peers_that_fill_a_queue_and_die_do_no_harm(manager: PagedKVCacheManager) -> None:
-    """With ZMQ's own heartbeats this sometimes ended the process, so these are off."""
+    """With ZMQ's own heartbeats, such peers sometimes ended this process. So the sockets do not use heartbeats."""
     stream = worker_of(manager).streams[0]
     assert stream.pub.getsockopt(zmq.HEARTBEAT_IVL) == stream.replay.getsockopt(zmq.HEARTBEAT_IVL) == 0

@@ -19,7 +19,7 @@ def pages(*ids: int) -> np.ndarray:
 
 
 def said(order: HintedOrder, hint: Retention | None, *ids: int) -> None:
-    """Ends a request that used these pages and gives them this hint."""
+    """Ends a request that has used these pages and has this hint."""
     order.hint(pages(*ids), hint and page_hints(hint, len(ids), 1))
     order.append(pages(*ids))
 
@@ -78,7 +78,7 @@ def test_a_hint_decays_and_never_pins() -> None:
 def test_only_the_share_follows_hints() -> None:
     order = order_of(0.5)
     said(order, None, *range(1, 11))
-    said(order, FIRST, *range(11, 21))  # the newer half, which follows LRU
+    said(order, FIRST, *range(11, 21))  # the newer half of the pages, which follows LRU although it has a hint
     assert order.pop(10).tolist() == [*range(1, 11)]
     order.check()
 

@@ -111,9 +111,12 @@ def test_a_promise_is_no_better_than_the_real_share_where_that_one_hits_as_much(
 
 
 def test_a_promise_that_never_comes_true_costs_no_more_than_its_credit() -> None:
-    """The cost is bounded, even if the promise is repeated for ever.
+    """The cost of wrong hints is bounded, even if they promise gains for ever.
 
-    The bound is a quarter of the pool, an eighth of the pool until the share is lost, and one page in 100 lookups.
+    The bound is the sum of three terms: a quarter of the pool, another eighth of the pool until the share is lost, and
+    one page for every 100 lookups.
+
+    So many pages can be lost only if the wrong hints were trusted again and again.
     """
     share, lost, looked = HintShare(1000, 0.95), 0, 0
     for _ in range(20_000):
@@ -203,7 +206,10 @@ class Load:
     """A few sessions that return in every round, and prompts between them that never return."""
 
     def __init__(self, pages: int, sessions: float, others: float, pool: int | None = None) -> None:
-        """`sessions` and `others` are the pages of one round, as multiples of the pool.
+        """`sessions` and `others` say how many pages the sessions and the other prompts use in one round, as multiples
+        of `pages`.
+
+        The manager has `pool` pages if `pool` is given, otherwise `pages`.
 
         The manager has `pool` pages if it is given, otherwise `pages`.
         """
@@ -216,7 +222,7 @@ class Load:
         self.names = SESSIONS
 
     def rounds(self, count: int, sessions: Retention | None, others: Retention | None) -> list[int]:
-        """Returns how many cached pages the sessions have found, by round."""
+        """Returns one number for each round: how many cached pages the sessions have found in it."""
         hits = []
         for _ in range(count):
             hits.append(0)

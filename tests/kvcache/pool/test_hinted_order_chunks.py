@@ -1,4 +1,6 @@
-"""All kinds of hint share one log. It has enough chunks for them, wherever their pages lie in it."""
+"""All kinds of hint share one log, which consists of chunks. It never runs out of chunks, wherever the pages of each
+kind lie in it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def skip(order: HintedOrder, code: int, first: int, count: int) -> None:
 
 
 def test_every_kind_with_a_page_in_its_oldest_chunk_and_one_in_its_newest_leaves_chunks_for_the_rest() -> None:
-    size, free = 2 * CHUNK, CHUNK + 200  # the pages from `free` on are appended and removed again
+    size, free = 2 * CHUNK, CHUNK + 200  # the pages from number `free` on are appended only to be removed again
     order = HintedOrder(size, LruOrder(size), share=1.0)
     kinds, rest = range(SHARED), SHARED
     for code in kinds:

@@ -1,4 +1,4 @@
-"""Baselines of small pools. If no hint is trusted, an order with hints has the same hits as plain LRU."""
+"""Baselines of small pools. If no hint is trusted, a baseline with hints has exactly the hits of plain LRU."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def test_each_reason_has_a_number_and_a_name_of_its_own() -> None:
 
 
 def test_whoever_is_being_told_may_leave_meanwhile() -> None:
-    """A watcher may leave, from its own thread, while readers are called."""
+    """While readers are being called, a watcher may end its subscription from its own thread."""
     journal, told = Journal(), list[str]()
 
     class Leaving(Noting):

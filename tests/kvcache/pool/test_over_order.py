@@ -25,7 +25,7 @@ PAGES = 12
 
 
 class Wrong(LruOrder):
-    """An order that returns wrong pages on request: `spoil` changes the pages that it returns."""
+    """An order that returns wrong pages when a test wants it: `spoil` changes the pages that it is about to return."""
 
     spoil: Callable[[np.ndarray], Any] | None = None
 

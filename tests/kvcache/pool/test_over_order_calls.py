@@ -51,7 +51,7 @@ def test_an_order_over_another_forgets_no_call(over: type[OverOrder]) -> None:
 
 
 class Spoils(LruOrder):
-    """An order that overwrites every array that it gets, after it has used it."""
+    """An order that overwrites every array passed to it, after it has used the array."""
 
     def append(self, pages: Pages | Indices) -> None:
         super().append(pages)
@@ -96,7 +96,9 @@ def test_pages_that_left_or_are_not_there_after_a_mend_are_not_idle() -> None:
 
 
 class Names(LruOrder):
-    """An order for which a test sets the next page, the page that must be evicted, and the reasons."""
+    """An order for which a test sets three things: the next page, the page that must be evicted, and the reasons of
+    evictions.
+    """
 
     next = must = 0
     reasons: Any = None
@@ -137,7 +139,7 @@ def test_every_page_is_idle_and_those_beside_the_pool_are_not(odd: int) -> None:
 
 
 class Lists(LruOrder):
-    """An order whose list of pages, or whose check, is wrong."""
+    """An order with a wrong list of its pages, or with a wrong check."""
 
     listed: Any = None
     is_broken = False

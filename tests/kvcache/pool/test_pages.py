@@ -27,7 +27,7 @@ def digests(numbers: list[int]) -> np.ndarray:
 
 
 class Reader(PageReader):
-    """Records which pages were removed, and why."""
+    """Records which pages were removed from the index, and why."""
 
     def __init__(self, news: list[tuple[int, list[int]]]) -> None:
         self.news = news
@@ -122,7 +122,7 @@ class Books:
         self.pool.release_each(pages(*some))
 
     def free(self, some: list[int]) -> None:
-        """Frees pages. The last of them is evicted first."""
+        """Frees pages in this order. The last of them is evicted first."""
         over = [page for page in reversed(some) if not self.holders[page] and not self.writers[page]]
         self.idle += [page for page in over if page in self.published]
         self.fresh += [page for page in over if page not in self.published]
@@ -154,7 +154,7 @@ class Books:
         assert pool.idle.pages().tolist() == self.idle
         free = len(self.fresh) + len(self.idle)
         assert (pool.free_count, pool.num_held) == (free, SIZE - free)
-        # No other pool lends it room, and no request takes pages beside its token pages.
+        # No other pool lends this pool room, and requests take no other pages than those for their tokens.
         assert pool.has_room == pool.make_room(moving=True) == (free > 0)
         assert (pool.room_may_cost, pool.beside, pool.width) == (False, 0, 1.0)
         assert pool.evictions == self.evictions
@@ -220,15 +220,15 @@ def test_a_pool_of_many_pages_evicts_them_all_whether_anybody_watches_or_not() -
     held = pool.allocate(pool.num_pages)
     pool.index.publish(held, digests([*range(1, len(held) + 1)]))
     pool.release(held)
-    assert pool.allocate_one() == held[-1]  # the tail is evicted first
+    assert pool.allocate_one() == held[-1]  # the page at the end of the prompt is evicted first
     assert np.array_equal(pool.allocate(len(held) - 1), held[:-1])
     assert pool.evictions == pool.num_pages
     assert not pool.index.published.any()
 
 
 def held_pool() -> tuple[PagePool, np.ndarray, np.ndarray]:
-    """Returns a pool and its true counts. Pages 1 to 3 are held, 2 and 3 are published, 3 is being written, and 4 is
-    idle.
+    """Returns a pool, and the true numbers of holders and writers of each page. Pages 1 to 3 are held, 2 and 3 are
+    published, 3 is being written, and 4 is idle.
     """
     pool = PagePool(6, 2)
     held = pool.allocate(4)
@@ -247,7 +247,9 @@ def change(pool: Any, count: str, by: int) -> None:
 
 
 def say_fresh(pool: PagePool, page: int, *, on_top: bool) -> None:
-    """Makes the pool record this page as the next fresh one, or, with `on_top`, as one more on top of the stack."""
+    """Makes the pool record this page as the next fresh one. With `on_top`, the page is recorded once more, on top of
+    the stack.
+    """
     pool._fresh_count += on_top
     pool._fresh[pool._fresh_count - 1] = page
 
@@ -314,7 +316,8 @@ def test_what_a_release_would_free_is_what_it_frees() -> None:
     pool.release(held)
     assert pool.free_count == before + 2
     assert pool.would_be_taken(held) == 2
-    assert pool.would_be_freed(held[4:]) == 2  # two of the four pages with one holder are being written
+    # Four pages have only one holder. Two of these are being written, so only the other two would become free.
+    assert pool.would_be_freed(held[4:]) == 2
     pool.drop_writer(held[2:6])
     assert pool.would_be_freed(held) == 4
     assert pool.would_be_taken(held) == 4

@@ -44,7 +44,9 @@ def recount(pool: PagePool, held: dict[int, int], written: dict[int, int]) -> No
 @pytest.mark.parametrize("ended", [(2, 1, 0), (2, 0, 0), (1, 1, 0), (1, 0, 0), (0, 1, 0), (0, 0, 0)])
 def test_a_page_is_free_once_every_step_has_ended_that_was_in_flight_when_it_was_let_go(ended: tuple[int, ...]) -> None:
     pool, steps = PagePool(SIZE, 2), [1, 2, 3]
-    pages = published(pool, 3)  # page n of this list is released while n steps are in flight
+    # the first of these pages is released while one step is in flight, the second during two steps, and the third
+    # during three
+    pages = published(pool, 3)
     for page in pages:
         pool.begin_step()
         pool.release(ids(page))

@@ -30,7 +30,8 @@ def test_a_tenants_pages_above_its_quota_go_first() -> None:
     owned(order, quotas, "small", 10, 11, 12, 13, 14)
     owned(order, quotas, "big", 20, 21, 22, 23, 24, 25, 26)
     order.check()
-    assert order.pop(3).tolist() == [10, 11, 20]  # the pages above quotas of 3 and 6 pages; other pages have no quota
+    # these are the pages above quotas of 3 and 6 pages; all other pages belong to tenants without a quota
+    assert order.pop(3).tolist() == [10, 11, 20]
     order.check()
     assert order.pop(8).tolist() == [1, 2, 3, 4, 5, 6, 12, 13]
     order.check()
@@ -71,7 +72,7 @@ def test_more_tenants_than_there_are_places_share_one_quota(monkeypatch: pytest.
     for number, salt in enumerate("abcd", 1):
         owned(order, quotas, salt, number, 10 + number)
         order.check()
-    assert order.pop(1).tolist() == [3]  # "c" and "d" have four together
+    assert order.pop(1).tolist() == [3]  # "c" and "d" share one quota, and have four pages together
     order.remove(pages(1, 11))
     owned(order, quotas, "e", 5, 6, 7, 8)  # "e" takes the place of "a", which has no pages left
     order.check()
@@ -109,7 +110,7 @@ def test_who_asks_is_told_who_went_for_a_quota() -> None:
 
 
 class Told(LruOrder):
-    """An order that records what it is told about pages that are not in it."""
+    """An order that records the calls about pages that are not idle."""
 
     def __init__(self) -> None:
         super().__init__(POOL)

@@ -12,7 +12,8 @@ from kvcache.eviction_order import Pages
 from kvcache.pool.quotas import QuotaOrder, TenantQuotas
 
 SLAB_PAGES, SLABS, PAGES = 4, 10, 43
-QUOTAS = {"a": 0.2, "b": 0.4, "c": 0.0}  # of 43 pages: two slabs, four slabs, none
+# quotas of a pool of 43 pages: two slabs for "a", four slabs for "b", and none for "c"
+QUOTAS = {"a": 0.2, "b": 0.4, "c": 0.0}
 
 
 def ids(*slabs: int) -> Pages:

@@ -13,7 +13,7 @@ from kvcache.retention import NEUTRAL, PageHints
 
 
 class Told(PageReader):
-    """Records what a pool reports."""
+    """Records the calls that a pool makes to its readers."""
 
     def __init__(self) -> None:
         self.saved: list[list[int]] = []
@@ -27,7 +27,7 @@ class Told(PageReader):
 
 
 class Kept:
-    """Idle slabs. The content that is cached in a slab is the slab's number."""
+    """Idle slabs that contain cached content. The content of a slab is represented by the slab's number."""
 
     def __init__(self, pool: SlabPool) -> None:
         self.pool, self.slabs = pool, list[tuple[int, int]]()
@@ -51,7 +51,7 @@ class Kept:
 
 
 class Elsewhere:
-    """Moves pages according to a list. `stays` has the pages that cannot be moved."""
+    """A mover that moves each page to a place given in a list. Pages in `stays` cannot be moved."""
 
     def __init__(self, pool: SlabPool) -> None:
         self.pool, self.stays, self.moved = pool, set[int](), list[tuple[list[int], list[int]]]()
@@ -174,7 +174,7 @@ def test_nothing_is_given_up_for_a_slab_while_fresh_pages_make_one_not_even_what
     quotas = TenantQuotas(15, 0.1, {})
     pool.follow(QuotaOrder(pool.idle, quotas))
     assert kept.keep() == 3
-    kept.slabs = [(3, -5)]  # its rank is that of a copy of a tenant above its quota
+    kept.slabs = [(3, -5)]  # the rank that a copy has whose tenant is above its quota
     pages = pool.allocate(4)
     publish(pool, pages)
     quotas.own(pages, "tenant")
@@ -201,7 +201,9 @@ def test_what_is_evicted_for_a_slab_is_told_and_kept_below_and_found_no_more() -
 
 
 def test_a_slab_is_made_room_for_by_what_a_tenant_has_above_its_quota() -> None:
-    """Pages 8 to 15, in two slabs, are within a quota. A tenant above its quota has newer pages in the lower slab."""
+    """Pages 8 to 15, in two slabs, belong to no tenant. The pages of a tenant that is above its quota lie in a lower
+    slab, and were used later.
+    """
     pool, _, _ = made()
     quotas = TenantQuotas(15, 0.1, {})
     pool.follow(QuotaOrder(pool.idle, quotas))
@@ -288,8 +290,8 @@ def test_what_was_said_of_a_page_and_its_tenant_go_along_and_end_with_it() -> No
 
 
 def hinted(code: int, share: float = 0.5) -> tuple[SlabPool, Kept, HintedOrder]:
-    """Returns a pool with a kept copy in slab 3, and later idle pages with this hint in slabs 1 and 2. Time follows
-    `now`.
+    """Returns a pool with a kept copy in slab 3, later idle pages with this hint in slabs 1 and 2, and the order. The
+    time is that of `now`.
     """
     pool, kept, _ = made()
     order = HintedOrder(15, pool.idle, lambda: 100.0, share)
@@ -333,7 +335,7 @@ def test_the_pages_of_a_slab_that_comes_back_are_fresh_whatever_was_said_of_them
 
 
 def test_a_hint_whose_time_is_over_makes_a_page_no_younger() -> None:
-    pool, _, order = hinted(4 + 5)  # for four seconds at most
+    pool, _, order = hinted(4 + 5)  # a hint for at most four seconds
     assert pool.use_of(order, pool._used) > pool.clock
     order._expires[:] = 99.0
     assert pool.use_of(order, pool._used) == pool.clock

@@ -1,5 +1,5 @@
-"""Random steps in flight: they are fetched ahead and run later. Anything may happen to their requests and pages
-meanwhile.
+"""Random steps in flight: a step is fetched ahead and run later. Between the two, anything may happen to the step's
+requests and their pages.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Entry:
     tokens: list[int]
     start: int
     active: int
-    advanced: bool = False  # it has a future token
+    advanced: bool = False  # whether its request has been given a future token for it
     realized: bool = False  # whether the value of its future token is known
 
 
@@ -41,7 +41,9 @@ class Flight:
 
 
 class AheadMoves(TailMoves):
-    """Up to two steps are in flight. A device runs them later, in their order."""
+    """Moves with steps in flight. Up to two steps are in flight at a time, and a device runs them later, in the order
+    in which they were fetched.
+    """
 
     def __init__(self, *args: Any) -> None:
         self.flights: list[Flight] = []
@@ -59,7 +61,9 @@ class AheadMoves(TailMoves):
 
     @property
     def running(self) -> list[Request]:
-        """Also leaves out requests that were fetched for a second step before the first step's token is known."""
+        """The running requests. A request is left out if it was already fetched for a step in flight and has no future
+        token for this step yet.
+        """
         waiting = {entry.one for flight in self.flights for entry in flight.entries if not entry.advanced}
         return [one for one in super().running if one not in waiting]
 
@@ -111,7 +115,7 @@ class AheadMoves(TailMoves):
         raise AssertionError("a third step is in flight")
 
     def advance(self, flight: Flight) -> None:
-        """Adds a future token to each request that runs now, unless it has one already or was released."""
+        """Adds a future token to each request of the step, unless the request has one already or was released."""
         may = [entry for entry in flight.entries if not entry.advanced and not entry.one.context.has_future_token]
         may = [entry for entry in may if self.live.get(entry.one.name) is entry.one]
         if flight.batch is not None and len(may) == len(flight.entries):
@@ -149,7 +153,7 @@ class AheadMoves(TailMoves):
         return True
 
     def is_live(self, entry: Entry) -> bool:
-        """Whether the request has pages, and was not released since the step was planned."""
+        """Returns whether the request has pages, and was not released since the step was planned."""
         return self.live.get(entry.one.name) is entry.one and entry.one.has_pages
 
     def run_ahead(self, entry: Entry) -> Run:
@@ -191,7 +195,7 @@ class AheadMoves(TailMoves):
         self.books.learn(leaving=parked)
 
     def end_unknown_steps(self, steps: Sequence[StepInFlight]) -> None:
-        """After an interrupt: ends the steps that no caller was given, and notes which steps have ended."""
+        """After an interrupt, ends the steps that no caller was given. Also notes which steps have ended."""
         for step in steps:
             if all(step is not flight.step for flight in self.flights):
                 self.manager.end_step(step)

@@ -1,7 +1,8 @@
-"""Records after each call what a manager has changed, and compares that with the changes that the plain model allows.
+"""After each call, records what the manager has changed, and compares these changes with those that the plain model
+allows.
 
-The manager says which pages a request has and which contents are found. The model checks their number, their order and
-their contents, and that their bytes are those of their tokens.
+The model does not predict the ids of pages: the manager says which pages a request has and which contents are found.
+The model checks the number, the order and the contents of these pages, and that their bytes are those of their tokens.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class Books:
     """A manager and its model, in the state after the last call.
 
     Attributes:
-        foretold: whether the model predicts what is evicted. If states lie among pages, that would depend on where
-            pages lie.
+        foretold: whether the model predicts what is evicted. It does not if states share memory with pages, because
+            evictions then depend on where the pages lie.
         lenient: True after an interrupt, until none of its effects is left. During that time, published pages of
             running requests need not be found, and eviction orders are taken from the manager.
     """
@@ -64,7 +65,7 @@ class Books:
         ]
         self.used: dict[Digest, int] = {}  # when each content was last used in host memory
         self.host: dict[Digest, int] = {}
-        # contents that were in use during a reset. The reset has also forgotten their copies in lower tiers
+        # Contents that were in use during a reset. Their copies in lower tiers were forgotten by the reset, too.
         self.not_below: set[Digest] = set()
         self.clock = 0
         self.seen_evictions = [0] * count
@@ -92,7 +93,7 @@ class Books:
             stepped: the requests of the step, if the call was one.
             leaving: for each replica, the pages that were given back, in the order in which they may become idle. None
                 stands for the order in which rows give pages back.
-            reset: whether all idle content was forgotten.
+            reset: whether the call has made the manager forget all idle content.
         """
         self.clock += 1
         self.blurred |= self.lenient
@@ -108,7 +109,8 @@ class Books:
                 self._learn_states(at, replica, stepped, reset=reset)
         self._gone.clear()
         self._learn_host(reset=reset)
-        self.clock += 1  # content that the next call uses counts as used later than content that this call has added
+        # so that content which the next call uses counts as used later than content that this call has added
+        self.clock += 1
         assert self.manager.num_free_blocks == sum(replica.free() for replica in self.replicas)
 
     _gone: dict[int, dict[int, tuple[int, ...]]] = {}  # noqa: RUF012 - see `leave`
@@ -129,8 +131,8 @@ class Books:
         self.touch_state(one.replica, self.names.digest_of[what])
 
     def _places(self, one: Request, nth: int = 0) -> Iterable[tuple[int, tuple[int, ...]]]:
-        """Yields each page of a request, with a key for the order in which pages become idle: last pages first, a full
-        first table last.
+        """Yields each page of a request, with a key that gives the order in which pages become idle: the last pages of
+        the request come first, and a full first table comes after the other tables.
         """
         keeps_all = self.replicas[one.replica].tables[0].holds_all
         for number, row in enumerate(one.rows):
@@ -183,7 +185,7 @@ class Books:
 
     @property
     def _comes_back(self) -> bool:
-        """Whether the same call may evict pages and bring them back."""
+        """Returns whether one call may evict pages and bring the same pages back."""
         return bool({"host", "peer copies"} & self.features)
 
     def _follow_order(
@@ -225,7 +227,9 @@ class Books:
         return str([self.names.content_of.get(one) for one in digests])
 
     def _same_rows(self, replica: Replica, digest_of: dict[int, Digest]) -> None:
-        """Checks that rows name the found pages where their content was found, and other pages elsewhere."""
+        """Checks that each page in a row that a lookup finds has the content of its column. Checks that every other
+        page belongs to one request only, and that its column is not full and published.
+        """
         holders = replica.holders()
         for one in replica.requests.values():
             tokens, named = one.tokens, one.named
@@ -291,7 +295,9 @@ class Books:
             replica.kept[digest] = replica.kept.pop(digest)
 
     def _state_stays(self, at: int, replica: Replica, one: Request, was: set[Digest], *, alone: bool) -> None:
-        """Records that a state at the end of a page is kept, if there is room.
+        """Records that a copy of a state at the end of a page is kept, if there is room.
+
+        The new copy replaces a copy that is only passed along with the request.
 
         It replaces a copy that only passes along.
         """
@@ -310,10 +316,11 @@ class Books:
         stays = start in (one.ends or ()) or bool(spacing and start % spacing == 0)
         made = digest in replica.kept and digest not in was
         one.passing = digest if not stays and (made or not alone or one.passing == digest) else None
-        one.surely = alone  # one request of the batch has made the copy, and it is not known which one
+        # If several requests of the batch end here, it is not known which of them has made the copy.
+        one.surely = alone
 
     def plain_states(self, at: int) -> bool:
-        """Whether only requests hold states."""
+        """Returns whether exactly one state page is held for each claimed request."""
         return self.manager.states[at].num_held == len(self.replicas[at].requests)
 
     def same_state(self, at: int, page: int, digest: Digest) -> None:

@@ -1,4 +1,6 @@
-"""Random imports into the model's manager: begun, extended, copied, committed, cancelled, and begun again."""
+"""Random imports into the model's manager. An import is begun, extended, copied, and committed or cancelled. A
+cancelled import may be begun again.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,9 @@ class Import:
     one: Request
     pending: PendingImport
     table: BlockTable
-    ends: set[int] | None  # where chunks of the prompt end after the import
+    ends: set[int] | None  # the tokens at which chunks of the prompt end after the import
     copier: ImportCopier | None = None
-    is_taken: bool = False  # all of its pages were copied
+    is_taken: bool = False  # whether a copier has taken all of its pages
 
 
 class ImportMoves(Moves):
@@ -39,7 +41,8 @@ class ImportMoves(Moves):
     def __init__(self, choose: Any, world: World, features: frozenset[str] | None = None, *more: Any) -> None:
         self.imports: dict[str, Import] = {}
         self.stray: list[Import] = []  # imports that were cancelled or abandoned, and whose copiers may still write
-        self.closed: tuple[PendingImport | None, ImportProof | None] = (None, None)  # the last one that was committed
+        # the last import that was closed, and the proof with which it was committed
+        self.closed: tuple[PendingImport | None, ImportProof | None] = (None, None)
         super().__init__(choose, world, features, *more)
         self.source = None
 
@@ -54,11 +57,13 @@ class ImportMoves(Moves):
         return [one for one in super().running if one.name not in self.imports and not self.is_written(one)]
 
     def is_written(self, one: Request) -> bool:
-        """Whether the copier of its cancelled import may still write."""
+        """Returns whether the copier of an import that this request has cancelled may still write."""
         return any(stray.one is one for stray in self.stray)
 
     def table_of(self, context: TextContext) -> BlockTable | None:
-        """The source's table of a prompt that it has computed, without the last token."""
+        """Returns the source's block table for this prompt without its last token. The source computes the prompt
+        first.
+        """
         if self.source is None:
             groups = self.manager.params.groups, self.manager.num_layers
             more: dict[str, Any] = {"groups": groups[0], "states": self.manager.params.states}
@@ -107,7 +112,8 @@ class ImportMoves(Moves):
             )
         except PromptTooLongError:
             return self.gives_up(one)
-        if seam.host_held(manager) - held:  # pages are loaded for the import, and count as used when it ends
+        # These pages are loaded for the import, and count as used only when the import ends.
+        if seam.host_held(manager) - held:
             self.books.host_foretold = False
         self.books.learn(batch=[one])
         if pending is None:
@@ -177,7 +183,9 @@ class ImportMoves(Moves):
         self.seen["imported"] += 1
 
     def cancel(self, mine: Import) -> None:
-        """Gives an import up, alone or by releasing its request. Its copier may continue for a while."""
+        """Gives an import up, either by cancelling it or by releasing its request. Its copier may continue to write for
+        a while.
+        """
         leaves = self.choose.integer(0, 2) == 0
         del self.imports[mine.one.name]
         if mine.copier is not None:
@@ -212,7 +220,9 @@ class ImportMoves(Moves):
         self.begin(mine.one, mine.table)
 
     def write(self, mine: Import, copies: Sequence[PageCopy]) -> None:
-        """Writes the bytes that copies bring: those of the request's tokens on each shard, and its state."""
+        """Writes the bytes that these copies transfer: the KV of the request's tokens on each shard, and the request's
+        state.
+        """
         one, at, count = mine.one, mine.one.replica, len(mine.one.rows)
         for number, copy in enumerate(copies):
             pages = np.asarray(copy.dst_pages)

@@ -61,7 +61,9 @@ def interrupted(call: Callable[[], T], at: int, error: type[BaseException]) -> t
 
 
 class Interrupted(Exception):  # noqa: N818 - no error: the move is over
-    """Raised after an interrupted call, when the manager's state is right again or is about to be repaired."""
+    """Raised after a call was interrupted. The manager's state is then either right again, or the caller has to repair
+    it.
+    """
 
 
 class Interrupts:
@@ -86,7 +88,7 @@ class Interrupts:
     def recover(self, live: dict[str, TextContext]) -> Recovered:
         """Repairs the manager's state. The repair may be interrupted, too.
 
-        Before that, checks that calls are refused.
+        Before the repair, checks that the manager refuses other calls.
         """
         self.refuses(next(iter(live.values()), TextContext([1, 2], 9)))
         report = None

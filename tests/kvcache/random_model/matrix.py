@@ -62,7 +62,7 @@ class Chooser(Protocol):
 
 
 class World(NamedTuple):
-    """The tiers that successive managers share: a folder of files, and an object store."""
+    """The tiers that one manager leaves to the next one: a folder of files, and an object store."""
 
     folder: Path
     store: StoredObjects
@@ -79,11 +79,13 @@ def pairs() -> list[tuple[str, str]]:
 
 
 def drawn(choose: Chooser, wanted: Iterable[str] = ()) -> frozenset[str]:
-    """Draws the features of one manager: those `wanted`, and about half of the others that go with them."""
+    """Draws the features of one manager: all features in `wanted`, and about half of the features that can be combined
+    with them.
+    """
     has = with_needed(wanted)
     for one in sorted(FEATURES, key=lambda _: choose.integer(0, 1 << 20)):
         more = has | with_needed([one])
-        # slow features, and one that can be combined with few others
+        # slow features, and one that can be combined with few others, are drawn less often
         odds = 4 if one in {"interrupts", "hostile", "partial"} else 2
         if choose.integer(1, odds) == 1 and not is_refused(more) and not any(len(more & two) > 1 for two in ONE_OF):
             has = more
@@ -113,7 +115,7 @@ class Built(NamedTuple):
     manager: PagedKVCacheManager
     features: frozenset[str]
     caching: bool
-    copies: int  # room for copies of states, if states have separate memory
+    copies: int  # room for this many copies of states, if states have separate memory
     every: int  # pages between two copies of a state
     quotas: dict[str, float]
     quota: float

@@ -99,7 +99,9 @@ class OwnContext:
 
 @dataclass(eq=False)
 class Lease:
-    """A lease, and what its readers were told: pages with the bytes of their tokens, and a state with its position."""
+    """A lease, and what its readers were told: pages, with the bytes of their tokens, and a state page, with the number
+    of tokens before it.
+    """
 
     ours: PageLease
     one: Request | None  # the request whose pages are leased; None for pages leased by content
@@ -131,7 +133,7 @@ class Moves:
         self.seen: Counter[str] = Counter()
         self.made = self.state_hits = 0
         self.told_fits = False
-        # whether pages are copied to the host at once, or only when they are evicted
+        # whether pages are copied to the host at once, instead of only when they are evicted
         self.steady = choose.integer(0, 1) == 1
         self.books.host_foretold &= self.steady
         if "host" in self.features:
@@ -148,7 +150,7 @@ class Moves:
         return WEIGHTS
 
     def is_of(self, kind: str) -> str:
-        """Returns the feature that a move belongs to. Moves that every manager has belong to the first feature."""
+        """Returns the feature that a move belongs to. A move that every manager has is counted for the first feature."""
         if kind == "end":
             return "leases" if "leases" in self.features else "lends"
         return OF_FEATURE.get(kind, next(iter(self.features), ""))
@@ -168,18 +170,20 @@ class Moves:
 
     @property
     def late(self) -> bool:
-        """Whether copies to and from the host end at any time, so that a call may free pages before it needs some."""
+        """Whether copies to and from the host may end at any time, so that a call may free pages before it takes any."""
         return "late copies" in self.features
 
     def is_over(self) -> bool:
-        """Whether a copy has ended by now."""
+        """Draws whether a copy that has begun is over by now."""
         over = self.choose.integer(0, 5) == 0
         self.seen["late"] += not over
         return over
 
     @property
     def exact(self) -> bool:
-        """Whether a request finds pages only on its own replica."""
+        """Whether the model knows exactly which pages a request finds, because pages can come from its own replica
+        only.
+        """
         return not {"host", "peer copies", "partial"} & self.features
 
     def replica(self, one: Request) -> Replica:
@@ -213,7 +217,9 @@ class Moves:
         return self.comes(context, replica) is not None
 
     def comes(self, context: TextContext, at: int) -> Request | None:
-        """Claims the request on a replica with a free row. Returns None if there is no room for its state."""
+        """Claims the request on this replica, which has a free row. Returns None if there is no room for the request's
+        state.
+        """
         replica = self.books.replicas[at]
         room = self.has_state_room(at)
         try:
@@ -234,7 +240,9 @@ class Moves:
         return one
 
     def has_state_room(self, at: int) -> bool | None:
-        """Whether a replica has room for a state. None if that depends on the places of pages that cannot be moved."""
+        """Returns whether a replica has room for one more state, or None if that depends on where pages lie that cannot
+        be moved.
+        """
         replica = self.books.replicas[at]
         if not self.slabs:
             has_room = not self.manager.states or self.manager.states[at].pool.has_room
@@ -242,8 +250,8 @@ class Moves:
         return None if (self.stay(at) and replica.has_slab()) or self.late else replica.has_slab()
 
     def stay(self, at: int) -> bool:
-        """Whether some held pages cannot be moved. Pages whose ids are known to others stay until their request is
-        released.
+        """Returns whether some held pages cannot be moved. If others know the id of a page, the page keeps its place
+        until its request is released.
         """
         replica = self.books.replicas[at]
         told = any(one.state_told >= 0 for one in replica.requests.values())
@@ -287,8 +295,8 @@ class Moves:
         return OwnContext(made) if own else made  # type: ignore[return-value]  # pyright: ignore[reportReturnType]
 
     def keys(self, length: int) -> Keys:
-        """Returns extra keys: None, or images near the end of the prompt (where a page becomes full only later), or
-        anywhere.
+        """Returns extra keys for a prompt of this length: none, images near its end (where the page becomes full only
+        later), or images anywhere.
         """
         kind = self.choose.integer(0, 5)
         if kind < 2:
@@ -319,9 +327,10 @@ class Moves:
         return one is not None and self.reserve_one(one, self.choose.integer(1, 3)) is not None
 
     def ask(self) -> bool:
-        """Asks for a waiting request.
+        """Calls `admission` for a waiting request, and then sometimes makes a change.
 
-        The answer may be out of date when the request is claimed, because its keys or the cached pages change.
+        So the remembered answer may be out of date when the request is claimed: its keys or the cached pages may have
+        changed.
         """
         one, between = self.any_of(self.waiting), self.choose.integer(0, 6)
         if one is None:
@@ -338,7 +347,7 @@ class Moves:
         return self.reserve_one(one, 1) is not None
 
     def stale(self) -> bool:
-        """Gives the context of a request without pages a wrong position."""
+        """Sets the context of a request without pages to a wrong position."""
         one = self.any_of([one for one in self.waiting if one.context.active_idx])
         if one is None:
             return False
@@ -369,11 +378,11 @@ class Moves:
         self.fetch_below(context)
         if one.gives_back:
             self.books.gives_back(one)
-            if self.steps_are_in_flight:  # its pages are parked
+            if self.steps_are_in_flight:  # the steps in flight may still use the pages that were given back
                 replica.beside |= {page for row in one.rows for page in row.values()}
             one.rows, one.first, one.gives_back = [{} for _ in one.rows], [0] * len(one.rows), False
         looks = not one.has_pages or context.active_length > 1
-        if looks:  # promised pages come first
+        if looks:  # The contents that are being loaded for the request are used before those that this lookup finds.
             self.books.use(one.loads)
             one.loads = []
         committed = replica.committed(one)
@@ -389,7 +398,8 @@ class Moves:
         if not there:
             assert (context.start_idx, context.active_idx) == before
             found = [device if device * PAGE_SIZE > start else committed]
-            if not self.exact:  # with lower tiers, the request may continue from a later token
+            # lower tiers, replicas or a partly filled page may let the request continue from a later token
+            if not self.exact:
                 found = [*range(committed, high + 1)]
             left = min(self.surplus_at(one, (before, start, steps), committed, end) for end in found)
             assert left < 0, f"{one.name}: refused, and {left} pages would be left"
@@ -402,7 +412,7 @@ class Moves:
         return True
 
     def surplus_at(self, one: Request, asked: tuple[tuple[int, int], int, int], committed: int, end: int) -> int:
-        """Returns how many free pages would be left if the request continued from this column."""
+        """Returns how many free pages would be left if the request continued from column `end`."""
         (was, active), start, steps = asked
         went_on, length = (end * PAGE_SIZE if end > committed else start), len(one.tokens)
         active = active if went_on < active else min(length, went_on + active - was)
@@ -411,15 +421,15 @@ class Moves:
         return replica.surplus(one, plan, committed, freed=not self.is_leased(one) and not self.steps_are_in_flight)
 
     def active_after(self, before: tuple[int, int], context: TextContext) -> int:
-        """Returns the end of a chunk whose start has moved."""
+        """Returns the end of a chunk after its start was moved from `before`."""
         start, (was, active) = context.start_idx, before
         if "partial" in self.features and self.manager.params.groups:  # a partly filled page follows, within the chunk
             start = max(was, start - start % PAGE_SIZE)
         return active if start < active else min(context.end_idx, start + active - was)
 
     def came(self, one: Request, asked: tuple[tuple[int, int], int, int, int], may: tuple[int, int, int, int]) -> None:
-        """Checks the pages of a request: from the first column that it needs to the last one that it may have, and no
-        others.
+        """Checks the pages of a request after a reservation: it must have pages for all columns that it needs, and for
+        none beyond those that it may have.
         """
         (before, start, steps, active), (committed, device, low, high) = asked, may
         context, replica = one.context, self.replica(one)
@@ -476,7 +486,9 @@ class Moves:
         self.seen["cut"] += one.context.active_idx < active
 
     def device_run(self, one: Request, committed: int) -> int:
-        """Returns how many leading columns of a full first table the device has; all if there is no such table."""
+        """Returns how many leading columns of the first table the device has, if this table keeps every token.
+        Otherwise the result stands for all columns.
+        """
         end, last = committed, (len(one.tokens) - 1) // PAGE_SIZE
         replica = self.replica(one)
         if not replica.tables[0].holds_all:
@@ -486,7 +498,9 @@ class Moves:
         return end if self.caching else 0
 
     def ends(self, one: Request, committed: int, steps: int) -> tuple[int, int, int]:
-        """Returns the column from which a request continues: with its own device alone, at least, and at most."""
+        """Returns three columns: the one from which the request continues if only its own device has pages, and the
+        first and the last one that are possible with the other tiers and replicas.
+        """
         replica, names = self.replica(one), self.names
         if self.is_promised(one):
             return committed, committed, committed
@@ -542,7 +556,9 @@ class Moves:
         self.books.learn()
 
     def back_from_below(self, one: Request, device: int, found: int) -> None:
-        """Records the use of pages that are loaded from host memory: now, or when their request runs."""
+        """Notes which contents a request loads from host memory. With one block table, their use is recorded later.
+        With several tables, the model stops predicting what the host evicts.
+        """
         if "host" not in self.features:
             return
         there = self.replica(one).there
@@ -556,7 +572,7 @@ class Moves:
         if len(one.rows) == 1:
             one.loads = digests
         else:
-            self.books.host_foretold = False  # it is not known which of them were in lower tiers
+            self.books.host_foretold = False  # The model does not know which of these pages were in lower tiers.
         self.seen["came from below"] += len(digests)
 
     # ---- a step
@@ -729,7 +745,9 @@ class Moves:
         return True
 
     def draft(self, one: Request) -> bool:
-        """Whether the request has a second state page. Checks that this is as it should be."""
+        """Asks for a second state page for a request, and returns whether the request has one. Checks that the answer
+        agrees with the room that the model knows of.
+        """
         states, room, moved = (
             self.manager.states[one.replica],
             self.has_state_room(one.replica),
@@ -785,7 +803,9 @@ class Moves:
         raise AssertionError(f"{one.name}: other keys were taken")
 
     def hint(self) -> bool:
-        """Lets time pass, and changes the hint of some request. Only the hint at its release counts."""
+        """Lets time pass, and changes the hint of some running request. Only the hint that a request has at its release
+        counts.
+        """
         self.books.orders.now += self.choose.pick((0.0, 1.0, 100.0))
         one = self.any_of(self.running)
         if one is None:
@@ -866,7 +886,7 @@ class Moves:
         committed = 0 if one.unsure else self.committed(one)
         mine = {page for row in one.rows for page in row.values()}
         salt = next((self.books.orders.salt_of(d) for d, page in replica.there.items() if page in mine), said[0])
-        if committed:  # the request's pages decide, not the position in its context
+        if committed:  # the pages that the manager has published decide, and not the position in the request's context
             one.context.cache_salt = salt
         self.books.orders.say(replica, one, committed)
         one.context.cache_salt = said[0]
@@ -912,14 +932,16 @@ class Moves:
         return True
 
     def tell(self) -> bool:
-        """Makes a block table of a leased request. From now on its pages must not change."""
+        """Makes a block table of a leased request. From then on, the pages in this table must not change."""
         may = [
             lease
             for lease in self.leases
             if lease.one and lease.one.cached and self.live.get(lease.one.name) is lease.one
         ]
         may = [lease for lease in may if lease.one in self.running]
-        if self.manager.states:  # if more was found, its state is ahead of its computed tokens until it runs
+        # If the request was found to have more cached tokens than it has computed, its state is ahead of its tokens
+        # until it runs. No table can be made then.
+        if self.manager.states:
             may = [lease for lease in may if lease.one and lease.one.context.start_idx == lease.one.cached]
         if not may:
             return False
@@ -953,7 +975,8 @@ class Moves:
         if "host" in self.features and self.choose.integer(0, 1):
             self.books.orders.blurred = True
             self.call("contents.bring", lambda: contents.bring("asker", at, wanted, most))
-            self.books.foretold = False  # pages fetched for no request are the newest; their order is not specified
+            # Pages that are fetched for no request count as the newest ones, but the order among them is not specified.
+            self.books.foretold = False
             self.books.learn()
         asked = Request(
             context, at, 0, context.tokens.tolist(), [{} for _ in replica.tables], [0] * len(replica.tables)
@@ -1053,13 +1076,13 @@ class Moves:
             assert sum(states.hits for states in self.manager.states) == self.state_hits
         for at, states in enumerate(self.manager.states):
             assert states.num_held >= len(self.books.replicas[at].requests)
-        # a page from the host belongs to no tenant until a request leaves it
+        # A page that is loaded from the host belongs to no tenant until a request has used and left it.
         strays = "host" in self.features and {"imports", "lends", "interrupts"} & self.features
         if "quotas" in self.features and not self.slabs and not strays:
             self.same_tenants()
 
     def same_tenants(self) -> None:
-        """Checks each tenant's number of idle pages, except pages whose eviction was interrupted."""
+        """Checks the number of each tenant's idle pages. Pages whose eviction was interrupted are left out."""
         for at, replica in enumerate(self.books.replicas):
             theirs = Counter(self.books.orders.salt_of(digest) for digest in replica.order)
             del theirs[None]

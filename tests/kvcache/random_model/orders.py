@@ -12,12 +12,12 @@ from tests.kvcache.random_model.plain import Digest, Names, Replica, Request, co
 
 
 class Orders:
-    """The eviction orders of a manager's replicas."""
+    """The orders in which a manager's replicas evict idle contents."""
 
     def __init__(self, built: Built, names: Names) -> None:
         self.built, self.names, self.now = built, names, 0.0
         self.hinted = bool({"hints", "quotas"} & built.features) and built.caching
-        # whether pages have come from another manager: the model does not predict what hints learn from these
+        # Whether pages have come from another manager. The model cannot predict what hints learn from these.
         self.blurred = False
         self.begun = False
 
@@ -43,11 +43,11 @@ class Orders:
         return None if salt is None else str(salt)
 
     def is_exact(self, at: int) -> bool:  # noqa: ARG002 - all replicas alike
-        """Whether the model can predict the next eviction."""
+        """Returns whether the model can predict the next eviction on this replica."""
         return not self.hinted or not (self.blurred or {"host", "peer copies", "lends"} & self.built.features)
 
     def forget(self, replica: Replica, digest: Digest) -> None:
-        """It was evicted."""
+        """Records that this content was evicted."""
         if isinstance(replica.order, HintedIdle):
             replica.order.said.pop(digest, None)
 
@@ -60,7 +60,9 @@ class Orders:
             replica.order.append(digest_of[page])
 
     def say(self, replica: Replica, one: Request, committed: int) -> None:
-        """Records the hint of a request that leaves, for its own contents and for those that its prefix needs."""
+        """Records the hint of a request that leaves. The hint applies to the request's own contents, and to contents of
+        other tables that its prefix needs.
+        """
         order, retention = replica.order, one.context.retention
         if not isinstance(order, HintedIdle) or not committed:
             return

@@ -1,8 +1,9 @@
 """A model of the manager in plain dictionaries: slow and obvious. It is written from the documentation, not from the
 code.
 
-The content of a page is the index of its table, the salt, the keys, and every token up to its end. No table is special:
-each has a request's columns from the first one that the next query sees.
+The content of a page consists of the index of its block table, the salt, the keys, and every token up to the end of the
+page. The model treats all tables alike: a table has the columns of a request from the first one that the next query
+sees.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def tokens_of(one: Content) -> list[int]:
 
 
 class Names:
-    """Maps digests to contents, and checks that each content has one digest and each digest one content."""
+    """Maps digests to contents and back. Checks that each content has one digest, and that each digest stands for one
+    content.
+    """
 
     def __init__(self) -> None:
         self.content_of: dict[Digest, Content] = {}
@@ -76,14 +79,15 @@ class Request:
     tokens: list[int]  # a copy, because reading a context makes it catch up with its batch
     rows: list[dict[int, int]]
     first: list[int]  # for each table, the first column that may have a page
-    cached: int = 0  # how many tokens it had computed by its last step
+    cached: int = 0  # how many tokens were computed when its last step was recorded
     ready: bool = False  # it may run
-    shared: int = 0  # how many tokens' pages the last lookup has found
-    ends: set[int] | None = None  # where chunks of its prompt end so that its state can be kept
-    state_told: int = -1  # after how many tokens readers were told of its state
+    shared: int = 0  # for how many of its tokens the last lookup has found pages
+    ends: set[int] | None = None  # the tokens at which chunks of its prompt end, so that its state can be kept there
+    # the number of tokens before the state that readers were told of; -1 if they were told of none
+    state_told: int = -1
     loads: list[Digest] = field(default_factory=list)  # contents that are being loaded for the request from host memory
     unsure: bool = False  # whether a call was interrupted since its claim, so that its published pages are not known
-    passing: Digest | None = None  # the copy of its state that its next copy will replace
+    passing: Digest | None = None  # the copy of its state that will be replaced when its next copy is made
     surely: bool = True  # False if it is not known whether the copy will be replaced
     # whether its import was cancelled, so that its next reservation first gives its pages back
     gives_back: bool = False
@@ -102,7 +106,7 @@ class Request:
 
     @property
     def room(self) -> int:
-        """Tokens that its pages hold."""
+        """How many tokens fit into the pages that it has."""
         return min((max(row, default=-1) + 1 for row in self.rows), default=0) * PAGE_SIZE
 
     @property
@@ -127,11 +131,12 @@ class Replica:
     caching: bool
     order: list[Digest]
     there: dict[Digest, int] = field(default_factory=dict)
-    kept: dict[Digest, int] = field(default_factory=dict)  # copies of states, the least recently used first
+    # the copies of states, each with its last use, the least recently used first
+    kept: dict[Digest, int] = field(default_factory=dict)
     requests: dict[str, Request] = field(default_factory=dict)
     beside: set[int] = field(default_factory=set)  # pages of leases, of imports, and of loads from lower tiers
     slab_pages: int = 0  # pages that each request takes for its state
-    slabs: int = 0  # the number of held slabs
+    slabs: int = 0  # how many slabs are held
     evicted: int = 0
 
     @property
@@ -140,7 +145,7 @@ class Replica:
         return len(self.tables) == 1 and self.tables[0].holds_all
 
     def holders(self) -> Counter[int]:
-        """The number of rows that hold each page."""
+        """Returns, for each page, the number of rows that hold it."""
         return Counter(page for one in self.requests.values() for row in one.rows for page in row.values())
 
     def free(self) -> int:
@@ -199,13 +204,14 @@ class Replica:
         return Plan(columns, found)
 
     def least(self, length: int, start: int, active: int, steps: int) -> int:
-        """The pages that a request takes if it finds nothing."""
+        """Returns how many pages a request takes if it finds no cached pages."""
         columns = [length + steps - 1 if one.holds_all or active >= length else active for one in self.tables]
         seen = sum(pages_of(end) - one.seen(start) for one, end in zip(self.tables, columns, strict=True))
         return seen + self.slab_pages
 
     def surplus(self, one: Request, plan: Plan, committed: int, *, freed: bool = True) -> int:
-        """Returns how many free pages a reservation leaves, given the pages on the device. Negative if it does not fit.
+        """Returns how many free pages would be left after a reservation, given the pages that the device has. The
+        result is negative if the reservation does not fit.
 
         With `freed`, pages that leave the row become free, unless others hold them.
         """

@@ -1,4 +1,6 @@
-"""The whole model: every kind of move, wrong calls between moves, and interrupts in them; and runs of many managers."""
+"""The whole model: every kind of move, wrong calls between the moves, and interrupts in the middle of calls. Also runs
+the model on many managers.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from tests.kvcache.tiers.stored_objects import StoredObjects
 
 T = TypeVar("T")
 MOVES_A_MANAGER = 200
-# Counters that show that a feature was at work, for features without a move of their own. One of them is enough.
+# Counters that show that a feature was at work, for features that have no move of their own. It is enough if one of a
+# feature's counters has counted.
 SIGNS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("window", "chunk", "windows alone"), ("slid",)),
     **dict.fromkeys(("latents", "shards", "replicas"), ("run",)),
@@ -89,16 +92,17 @@ class Model(AheadMoves):
             self.seen["interrupted"] += 1
             self.seen[f"interrupted: {call}"] += 1
             self.mend(before)
-            if str(call) == "reset_prefix_cache":  # pages in use may no longer be waiting to be copied
+            # a reset may have dropped pages in use from the queue of pages to be copied
+            if str(call) == "reset_prefix_cache":
                 self.books.not_below.update(*(replica.there for replica in self.books.replicas))
             self.same_books()
         if self.wrong is not None and self.choose.integer(0, 2) == 0:
             self.seen["wrong call"] += self.wrong.make()
 
     def mend(self, before: dict[Request, list[int]]) -> None:
-        """Checks after an interrupt that the state is right or that `recover` repairs it.
+        """After an interrupt, checks that the manager's state is right or that `recover` repairs it.
 
-        Gives back everything that no caller knows of.
+        Then gives back everything that the interrupted call has made and not returned to a caller.
         """
         assert self.interrupts is not None
         manager, books = self.manager, self.books
@@ -133,9 +137,11 @@ class Model(AheadMoves):
         assert report.call is None
         for one in before | dict.fromkeys(self.live.values(), ()):
             self.name(one)
-        for mine in (*self.imports.values(), *self.tails):  # takes copiers that the interrupted call did not return
+        # the interrupted call may have made a copier without returning it
+        for mine in (*self.imports.values(), *self.tails):
             mine.copier = mine.copier or next((one for one in report.copiers if one.pending is mine.pending), None)
-        for mine in [mine for mine in self.tails if mine.is_taken]:  # its proof may be lost
+        # the proof of this import may be lost with the interrupted call
+        for mine in [mine for mine in self.tails if mine.is_taken]:
             self.tails.remove(mine)
             self.drop(mine)
         known = [*self.imports.values(), *self.stray, *self.tails, *self.left_tails]
@@ -157,7 +163,7 @@ class Model(AheadMoves):
                 del self.replica(one).requests[name]
 
     def name(self, one: Request) -> None:
-        """Records what an interrupted call may have published of a request."""
+        """Learns the digests of everything that an interrupted call may have published of a request."""
         known = [token for token in one.tokens if token != FUTURE_TOKEN]
         told = TextContext([*known, 0], LONGEST + 9, one.name, cache_salt=one.named[0], extra_keys=one.named[1])
         for number, digests in enumerate(seam.digests(self.manager, told) if self.caching else ()):
@@ -171,7 +177,9 @@ class Model(AheadMoves):
             mine.copier.give_up()
 
     def goes_on(self, one: Request) -> bool:
-        """Whether the model knows the progress of a request. It must have its computed tokens, or no pages at all."""
+        """Returns whether the model knows how far a request has run. The request must then have all computed tokens, or
+        no pages at all.
+        """
         there = any(seam.rows(self.manager, one.name))
         if one.name in self.imports or self.is_written(one):
             mine = self.imports.get(one.name)
@@ -216,7 +224,7 @@ class Model(AheadMoves):
 
     @property
     def met(self) -> list[str]:
-        """The features that were seen at work."""
+        """Returns the features that were seen at work."""
         return [one for one in FEATURES if one in self.features and any(self.seen[sign] for sign in SIGNS[one])]
 
 

@@ -19,7 +19,7 @@ Digest = bytes
 
 
 def _found(index: Any) -> dict[Digest, int]:
-    """The page of each digest in an index."""
+    """Returns the page of each digest in an index."""
     pages = np.flatnonzero(index.published).astype(np.int32)
     digests = index.digests_of(pages)
     assert len(pages) == 0 or (index.find(digests) == pages).all(), "a page is published, and not found"
@@ -34,7 +34,7 @@ def rows(manager: PagedKVCacheManager, request_id: str) -> list[dict[int, int]]:
 
 
 def cached(manager: PagedKVCacheManager, request_id: str) -> int:
-    """Tokens that the request had computed by its last step."""
+    """Returns how many tokens of the request were computed at its last step."""
     replica, _, row = manager._claims.locate(request_id, "cached")
     return int(replica.rows.cached[row])
 
@@ -49,7 +49,7 @@ def digests(manager: PagedKVCacheManager, context: TextContext) -> list[list[Dig
 
 
 def most_computed(manager: PagedKVCacheManager, request_id: str) -> tuple[int, bool]:
-    """The most tokens that a request can have computed, and whether its prompt has been computed."""
+    """Returns the most tokens that a request can have computed, and whether its whole prompt has been computed."""
     replica, _, row = manager._claims.locate(request_id, "computed")
     rows = replica.rows
     is_through = bool(rows.counted[row] >= rows.prompt[row])
@@ -57,12 +57,12 @@ def most_computed(manager: PagedKVCacheManager, request_id: str) -> tuple[int, b
 
 
 def marked(manager: PagedKVCacheManager) -> bool:
-    """Whether a call was interrupted while it changed the manager's state."""
+    """Returns whether a call was interrupted while it changed the manager's state."""
     return manager._mark.call is not None
 
 
 def found(manager: PagedKVCacheManager, replica: int) -> dict[Digest, int]:
-    """The pages that a prompt finds on a replica's devices."""
+    """Returns the pages that a prompt finds on a replica's devices, by digest."""
     return _found(manager._replicas.each[replica].pool.index)
 
 
@@ -79,7 +79,7 @@ def leased(manager: PagedKVCacheManager, replica: int) -> list[tuple[PageLease, 
 
 
 def written(manager: PagedKVCacheManager, replica: int) -> set[int]:
-    """Pages that an import, a tier or a step in flight may write."""
+    """Returns the pages that an import, a tier or a step in flight may write."""
     one = manager._replicas.each[replica]
     pages = [pending.written for pending in one.imports.each] + one.tier.coming()
     pages += [pages for of_step in one.pool.parked for pages in of_step]
@@ -89,7 +89,7 @@ def written(manager: PagedKVCacheManager, replica: int) -> set[int]:
 def parked(manager: PagedKVCacheManager, replica: int) -> list[int]:
     """The pages that are parked for the oldest step in flight, in the order in which they become free.
 
-    A page that was found and released again is parked twice, and becomes free at its last place.
+    A page that was released, found and released again is parked twice. It becomes free at the later of its two places.
     """
     pages = [int(page) for pages in manager._replicas.each[replica].pool.parked[0] for page in pages]
     return [*dict.fromkeys(reversed(pages))][::-1]
@@ -101,13 +101,13 @@ def kept(manager: PagedKVCacheManager, replica: int) -> dict[Digest, int]:
 
 
 def lent_states(manager: PagedKVCacheManager, replica: int) -> set[int]:
-    """The pages of states that leases hold."""
+    """Returns the state pages that leases hold."""
     leases = manager._replicas.each[replica].leases
     return {int(page) for page in leases.holders(manager.states[replica].pool).nonzero()[0]}
 
 
 def moved(manager: PagedKVCacheManager) -> int:
-    """Pages that were moved for a state."""
+    """Returns the number of pages that were moved to make room for a state."""
     return sum(getattr(replica.pool, "moved", 0) for replica in manager._replicas.each)
 
 
@@ -123,7 +123,9 @@ def _tiers(manager: PagedKVCacheManager) -> list[Tiers]:
 
 
 def hold_copies(manager: PagedKVCacheManager) -> None:
-    """Makes copies only on request and at evictions, because a model cannot predict copies by the clock."""
+    """Makes the manager copy pages only on request and at evictions. A model cannot predict when copies are made by the
+    clock.
+    """
     for tiers in _tiers(manager):
         tiers.share = 0.0
 
@@ -149,7 +151,7 @@ class _LateCopy:
         self._ended = True
 
     def order(self) -> None:
-        """Does nothing: the bytes are there."""
+        """Does nothing, because the bytes have already arrived."""
 
 
 def end_copies_late(manager: PagedKVCacheManager, is_over: Callable[[], bool]) -> None:
@@ -196,13 +198,15 @@ def host_states(manager: PagedKVCacheManager) -> dict[Digest, int]:
 
 
 def host_held(manager: PagedKVCacheManager) -> set[int]:
-    """Slots that a running copy holds."""
+    """Returns the slots of host memory that are held, for example by a copy that has begun."""
     tiers = manager._replicas.tiers
     return set() if tiers is None else {int(slot) for slot in tiers.host.pool.holders.nonzero()[0]}
 
 
 def host_memory(manager: PagedKVCacheManager) -> list[torch.Tensor]:
-    """The bytes of the slots of each shard, `[slots + 1, bytes]`."""
+    """Returns the bytes of the host tier's slots for each shard, `[slots + 1, bytes]`. The result is empty if there is
+    no host tier.
+    """
     return [] if manager._replicas.tiers is None else manager._replicas.tiers.host.memory
 
 
@@ -210,7 +214,9 @@ def host_memory(manager: PagedKVCacheManager) -> list[torch.Tensor]:
 
 
 def say_time(manager: PagedKVCacheManager, clock: Callable[[], float], share: float | None) -> None:
-    """Makes hints use this clock. With a `share`, that part of the idle pages follows hints from the beginning."""
+    """Makes the manager's hints use `clock` as their clock. If `share` is given, this share of the idle pages follows
+    hints from now on.
+    """
     for replica in manager._replicas.each:
         replica.hints._follow_hints()
         assert (order := hinted_order(replica.pool)) is not None
@@ -229,8 +235,8 @@ def hint_share(manager: PagedKVCacheManager, replica: int) -> float:
 
 
 def tenants(manager: PagedKVCacheManager, replica: int) -> dict[str, int]:
-    """Returns the salts that have had idle pages, in the order in which they are checked, with their numbers of idle
-    pages.
+    """Returns the tenants that have had idle pages, each with its present number of idle pages, in the order in which
+    their quotas are checked. The result is empty if there are no quotas.
     """
     quotas = manager._replicas.each[replica].hints._quotas
     if not quotas.limited:

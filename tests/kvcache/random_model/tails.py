@@ -16,7 +16,8 @@ from tests.kvcache.random_model.matrix import PAGE_SIZE
 from tests.kvcache.random_model.plain import Digest, Request, content
 
 _GARBAGE = -77  # the content of pages that must not be read
-_SOURCES = (1000, 2000, 3000)  # each source's page id for a column of the prompt is the column plus this number
+# The page ids of the sources: a source's page for a column of the prompt has the column plus this number as its id.
+_SOURCES = (1000, 2000, 3000)
 Columns = tuple[int, int]
 
 
@@ -78,7 +79,7 @@ class TailMoves(ImportMoves):
         return True
 
     def prompt(self) -> Prompt:
-        """Returns a prompt, and the replica that gets its pages: usually that of a claimed request."""
+        """Returns a prompt, and the replica that receives its pages. This is usually the replica of a claimed request."""
         at = self.choose.integer(0, len(self.books.replicas) - 1)
         kind, live = self.choose.integer(0, 3), [one for _, one in sorted(self.live.items())]
         if kind and live:
@@ -117,7 +118,9 @@ class TailMoves(ImportMoves):
         )
 
     def goes_another_way(self, context: TextContext) -> None:
-        """Changes an unclaimed prompt: its salt, or its last tokens. Imports of its pages keep their content."""
+        """Changes the salt or the last tokens of an unclaimed prompt. Imports of its pages that have begun must still
+        bring the earlier content.
+        """
         kind = self.choose.integer(0, 5)
         if kind == 0:
             context.cache_salt = "later"
@@ -131,7 +134,7 @@ class TailMoves(ImportMoves):
     # ---- copies and ends
 
     def go_on_with_tail(self) -> bool:
-        """Makes a move on some such import: copies, commits or cancels it, or ends the copier of a cancelled one."""
+        """Makes a move on one of these imports: copies, commits or cancels it. Or ends the copier of a cancelled one."""
         if self.left_tails and self.choose.integer(0, 1):
             left = self.left_tails.pop(self.choose.integer(0, len(self.left_tails) - 1))
             self.scribble(left)
@@ -180,7 +183,9 @@ class TailMoves(ImportMoves):
         self.seen["tail that was there"] += any(digest in was for digest in come)
 
     def names_the_same(self, mine: Import, copy: PageCopy, table: BlockTable, source: int) -> None:
-        """Checks that a further source is asked for its own pages, and that they go to the pages of their columns."""
+        """Checks that a further source is asked for its own page ids, and that its pages are written to the pages of
+        the same columns.
+        """
         first, stop = (token // PAGE_SIZE for token in copy.tokens)
         assert (first, stop) == (table.first_page, table.num_tokens // PAGE_SIZE)
         begins, count, pages = self.columns(mine)[0], stop - first, mine.pending.written
@@ -188,7 +193,7 @@ class TailMoves(ImportMoves):
         assert np.array_equal(np.asarray(copy.dst_pages)[:count], pages[first - begins : stop - begins])
 
     def cancel_tail(self, mine: Import) -> None:
-        """Gives up such an import. Its copier may continue for a while."""
+        """Cancels an import that no request waits for. Its copier may continue to write for a while."""
         self.tails.remove(mine)
         if mine.copier is not None:
             self.left_tails.append(mine)
@@ -203,7 +208,9 @@ class TailMoves(ImportMoves):
         return self.names.digest_of[content(0, one.tokens, one.named, column)]
 
     def scribble(self, mine: Import) -> None:
-        """Writes something else into the pages of such an import, as a copier may until it is committed."""
+        """Writes other bytes into the pages of an import that no request waits for, as a copier may do until the import
+        is committed.
+        """
         pages = mine.pending.written.tolist()
         for blocks in self.manager.device_tensors[mine.one.replica]:
             blocks[pages] = _GARBAGE

@@ -1,4 +1,4 @@
-"""Wrong calls among right ones. Each must raise one of our errors and leave the manager's state unchanged."""
+"""Wrong calls between right ones. Each must raise one of our own errors, and leave the manager's state unchanged."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ class WrongCalls:
         live: the claimed requests, by name.
         imports: an open import with its context and its copier (None if no caller has one); None if none is open.
         tails: an open import that no request waits for, with its copier, as above.
-        old: a closed import and the proof that it was committed with, as far as they exist.
+        old: a closed import, and the proof with which it was committed, as far as there are such.
 
     Attributes:
-        seen: number of times that each wrong call was made.
+        seen: how often each wrong call was made.
     """
 
     def __init__(
@@ -139,7 +139,9 @@ class WrongCalls:
         return self.live[self.choose.pick(held)].context if held else None
 
     def no_context(self) -> Any:
-        """Returns anything but a context of this manager, or another context object for a request that holds pages."""
+        """Returns something that is not a context of this manager, or a second context object for a request that holds
+        pages.
+        """
         held = self.with_pages()
         twins = [] if held is None else [TextContext(np.maximum(held.tokens, 0), 99, held.request_id)]
         shape = types.SimpleNamespace(request_id="stranger", start_idx=0)
@@ -213,13 +215,13 @@ class WrongCalls:
         return lambda: self.pick([*calls, manager.get_data_parallel_splits])(wrong)
 
     def wrong_order(self) -> Wrong | None:
-        """Runs without pages, or computes past them."""
+        """Runs a request that has no pages, or computes more tokens than fit into its pages."""
         waiting = [one.context for _, one in sorted(self.live.items()) if not one.has_pages]
         call = self.pick([self.manager.fetch, self.manager.fetch_ahead])
         return (lambda: call([self.pick(waiting)])) if waiting else None
 
     def wrong_start(self) -> Wrong | None:
-        """A request with pages claims to have computed tokens that it has not."""
+        """The context of a request with pages claims that tokens are computed that are not."""
         context = self.with_pages()
         if context is None:
             return None
@@ -299,7 +301,7 @@ class WrongCalls:
         return self.pick(calls)
 
     def wrong_replica_of_contents(self) -> Wrong | None:
-        """A lookup by content on a replica that does not exist."""
+        """Looks up contents on a replica that does not exist."""
         if not self.manager.enable_prefix_caching:
             return None
         contents, wrong = self.manager.contents, self.pick([*no_integer(0), self.manager.num_replicas])
@@ -339,7 +341,7 @@ class WrongCalls:
         return self.pick(calls)
 
     def wrong_commit(self) -> Wrong | None:
-        """`commit_import` with a wrong context, import or proof, or of a closed import."""
+        """Calls `commit_import` with a wrong context, import or proof, or for an import that is closed."""
         if (mine := self.imports()) is None:
             return None
         (pending, context, copier), (old, used) = mine, self.old()
@@ -355,7 +357,7 @@ class WrongCalls:
         return self.pick([*calls, *([] if old is None else [lambda: commit(context, old, used)])])
 
     def wrong_extension(self) -> Wrong | None:
-        """`extend_import` with a wrong context, import or table."""
+        """Calls `extend_import` with a wrong context, import or table."""
         if (mine := self.imports()) is None:
             return None
         (pending, context, _), (old, _), extend = mine, self.old(), self.manager.extend_import
@@ -372,7 +374,9 @@ class WrongCalls:
         return lambda: self.manager.cancel_import(self.pick([*nothing_right(), None, self.old()[1]]))
 
     def wrong_copier(self) -> Wrong:
-        """Takes a copier a second time or from a closed import, or calls a copier in the wrong order."""
+        """Takes the copier of an import a second time, takes one from a closed import, or makes a copier's calls in the
+        wrong order.
+        """
         mine, (old, _), wrong = self.imports(), self.old(), self.pick([*nothing_right(), None])
         calls: list[Wrong] = [lambda: self.manager.copier(wrong)]
         calls += [] if old is None else [lambda: self.manager.copier(old)]
@@ -381,12 +385,12 @@ class WrongCalls:
         return self.pick(calls)
 
     def wrong_lease(self) -> Wrong:
-        """A lease of an unknown request, or of one that waits for its import."""
+        """Leases a request that is unknown, or that waits for its import."""
         wrong, mine = [*nothing_right(), None, "nobody"], self.imports()
         return lambda: self.manager.lease(self.pick([*wrong, *([] if mine is None else [mine[1].request_id])]))
 
     def wrong_end_of_a_lease(self) -> Wrong:
-        """Ends something that is no lease."""
+        """Ends something that is not a lease."""
         return lambda: self.manager.end_lease(self.pick([*nothing_right(), None]))
 
     def wrong_end_of_a_step(self) -> Wrong:
@@ -396,7 +400,7 @@ class WrongCalls:
         )
 
     def wrong_foreign_handover(self) -> Wrong | None:
-        """Valid arguments, passed to another manager."""
+        """Passes valid arguments of one manager to another manager."""
         if (mine := self.imports()) is None:
             return None
         (pending, context, copier), victim = mine, self.other
