@@ -1,4 +1,4 @@
-"""Compiles this tree's `chained.c` for the tests, because a module that was compiled earlier may be out of date."""
+"""Compiles the `chained.c` of this tree for the tests. A module that was compiled earlier may be out of date."""
 
 from __future__ import annotations
 

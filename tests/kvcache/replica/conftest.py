@@ -13,7 +13,9 @@ from tests.kvcache.served import Served
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterable[Make]:
-    """Makes managers with several block tables, a host tier and files. Checks and closes them at the end."""
+    """Returns a function that makes managers with several block tables, a host tier and files. After the test, these
+    managers are checked and closed.
+    """
     made: list[Served] = []
 
     def make(

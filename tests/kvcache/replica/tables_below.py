@@ -14,7 +14,7 @@ Make = Callable[..., Served]
 
 
 def fill(it: Served, pages: int) -> None:
-    """Evicts all idle pages. None of them can be loaded again."""
+    """Evicts all idle pages and makes sure that none of them can be loaded again."""
     it.tiers.store_all()
     pool = it.manager._replicas.each[0].pool
     taken = pool.allocate(pages)
@@ -22,7 +22,7 @@ def fill(it: Served, pages: int) -> None:
 
 
 def lost(it: Served, column: int) -> None:
-    """Removes the window's page at a column, as an eviction would."""
+    """Removes the window's page at this column from the device, as an eviction would."""
     replica = it.manager._replicas.each[0]
     page = replica.pool.index.find(replica.tables.every(it.digests(PROMPT))[1, column : column + 1])
     replica.pool.hold(page)

@@ -1,5 +1,5 @@
-"""A batch that is updated in arrays gives the same results as the plain calls, even if its contexts are changed
-elsewhere.
+"""A batch that is updated in arrays gives the same results as the plain calls, even if its contexts are also changed by
+other means.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def test_a_batch_from_before_an_interrupt_is_looked_at_anew(make: Any) -> None:
     for _ in range(2):  # the second time, the batch already knows that its requests have room for these steps
         assert manager.reserve_batch(batch, 9).all()
     assert batch.slack >= 8
-    manager._replicas.each[0].rows.table[0, 1, 2:] = 0  # as if not all of its new pages had been written
+    # as if none of its new pages had been written into the row of the second request
+    manager._replicas.each[0].rows.table[0, 1, 2:] = 0
     manager._mark.call = ("reserve_batch", batch.places)
     assert manager.recover().released == ()
     with pytest.raises(NotReservedError, match="'1': 15 tokens, but its reserved pages hold 8: call maybe_reserve"):
@@ -455,7 +456,7 @@ def test_wherever_an_update_is_interrupted_all_requests_have_their_token_or_none
 
 
 class OneByOne(list[TextContext]):
-    """Plain contexts with the interface of a batch."""
+    """Plain contexts behind the interface of a batch. It updates them one by one."""
 
     def update_with_future_tokens(self) -> None:
         for context in self:
@@ -490,7 +491,7 @@ def test_steps_that_are_planned_ahead_compute_and_publish_what_plain_ones_do(
         step = ahead.fetch_ahead(batch)
         same_inputs(step.inputs, plain.fetch(usual))
         if before is not None:
-            if at % 7 == 0:  # some of the contexts are read while tokens are still to come
+            if at % 7 == 0:  # some contexts are read while tokens are still missing in them
                 assert [int(ours[place].tokens[-1]) for place in (0, at % 6)] == [FUTURE_TOKEN] * 2
             batch.realize_future_tokens(tokens)
             ahead.end_step(before)

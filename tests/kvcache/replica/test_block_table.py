@@ -1,4 +1,4 @@
-"""A block table describes the pages that it leaves out."""
+"""A block table may leave out pages that an earlier table has named. It describes which pages it leaves out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def table(first_page: int, pages: int, page_size: int = 4, num_tokens: int | Non
 
 
 def pending(*parts: ImportPart) -> PendingImport:
-    """An import into pages of 4 tokens, of which nothing is known yet."""
+    """An import into pages of 4 tokens. No source has named any of its pages yet."""
     return PendingImport("r", None, page_size=4, src_page_size=2, replica_idx=0, src_replica_idx=0, parts=[*parts])
 
 
@@ -47,9 +47,9 @@ def test_a_table_that_leaves_pages_out_follows_none_of_another_page_size_and_not
         ((13, 14), [10, 11, 12, 13, 14]),
         ((12, 13, 14), [10, 11, 12, 13, 14]),
         ((13, 13), None),  # page 13 is named twice
-        ((13, 11), None),  # page 11 was named before
+        ((13, 11), None),  # page 11 was already named by the earlier table
         ((12, 13, 10), None),
-        ((11, 13, 14), None),  # a page differs from the earlier table
+        ((11, 13, 14), None),  # the first page is not the one that the earlier table has named
     ],
 )
 def test_a_table_that_leaves_pages_out_names_each_page_once(pages: tuple[int, ...], named: list[int] | None) -> None:
@@ -61,7 +61,9 @@ def test_a_table_that_leaves_pages_out_names_each_page_once(pages: tuple[int, ..
 @pytest.mark.parametrize(("ours", "theirs"), [(2, 4), (4, 2), (4, 4)])
 def test_pages_are_taken_once_whatever_the_page_sizes_of_both_sides(ours: int, theirs: int) -> None:
     mine, other = np.arange(12 // ours, dtype=np.int32) + 10, np.arange(12 // theirs, dtype=np.int32) + 30
-    first = 4  # page 0 of either side is cached here, or two pages are
+    # The tokens before this one are cached here: one page on the side with pages of 4 tokens, and two pages on the side
+    # with pages of 2.
+    first = 4
     part = ImportPart(first, mine[first // ours :])
     for before, now in ((4, 8), (8, 12), (12, 12)):
         part.take_up(other[first // theirs : now // theirs], now)

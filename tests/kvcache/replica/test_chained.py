@@ -219,7 +219,8 @@ def test_without_it_hashlib_computes_the_same_in_another_process(forbidden: bool
 def test_who_has_no_compiler_is_told_so_and_an_older_one_made_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiled_chain()  # it is cached for other tests, so it is made before the settings change
+    # The compiled module is cached for all tests. It is made here, before this test changes the settings.
+    compiled_chain()
     built, settings = tmp_path / "chained.so", dict(sysconfig.get_config_vars())
     monkeypatch.setattr(sysconfig, "get_config_vars", lambda: settings)
     headers, real = sysconfig.get_path("include"), settings["LDSHARED"]

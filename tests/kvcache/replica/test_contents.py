@@ -50,7 +50,9 @@ def wanted(it: Served, first: int = 0, prompt: Iterable[int] = PROMPT) -> Any:
 
 
 def brought(it: Served, most: int = 100, first: int = 0) -> int:
-    """Asks until no page is being loaded. Returns how many pages were leased, and how many times it asked."""
+    """Asks again and again, until no page is being loaded any more. Returns how many pages were leased in the end, and
+    how often it asked.
+    """
     asked, deadline = 0, time.monotonic() + 10
     while it.manager.contents.bring("theirs", 0, wanted(it, first), most):
         it.manager.check()
@@ -174,7 +176,7 @@ class Copy:
 
 
 def copied_beside_us(it: Any, monkeypatch: pytest.MonkeyPatch) -> Copy:
-    """Makes copies to the device begin at once and end only when the test says so, as on a GPU."""
+    """Makes copies to the device begin at once, but end only when the test says so, as the copies of a GPU do."""
     (tier,) = it.tiers.replicas
     copy, load = Copy(), tier._mover.load
 
@@ -208,8 +210,8 @@ def test_pages_that_are_on_their_way_are_found_by_nobody(served: Any, monkeypatc
 def test_a_loop_that_only_waits_sees_that_copies_for_nobody_are_over(
     served: Any, monkeypatch: pytest.MonkeyPatch, asked: str
 ) -> None:
-    """No step runs that would notice the end of the copies. Without special handling, the pages would stay held for
-    ever.
+    """No step runs, so no step can notice that the copies have ended. If waiting calls did not notice it either, the
+    pages would stay held for ever.
     """
     it = served()
     evicted(it)

@@ -77,7 +77,7 @@ def test_indices_out_of_order_move_nothing(bad: dict[str, int]) -> None:
 
 
 def test_dropped_tokens_are_not_remembered_by_their_hashes() -> None:
-    """Digests are kept only for pages whose tokens all stay."""
+    """The context keeps the digests of a page only if all tokens of the page stay."""
     context = TextContext(range(20), 64)
     context.prefix_hasher = hasher = PrefixHasher("sha256", 8, None)
     first = hasher.digests(context.tokens, 0, 2).copy()
@@ -138,7 +138,7 @@ def test_a_hasher_kept_for_other_keys_is_not_used() -> None:
 
 
 class Own:
-    """A caller's own context of ten tokens, with the given attributes. Its indices are set as told."""
+    """A caller's own context of ten tokens, with the given attributes. Its indices are set by its caller."""
 
     def __init__(self, moves: Callable[[Own, int, int], None] | None = None, **others: Any) -> None:
         self.__dict__ |= {"request_id": "own", "tokens": np.arange(10), "start_idx": 2, "active_idx": 6, "end_idx": 10}
@@ -255,7 +255,7 @@ def test_a_callers_tokens_beyond_its_last_known_one_are_not_looked_up(make: Any)
     manager.step([first])
 
     class Buffered:
-        """A context whose `tokens` is its whole buffer."""
+        """A context whose `tokens` is its whole buffer, including places that are not used yet."""
 
         request_id, start_idx, active_idx, end_idx, active_length, current_length = "own", 0, 10, 10, 10, 10
         tokens = np.arange(20)
@@ -303,7 +303,9 @@ COPIES: dict[str, Callable[[TextContext], TextContext]] = {
 @pytest.mark.parametrize("kind", [TextContext, Named, Slotted])
 @pytest.mark.parametrize("together", [False, True])
 def test_a_copy_shares_nothing_that_moves(make: Any, how: str, kind: type[TextContext], together: bool) -> None:
-    """It shares neither the token buffer, nor the page hashes, nor the batch that updates the original."""
+    """A copy of a context shares neither the token buffer, nor the page hashes, nor the batch that updates the original
+    context.
+    """
     manager, hint = make(40, page_size=4), Retention(True)
     extra = {"cache_salt": "salt", "retention": hint, "extra_keys": [(3, b"image")]}
     context = kind(range(10), 100, "r", **extra)  # type: ignore[arg-type]
@@ -343,7 +345,8 @@ def test_a_copy_is_another_object_of_its_request(make: Any) -> None:
         manager.maybe_reserve(twin)
     manager.release("r")
     manager.external_claim("r")
-    assert manager.maybe_reserve(twin)  # another process may do the same with a context that it has received
+    # the process that has received a context may reserve pages for it, just as this test does
+    assert manager.maybe_reserve(twin)
 
 
 def test_dataclasses_have_no_way_to_replace_a_part() -> None:
@@ -361,7 +364,7 @@ def test_a_batch_is_not_copied(make: Any, how: Callable[[object], object]) -> No
 
 
 class Leading:
-    """Updates contexts as a batch does. Each context asks it for the tokens that it lacks."""
+    """Updates contexts as a batch does. When a context is read, it asks this object for the tokens that it lacks."""
 
     def __init__(self, tokens: dict[int, list[int]]) -> None:
         self.tokens, self.lost = tokens, list[tuple[int, int]]()

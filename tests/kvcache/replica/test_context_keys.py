@@ -1,4 +1,4 @@
-"""Salts and extra keys, for every origin of a page: this pool, the host, files, another manager.
+"""Salts and extra keys of pages that come from this pool, from the host, from files, or from another manager.
 
 The compared KV depends on the keys, so a page with other keys is also noticed by its content.
 """
@@ -32,7 +32,9 @@ def files(tmp_path: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("chunk", [SIZE, 256])
 def test_pages_of_other_keys_are_not_found(tmp_path: Path, tier: str, place: int, chunk: int) -> None:
-    """The prompts share only the pages before the key's page, whichever prompt was computed first."""
+    """Two prompts differ in one key. They share only the pages before the one that the key lies in, whichever of the
+    prompts was computed first.
+    """
     it = Served(8 if tier == "host" else 40, 40, params=files(tmp_path) if tier == "files" else {})
     image: Keys = ((place, b"image"),)
     it.serve(PROMPT, keys=image, chunk=chunk)
@@ -83,7 +85,9 @@ def test_a_table_of_other_keys_is_refused(make: Any, place: int, sizes: tuple[in
 @pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_random_keys_through_two_tiers(tmp_path: Path, seed: int) -> None:
-    """A few prompts, salts and keys in a pool that is too small. Every byte read must belong to the right keys."""
+    """A few prompts, salts and keys in a pool that is too small for them. Every byte that a request reads must belong
+    to its own keys.
+    """
     rng = random.Random(seed)
     it = Served(8, 16, params=files(tmp_path))
     cached = 0

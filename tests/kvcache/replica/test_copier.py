@@ -1,4 +1,4 @@
-"""The one copier of an import: which pages it takes, and what happens to an import that it gives up."""
+"""An import has one copier. It names the pages to copy, and it may continue to write after the import was given up."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_late_cancel_does_not_touch_the_pages_of_the_next_request_of_the_name(
     target = make(16, page_size=4)
     late = target.import_block_table(receiver(target), table)
     target.release("d")
-    context = receiver(target)  # another request, in the same row
+    context = receiver(target)  # another request, to which the same row was given
     assert target.maybe_reserve(context)
     target.cancel_import(late)
     pages = target.get_req_blocks("d")

@@ -72,7 +72,7 @@ def test_forks_go_their_own_ways_and_meet_again(make: Any) -> None:
         manager.step(family)
         assert manager.metrics.input_tokens == 10, step
     blocks = [manager.get_req_blocks(context.request_id) for context in family]
-    # the tokens are equal, so pages that the two have computed separately become shared
+    # The tokens of both requests are equal, so `step` makes the two share pages that they have computed separately.
     assert blocks[0][:4] == blocks[1][:4]
     assert blocks[0][:2] == blocks[2][:2]
     assert blocks[0][2] != blocks[2][2]

@@ -43,7 +43,7 @@ def serve(manager: PagedKVCacheManager, tokens: list[int], retention: Retention 
 
 
 def found(manager: PagedKVCacheManager, tokens: list[int]) -> int:
-    """Returns how many of the prompt's pages are cached in all tables. Changes nothing."""
+    """Returns how many of the prompt's pages are cached in all tables. The call changes nothing."""
     return manager._replicas.each[0].find(TextContext(tokens, 999)).end
 
 
@@ -72,7 +72,9 @@ ROUNDS = 60
 
 
 def rounds(manager: PagedKVCacheManager, first: Retention | None, last: Retention | None, often: int) -> int:
-    """Runs a few recurring prompts between others that occur once. Returns the tokens found."""
+    """Runs a few prompts again and again, and between them prompts that occur only once. Returns how many tokens were
+    found.
+    """
     hits = 0
     for number in range(ROUNDS):
         hits += serve(manager, prompt(number % often, 3), last)
@@ -114,7 +116,7 @@ def test_the_baselines_stand_for_the_first_tables_pages_alone() -> None:
 
 def test_all_tables_pages_of_a_tenant_count() -> None:
     manager = make(66, tenant_quota=0.25)
-    for name in range(4):  # 8 pages each; the window keeps 4 of its pages to the end
+    for name in range(4):  # each prompt has 8 pages, and the window still has 4 of its pages at the end
         serve(manager, prompt(name, 4), cache_salt="a")
     serve(manager, prompt(50, 4), cache_salt="b")
     replica = manager._replicas.each[0]

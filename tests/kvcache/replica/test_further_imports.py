@@ -38,7 +38,9 @@ def make(groups: Any = FULL_TWICE, layers: int = 3, pages: int = 100, **options:
 
 
 def computed(manager: PagedKVCacheManager, tokens: list[int], name: str = "p", chunk: int = 0) -> TextContext:
-    """Returns a claimed request with computed tokens (in chunks of `chunk`, if given), and with its first new token."""
+    """Returns a claimed request whose prompt was computed, in chunks of `chunk` tokens if given. The request also has
+    its first new token.
+    """
     context = TextContext(tokens, 256, name)
     manager.external_claim(name, 0)
     while context.start_idx < len(tokens):
@@ -62,7 +64,9 @@ def receiver(manager: PagedKVCacheManager, tokens: list[int], name: str = "d") -
 
 
 def copied(source: PagedKVCacheManager, target: PagedKVCacheManager, copier: Any) -> list[int]:
-    """Copies the pages that the copier names now, as its last ones. Returns the number of pages of each table."""
+    """Copies the pages that the copier names now, and tells it that no further ones follow. Returns the number of
+    copied pages of each table.
+    """
     counts: list[int] = []
     for dst, src, (first, stop) in copier.take(last=True):
         assert first <= stop
@@ -78,7 +82,7 @@ def copied(source: PagedKVCacheManager, target: PagedKVCacheManager, copier: Any
 def pulled(
     source: PagedKVCacheManager, target: PagedKVCacheManager, tokens: list[int], table: BlockTable, name: str = "d"
 ) -> tuple[TextContext, list[int]]:
-    """Runs the request on the target, and compares every token that it sees.
+    """Runs the request on the target over imported pages, and compares the KV of every token that it sees.
 
     Returns the number of copied pages of each table.
     """
@@ -293,7 +297,9 @@ def goes_on_without_comparing(manager: PagedKVCacheManager, context: TextContext
 
 @pytest.mark.parametrize("groups", [(), (LayerGroup("full", (0, 1)), LayerGroup("window", (2,), 30))])
 def test_what_leases_keep_is_no_room_for_a_request(groups: Any) -> None:
-    """A half-computed page is found in full elsewhere. The row's own page then belongs to the lease and is not free."""
+    """Another request has computed in full a page that this request has only begun. If this request now shares that
+    full page, the page of its own row belongs to the lease, and is not free.
+    """
     manager = make(groups, pages=60)
     tables = len(manager.layer_tables.tables)
     windows = manager.layer_tables.kinds.count("window 30")
@@ -394,8 +400,8 @@ def test_a_cancelled_import_is_released_and_nobody_gets_its_pages_before() -> No
 
 
 def test_random_hand_overs() -> None:
-    """All kinds of tables, with pools so small that windows are evicted. All bytes must be right, and few pages may be
-    copied.
+    """Hand-overs with all kinds of tables, in pools that are so small that windows are evicted. All bytes must be
+    right, and no more pages than needed may be copied.
     """
     seen: Counter[str] = Counter()
     for number in range(6):

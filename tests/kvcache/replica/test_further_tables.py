@@ -1,4 +1,4 @@
-"""Block tables of windows and chunks: which pages they hold and give back, and how much of a prompt is found."""
+"""Block tables of windows and of chunks: which pages a request holds and gives back, and how much of a prompt is found."""
 
 from __future__ import annotations
 
@@ -298,7 +298,8 @@ def test_each_table_of_each_group_must_have_its_window() -> None:
         assert [one.layers for one in manager.layer_tables.tables] == [(1,), (3,), (0,), (2,)]
         served(manager, range(40), "first")
         gone(manager, range(40), table, column)
-        if column == 7:  # the last page end still has everything that is seen there in the tables of 5 tokens
+        # at this page end, the tables with windows of 5 tokens still have everything that the next query sees
+        if column == 7:
             gone(manager, range(40), 1, 9)
             gone(manager, range(40), 1, 8)
         assert manager.admission(TextContext([*range(40), 1], 99)).cached_pages == left
@@ -315,7 +316,9 @@ def test_pages_that_were_not_published_yet_stay_for_the_step() -> None:
 
 
 def test_a_request_without_pages_has_those_of_all_that_it_has_to_compute() -> None:
-    """The start that its context claims does not count, because pages from its window on would not be enough."""
+    """The context claims a start within the prompt. That start does not count, because the request has no pages: the
+    pages from its window on would not be enough.
+    """
     manager = make(caching=False)
     context = TextContext([*range(40)], 99, "r")
     context.set_token_indices(start_idx=30)
@@ -338,8 +341,9 @@ def test_a_batch_of_chunks_has_pages_for_them_alone() -> None:
 
 
 def ages(*, together: bool) -> list[list[int]]:
-    """Returns the digests of the idle pages, oldest first, after the requests of a batch (two of them forked) have
-    reserved pages.
+    """Runs a batch of three requests, one of which is a fork of another one. Pages are reserved for the whole batch at
+    once (`together`), or for one request after the other. Returns the digests of the idle pages afterwards, oldest
+    first.
     """
     manager = make(pages=200)
     one, other = (start(manager, range(first, first + 42), f"{first}") for first in (0, 100))

@@ -22,7 +22,7 @@ ALGORITHMS: tuple[HashAlgorithm, ...] = get_args(HashAlgorithm)
 
 @pytest.fixture(autouse=True, params=["hashlib", "chained.c"])
 def computed_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Runs every test with each of the two implementations of sha256."""
+    """Makes every test run twice, once with each of the two implementations of sha256."""
     monkeypatch.setattr(hashing, "_Chain", hashing._NotCompiled if request.param == "hashlib" else compiled_chain())
     hashing._seeded.cache_clear()
     yield request.param
@@ -73,7 +73,9 @@ def test_no_two_choices_of_salt_and_page_size_agree() -> None:
 
 
 def test_one_page_of_many_requests_is_hashed_as_each_alone() -> None:
-    """Requests with a later key, or with unhashed earlier pages, take the slow path."""
+    """Many requests are hashed in one call. Requests that have a key on a later page, or earlier pages that are not
+    hashed yet, take the slow path.
+    """
     second = np.repeat(tokens(8)[None, 4:], 4, axis=0)
     keys: list[Any] = [None, ((6, b"image"),), ((9, b"late"),), None]
     hashers = [PrefixHasher("sha256", 4, None, key) for key in keys]
@@ -167,7 +169,9 @@ def test_long_prompts_are_hashed_in_parts_that_are_whole_pages(monkeypatch: pyte
 
 
 def check_walk(steps: list[tuple[str, int]], page_size: int, salt: str | None, keys: ExtraKeys, seed: int) -> None:
-    """Hashers that grow, are copied and hash pages together. Each is compared with hashlib over all of its input."""
+    """Runs hashers that grow, are copied, and hash pages together. The digests of each hasher are compared with those
+    that hashlib computes over its whole input.
+    """
     rng = np.random.default_rng(seed)
     marks = [b""] * 64  # the digest before each page
     for position, key in sorted(keys):
@@ -233,7 +237,7 @@ def test_an_interrupted_hasher_begins_anew() -> None:
     hasher, tokens = PrefixHasher("sha256", 4, "a", ((5, b"k"),)), np.arange(16)
     right = hasher.digests(tokens, 0, 4)
     hasher.known[:] = hasher.known[:32]
-    hasher.running = None  # as if it was interrupted while it hashed the second page
+    hasher.running = None  # as if the hasher had been interrupted while it hashed the second page
     assert (hasher.digests(tokens, 0, 4) == right).all()
     hasher.running = None
     assert (hasher.copy().digests(tokens, 0, 4) == right).all()

@@ -1,4 +1,4 @@
-"""Hints and quotas of a manager's requests."""
+"""Hints and quotas of the requests of a manager."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def prompt(name: int, pages: int = 2) -> list[int]:
 
 
 def trusting(manager: PagedKVCacheManager) -> PagedKVCacheManager:
-    """Makes all idle pages follow hints, as after a period of right hints."""
+    """Makes all idle pages follow hints, as they would after hints have been right for a while."""
     serve(manager, prompt(1000), LAST)
     for replica in manager._replicas.each:
         trust(replica.hints, 0.95)
@@ -37,7 +37,7 @@ def trusting(manager: PagedKVCacheManager) -> PagedKVCacheManager:
 
 
 def found(manager: PagedKVCacheManager, *names: int) -> list[bool]:
-    """Which of these prompts are cached. The call changes nothing."""
+    """Returns which of these prompts are cached. The call changes nothing."""
     pages = [manager._replicas.each[0].find(TextContext(prompt(name), 64)).end for name in names]
     return [count > 0 for count in pages]
 
@@ -82,7 +82,9 @@ def test_a_share_of_zero_ignores_hints() -> None:
 
 
 def rounds(manager: PagedKVCacheManager, first: Retention | None, last: Retention | None, often: int = 8) -> list[int]:
-    """Runs a few recurring prompts between others that occur once. Returns the tokens found in each half."""
+    """Runs a few prompts again and again, and between them prompts that occur only once. Returns how many tokens were
+    found in each half of the rounds.
+    """
     halves = []
     for half in range(2):
         hits = 0
@@ -134,7 +136,9 @@ def test_the_first_hint_takes_over_what_is_cached() -> None:
 
 
 def evidence(manager: PagedKVCacheManager) -> list[int]:
-    """Records what the share learns from now on, request by request: how many pages were gained, or promised."""
+    """Returns a list to which each later request adds what the share learns from it: the number of pages that hints
+    have gained, or that they promise to gain.
+    """
     learned: list[int] = []
     hints = manager._replicas.each[0].hints
     hints._share.learn = lambda gained, promised, looked: learned.extend((gained, promised))
@@ -142,7 +146,9 @@ def evidence(manager: PagedKVCacheManager) -> list[int]:
 
 
 def test_plain_lru_is_counted_as_it_would_have_hit() -> None:
-    """With neutral hints the baseline and the cache have the same hits, also with concurrent and aborted requests."""
+    """Neutral hints change nothing. So the baseline must have the same hits as the cache, also with concurrent and
+    aborted requests.
+    """
     manager = manager_of(40, checks=False, rows=4)
     neutral, rng = Retention(), random.Random(0)
     serve(manager, prompt(0), neutral)
@@ -171,7 +177,9 @@ def test_plain_lru_is_counted_as_it_would_have_hit() -> None:
 
 @pytest.mark.parametrize("computed", range(5))
 def test_of_a_prompt_that_is_given_up_half_way_the_baseline_has_what_ran(computed: int) -> None:
-    """Otherwise hints would be blamed for missing hits that no order could have had."""
+    """If the baseline also had the tokens that did not run, hints would be blamed for missing hits that no order could
+    have had.
+    """
     manager, neutral = manager_of(40, checks=False), Retention()
     serve(manager, prompt(0), neutral)
     learned = evidence(manager)
@@ -229,7 +237,9 @@ def test_a_tenant_above_its_quota_evicts_its_own_pages() -> None:
 
 
 def test_a_sample_speaks_for_all_pages() -> None:
-    """If only a sample of a pool is watched, the sample's gains and losses are scaled up to all pages."""
+    """In a large pool the baselines watch only a sample of the pages. The gains and losses in this sample are scaled up
+    to all pages.
+    """
     manager = manager_of(4096, checks=False, rows=1, max_seq_len=4 * 4096)
     serve(manager, prompt(0), LAST)
     hints = manager._replicas.each[0].hints
@@ -248,7 +258,7 @@ def test_a_sample_speaks_for_all_pages() -> None:
 
 
 def owned(manager: PagedKVCacheManager, replica: int = 0) -> dict[str, int]:
-    """The number of each tenant's idle pages."""
+    """Returns the number of idle pages of each tenant."""
     quotas = manager._replicas.each[replica].hints._quotas
     assert quotas.limited
     return {salt: quotas._orders[owner].count for salt, owner in quotas._ids.items() if quotas._orders[owner].count}
@@ -282,7 +292,9 @@ def test_what_comes_into_an_evicted_page_is_not_its_tenants() -> None:
 
 
 def test_pages_copied_from_a_replica_are_their_tenants_before_the_request_holds_them() -> None:
-    """They therefore stay the tenant's pages if the request then resumes elsewhere."""
+    """Copied pages are idle until their request holds them. They must count for the request's tenant already, because
+    they stay idle if the request then resumes elsewhere.
+    """
     manager = manager_of(12, dp=2, params={"tenant_quota": 0.5, "routing": Routing(copy_pages=True)})
     serve(manager, prompt(1), replica=0, cache_salt="a")
     context = TextContext(prompt(1), 64, cache_salt="a")
@@ -307,7 +319,9 @@ def test_what_a_quota_evicts_is_held_against_no_hint() -> None:
 
 
 def test_the_baselines_keep_what_is_evicted_in_its_turn() -> None:
-    """Baselines evict by themselves, in their own order."""
+    """The manager's evictions by age and by hints do not change what the baselines keep, because the baselines evict in
+    their own order. An eviction for a quota also removes the page from the baselines.
+    """
     manager = manager_of(40, checks=False, params={"tenant_quota": 0.2})
     serve(manager, prompt(0), Retention())
     replica = manager._replicas.each[0]
@@ -414,7 +428,7 @@ def some_hint(rng: random.Random) -> Retention | None:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_is_said_every_page_is_accounted_for(seed: int) -> None:
-    """Random hints, quotas, copies between replicas, forks, refusals and resets, with `check` after each."""
+    """Random hints, quotas, copies between replicas, forks, refusals and resets. `check` runs after each of them."""
     rng = random.Random(seed)
     options = {"tenant_quota": 0.3, "routing": Routing(copy_pages=True), "max_hint_share": rng.choice([0.5, 1.0])}
     manager = manager_of(16, dp=2, rows=4, checks=False, params=options)
@@ -473,7 +487,7 @@ def test_a_context_that_its_owner_drops_is_kept_until_its_release() -> None:
 
 
 class Plain:
-    """A caller's own context class that allows no weak references."""
+    """A caller's own context class whose instances allow no weak references."""
 
     __slots__ = ("_inner", "prefix_hasher", "retention")
 
@@ -498,7 +512,7 @@ def test_a_context_of_another_class_may_bring_its_hint_at_the_end_too() -> None:
 
 
 class Heard(LruOrder):
-    """A caller's own eviction order, which records its calls."""
+    """A caller's own eviction order that records which of its methods were called."""
 
     by_age = False
 

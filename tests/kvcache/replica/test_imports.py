@@ -47,14 +47,16 @@ def receiver(manager: PagedKVCacheManager, tokens: list[int] = PROMPT, name: str
 
 
 def handed_over(make: Any) -> tuple[BlockTable, Any, TextContext]:
-    """The table of a prefilled prompt, a manager without it, and its request there."""
+    """Returns three things: the table of a prompt that another manager has prefilled, a manager without this prompt,
+    and the request for it there.
+    """
     _, table = prefilled(make)
     target = make(16, page_size=4)
     return table, target, receiver(target)
 
 
 def imported(make: Any) -> tuple[BlockTable, Any]:
-    """Like `handed_over`, but one request has already imported the prompt."""
+    """Like `handed_over`, but another request has already imported the prompt."""
     table, target, first = handed_over(make)
     pending = target.import_block_table(first, table)
     target.commit_import(first, pending, proven(target, pending))
@@ -197,7 +199,7 @@ def test_pages_of_a_released_request_stay_with_the_transfer_until_it_is_over(mak
     context = receiver(target)
     pending = target.import_block_table(context, table)
     target.release("d")
-    assert target.num_free_blocks == 0  # a READ may still write there
+    assert target.num_free_blocks == 0  # the reader of the cancelled import may still write into these pages
     other = TextContext([1], 64, "other")
     target.external_claim("other")
     assert not target.maybe_reserve(other)

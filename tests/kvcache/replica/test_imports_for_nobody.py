@@ -1,4 +1,4 @@
-"""Imports that no request waits for: pages of a prompt that are published before the pages in front of them."""
+"""Imports that no request waits for. They publish later pages of a prompt before its first pages are computed."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ def served() -> Iterator[Callable[..., Served]]:
 
 
 def lent(source: Served, first: int, stop: int = 8, tokens: Sequence[int] = PROMPT, **named: Any) -> BlockTable:
-    """Leases pages `first` to `stop` of a prompt that the source has served, as for a reader that asks for them."""
+    """Leases pages `first` to `stop` of a prompt that the source has served, as it does when a reader asks for them."""
     contents = source.manager.contents
     context = TextContext([*tokens], 256, "theirs", **named)
     found = contents.lease("theirs", 0, contents.digests(context, first), stop - first)
     assert found is not None
-    source.manager.end_lease(found[0])  # nothing else runs there
+    source.manager.end_lease(found[0])  # the source runs nothing else, so the leased pages stay as they are
     return found[1]
 
 
 def running(it: Served, chunk: int, tokens: Sequence[int] = PROMPT, **named: Any) -> TextContext:
-    """A request that has computed one chunk of the prompt."""
+    """Returns a request that has computed one chunk of the prompt and is still running."""
     context = it.claim(tokens, **named)
     assert it.manager.maybe_reserve(context)
     context.set_token_indices(active_idx=context.start_idx + chunk)
@@ -60,7 +60,7 @@ def running(it: Served, chunk: int, tokens: Sequence[int] = PROMPT, **named: Any
 
 
 def brought(it: Served, source: Served, context: TextContext, table: BlockTable) -> PendingImport:
-    """Begins an import of these pages and copies them."""
+    """Begins an import of the pages in this table and copies them."""
     pending = it.manager.contents.import_pages(context, 0, table)
     assert pending is not None
     part = pending.parts[0]
@@ -71,7 +71,7 @@ def brought(it: Served, source: Served, context: TextContext, table: BlockTable)
 
 
 def rest(it: Served, context: TextContext, chunk: int = 4) -> list[int]:
-    """Runs the rest of a prompt. Returns the tokens from which its chunks ran."""
+    """Runs the rest of a prompt. Returns the first token of each of its chunks."""
     starts, length = list[int](), context.end_idx
     while context.end_idx == length:
         assert it.manager.maybe_reserve(context)
@@ -287,7 +287,7 @@ def test_a_model_that_has_no_use_for_later_pages_takes_none(served: Any, options
 
 
 class Ctrl(BaseException):
-    """An exception that a signal handler raises."""
+    """An exception that a signal handler raises in the middle of a call."""
 
 
 @pytest.mark.parametrize("call", ["import_pages", "commit_pages"])

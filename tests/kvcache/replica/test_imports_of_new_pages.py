@@ -1,4 +1,4 @@
-"""Imports that grow by tables with only new pages: each page is named once, and earlier pages stay."""
+"""Imports whose later tables name only new pages. Each page is named once, and the pages of earlier tables stay."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
-"""Imports from a source with another page size. Every published page is complete, in every table and wherever windows
-begin.
+"""Imports from a source with another page size. Wherever windows begin, every page that the import publishes must be
+complete, in each table.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def make(page_size: int) -> PagedKVCacheManager:
 
 
 def chunks(manager: PagedKVCacheManager, context: TextContext, chunk: int) -> Iterator[bool]:
-    """Runs a claimed request up to its first new token. Yields after each chunk whether it was the last."""
+    """Runs a claimed request in chunks up to its first new token. After each chunk, yields whether it was the last one."""
     length = context.end_idx
     while context.start_idx < length:
         context.set_token_indices(active_idx=min(length, context.start_idx + chunk))
@@ -47,7 +47,7 @@ def chunks(manager: PagedKVCacheManager, context: TextContext, chunk: int) -> It
 
 
 def goes_on(manager: PagedKVCacheManager, context: TextContext, steps: int) -> None:
-    """Runs a request, and compares all cached KV that it sees."""
+    """Runs a request for some steps, and compares all cached KV that it sees."""
     for _ in range(steps):
         assert manager.maybe_reserve(context)
         KVTokens(manager).run_contexts([context], manager.fetch([context]))
@@ -56,7 +56,7 @@ def goes_on(manager: PagedKVCacheManager, context: TextContext, steps: int) -> N
 
 
 def copy(source: PagedKVCacheManager, target: PagedKVCacheManager, copier: ImportCopier, *, last: bool) -> None:
-    """Copies exactly these tokens, and no other part of their pages."""
+    """Copies the KV of exactly the tokens that the copier names, and no other part of their pages."""
     here, there = target.page_size, source.page_size
     for ours, theirs, (first, stop) in copier.take(last=last):
         tokens = np.arange(first, stop)
@@ -74,7 +74,7 @@ class HandOver:
         self.seen: Counter[str] = Counter()
 
     def pull(self, tokens: list[int], name: str) -> TextContext | None:
-        """Pulls a request and runs a few steps at the target.
+        """Pulls a request, and then runs a few steps of it at the target.
 
         Returns it, or None if the source's pages were refused.
         """
@@ -112,8 +112,8 @@ class HandOver:
         return context
 
     def _tables(self, tokens: list[int], name: str) -> Generator[tuple[BlockTable, bool]]:
-        """Yields the source's table after each chunk that fills a page and after the last chunk, and whether it is the
-        last one.
+        """Yields the source's table after each chunk that fills a page and after the last chunk. Each table comes with
+        whether it is the last one.
         """
         source, context = self.source, TextContext(tokens, 256, name)
         source.external_claim(name, 0)
@@ -125,7 +125,7 @@ class HandOver:
             source.release(name)
 
     def prefixes(self, context: TextContext, ends: range) -> None:
-        """Runs requests of the target itself that share the first tokens of this one."""
+        """Runs requests that start at the target and share the first tokens of the imported request."""
         for end in ends:
             name = f"{context.request_id} to {end}"
             other = TextContext([*context.tokens[:end].tolist(), 1, 2], 256, name)
@@ -138,13 +138,13 @@ class HandOver:
 
 
 def is_whole(tokens: int, there: int, here: int) -> bool:
-    """Whether the source names, for every table, all tokens in the target's first page of that table."""
+    """Returns whether the source names, for every table, all tokens of the first page that the target needs in it."""
     firsts = [int(group.first_seen(np.array(tokens))) for group in GROUPS]
     return all(first // there * there <= first // here * here for first in firsts)
 
 
 def check(there: int, here: int, lengths: range, *, chunkwise: bool) -> Counter[str]:
-    """Checks each length alone, then all of them with a common prefix."""
+    """Hands over prompts of these lengths, first each alone, and then all of them with a common prefix."""
     pair = HandOver(there, here, chunkwise=chunkwise)
     for length in lengths:
         context = pair.pull([1000 + length, *range(100, 99 + length)], f"alone {length}")
@@ -176,7 +176,7 @@ def _cells() -> list[Any]:
 @pytest.mark.few(3)
 @pytest.mark.parametrize(("there", "here", "chunkwise"), _cells())
 def test_what_was_pulled_is_whole_wherever_its_windows_begin(there: int, here: int, *, chunkwise: bool) -> None:
-    """A chunk of 30 tokens ends where a prompt ends, so no page of the next chunk exists."""
+    """The chunks have 30 tokens. If the prompt ends where a chunk ends, the source has no page of a next chunk."""
     often = (there, here, chunkwise) in OFTEN
     seen = check(there, here, range(24, 36 if often else 64), chunkwise=chunkwise)
     assert (seen["refused"] > 0) is (there % here > 0), seen

@@ -25,7 +25,7 @@ def test_symbols_export_a_graph_that_runs_on_what_fetch_gives(make: Any) -> None
     (symbols,) = manager.input_symbols()
     assert {tensor.device.type for tensor in symbols.inputs if tensor is not None} == {"meta"}
     program = torch.export.export(ReadsTheCache(), (symbols.inputs,), dynamic_shapes=(symbols.dynamic_shapes,))
-    program.example_inputs = None  # meta tensors have no bytes to move
+    program.example_inputs = None  # the tensors are on the meta device and have no bytes to move
     context = TextContext(range(9), 64)
     manager.external_claim(context.request_id)
     assert manager.maybe_reserve(context, 3)
@@ -70,7 +70,7 @@ def test_symbols_for_other_devices_and_layers(make: Any) -> None:
 
 
 def started(manager: PagedKVCacheManager, lengths: dict[int, list[int]], steps: int = 1) -> list[TextContext]:
-    """Returns reserved requests of these lengths, for each replica."""
+    """Returns requests with these numbers of tokens on each replica. Their pages are reserved."""
     made: list[TextContext] = []
     for replica, some in lengths.items():
         for length in some:

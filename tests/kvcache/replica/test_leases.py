@@ -245,7 +245,7 @@ def test_pages_on_their_way_from_the_host_are_nobody_s_until_they_have_come(make
     assert manager.maybe_reserve(context)
     assert context.start_idx
     lease = manager.lease("r")
-    manager.release("r")  # nothing waits for the copies from the host
+    manager.release("r")  # the request will not run, so nothing waits for the copies from the host
     manager.check()
     manager.end_lease(lease)
     assert manager.num_free_blocks == 8
@@ -348,7 +348,7 @@ def test_of_a_cancelled_import_the_copier_s_end_frees_the_pages(make: Any) -> No
 
 @pytest.mark.parametrize("released", [True, False])
 def test_a_cancelled_import_that_is_written_keeps_its_pages_beyond_a_recovery(make: Any, released: bool) -> None:
-    """The copier does not know of the interrupt, and continues to write."""
+    """The copier does not know that another call was interrupted, and continues to write."""
     source, target = make(8, page_size=4), make(8, page_size=4)
     computed(source, range(8))
     context = TextContext([*range(8), 7], 64, "r")
@@ -394,7 +394,7 @@ def test_what_is_read_under_a_lease_stays_as_it_was(make: Any, caching: bool) ->
 
 
 def other_tokens(context: TextContext, keep: int) -> None:
-    """Drops the tokens beyond `keep`, and continues with others."""
+    """Drops the tokens beyond the first `keep`, and then adds other tokens."""
     context.set_token_indices(start_idx=keep - 1, active_idx=keep, end_idx=keep)
     for _ in range(4):
         context.set_token_indices(active_idx=context.end_idx)
@@ -405,7 +405,9 @@ def other_tokens(context: TextContext, keep: int) -> None:
 @pytest.mark.parametrize("call", ["maybe_reserve", "reserve_batch", "fetch"])
 @pytest.mark.parametrize("told", ["by a table before the lease", "by a table under the lease"])
 def test_what_was_told_under_a_lease_is_not_computed_anew(make: Any, call: str, told: str) -> None:
-    """A request that drops tokens would write other tokens into the pages that its readers know."""
+    """The request drops tokens and adds others. If it ran, it would write their KV into pages that readers of its lease
+    have already been told of.
+    """
     manager = make(8, page_size=4, rows=2)
     context, bystander = computed(manager, range(10)), computed(manager, range(50, 56), "bystander")
     if told == "by a table before the lease":
@@ -430,7 +432,7 @@ def test_what_was_told_under_a_lease_is_not_computed_anew(make: Any, call: str, 
         calls[call]()
     assert manager.metrics == before
     manager.fetch([bystander])
-    manager.release("r")  # the lease holds all pages that readers were told, not only those of the row's last state
+    manager.release("r")  # the lease also holds pages that readers were told of before the request dropped tokens
     assert manager.num_leased_blocks == len(pages)
     manager.end_lease(lease)
     again = TextContext(context.tokens, 64, "r")
@@ -451,7 +453,7 @@ def test_without_a_lease_tokens_may_be_computed_anew(make: Any) -> None:
 
 
 class Books:
-    """The leases of four rows with pages of four tokens, without a manager."""
+    """The leases of four rows with pages of four tokens. There is no manager."""
 
     def __init__(self) -> None:
         self.pool = PagePool(20, 1)
@@ -503,21 +505,23 @@ def test_what_passes_to_a_lease_is_what_was_computed_or_told_or_published_whiche
 def test_of_pages_that_leave_a_row_its_leases_keep_those_in_which_something_is_computed(
     cached: int, told: int, kept: int
 ) -> None:
-    """The pages leave the row from its third page on."""
+    """The row gets other pages in place of its own, from its third page on. The lease must keep the pages that were
+    computed or told.
+    """
     books = Books()
     books.claim(1)
     lease, pages = books.lease(1), books.pool.allocate(3)
     books.leases.tell(1, told)
     books.leases.replace(1, 2, pages, cached)
     assert books.held_by(lease) == pages[:kept].tolist()
-    books.leases.replace(0, 0, pages, 64)  # a row without a lease
+    books.leases.replace(0, 0, pages, 64)  # this row has no lease
     assert books.held_by(lease) == pages[:kept].tolist()
 
 
 def test_what_readers_were_told_only_grows_and_what_they_see_of_windows_only_shrinks() -> None:
     books = Books()
     books.claim(1, 6)
-    books.leases.tell(1, 6)  # while it is not leased, no reader is told
+    books.leases.tell(1, 6)  # while the row has no lease, no reader counts as told
     assert (books.leases.told.tolist(), books.leases.kept[1]) == ([0] * 4, NEVER)
     books.lease(1)
     assert (books.leases.told[1], books.leases.kept[1]) == (6, 6)
@@ -532,7 +536,7 @@ def test_what_readers_were_told_only_grows_and_what_they_see_of_windows_only_shr
 
 
 def test_after_an_interrupt_leases_are_of_the_rows_that_their_requests_have() -> None:
-    """Their pages stay until each lease ends, whichever request has the row now."""
+    """The pages of a lease stay until the lease ends, whichever request has the row now."""
     books = Books()
     for row in range(3):
         books.claim(row, 4)
@@ -542,7 +546,8 @@ def test_after_an_interrupt_leases_are_of_the_rows_that_their_requests_have() ->
         books.leases._hold(lease, HeldPages(books.pool, page[None]))
     books.pool.release(pages)
     books.leases.tell(0, 8)
-    books.rows.request_ids[1] = "another"  # its request is released, and the row claimed anew
+    # as if its request had been released, and the row had been claimed by another one
+    books.rows.request_ids[1] = "another"
     books.leases.of_row.clear()  # the state that an interrupt may leave
     books.leases.mend(over)
     books.leases.check()

@@ -1,5 +1,5 @@
-"""Leases of cached pages and of states. The two kinds are counted in separate pools, and the hold on both ends with the
-lease.
+"""Leases that hold cached pages and a state. Pages and states are counted in separate pools, and the lease ends for
+both at the same time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Books:
         self.row = row
 
     def cached(self, pool: PagePool, count: int) -> HeldPages:
-        """Makes idle pages: they are published, and nothing holds them."""
+        """Makes idle pages: they are published, but nothing holds them."""
         pages = pool.allocate(count)
         pool.index.publish(pages, np.arange(1, count + 1, dtype=np.uint64).reshape(-1, 1))
         pool.release(pages)
@@ -40,7 +40,9 @@ class Books:
         return [pages.tolist() for _, of_lease in self.leases.held() for pages in of_lease]
 
     def counts(self) -> tuple[int, int, int]:
-        """Returns the running count of leased pages, and recounts of leased pages and of leased states."""
+        """Returns three counts: the running count of leased pages, a recount of the leased pages, and a recount of the
+        leased states.
+        """
         leases = self.leases
         return leases.num_pages, int(leases.holders().sum()), int(leases.holders(self.states).sum())
 

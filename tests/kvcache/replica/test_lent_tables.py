@@ -1,4 +1,4 @@
-"""Pages of several block tables that other processes ask for, or that come from other replicas of this process."""
+"""Pages of several block tables that other processes ask for, or that are copied from other replicas of this process."""
 
 from __future__ import annotations
 
@@ -123,7 +123,9 @@ def test_a_copy_that_does_not_fit_changes_nothing(served: Make) -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(2))
 def test_whatever_comes_from_anywhere_is_what_was_computed(served: Make, seed: int) -> None:
-    """Small pools with a host tier, files, quotas, and replicas that copy from each other. All KV is compared."""
+    """Small pools with a host tier, files, quotas, and replicas that copy from each other. Whenever a request reads KV,
+    it is compared.
+    """
     rng = random.Random(seed)
     it = served(60, 90, TWO, files=True, dp=2, params={**COPYING, "tenant_quota": 0.4})
     for _ in range(120):

@@ -1,4 +1,4 @@
-"""Which held pages can be moved to make room for a slab: those that only their own request knows."""
+"""To make room for a slab, held pages are moved. A page can be moved only if nobody but its own request knows its id."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_moved_page_is_found_and_held_where_it_is_now() -> None:
     now = [before[0], *targets.tolist()]
     assert list(rig.manager.get_req_blocks("a")) == now
     assert rig.replica.rows.changed[row]
-    pool.release(sources)  # `SlabPool` normally does this part of a move in the pool
+    pool.release(sources)  # outside of this test, `SlabPool` does this part of a move
     rig.manager.check()
     rig.manager.release("a")
     again, _ = rig.start("b")

@@ -1,4 +1,4 @@
-"""Several block tables over the host tier and files: which pages come back for which table, and which do not."""
+"""Several block tables over the host tier and files: which pages of each table are loaded, and which are not."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_waiting_request_is_looked_up_once(served: Make, monkeypatch: pytest.M
 
 
 def beside(it: Served, pages: int) -> TextContext:
-    """Returns a request that holds this many pages. Two of them belong to its window, for the chunk that runs."""
+    """Returns a request that holds this many pages. Two of these pages belong to the window, for the chunk that runs."""
     context = it.claim([99, *range(4 * (pages - 2) - 1)])
     context.set_token_indices(active_idx=8)
     before = it.manager.num_free_blocks
@@ -128,7 +128,9 @@ def test_pages_that_nobody_holds_take_room_too_where_they_are_used(served: Make)
 
 
 def test_what_a_request_says_to_have_behind_it_comes_back(served: Make) -> None:
-    """The request has no pages, so the start in its context is out of date."""
+    """The context claims that 42 tokens are computed. The request has no pages, so it continues from the tokens that
+    are found in the host instead.
+    """
     it = served()
     it.serve(PROMPT, chunk=8)
     fill(it, 40)
@@ -280,7 +282,9 @@ def test_nothing_is_asked_for_before_the_first_full_page(served: Make) -> None:
 
 
 def one_of_window_lost(it: Served) -> None:
-    """The device lacks one page of the window that the next query sees. The host has all pages."""
+    """Leaves the host with all pages of the prompt, and the device with all but one of them: a page of the window that
+    the next query sees.
+    """
     it.serve(PROMPT, chunk=8)
     it.tiers.store_all()
     replica = it.manager._replicas.each[0]
@@ -310,7 +314,7 @@ def test_pages_found_behind_one_that_comes_back_are_shared(served: Make) -> None
 
 
 def test_a_second_look_before_the_step_leaves_the_rows_own_pages(served: Make) -> None:
-    """Meanwhile another request has published the page that is being loaded.
+    """Between the two lookups, another request publishes the page that is being loaded.
 
     The row takes that published page, and gives back only its own copy.
     """

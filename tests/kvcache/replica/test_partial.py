@@ -226,7 +226,7 @@ def test_whatever_is_said_to_be_cached_is_there(make: Any, seed: int) -> None:
             try:
                 forked = manager.fork(live[0], child)
             except ValueError:
-                continue  # its last step has not ended, or its replica has no free row
+                continue  # the parent's last step has not been recorded, or its replica has no free row
             if forked:
                 live.append(child)
         elif live:

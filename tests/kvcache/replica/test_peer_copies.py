@@ -139,7 +139,9 @@ def test_where_the_request_does_not_fit_nothing_is_changed() -> None:
 
 
 def test_a_prompt_that_no_pool_holds_is_refused_before_anything_is_copied() -> None:
-    """With the pages of a peer, the rest of the prompt would fit, because its window no longer needs earlier pages."""
+    """With the pages of the other replica, the rest of the prompt would fit, because its window would need no earlier
+    pages. The prompt is refused nevertheless, before any page is copied.
+    """
     groups = (LayerGroup("full", (0,)), LayerGroup("window", (1,), 8))
     manager = of(20, params={"groups": groups})
     run_once(manager, range(36), 1)

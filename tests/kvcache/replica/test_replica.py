@@ -11,8 +11,8 @@ from tests.kvcache.build import run_once
 
 
 def test_a_longest_request_takes_no_short_cut(make: Any) -> None:
-    """Beyond `max_seq_len` the fast path takes no page and does not succeed, so that `reserve` can raise the right
-    error.
+    """If the sequence is longer than `max_seq_len`, the fast path takes no page and reports no success. So the slow
+    path of `reserve` can raise the right error.
     """
     manager = make(16, page_size=4, max_seq_len=6)
     context = TextContext(range(4), 6)
@@ -26,7 +26,9 @@ def test_a_longest_request_takes_no_short_cut(make: Any) -> None:
 
 
 def test_a_request_that_was_never_reserved_takes_no_short_cut(make: Any) -> None:
-    """Its prompt may be cached, and is counted when it is reserved. The fast path does neither."""
+    """The first reservation of a request looks up its prompt in the cache and counts its tokens. The fast path does
+    neither, so it must leave such a request to the slow path.
+    """
     manager = make(16, page_size=4)
     for tokens in (1, 3, 4):
         context = TextContext(range(tokens), 64)
@@ -48,14 +50,16 @@ def test_pages_that_hits_replace_count_as_free(make: Any) -> None:
     manager.fetch([second])
     second.update(1)
     manager.step([second])
-    # takes a page, and gives back three pages for which it now shares published ones
+    # the request takes a new page, and gives back three pages because it now shares published ones
     assert manager.maybe_reserve(first, 5)
     assert first.start_idx == 12
     assert manager.num_free_blocks == 2
 
 
 def test_after_an_interrupt_a_page_that_its_row_does_not_count_as_published_is_found_by_nobody(make: Any) -> None:
-    """`step` publishes pages and then counts them. So pages that were not counted may be half published."""
+    """`step` first publishes pages and then counts them as published. If it was interrupted in between, a page that is
+    not counted may be published only in part.
+    """
     manager = make(16, page_size=4)
     contexts = [TextContext(range(first, first + 9), 64, name) for first, name in ((0, "stays"), (100, "half"))]
     for context in contexts:
@@ -76,7 +80,7 @@ def test_after_an_interrupt_a_page_that_its_row_does_not_count_as_published_is_f
 
 
 def test_a_match_is_made_again_after_a_decode_step_evicted_its_page(make: Any) -> None:
-    """A waiting request remembers its match, and a growing request then evicts one of the matched pages."""
+    """A waiting request remembers which pages its prompt has matched. Then a growing request evicts one of these pages."""
     manager = make(6, page_size=4, rows=3)
     run_once(manager, range(9))
     grows, waits = TextContext(range(50, 65), 64), TextContext([*range(9), 7], 64)
@@ -99,7 +103,9 @@ def test_a_match_is_made_again_after_a_decode_step_evicted_its_page(make: Any) -
 
 
 def test_a_request_with_one_token_to_run_stays_where_it_was_set_back_to(make: Any) -> None:
-    """The request looks up no prefix. The published pages after its start are its own, and do not move it forward."""
+    """The request was set back to an earlier token. It looks up no prefix, so the published pages after its start (its
+    own) do not move the start forward.
+    """
     manager = make(20, page_size=4)
     context = TextContext(range(14), 64)
     with manager.claim(context):

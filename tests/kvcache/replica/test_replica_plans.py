@@ -42,8 +42,8 @@ def _quiet() -> Iterator[None]:
 def test_a_plan_changes_nothing_and_the_move_of_the_context_comes_first(
     features: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In random runs with many features, the manager's state is the same before a plan, after it, and when the
-    context's indices are set.
+    """In random runs with many features, the manager's state is compared before a plan, after it, and at the moment
+    when the context's indices are set. It must not have changed.
     """
     seen: Counter[str] = Counter()
     before: list[tuple[Replica, Books]] = []
@@ -98,8 +98,8 @@ def test_a_plan_changes_nothing_and_the_move_of_the_context_comes_first(
 def test_a_context_that_refuses_to_be_moved_leaves_everything_as_it_was(
     states: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each reservation that changes a context is first refused by the context, and then succeeds as if it had never
-    been tried.
+    """The only thing that can still refuse a reservation afterwards is the request's context, which may refuse to set
+    its indices.
     """
     seen: Counter[str] = Counter()
     reserved, moved, refuses = Replica.act, TextContext.run_from, [False]

@@ -22,7 +22,7 @@ GROUPS = {
 
 
 def first_seen(group: LayerGroup, token: int) -> int:
-    """Returns the first page that the query at a token sees."""
+    """Returns the first page that the query at this token sees."""
     if group.kind == "full":
         return 0
     if group.kind == "chunked":

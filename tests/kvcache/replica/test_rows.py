@@ -1,4 +1,4 @@
-"""Rows count each token of a prompt once, as one that ran or as one that was found."""
+"""Rows count each token of a prompt once: either as a token that ran or as a token that was found."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvcache.replica.rows import AllRows, BlockRows, PromptCounter
 
 
 def counter() -> PromptCounter:
-    """Four rows without a request."""
+    """Returns the counter of four rows, none of which has a request."""
     rows = BlockRows(AllRows(1, 4, 4), slice(0, 4), 64, 4, layer_tables((), 1).groups, pinned=False)
     rows.prompt[:], rows.counted[:] = -1, 0
     return PromptCounter(rows)
@@ -32,7 +32,7 @@ def test_a_prompt_token_that_ran_is_not_counted_again_when_it_is_found(alone: bo
     count.admit(1, 12)
     run(count, 1, 0, 8, alone=alone)
     assert (count.ran, count.found, count.open) == (8, 0, {1})
-    count.hit(1, 0, 8)  # the request has been set back to its beginning
+    count.hit(1, 0, 8)  # the request was set back to its first token
     assert (count.ran, count.found) == (8, 0)
     count.hit(1, 4, 10)
     assert (count.ran, count.found) == (8, 2)
