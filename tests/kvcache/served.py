@@ -47,7 +47,9 @@ class Served:
     def serve(
         self, tokens: Iterable[int], salt: str | None = None, replica: int = 0, keys: Keys = (), chunk: int = 256
     ) -> int:
-        """Runs one request from claim to release, in chunks. Returns the tokens that it did not have to run."""
+        """Runs one request from its claim to its release, in chunks. Returns how many of its tokens were found cached,
+        so that they did not have to run.
+        """
         context = self.claim(tokens, salt, replica, keys)
         assert self.manager.maybe_reserve(context)
         cached, length = context.start_idx, context.end_idx
@@ -58,7 +60,7 @@ class Served:
         return cached
 
     def waiting(self, tokens: Iterable[int], salt: str | None = None) -> TextContext:
-        """A request that no replica has claimed."""
+        """Returns the context of a request that no replica has claimed."""
         self.names += 1
         return TextContext([*tokens], 256, f"r{self.names}", cache_salt=salt)
 
@@ -70,7 +72,7 @@ class Served:
             time.sleep(0.001)
 
     def again(self, tokens: Iterable[int], salt: str | None = None, **options: Any) -> int:
-        """`fetch`, then `serve`."""
+        """Calls `fetch` for the prompt, then `serve`."""
         self.fetch(tokens, salt)
         return self.serve(tokens, salt, **options)
 
@@ -81,6 +83,6 @@ class Served:
         return replica.hasher(None, context).digests(context.tokens, 0, context.end_idx // SIZE)
 
     def fill(self, pages: int) -> None:
-        """Serves a new prompt of this many pages, which evicts others."""
+        """Serves a new prompt of this many pages. To make room for them, other pages are evicted."""
         self.names += 1
         self.serve([1000 + self.names, *range(pages * SIZE - 2)])

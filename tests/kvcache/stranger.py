@@ -11,8 +11,8 @@ from pathlib import Path
 PATIENCE_S = 30.0
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 MORE_RSS = 32 << 20
-"""In bytes: how much a flood may add to the memory of the process. Without a gate, each adds more than five times as
-much.
+"""How many bytes a flood may add to the memory of this process. Without a gate, each of these floods adds more than
+five times as much.
 """
 
 
@@ -48,9 +48,9 @@ def stranger(address: str, kind: bytes = b"DEALER") -> socket.socket:
 
 
 def flood(address: str, kind: bytes, data: bytes, most: int) -> int:
-    """Sends the same data repeatedly.
+    """Sends the same data again and again.
 
-    Returns how many bytes were sent before the connection was dropped, at most `most`.
+    Returns how many bytes were sent before the other side closed the connection. Stops after `most` bytes.
     """
     sent = 0
     with closing(stranger(address, kind)) as peer, contextlib.suppress(ConnectionError):

@@ -28,7 +28,7 @@ def next_token(tokens: list[int]) -> int:
 
 
 def answer(prompt: list[int], count: int) -> list[int]:
-    """`count` tokens that follow a prompt."""
+    """Returns the `count` tokens that follow a prompt."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(next_token(tokens))

@@ -1,4 +1,4 @@
-"""`admission`: the best replica for a request, and whether the request fits anywhere."""
+"""`admission` says which replica is the best for a request, and whether the request fits anywhere."""
 
 from __future__ import annotations
 
@@ -157,7 +157,9 @@ def test_a_request_is_a_load_once_however_often_it_comes_for_pages(make: Any) ->
 
 
 def with_states(pages: int, rows: int, **states: Any) -> PagedKVCacheManager:
-    """A manager with recurrent states, in which a request has computed 12 tokens of a prompt and is still running."""
+    """Returns a manager with recurrent states, in which a request has computed 12 tokens of its prompt and is still
+    running.
+    """
     shape = StateShape(2, 9, 1, 1, 1, 2, torch.int64, torch.int64)
     manager = manager_of(pages, rows=rows, dtype=torch.int64, params={"states": shape, **states})
     first = TextContext(range(13), 64, "first")
@@ -175,7 +177,9 @@ def with_states(pages: int, rows: int, **states: Any) -> PagedKVCacheManager:
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize(("others", "fits"), [(0, True), (1, False)])
 def test_a_claim_that_evicts_the_state_to_go_on_from_is_foreseen(shared: bool, others: int, fits: bool) -> None:
-    """In that case nothing is found, and there are too few pages for the whole prompt."""
+    """The claim takes a state page, and that evicts the state from which the request would resume. Then nothing is
+    found, and the pages do not suffice for the whole prompt.
+    """
     # With shared memory a state takes three pages: there are four slabs, and the last free one has the copy. With
     # separate memory three states take the memory of ten pages, and six pages remain: the last free state page has the
     # copy.
@@ -194,7 +198,8 @@ def test_a_claim_that_evicts_the_state_to_go_on_from_is_foreseen(shared: bool, o
 
 
 def test_pages_that_only_a_hit_in_host_memory_makes_necessary_are_foreseen() -> None:
-    """At the beginning of the prompt, a chunk of 4 tokens needs one page of the window.
+    """The request is asked for a chunk of 4 tokens. At the beginning of the prompt, the chunk needs one page of the
+    window.
 
     From token 28 on, with the host's pages, it needs three.
     """

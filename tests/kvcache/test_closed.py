@@ -1,6 +1,6 @@
-"""After `close`, callers of a manager can still give back what they hold and read its state.
+"""After `close`, the callers of a manager can still give back what they hold, and can still read its state.
 
-It refuses every other call by name.
+Every other call is refused with an error that names the call.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Copies between a GPU and the host, and the order of their events. Each side is delayed on purpose."""
+"""Copies between a GPU and the host, and the order of their events. Either side is delayed on purpose, so that wrong
+orders are noticed.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ class Pools:
         torch.cuda.synchronize()
 
     def values(self, first: int) -> torch.Tensor:
-        """Contents for the pages: each page holds its own number, counted from `first`."""
+        """Returns contents for the pages: each page is filled with its own number, counted from `first`."""
         return torch.arange(first, first + COUNT, device="cuda").to(self.pages.dtype)[:, None].expand_as(self.pages)
 
     def late(self, stream: Any, write: Callable[[], Any]) -> Any:
@@ -85,7 +87,7 @@ def test_a_load_leaves_to_a_kernel_what_it_has_yet_to_read(pools: Pools) -> None
 
 
 def test_memory_that_a_copy_stages_is_its_own_until_it_is_over() -> None:
-    """Several copies that are larger than the staging memory, while kernels allocate and free memory."""
+    """Several copies are larger than the staging memory. Kernels allocate and free memory meanwhile."""
     pools = Pools(words=1 << 20)  # 8 MiB for each page
     pages, slots = np.arange(16, dtype=np.int32), np.arange(16, 32, dtype=np.int32)
     for round_ in range(3):

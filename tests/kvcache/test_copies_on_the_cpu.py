@@ -1,4 +1,6 @@
-"""Copies that the calling thread makes: those to slots are made at once, those to pages when they are needed."""
+"""On the CPU, the calling thread makes the copies itself: copies to host slots at once, and copies to pages when they
+are needed.
+"""
 
 from __future__ import annotations
 

@@ -243,7 +243,9 @@ class Ahead:
         self.left[context] = expected
 
     def step(self) -> None:
-        """Plans a step, takes the tokens of the running step, launches the planned one, and ends the earlier one."""
+        """Plans a step, takes the tokens of the running step, launches the planned one, and ends the step before the
+        running one.
+        """
         # Requests whose last token is computed by the running step are left out.
         batch = [context for context, left in self.left.items() if len(left) > (self.launched is not None)]
         planned = None
@@ -281,7 +283,7 @@ class Ahead:
 
 @on_each_device
 def test_a_step_captured_for_each_set_of_tables_runs_in_place_while_the_next_is_planned(device: str) -> None:
-    """No table is copied, and pages are released between the steps."""
+    """Each captured graph reads the tables in place, without a copy of them. Pages are released between the steps."""
     manager = pages_on(device, pages=40, host_slots=200)
     ahead, waiting = Ahead(manager), [*PROMPTS, *PROMPTS]
     while waiting or ahead.left:

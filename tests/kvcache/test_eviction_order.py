@@ -1,5 +1,5 @@
-"""The contract of eviction orders: random moves through each of ours, compared with a model that handles one page at a
-time.
+"""The contract of eviction orders. Random moves are made on each of our orders and on a model that handles one page at
+a time, and the results are compared.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SALTS = (None, "a", "b", "big")
 
 
 class Model(list[int]):
-    """A model of the LRU order: the pages in the order of their eviction."""
+    """A model of the LRU order: the pages, the one that is evicted next first."""
 
     def first(self) -> int:
         return self[0]
@@ -52,7 +52,7 @@ class Model(list[int]):
 
 
 class FoundAgain(Model):
-    """A model of the order in the example."""
+    """A model of the order in the documentation's example: pages that were found again are evicted after all others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Biased(HintedIdle):
 
 
 class Case(NamedTuple):
-    """An order, its model, the share that may follow hints, and what happens before a repair."""
+    """An order, its model, the share of pages that may follow hints, and what a test does before it repairs the order."""
 
     order: EvictionOrder
     model: Any
@@ -225,7 +225,9 @@ class Moves:
             assert self.order.pop(count).tolist() == expected
 
     def lose(self) -> None:
-        """Pages are evicted without asking the order."""
+        """Removes pages from the order and makes it forget their contents, as if they had been evicted without asking
+        the order.
+        """
         pages = self.there()
         self.remove(pages)
         self.order.forget(ids(pages))
@@ -244,7 +246,7 @@ class Moves:
         away = self.away(8)
         half = len(away) // 2
         sources, targets = away[:half], away[half : 2 * half]
-        for target in targets:  # to an empty page, because the mover allocates it
+        for target in targets:  # a page moves only to an empty page, which its mover has allocated
             self.model.forget(target)
         self.order.forget(ids(targets))
         self.order.moved(ids(sources), ids(targets))
@@ -258,7 +260,7 @@ class Moves:
         self.trust_order(self.rng.choice([0.0, 0.3, 0.95, 1.0]))
 
     def mend(self) -> None:
-        """Repairs the order after an interrupt, with a changed set of idle pages."""
+        """Repairs the order after an interrupt. The pages that are idle now are not the same as before it."""
         pages = [*self.there(), *self.away()]
         self.clear()
         self.order.mend(np.array(pages, np.intp))

@@ -117,7 +117,7 @@ def test_check_finds_an_import_that_is_closed_and_keeps_its_pages(make: Any) -> 
 
 
 def test_what_readers_were_told_once_they_were_told(make: Any) -> None:
-    """A shorter table after a longer one does not take pages back from readers."""
+    """If a request makes a shorter table after a longer one, the readers of the longer table keep their pages."""
     manager = make(8, page_size=4)
     context = TextContext(range(10), 64, "r")
     manager.external_claim("r")

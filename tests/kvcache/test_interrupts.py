@@ -1,6 +1,6 @@
 """The state that an interrupted call leaves, and what its caller is told.
 
-The random model draws the places of interrupts.
+This file has chosen cases. The random model interrupts calls at random places.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.kvcache.random_model.moves import OwnContext
 
 
 def interrupt_within(manager: PagedKVCacheManager, call: Callable[[], object]) -> None:
-    """Interrupts the call after it has begun to change the manager's state."""
+    """Interrupts the call at a place where it has begun to change the manager's state."""
     at = 1
     while manager._mark.call is None:
         _, _, done = interrupted(call, at, KeyboardInterrupt)
@@ -154,7 +154,7 @@ def test_checks_around_calls_do_not_hide_what_interrupts_one() -> None:
 
 
 class CallersError(Exception):
-    """An error that a caller's own code raises."""
+    """An error that code of the caller raises."""
 
 
 class Refusing(OwnContext):
@@ -189,7 +189,8 @@ def test_a_context_that_raises_leaves_everything_as_it_was_and_nobody_has_to_rec
     raised = 0
     for at in range(60):
         manager = manager_of(checks=False)
-        with manager.claim(first := TextContext([1] * 13, 60, "first")):  # the pages that are found afterwards
+        # publishes the pages that the request of this test finds
+        with manager.claim(first := TextContext([1] * 13, 60, "first")):
             manager.maybe_reserve(first)
             manager.fetch([first])
             first.update(2)
@@ -217,7 +218,7 @@ def test_a_context_that_raises_leaves_everything_as_it_was_and_nobody_has_to_rec
         if manager.contains("child"):
             manager.release("child")
         assert manager.num_free_blocks == manager.total_num_pages
-    assert raised or call == "release"  # `release` continues without the context's answer
+    assert raised or call == "release"  # `release` succeeds even if the context raises
 
 
 def do(manager: PagedKVCacheManager, call: str, context: Any) -> None:
@@ -289,11 +290,12 @@ def test_an_update_of_a_batch_that_is_interrupted_gives_each_request_its_token_o
     while done:
         at += 1
         tokens = [at, at + 1, at + 2]
-        batch.update(tokens)  # a token that the contexts do not have yet
+        batch.update(tokens)  # the batch has a token that its contexts have not read yet
 
         def update(mine: list[int] = tokens, nth: int = at % 3) -> None:
             batch.update(mine)
-            batch.contexts[nth].set_token_indices(active_idx=None)  # the context leaves the batch, and catches up first
+            # the context leaves the batch, and reads the token first
+            batch.contexts[nth].set_token_indices(active_idx=None)
 
         _, _, done = interrupted(update, at, KeyboardInterrupt)
         known = [[*one, token] for one, token in zip(known, tokens, strict=True)]
@@ -309,7 +311,7 @@ def test_an_update_of_a_batch_that_is_interrupted_gives_each_request_its_token_o
 
 
 def test_recover_counts_the_idle_states_of_a_tenant_anew() -> None:
-    """States in separate memory have separate quotas, whose counts were once twice the number of idle states."""
+    """If states have separate memory, quotas count them separately. A repair once counted each idle state twice."""
     shape = StateShape(2, 2, 1, 1, 1, 2, torch.int64, torch.int64)
     params = KVCacheParams(
         torch.int64, 1, 2, page_size=4, enable_prefix_caching=True, states=shape, state_copies=4, tenant_quota=0.5

@@ -1,4 +1,4 @@
-"""Each public method, compared with the documented semantics and with our intended differences from them."""
+"""Each public method is compared with the documented behaviour, and with the intended differences from it."""
 
 from __future__ import annotations
 
@@ -343,7 +343,7 @@ def test_a_hit_past_the_chunk_moves_the_chunk(make: Any) -> None:
 def test_dropped_tokens_are_never_found_behind_those_that_took_their_place(make: Any) -> None:
     manager = make(32, page_size=4)
     draft = claimed(manager, range(12))
-    assert manager.maybe_reserve(draft)  # hashes the pages of all twelve
+    assert manager.maybe_reserve(draft)  # this call has hashed the pages of all twelve tokens
     draft.set_token_indices(active_idx=6, end_idx=6)
     for token in (90, 91, 92):
         run(manager, [draft], token)
@@ -404,7 +404,7 @@ def test_evicted_pages_are_handed_out_ascending(make: Any) -> None:
     owners = [claimed(manager, range(start, start + 17)) for start in (0, 100)]
     run(manager, owners)
     assert manager.num_free_blocks == 2
-    for owner in owners[::-1]:  # the last page of each is also evicted first
+    for owner in owners[::-1]:  # all owners release, the last one first: the last page of each is then evicted first
         manager.release(owner.request_id)
     assert manager.maybe_reserve(claimed(manager, range(300, 316)))  # takes the empty pages
     assert manager.metrics.evictions == 0

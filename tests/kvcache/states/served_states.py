@@ -18,14 +18,14 @@ from kvcache.tiers.tiers import Tiers
 from tests.kvcache.kv import KVTokens, Run, kv_of
 from tests.kvcache.served import SIZE, Served
 
-SHAPE = StateShape(2, 5, 1, 1, 1, 2, torch.int64, torch.int64)  # a state is as large as two or three pages
+SHAPE = StateShape(2, 5, 1, 1, 1, 2, torch.int64, torch.int64)  # a state takes as much memory as two or three pages
 STATE_BYTES = sum(kind_offsets(kinds)[-1] for kinds in state_layouts(SHAPE, 1))
 
 
 class ServedStates(Served):
-    """A manager with four rows on each replica, and this many pages and states on each tier.
+    """A manager with four rows on each replica, and with this many pages and states on each tier.
 
-    With `slabs`, both share one memory.
+    With `slabs`, pages and states share one memory.
     """
 
     def __init__(
@@ -104,9 +104,9 @@ class ServedStates(Served):
         chunk: int = 256,
         new: int = 1,
     ) -> int:
-        """Runs one request in chunks; its `new` tokens are all 1.
+        """Runs one request in chunks. Each of the `new` tokens that it generates is 1.
 
-        Returns the tokens that it did not have to run at first.
+        Returns how many tokens were found cached at first, so that they did not have to run.
         """
         context = self.claim(tokens, salt, replica, keys)
         cached, length = -1, context.end_idx

@@ -1,4 +1,6 @@
-"""After a cancelled import, the request computes its tokens itself, and overwrites no page that others have."""
+"""After a cancelled import, the request computes its tokens itself. It must not overwrite a page that others hold or
+can find.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def forget_states(manager: PagedKVCacheManager) -> None:
 
 
 def compute(manager: PagedKVCacheManager, context: TextContext) -> None:
-    """Computes a chunk, and checks that all of its pages belong to the request alone."""
+    """Computes a chunk. Checks that all pages of the chunk belong to this request alone, and that no lookup finds them."""
     replica = manager._replicas.each[0]
     row = replica.rows.row_of[context.request_id]
     pages = replica.rows.table[:, row, context.start_idx // SIZE : -(-context.active_idx // SIZE)]

@@ -1,4 +1,4 @@
-"""Pages and states are copied together from another replica.
+"""If a prompt is cached on another replica, its pages are copied from there together with the state after them.
 
 KV and states are compared whenever a request reads them.
 """
@@ -20,7 +20,8 @@ WINDOWS = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6)
 
 
 def of(slabs: bool, *, host: bool = False, dp: int = 2, **options: Any) -> ServedStates:
-    """Two replicas that copy from each other, with states among the pages or apart.
+    """Returns a manager with two replicas that copy from each other. With `slabs` the states share memory with the
+    pages, otherwise they have separate memory.
 
     With `host` there is a host tier.
     """
@@ -31,7 +32,7 @@ def of(slabs: bool, *, host: bool = False, dp: int = 2, **options: Any) -> Serve
 
 
 def copied(it: ServedStates) -> tuple[int, int, int]:
-    """The numbers of pages and states copied so far, and of requests that continued from a state."""
+    """Returns three counts: pages copied so far, states copied so far, and requests that continued from a state."""
     metrics = it.manager.metrics
     it.manager.check()
     return metrics.d2d_blocks_copied, metrics.d2d_states_copied, metrics.state_hits
@@ -43,7 +44,7 @@ def test_a_request_goes_on_from_the_pages_and_the_state_of_another_replica(slabs
     it.serve(PROMPT, replica=1)
     assert it.serve(PROMPT, replica=0) == 40
     assert copied(it) == (10, 1, 1)
-    assert it.serve(PROMPT, replica=0) == 40  # the replica now has both itself
+    assert it.serve(PROMPT, replica=0) == 40  # after this copy, the replica has both the pages and the state itself
     assert copied(it) == (10, 1, 2)
     assert it.compared == 3  # the third state is at the end of the prompt's first chunk
     assert it.serve([*PROMPT[:40], 9, 9, 9], replica=1) == 40
@@ -109,10 +110,12 @@ def test_where_no_slab_is_left_for_the_copy_pages_come_as_far_as_a_state_is_here
     running = it.claim(range(500, 500 + SIZE * (pool.free_count - 2 * pool.beside - 11)))
     assert it.manager.maybe_reserve(running)
     late = it.claim(PROMPT)
-    assert pool.free_count == 11  # as many as the request takes, and none for a further slab
+    # The request needs all of these pages, so none are left for the slab of a further state.
+    assert pool.free_count == 11
     assert it.manager.maybe_reserve(late)
     assert late.start_idx == 16
-    # six pages: the other replica already had some of them, and had itself copied these from this replica
+    # The other replica had copied four pages from this replica. Now this replica has copied the two pages back that it
+    # had lost.
     assert copied(it) == (4 + 2, 1, 2)
 
 
@@ -120,7 +123,7 @@ def test_where_every_state_page_is_held_pages_come_as_far_as_a_state_is_here() -
     it = of(slabs=False)
     it.serve(PROMPT, replica=1)
     leases = list[Any]()
-    for at in range(4):  # these released requests have states that leases hold
+    for at in range(4):  # These requests are released, but leases still hold their states.
         context = it.claim([300 + at, 1, 2])
         assert it.manager.maybe_reserve(context)
         it.run(context)

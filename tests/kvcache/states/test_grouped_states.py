@@ -1,5 +1,5 @@
-"""Windows and recurrent states in one manager: where a prompt can resume, which pages are moved, and what is handed
-over.
+"""Windows and recurrent states in one manager: where a prompt can resume, which pages are moved to make room for a
+state, and what is handed over.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.kvcache.kv import KVTokens, kv_of
 from tests.kvcache.replica.test_further_tables import gone
 
 SIZE, NEXT = 4, 7
-# the first query after a page sees that page and the one before it
+# a window of 6 tokens: the first query after a page sees that page and the one before it
 GROUPS = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6)
 SHAPE = StateShape(2, 2, 1, 1, 1, 2, torch.int64, torch.int64)
 LARGE = StateShape(2, 20, 1, 1, 1, 2, torch.int64, torch.int64)  # as large as 6 pages
@@ -46,13 +46,13 @@ def make(
     If `copies` is None, states lie among the pages. `files` has the params of a file tier below `host_slots`.
     """
     told = (files or {}) | {"groups": GROUPS, "states": shape, "state_copies": copies, "state_every_pages": every}
-    # the pages that remain besides those that the states take
+    # how many pages remain besides the memory that the states take
     own = 0 if copies is None else (options.get("rows", 8) + copies + 1) * 8
     return manager_of(pages + own, page_size=SIZE, layers=2, dtype=torch.int64, params=told, **options)
 
 
 def run(manager: PagedKVCacheManager, context: TextContext) -> None:
-    """Runs a chunk of a model whose state is a number that depends on all tokens so far."""
+    """Runs a chunk of a model whose state is one number, which depends on all tokens so far."""
     name = context.request_id
     KVTokens(manager).run_contexts([context], manager.fetch([context]))
     states = manager.states[manager.get_replica(context)]
@@ -76,7 +76,7 @@ def start(manager: PagedKVCacheManager, tokens: list[int], name: str = "r") -> T
 
 
 def served(manager: PagedKVCacheManager, tokens: list[int], name: str = "r", *, release: bool = True) -> list[int]:
-    """Runs a request. Returns the token from which it resumed, and the ends of its chunks."""
+    """Runs a request. Returns the token from which it resumed, and the token at which each of its chunks ended."""
     context = start(manager, tokens, name)
     ends = [context.start_idx]
     while context.start_idx < len(tokens):
@@ -99,10 +99,10 @@ def without_state_at(manager: PagedKVCacheManager, pages: int) -> None:
     ("windows", "states", "found"),
     [
         ((), (), 9),
-        ((8,), (), 8),  # page 8 was evicted from the window, which the query after page 9 sees
+        ((8,), (), 8),  # page 8 was evicted from the window, and the query after page 9 would see it
         ((), (9,), 8),
         ((7,), (), 7),
-        ((7,), (7,), 6),  # either alone would end later
+        ((7,), (7,), 6),  # with only one of the two losses, the prompt would be found further
         ((8,), (8, 7), 6),
         ((8, 5), (8, 7, 5), 4),
         ((4, 7), (7, 4), 3),
@@ -203,7 +203,7 @@ def test_tables_of_another_number_are_refused_by_name() -> None:
 
 
 def in_each_slab(manager: PagedKVCacheManager) -> TextContext:
-    """Returns a request with pages in each slab: it ran in turn with another one, which was then released."""
+    """Returns a request that has pages in each slab. It ran in turn with another request, which was then released."""
     context, other = TextContext(PROMPT[:20], 256, "r"), TextContext([1] * 20, 256, "other")
     for one in (context, other):
         manager.external_claim(one.request_id, 0)
@@ -257,7 +257,7 @@ def test_pages_of_a_window_are_moved_for_a_state_but_not_those_that_others_know(
 
 
 def test_a_claim_or_a_fork_without_room_for_its_state_changes_nothing() -> None:
-    """All slabs are held. Cached pages stay, and no row is taken."""
+    """Every slab is held, so no state can be made for the new request. Cached pages stay cached, and no row is taken."""
     manager = make(26, None, 0, LARGE)
     served(manager, PROMPT[:9], "before")
     context = start(manager, PROMPT[:5])

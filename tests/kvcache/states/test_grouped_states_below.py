@@ -27,7 +27,7 @@ def below(copies: int | None, folder: Path | None = None, **options: Any) -> Pag
 
 
 def evict_all(manager: PagedKVCacheManager) -> None:
-    """Evicts everything from the device to the host."""
+    """Evicts all pages and states from the device, so that only the host has them."""
     manager.flush_tiers()
     pools = [manager._replicas.each[0].pool]
     pools += [manager.states[0].pool] if not manager.slab_pages else []
@@ -65,7 +65,8 @@ def test_of_files_is_read_what_the_last_end_with_a_state_needs(tmp_path: Path) -
     served(first, PROMPT)
     first.close()
     again = below(20, tmp_path, every=2)
-    assert served(again, PROMPT[:30])[0] == 6 * SIZE  # seven pages are cached, but no state after the last of them
+    # seven pages of this prompt are cached, but the last state is the one after six pages
+    assert served(again, PROMPT[:30])[0] == 6 * SIZE
     metrics = again.metrics
     assert (metrics.file_states_read, metrics.file_blocks_read) == (1, 6 + 2)
     again.close()
@@ -176,7 +177,8 @@ def test_behind_a_state_that_cannot_be_read_a_window_comes_up_to_the_state_befor
     manager.flush_tiers()
     gone_from_host(manager, 9)
     without_state_at(manager, 9)  # only files have it
-    gone(manager, PROMPT, 0, 6)  # the window's page that a query after page 8 sees, but not a query after page 9
+    # the query after page 8 sees this page of the window, and the query after page 9 does not
+    gone(manager, PROMPT, 0, 6)
     monkeypatch.setattr(StateTier, "to_host", lambda *_, **__: False)
     again = start(manager, PROMPT, "again")
     assert again.start_idx == 8 * SIZE
@@ -194,7 +196,7 @@ def stored(store: StoredObjects, copies: int | None = 20, count: int = 4, **opti
 
 
 def fetched(manager: PagedKVCacheManager, tokens: list[int]) -> None:
-    """Waits for pages as a scheduler does."""
+    """Waits for the pages of a prompt as a scheduler does."""
     context, deadline = TextContext(tokens, 256, "waits"), time.monotonic() + 20
     while manager.prefetch(context):
         assert time.monotonic() < deadline
@@ -238,7 +240,9 @@ def test_a_longer_prompt_goes_on_from_the_state_within_an_object() -> None:
 
 @pytest.mark.parametrize(("table", "end"), [(0, 9), (1, 9), (0, 8), (1, 8)])
 def test_an_end_that_a_table_cannot_go_on_from_is_none(table: int, end: int) -> None:
-    """The object of some table that ends at this page is gone. The last earlier state is found, if there is one."""
+    """The object that ends at page `end` is gone from one of the tables. So the prompt is found only up to the last
+    earlier state, if there is one.
+    """
     store = StoredObjects()
     written(store, every=2)
     again = stored(store, every=2)
@@ -290,7 +294,9 @@ def test_what_a_store_has_damaged_is_no_hit() -> None:
 
 @pytest.mark.parametrize("copies", [0, None], ids=["apart", "among-pages"])
 def test_an_import_begins_again_while_its_state_is_copied_and_no_other_state_page_is_free(copies: int | None) -> None:
-    """On a GPU, a copy from the host holds the request's state page until it is over."""
+    """On a GPU, a copy from the host needs the request's state page until the copy has ended. The second import has to
+    wait for that, because there is no other free state page.
+    """
     source, manager = make(copies=20), below(copies)
     served(source, [*PROMPT, *[NEXT] * 8], "r", release=False)
     served(manager, PROMPT)

@@ -1,4 +1,6 @@
-"""Hints and quotas also apply to the state copies that a prefix needs, with both forms of memory."""
+"""Hints and quotas also apply to those copies of states that a prefix needs, whether states share memory with pages or
+not.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def shared(pages: int, slab_pages: int = 4, rows: int = 2, **params: Any) -> Pag
 
 
 def run(manager: PagedKVCacheManager, contexts: Sequence[TextContext], token: int = 0) -> None:
-    """Runs a step of these requests, and reports the state pages as holding all tokens that ran."""
+    """Runs a step of these requests, and reports that each state page is the state after all tokens that ran."""
     (states,) = manager.states
     manager.fetch(contexts)
     names = [context.request_id for context in contexts]
@@ -54,7 +56,7 @@ def run(manager: PagedKVCacheManager, contexts: Sequence[TextContext], token: in
 def serve(
     manager: PagedKVCacheManager, tokens: list[int], said: Retention | None = None, more: int = 0, **options: Any
 ) -> int:
-    """Runs one request to its first token and `more` further ones. Returns the tokens that it found cached."""
+    """Runs one request to its first new token, and then `more` further ones. Returns how many tokens it found cached."""
     context = TextContext(tokens, len(tokens) + more + 1, retention=said, **options)
     with manager.claim(context):
         assert manager.maybe_reserve(context)
@@ -80,12 +82,12 @@ def trusting(manager: PagedKVCacheManager) -> PagedKVCacheManager:
 
 
 def found(manager: PagedKVCacheManager, tokens: list[int], **options: Any) -> int:
-    """The number of pages of the prompt that a request would find. The call changes nothing."""
+    """Returns the number of pages of the prompt that a request would find. The call changes nothing."""
     return manager._replicas.each[0].find(TextContext(tokens, 4096, **options)).end
 
 
 def copies_of(manager: PagedKVCacheManager, tokens: list[int], **options: Any) -> list[int]:
-    """The numbers of the prompt's pages after which there is a state copy. The call changes nothing."""
+    """Returns the numbers of pages of the prompt after which there is a copy of the state. The call changes nothing."""
     replica = manager._replicas.each[0]
     last = len(tokens) // SIZE
     digests = replica.hasher(None, TextContext(tokens, 4096, **options)).digests(tokens, 0, last)  # pyright: ignore[reportArgumentType]
@@ -96,7 +98,8 @@ def copies_of(manager: PagedKVCacheManager, tokens: list[int], **options: Any) -
 def test_a_hinted_prefix_is_found_after_a_flood_with_its_state(said: Retention | None) -> None:
     manager = trusting(made(400, 10))
     serve(manager, prompt(1), said)
-    for name in range(100, 140):  # enough pages for all of these prompts, but state copies for only ten
+    # all of these prompts have enough pages, but there is room for only ten copies of states
+    for name in range(100, 140):
         serve(manager, prompt(name))
     assert found(manager, prompt(1)) == (0 if said is None else 2)
     assert serve(manager, prompt(1)) == (0 if said is None else 8)
@@ -112,8 +115,8 @@ def test_what_is_said_to_go_first_goes_first() -> None:
 
 
 def test_that_it_stays_is_said_of_the_newest_copies_alone() -> None:
-    """With a copy after every page, the hint applies to the copies at the end of the answer, of the prompt and of the
-    range.
+    """A copy is made after every page. The hint says that content should stay, and it applies to three of the copies:
+    those at the end of the answer, of the prompt and of the range.
     """
     manager = trusting(made(400, 14, state_every_pages=1))
     tokens = prompt(1, 8)
@@ -154,15 +157,17 @@ def test_a_copy_that_was_to_go_first_and_is_used_is_not_put_first_again(again: R
 
 
 def one_by_one(manager: PagedKVCacheManager) -> None:
-    """Makes the copies of a step's requests one after another, as happens if one of them stays."""
+    """Makes the copies of a step's requests one after another instead of all at once. The manager does this itself if
+    one of these copies is permanent.
+    """
     manager.states[0].keep_passing = lambda *_: False  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("together", [True, False])
 def test_what_comes_into_a_copys_place_has_no_hint_of_it(*, together: bool) -> None:
-    """The child's hint is for a copy that its parent still passes along.
+    """The child has a hint, and resumes from a copy that its parent still passes along.
 
-    The parent then replaces this copy with its next one.
+    The parent then replaces this copy with its next one, to which the child's hint must not apply.
     """
     manager = trusting(made(400, 8, rows=3))
     if not together:
@@ -190,7 +195,9 @@ def test_what_comes_into_a_copys_place_has_no_hint_of_it(*, together: bool) -> N
 
 @pytest.mark.parametrize("together", [True, False])
 def test_a_hint_does_not_wear_off_by_requests_that_come_further(*, together: bool) -> None:
-    """Each copy replaces the request's own last one. So no other content is evicted, however often this happens."""
+    """A request replaces its own last copy with each new one. So it evicts no other content, however many copies it
+    makes.
+    """
     manager = trusting(made(400, 8))
     if not together:
         one_by_one(manager)
@@ -216,7 +223,8 @@ def test_a_tenant_above_its_quota_gives_up_its_own_copies() -> None:
         serve(manager, prompt(name), cache_salt="small")
     assert [found(manager, prompt(name)) for name in range(4)] == [2] * 4
     theirs = [found(manager, prompt(name), cache_salt="small") for name in range(100, 130)]
-    assert theirs == [0] * 15 + [2] * 15  # copies above a quota are found until their room is needed
+    # copies that exceed a quota can still be found until other content needs their room
+    assert theirs == [0] * 15 + [2] * 15
     for name in range(200, 211):
         serve(manager, prompt(name))
     theirs = [found(manager, prompt(name), cache_salt="small") for name in range(100, 130)]
@@ -225,7 +233,7 @@ def test_a_tenant_above_its_quota_gives_up_its_own_copies() -> None:
 
 
 def test_copies_of_a_tenant_are_as_old_as_their_last_use() -> None:
-    """A request of the tenant makes its new copies belong to the tenant, and makes no other copy younger."""
+    """If a request of the tenant makes new copies, these belong to the tenant, and no other copy becomes younger."""
     manager = made(400, 10, tenant_quota=0.9, state_every_pages=1)
     serve(manager, prompt(1, 6), cache_salt="a")
     serve(manager, prompt(2))
@@ -260,7 +268,7 @@ def test_in_one_memory_what_goes_first_goes_first_with_its_copy() -> None:
 
 @pytest.mark.parametrize("long", [False, True])
 def test_in_one_memory_a_hint_that_keeps_pages_keeps_them_from_slabs_too(*, long: bool) -> None:
-    """Long prompts take pages, and short prompts take slabs."""
+    """With long prompts, requests need room for pages. With short prompts, they need room for slabs."""
     manager = trusting(shared(100))
     serve(manager, prompt(1, 20), LAST)
     for name in range(100, 130):
@@ -306,7 +314,9 @@ HALF = 72  # number of prompts in each half of the rounds
 
 
 def rounds(manager: PagedKVCacheManager, first: Retention | None, last: Retention | None) -> list[int]:
-    """Runs a few recurring prompts between others that occur once. Returns the tokens found in each half."""
+    """Runs a few prompts again and again, and between them prompts that occur only once. Returns how many tokens were
+    found in each half of the rounds.
+    """
     halves = []
     for half in range(2):
         hits = 0
@@ -344,7 +354,9 @@ def test_in_one_memory_what_runs_leaves_plain_lru_no_room_for_its_slabs() -> Non
 
 
 def test_in_one_memory_plain_lru_is_counted_as_it_would_have_hit() -> None:
-    """With neutral hints the cache has about as many hits as the baseline, which ignores state copies."""
+    """Neutral hints change nothing. So the cache has about as many hits as the baseline, which does not model copies of
+    states.
+    """
     manager, rng = shared(80), random.Random(0)
     serve(manager, prompt(0), Retention())
     learned, hits = evidence(manager), 0

@@ -48,7 +48,9 @@ def test_latents_are_on_every_shard_and_states_are_split(tp: int, shared: bool) 
         }
         of_shard = sum(layout.page_bytes for layout in kinds.values())
         assert of_shard * tp == 3 * 4 * (3 * 8 * 3 + 8 * 8) * 4
-        if shared:  # pages of each shard: with more shards a slab has fewer pages, because latents are not divided
+        # The number of pages on each shard. With more shards a slab has fewer pages, because states are divided among
+        # shards and latents are not.
+        if shared:
             page = LAYERS * PAGE * WIDTH * 4
             assert (manager.slab_pages - 1) * page < of_shard <= manager.slab_pages * page
     manager.check()

@@ -1,4 +1,4 @@
-"""States are lent together with the pages before them, and kept by the process that imports them."""
+"""States are lent together with the pages before them. A process that imports them keeps them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def leased(it: ServedStates, most: int = 100) -> tuple[PageLease, BlockTable] | 
 
 
 def state_in(it: ServedStates, page: int) -> set[int]:
-    """The value that fills a state page."""
+    """Returns the value with which a state page is filled."""
     tensors = [tensor[page].flatten() for tensor in chain.from_iterable(it.manager.states[0].blocks)]
     return {*torch.cat(tensors).numpy().astype(np.int64).tolist()}
 
@@ -58,7 +58,7 @@ def test_the_pages_are_leased_up_to_the_last_state_and_the_state_with_them(slabs
     assert state_in(it, table.groups[1][0]) == value_after(40)
     assert it.manager.num_held_blocks == 10 + 1 + (0 if not slabs else it.manager.slab_pages)
     it.manager.reset_prefix_cache()
-    for other in range(6):  # more than fit next to it
+    for other in range(6):  # together, these prompts need more pages than are free while the lease lasts
         it.serve([100 + other, *range(60)])
     assert state_in(it, table.groups[1][0]) == value_after(40)  # no request gets the lent state page
     it.manager.end_lease(lease)
@@ -137,7 +137,9 @@ def test_what_was_imported_and_never_ran_here_is_found(slabs: bool) -> None:
 
 
 def brought(it: ServedStates) -> int:
-    """Asks as a reader does, until no page is being loaded any more. Returns how often it has asked."""
+    """Asks for the pages of the prompt as a reader does, until no page is being loaded any more. Returns how often it
+    has asked.
+    """
     asked, deadline = 0, time.monotonic() + 10
     while it.manager.contents.bring("theirs", 0, wanted(it), 100):
         it.manager.check()
@@ -186,8 +188,8 @@ def test_no_state_is_brought_where_half_of_the_free_pages_are_too_few() -> None:
 
 
 def test_making_room_for_a_state_from_the_host_does_not_reuse_its_slot() -> None:
-    """The host has two slots, and would use the state's one next. The copy that the device evicts is not in the host
-    yet.
+    """The host has two slots, and the slot with the prompt's state is the one that it would use next. Making room on
+    the device evicts another state to the host. This state must not be stored in the slot that is about to be read.
     """
     it = ServedStates(slabs=False, host_states=2)
     it.serve(PROMPT)
@@ -199,7 +201,7 @@ def test_making_room_for_a_state_from_the_host_does_not_reuse_its_slot() -> None
     assert all(it.manager.maybe_reserve(other) for other in others)
     it.run(*others)
     for other in others:
-        it.manager.release(other.request_id)  # the copy of its state waits to be stored
+        it.manager.release(other.request_id)  # the host has not stored the copy of this request's state yet
     for number in range(len(others)):
         it.claim([number])  # holds a page
     it.manager.contents.bring("theirs", 0, wanted(it), 100)

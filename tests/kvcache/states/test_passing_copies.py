@@ -1,4 +1,6 @@
-"""State copies that are passed along with their requests: a step's copies replace the earlier ones all at once."""
+"""Copies of states that are passed along with their requests: the copies of one step replace the earlier copies all at
+once.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def digests(*words: int) -> np.ndarray:
 
 
 def made(copies: int = 4, tokens: int = 8) -> StatePages:
-    """Returns three requests that have run `tokens` tokens, each with a copy (1 to 3) that is passed along with it."""
+    """Returns the states of three requests that have run `tokens` tokens. Each request has a copy (1 to 3) that is
+    passed along with it.
+    """
     states = states_of(SHAPE, len(NAMES) + copies)
     for at, name in enumerate(NAMES):
         states.allocate(name)

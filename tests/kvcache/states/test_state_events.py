@@ -1,4 +1,4 @@
-"""KV events of managers with recurrent states tell a reader how long a prefix would be found."""
+"""From the KV events of a manager with recurrent states, a reader can tell how much of a prefix would be found."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOLD = {"kv_events": KVEvents(ANY, ANY)}
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shortens the time after which a follower learns that it has lost the last message."""
+    """Shortens the time after which a follower that has lost the last message learns of the loss."""
     monkeypatch.setattr("kvcache.events.publisher._QUIET_S", 0.02)
 
 

@@ -1,4 +1,4 @@
-"""Recurrent states over an object store. Each state is an object, and pages are found up to a state."""
+"""Recurrent states over an object store. Each state is an object. Of a prompt, pages are found up to the last state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def served(store: StoredObjects) -> Make:
 
 
 def written(served: Make, *prompts: Iterable[int], new: int = 1, **options: Any) -> ServedStates:
-    """A manager that has served these prompts, and is closed."""
+    """Returns a manager that has served these prompts, has written their objects, and was closed."""
     it = served(**options)
     for prompt in prompts or [PROMPT]:
         it.serve(prompt, new=new)
@@ -42,10 +42,13 @@ def written(served: Make, *prompts: Iterable[int], new: int = 1, **options: Any)
 @pytest.mark.parametrize("slabs", [True, False])
 @pytest.mark.parametrize("length", [3, 4, 5, 16, 17, 20, 21, 33, 43])
 def test_a_new_machine_goes_on_from_the_store_alone(served: Make, slabs: bool, length: int) -> None:
-    """Each form of memory finds what the other form has written."""
+    """A manager with states among its pages finds what a manager with separate states has written, and the other way
+    round.
+    """
     pages, full = (length - 1) // SIZE, length // SIZE
     wrote = written(served, range(length), slabs=slabs).manager.metrics
-    places = {pages, full} - {0}  # after the last page from which other prompts continue, and after the last full page
+    # there are two states: after the last page from which other prompts can continue, and after the last full page
+    places = {pages, full} - {0}
     assert wrote.object_states_written == len(places)
     assert wrote.object_blocks_written == full // COUNT * COUNT + sum(place % COUNT for place in places)
     again = served(slabs=not slabs)
@@ -64,7 +67,8 @@ def test_conversations_and_what_prompts_have_in_common_are_found(served: Make) -
     written(served, *asked[:2], new=new)  # the second prompt diverges from the first one, so a state is kept there
     again = served()
     turn = [*asked[0], *[1] * new, 5, 6, 7]
-    assert again.again(turn) == (len(asked[0]) + new - 1) // SIZE * SIZE  # the answer's last token was never run
+    # the last token of the answer was never run, so no page has it
+    assert again.again(turn) == (len(asked[0]) + new - 1) // SIZE * SIZE
     assert again.again(asked[1]) == (len(asked[1]) - 1) // SIZE * SIZE
     assert again.again([*asked[1], 3, 3, 3]) == len(asked[1]) // SIZE * SIZE
     assert again.again(asked[2]) == len(system) // SIZE * SIZE
@@ -125,7 +129,8 @@ def test_what_there_is_is_asked_in_few_rounds(served: Make, store: StoredObjects
     settled(again)
     store.calls.clear()
     again.fetch(PROMPT)
-    assert sorted(store.calls) == ["exist", "exist", "read", "read"]  # one of pages and one of states
+    # one question and one read each for pages and states
+    assert sorted(store.calls) == ["exist", "exist", "read", "read"]
     again.fetch(PROMPT)
     assert len(store.calls) == 4
 
@@ -137,7 +142,7 @@ def test_pages_that_end_in_an_object_of_fewer_come_together_with_the_state_after
     again = served()
     again.fetch(PROMPT)
     for tiers in (again.tiers, again.state_tiers):
-        tiers.host.pool.forget_idle()  # the contents of the store are known
+        tiers.host.pool.forget_idle()  # the contents of the store are still known after this
     store.may.clear()
     assert again.manager.prefetch(again.waiting(PROMPT))
     assert [[len(slots) for slots in tier.held_slots] for tier in tiers_of(again)] == [[10], [1]]
@@ -178,7 +183,7 @@ def test_older_states_are_asked_for_some_at_a_time(
 
 
 def test_a_state_far_behind_what_the_host_has_room_for_is_found(served: Make) -> None:
-    """States are read one at a time, so it does not matter how many pages come before one."""
+    """States are read one at a time. So a state can be read even if the pages before it are too many for the host."""
     prompt = range(203)
     written(served, prompt)
     again = served(80, 120, 2)
@@ -244,7 +249,7 @@ def test_damaged_pages_at_a_runs_end_leave_the_state_before_it(served: Make, sto
 def test_a_store_that_dies_between_is_left_alone(served: Make, store: StoredObjects, which: str) -> None:
     written(served)
     again = served()
-    again.fetch(PROMPT)  # the contents of the store are known
+    again.fetch(PROMPT)  # The contents of the store are known, so pages and states are read at once.
     for tiers, name in ((again.tiers, "pages"), (again.state_tiers, "states")):
         if which in (name, "both"):
             tiers.host.pool.forget_idle()
@@ -252,8 +257,9 @@ def test_a_store_that_dies_between_is_left_alone(served: Make, store: StoredObje
     calls = len(store.calls)
     again.fetch(PROMPT, seconds=2.0)
     again.fetch(PROMPT, seconds=2.0)
-    settled(again)  # if the state fails, no request waits for the pages
-    tried = store.calls[calls:]  # if both fail, reading a state may begin before the pages have failed
+    settled(again)  # if the read of the state fails, no request waits for the pages any more
+    # if both reads fail, the read of the state may have begun before that of the pages has failed
+    tried = store.calls[calls:]
     assert set(tried) == {"read"}
     assert len(tried) == 1 or (which == "both" and len(tried) == 2)
     assert again.serve(PROMPT) == 0
@@ -273,7 +279,9 @@ def test_files_serve_while_the_store_is_dead(served: Make, store: StoredObjects,
 def test_a_state_that_is_being_read_leaves_the_one_that_a_request_resumes_from_meanwhile(
     served: Make, store: StoredObjects
 ) -> None:
-    """The host has room for two states. The earlier state of the prompt is the older one."""
+    """The host has room for two states. Of the two states in it, the one from which the request resumes is the older
+    one.
+    """
     early, other = PROMPT[:21], [99, *PROMPT]
     written(served, early, PROMPT, other)
     again = served(80, 120, 2)
@@ -341,8 +349,8 @@ def test_an_object_is_as_large_as_a_state_and_its_row(served: Make, store: Store
 
 
 def longest(it: ServedStates, prompt: list[int], store: StoredObjects) -> int:
-    """Returns how many tokens of a prompt must be found according to the documentation, if its pages and a state after
-    them lie in any tier.
+    """Returns how many tokens of a prompt must be found according to the documentation: up to the last state in any
+    tier before which all pages lie in any tier.
     """
     last = (len(prompt) - 1) // SIZE
     digests, (pages, states) = it.digests(prompt)[:last], tiers_of(it)
@@ -369,7 +377,9 @@ def longest(it: ServedStates, prompt: list[int], store: StoredObjects) -> int:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("slabs", [True, False])
 def test_random_prompts_over_four_tiers(served: Make, store: StoredObjects, tmp_path: Path, slabs: bool) -> None:
-    """Two managers on one store, with small tiers. They find what the model finds, and all contents are compared."""
+    """Two managers with small tiers serve random prompts over one store. They must find as much as the model does, and
+    all contents are compared.
+    """
     rng, seen, now = np.random.default_rng(9), Counter[str](), time.monotonic()
     files = {"file_tier_dir": str(tmp_path), "file_tier_max_gb": 30_000 / 2**30}
     both = [
@@ -415,7 +425,9 @@ def test_random_prompts_over_four_tiers(served: Make, store: StoredObjects, tmp_
 
 
 class Late:
-    """A tier whose questions first collect the results of its threads."""
+    """A tier that takes the results of its threads whenever it is asked what it has. So an answer arrives between two
+    questions.
+    """
 
     def __init__(self, tier: ObjectTier, store: StoredObjects, monkeypatch: pytest.MonkeyPatch) -> None:
         self._tier, self._store, self._has_of = tier, store, tier.has_of  # type: ignore[attr-defined]
@@ -474,7 +486,7 @@ def test_only_states_later_than_what_is_known_are_asked_for(served: Make, store:
     settled(again)
     keys, exist = list[str](), tier._read_io.exist
     tier._read_io.exist = lambda asked: keys.extend(asked) or exist(asked)  # type: ignore[method-assign]
-    assert not states.ask(digests)  # the last state is there
+    assert not states.ask(digests)  # the last state is there already, so nothing is asked
     settled(again)
     assert keys == []
     del store.objects[key_of(again, PROMPT, 10, state=True)]

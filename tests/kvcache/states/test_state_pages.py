@@ -15,7 +15,7 @@ SHAPE = StateShape(layers=2, heads=4, head_dim=3, groups=2, d_state=5, kernel=4,
 
 
 def held(states: StatePages, request_id: str) -> HeldPages:
-    """Return the pages that a lease of the request would hold."""
+    """Returns the pages that a lease of the request would hold."""
     lease = states.held(request_id)
     lease.pool.hold(lease.pages)
     return lease
@@ -176,7 +176,7 @@ def test_a_leased_page_outlives_its_request_and_is_not_run_on_once_it_was_told()
     second.release()
     states.check(["b"])
     assert states.allocate("a") == page
-    assert states.pages_at(["a"], [0]).tolist() == [page]  # the page no longer counts as known to readers
+    assert states.pages_at(["a"], [0]).tolist() == [page]  # no reader is told of this state page any more
 
 
 def test_a_lease_that_ends_first_lets_the_request_go_on() -> None:
@@ -218,7 +218,8 @@ def test_a_passing_copy_goes_with_the_next_one_and_never_with_anothers() -> None
     pages = [states.allocate(name) for name in "ab"]
     states.advance(torch.tensor(pages), [8, 8])
     states.keep("a", digest(1), 8, passing=True)
-    states.keep("b", digest(1), 8, passing=True)  # this copy exists, and only the next copy of "a" replaces it
+    # this copy exists already, and is replaced only by the next copy of "a"
+    states.keep("b", digest(1), 8, passing=True)
     states.keep("b", digest(2), 8, passing=True)
     assert states.num_kept == 2
     states.keep("a", digest(3), 8, passing=False)
@@ -233,7 +234,7 @@ def test_a_passing_copy_goes_with_the_next_one_and_never_with_anothers() -> None
 
 
 class Came(PageReader):
-    """Records which copies the lower tiers are told to keep."""
+    """Records the copies that the lower tiers are told of."""
 
     def __init__(self) -> None:
         self.words: list[int] = []
@@ -265,7 +266,9 @@ def test_of_passing_copies_the_last_one_goes_to_the_tiers_below_when_its_request
 @pytest.mark.parametrize("leased", [True, False])
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_request_runs_on_from_the_state_that_it_settles_on(kept: bool, leased: bool) -> None:
-    """If others know the page's id, the drafted state is copied to it. Otherwise the two pages are exchanged."""
+    """If nobody else knows the id of the request's state page, it is exchanged with the page of the drafted state.
+    Otherwise the drafted state is copied to it.
+    """
     states = states_of(SHAPE, 3)
     page = states.allocate("a")
     states.advance(torch.tensor([page]), [8])
@@ -302,7 +305,9 @@ def test_copies_give_way_to_requests_and_to_newer_ones() -> None:
 
 @pytest.mark.parametrize("end", ["committed", "cancelled"])
 def test_what_a_page_held_before_an_import_comes_back_at_its_own_cancellation_alone(end: str) -> None:
-    """After the release, the page belongs to another request, whose state starts at zero."""
+    """Cancelling an import restores what the state page held before it. After the release of the request, the page
+    belongs to another request, whose state starts at zero, and that is what a second cancellation restores.
+    """
     states = states_of(SHAPE, 2)
     page = states.allocate("a")
     for tensor in states.blocks[0]:
