@@ -23,7 +23,9 @@ ENGINES = {"sglang": "tests/sglang_engine (make test-sglang)", "vllm": "tests/vl
 
 @cache
 def _among_engines() -> bool:
-    """Whether this is the environment of an engine. These engines set variables and signal handlers on import."""
+    """Returns whether this is the environment of an engine. The engines set variables and signal handlers when they are
+    imported.
+    """
     return any(map(importlib.util.find_spec, ENGINES))
 
 
@@ -37,9 +39,9 @@ if not _among_engines():
 def pytest_configure() -> None:
     """Make every test start from the same process state, however it is run.
 
-    A shell starts a background command so that it ignores SIGINT (under nohup also SIGHUP), and children inherit that,
-    as they inherit blocked signals. This undoes it, so that each process that a test starts can be ended. A blocked
-    alarm would also delay the timeout of tests. Children do not inherit handlers.
+    A shell starts a background command with SIGINT ignored (under nohup also SIGHUP), and children inherit ignored and
+    blocked signals. Here both are undone, so that each process that a test starts can be ended. A blocked alarm would
+    also delay the timeout of tests. Handlers need not be undone, because children do not inherit them.
     """
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
@@ -104,19 +106,21 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_runtest_call(item: pytest.Item) -> None:
-    """Seeds torch again, for the test itself."""
+    """Seeds torch again just before the test itself, which then draws the same numbers whatever its fixtures have
+    drawn.
+    """
     seed_torch(item)
 
 
 def _file_or_session(fixture_name: str, config: pytest.Config) -> str:  # noqa: ARG001  (as pytest calls it)
-    """The engines' tests share processes between files."""
+    """Returns the scope of fixtures with processes. The tests of engines share these processes between files."""
     return "session" if _among_engines() else "module"
 
 
 @pytest.fixture(autouse=True, scope=_file_or_session)  # pyright: ignore[reportArgumentType]
 def _no_process_is_left() -> Iterator[None]:
-    """Fails a test file that leaves a process behind, whether its tests pass or fail, and whatever the parent of the
-    process.
+    """Fails a test file that leaves a process behind, whether or not its tests pass, and whatever the parent of that
+    process is.
     """
     before = set(children())
     with nullcontext() if _among_engines() else surroundings_stay():

@@ -32,13 +32,15 @@ OPTIONS = {
     "ManagerWatch": "kvcache/watch/endpoint.py",
     "ServerConfig": "scheduler_adapters/service/server.py",
 }
-"""Classes whose fields, or whose arguments, are options."""
+"""Classes whose fields are options, and classes whose arguments are options."""
 
 _FACTORIES = {"dict": "{}", "list": "[]"}
 
 
 class Option(NamedTuple):
-    """One row of a table. The default is Python code, or "" for a required option. The text is the docstring's."""
+    """One row of a table. `default` is Python code, or "" for a required option. `text` comes from the docstring of the
+    class.
+    """
 
     name: str
     default: str
@@ -47,17 +49,17 @@ class Option(NamedTuple):
 
 @cache
 def source(path: str) -> str:
-    """A file of the repository."""
+    """Returns the text of a file of the repository."""
     return (ROOT / path).read_text()
 
 
 def class_of(name: str, path: str) -> ast.ClassDef:
-    """A class of a file."""
+    """Returns the syntax tree of a class in a file."""
     return next(node for node in ast.parse(source(path)).body if isinstance(node, ast.ClassDef) and node.name == name)
 
 
 def fields_of(name: str, path: str) -> list[str]:
-    """The fields of a class, in order."""
+    """Returns the fields of a class, in the order of their definition."""
     nodes = class_of(name, path).body
     return [node.target.id for node in nodes if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
 
@@ -69,7 +71,9 @@ def constant(name: str) -> ast.expr:
 
 @cache
 def _constants() -> dict[str, ast.expr]:
-    """The values of all assignments in modules. Cached, because parsing every module takes a second."""
+    """Returns the values of all assignments in modules. The result is cached, because parsing every module takes a
+    second.
+    """
     found: dict[str, ast.expr] = {}
     for package in ("kvcache", "transfer", "scheduler_adapters", "pagewire"):
         for path in sorted((ROOT / package).rglob("*.py")):
@@ -97,9 +101,9 @@ def _default(node: ast.expr | None) -> str:
 
 
 def _meanings(node: ast.ClassDef) -> dict[str, str]:
-    """The descriptions of the attributes and arguments in a docstring.
+    """Returns the descriptions of attributes and arguments in the docstring of a class.
 
-    The text of "a, b: text" applies to both names.
+    If an entry reads "a, b: text", both names get this text.
     """
     found: dict[str, str] = {}
     for section in re.findall(
@@ -136,7 +140,7 @@ def _entries(node: ast.ClassDef, path: str) -> Iterator[tuple[str, ast.expr | No
 
 
 def options_of(name: str) -> list[Option]:
-    """The options of a class of `OPTIONS`, in order."""
+    """Returns the options of a class in `OPTIONS`, in the order of their definition."""
     node = class_of(name, OPTIONS[name])
     meanings = _meanings(node)
     return [
@@ -146,7 +150,7 @@ def options_of(name: str) -> list[Option]:
 
 
 def table(name: str) -> str:
-    """The table of a class in Markdown."""
+    """Returns the table of a class in Markdown."""
     rows = ["| option | default | what it is |", "|---|---|---|"]
     for option in options_of(name):
         default = f"`{option.default}`" if option.default else "must be given"

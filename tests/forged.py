@@ -1,4 +1,6 @@
-"""Makes objects of public classes with wrong values, as far as their constructors accept these."""
+"""Makes objects of public classes with wrong values in them, as far as the constructors of these classes accept wrong
+values.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def public_classes(package: ModuleType) -> list[type]:
 
 
 def forged(kind: type) -> Iterator[tuple[object, object]]:
-    """Yields two equal objects for each wrong value.
+    """The wrong value is passed for every parameter, and then only for the required ones.
 
     The value is passed for every parameter, or for the required ones.
     """

@@ -1,7 +1,7 @@
 """Starts processes quickly, as forks of a process that has imported torch, nixl and transformers.
 
-Otherwise the processes behave as if they had imported these packages themselves. That takes seconds, which is most of
-the time of such a test.
+Otherwise such a process behaves as if it had imported these packages itself. An import takes seconds, which would be
+most of the time of a test with processes.
 """
 
 import gc
@@ -54,7 +54,7 @@ def start(
 ) -> tuple[BaseProcess, Connection]:
     """Starts a process that serves one end of a pipe. Returns the process and the other end.
 
-    The started process dies with this one, however this one ends.
+    The started process is killed when this process ends, however this process ends.
 
     Args:
         serve: a function of a module; it takes the end of the pipe, and the arguments.
@@ -74,7 +74,9 @@ def _serve(
 ) -> None:
     gc.freeze()  # imported modules live as long as the process, so garbage collection need not examine them
     sockets_are_checked()
-    die_with_parent()  # the parent is the fork server, which ends together with the process that started it
+    # The parent of this process is the fork server. The fork server ends together with the process for which it was
+    # started.
+    die_with_parent()
     for key in [key for key in os.environ if key.startswith(("UCX_", "NIXL_"))]:
         del os.environ[key]
     os.environ.update(QUIET | settings)  # UCX reads these settings when the first agent is made
@@ -82,7 +84,8 @@ def _serve(
 
 
 class ForkedProgram:
-    """A substitute for `subprocess.Popen` that forks a Python program. It has the methods that a fleet uses.
+    """A substitute for `subprocess.Popen` that runs a Python program in a forked process. It has those methods of
+    `Popen` that a fleet uses.
 
     The servers of fleets that this program starts are forked, too.
 
@@ -130,7 +133,7 @@ class ForkedProgram:
 
 @contextmanager
 def fleets() -> Generator[None]:
-    """A `with` block in which the processes of fleets are forked."""
+    """Returns a context manager. In its block, the processes of fleets are started as forks."""
     from scheduler_adapters.service.fleet import Fleet
 
     def spawn(fleet: Fleet, log: IO[bytes]) -> ForkedProgram:
@@ -161,7 +164,9 @@ def _become(given: tuple[Connection, ...], server: str, arguments: list[str], en
 
 
 def _share(server: str) -> None:
-    """Makes this process fork its children from its own fork server. So the children need not import everything."""
+    """Makes this process fork its children from its own fork server, so that these children need not import everything
+    again.
+    """
     shared: Any = forkserver._forkserver
     shared._forkserver_address, shared.ensure_running = server, lambda: None
     process: Any = multiprocessing.current_process()

@@ -1,4 +1,6 @@
-"""Checks after each test and each file that the process is in its former state, so that no test affects another."""
+"""After each test and each test file, checks that the state of the process is the same as before, so that no test can
+affect another one.
+"""
 
 import os
 import signal
@@ -13,7 +15,9 @@ import pytest
 import zmq
 
 QUIET = {"UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL", "DYN_LOG": "error"}
-"""Tests cause faults on purpose, and each of these would print lines. Dynamo prints a line for each request."""
+"""Environment variables that silence libraries. Tests cause faults on purpose, and each fault would print lines. Dynamo
+prints a line for each request.
+"""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # SIGALRM is pytest-timeout's
 
@@ -31,7 +35,7 @@ class Surroundings(NamedTuple):
     environment: dict[str, str]
     folder: str
     handlers: tuple[Any, ...]
-    threads: int | None  # None if torch is not imported
+    threads: int | None  # None if torch has not been imported
     dtype: Any
 
 
@@ -49,7 +53,9 @@ def _surroundings() -> Surroundings:
 
 
 def _changed(before: Surroundings, after: Surroundings) -> dict[str, object]:
-    """Returns what has changed. Torch's settings count only if torch had been imported before."""
+    """Returns what has changed between the two states. The settings of torch count only if torch had been imported
+    before.
+    """
     found: dict[str, object] = {}
     for name, was, now in zip(Surroundings._fields, before, after, strict=True):
         if name == "environment":
@@ -98,13 +104,13 @@ _PRODUCT = tuple(f"{_ROOT / package}/" for package in ("kvcache", "transfer", "s
 def sockets_are_checked() -> None:
     """Checks, from now on in this process, that no socket of the product can keep it from ending.
 
-    A socket must have a linger before it is bound or connected. libzmq ends the session of a dead peer with the linger
-    that the socket has at that moment. A linger that is set only when the socket closes is too late: `Context.term` may
-    then wait for ever for messages that the peer has not read. This happened in one of 200 fleets whose full server was
-    killed. A test's own socket gets a linger here.
+    A socket must have a linger before it is bound or connected. When a peer dies, libzmq ends the session with the
+    linger that the socket has at that moment. A linger that is set only when the socket closes comes too late:
+    `Context.term` may then wait for ever for messages that the peer has not read. This happened in one of 200 fleets
+    whose full server was killed. If the socket belongs to a test, it gets a linger here.
 
-    Over TCP it must also have `kvcache.sockets.keep_alive`; without it a follower does not notice that its host is
-    gone.
+    A TCP socket must also have the options of `kvcache.sockets.keep_alive`. Without them, a follower does not notice
+    that the host of its peer is gone.
     """
     for name in ("bind", "connect"):
         setattr(zmq.Socket, name, _checked(getattr(zmq.Socket, name)))

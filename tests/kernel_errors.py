@@ -1,4 +1,4 @@
-"""Measures the difference between a kernel of `examples/kernels` and our own attention, by dtype and page order.
+"""Measures how much a kernel of `examples/kernels` differs from our own attention, for each dtype and page order.
 
 python -m tests.kernel_errors vllm_triton --page-size 16 --dtypes float32,float16
 """

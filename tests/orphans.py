@@ -1,6 +1,7 @@
-"""Ends the processes that a run of tests leaves behind, also those with a session of their own.
+"""Ends the processes that a test run leaves behind, including processes with a session of their own.
 
-After `adopt`, this process becomes the parent of every descendant that has lost its own parent, so that none escapes.
+After `adopt`, this process becomes the parent of every descendant whose own parent has ended. So it can find and end
+all of them.
 """
 
 import ctypes
@@ -16,7 +17,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LOOK_S = 0.005
 GRACE_S = 10.0
-"""Seconds in which the processes of a test file may end by themselves, after its last test."""
+"""How many seconds the processes of a test file may take to end by themselves, after the last test of the file."""
 
 
 def adopt() -> None:
@@ -31,7 +32,7 @@ def die_with_parent() -> None:
 
 
 def children() -> dict[int, str]:
-    """The living children of this process, with their command lines."""
+    """Returns the living children of this process, by process id, with their command lines."""
     found: dict[int, str] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -58,7 +59,8 @@ def end_children(but: AbstractSet[int] = frozenset(), grace_s: float = 0.0, with
         time.sleep(_LOOK_S)
     ended: dict[int, str] = {}
     deadline, empty = time.monotonic() + within_s, 0
-    while empty < 2 and time.monotonic() < deadline:  # one look may miss a process whose parent ends during it
+    # one look is not enough, because it may miss a process whose parent ends during it
+    while empty < 2 and time.monotonic() < deadline:
         left = {pid: line for pid, line in children().items() if pid not in but}
         empty = 0 if left else empty + 1
         ended |= left

@@ -16,7 +16,7 @@ runpy.run_path({program!r}, run_name="__main__")
 
 
 def printed_by(code: str, folder: Path) -> str:
-    """Returns the output of a program, which must end without an error and write nothing to standard error."""
+    """Runs a program and returns its output. The program must end without an error and write nothing to standard error."""
     program = folder / "program.py"
     program.write_text(code)
     return printed(program, folder)
@@ -25,8 +25,8 @@ def printed_by(code: str, folder: Path) -> str:
 def printed(program: Path, folder: Path) -> str:
     """Like `printed_by`, for a program in a file.
 
-    `folder` gets its output. The program is forked from a process that has imported torch, because that import would
-    take seconds, most of the time of such a program.
+    Files that the program writes go to `folder`. The program runs in a fork of a process that has imported torch,
+    because this import would take most of the time of such a program.
     """
     said = folder / "printed", folder / "errors"
     with said[0].open("w") as output, said[1].open("w") as errors:

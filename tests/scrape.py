@@ -30,7 +30,7 @@ def text_of(*collectors: Any) -> str:
 
 
 def parsed(text: str) -> Scrape:
-    """The samples of a scrape, by name and labels. Each must occur once."""
+    """Returns the samples of a scrape, by name and labels. Each sample must occur only once."""
     found: Scrape = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -41,12 +41,12 @@ def parsed(text: str) -> Scrape:
 
 
 def scraped(*collectors: Any) -> Scrape:
-    """`parsed` of a scrape now."""
+    """Makes a scrape now and returns it as `parsed` does."""
     return parsed(text_of(*collectors))
 
 
 def value(found: Scrape, name: str, **labels: object) -> float:
-    """The value of a sample, or the sum of all samples with these labels."""
+    """Returns the sum of all samples with this name and these labels."""
     wanted = {(label, str(of)) for label, of in labels.items()}
     matching = [figure for (of, has), figure in found.items() if of == name and wanted <= set(has)]
     assert matching, f"no {name} with {labels}"
@@ -54,7 +54,7 @@ def value(found: Scrape, name: str, **labels: object) -> float:
 
 
 def faults(text: str) -> Iterator[str]:
-    """The violations of Prometheus's conventions in a scrape."""
+    """Returns in which ways a scrape violates Prometheus's conventions."""
     for family in text_string_to_metric_families(text):
         name = family.name
         if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name):

@@ -30,7 +30,7 @@ def exported() -> Iterator[Callable[[], Sequence[Any]]]:
 
 
 def parts_of(span: ReadableSpan) -> dict[str, float]:
-    """The seconds of each part of a hand-over."""
+    """Returns how many seconds each part of a hand-over took."""
     assert span.attributes is not None
     return {part: span.attributes[f"pagewire.{part}_seconds"] for part in PARTS}  # type: ignore[misc]
 

@@ -132,7 +132,9 @@ def tree(module: str) -> ast.Module:
 
 @cache
 def imports(module: str) -> frozenset[str]:
-    """The modules that a file imports, also for types only. Modules of the packages are given by their file."""
+    """Returns the modules that a file imports, including imports only for types. A module of the packages is given by
+    its file.
+    """
     found: set[str] = set()
     for node in ast.walk(tree(module)):
         if isinstance(node, ast.Import):
@@ -154,7 +156,7 @@ def room(module: str) -> str:
 
 
 def circle(graph: Mapping[str, AbstractSet[str]]) -> list[str]:
-    """The nodes of a cycle; empty if there is none."""
+    """Returns the nodes of a cycle in the graph. The result is empty if there is no cycle."""
     over: set[str] = set()
 
     def walk(node: str, way: list[str]) -> list[str]:
@@ -253,7 +255,9 @@ def folders() -> Iterator[tuple[str, str]]:
 
 
 def named_rooms(sentence: str) -> set[str]:
-    """The rooms that a docstring lists as imported, such as "`kvcache.pool` and the values of `kvcache`"."""
+    """Returns the rooms that a docstring lists as imported. An example of such a list is "`kvcache.pool` and the values
+    of `kvcache`".
+    """
     spelled = re.sub(r"the values of `(\w+)`", r"`\1 values`", sentence)
     return {name for name in re.findall(r"`([^`]+)`", spelled) if re.split(r"[. ]", name)[0] in PACKAGES}
 
@@ -288,7 +292,9 @@ def test_documents_name_files_that_are_there() -> None:
 
 @pytest.mark.parametrize("name", ["concepts/architecture.md", "glossary.md", "guides/layers.md", "guides/routers.md"])
 def test_documents_that_map_the_code_name_what_is_there(name: str) -> None:
-    """Files by name, and everything that looks like one of our identifiers, so that this test finds outdated names."""
+    """Checks each file that a document names, and each word in it that looks like one of our identifiers. So outdated
+    names are found.
+    """
     code = " ".join(re.findall(r"`([^`\n]+)`", (ROOT / "docs" / name).read_text()))
     named = {word for word in re.findall(r"[A-Za-z_]\w*", code) if "_" in word.strip("_") or word.lower() != word}
     known = {word for path in files().values() for word in re.findall(r"[A-Za-z_]\w*", path.read_text())}

@@ -24,7 +24,7 @@ def exposed(name: str, kind: str) -> set[str]:
 
 
 def known() -> set[str]:
-    """Every name in a scrape: ours, and those of vLLM that our connector fills."""
+    """Returns every metric name that a scrape has: our own, and those of vLLM that our connector fills."""
     found = {name for families in FAMILIES.values() for one in families for name in exposed(one.name, one.kind)}
     for table, prefix in (("_COUNTS", "pagewire_"), ("_NIXL_COUNTS", ""), ("_LISTS", "pagewire_"), ("_NIXL_LISTS", "")):
         keys = constant(table)

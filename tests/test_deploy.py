@@ -48,7 +48,7 @@ def test_every_error_is_in_the_list_once() -> None:
 
 
 def literals(path: str, name: str) -> list[str]:
-    """The values of a `Literal` that a file defines under a name."""
+    """Returns the values of the `Literal` that a file defines under this name."""
     return re.findall(r'"(\w+)"', next(line for line in source(path).splitlines() if line.startswith(f"{name} = Lit")))
 
 

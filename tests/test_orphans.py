@@ -11,8 +11,8 @@ import pytest
 from tests import orphans
 
 ROOT = Path(__file__).parents[1]
-# Starts a process in another session, whose parent ends at once, and which has a child: cases that a signal to a
-# process group misses.
+# Starts a process in another session. The parent of this process ends at once, and the process has a child. A signal to
+# a process group reaches neither of them.
 ESCAPES = """
 import os, time
 os.setsid()
@@ -51,7 +51,7 @@ def told(path: Path, count: int = 2) -> list[int]:
 
 @pytest.fixture
 def left(tmp_path: Path) -> list[int]:
-    """Two processes that have escaped."""
+    """Returns two processes that have escaped."""
     with (tmp_path / "told").open("w") as file:
         subprocess.run([sys.executable, "-c", ESCAPES], stdout=file, check=True)
     return told(tmp_path / "told")
@@ -92,7 +92,8 @@ def test_the_runs_of_mutants_leave_nothing(tmp_path: Path, then: str) -> None:
     assert f"'status': {0 if then == 'pass' else None}" in done.stdout
     if then == "pass":
         assert not any(map(is_alive, told(file)))
-    elif file.exists():  # on a busy machine its time may be over before it has reported
+    # on a busy machine, the time of the test may be over before its processes have reported their ids
+    elif file.exists():
         assert not any(map(is_alive, map(int, file.read_text().split())))
 
 

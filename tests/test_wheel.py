@@ -35,7 +35,7 @@ def right() -> Files:
 
 
 def without(files: Files, part: str) -> Files:
-    """The files without a folder or a single file, which is also removed from the record."""
+    """Returns the files of a wheel without one folder or file. It is also removed from the record."""
     kept = {name: text for name, text in files.items() if not name.startswith(part)}
     lines = [line for line in files[f"{INFO}/RECORD"].splitlines(keepends=True) if not line.startswith(part)]
     return {**kept, f"{INFO}/RECORD": "".join(lines)}
@@ -89,7 +89,9 @@ def test_a_broken_wheel_is_noticed(how: str, tmp_path: Path) -> None:
 
 
 def imported(package: str, *, heads: bool = False) -> set[str]:
-    """The third-party packages that a package imports; with `heads`, only imports at the top of modules."""
+    """Returns the third-party packages that a package imports. With `heads`, only the imports at the top of modules
+    count.
+    """
     found: set[str] = set()
     engines = [ROOT / "scheduler_adapters" / name for name in ("vllm", "sglang")]
     for file in (ROOT / package).rglob("*.py"):

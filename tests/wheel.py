@@ -63,7 +63,7 @@ class Environment:
         self._variables = {name: value for name, value in os.environ.items() if name not in _REMOVED}
 
     def pip(self, *arguments: str) -> None:
-        """Runs this interpreter's pip on the environment, which has none of its own."""
+        """Runs the pip of this interpreter on the environment, which has no pip of its own."""
         self.run(sys.executable, "-m", "pip", "--python", str(self.python), "--quiet", *arguments)
 
     def install(self, *what: str, options: Sequence[str] = ()) -> None:
@@ -71,7 +71,9 @@ class Environment:
         self.pip("install", "--no-compile", *self._constraints, *options, *what)
 
     def run(self, *command: str, status: int = 0) -> str:
-        """Returns the output of a command. Raises `Failed` if it ends with another status."""
+        """Runs a command and returns its output. Raises `Failed` if the command ends with another exit status than
+        `status`.
+        """
         done = subprocess.run(
             command,
             cwd=self.folder,
@@ -87,7 +89,9 @@ class Environment:
         return done.stdout
 
     def program(self, name: str) -> None:
-        """Runs a program of a page. Raises `Failed` if its output differs from the page."""
+        """Runs a program that is printed on a page. Raises `Failed` if its output differs from the output that the page
+        prints.
+        """
         code, printed = PROGRAMS[name]
         (self.folder / "program.py").write_text(code)
         found = self.run(str(self.python), "-W", "error", "program.py").split()
@@ -114,7 +118,9 @@ def packaged() -> set[str]:
 
 
 def required() -> set[str]:
-    """The requirements of the project and of each extra as in the metadata, with our own extras expanded."""
+    """Returns the requirements of the project and of each extra, in the form in which metadata lists them. Our own
+    extras are expanded.
+    """
     project = declared()["project"]
 
     def of(extra: str) -> set[str]:
@@ -204,7 +210,7 @@ def shadowed(here: Environment, wheel: Path) -> None:
 
 
 def stranger(folder: Path) -> Path:
-    """A wheel of a distribution `transfer` with only a package of that name."""
+    """Makes the wheel of a distribution named `transfer` that has only a package of that name."""
     info = "transfer-0.40.dist-info"
     files = {
         "transfer/__init__.py": "",

@@ -540,7 +540,7 @@ def test_step_refuses_tokens_that_have_no_page_before_touching_any_request(make:
     with pytest.raises(NotReservedError, match="'wrong': 4 tokens computed.*hold 0"):
         manager.step([fine, wrong])
     with pytest.raises(InvalidRequestError, match="none of its tokens are computed yet"):
-        manager.block_table(fine.request_id)  # its step has not happened
+        manager.block_table(fine.request_id)  # the prompt ran, but no `step` has recorded it
 
 
 def test_release_gives_everything_back_once(make: Any) -> None:
@@ -812,7 +812,7 @@ def test_a_context_that_refuses_its_new_start_leaves_the_pages_alone(make: Any) 
 
 
 def in_a_tuple(manager: PagedKVCacheManager, contexts: list[TextContext]) -> None:
-    """Like `run`, but with the calls for any number of requests."""
+    """Like `run`, but passes the requests in a tuple, so that the general code for any number of requests runs."""
     assert manager.maybe_reserve(contexts[0])
     manager.fetch(tuple(contexts))
     contexts[0].update(7)

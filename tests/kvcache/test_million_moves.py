@@ -1,4 +1,6 @@
-"""The random model with every combination of features. Every allowed pair is combined, and every result agrees."""
+"""The random model with every combination of features. Each pair of features that may be combined occurs on some
+manager, and every result agrees with the model.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from tests.kvcache.tiers.stored_objects import StoredObjects
 
 T = TypeVar("T")
 COMMON = ("forks", "preemption", "batches", "renames", "stale", "resets")
-# Rare moves that must happen with managers of these features, each with the least number of times.
+# Rare events that must occur on managers with these features, each with the least number of times.
 SELDOM: dict[tuple[str, ...], dict[str, int]] = {
     (*COMMON, "leases", "lends"): {"hit": 20, "refused": 10, "evicted": 20, "moved back": 5, "kept": 5, "fits": 10},
     (*COMMON, "hints", "quotas", "window"): {"hint": 50, "evicted": 20, "slid": 20, "came back": 10, "chunk": 20},
@@ -35,7 +37,7 @@ SELDOM: dict[tuple[str, ...], dict[str, int]] = {
 }
 
 
-# Seeds for which the model was once wrong, with the features of their managers.
+# Seeds with which the model itself once made a mistake, with the features of their managers.
 MENDED = {
     # two replicas of a batch use the same page ids
     840246: "batches,chunk,drafts,forks,hostile,leases,partial,preemption,renames,replicas,shards",
@@ -58,7 +60,7 @@ def _quiet() -> Iterator[None]:
 
 @pytest.mark.ci
 def test_every_pair_that_may_meet_has_met() -> None:
-    """Both features of each pair are seen at work on one manager. This takes about 45 managers."""
+    """On some manager, both features of each pair are seen at work. This takes about 45 managers."""
     run = Run()
     for seed in range(120):
         run.manager(seed)
@@ -110,7 +112,7 @@ class DrawnChooser:
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data(), st.integers(0, 1 << 20), st.integers(1, 40))
 def test_drawn_moves(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, seed: int, count: int) -> None:
-    """Hypothesis shrinks a failing run: its number of moves, and each later choice."""
+    """If a run fails, Hypothesis shrinks it: both the number of moves and each choice in them."""
     # interrupts depend on the length of calls, which Hypothesis does not control
     features = drawn(SeededChooser(seed)) - {"interrupts"}
     model = Model(DrawnChooser(data), World(tmp_path_factory.mktemp("files"), StoredObjects()), features)

@@ -1,4 +1,4 @@
-"""Mistakes of callers, one case at a time. The random model's wrong calls were derived from these cases."""
+"""Mistakes of callers, one case at a time. The wrong calls of the random model were derived from these cases."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_request_that_waits_may_be_rebuilt_and_a_released_one_is_bound_anew(ma
     rebuilt = TextContext(range(9), 64, "r")
     assert manager.maybe_reserve(rebuilt)
     with pytest.raises(InvalidRequestError, match="another context object"):
-        manager.reserve_batch(batch)  # made while no request had pages
+        manager.reserve_batch(batch)  # the batch was made while none of its requests had pages
     manager.release("r")
     assert running(manager, range(9)).start_idx == 0
     manager.release("r")
@@ -284,7 +284,9 @@ def test_what_is_no_block_table_is_refused_also_where_there_are_states(wrong: An
 
 
 def test_a_waiting_request_of_a_callers_own_context_may_have_another_salt(make: Any) -> None:
-    """Its pages were published under its earlier salt, so requests with that salt could find them."""
+    """The request has not been reserved, so its salt may still change. Its pages must be published under the later
+    salt, and not under the earlier one, where requests with that salt could find them.
+    """
     manager = make(8, rows=4)
     running(manager, range(20), "before")
     own = OwnContext(TextContext(range(100, 117), 64, "own", cache_salt="one"))

@@ -1,4 +1,6 @@
-"""Breaks the code, one rule at a time. The model or `check()` must notice; otherwise the rule is not tested."""
+"""Breaks the code at one rule at a time. Either the model or `check()` must notice each break, otherwise the rule is
+not tested.
+"""
 
 from __future__ import annotations
 
@@ -237,5 +239,5 @@ def test_each_mutation_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(owner, method, mutant)
     with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever notices first: the model, the check, numpy
         many_moves(name)
-    # A mutant that cannot run at all would prove nothing.
+    # A mutant that fails with one of these errors cannot run at all, so it proves nothing about the rule.
     assert not isinstance(caught.value, (TypeError, AttributeError, NameError)), repr(caught.value)

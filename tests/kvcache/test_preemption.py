@@ -1,6 +1,6 @@
-"""A request continues from the progress that the manager knows, whatever its context claims.
+"""A request continues from the progress that the manager has recorded, whatever position its context claims.
 
-Keys are compared whenever they are read, so every result here belongs to the right tokens.
+All KV that a request reads is compared, so each result here was computed from the right tokens.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def started(manager: PagedKVCacheManager, name: str, made: type[TextContext] = T
 
 
 def use_all_pages(manager: PagedKVCacheManager) -> None:
-    """Runs other requests that overwrite every free page, and releases them."""
+    """Runs other requests that overwrite every free page, and then releases them."""
     for at in range(3):
         for replica in range(manager.num_replicas):
             other = TextContext([1000 + at, *range(100)], 250, f"other{at}{replica}", cache_salt=f"tenant{at}")
@@ -123,7 +123,8 @@ def test_a_start_that_was_set_before_the_first_reservation_is_of_no_account(
     manager.release("r")
     again = TextContext(PROMPT, 250, "again", cache_salt="ours")
     manager.external_claim("again", 0)
-    run(manager, again, steps=3)  # the pages under its digests hold what it would have computed
+    # compares the pages that are published under the request's digests with what it would have computed
+    run(manager, again, steps=3)
 
 
 def test_a_refused_reservation_leaves_the_context_where_it_was(manager: PagedKVCacheManager) -> None:
@@ -190,7 +191,7 @@ def test_a_prompt_runs_from_no_token_that_was_not_computed(
 def test_a_request_has_computed_no_more_than_its_pages_hold(
     manager: PagedKVCacheManager, call: str, made: type[TextContext], more: int
 ) -> None:
-    context = started(manager, "r", made, steps=3)  # 20 tokens in 5 pages, and one token to run
+    context = started(manager, "r", made, steps=3)  # the request has 20 tokens in 5 pages, and one token to run
     assert manager.maybe_reserve(context)
     room = len(manager.get_req_blocks("r")) * SIZE
     while context.start_idx < room + more - 1:
@@ -214,14 +215,14 @@ def test_several_steps_at_once_are_no_lie(manager: PagedKVCacheManager) -> None:
         for _ in range(5):
             kv.run_contexts([context], inputs)
             context.update(7)
-        assert manager.maybe_reserve(context)  # before the step that records them
+        assert manager.maybe_reserve(context)  # before the step that records these tokens
         manager.step([context])
         assert context.start_idx == start + 5
     run(manager, context)
 
 
 def test_tokens_that_are_taken_back_are_no_lie(manager: PagedKVCacheManager) -> None:
-    """Three tokens are drafted at a time, and one of them is right."""
+    """Three tokens are drafted at a time, and only the first one is kept."""
     context = started(manager, "r")
     for _ in range(9):
         start, end = context.start_idx, context.end_idx
@@ -314,7 +315,7 @@ def test_a_cancelled_import_has_brought_nothing(found: int) -> None:
     run(manager, context, steps=4)
 
 
-# ---- contexts that do not move
+# A context that does not take new indices: it raises an error, or returns without having set them.
 
 
 class Stubborn(TextContext):

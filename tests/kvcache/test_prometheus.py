@@ -1,4 +1,4 @@
-"""A scrape of a manager agrees with the manager's own figures, even while the loop runs."""
+"""A scrape of a manager agrees with the manager's own figures, even if it is made while the serving loop runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HEAD = range(40)
 
 
 def books(manager: Any) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """The manager's own figures, in the form of the samples that a scrape should have."""
+    """Returns the manager's own figures as the samples that a scrape must contain."""
     metrics = manager._replicas.metrics
     totals = {
         "pagewire_replica_copied_pages_total": metrics.d2d_blocks_copied,
@@ -121,7 +121,7 @@ def test_pages_that_something_in_flight_may_write_are_counted_until_it_ends(make
 
 @pytest.fixture
 def _often() -> Iterator[None]:
-    """Makes threads switch so often that values change between two reads."""
+    """Makes the interpreter switch threads so often that values change between two reads of a scrape."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -130,7 +130,9 @@ def _often() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_often")
 def test_a_scrape_beside_the_loop_raises_nothing_and_no_counter_goes_back(make: Any) -> None:
-    """Two figures may be a step apart. Each is right by itself, and all agree when the loop stands still."""
+    """While the loop runs, two figures of a scrape may belong to different steps. Each figure is right by itself, and
+    all figures agree once the loop has stopped.
+    """
     manager = make(24, page_size=4, checks=False, host_slots=8)
     collector, over = ManagerCollector(manager), threading.Event()
     found: list[Scrape] = []

@@ -104,8 +104,8 @@ def test_layouts_tell_scales_apart_and_pages_without_are_named_as_ever() -> None
 def test_scales_go_where_their_page_goes(scale_of: ScaleOf) -> None:
     """Pages are shared, copied, forked, evicted and loaded from the host.
 
-    Whenever a page is read, its scales are compared. A value is one byte of its token's KV, and a scale is 52 bits of
-    it.
+    Whenever a page is read, its scales are compared, too. Of the KV of a token, a value has one byte, and the scale has
+    52 bits.
     """
     seen: Counter[str] = Counter()
     for number in range(18):

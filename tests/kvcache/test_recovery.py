@@ -1,4 +1,4 @@
-"""`recover` releases only requests whose claim or change was not reported to their caller."""
+"""`recover` releases only those requests whose claim or change was interrupted before their caller was told of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.kvcache.random_model.interrupts import interrupted
 
 
 class Ctrl(BaseException):
-    """An exception that a signal handler raises."""
+    """An exception that a signal handler raises in the middle of a call."""
 
 
 def computed(manager: PagedKVCacheManager, name: str, first: int = 0) -> TextContext:
@@ -30,7 +30,7 @@ def computed(manager: PagedKVCacheManager, name: str, first: int = 0) -> TextCon
 
 
 def after(monkeypatch: pytest.MonkeyPatch, owner: type, method: str) -> None:
-    """Interrupts a call right after this method has returned."""
+    """Makes later calls of this method raise an interrupt right after the method has done its work."""
     real = getattr(owner, method)
 
     def interrupted(*arguments: Any, **options: Any) -> Any:
@@ -41,7 +41,7 @@ def after(monkeypatch: pytest.MonkeyPatch, owner: type, method: str) -> None:
 
 
 class Two:
-    """Two requests that have run, and a third that waits for an import."""
+    """A manager with two requests that have run, and a third one that waits for an import."""
 
     def __init__(self) -> None:
         self.manager = manager_of(40, page_size=4)
@@ -108,7 +108,7 @@ def test_who_nobody_was_told_of_is_released_and_all_others_go_on(call: str, monk
     manager.check()
     for name in released:
         assert not manager.contains(name)
-        manager.external_claim(name, 0)  # its id is free, and nothing is left of the request
+        manager.external_claim(name, 0)  # the id is free again, and nothing is left of the released request
         manager.release(name)
     for context in it.contexts:
         if context.request_id in left:
@@ -126,7 +126,7 @@ def test_who_nobody_was_told_of_is_released_and_all_others_go_on(call: str, monk
 
 
 class Own:
-    """A caller's own context, which fails once it is broken."""
+    """A caller's own context, which raises errors as soon as the test breaks it."""
 
     def __init__(self, own: TextContext) -> None:
         self.request_id, self.is_broken, self._own = own.request_id, False, own

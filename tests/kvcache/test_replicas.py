@@ -1,4 +1,4 @@
-"""Breaks each invariant by hand. `check()` must name it."""
+"""Breaks each invariant by hand. `check()` must then name this invariant."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvcache.replica.replica import Replica
 
 
 def busy(manager: PagedKVCacheManager) -> Replica:
-    """Fills a manager: two running requests that share two pages, idle pages, the pages of a pending import, fresh
-    pages.
+    """Fills a manager with two running requests that share two pages, with idle pages, with the pages of an open
+    import, and with fresh pages.
     """
     prompts = {"gone": range(50, 59), "idle": range(70, 79), "one": range(10), "two": range(10), "solo": range(30, 40)}
     for name, tokens in prompts.items():
@@ -98,7 +98,7 @@ def test_each_broken_invariant_is_named(make: Any, name: str) -> None:
     action(manager, replica)
     with pytest.raises(InvariantError, match=message):
         manager.check()
-    manager.check = lambda: None  # otherwise the fixture's own check would fail, too
+    manager.check = lambda: None  # the state is broken now, so the check of the fixture would fail, too
 
 
 def test_runtime_checks_run_around_each_call(make: Any) -> None:

@@ -1,4 +1,4 @@
-"""The code that a hint gives to a page."""
+"""The code that represents the hint of a page."""
 
 from __future__ import annotations
 
@@ -114,7 +114,8 @@ def test_the_latest_word_counts_but_a_page_of_many_sessions_is_not_put_first() -
     none = np.full(1, NEUTRAL, np.uint8)
     assert merge_codes(none, first).tolist() == first.tolist()
     assert merge_codes(last, first).tolist() == first.tolist()  # the continued session has ended
-    assert merge_codes(first, first).tolist() == [SHARED]  # used again although an earlier session had ended
+    # The page was used by two requests whose sessions have ended. It is shared, so it is not put first.
+    assert merge_codes(first, first).tolist() == [SHARED]
     assert merge_codes(np.array([SHARED], np.uint8), first).tolist() == [SHARED]
     assert merge_codes(np.array([SHARED], np.uint8), last).tolist() == last.tolist()
     assert merge_codes(first, none).tolist() == none.tolist()

@@ -1,4 +1,4 @@
-"""A bound socket: its limits, and what remains if binding fails."""
+"""A bound socket: its limits, and what is left over if binding fails."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ANY = "tcp://127.0.0.1:0"
 
 
 def open_sockets() -> int:
-    """Counts the open sockets of the process's context. An open one would keep the process from ending."""
+    """Counts the open sockets of the process's ZMQ context. An open socket would keep the process from ending."""
     return sum(not each.closed for each in zmq.Context.instance()._sockets)  # pyright: ignore[reportPrivateUsage]
 
 

@@ -1,4 +1,6 @@
-"""A gate: what it passes and refuses, and what a hostile peer costs the process, its honest peers and its memory."""
+"""A gate in front of a socket: what it passes on and what it refuses, and what a hostile peer costs the process, its
+honest peers and its memory.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def waited(done: Callable[[], object]) -> None:
 
 
 def passed(limits: Limits, data: bytes, chooser: random.Random) -> tuple[bytes, int]:
-    """Returns what the gate passes on of data that arrives in random pieces."""
+    """Returns what the gate passes on if this data arrives in pieces of random length."""
     counter, out, rest, frames = FrameCounter(limits), b"", b"", 0
     while data or rest:
         piece = chooser.randrange(1, 40)
@@ -354,7 +356,7 @@ def test_an_address_of_ipc_is_taken_from_nobody_who_lives(tmp_path: Path, taken:
 
 
 def test_a_socket_with_keys_takes_an_address_of_ipc_from_nobody_either(tmp_path: Path) -> None:
-    """It has no gate, because libzmq itself listens there."""
+    """With keys there is no gate, because libzmq itself listens at the address."""
     address = f"ipc://{tmp_path}/e"
     with closing(bound_socket("first", zmq.PULL, address, secure=lambda _: None)):
         with pytest.raises(InvalidParamsError, match=r"second: cannot bind .*Address already in use"):

@@ -24,7 +24,7 @@ Make = Any
 
 
 def begun(manager: PagedKVCacheManager, tokens: Any, name: str = "r", replica: int = 0) -> TextContext:
-    """A claimed request with pages for its prompt."""
+    """Returns a claimed request that has pages for its prompt."""
     context = TextContext(tokens, 64, name)
     manager.external_claim(name, replica)
     assert manager.maybe_reserve(context)
@@ -32,7 +32,7 @@ def begun(manager: PagedKVCacheManager, tokens: Any, name: str = "r", replica: i
 
 
 def ran(manager: PagedKVCacheManager, tokens: Any, name: str = "r", replica: int = 0) -> TextContext:
-    """A request that has run its prompt."""
+    """Returns a request that has run its prompt."""
     context = begun(manager, tokens, name, replica)
     manager.fetch([context])
     context.update(7)
@@ -45,7 +45,7 @@ def as_lists(inputs: list[RaggedKVCacheInputs]) -> list[list[Any]]:
 
 
 def named(step: StepInFlight) -> set[int]:
-    """The pages in the tables of a step."""
+    """Returns the pages that the tables of a step name."""
     return {page for entry in step.inputs for page in entry.lookup_table.flatten().tolist() if page}
 
 
@@ -252,7 +252,7 @@ def test_a_duplicate_that_a_step_gives_up_stays_until_the_step_that_reads_it_has
     two.update(7)
     assert manager.reserve_batch([one, two]).all()
     step = manager.fetch_ahead([one, two])
-    manager.step([one, two])  # a step with earlier results: both requests now have the same first page
+    manager.step([one, two])  # `step` records what ran earlier. From then on, both requests share their first page.
     assert manager.get_req_blocks("one")[0] == manager.get_req_blocks("two")[0]
     assert manager.num_free_blocks == 16 - 4
     manager.end_step(step)
@@ -414,7 +414,8 @@ def test_the_token_behind_an_end_is_dropped_with_its_request(make: Make) -> None
     first = manager.fetch_ahead([context])
     context.update_with_future_token()
     assert manager.maybe_reserve(context)
-    second = manager.fetch_ahead([context])  # planned before it is known that the request ends with this token
+    # this step is planned before the caller knows that the request ends with this token
+    second = manager.fetch_ahead([context])
     context.realize_future_token(2)
     manager.step([context])
     manager.end_step(first)

@@ -1,5 +1,5 @@
-"""`KVCacheMetrics`: counts that begin at 0, are added up over managers, and are subtracted to see what happened
-meanwhile.
+"""`KVCacheMetrics`: counts begin at 0, can be added up over several managers, and can be subtracted to see what has
+happened in between.
 """
 
 from __future__ import annotations

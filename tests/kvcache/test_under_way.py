@@ -1,4 +1,4 @@
-"""A manager's mark of a call in progress: which calls it allows, and how it refuses the others."""
+"""The manager's mark of a call in progress: which calls it lets in, and how it refuses the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An object store in memory, with failures and delays that a test chooses."""
+"""An object store in memory. A test chooses which of its calls fail and which are delayed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from kvcache.types import ObjectIO, ObjectRange, Part
 from tests.kvcache.served import Served
 
 COUNT = 4  # pages of an object
-# If an object has extra bytes at its end, all of its pages are right: they are read, and the object stays.
+# Ways to damage an object. After "longer", the object has extra bytes at its end, and all of its pages are still right:
+# they are read, and the object stays.
 DAMAGE = ("gone", "swapped", "empty", "cut", "noise", "shifted", "pushed", "flipped", "longer")
 S = TypeVar("S", bound=Served)
 
@@ -27,7 +28,7 @@ class StoredObjects:
         self.calls: list[str] = []
         self.read_bytes = 0
         self.fails = False
-        self.may = threading.Event()  # calls wait for this event, or until their time is over
+        self.may = threading.Event()  # calls wait for this event, or until their time is over if the event is not set
         self.may.set()
         self.open = 0
         self._machines: list[Served] = []
@@ -35,7 +36,7 @@ class StoredObjects:
     def machine(self, kind: type[S], *sizes: int, params: dict[str, Any] | None = None, **options: Any) -> S:
         """Makes a manager over this store, which is closed together with the store.
 
-        A busy machine may hold a test up for seconds, which must not look like a slow store. So the manager waits for
+        A busy machine may delay a test for seconds, which the manager must not take for a slow store. So it waits for
         the store as long as it can, unless `params` say otherwise.
         """
         given = {"file_tier_key": "model", "object_tier_io": self, "object_tier_pages": COUNT}
@@ -45,7 +46,7 @@ class StoredObjects:
         return made
 
     def close(self) -> None:
-        """Checks and closes all managers over the store. Nothing must stay open."""
+        """Checks and closes all managers over the store. After that, no connection to the store may be open."""
         for one in self._machines:
             one.manager.check()
             one.manager.close()
@@ -57,7 +58,7 @@ class StoredObjects:
 
     @property
     def pages(self) -> dict[str, bytes]:
-        """The objects with pages."""
+        """Returns the objects that contain pages."""
         return {key: content for key, content in self.objects.copy().items() if not key.endswith("/current")}
 
     def is_not_waited_for(self, reserve: Callable[[], bool]) -> None:
@@ -69,7 +70,9 @@ class StoredObjects:
         self.may.set()
 
     def damage(self, key: str, how: str, rng: np.random.Generator) -> bool:
-        """Damages an object in one of the ways of `DAMAGE`. Returns whether it is now a different object, or gone."""
+        """Damages an object in one of the ways in `DAMAGE`. Returns whether the object is now different from before, or
+        gone.
+        """
         content, right = damaged(self, key, how, rng), self.objects.pop(key)
         if content is not None:
             self.objects[key] = content
@@ -77,7 +80,7 @@ class StoredObjects:
 
 
 def damaged(store: StoredObjects, key: str, how: str, rng: np.random.Generator) -> bytes | None:
-    """Returns the content of a damaged object; None if it is gone."""
+    """Returns the content that an object has after it was damaged, or None if the object is gone."""
     content = bytearray(store.objects[key])
     others = [one for one in store.pages if one != key]
     made: dict[str, Callable[[], bytes | None]] = {
@@ -97,17 +100,17 @@ def damaged(store: StoredObjects, key: str, how: str, rng: np.random.Generator) 
 
 
 def tiers_of(it: Served) -> list[ObjectTier]:
-    """The object tiers of a manager: one for its pages, and one for its states if it has any."""
+    """Returns the object tiers of a manager: the one for its pages, and the one for its states if it has states."""
     return [tiers._counted[-1] for tiers in it.manager._replicas._all_tiers]
 
 
 def objects_of(it: Served) -> ObjectTier:
-    """The object tier of the pages."""
+    """Returns the object tier for pages."""
     return tiers_of(it)[0]
 
 
 def settled(it: Served) -> None:
-    """Waits until the threads have nothing to do."""
+    """Waits until the threads of the object tiers have nothing to do."""
     for _ in range(10_000):
         for tier in tiers_of(it):
             tier.tick()
@@ -118,13 +121,15 @@ def settled(it: Served) -> None:
 
 
 def forget_host(it: Served) -> None:
-    """Evicts everything from the host. What is known about the store stays known."""
+    """Evicts everything from the host, but keeps what the manager knows about the store."""
     for tiers in it.manager._replicas._all_tiers:
         tiers.host.pool.forget_idle()
 
 
 def key_of(it: Served, prompt: Iterable[int], pages: int, table: int = 0, *, state: bool = False) -> str:
-    """The key of a table's object that ends after this many pages of a prompt, or of the state at that place."""
+    """Returns the key of the object of a table that ends after this many pages of a prompt. With `state`, returns the
+    key of the state at that place.
+    """
     tier, tables, digests = tiers_of(it)[state], it.manager._replicas.each[0].tables, it.digests(prompt)
     if not tier._epoch:
         settled(it)
@@ -153,7 +158,9 @@ class _IO:
             self._store.objects[key] = self._memory[start : start + size].tobytes()
 
     def read(self, ranges: Sequence[ObjectRange]) -> list[bool]:
-        """Reads like S3: returns less if the object ends within a range, and fails if it ends before the range."""
+        """Reads as S3 does: if the object ends within a range, less is returned, and if the object ends before a range,
+        the read fails.
+        """
         self._call("read")
         done: list[bool] = []
         for key, offset, start, size in ranges:

@@ -1,4 +1,4 @@
-"""The file tier: pages outlive the manager, and anything wrong in the folder is only a miss."""
+"""The file tier: pages outlive the manager, and whatever is wrong in the folder leads only to misses."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def served(tmp_path: Path) -> Iterable[Make]:
 
 
 def folder_at(root: Path, number: int = 0) -> PageFolder:
-    """The folder of the namespace of this number."""
+    """Returns the folder of the namespace with this number."""
     return PageFolder(root, FileFormat(bytes([number]) * 16, 96, 16))
 
 
@@ -55,7 +55,7 @@ def files_of(it: Served) -> FileTier:
 
 
 def written(served: Make) -> None:
-    """Writes the prompt to files with a manager that is then closed."""
+    """Serves the prompt with a manager that writes its pages to files, and then closes this manager."""
     it = served()
     it.serve(PROMPT)
     it.manager.close()
@@ -66,7 +66,7 @@ def page_files(folder: Path) -> list[Path]:
 
 
 def down(it: Served) -> None:
-    """Writes all published pages to files."""
+    """Makes the manager write all published pages to files."""
     it.tiers.store_all()
     files_of(it).flush()
 
@@ -117,7 +117,7 @@ def test_a_file_that_is_not_full_is_written_late(served: Make) -> None:
     it.serve([7, *range(48)])
     it.tiers.store_all()
     files_of(it).tick()
-    assert files_of(it)._writer.jobs  # a full file is written at once
+    assert files_of(it)._writer.jobs  # the file is full, so it is written at once
     assert len(files_of(it)._writer.jobs[0].slots) == 10
 
 
@@ -181,8 +181,8 @@ def damage(it: FileTier, path: Path, how: str, rng: np.random.Generator) -> None
         path.write_bytes(content)
 
 
-# For each damage: the reason for refusing pages if it happens while the tier runs, and for refusing files if it happens
-# before.
+# For each kind of damage, two sets of reasons: why pages are refused if the damage happens while the tier runs, and why
+# files are refused if it happens before the tier starts.
 DAMAGE: dict[str, tuple[set[str], set[str]]] = {
     "gone": ({"gone"}, set()),
     "folder": ({"unreadable"}, {"unreadable"}),
@@ -259,9 +259,10 @@ def test_damaged_files_are_replaced_by_the_next_write_of_their_pages(
         for path in paths:
             damage(it.tiers._counted[0], path, how, rng)
     again = again or served(8, 200)
-    # A running process does not use the footer, and a starting one does not use the names: pages are read right.
+    # In these cases all pages are still read right, because a running process does not use the footer, and a starting
+    # one does not use the names.
     unharmed = (how, when) in (("footer", "while it runs"), ("swapped", "before the start"))
-    for _ in range(2):  # the first process notices, or one that starts after that
+    for _ in range(2):  # either the first process notices the damage, or one that starts later does
         for prompt in prompts:
             found = again.serve(prompt)  # this compares its KV
             assert unharmed == (found == 24), prompt
@@ -356,7 +357,8 @@ def test_a_reset_leaves_nothing_to_find_not_after_a_restart_either(served: Make)
     it.manager.reset_prefix_cache()
     assert it.serve(PROMPT) == 0
     it.manager.reset_prefix_cache()
-    neighbour.serve(PROMPT)  # not reset: pages of the old weights are written where no process looks
+    # This manager was not reset. It writes pages of the old weights to a folder where no other process looks.
+    neighbour.serve(PROMPT)
     down(neighbour)
     it.manager.close()
     again = served()
@@ -400,7 +402,7 @@ def test_a_folder_that_disappears_is_made_again(
         else:
             epoch.symlink_to(elsewhere)
     it.fill(8)
-    it.fill(8)  # the host has lost the prompt
+    it.fill(8)  # the host does not have the prompt any more
     down(it)
     assert it.serve(PROMPT) == (16 if what == "name" else 0)
     down(it)
@@ -547,7 +549,7 @@ def test_a_full_disk_is_no_error(served: Make, caplog: pytest.LogCaptureFixture)
     assert it.serve(PROMPT) == 0
     down(it)
     assert "No space left" in caplog.text
-    for passed in (0.1, 9.8, 0.2):  # nothing is tried for ten seconds
+    for passed in (0.1, 9.8, 0.2):  # for ten seconds after a failure, nothing is tried
         now += passed
         assert it.serve(PROMPT) == 16
         down(it)
@@ -556,7 +558,7 @@ def test_a_full_disk_is_no_error(served: Make, caplog: pytest.LogCaptureFixture)
 
 
 class SlowReads(SystemIO):
-    """Reads that wait for the test's permission."""
+    """A reader of files whose reads wait until the test lets them run."""
 
     may = threading.Event()
 
@@ -566,7 +568,7 @@ class SlowReads(SystemIO):
 
 
 def slow(served: Make) -> Served:
-    """A manager that finds the prompt in files, and reads nothing yet."""
+    """Returns a manager that finds the prompt in files and has not read anything yet."""
     written(served)
     again = served(io=lambda memory: SlowReads())
     SlowReads.may.clear()
@@ -617,7 +619,8 @@ def test_a_page_found_wrong_costs_none_that_has_taken_its_place_meanwhile(served
     (job,) = files._reader.jobs
     others = np.arange(16, dtype=np.uint64).reshape(4, 4) + 1
     size = files._layout.size_of(4)
-    files._index.forget(path.name)  # as if the file was removed and another file's pages got its entries
+    # as if the file had been removed, and its entries in the index had been given to the pages of another file
+    files._index.forget(path.name)
     files._index.add("f" * 32 + ".pages", size, others, np.array(0))
     SlowReads.may.set()
     job.work.result()
@@ -754,7 +757,8 @@ def test_a_signal_handlers_timeout_is_no_failure_of_the_disk(
 ) -> None:
     """`TimeoutError` is an `OSError`.
 
-    It once was taken for a disk error, so that a half-made change stayed unnoticed.
+    A timeout raised by a signal handler was once taken for an error of the disk, so nobody noticed that a change had
+    been made only in part.
     """
     it = served()
     it.serve(PROMPT)

@@ -1,4 +1,4 @@
-"""Which file is removed to make room for another, and which pages are found in the remaining files."""
+"""Which file is removed to make room for another file, and which pages are found in the files that remain."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ def digests(*numbers: int) -> Digests:
 
 
 def index(*files: tuple[str, int, tuple[int, ...]], max_bytes: int = 100) -> FileIndex:
-    """Returns an index of files with pages of 10 bytes. Each file is a name, its bytes and its pages."""
+    """Returns an index of files with pages of 10 bytes. Each file is given as its name, its size in bytes, and its
+    pages.
+    """
     made = FileIndex(max_bytes, 10, 2)
     for name, size, pages in files:
         assert made.room_for(size) == []

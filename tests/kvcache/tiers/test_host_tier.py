@@ -93,7 +93,7 @@ def test_pages_on_their_way_are_found_by_nobody(served: Any) -> None:
     assert replica.find(second).end == 0
     pages = replica.rows.pages(0)[:4]
     assert (replica.pool.writers[pages] == 1).all()
-    assert it.manager.maybe_reserve(second)  # loads them for itself
+    assert it.manager.maybe_reserve(second)  # loads the pages a second time, for itself
     it.run(first, second)
     assert it.kv.compared == 32
     # Two copies were loaded. `step` shared the first one and freed the second.
@@ -187,7 +187,7 @@ def test_the_same_content_stored_by_two_replicas_at_once_takes_one_slot(served: 
 
 def test_a_page_is_copied_before_it_is_given_away(served: Any) -> None:
     it = served(8, 40)
-    it.tiers.share = 0.0  # nothing is copied before an eviction needs it
+    it.tiers.share = 0.0  # the background copying gets no time, so nothing is copied before an eviction needs it
     it.serve(PROMPT)
     assert it.manager.metrics.d2h_blocks_copied == 0
     it.fill(8)
@@ -218,7 +218,7 @@ def waits(it: Served) -> int:
 
 
 class Below:
-    """A tier below the host that records its calls, in order."""
+    """A tier below the host that records which of its methods were called, in order."""
 
     generation, held_slots = 0, ()
 
@@ -232,7 +232,8 @@ class Below:
 def test_a_use_counts_once_the_pages_before_it_are_there(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A page that is still being copied is not in the tier yet.
 
-    If its use counted at once, it would be lost, and the head of a prompt would be evicted before its tail.
+    If the use of the page counted at once, it would be forgotten when the page arrives. Then the head of a prompt would
+    be evicted before its tail.
     """
     it = served(16, 40)
     tier, over = it.tiers.replicas[0], [False]
@@ -270,7 +271,7 @@ def test_a_step_copies_for_a_share_of_the_time_only(served: Any) -> None:
     it.tiers.share = 1 / 16
     copied = []
     for _ in range(40):
-        clock.now += 2**-7  # a step, which earns half of the time of a copy
+        clock.now += 2**-7  # the time of one step: the share of it that copies may use is half of the time of a copy
         it.tiers.tick()
         copied.append(before - waits(it))
     assert copied[:6] == [1, 1, 2, 2, 3, 3]
@@ -302,7 +303,7 @@ def test_the_least_recently_used_slot_goes_first_and_a_tail_before_its_head(serv
     it.tiers.store_all()
     it.fill(8)  # seven full pages, which evict those of prompt 300 and the tail of prompt 100
     it.tiers.store_all()
-    it.manager._replicas.each[0].pool.forget_idle()  # nothing is on the device
+    it.manager._replicas.each[0].pool.forget_idle()  # now no page is on the device
     context = {first: it.claim([first, *range(16)]) for first in (100, 200, 300, 400)}
     found = {}
     for first, request in context.items():
@@ -322,7 +323,7 @@ def test_a_long_prompt_copied_late_does_not_outlive_its_head(served: Any) -> Non
     it.run(grown)
     it.manager.release(grown.request_id)
     it.tiers.store_all()
-    it.fill(9)  # takes eight slots, four of them from the last pages of the prompt
+    it.fill(9)  # this needs eight slots, and four of them come from the last pages of the prompt
     it.tiers.store_all()
     it.manager._replicas.each[0].pool.forget_idle()
     assert it.serve([*range(41)]) == 6 * SIZE
@@ -408,14 +409,14 @@ def test_a_full_tier_of_held_slots_keeps_nothing_and_refuses_nothing(served: Any
     it.manager._replicas.each[0].pool.forget_idle()
     holder = it.claim(PROMPT)
     assert it.manager.maybe_reserve(holder)
-    assert holder.start_idx == 16  # all four slots are held
+    assert holder.start_idx == 16  # all four slots of the host are held now
     it.serve(range(50, 67))
     it.tiers.store_all()
     it.run(holder)
 
 
 def test_random_prompts_with_copies_by_the_clock(served: Any) -> None:
-    """Nothing waits for the copies, as in a server. Every cached token is compared."""
+    """As in a server, nothing waits for the copies to the host. Every cached token is compared."""
     rng = np.random.default_rng(3)
     for seed in range(6):
         it = served(20, 60, dp=1 + seed % 2, checks=False)
@@ -502,7 +503,7 @@ def test_pages_go_to_pinned_memory_and_back_beside_the_model() -> None:
 
 
 class OnePageBelow:
-    """A lower tier that has one page and takes a host slot for it at once."""
+    """A lower tier that has one page. When it is asked for the page, it takes a host slot at once."""
 
     asks = False
 

@@ -1,4 +1,4 @@
-"""Copies between a device and the host that end some time after they were begun, as those of a GPU do."""
+"""Copies between a device and the host that end some time after they have begun, as the copies of a GPU do."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Beside:
         self.tier = ReplicaTier(self.host, self.pool, mover)
 
     def publish(self, *pages: int) -> Pages:
-        """Publishes new pages, as a request does that has computed them. The pages stay held."""
+        """Publishes new pages, as a request does that has computed them. The request still holds them."""
         taken = self.pool.allocate(len(pages))
         self.pool.index.publish(taken, names(*pages))
         self.tier.came(taken, names(*pages))
@@ -98,7 +98,7 @@ def test_pages_for_which_the_host_has_no_slot_are_not_copied_and_wait_for_nothin
     assert it.mover.begun == [("store", [1, 2], [1, 2])]
     assert it.host.pool.index.tables.tolist() == [0, 1, 2]
     assert it.tier.storing.nonzero()[0].tolist() == [1, 2]
-    it.tier.came(pages[2:], names(13))  # as if a fork publishes it again
+    it.tier.came(pages[2:], names(13))  # as if a fork publishes the page again while it is being copied
     it.mover.copies[0].ended = True
     it.tier.poll()
     assert it.tier.storing.nonzero()[0].tolist() == [3], "it waits"
@@ -161,7 +161,9 @@ def test_pages_come_back_beside_the_model_and_are_kept_until_the_copy_is_over(le
 
 
 def test_pages_that_a_copy_frees_while_others_are_allocated_are_not_allocated_twice() -> None:
-    """An eviction waits for the copy of its page to the host, and handles every other copy that has ended by then."""
+    """To evict a page, the pool waits for the copy of this page to the host. While it waits, it also takes up all other
+    copies that have ended by then, which frees further pages.
+    """
     it = Beside()
     it.pool.release(it.publish(11, 12))
     slots = it.host.pool.allocate(3)

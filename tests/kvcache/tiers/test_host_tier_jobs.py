@@ -1,4 +1,6 @@
-"""The work of a lower tier's threads: its results are taken in order, and its slots are free whatever came of it."""
+"""The work that a lower tier gives to its threads. Results are taken in order, and the slots of a piece of work become
+free whatever has become of it.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,14 @@ from tests.kvcache.tiers.test_host_tier_lower import OBJECT, UNKNOWN, Tier, mask
 
 
 class Failing(Tier):
-    """A tier that records the errors after which a real one would pause."""
+    """A tier that records the errors after which a real tier would pause."""
 
     def _fail(self, error: OSError) -> None:
         self.noted.append(("failed", str(error)))
 
 
 class Thread(TierThread):
-    """A substitute for a tier's threads: the test decides when each work runs, in any order."""
+    """A substitute for the threads of a tier: the test decides when each piece of work runs, and in which order."""
 
     def __init__(self) -> None:
         super().__init__("test")
@@ -35,7 +37,7 @@ class Thread(TierThread):
 
 
 class Begun:
-    """One read or write that was begun and can be run."""
+    """A read or a write that was begun. The test runs it later."""
 
     def __init__(self, job: Job, work: Callable[[], Any]) -> None:
         self.job, self._work = job, work
@@ -48,7 +50,7 @@ class Begun:
 
 
 class Work:
-    """A tier over a host tier with five slots. Its work ends when the test says so."""
+    """A tier over a host tier with five slots. Its pieces of work end when the test says so."""
 
     def __init__(self) -> None:
         self.host = HostTier([8, 4], 5, 2, pinned=False)
@@ -65,7 +67,9 @@ class Work:
         raises: Exception | None = None,
         take_raises: Exception | None = None,
     ) -> Begun:
-        """Begins a read or write that holds `slots` slots. The work may raise `raises`, `take` may `take_raises`."""
+        """Begins a read or a write that holds `slots` slots. Running it may raise `raises`, and taking its result may
+        raise `take_raises`.
+        """
 
         def work() -> str:
             if raises is not None:
@@ -157,7 +161,9 @@ def test_work_is_waited_for_as_long_as_it_says() -> None:
 
 @pytest.mark.parametrize("taking", [True, False])
 def test_any_other_error_reaches_the_caller_and_frees_the_slots(taking: bool) -> None:
-    """This includes an `OSError` that is raised while the result is taken."""
+    """An `OSError` in the work of a thread pauses the tier. Any other error is raised to the caller, also an `OSError`
+    that is raised while the result is taken.
+    """
     work = Work()
     if taking:
         work.begin("raises", 2, take_raises=OSError("of a signal handler")).run()

@@ -1,4 +1,4 @@
-"""A replica asks the tiers below the host, nearest first, and passes news of pages on to them."""
+"""A replica asks the tiers below the host, beginning with the nearest one, and tells all of them what happens to pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvcache.pool.pages import PagePool
 from kvcache.pool.pages_below import Asked
 from kvcache.tiers.host_tier import HostTier, LowerTier, ReplicaTier
 
-HOST, FILE, OBJECT, UNKNOWN, NOWHERE = 1, 2, 3, 4, 5  # pages, named after the tier that has them
+HOST, FILE, OBJECT, UNKNOWN, NOWHERE = 1, 2, 3, 4, 5  # five pages, each named after the tier that has it
 EVERY = (HOST, FILE, OBJECT, UNKNOWN, NOWHERE)
 
 

@@ -35,12 +35,12 @@ def served(store: StoredObjects) -> Make:
 
 
 def key_of(it: Served, table: int, number: int, prompt: Iterable[int] = PROMPT) -> str:
-    """The key of object `number` of a prompt in a table."""
+    """Returns the key of object number `number` of the prompt in this table."""
     return stored_objects.key_of(it, prompt, (number + 1) * COUNT, table)
 
 
 def written(served: Make, groups: tuple[LayerGroup, ...] = WINDOW) -> Served:
-    """A manager that has written the prompt's objects, and is closed."""
+    """Returns a manager that has written the objects of the prompt and was closed."""
     it = served(groups=groups)
     assert it.serve(PROMPT, chunk=8) == 0
     it.manager.close()
@@ -105,7 +105,7 @@ def test_what_there_is_is_asked_in_few_rounds(served: Make, store: StoredObjects
 def test_nothing_of_windows_is_asked_for_a_prompt_that_nobody_has(
     served: Make, store: StoredObjects, length: int
 ) -> None:
-    """The same holds for too few pages for an object, which no process could have written."""
+    """This also holds if the prompt has too few pages for an object. No process could have written an object of it."""
     it, keys = served(), list[str]()
     settled(it)
     io, tier = objects_of(it)._read_io, objects_of(it)
@@ -257,9 +257,7 @@ def test_what_lies_in_a_store_is_brought_for_whoever_asks(served: Make) -> None:
 
 
 def longest(it: Served, prompt: list[int], store: StoredObjects) -> int:
-    """The tokens of a prompt that must be found according to the documentation, column by column, with pages in any
-    tier.
-    """
+    """Returns how many tokens of a prompt must be found according to the documentation. A page may lie in any tier."""
     replica, tier = it.manager._replicas.each[0], objects_of(it)
     last = (len(prompt) - 1) // SIZE
     every = replica.tables.every(it.digests(prompt)[:last])

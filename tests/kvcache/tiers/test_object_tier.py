@@ -1,5 +1,5 @@
-"""The object tier: pages outlive processes and folders. Anything wrong in the store only leads to misses, in bounded
-time.
+"""The object tier: pages outlive processes and folders. Whatever is wrong in the store leads only to misses, and in
+bounded time.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_objects_are_asked_for_once_and_written_once(served: Make, store: Stored
 def test_what_another_has_written_meanwhile_is_not_written_again(served: Make, store: StoredObjects) -> None:
     both = [served(), served()]
     for it in both:
-        it.fetch(PROMPT)  # both processes know that the store is empty
+        it.fetch(PROMPT)  # both processes have asked the store, and know that it is empty
     for it in both:
         it.serve(PROMPT)
         it.manager.flush_tiers()
@@ -172,14 +172,14 @@ def test_who_wrote_an_object_replaces_it_when_it_finds_it_damaged(served: Make, 
     assert replaced == (damage if how == "longer" else right)
     again = served(40, 40)
     for prompt in prompts:
-        assert again.again(prompt) == 32  # and its KV is compared
+        assert again.again(prompt) == 32  # the KV is compared, too
 
 
 def test_an_object_found_damaged_while_it_is_not_written_over_stays_to_be_written(
     served: Make,
 ) -> None:
-    """Another process writes the object between our existence check and the end of our write, and the object gets
-    damaged.
+    """Between our check for the object and the end of our write, another process writes the object. So our process does
+    not write it, and the object gets damaged.
     """
     it = served()
     it.fetch(PROMPT)
@@ -188,7 +188,7 @@ def test_an_object_found_damaged_while_it_is_not_written_over_stays_to_be_writte
     it.manager.flush_tiers()
     name = it.digests(PROMPT)[COUNT - 1].tobytes()
     tier._broken.add(name)
-    tier._know(name, tier._clock() + 10)  # as the read that has found the damage reports it
+    tier._know(name, tier._clock() + 10)  # what a read does that has found the damage
     tier._take_written({name: it.digests(PROMPT)[:COUNT]}, [])
     assert name in tier._broken
     assert tier._known[name] is not None, "the write that found it there does not make it whole"

@@ -1,4 +1,6 @@
-"""The promises of the object tier: for one block table, for several, and for states with the pages before them."""
+"""What the object tier promises, for one block table, for several block tables, and for states together with the pages
+before them.
+"""
 
 from __future__ import annotations
 
@@ -32,16 +34,16 @@ Make = Callable[..., Served]
 
 
 class Kind(NamedTuple):
-    """A kind of content for the store, with a prompt.
+    """A kind of content for the store, with a prompt that has such content.
 
     Attributes:
         served: the class of the managers.
-        sizes: sizes of their tiers; `many` has sizes that are large enough for a few such prompts.
+        sizes: the sizes of the managers' tiers. `many` has larger sizes, which are enough for a few such prompts.
         prompt: some full pages, and further tokens.
         found: cached tokens that another machine finds.
         read: how many pages and states that machine reads for them.
-        objects: each object of the prompt (the page where it ends, its table, whether it is a state), and how many
-            tokens are found without it.
+        objects: the objects of the prompt. For each, the key has the page where the object ends, its table, and whether
+            it is a state; the value is how many tokens are found without the object.
         groups: the layer groups, if there is more than one table.
     """
 
@@ -85,12 +87,14 @@ def served(store: StoredObjects, kind: Kind) -> Make:
 
 
 def serve(it: Served, prompt: range | list[int]) -> int:
-    """Serves a prompt, in chunks if there are windows, so that pages are written before a window leaves them."""
+    """Serves a prompt. If there are windows, the prompt runs in chunks, so that each page is written to the store
+    before it leaves its window.
+    """
     return it.serve(prompt, chunk=8 if it.manager.layer_tables.tables[1:] else 256)
 
 
 def written(served: Make, prompt: range | list[int], *sizes: int, **options: Any) -> Served:
-    """A manager that has written a prompt's objects, and is closed."""
+    """Returns a manager that has served the prompt, has written all of its objects, and was closed."""
     it = served(*sizes, **options)
     assert serve(it, prompt) == 0
     it.manager.close()
@@ -355,8 +359,8 @@ def test_a_damaged_object_is_a_shorter_prefix_and_replaced_by_the_next_write(
     indirect=["kind"],
 )
 def test_damaged_objects_are_misses(served: Make, kind: Kind, store: StoredObjects, rounds: int) -> None:
-    """Objects are damaged after they were written: most of the states, and few of the pages before one. Everything read
-    is compared.
+    """Objects are damaged after they were written: most of the states, but only a few of the objects with the pages
+    before a state. Everything that is read is compared.
     """
     rng, seen, refused, compared, damages = np.random.default_rng(5), set[str](), 0, 0, 0
     for number in range(rounds):

@@ -1,4 +1,4 @@
-"""A file of pages, damaged in 10,000 ways: it returns a page unchanged, or not at all."""
+"""A file of pages is damaged in 10,000 ways. Each page is then read back unchanged, or it is refused."""
 
 from __future__ import annotations
 
@@ -29,13 +29,17 @@ class Written:
         self.bytes = self.path.read_bytes()
 
     def put(self, content: bytes | bytearray) -> None:
-        """Replaces the file's content. The file is overwritten, because making a new one takes milliseconds."""
+        """Replaces the content of the file. The existing file is overwritten, because it takes milliseconds to make a
+        new one.
+        """
         with self.path.open("r+b") as file:
             file.write(content)
             file.truncate()
 
     def read(self, first: int = 0, count: int = COUNT, refusals: FileRefusals | None = None) -> np.ndarray:
-        """Returns which pages were accepted, after comparing each of them."""
+        """Reads some pages of the file. Returns which of them were accepted, after comparing the accepted ones with the
+        originals.
+        """
         filled = np.full((count, PAGE_BYTES), 0xAA, np.uint8)
         pages = [[page[:40], page[40:]] for page in filled]
         wanted = self.digests[first : first + count]
@@ -164,7 +168,9 @@ def test_a_page_is_refused_under_another_digest(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sealed", [False, True])
 def test_two_rows_with_each_others_digests(tmp_path: Path, sealed: bool) -> None:
-    """The checksums stay with their pages. With `sealed`, the footer matches the changed file."""
+    """The rows of two pages get each other's digests. The checksums stay with their pages. With `sealed`, the footer
+    was made again for the changed file.
+    """
     it = Written(tmp_path)
     start, width = COUNT * PAGE_BYTES, LAYOUT.row_bytes
     broken, size = bytearray(it.bytes), LAYOUT.digest_bytes

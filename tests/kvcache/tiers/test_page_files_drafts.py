@@ -1,4 +1,6 @@
-"""A draft lives as long as its writer. The next start removes the drafts of killed processes, and no others."""
+"""A draft lives as long as the process that writes it. The next start removes the drafts of killed processes, and no
+others.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +100,7 @@ def test_without_locks_age_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_draft_that_is_taken_for_abandoned_before_it_is_locked_is_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every second time, a process starts after a draft is made and before it is locked."""
+    """For every second draft, another process starts at the moment when the draft exists and is not locked yet."""
     lock, taken = page_files._lock, []
 
     def lock_late(file: int) -> bool | None:

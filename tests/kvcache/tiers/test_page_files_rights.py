@@ -1,4 +1,4 @@
-"""Only its owner may read a draft, and opening files leaves no descriptor open."""
+"""Only its owner may read a draft, and opening files leaves no file descriptor open."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ LAYOUT = FileFormat(namespace_of("model"), 96, 16)
 def test_a_folder_that_another_begins_while_old_ones_are_removed_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: str
 ) -> None:
-    """The other process resets the cache between two of our looks at the folder, in either order."""
+    """The other process resets the cache between the two moments at which our process looks at the folder."""
     PageFolder(tmp_path, LAYOUT).renew()
     abandoned = PageFolder(tmp_path, LAYOUT)
     old = abandoned.path

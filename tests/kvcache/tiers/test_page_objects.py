@@ -1,4 +1,6 @@
-"""Objects of pages: which pages of a prompt form one, their keys, and pages that are read back right or refused."""
+"""Objects of pages: which pages of a prompt form an object, the keys of objects, and that each page is read back right
+or refused.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ class Packed:
         FORMAT.pack(self.records, self.digests, parts_of(self.content))
 
     def unpack(self, digests: Digests | None = None) -> list[FileRefusal | None]:
-        """Returns the fault of each page, or None. A page without a fault must equal the original."""
+        """Unpacks the object. Returns the fault of each page, or None for a page without a fault, which must equal the
+        original.
+        """
         read = np.full_like(self.content, 0xAA)
         found = FORMAT.unpack(self.records, self.digests if digests is None else digests, parts_of(read))
         for at, fault in enumerate(found):

@@ -1,6 +1,6 @@
 """Pages are read if reading has recently been faster than computing them.
 
-Now and then reading is tried again.
+If reading has not paid for a while, it is tried again now and then.
 """
 
 from __future__ import annotations
@@ -62,5 +62,7 @@ def test_figures_follow_what_it_costs_now_a_quarter_at_a_time() -> None:
         made.asked(seconds)
         assert made.answer_s == pytest.approx(mean)
     for pages, seconds, mean in ((2, 2.4, 1.0), (1, 0.4, 0.75), (3, 0.1, 0.5625)):
-        made.fetched(pages, seconds)  # the answer takes 0.4 s of this time, and the rest is never negative
+        # The answer of the store takes 0.4 s of this time. If that is more than the whole time, the rest counts as
+        # zero.
+        made.fetched(pages, seconds)
         assert made.page_s == pytest.approx(mean)

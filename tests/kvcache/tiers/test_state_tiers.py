@@ -1,5 +1,5 @@
-"""A request makes another request's passing copy permanent. The copy is then saved to the host before it is
-overwritten.
+"""A copy of a state is passed along with a request, until another request makes this copy permanent. It must then be
+saved to the host before it is overwritten.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def digest(number: int) -> np.ndarray:
 
 
 def tier_below(states: StatePages) -> StateTier:
-    """Host memory with room for four states on one shard."""
+    """Returns host memory with room for four states on one shard."""
     host = HostTier([kind_offsets(states.layouts[0])[-1]], 4, 1, pinned=False)
     return StateTier(host, states.pool, state_mover(states, host))
 
@@ -51,14 +51,15 @@ def test_a_passing_copy_that_another_request_lets_stay(together: bool) -> None:
 
 
 class Lower:
-    """A tier below the host that claims to have the states of these digests, but never delivers one."""
+    """A tier below the host that says that it has the states of these digests, but never delivers one."""
 
     generation = 0
     asks = False
 
     def __init__(self, *there: int) -> None:
         self.there = there
-        self.fetched: list[tuple[int, int]] = []  # the wanted digest, and how many pages it saves
+        # for each state that was asked for: its digest, and how many pages need not be computed with it
+        self.fetched: list[tuple[int, int]] = []
 
     def has_of(self, digests: np.ndarray, asked: np.ndarray, *, perhaps: bool) -> np.ndarray:  # noqa: ARG002
         return asked & np.isin(digests[:, :, 0], self.there)

@@ -1,5 +1,5 @@
-"""Counts the pages of a manager by state from rows, leases, imports and the free order, instead of from the watch's
-cells.
+"""Counts the pages of a manager in each state. The counts are made from rows, leases, imports and the order of free
+pages, and not from the cells that the watch counts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from kvcache.watched import PageState, owners_of, states_of
 
 
 def recounted(replica: Replica) -> list[PageState]:
-    """The state of each page, starting with the null page. `check` has passed, so each page has exactly one state."""
+    """Returns the state of each page, beginning with the null page. The caller has called `check`, so each page is in
+    exactly one state.
+    """
     states = [PageState.FREE] * (replica.pool.num_pages + 1)
     for page in replica.pool.idle.pages().tolist():
         states[page] = PageState.IDLE
@@ -34,7 +36,7 @@ def recounted(replica: Replica) -> list[PageState]:
 
 
 def owners(replica: Replica) -> dict[int, set[str]]:
-    """The names of the owners of each page that has any."""
+    """Returns the names of the owners of each page that has any owners."""
     found: dict[int, set[str]] = {}
     for request_id, row in replica.rows.row_of.items():
         for page in replica.rows.pages(row).tolist():

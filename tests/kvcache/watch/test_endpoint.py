@@ -28,7 +28,7 @@ from tests.kvcache.watch.recount import assert_same
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes a new snapshot for every question, because the tests ask faster than any watcher."""
+    """Makes the watch prepare a new snapshot for every question, because the tests ask more often than any watcher."""
     monkeypatch.setattr(endpoint, "_LEAST_S", 0.0)
     monkeypatch.setattr(endpoint, "_SHARE", 1e6)
     monkeypatch.setattr(book, "_TREE_SHARE", 1e6)
@@ -51,7 +51,7 @@ class Watcher:
         return self.followed.apply(frames)
 
     def look_in_time(self) -> Look:
-        """Returns a snapshot as soon as the watch accepts the client."""
+        """Asks for a snapshot until the watch accepts the client, and returns the snapshot."""
         deadline = time.monotonic() + 30
         while True:
             try:
@@ -152,11 +152,11 @@ def test_evictions_have_reasons_and_are_seen_to_be_asked_for_again() -> None:
     watcher.look()
     served(manager, "a", list(range(33)))
     manager.release("a")  # 8 idle pages
-    served(manager, "b", list(range(100, 157)))  # takes 15 pages, 7 of them by eviction
+    served(manager, "b", list(range(100, 157)))  # takes 15 pages, and evicts 7 pages of others for that
     manager.release("b")
     look = watcher.look()
     assert look.evicted == {"LRU": (7, 0)}
-    served(manager, "c", list(range(33)))  # computes the pages of "a" again, except the first one
+    served(manager, "c", list(range(33)))  # computes all pages of "a" except the first one again
     manager.release("c")
     look = watcher.look()
     assert sum(again for _, again in look.evicted.values()) == 7
@@ -355,7 +355,7 @@ def test_a_look_waits_as_long_as_a_loop_that_never_rests_needs(monkeypatch: pyte
             manager.release("a")
         watcher.look()
         worker, deadline = watcher.watch._worker, time.monotonic() + 20
-        # the watch sets this after it has answered
+        # the watch sets this after it has sent its answer
         while worker._due <= worker._asked_at + 0.5 and time.monotonic() < deadline:
             time.sleep(0.001)
         assert worker._due > worker._asked_at + 0.5, "this thread has run all the time"
@@ -369,7 +369,9 @@ def test_a_look_waits_as_long_as_a_loop_that_never_rests_needs(monkeypatch: pyte
 def test_a_look_that_fails_costs_its_answer_and_neither_the_watch_nor_the_loop(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Reports are read while other threads write them, so a table may change while it is counted."""
+    """Reports are read while other threads write them, so a table of a report may change in the middle of being
+    counted.
+    """
     monkeypatch.setattr(endpoint, "_FAILED_S", 0.0)
     fails = [True]
 
@@ -523,7 +525,7 @@ def test_one_look_is_for_all_who_wait_and_who_has_had_none_is_first(monkeypatch:
         monkeypatch.setattr(worker, "_answer", held_back)
 
         def asked_by(*who: tuple[WatchClient, Followed]) -> None:
-            """Lets these clients ask at once, so that all questions are read before any is answered."""
+            """Makes these clients ask at the same time, so that the watch reads all questions before it answers any."""
             held[0] = True
             for client, one in who:
                 client.ask(one.ask)

@@ -1,4 +1,4 @@
-"""Entries of a pool's log give the same result whether they are applied at once or one by one."""
+"""The entries of a pool's log lead to the same result, whether they are applied at once or one by one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ PAGES, WORDS = 24, 40
 
 
 def entry(rng: random.Random, at: float) -> PoolEntry:
-    """A random entry about some pages of a small pool. The same words occur repeatedly."""
+    """Returns a random entry about some pages of a small pool. Few words are drawn, so that the same word occurs
+    repeatedly.
+    """
     what = rng.choice(("gone", "gone", "gone", "published", "published", "found"))
     pages = np.array(rng.sample(range(1, PAGES + 1), rng.randrange(5)), np.int32)
     more = np.array(rng.choice((0, 3)))
@@ -28,7 +30,7 @@ def entry(rng: random.Random, at: float) -> PoolEntry:
 
 
 def batches(rng: random.Random, count: int) -> list[tuple[str, list[PoolEntry]]]:
-    """Batches of entries of two pools, as snapshots read them."""
+    """Yields entries of two pools in batches, as they arrive in snapshots."""
     clock, found = 100.0, list[tuple[str, list[PoolEntry]]]()
     for _ in range(count):
         clock += rng.choice((0.0, 0.1, 1.0))
@@ -37,7 +39,7 @@ def batches(rng: random.Random, count: int) -> list[tuple[str, list[PoolEntry]]]
 
 
 class OneByOne:
-    """The result of the entries, applied page by page."""
+    """The expected result of the entries, found by applying them page by page."""
 
     def __init__(self) -> None:
         self.pages: Counter[str] = Counter()

@@ -25,7 +25,9 @@ def test_no_id_is_shown_in_part_whichever_contain_others() -> None:
 
 @pytest.mark.parametrize("short", "0123456789abcdef#")
 def test_what_stands_for_an_id_is_not_taken_for_an_id_itself(short: str) -> None:
-    """An id may be as short as one character, but a substitute for an id is long."""
+    """A request id may be as short as one character. Nothing that is shown in place of an id can be mistaken for such
+    an id, because it is long.
+    """
     found = WatchNames(are_clear=False).error(f"(.*) {short} ; long", ["long", short, ".*"])
     assert found == f"({request_digest('.*')}) {request_digest(short)} ; {request_digest('long')}"
 
