@@ -16,7 +16,9 @@ runpy.run_path({program!r}, run_name="__main__")
 
 
 def printed_by(code: str, folder: Path) -> str:
-    """Runs a program and returns its output. The program must end without an error and write nothing to standard error."""
+    """Runs a program and returns its output. The program must end without an error and write nothing to standard
+    error.
+    """
     program = folder / "program.py"
     program.write_text(code)
     return printed(program, folder)

@@ -86,7 +86,9 @@ def _walk_all(values: Iterable[Any], found: Books, seen: set[int]) -> None:
 
 @cache
 def _names_of(kind: type) -> tuple[str, ...] | None:
-    """Returns the names of the slots of one of our classes, or None if objects of this class are left out of the list."""
+    """Returns the names of the slots of one of our classes, or None if objects of this class are left out of the
+    list.
+    """
     if issubclass(kind, _LEFT_OUT) or not kind.__module__.startswith("kvcache"):
         return None
     slots = [name for base in kind.__mro__ for name in _listed(base.__dict__.get("__slots__", ()))]

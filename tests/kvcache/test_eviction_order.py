@@ -115,7 +115,9 @@ class Biased(HintedIdle):
 
 
 class Case(NamedTuple):
-    """An order, its model, the share of pages that may follow hints, and what a test does before it repairs the order."""
+    """An order, its model, the share of pages that may follow hints, and what a test does before it repairs the
+    order.
+    """
 
     order: EvictionOrder
     model: Any

@@ -150,7 +150,9 @@ class Moves:
         return WEIGHTS
 
     def is_of(self, kind: str) -> str:
-        """Returns the feature that a move belongs to. A move that every manager has is counted for the first feature."""
+        """Returns the feature that a move belongs to. A move that every manager has is counted for the first
+        feature.
+        """
         if kind == "end":
             return "leases" if "leases" in self.features else "lends"
         return OF_FEATURE.get(kind, next(iter(self.features), ""))
@@ -170,7 +172,9 @@ class Moves:
 
     @property
     def late(self) -> bool:
-        """Whether copies to and from the host may end at any time, so that a call may free pages before it takes any."""
+        """Whether copies to and from the host may end at any time, so that a call may free pages before it takes
+        any.
+        """
         return "late copies" in self.features
 
     def is_over(self) -> bool:

@@ -79,7 +79,9 @@ class TailMoves(ImportMoves):
         return True
 
     def prompt(self) -> Prompt:
-        """Returns a prompt, and the replica that receives its pages. This is usually the replica of a claimed request."""
+        """Returns a prompt, and the replica that receives its pages. This is usually the replica of a claimed
+        request.
+        """
         at = self.choose.integer(0, len(self.books.replicas) - 1)
         kind, live = self.choose.integer(0, 3), [one for _, one in sorted(self.live.items())]
         if kind and live:
@@ -134,7 +136,9 @@ class TailMoves(ImportMoves):
     # ---- copies and ends
 
     def go_on_with_tail(self) -> bool:
-        """Makes a move on one of these imports: copies, commits or cancels it. Or ends the copier of a cancelled one."""
+        """Makes a move on one of these imports: copies, commits or cancels it. Or ends the copier of a cancelled
+        one.
+        """
         if self.left_tails and self.choose.integer(0, 1):
             left = self.left_tails.pop(self.choose.integer(0, len(self.left_tails) - 1))
             self.scribble(left)

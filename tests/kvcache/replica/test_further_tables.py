@@ -1,4 +1,6 @@
-"""Block tables of windows and of chunks: which pages a request holds and gives back, and how much of a prompt is found."""
+"""Block tables of windows and of chunks: which pages a request holds and gives back, and how much of a prompt is
+found.
+"""
 
 from __future__ import annotations
 

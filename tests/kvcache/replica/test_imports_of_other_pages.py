@@ -35,7 +35,9 @@ def make(page_size: int) -> PagedKVCacheManager:
 
 
 def chunks(manager: PagedKVCacheManager, context: TextContext, chunk: int) -> Iterator[bool]:
-    """Runs a claimed request in chunks up to its first new token. After each chunk, yields whether it was the last one."""
+    """Runs a claimed request in chunks up to its first new token. After each chunk, yields whether it was the last
+    one.
+    """
     length = context.end_idx
     while context.start_idx < length:
         context.set_token_indices(active_idx=min(length, context.start_idx + chunk))

@@ -1,4 +1,6 @@
-"""Pages of several block tables that other processes ask for, or that are copied from other replicas of this process."""
+"""Pages of several block tables that other processes ask for, or that are copied from other replicas of this
+process.
+"""
 
 from __future__ import annotations
 

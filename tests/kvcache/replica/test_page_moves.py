@@ -1,4 +1,6 @@
-"""To make room for a slab, held pages are moved. A page can be moved only if nobody but its own request knows its id."""
+"""To make room for a slab, held pages are moved. A page can be moved only if nobody but its own request knows its
+id.
+"""
 
 from __future__ import annotations
 

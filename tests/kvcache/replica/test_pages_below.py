@@ -93,7 +93,9 @@ def test_a_waiting_request_is_looked_up_once(served: Make, monkeypatch: pytest.M
 
 
 def beside(it: Served, pages: int) -> TextContext:
-    """Returns a request that holds this many pages. Two of these pages belong to the window, for the chunk that runs."""
+    """Returns a request that holds this many pages. Two of these pages belong to the window, for the chunk that
+    runs.
+    """
     context = it.claim([99, *range(4 * (pages - 2) - 1)])
     context.set_token_indices(active_idx=8)
     before = it.manager.num_free_blocks

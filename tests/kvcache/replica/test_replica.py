@@ -80,7 +80,9 @@ def test_after_an_interrupt_a_page_that_its_row_does_not_count_as_published_is_f
 
 
 def test_a_match_is_made_again_after_a_decode_step_evicted_its_page(make: Any) -> None:
-    """A waiting request remembers which pages its prompt has matched. Then a growing request evicts one of these pages."""
+    """A waiting request remembers which pages its prompt has matched. Then a growing request evicts one of these
+    pages.
+    """
     manager = make(6, page_size=4, rows=3)
     run_once(manager, range(9))
     grows, waits = TextContext(range(50, 65), 64), TextContext([*range(9), 7], 64)

@@ -32,7 +32,9 @@ def forget_states(manager: PagedKVCacheManager) -> None:
 
 
 def compute(manager: PagedKVCacheManager, context: TextContext) -> None:
-    """Computes a chunk. Checks that all pages of the chunk belong to this request alone, and that no lookup finds them."""
+    """Computes a chunk. Checks that all pages of the chunk belong to this request alone, and that no lookup finds
+    them.
+    """
     replica = manager._replicas.each[0]
     row = replica.rows.row_of[context.request_id]
     pages = replica.rows.table[:, row, context.start_idx // SIZE : -(-context.active_idx // SIZE)]

@@ -257,7 +257,9 @@ def test_pages_of_a_window_are_moved_for_a_state_but_not_those_that_others_know(
 
 
 def test_a_claim_or_a_fork_without_room_for_its_state_changes_nothing() -> None:
-    """Every slab is held, so no state can be made for the new request. Cached pages stay cached, and no row is taken."""
+    """Every slab is held, so no state can be made for the new request. Cached pages stay cached, and no row is
+    taken.
+    """
     manager = make(26, None, 0, LARGE)
     served(manager, PROMPT[:9], "before")
     context = start(manager, PROMPT[:5])

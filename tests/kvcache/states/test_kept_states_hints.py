@@ -56,7 +56,9 @@ def run(manager: PagedKVCacheManager, contexts: Sequence[TextContext], token: in
 def serve(
     manager: PagedKVCacheManager, tokens: list[int], said: Retention | None = None, more: int = 0, **options: Any
 ) -> int:
-    """Runs one request to its first new token, and then `more` further ones. Returns how many tokens it found cached."""
+    """Runs one request to its first new token, and then `more` further ones. Returns how many tokens it found
+    cached.
+    """
     context = TextContext(tokens, len(tokens) + more + 1, retention=said, **options)
     with manager.claim(context):
         assert manager.maybe_reserve(context)

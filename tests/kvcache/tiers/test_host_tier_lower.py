@@ -1,4 +1,6 @@
-"""A replica asks the tiers below the host, beginning with the nearest one, and tells all of them what happens to pages."""
+"""A replica asks the tiers below the host, beginning with the nearest one, and tells all of them what happens to
+pages.
+"""
 
 from __future__ import annotations
 
