@@ -41,7 +41,7 @@ KINDS = {
 OTHER = {
     ("errors.py", "TransferError"): 1,
     ("errors.py", "PullFailedError"): 1,
-    ("pull/pull.py", "Puller"): 2,
+    ("pull/pull.py", "Puller"): 1,
 }
 
 

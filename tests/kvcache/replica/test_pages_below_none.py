@@ -17,6 +17,7 @@ GIVEN: dict[str, tuple[object, ...]] = {
     "bring": (PAGES, PAGES, DIGESTS[0, :2]),
     "restore": (0, PAGES, PAGES),
     "arrive": (np.array([0]),),
+    "load_all": (),
     "mend": ([0],),
     "touch": (DIGESTS[0],),
     "used": (DIGESTS[0],),
