@@ -3,8 +3,9 @@
 The same paths exist below `/processes/NAME`. They serve a router that chooses the prefill and the decode process
 itself, as vLLM's router does. Such a router asks the prefill process first, and passes the `kv_transfer_params` of its
 answer to the decode process. Our parameters name the prefill process, and the processes that may already have pages of
-the prompt (`kv_sources`, which any request may name). The prefill process has computed nothing at that point: decode
-asks it for the prompt, and reads the first pages while the last ones are computed.
+the prompt (`kv_sources`, which any request may name). When the router gets this answer, the prefill process has
+computed nothing yet. The decode process then asks it to compute the prompt, and reads the first pages while the last
+ones are computed.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def make_app(frontend: Frontend, served: ServedModel) -> Starlette:
 
 
 async def _answered(frontend: Frontend, served: ServedModel, kind: RequestKind, request: Request) -> Response:
-    """Answers a request by the process that its path names. If the path names none, the front chooses one."""
+    """Has a request answered by the process that its path names. If the path names none, the front chooses one."""
     data = await _body(request)
     asked = await asyncio.to_thread(read_request, kind, data, served)  # tokenizing a long text would block the loop
     submit = _submit(asked, room_for(asked, frontend.capacity), request.headers.get("traceparent", ""))
@@ -115,13 +116,13 @@ def _process(frontend: Frontend, request: Request) -> msg.Ready:
 
 
 def _prefilled_later(asked: ClientRequest, name: str, answer: Answer) -> Json:
-    """Answers a router that has chosen a prefill process. Prefill starts only when decode asks for it."""
+    """Returns the answer for a router that has chosen a prefill process. Prefill starts later, when decode asks it."""
     if not asked.transfer.get("do_remote_decode"):
         reason = f"{name!r} is a prefill process: it computes prompts for decode processes (do_remote_decode)"
         raise OpenAIError(reason, param="kv_transfer_params")
     answer.add((), "length", 0)
     whole = answer.whole()
-    # The cached tokens are not known yet, and the router would pass them to its client.
+    # It is not known yet how many tokens are cached, and the router would pass the number to its client.
     del whole["usage"]["prompt_tokens_details"]
     named = {_SOURCES: asked.transfer[_SOURCES]} if _SOURCES in asked.transfer else {}
     return whole | {"kv_transfer_params": {"do_remote_prefill": True, _PREFILL: name, **named}}
@@ -216,7 +217,7 @@ async def _whole(all_news: AsyncGenerator[msg.Tokens], answer: Answer) -> Json:
 
 
 async def _parts(all_news: AsyncGenerator[msg.Tokens], answer: Answer, *, include_usage: bool) -> AsyncGenerator[bytes]:
-    """Yields the events of a stream. If a client stops reading, this generator is closed and the request ends."""
+    """Yields the events of a stream. If a client stops reading, the generator is closed and the request ends."""
     try:
         async with aclosing(all_news) as news:
             async for one in news:

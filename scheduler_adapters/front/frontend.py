@@ -1,7 +1,7 @@
 """`Frontend`: tracks the processes of the fleet, assigns each request to a decode process, and follows its outcome.
 
-The front learns of the processes from their `Ready` messages, which each process repeats, and tells each process of the
-others. It counts a process as lost if it cannot send it a message, if the process's `Pulse` ends, or if another process
+The front learns of the processes from their `Ready` messages, which each process repeats, and tells each process about
+the others. It counts a process as lost if a message to it cannot be sent, if its `Pulse` ends, or if another process
 takes its name. If a decode process is lost, its requests go to another one, together with the tokens that the client
 already has. Greedy decoding continues from these tokens exactly as the lost process would have.
 """
@@ -30,11 +30,11 @@ from transfer.wire.keys import Keyring
 
 MAX_ATTEMPTS = 3
 ROLES: tuple[msg.Role, ...] = ("prefill", "decode")
-_TICK_S = 0.25  # in seconds, between two checks of the processes
-_WAIT_S = 10.0  # in seconds: how long a request waits if there is no decode process
-_DRAIN_S = 600.0  # in seconds: how long a draining process may take to finish its requests
+_TICK_S = 0.25  # seconds between two checks of the processes
+_WAIT_S = 10.0  # how long, in seconds, a request waits for a decode process if there is none
+_DRAIN_S = 600.0  # how long, in seconds, a draining process may take to finish its requests
 _ASK_S = 10.0
-_UNSENT_S = 10.0  # in seconds, between two log lines about clients that left early
+_UNSENT_S = 10.0  # seconds between two log lines about clients that left early
 
 log = logging.getLogger("pagewire.front")
 
@@ -45,7 +45,7 @@ class Member:
 
     Attributes:
         ready: its latest `Ready` message.
-        serials: serial numbers of the requests that the process serves for this front.
+        serials: serial numbers of the requests that this front has sent to the process, and that have not ended.
         stats: the process's latest counters, or None until it answers.
         pulse: becomes readable when the process is gone.
     """
@@ -75,10 +75,10 @@ class FrontCounts:
         ended: requests that have ended, by outcome.
         lost: tries that ended because their decode process was lost or refused the request.
         unsent: requests whose client closed the connection before it had sent everything.
-        cached_tokens: prompt tokens of successful requests that prefill had cached.
-        computed_tokens: the other prompt tokens of these requests.
+        cached_tokens: prompt tokens that prefill had cached, summed over all successful requests.
+        computed_tokens: prompt tokens that prefill had to compute, summed over the same requests.
         new_tokens: tokens sent to clients.
-        first_token: seconds until each request's first token.
+        first_token: how long each request waited for its first token, in seconds.
     """
 
     open: int = 0
@@ -95,7 +95,7 @@ class Placement(Protocol):
     """Chooses the prefill process that computes a prompt."""
 
     async def place(self, request_id: str, prompt: Sequence[int], prefills: Collection[str]) -> str:
-        """Chooses one of the processes in `prefills`, reserves its load, and returns its name."""
+        """Chooses one of the processes in `prefills`, reserves the prompt's load there, and returns its name."""
         ...
 
     async def prefilled(self, request_id: str) -> None:
@@ -114,11 +114,11 @@ class Frontend:
     Args:
         socket: a bound ROUTER (`sockets.bind_router`), to which the processes connect.
         placement: chooses prefill processes. With None, each decode process chooses: it guesses what a prefill process
-            has cached from the prompts that it has sent there.
+            has cached from the prompts that it has sent to that process.
         keyring: keys of the fleet; None if it has none.
 
     Attributes:
-        members: the processes of the fleet, by name.
+        members: the processes of the fleet that have not left or been lost, by name.
         left: the last counters of each process that has drained, by name.
         counts: counts of requests by outcome.
     """
@@ -151,7 +151,7 @@ class Frontend:
         return min(member.ready.max_tokens for member in self.members.values())
 
     async def run(self) -> None:
-        """Receives messages of the processes, and tells each process of the others, until it is cancelled."""
+        """Receives the messages of the processes, and tells each process about the others, until it is cancelled."""
         loop = asyncio.get_running_loop()
         loop.add_reader(self._socket.FD, self._poll)
         try:
@@ -184,8 +184,8 @@ class Frontend:
 
         Closing the generator aborts the request.
 
-        The method fills in the `serial` of `request`, and also `prefill` if that is empty. The request goes to the
-        process `decode`, unless that process is absent, was lost, or has refused the request.
+        The method fills in the `serial` of `request`, and also its `prefill` if that is empty and there is a placement.
+        The request goes to the process `decode`, unless that process is absent, was lost, or has refused the request.
 
         Raises:
             RefusedError: no process takes the request now. The client may send it again later.
@@ -213,7 +213,10 @@ class Frontend:
             self.counts.ended[how] += 1
 
     async def _attempted(self, request: msg.Submit, decode: str) -> AsyncGenerator[msg.Tokens]:
-        """Yields the tokens of `generate`. The caller keeps the counts."""
+        """Yields the messages of `generate`, from as many attempts as are needed.
+
+        The caller keeps the counts of requests.
+        """
         request_id = request.request_id
         emitted: list[int] = []
         reasons: list[str] = []
@@ -228,14 +231,15 @@ class Frontend:
                     if news.finished == "error":
                         if not news.elsewhere:
                             raise ServiceError(news.error)
-                        if attempt.name in self.members:  # a lost process may return under its name
+                        # a lost process is not added, because a new process may come under its name
+                        if attempt.name in self.members:
                             refused.add(attempt.name)
                         reasons.append(news.error)
                         self.counts.lost += 1
                         break
                     if self._placement is not None and not pulled:
                         await (self._placement.over if emitted else self._placement.prefilled)(request_id)
-                        pulled = bool(emitted)  # decode sends its own first token once it has read the pages
+                        pulled = bool(emitted)  # decode sends a token of its own only when it has read the pages
                     emitted += news.tokens
                     yield news
                     if news.finished:
@@ -248,7 +252,7 @@ class Frontend:
         raise ServiceError(f"{len(reasons)} attempts: " + "; ".join(reasons))
 
     async def _submit(self, request: msg.Submit, emitted: Sequence[int], refused: set[str], decode: str) -> _Attempt:
-        """Asks a decode process to continue after the tokens that the client already has."""
+        """Asks a decode process to continue the answer after the tokens that the client already has."""
         prompt, prefill = (*request.prompt, *emitted), request.prefill
         if self._placement is not None and not prefill:
             there = [one.ready.name for one in self._serving("prefill")]
@@ -284,7 +288,9 @@ class Frontend:
             if willing:
                 return min(willing, key=lambda one: (one.ready.name != wanted, len(one.serials))).ready.name
             if there:
-                raise RefusedError(f"no decode process accepts it: {', '.join(sorted(refused))} have refused it")
+                raise RefusedError(
+                    f"no decode process accepts the request: {', '.join(sorted(refused))} have refused it"
+                )
             self._changed.clear()
             try:
                 await asyncio.wait_for(self._changed.wait(), deadline - time.monotonic())
@@ -337,15 +343,15 @@ class Frontend:
         return [one for one in self.members.values() if one.ready.role == role and not one.ready.draining]
 
     def _tell_members(self) -> None:
-        """Tells each process which prefill processes are listening. A process that cannot be reached is lost."""
+        """Tells each process which prefill processes are listening. A process that cannot be reached counts as lost."""
         prefills = tuple(one.ready.listen for one in self._serving("prefill"))
         for name in list(self.members):
             self._send(name, msg.Members(prefills=prefills))
 
     def _send(self, name: str, message: msg.FromFrontend) -> bool:
-        """Returns whether the message was sent.
+        """Sends a message to a process. Returns whether it was sent.
 
-        A process is lost if it is unreachable, but not if its queue is full.
+        A process that is unreachable counts as lost. One whose queue is full does not.
         """
         try:
             self._socket.send_multipart([name.encode(), msg.encode(message)], zmq.NOBLOCK)

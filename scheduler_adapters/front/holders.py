@@ -1,8 +1,9 @@
 """Tracks which pages each process has cached, from its KV events, to choose the sources (`kv_sources`) of a request.
 
 Only the low eight bytes of each digest are kept, so the tracker can name a wrong source. A wrong source costs one
-useless question: it is asked for whole digests, and answers which of those pages it has. Unless every process publishes
-events, the front names no source, and decode guesses from the prompts that it has sent to each process.
+useless question: the process that is asked compares whole digests, and answers which of those pages it has. Unless
+every process publishes events, the front names no source, and decode guesses from the prompts that it has sent to each
+process.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 MOST_PAGES = 1 << 22
 """The most pages kept for one process (32 MiB). Pages beyond this limit are ignored."""
 _MOST_NAMED = 3
-_MOST_UNREAD = 10_000  # in batches; a subscriber that misses some receives the whole state again
+# The most unread batches of a subscriber. A subscriber that misses batches receives the whole state again.
+_MOST_UNREAD = 10_000
 _decoder = msgspec.msgpack.Decoder(EventBatch)
 
 
@@ -85,7 +87,10 @@ class PageSet:
         return self._sorted[np.minimum(at, len(self._sorted) - 1)] == hashes
 
     def _settle(self) -> None:
-        """Merges the changes into the array. A number takes about ten times as much memory in a Python set."""
+        """Merges the changes into the sorted array once there are many.
+
+        In a Python set, a number takes ten times as much memory.
+        """
         if len(self._come) + len(self._gone) > 64 + len(self._sorted) // 32:
             gone = np.fromiter(self._gone, np.uint64, len(self._gone))
             kept = np.delete(self._sorted, np.searchsorted(self._sorted, gone)) if len(gone) else self._sorted
@@ -111,7 +116,8 @@ class _ProcessPages:
             if len(frames) != 3 or len(frames[1]) != 8:
                 continue
             number = int.from_bytes(frames[1], "big")
-            if self._last is not None and number != self._last + 1:  # a new subscriber gets the whole state
+            # batches were lost; a new subscriber gets the whole state
+            if self._last is not None and number != self._last + 1:
                 self.close()
                 self.media.clear()
                 self._last, self._socket = None, self._subscribed()
@@ -135,7 +141,7 @@ class _ProcessPages:
     def _take(self, event: BlockStored | BlockRemoved | AllBlocksCleared) -> None:
         """Applies one event.
 
-        Only the first layer group counts, because a window group drops pages that the first group keeps.
+        Only events of the first layer group count, because a window group drops pages that the first group keeps.
         """
         if not isinstance(event, AllBlocksCleared) and event.group_idx:
             return
@@ -181,8 +187,8 @@ class PageHolders:
     def sources(self, prompt: Sequence[int], salt: str | None, prefill: str) -> msg.KVSources:
         """Returns the processes that have more of a prompt cached than the process `prefill`, which computes it.
 
-        If `prefill` is empty, every process with cached pages is returned. Unless all processes publish events, none
-        is.
+        At most three are returned, those with the most tokens first. If `prefill` is empty, every process with cached
+        pages is eligible. Unless all processes publish events, none is returned.
         """
         if not self._are_all:
             return ()
@@ -209,6 +215,6 @@ class PageHolders:
 
 
 def _hashes(prompt: Sequence[int], salt: str | None, algorithm: HashAlgorithm, page_size: int) -> Hashes:
-    """Returns the hashes of the prompt's full pages. The last token is left out, because it is always computed."""
+    """Returns the hashes of the prompt's full pages. The last token is left out, because it must always be computed."""
     hasher = PrefixHasher(algorithm, page_size, salt)
     return hashes_of(hasher.digests(np.array(prompt, np.int32), 0, (len(prompt) - 1) // page_size))

@@ -253,10 +253,13 @@ class TextStream:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
         self._from = 0  # start of the part that is decoded again; earlier tokens no longer affect later text
-        self._said = 0  # tokens whose text has been returned
+        self._said = 0  # number of tokens whose text has been returned
 
     def add(self, tokens: Sequence[int], *, last: bool) -> str:
-        """Returns the text that these tokens add. Incomplete characters wait, unless these are the `last` tokens."""
+        """Returns the text that these tokens add.
+
+        Incomplete characters are kept for later, unless these are the `last` tokens.
+        """
         self._tokens += tokens
         before = self._decoded(self._from, self._said)
         text = self._decoded(self._from, len(self._tokens))

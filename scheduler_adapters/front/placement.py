@@ -35,7 +35,7 @@ class InTurns:
         """A no-op: this placement makes no reservations."""
 
     async def follow(self, members: Sequence[Ready]) -> None:
-        """A no-op, because `place` receives the processes with each call."""
+        """A no-op, because `place` gets the processes with each call."""
 
 
 class Selected:
@@ -66,7 +66,10 @@ class Selected:
         self._reserved: set[str] = set()
 
     async def place(self, request_id: str, prompt: Sequence[int], prefills: Collection[str]) -> str:
-        """Returns the process that is to compute the prompt. Returns "" if no allowed process publishes events."""
+        """Returns the process that is to compute the prompt.
+
+        Returns "" if no allowed process publishes events, or if the service refuses to choose.
+        """
         allowed = {number: name for name, (number, _) in self._workers.items() if name in prefills}
         if not allowed or request_id in self._reserved:
             return ""
@@ -87,7 +90,7 @@ class Selected:
         return allowed[chosen["worker_id"]]
 
     async def prefilled(self, request_id: str) -> None:
-        """Reports that the prompt has been computed. The process still holds its pages."""
+        """Reports that the prompt has been computed. The process still holds the prompt's pages."""
         if request_id in self._reserved:
             with suppress(self._refusal):  # if the process is gone, so are its reservations
                 await self._service.prefill_complete(request_id)
@@ -100,7 +103,7 @@ class Selected:
                 await self._service.free_reservation(request_id)
 
     async def follow(self, members: Sequence[Ready]) -> None:
-        """Follows new and restarted processes, and forgets those that are gone."""
+        """Tells the service about new and restarted processes, and about those that are gone."""
         there = {one.name: one for one in members if one.kv_events}
         for name, (number, known) in list(self._workers.items()):
             if name not in there or there[name].incarnation != known.incarnation:

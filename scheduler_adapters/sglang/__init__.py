@@ -1,6 +1,6 @@
 """Our prefix index and our transfer for SGLang, which calls `register` through its plugin entry point.
 
-Importing the plugin needs no SGLang.
+Importing `plugin.py` needs no SGLang.
 
 Imports `kvcache.pool`, `kvcache.replica`, `kvcache.watch`, `transfer.wire`, `transfer.pull`,
 `transfer.connector`, `scheduler_adapters.service`, the values of `kvcache` and the values of `transfer`. Start reading

@@ -99,8 +99,8 @@ class Prefix:
     Attributes:
         pages: int32, in logical order.
         digests: uint64 `[pages, words]`, the digest of each page.
-        generation: the index's generation when the prefix was found. If the index still has this generation, the pages
-            are unchanged.
+        generation: the generation of the index when the prefix was found. As long as the index has this generation, the
+            prefix has these pages.
     """
 
     pages: Pages
@@ -175,7 +175,7 @@ class PagewireCache(BasePrefixCache):
         self.pool.release(prefix.pages)
 
     def path_device_indices(self, node: Prefix) -> torch.Tensor:
-        """Returns the token slots of a prefix, int64."""
+        """Returns the token slots of a prefix's pages, as int64."""
         return self._slots(node.pages)
 
     # ---- SGLang's interface: publishing, locks and eviction
@@ -183,8 +183,8 @@ class PagewireCache(BasePrefixCache):
     def checkpoint(self, req: Req, *, up_to: int, **_: Any) -> None:
         """Publishes the pages that a request has computed of its first `up_to` tokens, and locks all of its pages.
 
-        If a page's content was already published, the request's row is pointed at the published page, and then the
-        duplicate is given back.
+        If another page with the same content was already published, the request's row is changed to name that page, and
+        the request's own page is given back.
         """
         ids, protected = req.full_untruncated_fill_ids, req.kv.cache_protected_len // self.page_size
         hashed, digests = self._hashed_of(ids, up_to, req.cache_salt, req.extra_key, req)
@@ -236,7 +236,10 @@ class PagewireCache(BasePrefixCache):
         return DecLockRefResult(delta=(self.pool.free_count - before) * self.page_size)
 
     def evict(self, params: EvictParams) -> EvictResult:
-        """Gives least recently used pages without a lock back to SGLang, as few as hold `num_tokens` tokens."""
+        """Gives unlocked pages back to SGLang, the least recently used ones first.
+
+        It gives back as few pages as hold `num_tokens` tokens, or all unlocked pages if these hold fewer tokens.
+        """
         started = time.perf_counter()
         count = min(-(-max(0, params.num_tokens) // self.page_size), self.pool.free_count)
         if not count:
@@ -303,17 +306,19 @@ class PagewireCache(BasePrefixCache):
         if found is None or found.generation != index.generation or hashed.pages_asked != len(digests):
             pages = index.match(digests)
             found = Prefix(pages, digests[: len(pages)], index.generation) if len(pages) else self.root_node
-            # A waiting request is looked up again and again.
+            # SGLang looks a waiting request up again and again, so the result is kept.
             hashed.found, hashed.pages_asked = found, len(digests)
         return found
 
     def _hashed_of(
         self, ids: Any, limit: int | None, salt: str | None, extra_key: str | None, req: Req | None
     ) -> tuple[_HashedIds, Digests]:
-        """Returns the digests of the whole pages of `ids`, an `array('q')`, up to `limit`.
+        """Returns the record of a request's tokens, and the digests of its whole pages.
 
-        The digests end before the first token that is not an int32. A request is hashed again only if its tokens
-        change, as they do when it is aborted.
+        `ids` is an `array('q')`, used up to `limit`.
+
+        The digests end before the first token that is not an int32. If the request was hashed before, only its new
+        tokens are hashed, unless its earlier tokens have changed. They change when the request is aborted.
         """
         tokens = np.frombuffer(ids, np.int64)[:limit] if len(ids) else np.zeros(0, np.int64)
         kept = None if req is None else self._hashed.get(req)
@@ -335,7 +340,9 @@ class PagewireCache(BasePrefixCache):
         return kept, kept.hasher.digests(kept.tokens, 0, len(tokens) // self.page_size)
 
     def _publish(self, own: Pages, digests: Digests, protected: int) -> Pages:
-        """Publishes the pages after the first `protected` ones. Returns the pages that now stand for the digests.
+        """Publishes a request's pages, except for the first `protected` ones.
+
+        Returns, for each digest, the page that is published under it.
 
         This ends SGLang's hold on each newly published page; `checkpoint` locks the page immediately afterwards.
         """

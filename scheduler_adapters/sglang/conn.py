@@ -90,7 +90,7 @@ class PagewireKVManager(CommonKVManager):
         return worker
 
     def _shared(self, made: Callable[[], Any]) -> Any:
-        """Returns an object that rank 0 makes and broadcasts to every rank."""
+        """Returns an object that rank 0 makes by calling `made`, and broadcasts to every rank."""
         group = get_parallel().attn_tp_group
         return group.broadcast_object(made() if self.attn_tp_rank == 0 else None, src=0)
 
@@ -123,7 +123,10 @@ class PagewireKVManager(CommonKVManager):
         self.pulls = RoomPulls(worker, NixlConnectorScheduler(alone), client, self)
 
     def _resolve_rank_mapping(self, info: PrefillServerInfo) -> None:
-        """Maps every rank to rank 0, which answers for all ranks of prefill. The transfer plan finds their pages."""
+        """Makes every rank of decode ask rank 0 of prefill, which answers for all ranks of prefill.
+
+        The transfer plan then determines which pages of which rank are read.
+        """
         info.target_tp_rank = 0
         info.target_tp_ranks = info.target_cp_ranks = info.target_pp_ranks = [0]
         info.required_dst_info_num = info.required_prefill_response_num = 1
@@ -141,27 +144,30 @@ class PagewireKVManager(CommonKVManager):
             self.pulls.step()
 
     def room_wanted(self, room: int) -> None:
-        """Decode has requested the room."""
+        """Tells SGLang that decode has requested the room, so that prefill may compute its prompt."""
         self.update_status(room, STATES.WaitingForInput)
 
     def room_loading(self, room: int) -> None:
-        """The room's pages are being read."""
+        """Tells SGLang that the room's pages are being read."""
         self.update_status(room, STATES.Transferring)
 
     def room_read(self, room: int) -> None:
-        """Decode has read all pages of the room."""
+        """Tells SGLang that decode has read all pages of the room."""
         self.update_status(room, STATES.Success)
 
     room_loaded = room_read
 
     def room_failed(self, room: int, reason: str) -> None:
-        """The room will not be read. If several reasons are reported, the first one is kept."""
+        """Tells SGLang that the room's pages will not be read. If several reasons are reported, the first is kept."""
         if self.request_status.get(room) not in {None, KVPoll.Failed, KVPoll.Success}:
             self.record_failure(room, reason)
             self.update_status(room, STATES.Failed)
 
     def prefill_gone(self, address: str) -> None:
-        """The process at `address` has ended. The next request asks the rendezvous for the new address."""
+        """Forgets the connections to the process at `address`, which has ended.
+
+        The next request asks the rendezvous for the new address.
+        """
         with self.connection_lock:
             pool: dict[str, Any] = self.connection_pool  # a dict of lists, despite SGLang's annotation
             for key, infos in list(pool.items()):
@@ -169,7 +175,7 @@ class PagewireKVManager(CommonKVManager):
                     del pool[key]
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:  # noqa: ARG002  (ours are reads)
-        """Whether nothing can write to the pages of a failed request any more."""
+        """Returns whether nothing can write to the pages of a failed request any more."""
         return self.pulls is None or self.pulls.is_over(bootstrap_room)
 
     def shutdown(self) -> None:
@@ -188,7 +194,10 @@ class PagewireKVManager(CommonKVManager):
         )
 
     def write_row(self, index: int, row: Sequence[bytes]) -> None:
-        """Writes a row into SGLang's metadata buffers. Raises ValueError if the row has other buffers."""
+        """Writes a row into SGLang's metadata buffers.
+
+        Raises ValueError if the sizes of the row's entries are not those of our buffers.
+        """
         sizes = list(self.kv_args.aux_item_lens)
         if [len(data) for data in row] != sizes:
             raise ValueError(
@@ -231,7 +240,10 @@ class PagewireKVSender(CommonKVSender):
         num_kv_tokens: int | None = None,
         indices_event: object | None = None,  # noqa: ARG002  (of backends that copy indices later)
     ) -> None:
-        """Adds the pages of a chunk. The last chunk offers all of them."""
+        """Adds the pages of a chunk of the prompt.
+
+        After the last chunk, all pages of the request are offered to decode.
+        """
         if self.conclude_state in {KVPoll.Success, KVPoll.Failed}:
             return
         if self._transfer_start_time is None:
@@ -257,7 +269,7 @@ class PagewireKVSender(CommonKVSender):
         self._leases.close(self.bootstrap_room, "aborted at prefill")
 
     def clear(self) -> None:
-        """Ends a request whose pages SGLang releases next. No reader reads them after this call."""
+        """Ends a request whose pages SGLang will release next. No reader reads the pages after this call."""
         super().clear()
         with self.kv_mgr.failure_lock:
             reason = self.kv_mgr.failure_records.get(self.bootstrap_room, "given up at prefill")
@@ -273,7 +285,7 @@ class PagewireKVReceiver(CommonKVReceiver):
 
     def init(self, prefill_dp_rank: int) -> None:
         """Asks the prefill process for the room. By now SGLang knows which process that is."""
-        self.kv_mgr.step()  # lost connections are dropped first, so that new ones are made
+        self.kv_mgr.step()  # connections that were lost are dropped first, so that new ones are made
         super().init(prefill_dp_rank)
         if self.conclude_state == STATES.Failed or not self.bootstrap_infos:
             return
@@ -301,7 +313,7 @@ class PagewireKVReceiver(CommonKVReceiver):
     ) -> None:
         """Starts to read into the request's pages, which SGLang has allocated by now.
 
-        Despite its name it sends nothing.
+        Despite its name, the method sends nothing.
         """
         if destination != KVTransferDestination.DEVICE or device_kv_indices is not None:
             raise NotImplementedError("loads into host pages are not supported")

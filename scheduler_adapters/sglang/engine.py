@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.base.conn import KVArgs
 
 building: ContextVar[Any] = ContextVar("building")
-"""The SGLang queue that is currently making its manager. SGLang passes a manager pointers but no pools, which it takes
-from here.
+"""The SGLang queue that is making its manager now. SGLang passes only pointers to a manager.
+
+The manager takes the pools from this queue.
 """
 
 
@@ -31,10 +32,10 @@ def check_supported(queue: Any, args: KVArgs) -> None:
 
     Args:
         queue: SGLang's bootstrap queue, which has the pools and the scheduler.
-        args: SGLang's description of the pools for its backends.
+        args: the description of the pools that SGLang passes to its backends.
 
     Raises:
-        InvalidEngineError: names the first such setting, in one line.
+        InvalidEngineError: a setting is not supported; the message names the first such setting, in one line.
     """
     parallel, disagg = get_parallel(), get_disagg()
     states = [state.value for state in args.state_types if state != StateType.SWA]

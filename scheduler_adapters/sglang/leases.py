@@ -35,18 +35,21 @@ _WAIT_S = 100e-6
 
 
 class LeasesTold(Protocol):
-    """Callbacks that tell SGLang's manager what happens to a room. A room is SGLang's number for a request."""
+    """Callbacks by which the leases tell SGLang's manager what happens to a room.
+
+    A room is SGLang's number for a request.
+    """
 
     def room_wanted(self, room: int) -> None:
-        """Decode has asked for the room: its prompt may be computed."""
+        """Called when decode has asked for the room, so that its prompt may be computed."""
         ...
 
     def room_read(self, room: int) -> None:
-        """Decode has read all pages of the room."""
+        """Called when decode has read all pages of the room."""
         ...
 
     def room_failed(self, room: int, reason: str) -> None:
-        """The room will not be read."""
+        """Called when it is certain that the room's pages will not be read."""
         ...
 
 
@@ -93,7 +96,7 @@ class _LeasedRoom:
 
 
 class RoomLeases:
-    """The rooms of a prefill engine, at its rank 0. Only the scheduler's thread may use it.
+    """The rooms of a prefill engine, as its rank 0 keeps them. Only the scheduler's thread may use it.
 
     Args:
         worker: our connector worker of this rank.
@@ -101,7 +104,8 @@ class RoomLeases:
         server: receives the messages of decode and of the other ranks.
         leader: sends commands to the other ranks.
         told: callbacks for the events of a room.
-        expect_s: how long a room that decode wants is remembered if SGLang has not opened it, in seconds.
+        expect_s: how long, in seconds, a room that only decode has asked for is kept. If SGLang has not opened it by
+            then, it fails.
     """
 
     def __init__(
@@ -123,11 +127,11 @@ class RoomLeases:
         # Rooms that decode wants and SGLang has not opened yet, each with the time of decode's first message.
         self._unopened: OrderedDict[int, float] = OrderedDict()
         self._failed: OrderedDict[int, str] = OrderedDict()  # the latest failed rooms, with the reason
-        self._waiting: list[int] = []  # computed rooms without a lease
+        self._waiting: list[int] = []  # rooms whose pages are computed, and that have no lease yet
 
     @property
     def open_count(self) -> int:
-        """The number of open requests of SGLang. Rooms that only decode has named are left out."""
+        """The number of rooms that SGLang has opened. A room that only decode has asked for is not counted."""
         return sum(known.opened for known in self._rooms.values())
 
     def open(self, room: int) -> None:
@@ -139,7 +143,10 @@ class RoomLeases:
         self._tell_wishes(room, known)
 
     def offer(self, room: int, computed: Computed) -> None:
-        """Leases the pages of a room, and tells decode that they can be read."""
+        """Asks for a lease of the pages of a room.
+
+        When every rank has granted it, decode is told that the pages can be read.
+        """
         known = self._rooms[room]
         known.computed = computed
         self._waiting.append(room)
@@ -214,7 +221,7 @@ class RoomLeases:
         known.answer = answer
         reached = [self._server.send(reader, answer) for reader in known.readers]
         if isinstance(answer, RoomReady) and not all(reached):
-            log.warning("room %d: a rank of decode has disconnected; its lease will expire", answer.room)
+            log.warning("room %d: a rank of decode has disconnected; the room's lease will expire", answer.room)
 
     def _hear(self) -> None:
         for sender, message in self._server.received():
@@ -239,7 +246,7 @@ class RoomLeases:
         if isinstance(message, RoomDropped):
             known.dropped = message.reason or "decode has given it up"
         else:
-            known.dropped = ""  # the earlier `RoomDropped` was about a previous request with this number
+            known.dropped = ""  # an earlier `RoomDropped` was about a previous request with the same room number
             known.readers.add(reader)
             if known.answer is not None:
                 self._server.send(reader, known.answer)
@@ -260,7 +267,7 @@ class RoomLeases:
             if now - since < self._expect_s and len(self._unopened) <= _MAX_UNOPENED:
                 return
             del self._unopened[room]
-            reason = f"prefill was asked for room {room}, and no request of it came in {now - since:.0f} s"
+            reason = f"decode asked for room {room}, but prefill got no request for it within {now - since:.0f} s"
             self._answer(self._rooms.pop(room), RoomFailed(room=room, reason=reason))
 
     def shutdown(self) -> None:
@@ -271,14 +278,14 @@ class RoomLeases:
 
 
 class FollowerLeases:
-    """The rooms of a prefill engine, at any rank but 0.
+    """The rooms of a prefill engine, as any of its ranks but rank 0 keeps them.
 
-    The rank grants rank 0's leases when its own pages are computed.
+    Rank 0 requests the leases. This rank grants a lease when its own pages of the room are computed.
 
     Args:
         worker: worker of this rank.
         follower: receives commands of rank 0.
-        told: called when a room was read or failed.
+        told: callbacks for the end of a room: its pages were read, or it failed.
     """
 
     def __init__(self, worker: NixlConnectorWorker, follower: RankFollower, told: LeasesTold) -> None:
@@ -292,19 +299,19 @@ class FollowerLeases:
 
     @property
     def open_count(self) -> int:
-        """The number of rooms with offered pages, and of rooms for which pages are awaited."""
+        """The number of rooms whose pages are computed or leased here, and of leases that wait for such pages."""
         return len(self._computed | self._offered) + len(self._unsent)
 
     def open(self, room: int) -> None:
         """Opens the room of a new request.
 
-        It is accepted at once: only rank 0 knows whether decode wants the room, and SGLang proceeds when all ranks
-        agree.
+        The room is accepted at once. Only rank 0 knows whether decode wants the room, and SGLang proceeds when all
+        ranks agree.
         """
         self._told.room_wanted(room)
 
     def offer(self, room: int, computed: Computed) -> None:  # noqa: ARG002  (SGLang gives all ranks the same pages)
-        """Reports that the room's pages are computed here."""
+        """Reports that this rank has computed its pages of the room."""
         self._computed.add(room)
         self.step()
 

@@ -1,6 +1,7 @@
-"""SGLang's plugin: registers our cache and our transfer by name. They are imported only if they are used.
+"""SGLang's plugin: registers our cache and our transfer by name, and imports each of them only if it is used.
 
-SGLang calls `register` in each of its processes, and most of these use neither. This module therefore imports little.
+SGLang calls `register` in each of its processes, and most processes use neither the cache nor the transfer. This module
+therefore imports little.
 """
 
 from __future__ import annotations
@@ -44,10 +45,12 @@ def _build(context: TreeCacheBuildContext) -> BasePrefixCache:
 
 
 def _register_transfer() -> None:
-    """Registers the transfer backend. A plugin can add the name, but SGLang looks the backend up in an enum, by value.
+    """Registers the transfer backend.
 
-    Python calls an enum's `_missing_` hook for unknown values. Our hook returns a new member for our name. It also
-    installs what the backend needs, so that only processes with this backend are changed.
+    A plugin can add the name to SGLang's choices, but SGLang looks the backend up in an enum.
+
+    Python calls an enum's `_missing_` hook for a value that is not in the enum. Our hook returns a new member for our
+    name. It also installs the hooks that the backend needs, so that only processes with this backend are changed.
     """
     from sglang.srt.arg_groups.choices import (  # noqa: PLC0415
         DISAGG_TRANSFER_BACKEND_CHOICES,
@@ -72,7 +75,7 @@ def _register_transfer() -> None:
 
 
 def _hook(member: object) -> None:
-    """Makes SGLang's hook registry return our classes, and pass us the queue that is making a manager."""
+    """Installs the hooks by which SGLang uses our classes, and by which we get the queue that is making a manager."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415
 
     targets = ("sglang.srt.disaggregation.utils.get_kv_class", *(f"{queue}._init_kv_manager" for queue in QUEUES))
@@ -86,10 +89,11 @@ def _hook(member: object) -> None:
     HookRegistry.register(targets[0], classes, HookType.AROUND)
     for target in targets[1:]:
         HookRegistry.register(target, _show, HookType.AROUND)
-    # Each iteration of the scheduler's loop calls these functions, even if it has no request to poll.
+    # SGLang calls these functions in each iteration of the scheduler's loop, even if there is no request to poll.
     HookRegistry.register(f"{_PREFILL}.pop_bootstrapped", _step, HookType.BEFORE)
     HookRegistry.register(f"{_DECODE}.resume_retracted_reqs", _step, HookType.BEFORE)
-    # SGLang gives a sender or receiver only the room's number. The request has the tokens, so a hook passes it on.
+    # SGLang tells a sender or receiver only the number of its room. The tokens are in the request, so a hook passes the
+    # request on.
     HookRegistry.register(f"{_PREFILL}.create_sender", _name_sender, HookType.AFTER)
     HookRegistry.register(f"{_DECODE}._create_receiver_and_enqueue", _name_receiver, HookType.AFTER)
     HookRegistry.apply_hooks()

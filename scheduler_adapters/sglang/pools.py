@@ -32,7 +32,7 @@ def caches_of(pool: Any, *, tp_size: int, total_kv_heads: int, window: int) -> C
 
     Args:
         pool: SGLang's KV pool.
-        tp_size: ranks that heads are split over.
+        tp_size: number of ranks that the heads are split over.
         total_kv_heads: KV heads of the model.
         window: SGLang's window size, which excludes the current token.
 
@@ -57,7 +57,10 @@ def caches_of(pool: Any, *, tp_size: int, total_kv_heads: int, window: int) -> C
 
 
 def _layers(pool: Any) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
-    """Yields each layer's index in the model, and its tensors by page. A page is SGLang's slot // page size."""
+    """Yields each layer's index in the model, and its tensors, split into pages.
+
+    The token slot with the number `slot` lies in page `slot // page_size`.
+    """
     kind: object = type(pool)
     if kind is MHATokenToKVPool and pool.kv_cache_layout == "nhd" and pool.head_dim == pool.v_head_dim:
         buffers = list(zip(pool.k_buffer, pool.v_buffer, strict=True))

@@ -19,22 +19,25 @@ from transfer.wire.prompt import Prompt
 
 
 class PullsTold(Protocol):
-    """Callbacks that tell SGLang's manager what happens to a room at decode."""
+    """Callbacks by which the pulls tell SGLang's manager what happens to a room at decode."""
 
     def room_loading(self, room: int) -> None:
-        """The room's pages are being read."""
+        """Called when reads of the room's pages begin."""
         ...
 
     def room_loaded(self, room: int) -> None:
-        """The room's pages and its metadata row have been read."""
+        """Called when the room's pages and its metadata row have been read."""
         ...
 
     def room_failed(self, room: int, reason: str) -> None:
-        """The room's pages will not be read. Until `is_over`, something may still write to the local pages."""
+        """Called when the room's pages will not be read.
+
+        Before `is_over` returns True, something may still write to the local pages.
+        """
         ...
 
     def prefill_gone(self, address: str) -> None:
-        """The process at `address` has ended."""
+        """Called when the prefill process at `address` has ended."""
         ...
 
 
@@ -75,7 +78,8 @@ class RoomPulls:
 
     Args:
         worker: our connector worker of this rank.
-        scheduler: our connector's scheduler side, for this rank alone. SGLang makes the ranks agree in each poll.
+        scheduler: our connector's scheduler side, which serves this rank alone. SGLang makes the ranks agree in each
+            poll.
         client: sends messages to prefill.
         told: callbacks for the events of a room.
     """
@@ -89,7 +93,8 @@ class RoomPulls:
         self._told = told
         self._numbers = itertools.count()
         self._rooms: dict[int, _WantedRoom] = {}
-        # Rooms whose lease is renewed or whose pages are read. A room that was given up stays until its read has ended.
+        # Rooms whose lease is renewed or whose pages are read. A room that was given up stays here until its read has
+        # ended.
         self._open: dict[str, _WantedRoom] = {}
 
     @property
@@ -98,19 +103,19 @@ class RoomPulls:
         return len(self._rooms) + len(self._open)
 
     def want(self, room: int, endpoint: str, prompt: Prompt) -> None:
-        """Asks the prefill process at `endpoint` for a room. Its pages must belong to `prompt`."""
+        """Asks the prefill process at `endpoint` for a room. The room's pages must hold the KV of `prompt`."""
         known = self._rooms[room] = _WantedRoom(room, f"{room}#{next(self._numbers)}", endpoint, prompt)
         if error := self._client.send(endpoint, RoomWanted(room=room)):
             self._fail(known, error)
 
     def place(self, room: int, destination: Destination) -> None:
-        """Sets the local pages of a room, which can be read from now on."""
+        """Sets the local pages of a room. From now on, prefill's pages may be read into them."""
         if (known := self._rooms.get(room)) is not None:
             known.destination = destination
             self._load(known)
 
     def give_up(self, room: int, reason: str) -> None:
-        """Tells prefill that a room is not wanted. The local pages may be reused once `is_over` returns True."""
+        """Tells prefill that a room is no longer wanted. Its local pages may be reused once `is_over` returns True."""
         if (known := self._rooms.pop(room, None)) is not None:
             self._drop(known, reason)
 
@@ -119,7 +124,7 @@ class RoomPulls:
         self.give_up(room, "given up")
 
     def is_over(self, room: int) -> bool:
-        """Whether nothing can write to the local pages of a room any more."""
+        """Returns whether nothing can write to the local pages of a room any more."""
         self.step()
         return not any(known.room == room and known.is_loading for known in self._open.values())
 
@@ -153,9 +158,9 @@ class RoomPulls:
             self._received(self._open.pop(key))
 
     def _load(self, known: _WantedRoom) -> None:
-        """Starts to read if prefill is ready and there is a destination.
+        """Starts to read the room's pages if prefill has leased them and there is a destination.
 
-        Without a destination it renews prefill's lease.
+        Without a destination, it only has prefill's lease renewed.
         """
         if known.ready is None or known.is_loading:
             return
@@ -192,7 +197,7 @@ class RoomPulls:
             if firsts[-1] + len(blocks) != end or firsts[-1] < 0:
                 raise TransferError(
                     f"room {known.room}: prefill has {total} tokens, which end in page {end - 1} (of "
-                    f"{group.block_size} tokens), but it named {len(blocks)} pages from page {firsts[-1]} on"
+                    f"{group.block_size} tokens), but SGLang named {len(blocks)} local pages from page {firsts[-1]} on"
                 )
         self._scheduler.load(known.key, wanted, destination.block_ids, total, done, first_blocks=tuple(firsts))
         self._told.room_loading(known.room)
@@ -224,7 +229,8 @@ class RoomPulls:
         known.is_given_up = True
         if known.key in self._open:
             self._scheduler.cancel(known.key, reason)
-        if not is_told:  # without this, the lease would run out although no rank reads
+        # without this message, prefill would keep the pages until the lease runs out, although no rank reads them
+        if not is_told:
             self._client.send(known.endpoint, RoomDropped(room=known.room, reason=short(reason)))
 
     def shutdown(self) -> None:

@@ -2,9 +2,9 @@
 
 The other ranks follow it.
 
-Rank 0 sends each rank the same work that the workers of any engine get, and receives their outputs
-(`transfer.connector.metadata`). The messages use the socket that decode uses too. A token that only the ranks have
-authenticates them.
+Rank 0 sends each of the other ranks the same work that the workers of any engine get, and receives their outputs
+(`transfer.connector.metadata`). These messages go through the socket to which decode also sends its messages. Each
+output carries a token that only the ranks have, as proof of its sender.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ _output = msgspec.msgpack.Decoder(WorkerOutput)
 
 
 class RankLeader:
-    """Rank 0's connections to the other ranks. It sends nothing until every rank has sent its first message.
+    """Rank 0's connections to the other ranks.
+
+    Nothing is sent before every other rank has sent its first message, because only then are all their addresses known.
 
     Args:
         server: the socket that decode and the ranks talk to.
@@ -57,10 +59,12 @@ class RankLeader:
         """Returns the rank that sent a message, and its output.
 
         Raises:
-            MetadataError: the message is not from a rank of this engine.
+            MetadataError: the message is not from a rank of this engine, or its output cannot be decoded.
         """
         if not hmac.compare_digest(message.token, self._token) or not 0 < message.rank < self._ranks:
-            raise MetadataError(f"the output of rank {message.rank} was not made by this backend")
+            raise MetadataError(
+                f"a message with the output of rank {message.rank} was not sent by a rank of this engine"
+            )
         if message.rank not in self._peers:
             self._peers[message.rank] = peer
             if len(self._peers) == self._ranks - 1:
@@ -87,7 +91,7 @@ class RankFollower:
         self._socket = connect(endpoint, keyring)
         self._rank = rank
         self._token = token
-        self.report(WorkerOutput())  # this tells rank 0 our address
+        self.report(WorkerOutput())  # this first message tells rank 0 our address
 
     def report(self, output: WorkerOutput) -> None:
         """Sends this rank's events to rank 0."""

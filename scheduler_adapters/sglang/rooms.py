@@ -107,7 +107,7 @@ def _dealer(endpoint: str, keyring: Keyring | None) -> Socket:
 
 
 def connect(endpoint: str, keyring: Keyring | None) -> Socket:
-    """Returns a socket that is connected to a `RoomServer`."""
+    """Returns a socket that is connected to the `RoomServer` at `endpoint`."""
     socket = _dealer(endpoint, keyring)
     socket.connect(endpoint)
     return socket
@@ -132,7 +132,7 @@ class RoomServer:
 
     Args:
         host: address to bind, on a port of the system's choice.
-        keyring: admits only processes of the fleet; None admits every process.
+        keyring: with keys, only processes of the fleet are admitted; with None, every process is.
 
     Attributes:
         port: the bound port.
@@ -153,7 +153,7 @@ class RoomServer:
                 self.malformed += 1
 
     def send(self, reader: bytes, message: FromPrefill | RankStep) -> bool:
-        """Sends to a rank. Returns False if it is no longer connected."""
+        """Sends a message to a rank. Returns False if the rank is no longer connected."""
         try:
             self._socket.send_multipart([reader, _encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError:
@@ -169,8 +169,8 @@ class RoomClient:
     """Decode's end: a socket for each prefill process. Only the scheduler's thread may use it. No call waits.
 
     Args:
-        keyring: talks only to processes of the fleet; None talks to any process.
-        allowed: hosts that may be contacted. A check is needed because addresses come with requests.
+        keyring: with keys, only processes of the fleet are contacted; with None, any process is.
+        allowed: hosts that may be contacted. This must be checked, because the addresses come with requests.
     """
 
     def __init__(self, keyring: Keyring | None, allowed: AllowedPeers) -> None:
@@ -179,7 +179,7 @@ class RoomClient:
         self._connections: dict[str, _PrefillSockets] = {}
 
     def send(self, address: str, message: FromDecode) -> str:
-        """Sends a message. Returns why that was impossible, or "" if it was sent."""
+        """Sends a message. Returns the reason if that was impossible, or "" if the message was sent."""
         try:
             connection = self._connections.get(address) or self._connect(address)
             connection.socket.send(_encode(message), zmq.NOBLOCK)
@@ -202,12 +202,12 @@ class RoomClient:
                 try:
                     yield _from_prefill.decode(frames[-1])
                 except msgspec.DecodeError:
-                    continue  # the room of a message that cannot be decoded times out
+                    continue  # the message cannot be decoded, so its room will fail by a time-out
 
     def lost(self) -> Iterator[str]:
         """Yields the endpoints of processes that have ended or cannot be reached.
 
-        Messages that were sent there are not answered. A new process may have started at the same endpoint.
+        Such a process will not answer earlier messages. A new process may have started at the same endpoint.
         """
         for address, connection in list(self._connections.items()):
             if connection.monitor.poll(0) or connection.pulse.is_over:

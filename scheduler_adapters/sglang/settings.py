@@ -22,7 +22,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         secret: as in `WorkerConfig`: "file:PATH", "env:NAME" or the secret itself; plain sockets if empty.
         allowed_peers: addresses, networks and host names of prefill, separated by commas; this host is always allowed.
         lease_s: seconds that prefill keeps pages without a message from decode.
-        load_s: seconds until a read fails by itself.
+        load_s: seconds after which a read that has not ended fails.
         watch: the endpoint where `pagewire top` may watch our cache, as in `ManagerWatch`; empty for none.
     """
 

@@ -81,7 +81,8 @@ class CachePool:
     def cells(self) -> Cells:
         """The state of each page.
 
-        In our pool SGLang holds every uncached page; this method tells free pages from pages of requests.
+        In our pool, SGLang holds every page that is not cached. This method marks those of them that are free in
+        SGLang, and gives each other page its request.
         """
         pool = self.pool
         cells = pool_cells(pool)
@@ -94,7 +95,7 @@ class CachePool:
         return cells
 
     def owners(self, phases: Mapping[str, str]) -> OwnerColumns:
-        """The requests that have a row in SGLang, and those that wait for one."""
+        """The requests that have a row in SGLang, and those that still wait for a row."""
         rows = {id(req): (row + 1, len(pages)) for req, row, pages in self._rows()}
         known = [req for req in self._cache.requests() if id(req) in rows or not req.finished()]
         each = [rows.get(id(req), (0, 0)) for req in known]

@@ -101,11 +101,11 @@ class _Proof:
         if len(wrong):
             token, head, element = map(int, wrong[0])
             yield (
-                f"{len(wrong)} of {digits.numel()} elements differ, the first is {element} of head {head} of token "
-                f"{token % self.view.page_size} of page {pages[token // self.view.page_size]}"
+                f"{len(wrong)} of {digits.numel()} elements differ, the first is element {element} of head {head} of "
+                f"token {token % self.view.page_size} of page {pages[token // self.view.page_size]}"
             )
         elif not bool((codes.diff() > 0).all()):  # among positive numbers, a larger bit pattern is a larger number
-            yield f"values that grow are found in another order: {[int(code) for code in codes[:8]]}"
+            yield f"values written in ascending order are read in another order: {[int(code) for code in codes[:8]]}"
 
     def _whole(self, pages: Sequence[int]) -> Iterator[str]:
         """Yields a message for each page of which some elements do not change when all of its tokens are written.

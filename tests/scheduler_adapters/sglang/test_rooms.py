@@ -244,7 +244,7 @@ def test_pages_that_do_not_fit_are_not_read(sides: Sides) -> None:
     sides.check_hears(sides.prefill, "room_wanted")
     sides.place([1, 4])
     sides.compute()
-    sides.check_hears(sides.decode, "but it named 2 pages from page 0 on")
+    sides.check_hears(sides.decode, "but SGLang named 2 local pages from page 0 on")
     assert not sides.here.any()
 
 
@@ -252,7 +252,7 @@ def test_pages_that_do_not_fit_are_not_read(sides: Sides) -> None:
 def test_a_request_that_never_comes_to_prefill(sides: Sides) -> None:
     sides.pulls.want(ROOM, sides.address, PROMPT)
     sides.check_hears(
-        sides.decode, "room_failed: prefill: prefill was asked for room 1099511627776, and no request of it came"
+        sides.decode, "room_failed: prefill: decode asked for room 1099511627776, but prefill got no request for it"
     )
     assert sides.leases[0]._rooms == {}
 
@@ -303,6 +303,6 @@ def test_what_is_no_message_harms_nobody(sides: Sides, message: bytes) -> None:
 
 def test_an_output_without_the_ranks_token_is_not_booked(sides: Sides, caplog: pytest.LogCaptureFixture) -> None:
     follower = RankFollower(sides.address, 1, b"another token...", None)
-    sides.until(lambda: "was not made by this backend" in caplog.text)
+    sides.until(lambda: "was not sent by a rank of this engine" in caplog.text)
     follower.close()
     test_a_room_goes_from_its_question_to_its_end(sides)
