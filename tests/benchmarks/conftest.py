@@ -1,4 +1,4 @@
-"""Undoes what benchmarks change in their process (`frame.settle`), because other tests run in the same process."""
+"""Undoes what `frame.settle` changes in the process of a benchmark, because other tests run in the same process."""
 
 from __future__ import annotations
 

@@ -29,7 +29,8 @@ def test_a_decode_step_is_measured_both_ways(full: bool) -> None:
 
 
 def test_every_benchmark_measures_what_it_says_on_a_small_pool() -> None:
-    # Each benchmark itself fails if a warm prompt does not hit, an evicting prompt does not evict, and so on.
+    # Each benchmark checks itself: it fails if a warm prompt does not hit, if an evicting prompt does not evict, and so
+    # on.
     assert {row["case"] for row in admission.measure(4096, 16, 1024, "sha256", 3, ("new", "full"))} >= {
         "warm",
         "evicting",

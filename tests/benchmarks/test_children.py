@@ -23,7 +23,9 @@ def test_the_pipes_of_the_benchmarks_are_found() -> None:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_child_that_dies_is_not_waited_for_without_end(name: str) -> None:
-    """`recv` raises EOFError once no process holds the other end. The parent must therefore close its copy of it."""
+    """`recv` raises EOFError once no process holds the other end of the pipe. The parent must therefore close its own
+    copy of that end.
+    """
     lines = ast.unparse(FUNCTIONS[name]).splitlines()
     made = [at for at, line in enumerate(lines) if ".Pipe(" in line]
     started = [at for at, line in enumerate(lines) if ".start()" in line]

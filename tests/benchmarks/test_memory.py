@@ -11,7 +11,8 @@ from benchmarks import memory
 def test_what_malloc_keeps_of_what_is_gone_is_not_weighed() -> None:
     before = memory.trimmed()
     held = [bytearray(b"x") * (100 << 10) for _ in range(800)]
-    del held[:-1]  # the last array stays, so that malloc does not return the memory of the others by itself
+    # the last array stays, so that malloc does not return the memory of the others to the system by itself
+    del held[:-1]
     kept = memory.resident() - before
     assert kept > 60 << 20
     assert memory.trimmed() - before < 20 << 20

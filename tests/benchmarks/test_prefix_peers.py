@@ -1,4 +1,6 @@
-"""Choices between pulling, computing and both: which were right, which cannot be judged, and what they cost."""
+"""Choices between pulling a prefix, computing it, and doing both: which choices were right, which cannot be judged, and
+what the wrong ones cost.
+"""
 
 import pytest
 
@@ -6,7 +8,9 @@ from benchmarks.prefix_peers import Heard, Judged, Round, Way, judged_of, rows_o
 
 
 def one(outcome: str, chosen_ms: float, length: int = 64, **given_ms: float) -> Round:
-    """A round whose request was served in a way that it chose, and whose other requests in given ways."""
+    """Returns a round. One of its requests was served in a way that it chose itself, and its other requests were served
+    in given ways.
+    """
     times = {way: [ms / 1e3] for way, ms in given_ms.items()}
     times.setdefault(outcome, []).append(chosen_ms / 1e3)
     return Round(length, Heard(chosen_ms / 1e3, length), outcome, times)

@@ -80,7 +80,7 @@ def test_who_ran_alone_is_compared_with_the_limit_of_the_same_runs(tmp_path: Pat
     ours = [
         *beside(10.0),
         *beside(4.0, order="a tensor a layer", runs=8192),
-        *beside(99.0, topology="TP 1→2"),  # the same number of bytes, in other runs
+        *beside(99.0, topology="TP 1→2"),  # the same number of bytes, divided into other runs
         *beside(98.0, memory="4 KiB pages", order="a tensor a layer", runs=8192),
     ]
     alone = [vllm, nixl, {**vllm, "pages": 17}, {**vllm, "memory": "4 KiB pages"}]

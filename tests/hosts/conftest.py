@@ -1,4 +1,4 @@
-"""Runs the tests on several hosts if this user may make network namespaces."""
+"""Runs these tests on several hosts. They are skipped if this user may not make network namespaces."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +30,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 @pytest.fixture
 def own_pair(tmp_path: Path) -> Iterator[Pair]:
-    """A pair of hosts for a test that ends one side."""
+    """A pair of hosts for a test that ends the program of one side."""
     with two_hosts(tmp_path) as found:
         yield found

@@ -1,7 +1,7 @@
 """A manager that publishes KV events, or a router that follows them: `python -m tests.hosts.events NAME ADDRESS KEYS`.
 
-The process named `publisher` has the manager. It uses `PORTS`, and uses them again after its host has come back. A
-process of any other name follows it. `KEYS` is the file of the process's keyring.
+The process named `publisher` has the manager. It listens on `PORTS`, also after its host has come back. A process with
+any other name follows the publisher. `KEYS` is the file of the process's keyring.
 """
 
 import itertools
@@ -40,7 +40,7 @@ class Publisher:
         self._names = itertools.count()
 
     def compute(self, prompts: int) -> int:
-        """Runs this many prompts of up to 40 pages; half of them share their first pages.
+        """Runs this many prompts of up to 40 pages. Half of the prompts share their first pages.
 
         Returns how many pages were evicted.
         """
@@ -57,13 +57,13 @@ class Publisher:
         return evicted
 
     def there(self) -> list[int]:
-        """Returns the hashes of all published pages, after waiting until all of them have been sent."""
+        """Waits until all published pages have been sent, and returns their hashes."""
         settled(self.manager)
         index = self.manager._replicas.each[0].pool.index
         return sorted(hashes_of(index.digests_of(np.flatnonzero(index.published).astype(np.int32))).tolist())
 
     def idle(self) -> None:
-        """Does nothing: the publisher's thread sends by itself."""
+        """Does nothing, because the publisher's thread sends by itself."""
 
 
 class Follower:
@@ -111,7 +111,8 @@ class Follower:
             _, number, payload = self._stream.recv_multipart()
             self._heard = time.monotonic()
             sequence = int.from_bytes(number, "big")
-            if sequence > (self._expected or 0):  # there is a gap, and the replay will include this message
+            # There is a gap before this message. The replay that closes the gap will include this message, too.
+            if sequence > (self._expected or 0):
                 self._dealer.send_multipart([b"", (self._expected or 0).to_bytes(8, "big")])
                 self.seen["replays"] += 1
                 self._asked = time.monotonic()

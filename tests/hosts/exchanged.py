@@ -37,7 +37,7 @@ class Exchanged:
             self.manager, name, bind=f"tcp://{address}:0", secret=os.environ["PAGEWIRE_TEST_SECRET"],
             allowed_peers=["10.213.7.0/24"],
         )  # fmt: skip
-        self.lent: dict[str, Any] = {}  # by request: the pages that sources have lent and that were not pulled yet
+        self.lent: dict[str, Any] = {}  # by request: the pages that sources have lent and that have not been pulled yet
         self.ended: dict[str, str] = {}  # by request: why its lease has ended
 
     def pages(self, name: str) -> Any:
@@ -47,7 +47,7 @@ class Exchanged:
 
     @contextmanager
     def computed(self, name: str, pages: int) -> Iterator[None]:
-        """A `with` block in which a request holds the computed pages of a prompt."""
+        """Returns a `with` block. Inside it, a request holds the computed pages of a prompt."""
         tokens = [*range(pages * PAGE_SIZE)]
         with self.manager.claim(context := TextContext(tokens, MOST_PAGES * PAGE_SIZE, name)):
             assert self.manager.maybe_reserve(context)
@@ -64,7 +64,7 @@ class Exchanged:
             return [self.exchange.address]
 
     def offer(self, name: str, pages: int, duration_s: float) -> list[str]:
-        """Computes a prompt of this many pages, and leases them. Returns what the reader is told."""
+        """Computes a prompt of this many pages, and leases them. Returns the offer that a reader needs."""
         with self.computed(name, pages):
             offer = self.exchange.offer(name, duration_s)
             assert offer is not None
@@ -74,7 +74,7 @@ class Exchanged:
     def ask(self, name: str, pages: int, address: str, timeout_s: float, engine: str = "p/0") -> list[Any]:
         """Asks a source for the pages of a prompt.
 
-        Returns the seconds, why it failed (or ""), and how many pages the source lends.
+        Returns how many seconds this took, why it failed (or ""), and how many pages the source lends.
         """
         context = TextContext([*range(pages * PAGE_SIZE), 7], MOST_PAGES * PAGE_SIZE, name)
         begin = time.perf_counter()
@@ -91,7 +91,7 @@ class Exchanged:
     def take_from(self, names: list[str], timeout_s: float) -> list[Any]:
         """Pulls the pages that several sources have lent, from all at once.
 
-        Returns the result of `read`, and the bytes from each source.
+        Returns the result of `read`, and the number of bytes from each source.
         """
         lent = [self.lent.pop(name) for name in names]
         tables = [one.table for one in lent]
@@ -110,7 +110,9 @@ class Exchanged:
         timeout_s: float,
         others: Sequence[BlockTable] = (),
     ) -> list[Any]:
-        """Pulls the pages of a table. Returns the seconds, why it failed (or ""), and whether every byte is right."""
+        """Pulls the pages of a table. Returns how many seconds this took, why it failed (or ""), and whether every byte
+        is right.
+        """
         context = TextContext([*range(table.num_tokens), 7], MOST_PAGES * PAGE_SIZE, name)
         self.manager.external_claim(name)
         pending = self.manager.import_block_table(context, table, others=others)
@@ -142,7 +144,7 @@ class Exchanged:
         return happened
 
     def until(self, wanted: Callable[[Any], bool]) -> Any:
-        """Poll until something has happened."""
+        """Polls until something has happened."""
         while True:
             for one in self.polled():
                 if wanted(one):

@@ -78,7 +78,7 @@ class Answered:
     at: float
 
     def assert_right(self, model: Any) -> None:
-        """Asserts that the tokens are right, or that the answer states a reason."""
+        """Asserts that the tokens are right, or that the answer gives a reason why there are none."""
         if self.status != 200:
             assert self.status in (500, 502, 503, 504), self.answer
             assert self.answer["error"]["message"], self.answer
@@ -105,7 +105,7 @@ class Fleet(NamedTuple):
         return Answered(prompt, status, answer, time.monotonic())
 
     def asked_until(self, phase: str, head: str) -> list["Future[Answered]"]:
-        """Sends prompts until one of them is in this phase."""
+        """Sends prompts until the request of one of them is in this phase."""
         asked = list[Future[Answered]]()
         for _ in range(10):
             some = self.asked(prompts(4, head))
@@ -135,7 +135,7 @@ def prompts(count: int, head: str = HEAD) -> list[str]:
 
 @contextmanager
 def fleet_on_hosts(folder: Path, *, relayed: bool = False) -> Iterator[Fleet]:
-    """A fleet whose processes have all joined."""
+    """Starts a fleet on hosts of its own, and waits until all of its processes have joined."""
     with network("front", "prefill", "decode", relayed=relayed) as (front, prefill, decode):
         served = OnHosts(folder, front)
         try:

@@ -56,7 +56,7 @@ def why_not() -> str:
 
 @contextmanager
 def network(*names: str, relayed: bool = False) -> "Iterator[tuple[Host, ...]]":
-    """Makes hosts of these names, joined by one bridge, or by a relay.
+    """Makes one host for each of these names. The hosts are joined by one bridge, or by a relay.
 
     At the end, everything that runs on them is killed.
     """
@@ -77,7 +77,9 @@ def network(*names: str, relayed: bool = False) -> "Iterator[tuple[Host, ...]]":
 
 
 class Cable:
-    """The relay between hosts. Calling it sends a command of `tests.hosts.relay`, with its arguments."""
+    """The relay between hosts. Calling it with the name of a command of `tests.hosts.relay` and its arguments sends
+    this command to the relay.
+    """
 
     def __init__(self, wire: str, bridges: Sequence[str]) -> None:
         command = ["ip", "netns", "exec", wire, sys.executable, "-m", "tests.hosts.relay", *bridges]
@@ -205,7 +207,7 @@ class Host:
         )
         return json.loads(done.stdout)[0]["stats64"]["rx"]["bytes"]
 
-    # ---- what becomes of the link
+    # # ---- faults of the link
 
     def cut(self) -> None:
         """Cuts the link in both directions."""

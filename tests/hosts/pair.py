@@ -70,7 +70,7 @@ class Pair(NamedTuple):
             host.shape(rate)
 
     def until_received(self, count: int, say: Callable[[], None]) -> None:
-        """Sends a command, and waits until the reader has received `count` more bytes."""
+        """Calls `say`, which sends a command, and waits until the reader has received `count` more bytes."""
         before = self.reader_host.received()
         say()
         while self.reader_host.received() - before < count:
@@ -83,7 +83,7 @@ class Pair(NamedTuple):
             time.sleep(0.05)
 
     def assert_goes_on(self) -> None:
-        """Asserts that the two can exchange further pages."""
+        """Asserts that the source and the reader can still exchange pages."""
         _, error, right = self.reader("pull", "after", self.offer(f"after {next(_numbers)}", 4), 20.0)
         assert (error, right) == ("", True)
 
@@ -106,4 +106,4 @@ DIRECTIONS: dict[str, tuple[Act, Act]] = {
         lambda pair: pair.source_host.hear(pair.reader_host),
     ),
 }
-"""The methods that cut the link, and the one that repairs it."""
+"""For each direction: a function that cuts the link, and a function that repairs it."""

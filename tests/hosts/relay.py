@@ -1,7 +1,8 @@
 """A cable between hosts, simulated by a process: `python -m tests.hosts.relay DEVICE ...`.
 
-It copies Ethernet frames from each device to the others. It can delay them, drop some of them, and pause. Each line of
-standard input is a JSON array, a command and its arguments, and gets an answer.
+It copies Ethernet frames from each device to the others. It can delay frames, drop some of them, and pause.
+
+Each line of standard input is a JSON array of a command and its arguments. One line of output answers it.
 """
 
 import heapq
@@ -19,7 +20,7 @@ _LONGEST = 1 << 16
 
 
 class Relay:
-    """Delays, drops and forwards frames. `counts` has the number of frames by outcome."""
+    """Delays, drops and forwards frames. `counts` has the number of frames with each outcome."""
 
     def __init__(self, devices: list[str]) -> None:
         self._ports = [socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ETH_P_ALL)) for _ in devices]
@@ -49,7 +50,7 @@ class Relay:
         return self.counts
 
     def serve(self) -> None:
-        """Carry frames until there are no more commands."""
+        """Carries frames until there are no more commands."""
         while True:
             now = time.monotonic()
             first = max(self._on_way[0][0], self._still_until) if self._on_way else now + 60
@@ -72,7 +73,7 @@ class Relay:
                 frame, where = port.recvfrom(_LONGEST)
             except BlockingIOError:
                 return
-            if where[2] == socket.PACKET_OUTGOING:  # a frame that we have sent
+            if where[2] == socket.PACKET_OUTGOING:  # this process has sent the frame itself
                 continue
             self.counts["taken"] += 1
             if self._random.random() < self._loss:

@@ -21,7 +21,7 @@ _WITHIN_S = 60.0
 
 
 class Both:
-    """Two prefill processes and one of decode, on three hosts. p1 serves what p0 has computed."""
+    """Two prefill processes and one decode process, on three hosts. p1 pulls what p0 has computed."""
 
     def __init__(self, fleet: HostedFleet) -> None:
         self.fleet = fleet

@@ -46,7 +46,7 @@ def connected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 
 def prompt() -> tuple[str, list[int]]:
-    """A prompt that no engine has seen, and its name."""
+    """Returns a prompt that no engine has seen, and its name."""
     number = next(_numbers)
     return f"r{number}", [*range(1000 * number, 1000 * number + TOKENS)]
 
@@ -80,7 +80,9 @@ def test_decode_reads_a_prompt_from_another_host_over_any_link(connected: Pair) 
 def test_a_link_that_is_cut_during_a_load_costs_no_wrong_token_and_no_block(
     connected: Pair, direction: str, seconds: int, record_property: Record
 ) -> None:
-    """The lease lasts 5 seconds. After an outage of 12 seconds, decode computes the prompt itself."""
+    """The lease lasts 5 seconds. After an outage of 12 seconds, the pages can no longer be read, and decode computes
+    the prompt itself.
+    """
     connected.shape("1gbit")
     served(connected)  # makes the two engines known to each other
     name, tokens = prompt()

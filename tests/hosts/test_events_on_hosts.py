@@ -79,7 +79,7 @@ def test_a_router_whose_link_was_cut_learns_what_came_and_went_meanwhile(
 
 
 def test_a_host_that_lost_power_and_came_back_is_known_anew(tmp_path: Path, record_property: Record) -> None:
-    """A half-open connection brings no message. A router reconnects after three seconds without a message."""
+    """A half-open connection brings no message. A router therefore reconnects after three seconds without a message."""
     with publisher_and_follower(tmp_path) as (pair, restarted):
         pair.source("compute", 20)
         until_equal(pair.source, pair.reader)

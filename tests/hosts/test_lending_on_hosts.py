@@ -35,7 +35,7 @@ def test_what_another_host_holds_is_lent_and_read(pair: Pair) -> None:
         assert (error, pages) == ("", PAGES)
         assert pair.source("held")[1] == PAGES
         assert pair.reader("take", name, 20.0)[1:] == ["", True]
-        pair.assert_nothing_is_held(9.0)  # earlier than the lease would expire
+        pair.assert_nothing_is_held(9.0)  # the source gives the pages back before their lease would expire
 
 
 OUTAGES = [1, pytest.param(12, marks=pytest.mark.long)]
@@ -99,7 +99,9 @@ def test_a_question_that_no_answer_reaches_fails_by_its_deadline(pair: Pair, dir
 def test_a_link_that_is_cut_while_pages_are_lent_costs_no_wrong_byte_and_no_page(
     pair: Pair, phase: str, direction: str, seconds: int, record_property: Callable[[str, object], None]
 ) -> None:
-    """The link is cut before the first READ (`lent`), or after one of four MiB has arrived (`reading`)."""
+    """The link is cut before the first READ (phase `lent`), or after one of the four MiB has arrived (phase
+    `reading`).
+    """
     address, name = known(pair)
     cut, restore = DIRECTIONS[direction]
     assert pair.reader("ask", name, PAGES, address, 20.0)[1:] == ["", PAGES]

@@ -18,7 +18,7 @@ PAUSES_S = (0.2, 0.5, 1.0, 2.0)
 
 
 def cable(host: Host) -> Cable:
-    """A link without delay or loss."""
+    """Returns the relay of a host, set to no delay and no loss."""
     assert host.relay is not None
     host.relay("delay", 0.0)
     host.relay("lose", 0.0, 0)
@@ -82,7 +82,7 @@ def test_a_link_that_stands_still_for_a_while_costs_time_alone(
     far_pair: Pair, pause_s: float, record_property: Callable[[str, object], None]
 ) -> None:
     relay = cable(far_pair.source_host)
-    relay("delay", 0.005)  # 4 MiB take some time
+    relay("delay", 0.005)  # so that 4 MiB take some time
     name = f"paused {next(_numbers)}"
     offer = far_pair.offer(name, 64)
     far_pair.until_received(1 << 18, lambda: far_pair.reader.say("pull", name, offer, 30.0))
@@ -116,7 +116,7 @@ def test_a_fleet_whose_network_stands_still_gives_the_same_tokens_or_says_why(
     relay = cable(far_fleet.front)
     relay("delay", 0.002)
     asked = far_fleet.asked(prompts(4))
-    for at in range(5):  # whatever phase the requests are in
+    for at in range(5):  # the pauses come in whatever phase the requests are in
         assert at or not all(one.done() for one in asked)
         time.sleep(0.1)
         relay("pause", pause_s)

@@ -19,7 +19,7 @@ def one_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 @pytest.fixture
 def fleet(one_fleet: Fleet) -> Fleet:
-    """The fleet of these tests, repaired if an earlier test has broken it.
+    """The fleet that all of these tests share. If an earlier test has broken it, it is repaired first.
 
     UCX sometimes ends a source whose reader's connection fails (docs/guides/operations.md). That must fail only one
     test, and not all tests after it.

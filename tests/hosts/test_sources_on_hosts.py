@@ -25,8 +25,8 @@ class Sources(NamedTuple):
     addresses: dict[str, str]
 
     def pull(self, *names: str, timeout_s: float = 60.0) -> Any:
-        """Pulls pages. Returns the seconds, why it failed (or ""), whether every byte is right, and the bytes from each
-        source.
+        """Pulls pages. Returns how many seconds this took, why it failed (or ""), whether every byte is right, and the
+        number of bytes from each source.
         """
         keys: list[str] = []
         for name in names:

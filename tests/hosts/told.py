@@ -1,4 +1,4 @@
-"""Carries out a test's commands in a program on a host.
+"""Carries out the commands of a test in a program on a host.
 
 Each line of standard input is a JSON array of a command and its arguments. One line answers it.
 """

@@ -21,7 +21,7 @@ _COLUMNS = (trial.BESIDE, trial.ELSEWHERE, trial.HARMLESS, trial.SURVIVED, trial
 
 
 def line_of(one: Tried) -> str:
-    """A line about one mutant and its outcome."""
+    """Returns a line about one mutant and the outcome of its trial."""
     run = one.elsewhere or one.beside
     how = f" ({run.outcome})" if run.outcome in {"timed out", "crashed"} else ""
     why = one.reason or run.by
@@ -30,7 +30,7 @@ def line_of(one: Tried) -> str:
 
 
 def table(tried: Sequence[Tried]) -> list[str]:
-    """The table of the mutants of each file, and of all files, by outcome."""
+    """Returns a table with the number of mutants of each file, and of all files, by outcome."""
     rows: list[tuple[str, ...]] = [("file", "mutants", *_COLUMNS)]
     paths = sorted({one.mutant.path for one in tried})
     for path in [*paths, None]:
@@ -46,7 +46,7 @@ def table(tried: Sequence[Tried]) -> list[str]:
 
 
 def listed(gaps: Sequence[Tried]) -> list[str]:
-    """The list of gaps by file. A function that no test calls is named only once."""
+    """Returns the list of gaps by file. If no test calls a function, the function is named only once."""
     uncalled = Counter((one.mutant.path, one.mutant.function) for one in gaps if one.is_uncalled)
     lines = [f"{path}: no test calls {function}: {count} mutants" for (path, function), count in uncalled.items()]
     others = [one for one in gaps if not one.is_uncalled]
@@ -57,7 +57,7 @@ def listed(gaps: Sequence[Tried]) -> list[str]:
 
 
 def as_json(tried: Sequence[Tried]) -> list[dict[str, object]]:
-    """The outcome of each mutant, to be written to a JSON file."""
+    """Returns the outcome of each mutant, in the form in which it is written to a JSON file."""
     return [
         {
             "key": one.mutant.key,
@@ -98,7 +98,7 @@ def _arguments() -> argparse.ArgumentParser:
 
 
 def batches_of(asked: argparse.Namespace) -> list[chosen.Batch]:
-    """The batches to try: first those of changed functions, then the others.
+    """Returns the batches to try: those of changed functions come first.
 
     Raises:
         RuntimeError: there is no such commit.
@@ -115,7 +115,7 @@ def batches_of(asked: argparse.Namespace) -> list[chosen.Batch]:
 
 
 def main() -> int:
-    """Try the chosen mutants, and print the results. Returns the exit status."""
+    """Tries the chosen mutants, and prints the results. Returns the exit status."""
     parser = _arguments()
     asked = parser.parse_args()
     try:

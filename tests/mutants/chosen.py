@@ -23,9 +23,9 @@ class Batch(NamedTuple):
     """Mutants of one file that are tried one after the other.
 
     Attributes:
-        path: the file, from the root of the repository.
+        path: the file, relative to the root of the repository.
         mutants: the mutants, in the order of their trials.
-        is_changed: whether they belong to changed functions.
+        is_changed: whether the mutants belong to changed functions.
     """
 
     path: Path
@@ -40,7 +40,7 @@ def mutants_of(path: Path) -> tuple[Mutant, ...]:
 
 
 def stale() -> list[str]:
-    """The handwritten mutations that no longer match the sources, and why."""
+    """Returns the handwritten mutations that no longer match the sources, each with the reason."""
     return by_hand()[1]
 
 
@@ -66,7 +66,9 @@ def by_hand() -> tuple[dict[Path, list[Mutant]], list[str]]:
 
 
 def matching(only: Sequence[str], operators: Sequence[str] = ()) -> list[Batch]:
-    """The mutants of the named packages, files or functions, by the named operators; all if none is named."""
+    """Returns the mutants of the named packages, files or functions that the named operators make. If none is named,
+    all count.
+    """
     found: list[Batch] = []
     for path in sources():
         if not beside(path):
@@ -86,7 +88,7 @@ def matching(only: Sequence[str], operators: Sequence[str] = ()) -> list[Batch]:
 
 
 def sampled(batches: Iterable[Batch], seed: str) -> list[Batch]:
-    """The mutants in a random order: some of one file, then some of another."""
+    """Yields the mutants in a random order: some of one file, then some of another."""
     generator = random.Random(seed)
     parts: list[list[Batch]] = []
     for path, some, is_changed in batches:
@@ -107,14 +109,15 @@ def thinned(batches: Iterable[Batch], each: int, seed: str) -> list[Batch]:
             of_each.setdefault(mutant.function, []).append(mutant)
         kept: set[Mutant] = set()
         for function, its in of_each.items():
-            # Each function has its own generator, so that an edit of one function leaves the others' samples unchanged.
+            # Each function has its own random generator, so that an edit of one function leaves the samples of the
+            # others unchanged.
             kept.update(random.Random(f"{seed} {path}:{function}").sample(its, min(each, len(its))))
         found.append(Batch(path, [mutant for mutant in some if mutant in kept], is_changed))
     return found
 
 
 def changed_since(revision: str) -> list[Batch]:
-    """The mutants of the functions and constants in the working tree that differ from a commit.
+    """Returns the mutants of all functions and constants whose text in the working tree differs from that of a commit.
 
     Raises:
         RuntimeError: there is no such commit.

@@ -1,7 +1,10 @@
 """Runs pytest in forks of a process that has already loaded the libraries, because loading them takes longer than most
-tests. Run `python -m tests.mutants.forker` in a copy of the repository. Each line of standard input is a run as JSON,
-and each line of standard output is the result of one. The packages under test are loaded only in the forks. A fork that
-has collected its tests may serve many runs (`tests.mutants.warm`). It then reads the lines until one says "end".
+tests.
+
+Run `python -m tests.mutants.forker` in a copy of the repository. Each line of standard input is a run as JSON, and each
+line of standard output is the result of one run. The packages under test are loaded only in the forks. A fork that has
+collected its tests may serve many runs (`tests.mutants.warm`). It then reads the lines itself until one of them says
+"end".
 """
 
 import contextlib
@@ -35,7 +38,7 @@ _LOOK_S = 0.01
 
 
 def run(tests: Sequence[str], options: Sequence[str], limit_s: float, *, compiled: bool) -> dict[str, Any]:
-    """Run tests in a fork. No descendant of this process outlives the run.
+    """Runs tests in a fork. No descendant of this process outlives the run.
 
     Args:
         tests: paths and node ids.
@@ -53,7 +56,7 @@ def run(tests: Sequence[str], options: Sequence[str], limit_s: float, *, compile
         if child == 0:
             _become_pytest([*options, *tests], output.fileno(), compiled=compiled)
         status = _wait(child, limit_s)
-        end_children()  # the fork, if its time is over, and every process that its tests have left behind
+        end_children()  # ends the fork, if its time is over, and every process that its tests have left behind
         _bury()
         output.seek(max(0, output.seek(0, os.SEEK_END) - 20_000))
         return {"status": status, "output": output.read().decode(errors="replace")}
@@ -130,12 +133,12 @@ def _become_pytest(arguments: Sequence[str], output: int, *, compiled: bool, plu
 
 
 def main() -> None:
-    """Serve runs until the input ends."""
+    """Serves runs until the input ends."""
     for name in _LIBRARIES:
         try:
             importlib.import_module(name)
         except ImportError:
-            continue  # belongs to an optional extra; the tests that need it are skipped
+            continue  # the module belongs to an optional extra; the tests that need it are skipped
     for line in sys.stdin:
         asked = json.loads(line)
         found = serve_warm(**asked) if "packages" in asked else run(**asked)

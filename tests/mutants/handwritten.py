@@ -1,8 +1,10 @@
 """Mutations written by hand: rules that no operator on the syntax tree can break.
 
-Examples: whether identity or equality counts, which of two similar values is used, what is shared and what is copied,
-which requests are told. `make mutants` reports an entry whose text no longer occurs. No test fails for that, so an edit
-of a function never requires an edit of this list.
+Examples of such rules: whether identity or equality counts, which of two similar values is used, what is shared and
+what is copied, which requests are told.
+
+`make mutants` reports an entry whose text no longer occurs. No test fails because of such an entry, so an edit of a
+function never requires an edit of this list.
 """
 
 from tests.mutants.mutation import Module, Mutation

@@ -1,7 +1,7 @@
 """The mutants that no test can notice, and why.
 
-Each line of `harmless.txt` has one: the file and the function, the operator, the expressions, and a reason. `make
-mutants` reports an entry whose expression is gone from its function. No test fails for that.
+Each line of `harmless.txt` names one mutant: the file and the function, the operator, the expressions, and a reason.
+`make mutants` reports an entry whose expression is gone from its function. No test fails because of such an entry.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ ANY = "*"  # stands for any expressions: the entry matches every change by that 
 
 @cache
 def reasons(file: Path = LIST) -> Mapping[str, str]:
-    """The reason why each is harmless, by its key."""
+    """Maps the key of each listed mutant to the reason why the mutant is harmless."""
     found: dict[str, str] = {}
     for number, line in enumerate(file.read_text().splitlines(), 1):
         if line.strip() and not line.startswith("#"):
@@ -34,7 +34,7 @@ def reason_of(mutant: Mutant, known: Mapping[str, str]) -> str:
 
 
 def gone(mutants: Iterable[Mutant], known: Mapping[str, str]) -> list[str]:
-    """The entries that match no mutant any more."""
+    """Returns the entries that no longer match any mutant."""
     there = {key for mutant in mutants for key in (mutant.key, _any(mutant))}
     return [key for key in known if key not in there]
 

@@ -47,11 +47,11 @@ class StaleMutationError(ValueError):
 
 
 def mutated(source: str, mutation: Mutation) -> str:
-    """Returns the source with one mutation.
+    """Returns the source with one mutation applied.
 
     Raises:
-        StaleMutationError: there is no such function, the old text does not occur exactly once, or the result is no
-            program or the same one.
+        StaleMutationError: there is no such function, the old text does not occur exactly once, or the result is not a
+            program, or it is the same program.
     """
     named = _find(_parsed(source), mutation.function)
     first, last = _span(named)
@@ -66,14 +66,15 @@ def mutated(source: str, mutation: Mutation) -> str:
         program = ast.parse(changed)
     except SyntaxError as error:
         raise StaleMutationError(f"{mutation.function}: {mutation.new!r} leaves no program: {error}") from error
-    # Only the function's tree is compared, because no other code has changed and the tree of a whole file is large.
+    # Only the tree of the function is compared. No other code has changed, and comparing the tree of a whole file would
+    # take long.
     if _is_same(named, program, mutation.function):
         raise StaleMutationError(f"{mutation.function}: {mutation.new!r} changes nothing")
     return changed
 
 
 def _pattern(old: str) -> re.Pattern[str]:
-    """A pattern that matches a text wherever the formatter breaks its lines."""
+    """Returns a pattern that matches a text, no matter where the formatter has broken its lines."""
     before = re.match(r"\s*", old)
     after = re.search(r"\s*$", old)
     assert before is not None
@@ -88,11 +89,11 @@ def _parsed(source: str) -> ast.Module:
 
 
 def _is_same(named: ast.stmt, program: ast.Module, qualified: str) -> bool:
-    """Whether the function is the same in another program."""
+    """Returns whether the function is the same in another program."""
     try:
         return ast.dump(_find(program, qualified)) == ast.dump(named)
     except StaleMutationError:
-        return False  # its name has changed
+        return False  # the mutation has changed the name
 
 
 def _find(program: ast.Module, qualified: str) -> ast.stmt:

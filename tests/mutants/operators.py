@@ -1,6 +1,6 @@
 """Small faults: each operator turns a node of the syntax tree into something that a mistake could leave there.
 
-An operator sees one node without its surroundings. `sites` leaves out the nodes that are not worth changing.
+An operator sees one node without its surroundings. `sites` leaves out the nodes for which a change is not worthwhile.
 """
 
 import ast
@@ -52,7 +52,7 @@ _ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
 _OTHER_CALL = {"min": "max", "max": "min", "any": "all", "all": "any", "minimum": "maximum", "maximum": "minimum"}
 _IN_ORDER = {"sorted", "reversed"}
 _SYMMETRIC = {"min", "max", "minimum", "maximum", "isinstance", "zip", "samestat", "compare_digest", "array_equal"}
-_A_LIMIT = 64  # a larger number is a limit or a size, for which an error of one is not a fault
+_A_LIMIT = 64  # a number above this is a limit or a size, and an error of one in it is not a fault
 _FAR = 1000
 
 
@@ -61,7 +61,9 @@ def _text(node: ast.AST | None) -> str:
 
 
 def _with(node: Any, **fields: object) -> Any:
-    """A copy of a node with some fields replaced. Child nodes are shared, because nothing changes them."""
+    """Returns a copy of a node with some fields replaced. The copy shares the child nodes, because nothing changes
+    them.
+    """
     new = copy.copy(node)
     for name, value in fields.items():
         setattr(new, name, value)
@@ -98,7 +100,9 @@ def boolean(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def condition(test: ast.expr, *, repeats: bool) -> Iterator[ast.AST]:
-    """A condition becomes always false or always true; a loop does not begin."""
+    """A condition becomes always false or always true. The condition of a loop becomes false, so that the loop does not
+    begin.
+    """
     if not isinstance(test, ast.Constant):
         yield ast.Constant(value=False)
         if not repeats:
@@ -149,7 +153,7 @@ def _is_list(node: ast.BinOp) -> bool:
 
 
 def _is_up(node: ast.AST) -> bool:
-    """Whether a division or a sign is a part of the idiom `-(-a // b)`."""
+    """Returns whether a division or a sign is a part of the idiom `-(-a // b)`."""
     if isinstance(node, ast.UnaryOp):
         return isinstance(node.op, ast.USub) and (
             isinstance(node.operand, ast.BinOp) and _is_up(node.operand) and isinstance(node.operand.op, ast.FloorDiv)
@@ -304,7 +308,7 @@ ON_CONDITIONS = {one.__name__: one for one in (condition, negated)}
 
 
 def changes(node: ast.AST) -> Iterator[Change]:
-    """Every change of one node and of its condition."""
+    """Returns every change of one node and of its condition."""
     for name, operator in OPERATORS.items():
         for new in operator(node):
             yield Change(name, node, new)

@@ -1,7 +1,9 @@
-"""Finds the tests of a source file: those beside it, and those elsewhere. The tests beside `kvcache/pool/pages.py` are
-`tests/kvcache/pool/test_pages.py` and each `test_pages_*.py` there. A table names the test files for sources whose
-rules show only through other files. A file with neither is tested by its folder. Missing files in the table are
-ignored, so a test can be moved without an edit of the table.
+"""Finds the tests of a source file: those beside it, and those elsewhere.
+
+The tests beside `kvcache/pool/pages.py` are `tests/kvcache/pool/test_pages.py` and each `test_pages_*.py` there. For
+sources whose rules show only through other files, a table names the test files. A source file with neither is tested by
+all tests of its folder. The table may name files that do not exist, so a test can be moved without an edit of the
+table.
 """
 
 from collections.abc import Iterable
@@ -11,7 +13,7 @@ from tests.mutants.mutation import ROOT
 
 PACKAGES = ("kvcache", "transfer", "scheduler_adapters", "pagewire")
 
-# Source files and the test files through which they are tested, without the package and "test_".
+# Maps source files to the test files through which they are tested. The names lack the package and "test_".
 _DOORS: dict[str, dict[str, str]] = {
     "kvcache": {
         "claims": "misuse replicas manager replica/batch",
@@ -106,7 +108,7 @@ _DOORS: dict[str, dict[str, str]] = {
         "viewer": "serve/command top/command",
     },
 }
-# The tests of a package's interface, where its faults show too.
+# The tests of the interface of each package, in which faults of the whole package show.
 _ELSEWHERE = {
     "kvcache": ("manager", "handover", "million_moves", "misuse", "replicas"),
     "transfer": ("pull/ownership", "pull/exchange", "pull/replica", "connector/worker_pairs"),
@@ -121,7 +123,7 @@ def sources() -> list[Path]:
 
 
 def beside(path: Path) -> list[str]:
-    """The test files that must notice a fault in a source file; empty if none of them can run here."""
+    """Returns the test files that must notice a fault in a source file; empty if none of them can run here."""
     package, *_ = path.parts
     folder = ROOT / "tests" / path.parent
     own = [*folder.glob(f"test_{path.stem}.py"), *sorted(folder.glob(f"test_{path.stem}_*.py"))]
@@ -130,7 +132,9 @@ def beside(path: Path) -> list[str]:
 
 
 def elsewhere(path: Path) -> list[str]:
-    """The test files of a file's folder and of the package's interface; the same for every file of the folder."""
+    """Returns the test files of a file's folder and of the interface of its package. They are the same for every file
+    of the folder.
+    """
     package, *_ = path.parts
     return _names([*sorted((ROOT / "tests" / path.parent).glob("test_*.py")), *_doors(package, _ELSEWHERE[package])])
 

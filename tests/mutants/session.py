@@ -14,10 +14,12 @@ from tests.mutants.tree import Run, Tree
 PACKAGES = ("kvcache", "transfer", "scheduler_adapters", "pagewire")
 NOT_CALLED = "no test calls it"
 _REACH_LIMIT_S = 1200.0
-_COLD_S = 60.0  # a separate process loads everything again
+_COLD_S = 60.0  # a separate process has to load everything again
 _GRACE_S = 10.0
-_SPIN_S = 2.0  # in seconds: more processor time than this, beyond twice the usual, means that a loop does not end
-_PATIENCE = 4.0  # a run that takes this many times as long as usual hangs, which counts as noticed
+# In seconds of processor time. If a run uses more than this, beyond twice the usual time, one of its loops does not
+# end.
+_SPIN_S = 2.0
+_PATIENCE = 4.0  # if a run takes this many times as long as usual, it hangs, and this counts as noticed
 
 
 class Session:
@@ -26,7 +28,7 @@ class Session:
     Args:
         tree: the copy, which serves one session at a time.
         files: the test files.
-        but: test files that have been run before, and are left out.
+        but: test files that were run before, and are left out now.
 
     Raises:
         RuntimeError: the tests cannot be collected.
@@ -60,23 +62,24 @@ class Session:
 
     @property
     def failed(self) -> list[str]:
-        """The tests that fail without any change, and therefore notice nothing."""
+        """The tests that fail even without a change. They therefore cannot notice anything."""
         return self._reach["failed"]
 
     @property
     def seconds(self) -> float:
-        """Seconds that all tests take."""
+        """The number of seconds that all tests take together."""
         return sum(self._reach["seconds"].values())
 
     def tests_of(self, path: Path, function: str) -> list[str]:
-        """The tests that may notice a change of a function, fastest first; all tests if the change is outside of
-        functions.
+        """Returns the tests that may notice a change of a function, the fastest first. If the change is outside of
+        functions, returns all tests.
         """
         name = f"{self.tree.folder / path}:{function}"
         reach, seconds, spawning = self._reach["reach"], self._reach["seconds"], set(self._reach["spawning"])
         is_code = function in functions(ast.parse((self.tree.folder / path).read_text())) and name not in self._imported
         chosen = {test for test in seconds if not is_code or name in reach[test] or test in spawning}
-        # Grouped by file, because the fixtures of a file are set up once. Tests that start processes come last.
+        # Tests are grouped by file, because the fixtures of a file are set up once. Tests that start processes come
+        # last.
         order = sorted(chosen, key=lambda test: (test.partition("::")[0], test in spawning, seconds[test]))
         return [test for test in order if test not in self.failed and test.partition("::")[0] not in self._but]
 

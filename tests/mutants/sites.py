@@ -1,4 +1,4 @@
-"""The mutants of a source file: every change of its functions and constants that a test could notice.
+"""Finds the mutants of a source file: every change of its functions and constants that a test could notice.
 
 Code that tests should not depend on is left out: docstrings, annotations, texts of errors and logs, `__repr__`,
 `assert`, declarations without a body, and code that only a type checker reads.
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from tests.mutants.operators import changes
 
-_SHOWN = 160  # longest shown expression, in characters
+_SHOWN = 160  # the longest expression that is shown, in characters
 _LEFT_OUT_NAMES = {"__repr__", "__str__", "__all__", "__slots__", "__match_args__", "__getattr__"}
 _LOGS = {"_log", "log", "logger", "logging", "warnings"}
 _CALLS_OF_TYPES = {"cast", "TypeVar", "NewType", "ParamSpec", "NamedTuple", "namedtuple", "getLogger"}
@@ -72,7 +72,7 @@ class Mutant(NamedTuple):
 
 
 class Site(NamedTuple):
-    """A node that may be changed, and the function that it belongs to.
+    """A node that may be changed, and the function to which it belongs.
 
     Attributes:
         function: qualified name of the function.
@@ -92,7 +92,7 @@ class Site(NamedTuple):
 
     @property
     def shown(self) -> ast.AST:
-        """The node to show to a reader: for a constant, the expression or statement around it."""
+        """The node that is shown to a reader. For a constant, this is the expression or statement around it."""
         if isinstance(self.node, ast.Constant):
             for one in reversed(self.above):
                 if isinstance(one, _SHOW_A_CONSTANT):
@@ -103,14 +103,14 @@ class Site(NamedTuple):
 
 
 def mutants(path: Path, source: str) -> list[Mutant]:
-    """Every mutant of a file, each once, in the order of the file."""
+    """Returns every mutant of a file once, in the order of the file."""
     starts = [0, *itertools.accumulate(len(line) for line in source.encode().splitlines(keepends=True))]
     found: dict[tuple[int, int, str], Mutant] = {}
-    written = cache(ast.unparse)  # the same node is changed in many ways
+    written = cache(ast.unparse)  # cached, because the same node is changed in many ways
     for site in sites(ast.parse(source)):
         for operator, old, new in changes(site.node):
             if site.is_alone and operator == "dropped":
-                continue  # the same change as a condition that is always false
+                continue  # the same change is already made as a condition that is always false
             assert isinstance(old, ast.expr | ast.stmt)
             assert old.end_lineno is not None
             assert old.end_col_offset is not None
@@ -124,7 +124,9 @@ def mutants(path: Path, source: str) -> list[Mutant]:
 
 
 def _placed(old: ast.expr | ast.stmt, text: str) -> str:
-    """Formats a text to replace a node: an expression in brackets, a statement with its indentation."""
+    """Returns the text formatted so that it can replace a node: an expression in brackets, a statement with its
+    indentation.
+    """
     if isinstance(old, ast.stmt):
         return textwrap.indent(text, " " * old.col_offset).lstrip(" ")
     # brackets are needed, because `0.sum()` is not an expression
@@ -132,7 +134,7 @@ def _placed(old: ast.expr | ast.stmt, text: str) -> str:
 
 
 def _shown(site: Site, before: str, new: ast.AST, after: str) -> tuple[str, str]:
-    """The old and the new code that a reader is shown, on one line each."""
+    """Returns the old and the new code as they are shown to a reader, each on one line."""
     if isinstance(site.node, ast.Constant) and isinstance(new, ast.Constant):
         around, value = site.shown, site.node.value
         before = ast.unparse(around)
@@ -165,7 +167,7 @@ def functions(program: ast.Module) -> dict[str, ast.FunctionDef | ast.AsyncFunct
 
 
 def sites(program: ast.Module) -> Iterator[Site]:
-    """The nodes of a file that are worth changing."""
+    """Yields the nodes of a file that are worth changing."""
     yield from _of_body(program.body, "")
 
 
@@ -197,14 +199,14 @@ def _is_protocol(node: ast.ClassDef) -> bool:
 
 
 def _is_declaration(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether a function has no body, or is an overload."""
+    """Returns whether a function has no body, or is an overload."""
     if any(ast.unparse(one).rpartition(".")[2] in {"overload", "abstractmethod"} for one in node.decorator_list):
         return True
     return all(isinstance(one, ast.Pass) or _is_bare(one) for one in node.body)
 
 
 def _is_bare(node: ast.stmt) -> bool:
-    """A docstring, or `...`."""
+    """Returns whether a statement is a docstring or `...`."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
@@ -221,8 +223,8 @@ def _of_function(node: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> Ite
 
 
 def _below(node: ast.AST, name: str, above: tuple[ast.AST, ...] = ()) -> Iterator[Site]:
-    """The nodes below a node, without those that tests should not depend on."""
-    if isinstance(node, _DEFINITIONS):  # a nested function is part of the outer one
+    """Yields the nodes below a node. Nodes that tests should not depend on are left out."""
+    if isinstance(node, _DEFINITIONS):  # a nested function counts as a part of the outer one
         yield from _of_function(node, name)
         return
     if isinstance(node, ast.ClassDef):
@@ -233,7 +235,7 @@ def _below(node: ast.AST, name: str, above: tuple[ast.AST, ...] = ()) -> Iterato
         return
     yield Site(name, node, above)
     if isinstance(node, ast.Raise):
-        return  # the text of an error
+        return  # the node is the text of an error
     for child in _children(node):
         yield from _below(child, name, (*above, node))
 
@@ -243,7 +245,7 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
         yield node.args[0]
         return
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "reshape":
-        # any negative number means the same
+        # any negative number would mean the same
         yield from (one for one in (node.func, *node.args) if ast.unparse(one) != "-1")
         return
     if isinstance(node, ast.For) and _is_first_found(node):
@@ -251,7 +253,7 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
         yield from (node.target, node.iter.value, *node.body)
         return
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.LShift) and isinstance(node.left, ast.Constant):
-        return  # a limit like `16 << 20`, for which half or double is not a fault
+        return  # the node is a limit like `16 << 20`, and half or double of it is not a fault
     for field, value in ast.iter_fields(node):
         if field not in _TYPE_FIELDS:
             for one in value if isinstance(value, list) else [value]:
@@ -260,7 +262,9 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _is_first_found(node: ast.For) -> bool:
-    """Whether a loop is `for x in found[:1]: raise ...`, which ends with the first element in any case."""
+    """Returns whether a loop is `for x in found[:1]: raise ...`. Such a loop ends with the first element in
+    any case.
+    """
     return isinstance(node.body[0], ast.Raise) and ast.unparse(node.iter).endswith("[:1]")
 
 
@@ -274,7 +278,7 @@ def _is_left_out(node: ast.AST) -> bool:
         name = getattr(node.func, "attr", "") or getattr(node.func, "id", "")
         return name in _CALLS_OF_TYPES or (isinstance(first, ast.Name) and first.id in _LOGS)
     if isinstance(node, ast.keyword):
-        return node.arg == "strict"  # `strict` of `zip` only guards against bugs
+        return node.arg == "strict"  # the `strict` of `zip` only guards against bugs
     if isinstance(node, ast.Expr):
         return isinstance(node.value, ast.Constant) or _is_left_out(node.value)
     return isinstance(node, ast.If) and _is_for_types(node.test)

@@ -26,7 +26,7 @@ Listed = Callable[[Sequence[Module]], None]
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A repository with one commit that replaces this one in the test."""
+    """A repository with one commit. In the test it takes the place of this repository."""
     (tmp_path / PAGES).parent.mkdir(parents=True)
     (tmp_path / PAGES).write_text(SOURCE)
     git(tmp_path, "init", "-q")

@@ -97,7 +97,9 @@ def test_an_operator_turns_a_program_into_just_these(operator: str, source: str)
 
 
 def changed(source: str, operator: str) -> list[str]:
-    """The results of an operator for a program's only statement, or for the expression that this statement is."""
+    """Returns the results of an operator for the only statement of a program. If this statement is an expression, the
+    operator gets the expression.
+    """
     (statement,) = _in_loop(source)
     nodes: list[ast.AST] = [statement]
     if isinstance(statement, ast.Expr) and operator != "dropped":

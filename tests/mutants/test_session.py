@@ -1,4 +1,4 @@
-"""Mutants are tried without a process of their own if possible, and otherwise in one."""
+"""A mutant is tried in a loaded session if this is possible, and otherwise in a process of its own."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -71,7 +71,7 @@ pytestmark = pytest.mark.ci  # the forking process loads torch and transformers
 
 @pytest.fixture(scope="module")
 def sessions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Session]]:
-    """Returns the session, or a new one if that was closed."""
+    """Returns a function that returns the session, or a new session if the last one was closed."""
     tree = Tree(tmp_path_factory.mktemp("tree"))
     (tree.folder / FILE).write_text(SOURCE)
     (tree.folder / TEST).write_text(TESTS)

@@ -149,7 +149,7 @@ def test_every_mutant_of_a_file_is_another_program() -> None:
 
 
 def is_stub(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether it has a docstring and no statements, as the methods of a protocol do."""
+    """Returns whether a function has a docstring and no statements, as the methods of a protocol do."""
     return all(isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant) for one in function.body)
 
 

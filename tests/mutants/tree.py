@@ -26,7 +26,7 @@ class Run(NamedTuple):
     Attributes:
         outcome: "passed", "failed", "timed out", "crashed" (ended by a signal), or "broken": no test ran.
         by: the test that failed first, or the end of the output if the run is broken.
-        seconds: the time that it took.
+        seconds: how long the run took.
     """
 
     outcome: str
@@ -54,7 +54,7 @@ class Tree:
         self._forker: subprocess.Popen[str] | None = None
 
     def check_imports(self) -> None:
-        """Raises `RuntimeError` unless a program that runs here imports the packages of the copy."""
+        """Raises `RuntimeError` if a program that runs here imports packages from somewhere else than the copy."""
         code = (
             "import kvcache as k, transfer as t, scheduler_adapters as s, pagewire as p\n"
             "print(k.__file__, t.__file__, s.__file__, p.__file__)"
@@ -77,7 +77,7 @@ class Tree:
 
     @contextmanager
     def changed(self, path: Path, source: str) -> Generator[None]:
-        """A `with` block with a changed source file, which is restored afterwards."""
+        """Returns a `with` block. Inside it, the source file is changed. It is restored afterwards."""
         file = self.folder / path
         before, status = file.read_bytes(), file.stat()
         # Python compares compiled files by whole seconds and size, so each change gets a new time
@@ -91,7 +91,9 @@ class Tree:
             os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
 
     def run(self, tests: Sequence[str], limit_s: float, *, compiled: bool = False) -> Run:
-        """Runs tests up to the first failure. With `compiled`, Python's compiled files are kept for the next runs."""
+        """Runs tests up to the first failure. With `compiled`, the files that Python has compiled are kept for the next
+        runs.
+        """
         start = time.monotonic()
         asked = {"tests": list(tests), "options": ["-x", *self.options], "limit_s": limit_s, "compiled": compiled}
         answer = self.ask(asked)
@@ -106,7 +108,8 @@ class Tree:
         given = ["-q", "-p", "no:randomly", "-p", "no:cacheprovider", f"--basetemp={self.folder / 'basetemp'}"]
         # With xdist the rerun plugin starts a thread, and a process with threads cannot be forked safely.
         given += ["-p", "no:xdist", "-p", "no:rerunfailures"]
-        given += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # hypothesis is loaded before pytest starts
+        # hypothesis is loaded before pytest starts, which would cause this warning
+        given += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
         return [*given, "--hypothesis-seed=0"]
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -135,7 +138,7 @@ class Tree:
         )
 
     def _environment(self) -> dict[str, str]:
-        # CI runs failed tests again, but here failures are wanted.
+        # CI runs failed tests again, but here tests are meant to fail.
         return dict(os.environ) | {"PYTHONPATH": str(self.folder), "PYTEST_ADDOPTS": ""}
 
 

@@ -28,9 +28,9 @@ class Tried(NamedTuple):
     Attributes:
         mutant: the mutant.
         beside: outcome of the tests beside its file.
-        elsewhere: outcome of the other tests; None if they were not run.
-        reason: why it is harmless, if `harmless.txt` says so.
-        is_changed: whether it belongs to a changed function.
+        elsewhere: outcome of the other tests; None if these were not run.
+        reason: why the mutant is harmless, if `harmless.txt` says so.
+        is_changed: whether the mutant belongs to a changed function.
     """
 
     mutant: Mutant
@@ -41,7 +41,9 @@ class Tried(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """The tests that noticed it, in words; "survived beside" if only the tests beside its file were run."""
+        """The tests that noticed the mutant, in words. It is "survived beside" if only the tests beside its file were
+        run.
+        """
         if self.beside.outcome == "broken":
             return BROKEN
         if self.beside.outcome != "passed":
@@ -54,12 +56,12 @@ class Tried(NamedTuple):
 
     @property
     def is_uncalled(self) -> bool:
-        """Whether none of the tests calls the function."""
+        """Whether no test calls the function of the mutant."""
         return (self.elsewhere or self.beside).by == NOT_CALLED
 
     @property
     def is_gap(self) -> bool:
-        """Whether no test beside its file notices it, although no reason says that none can."""
+        """Whether no test beside the mutant's file notices it, and `harmless.txt` has no reason why no test could."""
         return self.verdict in {ELSEWHERE, SURVIVED, SURVIVED_BESIDE} and not self.reason
 
 

@@ -1,8 +1,10 @@
 """A pytest session that has already imported and collected its tests, and forks for each run.
 
 A run replaces the code of one loaded function by the changed code. That takes milliseconds, whereas a new process takes
-seconds. Changes outside of a function's code (constants, defaults, code that ran during imports) cannot be made this
-way. They are reported, and the run is done in a new process.
+seconds.
+
+Changes outside of a function's code cannot be made in this way: constants, defaults, and code that ran during imports.
+The session reports such a change, and the run is done in a new process.
 """
 
 import contextlib
@@ -26,7 +28,7 @@ import pytest
 
 from tests.orphans import adopt, end_children
 
-# in addition to the session's memory, so that a changed limit cannot use up the machine's memory
+# this comes on top of the session's own memory; it keeps a changed limit from using up the memory of the machine
 _MEMORY_BYTES = 6 << 30
 _settrace = sys.settrace
 _SPAWNS = {"Popen.__init__", "BaseProcess.start"}
@@ -34,7 +36,7 @@ Request = dict[str, Any]
 
 
 class NoSwapError(Exception):
-    """The change affects more than a function's code."""
+    """The change affects more than the code of one function."""
 
 
 class Reach:
@@ -73,7 +75,9 @@ class Reach:
         self._codes[id(frame.f_code)] = frame.f_code
 
     def _trace_also(self, trace: Any) -> None:
-        """Stands for `sys.settrace` in tests, so that calls in tests that interrupt them are recorded, too."""
+        """Takes the place of `sys.settrace` in tests, so that the calls in a test that sets its own trace function are
+        recorded, too.
+        """
 
         def both(frame: FrameType, event: str, argument: object) -> Any:
             self._trace(frame, event, argument)
@@ -105,7 +109,9 @@ class Reach:
     def pytest_fixture_setup(
         self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
     ) -> Generator[None, object, object]:
-        """Calls in a process that serves a whole file are not recorded, so all tests of the file may depend on them."""
+        """If a process serves a whole file, its calls are not recorded. All tests of the file may therefore depend on
+        these functions.
+        """
         before = self._has_spawned()
         try:
             return (yield)
@@ -126,7 +132,7 @@ class Reach:
 
 
 def name_of(code: CodeType) -> str:
-    """The file of a code object, and the function or method that it belongs to."""
+    """Returns the file of a code object, and the name of the function or method to which it belongs."""
     return f"{code.co_filename}:{code.co_qualname.partition('.<locals>')[0]}"
 
 
@@ -171,7 +177,7 @@ class Warm:
         self._imports = Reach(packages)
         self._imports.begin()
         self._result: Any = None
-        # Any failing example is enough; it need not be the smallest.
+        # Any failing example is enough. It need not be the smallest one.
         settings = hypothesis.settings(phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate])
         hypothesis.settings.register_profile("mutants", settings, print_blob=False)
         hypothesis.settings.load_profile("mutants")
@@ -179,13 +185,13 @@ class Warm:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
-        """Serves requests, each in a fork that continues from here as its own session."""
+        """Serves requests. Each request runs in a fork, which continues from here as a session of its own."""
         imported = self._imports.end()
         if session.testsfailed or not session.items:
             return None  # the session ends here, and its output is the answer
         adopt()
         self._answer({"tests": [item.nodeid for item in session.items], "imported": imported, "threads": _threads()})
-        gc.unfreeze()  # objects that tests/conftest.py has frozen would not be found
+        gc.unfreeze()  # objects that tests/conftest.py has frozen could not be found otherwise
         functions = [one for one in gc.get_objects() if type(one) is FunctionType]
         for function in functions:
             name = function.__code__.co_qualname
@@ -255,7 +261,7 @@ class Warm:
         for name in mine:
             lines = [code.co_firstlineno for code in old[name]]
             for one in loaded.get(name, []):
-                # Functions of the same name are distinguished by their lines.
+                # If functions have the same name, their lines tell which is which.
                 if len(old[name]) != len(new.get(name, [])) or lines.count(one.__code__.co_firstlineno) != 1:
                     raise NoSwapError("not the code that is loaded")
                 try:
@@ -268,7 +274,7 @@ class Warm:
 
 
 def _content(code: CodeType) -> tuple[object, ...]:
-    """The content of a code object without its line numbers and nested code objects."""
+    """Returns the content of a code object. Line numbers and nested code objects are left out."""
     constants = [(type(one), repr(one)) for one in code.co_consts if not isinstance(one, CodeType)]
     return code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
 

@@ -1,4 +1,6 @@
-"""`DISTRIBUTIONS`: maps packages to the distributions that contain them, where the names differ."""
+"""`DISTRIBUTIONS` maps packages to the distributions that contain them. It lists only packages whose distribution has
+another name.
+"""
 
 DISTRIBUTIONS = {
     "aiohttp": "textual-serve",

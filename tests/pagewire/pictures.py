@@ -1,8 +1,9 @@
 """Makes the pictures of the commands in `docs/guides`: `make pictures`, or `python -m tests.pagewire.pictures FOLDER`.
+
 Rich exports the terminal output of `demo`, `doctor`, `plan`, `replay` and `serve`. Textual exports `pagewire top`: a
-faulty service in both themes, and a pool of four million pages. `--browser` names a Chromium. It opens, without a
-screen, the address that `pagewire demo --top web --chaos 7` prints, and that of the large pool. `--only` makes a single
-picture.
+faulty service in both themes, and a pool of four million pages. `--browser` names a Chromium. Without a screen, this
+browser opens the address that `pagewire demo --top web --chaos 7` prints, and the address of the large pool. `--only`
+makes a single picture.
 """
 
 from __future__ import annotations
@@ -45,11 +46,13 @@ WIDTH = 100  # width of the output of the other commands, in characters
 CONFIG = Path(__file__).parent / "plan/configs/gemma-3-27b"
 _FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 _SERVE_S = 120.0
-_DRAWN_BYTES = 30_000  # a larger picture shows more than Textual's page before the program has drawn anything
+# a picture with more bytes than this shows more than the empty page that Textual serves before the program has drawn
+# anything
+_DRAWN_BYTES = 30_000
 
 
 def printed(path: Path, arguments: Sequence[str], shown: str = "", *, coloured: bool = True) -> None:
-    """The output of a command in a terminal, below its command line."""
+    """Draws the output of a command as in a terminal, below its command line."""
     environment = terminal() if coloured else None
     done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, check=True, env=environment)
     export(path, f"pagewire {shown or ' '.join(arguments)}", done.stdout)
@@ -71,7 +74,8 @@ def export(path: Path, command: str, text: str) -> None:
 
 def demo(folder: Path) -> None:
     """Draws a demo of eight prompts across two processes."""
-    printed(folder / "demo.svg", ["demo", "--requests", "8"], coloured=False)  # without the frames of its progress bar
+    # drawn without colours, so that the frames of the progress bar are left out
+    printed(folder / "demo.svg", ["demo", "--requests", "8"], coloured=False)
 
 
 def doctor(folder: Path) -> None:
@@ -88,7 +92,7 @@ def plan(folder: Path) -> None:
 
 
 def replay(folder: Path) -> None:
-    """Draws the replay of growing conversations, some of which are resumed."""
+    """Draws the replay of growing conversations. Some of them are resumed later."""
     rng, lines = random.Random(5), list[str]()
     for turn in range(2000):
         first = 10 + 50 * rng.randrange(turn // 4, turn // 2 + 2)
@@ -100,7 +104,7 @@ def replay(folder: Path) -> None:
 
 
 def serve(folder: Path) -> None:
-    """Draws a watched service, until it is told to drain."""
+    """Draws a service that is being watched, until the service is told to drain."""
     arguments = ["serve", "--prefills", "2", "--watch"]
     command = [*COMMAND, *arguments, "--http-port", "0"]
     program = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=terminal())
@@ -246,7 +250,7 @@ DRAWN: dict[str, Callable[[Path, str | None], None]] = {"top_small": small, "top
 
 
 def main() -> None:
-    """Make them."""
+    """Makes the pictures."""
     parser = argparse.ArgumentParser(prog="python -m tests.pagewire.pictures", description=__doc__)
     parser.add_argument("folder", type=Path, help="where they go")
     parser.add_argument("--only", choices=(*PRINTED, *DRAWN), help="one of them")

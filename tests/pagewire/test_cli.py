@@ -1,4 +1,6 @@
-"""Every argument of every command with invalid values: one line and a status, never a traceback."""
+"""Every argument of every command, with invalid values. The command must print one line and end with a status, and
+never with a traceback.
+"""
 
 import argparse
 import json
@@ -42,7 +44,7 @@ def commands() -> dict[str, argparse.ArgumentParser]:
 
 
 def valued() -> list[Any]:
-    """The options with a value: `make test` runs one of each type and unit."""
+    """The options that take a value. `make test` runs one option of each type and unit."""
     found, kinds = list[Any](), set[tuple[Any, ...]]()
     for command, parser in commands().items():
         for action in parser._actions:
@@ -71,9 +73,10 @@ def command_line(command: str, action: argparse.Action, value: str, trace: Path)
 def status_of(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> Callable[[list[str]], int | None]:
-    """Returns a function that runs a command line until it would start processes or make pages.
+    """Returns a function that runs a command line, but only up to the point at which processes would be started or
+    pages made.
 
-    It returns the status, or None at that point.
+    The function returns the exit status, or None if the command line came to that point.
     """
 
     def reached(*_: object, **__: object) -> None:
@@ -327,7 +330,9 @@ def test_the_version_is_the_distributions(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_nothing_heavy_is_imported_before_signals_are_handled() -> None:
-    """Otherwise an interrupt during the import of torch would print a traceback, and `--help` would take seconds."""
+    """If torch were imported earlier, an interrupt during its import would print a traceback, and `--help` would take
+    seconds.
+    """
     program = "import sys, pagewire.cli; print({'msgspec', 'numpy', 'torch', 'zmq'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True)
     assert done.stdout == "set()\n"

@@ -1,4 +1,4 @@
-"""A package that shadows one of ours is reported with its file, before its code runs."""
+"""If another package hides one of ours, an error names the file of that package before any of its code runs."""
 
 import subprocess
 import sys
@@ -39,7 +39,7 @@ def installed(tmp_path: Path) -> Path:
 
 
 def stranger(folder: Path, name: str) -> Path:
-    """Installs another distribution's package of the same name, as pip would."""
+    """Installs a package of the same name from another distribution, as pip would do it."""
     package, info = folder / name, folder / "transfer-0.40.dist-info"
     package.mkdir(parents=True, exist_ok=True)
     info.mkdir(parents=True, exist_ok=True)
@@ -84,7 +84,7 @@ def test_a_package_that_was_written_over_is_named(name: str, installed: Path) ->
 @pytest.mark.parametrize("name", PACKAGES)
 def test_a_package_that_is_gone_is_named(name: str, installed: Path) -> None:
     gone = installed / name / "__init__.py"
-    gone.unlink()  # the state in which pip leaves it after the other distribution is uninstalled
+    gone.unlink()  # this is how pip leaves the folder after the other distribution has been uninstalled
     status, told = imported(installed)
     assert status == 1
     assert f"pagewire needs its package {name!r}, and {gone} is gone: pip install --force-reinstall" in told

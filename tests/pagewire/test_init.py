@@ -68,7 +68,7 @@ def test_without_nixl_everything_is_imported_and_a_transfer_names_the_extra(monk
 
 
 def test_a_module_of_it_is_imported_by_name_without_the_packages_below() -> None:
-    """`from pagewire import cli` asks the package for an attribute first."""
+    """`from pagewire import cli` first asks the package `pagewire` for an attribute of that name."""
     code = "import sys; from pagewire import cli; print({'torch', 'zmq', 'kvcache'} & {*sys.modules}, cli.__name__)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "set() pagewire.cli\n"

@@ -44,7 +44,9 @@ NEEDS = {
 
 
 def run_without(conn: Connection, package: str, line: list[str]) -> None:
-    """Runs a command line until it would start processes. Sends its status (None at that point) and its output."""
+    """Runs a command line up to the point at which it would start processes. Sends its output and its exit status,
+    which is None if it came to that point.
+    """
     for name in list(sys.modules):
         if name.partition(".")[0] in (package, *OURS):
             del sys.modules[name]

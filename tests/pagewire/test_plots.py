@@ -1,4 +1,4 @@
-"""The appearance of every plot: no text is cut or covered, ticks are round, and equal figures give equal bytes."""
+"""How every plot looks: no text is cut or covered, ticks are round, and equal figures give equal bytes."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ pytest.importorskip("matplotlib")
 
 
 def texts(made: Any) -> Iterator[Any]:
-    """Every visible text, without the labels of ticks beyond the ends of their axis."""
+    """Returns every visible text. The labels of ticks beyond the ends of an axis are left out."""
     from matplotlib.text import Text
 
     hidden = {
@@ -32,7 +32,7 @@ def texts(made: Any) -> Iterator[Any]:
 
 
 def faults(made: Any) -> list[str]:
-    """Texts that the edge of the figure cuts, and tick labels or titles that overlap."""
+    """Returns the texts that are cut by the edge of the figure, and the tick labels or titles that overlap."""
     made.canvas.draw()
     width, height = made.canvas.get_width_height()
     seen = [(one, one.get_window_extent()) for one in texts(made)]
@@ -49,7 +49,7 @@ def faults(made: Any) -> list[str]:
 
 @pytest.fixture
 def saved(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
-    """The faults of every saved figure, by the name of its file."""
+    """The faults of every saved figure. The key is the name of the figure's file."""
     found: dict[str, list[str]] = {}
     real = plots.save
 

@@ -13,7 +13,7 @@ ROWS = [("window 1,024", "1,953,125", "1,048,576", "8,796,093,022,208"), ("full"
 
 
 class Terminal(io.StringIO):
-    """Receives output like a terminal."""
+    """Receives output as a terminal does."""
 
     def isatty(self) -> bool:
         return True

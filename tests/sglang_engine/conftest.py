@@ -12,7 +12,7 @@ from tests.sglang_engine import stand_ins
 collect_ignore_glob = [] if stand_ins.install() else ["test_*.py"]
 
 PAGE_SIZE = int(os.environ.get("PAGEWIRE_SGLANG_PAGE_SIZE", "16"))
-if PAGE_SIZE != 16:  # these tests have their own page sizes, or need only one
+if PAGE_SIZE != 16:  # these tests choose their own page sizes, or need only one page size
     collect_ignore = ["test_pools.py", "test_transfer_layouts.py", "test_transfer_deaths.py", "test_kernels.py"]
 
 
@@ -68,7 +68,7 @@ def engine(the_engine: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def plain(model_dir: Path, page_size: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """SGLang's unchanged engine, in a process."""
+    """SGLang's unchanged engine, in a process of its own."""
     from tests.sglang_engine.pd_pair import Options, Server
 
     log = tmp_path_factory.mktemp("plain") / "plain.log"

@@ -18,7 +18,7 @@ from tests.sglang_engine import stand_ins
 from tests.sglang_engine.subscriber import CONFIG, Subscriber
 from tests.sglang_engine.tokenized import tokenized
 
-# Makes SGLang itself recount its pools and rows after every step, and fail at the first difference.
+# With these settings SGLang itself recounts its pools and rows after every step, and fails at the first difference.
 os.environ |= {
     "SGLANG_USE_CPU_ENGINE": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
@@ -82,7 +82,7 @@ class Engine:
         self.requests[name] = next(req for req in self.scheduler.waiting_queue if req.rid == name)
 
     def abort(self, name: str) -> None:
-        """Does what a client's disconnect causes."""
+        """Does what SGLang does when a client disconnects."""
         from sglang.srt.managers.io_struct import AbortReq
 
         self.scheduler.process_input_requests([AbortReq(rid=name)])
@@ -135,8 +135,8 @@ class Engine:
 
 
 def main() -> None:
-    """Runs the requests on standard input with SGLang's own tree, and prints JSON: how many tokens each finds cached,
-    and with `--events` what a subscriber knows of the tree at the end.
+    """Runs the requests on standard input with SGLang's own tree, and prints JSON. The JSON says how many tokens each
+    request finds cached. With `--events` it also says what a subscriber knows of the tree at the end.
     """
     stand_ins.install()
     parser = argparse.ArgumentParser()

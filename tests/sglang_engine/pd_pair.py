@@ -49,7 +49,7 @@ def free_port() -> int:
 
 
 class Server:
-    """A process for each rank, and their messages about each request."""
+    """A server with one process for each rank. It collects what these processes say about each request."""
 
     def __init__(self, options: Options) -> None:
         self.options, self.role, self.log = options, options.role, Path(options.log)
@@ -119,7 +119,7 @@ class Server:
         return self._until("usage", ANSWER_S)
 
     def wait_usage(self, timeout_s: float = 20.0, **wanted: int) -> None:
-        """Waits until this much is held; by default, until everything is given back."""
+        """Waits until the server holds as much as `wanted` says; by default, until everything is given back."""
         end = time.monotonic() + timeout_s
         while True:
             usage = self.usage()
@@ -140,7 +140,7 @@ class Server:
         raise AssertionError(f"{self.role} reads nothing:\n{self.tail()}")
 
     def wait_phase(self, room: int, phase: str, timeout_s: float = ANSWER_S) -> None:
-        """Wait until SGLang's state of a room has this name."""
+        """Waits until SGLang's state of a room has this name."""
         end, found = time.monotonic() + timeout_s, ""
         while time.monotonic() < end:
             self.ask("phase", room=room)
@@ -167,7 +167,7 @@ class Server:
 
 
 class Pair:
-    """A prefill and a decode process, and the router's part: room numbers."""
+    """A prefill process and a decode process. It also does the router's part, which is to choose room numbers."""
 
     def __init__(
         self, model: Path, logs: Path, pages: tuple[int, int], ranks: tuple[int, int] = (1, 1), **more: Any

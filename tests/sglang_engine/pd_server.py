@@ -63,7 +63,8 @@ def server_arguments(options: Options) -> ServerArgs:
         "disaggregation_transfer_backend": BACKEND,
         "disaggregation_bootstrap_port": options.port,
         "num_reserved_decode_tokens": 16,
-        "disaggregation_decode_retraction_backup": "cpu_tensor",  # a host pool is pinned, which needs CUDA
+        # the other choice is a host pool, which is pinned and therefore needs CUDA
+        "disaggregation_decode_retraction_backup": "cpu_tensor",
     }
     return ServerArgs(
         model_path=options.model,
@@ -106,7 +107,7 @@ class Tokenizer:
                 getattr(self, asked.pop("op"))(**asked)
 
     def say(self, **fields: Any) -> None:
-        """Tell the test."""
+        """Sends these fields to the test as a line of JSON."""
         with self._one_at_a_time:
             self._connection.send(fields)
 
@@ -163,7 +164,7 @@ class Tokenizer:
         )
 
     def phase(self, room: int) -> None:
-        """SGLang's own name of a room's state; empty if it has none."""
+        """SGLang's own name for the state of a room; empty if there is no such state."""
         names = {value: name for name, value in vars(KVPoll).items() if isinstance(value, int)}
         self.say(phase=names.get(manager_of(self.scheduler).request_status.get(room, -1), ""))
 
@@ -185,7 +186,7 @@ def open_rooms(manager: Any) -> int:
 
 
 def hold_reads() -> None:
-    """Changes how long a READ takes, the only part of the transfer that tests change."""
+    """Makes it possible to hold READs. How long a READ takes is the only thing about the transfer that tests change."""
     done, read = Agent.done, Agent.read
 
     def is_held() -> bool:
@@ -222,7 +223,7 @@ def main(options: Options, connection: Connection) -> None:
         Scheduler(arguments, ports).run_event_loop()
         return
     if options.role == "prefill":
-        start_disagg_service()  # as its tokenizer's process does
+        start_disagg_service()  # as the tokenizer's process of a server does
     tokenizer = Tokenizer(ports, connection)
     tokenizer.say(ports=dataclasses.asdict(ports))
     scheduler = tokenizer.scheduler = Scheduler(arguments, ports)

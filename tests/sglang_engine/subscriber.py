@@ -1,4 +1,4 @@
-"""A router's knowledge of a cache, from SGLang's KV events alone."""
+"""What a router knows about a cache if it only reads SGLang's KV events."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import zmq
 
 CONFIG = '{"publisher": "zmq", "endpoint": "tcp://127.0.0.1:0", "bind": true}'
 Prefix = tuple[str | None, tuple[int, ...]]
-"""A salt, and the tokens up to the end of a page."""
+"""A prefix: its salt, and all of its tokens, up to the end of a page."""
 
 
 class Subscriber:
@@ -51,8 +51,8 @@ class Subscriber:
         self._socket.close(linger=0)
 
     def _is_cleared(self) -> bool:
-        """Clears the cache repeatedly until an event arrives, because events published before the connection exists are
-        lost.
+        """Clears the cache again and again until an event arrives. Events that are published before the connection
+        exists are lost.
         """
         self.flush()
         return self._clears > 0
@@ -76,7 +76,7 @@ class Subscriber:
         self._clears += 1
 
     def _BlockStored(self, event: dict[str, Any]) -> None:  # noqa: N802
-        if not self._clears:  # it continues pages that were reported before we subscribed
+        if not self._clears:  # the page continues pages that were reported before we subscribed
             return
         size, hashes, parent = event["block_size"], event["block_hashes"], event["parent_block_hash"]
         assert (size, event["medium"], event["lora_id"]) == (self._engine.page_size, "GPU", None)

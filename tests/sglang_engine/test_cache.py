@@ -1,4 +1,6 @@
-"""The cache by itself, with SGLang's real requests, rows and allocators, for faults that only rare moves would show."""
+"""The cache by itself, with SGLang's real requests, rows and allocators. Random moves look for faults that show only
+rarely.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ PAGES, ROWS = 24, 6
 class Pools:
     """A cache with its own pools.
 
-    For each token slot it records the content: the digest of all tokens up to this one.
+    For each token slot it records the content of the slot, as a digest of all tokens up to the slot's own.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -91,7 +93,7 @@ class Pools:
 
 @pytest.fixture
 def pools(the_engine: Any, page_size: int) -> Pools:  # noqa: ARG001
-    """Pools of a test. The engine is needed only for settings that SGLang's functions look up."""
+    """The pools of a test. They need an engine only because SGLang's functions look up its settings."""
     return Pools(page_size)
 
 
@@ -125,7 +127,7 @@ def test_random_moves_never_show_a_page_of_another_prompt(pools: Pools, seed: in
     for _ in range(400):
         move = chance.choice(("admit", "admit", "admit", "checkpoint", "finish", "retract", "evict", "flush"))
         if move == "admit":
-            # few different contents, so that many are shared
+            # there are few different contents, so that requests share many pages
             pages = [chance.randrange(2) for _ in range(chance.randrange(1, 7))]
             tokens = [token for token in pages for _ in range(pools.page_size)]
             tokens = tokens[: len(tokens) - chance.randrange(pools.page_size)]

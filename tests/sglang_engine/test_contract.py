@@ -13,7 +13,9 @@ from tests.sglang_engine.engine import CHUNK, POOL_TOKENS, ROWS
 
 
 class SGLangDriver:
-    """SGLang owns rows, free pages and the schedule. We own the cached pages. One engine serves all tests."""
+    """The driver for SGLang. SGLang owns the rows, the free pages and the schedule, and we own the cached pages. One
+    engine serves all tests.
+    """
 
     phases = ("waiting", "prefill", "decoding")
     peers = ()

@@ -1,4 +1,6 @@
-"""SGLang's real scheduler and a real model on the CPU, with our cache: tokens, hits, and pages held at the end."""
+"""SGLang's real scheduler and a real model on the CPU, with our cache: tokens, hits, and the pages that are held at the
+end.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +122,8 @@ def test_retracted_requests_give_their_pages_back_and_get_equal_tokens(engine: A
 def test_a_request_of_more_weight_preempts_and_all_get_equal_tokens(engine: Any, reference: Any) -> None:
     heavy = ByteTokenizer().encode("Out of the way! " * 8)
     prompts = [ByteTokenizer().encode(f"{number} waits.") for number in range(ROWS)]
-    assert sum(map(len, [*prompts, heavy])) + 40 * (ROWS + 1) < POOL_TOKENS  # rows run short, but pages do not
+    # there are too few rows for these requests, but enough pages
+    assert sum(map(len, [*prompts, heavy])) + 40 * (ROWS + 1) < POOL_TOKENS
     submit_all(engine, prompts, 40, priority=0)
     while len(engine.scheduler.running_batch.reqs) < ROWS:
         engine.step()

@@ -1,6 +1,8 @@
-"""SGLang's real KV pools with our leases and READs, within this process: everything that SGLang has written must
-arrive. The pools' own operation writes the tokens and reads them back, on every rank. There is no scheduler here. The
-test opens, offers and places rooms, as SGLang's queues do.
+"""SGLang's real KV pools with our leases and READs, within this process. Everything that SGLang has written must
+arrive.
+
+The pools' own operation writes the tokens and reads them back, on every rank. There is no scheduler here. The test
+opens, offers and places rooms as SGLang's queues do.
 """
 
 from __future__ import annotations
@@ -39,13 +41,13 @@ def pool_of(kind: str, page_size: int, tp: int) -> Any:
 
 
 def parts_of(pool: Any) -> list[tuple[Any, list[int]]]:
-    """The pools of the groups, each with the numbers of its layers within it."""
+    """Returns the pool of each group, with the numbers of its layers within it."""
     parts = [pool.full_kv_pool, pool.swa_kv_pool] if hasattr(pool, "swa_kv_pool") else [pool]
     return [(part, list(range(part.layer_num))) for part in parts]
 
 
 def content(part: Any, layer: int, heads: range) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values (or latents) whose values identify their layer, token and head."""
+    """Returns keys and values (or latents) for a layer. Each value identifies its layer, token and head."""
     width = part.kv_cache_dim if hasattr(part, "kv_cache_dim") else DIM
     token = torch.arange(1.0, TOKENS + 1)[:, None, None] * 1000
     head = torch.tensor([0] if hasattr(part, "kv_cache_dim") else list(heads))[None, :, None] * 100
@@ -72,7 +74,7 @@ class Told:
 
 
 class Side:
-    """An engine: the pools and workers of all its ranks, and the place of one request in them."""
+    """An engine: the pools and workers of all its ranks, and the pages of one request in them."""
 
     def __init__(self, kind: str, page_size: int, tp: int, role: str) -> None:
         from scheduler_adapters.sglang.pools import caches_of
@@ -105,7 +107,7 @@ class Side:
                     yield part, layer, where, at, (keys[at:], values[at:])
 
     def write(self) -> None:
-        """Writes as SGLang's attention does."""
+        """Writes the tokens in the way that SGLang's attention writes them."""
         for part, layer, where, _, (keys, values) in self.each():
             if self.kind == "mla":  # the pool's own operation asks the running engine about parallelism
                 part.get_key_buffer(layer)[where] = keys
@@ -129,14 +131,14 @@ def pages_of(group: int, page_size: int, start: int) -> tuple[list[int], int]:
 
 
 def place(parts: list[tuple[Any, list[int]]], page_size: int) -> tuple[list[list[int]], list[int]]:
-    """A request's pages in each group."""
+    """Returns the request's pages in each group."""
     starts = [0] + [TOKENS - WINDOW] * (len(parts) - 1)
     found = [pages_of(number, page_size, start) for number, start in enumerate(starts)]
     return [pages for pages, _ in found], [first for _, first in found]
 
 
 def leases_of(source: Side, told: Told) -> tuple[list[Any], str]:
-    """Prefill's side on all its ranks, and its address for decode."""
+    """Returns prefill's side of the transfer on all its ranks, and the address that decode asks."""
     from scheduler_adapters.sglang.leases import FollowerLeases, RoomLeases
     from scheduler_adapters.sglang.ranks import RankFollower, RankLeader
     from scheduler_adapters.sglang.rooms import RoomServer, endpoint
@@ -158,7 +160,7 @@ def leases_of(source: Side, told: Told) -> tuple[list[Any], str]:
 
 
 def pulls_of(target: Side, told: Told) -> list[Any]:
-    """Decode's side on all its ranks."""
+    """Returns decode's side of the transfer on all its ranks."""
     from scheduler_adapters.sglang.pulls import RoomPulls
     from scheduler_adapters.sglang.rooms import RoomClient
     from transfer.connector.scheduler import NixlConnectorScheduler

@@ -28,7 +28,7 @@ def the_pair(model_dir: Path, page_size: int, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture
 def pair(the_pair: Pair) -> Iterator[Pair]:
-    """The pair. After the test neither side may hold anything."""
+    """The pair of processes. After the test, neither of them may hold anything."""
     yield the_pair
     the_pair.prefill.wait_usage()
     the_pair.decode.wait_usage()
@@ -93,7 +93,7 @@ def test_an_abort_at_decode_keeps_the_pages_until_the_read_is_over(pair: Pair, e
     assert "Abort" in reason(pair.decode.answer("cut"))
     assert pair.decode.usage()["tokens"] >= len(PROMPTS[0]) - len(PROMPTS[0]) % 16
     assert "decode: aborted" in reason(pair.prefill.answer("cut"))
-    pair.prefill.wait_usage()  # at once, and not only when the READ is over
+    pair.prefill.wait_usage()  # at once, and not only after the READ has ended
     pair.decode.hold(on=False)
     check_works(pair, expected)
 
@@ -102,7 +102,7 @@ def test_an_abort_at_prefill_while_decode_reads_is_seen_by_the_fence(pair: Pair,
     pair.send_held("cut", PROMPTS[0])
     pair.prefill.ask("abort", name="cut")
     pair.prefill.answer("cut")
-    pair.prefill.wait_usage()  # its pages become free while they are read
+    pair.prefill.wait_usage()  # prefill's pages become free while decode reads them
     pair.decode.hold(on=False)
     assert "no longer held the pages" in reason(pair.decode.answer("cut"))
     check_works(pair, expected)

@@ -1,6 +1,7 @@
 """Deaths of SGLang's prefill or decode server in each phase of a request, with the substitutes of `test_transfer`.
 
-The surviving process is never restarted: it reports an error, holds nothing, and serves the next request correctly.
+The surviving process is not restarted. It reports an error, holds nothing afterwards, and serves the next request
+correctly.
 """
 
 from __future__ import annotations

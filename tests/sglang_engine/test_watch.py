@@ -32,7 +32,9 @@ class Watcher:
         return self.followed.apply(frames)
 
     def compare(self) -> Counter[PageState]:
-        """Compares page by page with the scheduler at rest. Returns the number of pages in each state."""
+        """Compares the view with the scheduler page by page, while the scheduler is at rest. Returns the number of
+        pages in each state.
+        """
         look, cache = self.look(), self.engine.cache
         cells = self.followed.cells["0"]
         free = set(self.engine.allocator.get_all_free_pages().tolist())

@@ -27,7 +27,7 @@ if HAS_VLLM:
 
 @pytest.fixture
 def make(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
-    """Returns `make(role, shape)`, which makes an engine that is closed at the end."""
+    """Returns `make(role, shape)`, which makes an engine. The engine is closed at the end of the test."""
     from tests.vllm_engine.engine import Engine, Shape
 
     folder: Path = tmp_path_factory.getbasetemp()

@@ -71,14 +71,17 @@ class Shape:
     policy: str = "fail"
     max_batched: int = 64
     rows: int = 16
-    events: str = ""  # name of the in-process sockets for its KV events; empty for none
+    events: str = ""  # the name of the in-process sockets for the engine's KV events; empty for no events
     connector: tuple[str, str | None] = OURS
-    backend: Any = TritonAttentionBackend  # the backend of its layers, whose format the small model writes
+    # the attention backend of the engine's layers; the small model writes the cache in the format of this backend
+    backend: Any = TritonAttentionBackend
     extra: dict[str, Any] = field(default_factory=lambda: {"host": "127.0.0.1", "port": 0})
 
 
 def secret_of(text: str) -> str:
-    """Names a secret by an environment variable, as a deployment must; empty text for no secret."""
+    """Returns a reference to a secret, which is put into an environment variable, as a deployment must do it. An empty
+    text stands for no secret.
+    """
     if not text:
         return ""
     name = f"PAGEWIRE_SECRET_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
@@ -137,7 +140,8 @@ def make_config(model: str, role: str, engine_id: str, shape: Shape, rank: int, 
             replay_endpoint=f"inproc://{shape.events}.replay",
         ),
     )  # fmt: skip
-    # Set afterwards, because vLLM would otherwise look for this many devices. This process plays all ranks.
+    # This is set after the config is made, because vLLM would otherwise look for this many devices. This process plays
+    # all ranks.
     config.parallel_config.tensor_parallel_size = shape.tp_size
     config.parallel_config.rank = rank
     config.instance_id = start
@@ -166,7 +170,9 @@ def make_cache_config(shape: Shape) -> KVCacheConfig:
 
 
 class Kernel:
-    """Writes and reads a layer's cache like its backend. vLLM's own code would need a device or another wheel."""
+    """Writes and reads the cache of a layer as the layer's backend would. vLLM's own code would need a device or
+    another wheel.
+    """
 
     def __init__(self, *, in_columns: bool) -> None:
         self.in_columns = in_columns
@@ -231,13 +237,13 @@ def _mixer(layer: int) -> str:
 
 
 def contents(tokens: torch.Tensor, positions: torch.Tensor, layer: int, heads: Sequence[int]) -> torch.Tensor:
-    """Keys and values of some tokens: `[tokens, heads, 2 * HEAD_DIM]`, small integers."""
+    """Returns the keys and values of some tokens: `[tokens, heads, 2 * HEAD_DIM]`, all of them small integers."""
     first = (tokens * 31 + positions * 7 + layer * 3)[:, None] + torch.tensor(list(heads)) * 5
     return ((first % 251)[:, :, None] + torch.arange(2 * HEAD_DIM) % 3).to(torch.float16)
 
 
 def look(cache: torch.Tensor, positions: torch.Tensor) -> int:
-    """The output of a layer for the keys and values that it sees: `[tokens, heads, 2 * HEAD_DIM]`."""
+    """Returns the output of a layer for the keys and values that it sees: `[tokens, heads, 2 * HEAD_DIM]`."""
     weights = torch.arange(1, cache.shape[-1] + 1) * 3
     return int((cache.long() * weights).sum((1, 2)) @ (positions % 13 + 1))
 
@@ -266,7 +272,9 @@ def expected_tokens(prompt: Sequence[int], count: int, shape: Shape) -> list[int
 
 
 class Engine:
-    """A scheduler, its connector's two roles, and the small model on each rank."""
+    """A vLLM scheduler, our connector in both of its roles (for the scheduler and for each worker), and the small model
+    on each rank.
+    """
 
     def __init__(self, folder: Path, role: str, shape: Shape, engine_id: str) -> None:
         self.shape = shape
@@ -282,7 +290,8 @@ class Engine:
         )
         self.workers: list[Any] = []
         self.caches: list[dict[str, Any]] = []
-        self.mixers: list[dict[int, Any]] = []  # with their own states, cut out of the bytes as in vLLM
+        # the recurrent layers, whose states are cut out of the bytes of a page as in vLLM
+        self.mixers: list[dict[int, Any]] = []
         for rank in range(shape.tp_size):
             ranked = make_config(model, role, engine_id, shape, rank, start)
             self.add_rank(
@@ -296,7 +305,8 @@ class Engine:
         self._aggregator = KVOutputAggregator.from_connector(self.workers[0], shape.tp_size)
         self.outputs: list[Any] = []
         self.scheduled: list[dict[str, int]] = []
-        self.preempted = self.peak_blocks = 0  # requests preempted in the last step; most blocks in use
+        # the number of requests that were preempted in the last step, and the largest number of blocks in use
+        self.preempted = self.peak_blocks = 0
         self.stats: list[Any] = []  # stats of the workers
         # includes the scheduler's stats, in the form in which they leave the engine
         self.reported: list[dict[str, Any]] = []
@@ -399,7 +409,7 @@ class Engine:
         places, owned = states.places(ranks, rank), states.owned(ranks, rank)
         for layer in range(LAYERS):
             state = [part[block] for part in mixers[layer].kv_cache]
-            if is_first:  # blocks have the contents of their previous owner
+            if is_first:  # new blocks still have the contents of their previous owner
                 for part in state:
                     part.zero_()
             for token in tokens:
@@ -419,7 +429,7 @@ class Engine:
         return None if request is None else request.status
 
     def params(self, request_id: str) -> dict[str, Any]:
-        """The `kv_transfer_params` of a request, as parsed from an HTTP body."""
+        """Returns the `kv_transfer_params` of a request, as if they had been parsed from an HTTP body."""
         (found,) = [
             output.kv_transfer_params
             for output in self.outputs

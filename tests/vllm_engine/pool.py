@@ -1,9 +1,10 @@
-"""vLLM's own pool for a model with only a config.json: its layers are made without memory, and asked for their specs.
+"""vLLM's own KV cache pool for a model that has only a config.json. The model's layers are made without memory, and are
+asked for their cache specs.
 
     python -m tests.vllm_engine.pool < questions.json > answers.json
 
-Runs under vLLM 0.32 and 0.33. Its input are `Question`s, and its output `Answer`s. One process plays one rank of
-several: vLLM's model derives its share of heads from the size of its process group, which is set.
+Runs under vLLM 0.32 and 0.33. It reads `Question`s and writes `Answer`s. One process plays one of several ranks: vLLM's
+model takes its share of the heads from the size of the process group, and that size is set here.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ class Question(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """vLLM's answer to it."""
+    """vLLM's answer to a `Question`."""
 
     version: str
-    layer_page_bytes: list[int]  # bytes of a page in each layer, before groups are made
+    layer_page_bytes: list[int]  # bytes of a page in each layer, before vLLM makes groups of layers
     group_layers: list[int]  # number of layers in each group
     block_bytes: int  # bytes of a block in the largest group
     num_blocks: int
-    request_blocks: dict[int, int]  # most blocks of a request, by length
+    request_blocks: dict[int, int]  # maps the length of a request to the largest number of blocks that it takes
 
 
 def answer(question: Question, scratch: Path) -> Answer:
@@ -53,7 +54,7 @@ def answer(question: Question, scratch: Path) -> Answer:
     from vllm.model_executor.models import gpt_oss
     from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 
-    # experts keep nothing in the cache, and not all have CPU kernels
+    # the experts of a model keep nothing in the cache, and not all of them have CPU kernels
     gpt_oss.FusedMoEFactory = lambda **_: torch.nn.Identity()
     config: VllmConfig = _config(question, scratch)
     with set_current_vllm_config(config):
@@ -86,7 +87,7 @@ def answer(question: Question, scratch: Path) -> Answer:
 
 
 def _grouped(config: Any, specs: dict[str, Any], memory: int) -> tuple[list[Any], Any]:
-    """vLLM's groups of layers, and its pool."""
+    """Returns vLLM's groups of layers, and its pool."""
     try:
         from vllm.v1.core import kv_cache_planning as of
     except ImportError:  # 0.32

@@ -1,7 +1,7 @@
 """The recurrent layers of the small model.
 
-Shapes and divisions over ranks are vLLM's own, and the computation only counts. Every element of a state depends on its
-place in the whole model, so an element at the wrong place changes the sum.
+The shapes, and their division over ranks, are vLLM's own. The computation only counts. Every element of a state depends
+on its place in the whole model, so an element at the wrong place changes the sum.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ class States:
         return [torch.zeros(shape) for shape in self.shapes(ranks)]
 
     def places(self, ranks: int, rank: int) -> list[torch.Tensor]:
-        """The index in the whole model of every element of a rank's states, divided as vLLM divides weights."""
+        """Returns for every element of a rank's states its index in the whole model. vLLM's own rules divide the
+        states.
+        """
         channels = _channels(self._projections(ranks), ranks, rank)
         columns = _KERNEL - 1
         conv = channels[:, None] * columns + torch.arange(columns)
@@ -78,7 +80,7 @@ class States:
         return found + [torch.arange(math.prod(shape)).view(shape) + rank * math.prod(shape) for shape in heads]
 
     def owned(self, ranks: int, rank: int) -> list[torch.Tensor]:
-        """The elements that no earlier rank has."""
+        """Marks the elements that no earlier rank holds."""
         before = [self.places(ranks, other) for other in range(rank)]
         return [
             ~torch.isin(places, torch.cat([other[at].flatten() for other in before]) if before else torch.tensor([]))
@@ -105,12 +107,14 @@ def _channels(settings: list[tuple[int, int, bool]], ranks: int, rank: int) -> t
 
 
 def recur(state: Sequence[torch.Tensor], token: int, layer: int, places: Sequence[torch.Tensor]) -> None:
-    """Updates the state of a recurrent layer by a token, in place, with integers that float16 represents exactly."""
+    """Updates the state of a recurrent layer for one token, in place. All values are integers that float16 represents
+    exactly.
+    """
     for number, (part, place) in enumerate(zip(state, places, strict=True)):
         part.copy_((part * 3 + token % 97 + layer + place * 7 % 401 + number) % 499)
 
 
 def read(state: Sequence[torch.Tensor], places: Sequence[torch.Tensor], owned: Sequence[torch.Tensor]) -> int:
-    """The output computed from the state, in which every element is weighted by its place."""
+    """Returns the output for a state. Each element counts with a weight that depends on its place."""
     found = zip(state, places, owned, strict=True)
     return sum(int((part.long() * (place % 31 + 1))[mine].sum()) for part, place, mine in found)

@@ -1,4 +1,4 @@
-"""The page contents of vLLM's own backend classes."""
+"""What vLLM's own backend classes keep in a page."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ STATE = MambaSpec(block_size=64, shapes=((3, 160), (8, 16, 16)), dtypes=(torch.f
 
 
 class Theirs(TritonAttentionBackend):
-    """A third party's subclass of a backend, which is therefore unknown."""
+    """A backend that subclasses one of vLLM's. Because a third party has changed it, its page format is unknown."""
 
 
 def config_of(folder: Path, spec: KVCacheSpec, *backends: Any, page_size: int = 32) -> Any:
@@ -168,7 +168,7 @@ def test_a_cpus_columns_of_keys_are_moved_to_pages_of_any_kind(
 def test_a_layer_whose_kernel_writes_elsewhere_is_refused(
     make: Make, monkeypatch: pytest.MonkeyPatch, backend: Any, liar: int, where: str
 ) -> None:
-    made = itertools.count()  # the engine and each layer of each rank have their own
+    made = itertools.count()  # the engine has a number of its own, and so has each layer of each rank
 
     def kernel(*, in_columns: bool) -> engine.Kernel:
         return Kernel(in_columns=in_columns != (next(made) == liar))

@@ -1,4 +1,6 @@
-"""Inputs that end or hang vLLM's own connector. Here each fails only its request, according to the policy."""
+"""Inputs that end or hang vLLM's own connector. With this connector, each of them fails only its own request, as the
+policy says.
+"""
 
 import logging
 import socket
@@ -29,7 +31,7 @@ def with_(**changes: Any) -> Callable[[Params], object]:
     return lambda params: params | changes
 
 
-# Named as in `reference/vllm.md` 3.3 and 2.8, if listed there.
+# Each case is named after a row in 3.3 and 2.8 of `reference/vllm.md`, if it is listed there.
 BAD: dict[str, Callable[[Params], object]] = {
     "remote_host missing": without("remote_host"),
     "remote_host that no host can be": with_(remote_host="tcp://a b"),
@@ -63,7 +65,7 @@ def test_a_bad_input_fails_its_request_alone(make: Make, spoil: Callable[[Params
     assert served([prefill, decode], "good", good, 3, prefilled(prefill, "q", good)) == expected_tokens(
         good, 3, decode.shape
     )
-    # A wrongly named lease was read or has ended. It ends in any case long before its time is over.
+    # The lease that the wrong params name has been read or has ended. In any case it ends long before its time is over.
     decode.add("again", PROMPT, 3, params)
     run_until([prefill, decode], lambda: decode.finish_reason("again"))
     assert decode.tokens("again") in ([], expected_tokens(PROMPT, 3, decode.shape))
@@ -95,7 +97,7 @@ def test_params_that_ask_for_nothing_are_no_error(make: Make, params: Params) ->
 def test_two_readers_of_one_lease_do_not_disturb_prefill(make: Make) -> None:
     """When the second reader comes, the pages may belong to other requests.
 
-    It then fails, unless it has read before.
+    The second reader then fails, unless it has read the pages before.
     """
     prefill, decode = make("kv_producer"), make("kv_consumer")
     params = prefilled(prefill, "p", PROMPT)

@@ -96,7 +96,8 @@ def state(*shapes: tuple[int, ...], kind: str = "MAMBA2", **changes: Any) -> Mam
         ),
         (state((3, 20), (20, 16), kind="MAMBA1"), [("conv.x", 40, 1), ("ssm", 40, 1)]),
         (state((2, 20), kind="SHORT_CONV"), [("conv.x", 40, 1)]),
-        # An unknown state is moved unchanged: one part of each rank, or the same on all ranks.
+        # A state of an unknown kind is moved unchanged. Either each rank has its own part of it, or all ranks have the
+        # same.
         (state((8, 16, 16), kind="LINEAR"), [("state 0", 2, 2048)]),
         (state((3, 160), (8, 16, 16), (2, 4)), [("state 0", 2, 480), ("state 1", 2, 2048), ("state 2", 2, 8)]),
         (state((3, 20), kind="SHORT_CONV", tp_replicated=True), [("state 0", 1, 60)]),
@@ -115,7 +116,9 @@ def test_a_state_is_cut_as_vllm_divides_it_over_ranks(
 def test_groups_of_a_mamba_2_layer_are_those_of_vllms(
     tmp_path: Path, ranks: int, groups: int, units: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One group on each of two ranks may be one of two groups, or the model's only one. Its norm tells which."""
+    """If each of two ranks has one group, it may be one of two groups, or a copy of the model's only group. The layer's
+    norm tells which.
+    """
     of = States(groups=groups)
     for name, value in (("world_size", ranks), ("rank", 0)):
         monkeypatch.setattr(mamba_mixer2, f"get_tensor_model_parallel_{name}", lambda value=value: value)

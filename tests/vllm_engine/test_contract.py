@@ -21,7 +21,7 @@ SHAPE = Shape(
     max_batched=64,
     rows=6,
     policy="recompute",
-    # with a secret, so that a restarted prefill is accepted before its short leases expire
+    # with a secret, the restarted prefill engine is accepted before its short leases expire
     extra={"host": "127.0.0.1", "port": 0, "kv_lease_duration": 1.0, "secret": secret_of("of this fleet alone")},
 )
 FINISHED = {"length": "length", "stop": "eos", "error": "error", "abort": "cancelled"}
@@ -32,7 +32,7 @@ class VLLMDriver:
 
     phases = ("waiting", "prefill", "held", "queued", "pulling", "decoding")
     peers = ("prefill", "decode")
-    survives = ("prefill", "pull")  # decode computes pages itself that it cannot read
+    survives = ("prefill", "pull")  # if decode cannot read pages, it computes them itself
 
     def __init__(self, folder: Path) -> None:
         self.limits = Limits(SHAPE.block_size, SHAPE.blocks - 1, SHAPE.rows, SHAPE.max_batched)
@@ -40,7 +40,7 @@ class VLLMDriver:
         self.engines: dict[str, Engine] = {}
         self.starts = 0
         self.asked: dict[str, tuple[list[int], int]] = {}
-        self.at: dict[str, str] = {}  # the engine that a request is at
+        self.at: dict[str, str] = {}  # maps each request to the engine that has it now
         self.ended: dict[str, Outcome] = {}
         self.came: dict[str, list[int]] = {}
         self.hits: dict[tuple[str, str], int] = {}
@@ -54,7 +54,7 @@ class VLLMDriver:
             self.revive_peer(name)
 
     def _hold_reads(self) -> None:
-        """Patches NIXL so that READs do not end until the driver says so."""
+        """Patches NIXL so that every READ seems to be in flight until the driver ends it."""
         read, done = Agent.read, Agent.done
 
         def held_read(agent: Agent, *args: Any) -> Any:
@@ -109,7 +109,7 @@ class VLLMDriver:
             self._end(output.request_id, reason, "vLLM's load failure policy" if reason == "error" else "")
 
     def _hand_over(self, but: Collection[str] = ()) -> None:
-        """Acts as the proxy: prefill's answer becomes a part of decode's request."""
+        """Acts as the proxy: puts the params from prefill's answer into decode's request."""
         for request_id in [name for name, engine in self.at.items() if engine == "prefill" and name not in but]:
             prefill = self.engines["prefill"]
             if prefill.finish_reason(request_id):
@@ -155,7 +155,7 @@ class VLLMDriver:
             if request_id in engine.scheduler.requests and not engine.finish_reason(request_id):
                 engine.abort(request_id)
         if self.at[request_id] == "prefill" and self.engines["prefill"].finish_reason(request_id):
-            # The proxy has the params, but its client is gone. It asks decode only to free prefill's blocks.
+            # The proxy has the params, but its client is gone. It asks decode for nothing but to free prefill's blocks.
             self._hand_over()
             self.engines["decode"].abort(request_id)
         self._end(request_id, "cancelled")
@@ -177,7 +177,7 @@ class VLLMDriver:
             assert [block.block_id for block in pool.blocks if block.ref_cnt and not block.is_null] == []
 
     def kill_peer(self, peer: str) -> Collection[str]:
-        self.stalled = False  # otherwise the end of an engine, in this process, would wait for the READ
+        self.stalled = False  # otherwise the end of an engine, which runs in this process, would wait for the READ
         engine = self.engines.pop(peer)
         engine.close()
         lost = {request_id for request_id, at in self.at.items() if at == peer}

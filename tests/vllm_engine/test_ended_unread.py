@@ -1,4 +1,4 @@
-"""If decode's request ends before it has read, prefill's blocks are freed at once, and not only when their lease
+"""If decode's request ends before its pages are read, prefill's blocks are freed at once, and not only when the lease
 expires.
 """
 
@@ -16,7 +16,7 @@ from tests.vllm_engine.test_engine import PROMPT, assert_empty, prefilled, serve
 
 Make = Callable[..., Engine]
 LEASE = 600.0
-"""Seconds, far beyond the time limit of a test: no lease in this file runs out."""
+"""In seconds. This is far longer than a test may take, so no lease in this file expires."""
 EXTRA = {"host": "127.0.0.1", "port": 0, "kv_lease_duration": LEASE}
 REJECTED = [0]
 """The prompt under which vLLM's API server tells the engine of a request that it has answered with 400."""
@@ -30,7 +30,7 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 class Ended(NamedTuple):
-    """A request at decode that names a lease of prefill."""
+    """A request at decode whose params name a lease of prefill."""
 
     prefill: Engine
     decode: Engine
@@ -38,7 +38,7 @@ class Ended(NamedTuple):
 
     @property
     def is_free(self) -> bool:
-        """Whether prefill holds no blocks any more."""
+        """Returns whether prefill holds no blocks any more."""
         return self.prefill.free_blocks == self.prefill.free_at_start
 
     def add(self, prompt: list[int], request_id: str = "d", **changes: Any) -> None:
@@ -73,7 +73,7 @@ def rejected(found: Ended) -> None:
 
 
 def rejected_while_paused(found: Ended) -> None:
-    """vLLM 0.33 reports a request that arrives during a pause with its own prompt."""
+    """If a request arrives during a pause, vLLM 0.33 reports it with the request's own prompt."""
     found.reject(prompt=PROMPT)
 
 
@@ -83,7 +83,7 @@ def aborted_at_once(found: Ended) -> None:
 
 
 def aborted_after_a_step(found: Ended) -> None:
-    """Its blocks wait for the load while the source is being asked."""
+    """The request's blocks wait for the load while the source is being asked."""
     found.add(PROMPT)
     found.decode.step()
     found.decode.abort("d")
@@ -111,7 +111,7 @@ def in_both_directions(found: Ended) -> None:
 
 
 def twice_under_one_name(found: Ended) -> None:
-    """Rejected requests have the client's names, which may be equal."""
+    """Rejected requests keep the names that the client chose, and two of these may be equal."""
     other = prefilled(found.prefill, "q", PROMPT[::-1])
     found.reject()
     found.reject(**other)
@@ -151,7 +151,7 @@ def test_prefills_blocks_come_back_at_once(
 
 @pytest.mark.parametrize("sides", ["one group", "two groups", "states"])
 def test_a_prompt_shorter_than_prefills_gives_the_blocks_back(named: Callable[..., Ended], sides: str) -> None:
-    """A state after more tokens than the request has is useless, but the pages of a prefix are read."""
+    """A state that covers more tokens than the request has is useless, but the pages of a prefix can be read."""
     found = named(sides, "recompute")
     found.add(PROMPT[:50])
     found.until(lambda: found.decode.finish_reason("d"))
@@ -174,7 +174,9 @@ def test_one_that_waits_for_room_and_is_aborted_gives_the_blocks_back(named: Cal
 
 
 def test_rejected_requests_leave_the_pool_to_an_honest_one(make: Make) -> None:
-    """Two prompts of 29 blocks each fill the pool of 59. The third begins when one of them is freed."""
+    """The pool has 59 blocks. Two prompts of 29 blocks each fill it. The third prompt can begin only when one of them
+    is freed.
+    """
     prefill = make("kv_producer", Shape(extra=EXTRA))
     decode = make("kv_consumer", Shape(extra=EXTRA))
     found = Ended(prefill, decode, {})

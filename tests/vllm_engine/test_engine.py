@@ -169,7 +169,9 @@ def test_pages_that_nobody_reads_return_when_their_lease_is_over(make: Make) -> 
 
 
 def test_a_lease_lasts_while_decode_has_no_room(make: Make) -> None:
-    """It lasts as long as the request waits in vLLM's queue, because its source is told when the request arrives."""
+    """The lease lasts as long as the request waits in vLLM's queue, because the source is told of the request when it
+    arrives.
+    """
     extra = {"host": "127.0.0.1", "port": 0, "secret": secret_of("of this fleet alone")}
     prefill = make("kv_producer", Shape(extra=extra | {"kv_lease_duration": 1}))
     decode = make("kv_consumer", Shape(blocks=14, extra=extra))
@@ -270,7 +272,7 @@ STATES = {
 def test_states_go_to_another_tensor_parallelism(
     make: Make, states: States, sides: tuple[int, int], layouts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each rank has other channels and heads, and a copy of B and C if the model has one group."""
+    """The channels and heads of each rank differ. If the model has one group, each rank has a copy of B and C."""
     if any(ranks > states.groups > 1 for ranks in sides):
         pytest.skip("vLLM divides groups evenly, or has one")
     of_prefill, of_decode = layouts.split(" to ")
@@ -298,7 +300,9 @@ def test_states_of_another_kind_or_number_of_groups_are_refused(make: Make) -> N
 def test_the_last_token_sees_its_whole_window_wherever_that_begins(
     make: Make, windows: tuple[int, ...], spoilt: dict[str, Any]
 ) -> None:
-    """Decode computes the last token again, so the beginning of its window must be present, whatever was prefilled."""
+    """Decode computes the last token of the prompt again. The beginning of that token's window must therefore be
+    present, whatever was prefilled.
+    """
     shape = Shape(windows=windows, policy="recompute")
     prefill, decode = make("kv_producer", shape), make("kv_consumer", shape)
     for length in range(79, 101):

@@ -1,4 +1,4 @@
-"""vLLM's own KV events with our connector: blocks that decode has read from prefill appear in its stream."""
+"""vLLM's own KV events, with our connector. Blocks that decode has read from prefill appear in decode's stream."""
 
 import time
 import uuid
@@ -14,7 +14,9 @@ BLOCK = 16
 
 
 def stored(name: str, batches: int) -> dict[int, tuple[int | None, tuple[int, ...]]]:
-    """Each block's parent and tokens by hash, from vLLM's replay of all batches so far."""
+    """Returns the parent and the tokens of each block by its hash. They come from vLLM's replay of all
+    batches so far.
+    """
     socket = zmq.Context.instance().socket(zmq.DEALER)
     socket.connect(f"inproc://{name}.replay")
     found: dict[int, tuple[int | None, tuple[int, ...]]] = {}

@@ -35,7 +35,7 @@ SHAPES = {
 def test_params_of_another_prompt_bring_none_of_its_pages(
     make: Make, left: dict[str, Any], right: dict[str, Any], policy: str
 ) -> None:
-    """Later requests do not find any in the prefix cache, either. Prefill frees the pages."""
+    """Later requests do not find these pages in the prefix cache either. Prefill frees the pages."""
     prefill, decode = make("kv_producer", Shape(**left)), make("kv_consumer", Shape(policy=policy, **right))
     prompts = {"a": PROMPT, "b": PROMPT[50:] + PROMPT[:50]}
     params = {name: prefilled(prefill, f"p{name}", prompt) for name, prompt in prompts.items()}
@@ -45,7 +45,7 @@ def test_params_of_another_prompt_bring_none_of_its_pages(
         right_tokens = expected_tokens(prompts[name], 3, decode.shape)
         assert decode.tokens(name) == ([] if policy == "fail" else right_tokens)
     run_until([prefill, decode], lambda: prefill.free_blocks == prefill.free_at_start)
-    for name, prompt in prompts.items():  # none of their blocks are in the cache
+    for name, prompt in prompts.items():  # no block of these prompts is in the cache
         wanted = expected_tokens(prompt, 3, decode.shape)
         again = prefilled(prefill, f"p{name} again", prompt)
         assert served([prefill, decode], f"{name} again", prompt, 3, again) == wanted
@@ -98,7 +98,8 @@ def test_a_tenant_reads_no_pages_of_another_one(make: Make) -> None:
     decode.scheduler.add_request(made(PROMPT, "a", 3, prefill.params("pb"), salts["a"]))
     run_until([prefill, decode], lambda: decode.finish_reason("a"))
     assert decode.finish_reason("a") == "error"
-    prefill.scheduler.add_request(made(PROMPT, "pb again", 1, PREFILL, salts["b"]))  # the other lease is given back
+    # the lease of "pb" was given back, so the prompt is prefilled again
+    prefill.scheduler.add_request(made(PROMPT, "pb again", 1, PREFILL, salts["b"]))
     run_until([prefill], lambda: prefill.finish_reason("pb again"))
     decode.scheduler.add_request(made(PROMPT, "b", 3, prefill.params("pb again"), salts["b"]))
     run_until([prefill, decode], lambda: decode.finish_reason("b"))
@@ -137,7 +138,7 @@ def test_two_readers_of_one_lease_both_get_right_tokens_or_none(make: Make) -> N
 
 
 def slow_grants(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[], float]) -> None:
-    """Delays grants, as happens when the transfer thread has to wait for a core."""
+    """Delays the grants of leases. In reality this happens when the transfer thread has to wait for a core."""
     grant = LeaseBook.grant
 
     def late(*args: Any, **options: Any) -> Any:
@@ -149,7 +150,7 @@ def slow_grants(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[], float]) -
 
 
 def test_params_leave_when_the_lease_stands_on_every_rank(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An idle engine makes no further step in which it could learn of a later grant."""
+    """An idle engine makes no further step, so it would never learn of a grant that comes later."""
     prefill = make("kv_producer", Shape(tp_size=2))
     slow_grants(monkeypatch, lambda: 0.3)
     prefilled(prefill, "p", PROMPT[:10])
@@ -181,7 +182,8 @@ def test_a_lease_that_is_not_granted_fails_its_reader_and_no_other(make: Make, m
     prefill, decode = make("kv_producer"), make("kv_consumer")
     with monkeypatch.context() as patched:
         patched.setattr(LeaseBook, "grant", refused)
-        params = prefilled(prefill, "p", PROMPT[:40])  # in one step, which ends before the grant is known
+        # all of this happens in one step, which ends before the grant is known
+        params = prefilled(prefill, "p", PROMPT[:40])
         run_until([prefill], lambda: prefill.free_blocks == prefill.free_at_start)
     decode.add("d", PROMPT[:40], 2, params)
     run_until([prefill, decode], lambda: decode.finish_reason("d"))
@@ -210,7 +212,7 @@ def test_what_the_kv_depends_on_besides_tokens_is_in_the_digest() -> None:
         digest(),
         digest(99),
         digest(cache_salt="s"),
-        digest(cache_salt="\ud800"),  # a client's JSON may contain a lone surrogate
+        digest(cache_salt="\ud800"),  # the JSON that a client sends may contain a lone surrogate
         digest(mm_features=[image("\ud800", 30)]),
         digest(lora_request=LoRARequest("poet", 1, "/here")),
         digest(lora_request=LoRARequest("clerk", 1, "/here")),
@@ -225,7 +227,7 @@ def test_what_the_kv_depends_on_besides_tokens_is_in_the_digest() -> None:
     assert len(set(different)) == len(different)
     assert digest(lora_request=LoRARequest("poet", 2, "/there")) == digest(
         lora_request=LoRARequest("poet", 1, "/here")
-    )  # numbers and paths differ between the sides
+    )  # numbers and paths differ between the two sides
     first = {"mm_features": [image("cat", 30), image("dog", 60)]}
     assert digest(60, **first) == digest(60, mm_features=[image("cat", 30)]) != digest(61, **first)
     assert digest(60, prompt_embeds=rows) == digest(60, prompt_embeds=other)

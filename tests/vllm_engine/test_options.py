@@ -1,4 +1,6 @@
-"""`kv_connector_extra_config`: all faults are reported together at the start, before weights are loaded."""
+"""`kv_connector_extra_config`: all faults in it are reported together when the server starts, before weights are
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,7 @@ HERE: list[tuple[dict[str, Any], str]] = [
     ({"secret": "env:PAGEWIRE_SHORT"}, "the shared secret has 5 bytes; at least 16 are needed"),
     ({"keyring": "/nowhere/at/all"}, "keyring /nowhere/at/all: [Errno 2]"),
 ]
-"""Faults that only the machine can show."""
+"""Faults that show only on the machine itself."""
 
 
 @pytest.fixture(autouse=True)
@@ -164,7 +166,7 @@ def start(folder: Path, extra: dict[str, Any]) -> VllmConfig:
 def test_with_full_cuda_graphs_options_are_checked_before_any_process_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This is vLLM's default on a GPU, for which its API server makes this config first."""
+    """Full CUDA graphs are vLLM's default on a GPU. For them, vLLM's API server makes this config first."""
     monkeypatch.setattr(type(current_platform), "support_static_graph_mode", classmethod(lambda _: True))
     start(tmp_path, BASE)
     with pytest.raises(ValueError, match="kv_connector_extra_config: kv_lease_duration is 'soon'"):
@@ -172,7 +174,7 @@ def test_with_full_cuda_graphs_options_are_checked_before_any_process_starts(
 
 
 def test_options_are_checked_before_memory_is_measured(tmp_path: Path) -> None:
-    """`EngineCore` asks for the layout of its caches at that time, with any executor."""
+    """`EngineCore` asks for the layout of the caches before it measures memory, with any executor."""
     config, _ = configs(tmp_path, BASE)
     assert get_kv_connector_cache_layout(config) == "LBHNC"
     config, _ = configs(tmp_path, BASE | {"secret": "env:NONE"})

@@ -1,6 +1,7 @@
-"""A request brings the address of its source, so a connector contacts only listed hosts that have the key.
+"""A request brings the address of its source. A connector therefore contacts only hosts that are listed and have the
+key.
 
-A request that names another host fails alone, according to the policy, and all of its blocks are freed.
+If a request names another host, that request fails alone, as the policy says, and all of its blocks are freed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def shape(policy: str = "fail", **extra: Any) -> Shape:
 
 
 def assert_failed(decode: Engine, request_id: str, prompt: list[int], count: int) -> None:
-    """Checks that a load failed: there is no token, or the tokens were computed here."""
+    """Checks that a load has failed: there is no token, or decode has computed the tokens itself."""
     if decode.shape.policy == "fail":
         assert (decode.finish_reason(request_id), decode.tokens(request_id)) == ("error", [])
     else:
@@ -39,13 +40,13 @@ def assert_failed(decode: Engine, request_id: str, prompt: list[int], count: int
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reduces the time for a silent peer from 5 s to 1.5 s."""
+    """Reduces the time after which a silent peer is given up from 5 s to 1.5 s."""
     monkeypatch.setattr(vllm_config, "Timing", functools.partial(Timing, handshake=1.5))
 
 
 @pytest.fixture
 def connected(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Records the addresses to which sockets were connected."""
+    """Records every address that a socket is connected to."""
     addresses: list[str] = []
     connect = zmq.Socket.connect
 
@@ -67,7 +68,7 @@ def test_who_has_the_same_secret_is_read_from(
     path.chmod(0o600)
     monkeypatch.setenv("FLEET_SECRET", secret)
     named = f"file:{path}" if where == "file" else "env:FLEET_SECRET"
-    # The other side reads the secret from the other place; only its value counts.
+    # The two sides read the secret from different places. Only its value counts.
     prefill, decode = make("kv_producer", shape(secret=named)), make("kv_consumer", shape(secret=f"file:{path}"))
     tokens = served([prefill, decode], "d", PROMPT, 3, prefilled(prefill, "p", PROMPT))
     assert tokens == expected_tokens(PROMPT, 3, decode.shape)
@@ -81,7 +82,8 @@ def test_who_has_the_same_secret_is_read_from(
 def test_who_has_another_secret_or_none_fails_one_request(
     make: Make, caplog: pytest.LogCaptureFixture, left: str, right: str, policy: str
 ) -> None:
-    stranger = make("kv_producer", shape(secret=secret_of(left * 32), kv_lease_duration=2))  # its pages are never read
+    # the pages of this engine are never read
+    stranger = make("kv_producer", shape(secret=secret_of(left * 32), kv_lease_duration=2))
     friend = make("kv_producer", shape(secret=secret_of(right * 32)))
     decode = make("kv_consumer", shape(policy, secret=secret_of(right * 32)))
     params = prefilled(stranger, "p", PROMPT)
@@ -117,7 +119,7 @@ def test_an_address_outside_of_allowed_peers_fails_one_request_and_opens_no_sock
     assert not connected
     address = f"tcp://{host}:{params['remote_port']}"
     assert any(f"{address} is not in allowed_peers: " in record.getMessage() for record in caplog.records)
-    # The same pages can be read from the right address: the failure leaves nothing behind.
+    # The same pages can still be read from the right address, so the failure has left nothing behind.
     assert served([prefill, decode], "good", PROMPT, 3, params) == expected_tokens(PROMPT, 3, decode.shape)
     assert {f"tcp://127.0.0.1:{params['remote_port']}"} == set(connected)
     assert_empty(prefill, decode)
@@ -125,7 +127,7 @@ def test_an_address_outside_of_allowed_peers_fails_one_request_and_opens_no_sock
 
 @pytest.mark.usefixtures("impatient")
 def test_allowed_peers_may_be_contacted(make: Make, connected: list[str]) -> None:
-    """This shows that the refusals above are caused by the list."""
+    """This shows that the refusals in the tests above are caused by the list."""
     decode = make("kv_consumer", shape(allowed_peers="192.0.2.0/24, 10.0.0.1"))
     params = prefilled(make("kv_producer", shape()), "p", PROMPT)
     decode.add("far", PROMPT, 3, params | {"remote_host": "192.0.2.7"})
@@ -135,7 +137,9 @@ def test_allowed_peers_may_be_contacted(make: Make, connected: list[str]) -> Non
 
 
 def elsewhere(make: Make, kind: str) -> int:
-    """A port without the engine that a request names: it has another incarnation, another engine, or no process."""
+    """Returns a port at which the engine that a request names is not to be found: another incarnation or another engine
+    answers there, or no process at all.
+    """
     if kind == "nobody":
         return closed_port()
     other = make("kv_producer", shape(), engine_id="source" if kind == "another start" else "other")
@@ -148,16 +152,17 @@ def elsewhere(make: Make, kind: str) -> int:
 def test_another_address_under_a_known_engine_id_ends_no_load_of_others(
     make: Make, caplog: pytest.LogCaptureFixture, kind: str, policy: str
 ) -> None:
-    """When it arrives, some of the other requests are reading and one waits for room.
+    """When the wrong address arrives, some of the other requests are reading and one waits for room.
 
-    Others arrive while it is asked.
+    Further requests arrive while the wrong address is asked.
     """
     prefill = make("kv_producer", Shape(blocks=80), engine_id="source")
     decode = make("kv_consumer", Shape(blocks=40, policy=policy))
     known = prefilled(prefill, "known", PROMPT[:20])
     served([prefill, decode], "known", PROMPT[:20], 1, known)
     port = elsewhere(make, kind)
-    prompts = {f"d{number}": [number, *PROMPT] for number in range(7)}  # 7 blocks each, so five requests have room
+    # each request takes 7 blocks, so there is room for five of them
+    prompts = {f"d{number}": [number, *PROMPT] for number in range(7)}
     params = {name: prefilled(prefill, name, prompt) for name, prompt in prompts.items()}
     for name in list(prompts)[:3]:
         decode.add(name, prompts[name], 3, params[name])
@@ -176,7 +181,7 @@ def test_another_address_under_a_known_engine_id_ends_no_load_of_others(
     assert len(failed) == 1, "no load of another request has failed"
     assert "'bad'" in failed[0]
     assert f"127.0.0.1:{port}" in failed[0]
-    # it is asked for its lease and its identity at the same time, and either answer refuses the load
+    # decode asks for the lease and for the identity of the engine at the same time, and either answer refuses the load
     if kind == "another start":
         answers = ("has ended, or engine 'source' never had it", "an engine with this id still answers at ")
         assert any(answer in failed[0] for answer in answers), failed[0]

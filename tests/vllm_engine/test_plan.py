@@ -1,5 +1,7 @@
-"""Compares `pagewire plan` with vLLM's own layers, groups and pool, for five public models and every figure that both
-have. The models are made without memory, so the figures come from vLLM's own code for each layer.
+"""Compares `pagewire plan` with vLLM's own layers, groups and pool, for five public models and for every figure that
+both have.
+
+The models are made without memory, so the figures come from vLLM's own code for each layer.
 `tests/pagewire/plan/test_blocks.py` has the same figures as constants, and runs without vLLM.
 """
 
@@ -59,7 +61,7 @@ def test_the_plan_says_what_vllm_says(name: str, tp: int, answers: dict[tuple[st
         length: blocks * theirs.block_bytes for length, blocks in theirs.request_blocks.items()
     }
     assert ours["vllm"].requests == {length: theirs.num_blocks // n for length, n in theirs.request_blocks.items()}
-    if len(theirs.group_layers) == 1:  # without a shared page, their blocks and ours are the same
+    if len(theirs.group_layers) == 1:  # if no layers share a page, vLLM's blocks and ours are the same
         assert (ours["pagewire"].page_bytes, ours["pagewire"].pages) == (theirs.block_bytes, theirs.num_blocks)
 
 

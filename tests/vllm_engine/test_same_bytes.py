@@ -11,7 +11,7 @@ from tests.vllm_engine.test_engine import PREFILL, PROMPT
 
 Make = Callable[..., Engine]
 THEIRS = ("NixlConnector", None)
-WHOLE = PROMPT[:96]  # whole blocks only: ours would read only the tokens of a partial one
+WHOLE = PROMPT[:96]  # whole blocks only, because our connector would read only the valid tokens of a partial block
 
 
 class _Backend:
@@ -26,7 +26,7 @@ class _Backend:
 
 @pytest.fixture(autouse=True)
 def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Lets vLLM's connector run without a GPU, by replacing the ranks, attention and layout of a running model."""
+    """Replaces the ranks, attention and layout of a running model, so that vLLM's connector runs without a GPU."""
     import vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker as worker
     from vllm.config import CacheConfig
     from vllm.platforms import current_platform
@@ -53,7 +53,7 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def held(prefill: Engine, params: dict[str, Any]) -> list[list[int]]:
-    """The blocks that our source reports."""
+    """Returns the blocks that our source reports for a request."""
     offer = prefill.connector._scheduling._connector._by_lease[int(params["lease_id"], 16)]
     return [list(blocks) for blocks in offer.held.block_ids]
 
@@ -78,7 +78,8 @@ def moved(make: Make, monkeypatch: pytest.MonkeyPatch, connector: Any, left: Any
     decode.add("d", WHOLE, 3, params)
     decode.step()
     blocks = decode.scheduler.kv_cache_manager.get_block_ids("d")
-    received = decode.scheduler.finished_recving_kv_req_ids  # its model writes to the last block in the next step
+    # vLLM's model would write to the last block in the next step
+    received = decode.scheduler.finished_recving_kv_req_ids
     run_until([prefill, decode], lambda: "d" in received)
     found = [cache.clone() for caches in decode.caches for cache in caches.values()]
     run_until([prefill, decode], lambda: decode.finish_reason("d"))

@@ -1,4 +1,6 @@
-"""Under vLLM a request with a trace has a span for its load, because vLLM's scheduler passes its headers to ours."""
+"""Under vLLM, the load of a request with a trace has a span, because vLLM's scheduler passes the trace headers on to
+our connector.
+"""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_what_boards_show_of_vllms_own_connector_has_its_names_buckets_and_meani
 
 
 def test_stats_of_one_connector_among_several_come_out_of_plain_data() -> None:
-    """The stats travel in this form from vLLM's engine to the process that serves metrics."""
+    """In this form the stats travel from vLLM's engine to the process that serves metrics."""
     found = MultiConnector.build_kv_connector_stats({PagewireConnector.__name__: {"failed_pulls": 2}})
     assert found is not None
     stats = found.data[PagewireConnector.__name__]

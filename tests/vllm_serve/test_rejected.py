@@ -20,7 +20,7 @@ from tests.vllm_serve.server import Pair, Settings
 
 BLOCKS, SIZE = 100, 32
 LENGTH = 1400
-"""Tokens of a prompt: two fill 88 of 99 blocks."""
+"""The number of tokens of a prompt. Two such prompts fill 88 of the 99 blocks."""
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def pair(servers: Any, model: Callable[..., Path]) -> Pair:
 
 @pytest.fixture
 def prompt() -> Callable[[], list[int]]:
-    """Returns `prompt()`, which makes a new prompt each time, without cached blocks."""
+    """Returns `prompt()`, which makes a new prompt each time. None of its blocks is cached."""
     numbers = random.Random(5)
     return lambda: [numbers.randrange(256) for _ in range(LENGTH)]
 

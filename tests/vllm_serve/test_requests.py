@@ -1,5 +1,5 @@
-"""One pair of servers with blocks of 32 and 64 tokens: streams, cached prefixes, disconnecting clients, and params that
-differ from prefill's. After each test no block is held, and the next answer is right.
+"""One pair of servers, with blocks of 32 and of 64 tokens: streams, cached prefixes, clients that disconnect, and
+params that differ from prefill's. After each test no block is held, and the next answer is right.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ LATER = next(at for at, prompt in enumerate(PROMPTS) if len(prompt) == 512)
 class Engines(NamedTuple):
     """Running servers, and the expected answers."""
 
-    pair: Pair  # its decode fails requests that cannot be loaded
-    other: Pair  # the same prefill, and a decode that recomputes such requests
+    pair: Pair  # with the policy of this decode server, requests that cannot be loaded fail
+    other: Pair  # the same prefill server, with a decode server that computes such requests itself
     proxy: Proxy
     expected: list[list[int]]
 
@@ -60,7 +60,9 @@ def _well_afterwards(engines: Engines) -> Iterator[None]:
 
 
 def loaded(server: Any, run: Callable[[], object]) -> tuple[float, float]:
-    """The prompt tokens that a server computes and loads during a call, by its own counters."""
+    """Returns how many prompt tokens the server computed, and how many it loaded, during a call. These are the server's
+    own counters.
+    """
     names = [f"vllm:prompt_tokens_by_source_total {name}" for name in ("local_compute", "external_kv_transfer")]
     before = server.metrics()
     run()
@@ -70,7 +72,7 @@ def loaded(server: Any, run: Callable[[], object]) -> tuple[float, float]:
 
 
 def wait_counted(server: Any, name: str, wanted: float) -> dict[str, float]:
-    """Waits until a server's counter has this value, because workers report in a later step."""
+    """Waits until a counter of the server has this value. Workers report to the server only in a later step."""
     for _ in range(50):
         found: dict[str, float] = server.metrics()
         if found.get(name, 0) >= wanted:
@@ -216,7 +218,7 @@ _OF_KINDS: dict[str, tuple[Any, ...]] = {
 
 
 def hostile(params: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Params with one key changed, missing or added, and values that are no params at all."""
+    """Returns params in which one key was changed, removed or added, and also values that are no params at all."""
     for key in params:
         yield f"no {key}", {name: value for name, value in params.items() if name != key}
         for value in (*STRANGE, *_OF_KINDS.get(key, ())):
@@ -227,13 +229,15 @@ def hostile(params: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_params_that_say_something_else(engines: Engines, policy: str) -> None:
-    """One key of the params is changed at a time, with a new lease. The result is right tokens or an error."""
+    """The test changes one key of the params at a time, each time with a new lease. The result must be right tokens or
+    an error.
+    """
     pair = engines.pair if policy == "fail" else engines.other
     prompt, tokens = PROMPTS[SMALL], engines.expected[SMALL]
     names = [name for name, _ in hostile(pair.prefilled(prompt))]
 
     def try_one(number: int) -> str:
-        salt, name = f"{policy} {number}", names[number]  # its own salt keeps it from finding cached blocks
+        salt, name = f"{policy} {number}", names[number]  # with a salt of its own, the request finds no cached blocks
         params = dict(hostile(pair.prefilled(prompt, cache_salt=salt)))[name]
         answer = ask(pair.decode.url, prompt, kv_transfer_params=params, cache_salt=salt)
         return "" if _is_fine(answer, tokens) else f"{name}: {answer}"
@@ -248,7 +252,9 @@ def _is_fine(answer: Answer, tokens: list[int]) -> bool:
 
 
 def test_params_of_another_prompt(engines: Engines) -> None:
-    """The params belong to other tokens: the request fails or is computed here, and no wrong block stays cached."""
+    """The params belong to other tokens. The request fails or its prompt is computed by decode, and no wrong block
+    stays cached.
+    """
     theirs, prompt = PROMPTS[LATER], PROMPTS[MEDIUM]
     answer = ask(engines.pair.decode.url, prompt, kv_transfer_params=engines.pair.prefilled(theirs))
     assert _is_fine(answer, engines.expected[MEDIUM]), answer

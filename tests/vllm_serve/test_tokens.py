@@ -1,5 +1,5 @@
-"""With prefill on one server and decode on another, the tokens equal those of plain vLLM, for every model and pair of
-shapes.
+"""Prefill runs on one server and decode on another. For every model and every pair of shapes, the tokens equal those of
+plain vLLM.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Expected = Callable[[Path], list[list[int]]]
 LONGEST = max(range(len(PROMPTS)), key=lambda at: len(PROMPTS[at]))
 
 _SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    # with the policy "recompute", counters show that nothing is recomputed
+    # with the policy "recompute", the counters show that nothing was recomputed
     "32 to 32": ({}, {"number": 1, "policy": "recompute"}),
     "32 to 64": ({}, {"block_size": 64}),
     "64 to 32": ({"block_size": 64}, {}),
@@ -75,7 +75,8 @@ def test_tokens_are_those_of_plain_vllm(
     tokens = _of_their_connector(servers, decode) if name in _DEPENDS_ON_ITS_BATCH else expected(target)
     pair: Pair = servers.pair(prefill, decode)
     pair.forget()
-    logged = [len(server.text) for server in pair.both]  # the pair is shared with tests that cause refusals
+    # tests that cause refusals share this pair, so only the new lines of the log count
+    logged = [len(server.text) for server in pair.both]
     before = pair.decode.metrics()
     alone = [pair.ask(prompt) for prompt in PROMPTS]
     assert not differences(alone, tokens)
@@ -96,7 +97,7 @@ def test_tokens_are_those_of_plain_vllm(
 
 
 def assert_transferred(before: dict[str, float], after: dict[str, float]) -> None:
-    """Checks with vLLM's own counters that decode has computed almost none of the prompts."""
+    """Checks with vLLM's own counters that decode has computed almost none of the prompts' tokens."""
     computed, loaded = (
         after[name] - before.get(name, 0)
         for name in (
@@ -110,10 +111,11 @@ def assert_transferred(before: dict[str, float], after: dict[str, float]) -> Non
 
 @pytest.mark.parametrize("name", ["gemma3", pytest.param("mistral", marks=pytest.mark.long)])
 def test_what_was_loaded_is_a_prefix_for_others_only_where_it_is_whole(servers: Any, model: Model, name: str) -> None:
-    """Prefill frees blocks that a window has left.
+    """Prefill frees the blocks that lie before a window.
 
-    Decode's first block of the window may be larger, and then lack some tokens. The last prompts begin with 256 tokens
-    that decode has, where its window's first block is that of tokens 192 to 255.
+    A block of decode may be larger, so the window's first block may lack some tokens at decode. The last prompts begin
+    with 256 tokens that decode has. Among decode's blocks of these tokens, the window's first block is the one of
+    tokens 192 to 255.
     """
     settings = Settings(model(name))
     pair: Pair = servers.pair(*(replace(settings, **changes) for changes in _SHAPES["32 to 64"]))

@@ -75,7 +75,7 @@ def assert_equal_run(done: Done, json_file: Path, requests: int) -> dict[str, An
 def test_the_default_model_on_the_default_prompts(here: Callable[..., Done], tmp_path: Path) -> None:
     out = tmp_path / "o.json"
     figures = assert_equal_run(here("--requests", 9, "--json", out), out, 9)
-    assert figures["cached_tokens"] > 1000  # the last five share their documents with the first four
+    assert figures["cached_tokens"] > 1000  # the last five prompts share their documents with the first four
     assert figures["hit_rate"] == pytest.approx(figures["cached_tokens"] / figures["prompt_tokens"])
 
 
@@ -87,7 +87,7 @@ def test_under_chaos_what_is_answered_is_right_and_what_is_not_has_a_reason(
 ) -> None:
     out = tmp_path / "o.json"
     happened: Counter[str] = Counter()
-    for seed in (3, 4, 5):  # one run usually injects all kinds of faults
+    for seed in (3, 4, 5):  # a single run may not inject every kind of fault
         done = here("--requests", 40, "--max-new-tokens", 8, "--chaos", seed, "--json", out, *sides)
         assert done.returncode == 0, done.stdout + done.stderr
         figures = json.loads(out.read_text())
@@ -193,8 +193,8 @@ class Demo:
     Args:
         folder: folder for its output.
         arguments: arguments of the command.
-        imports: True if the demo and its servers import everything themselves, instead of being forks.
-        ignores: a signal that it ignores from its start, as under nohup.
+        imports: True if the demo and its servers import everything themselves. Otherwise they are forks.
+        ignores: a signal that the demo ignores from its start, as a command under nohup does.
     """
 
     def __init__(self, folder: Path, *arguments: str, imports: bool = False, ignores: int = 0) -> None:
@@ -222,7 +222,7 @@ class Demo:
         os.kill(self._process.pid, number)
 
     def end(self) -> tuple[int, str]:
-        """Waits for its end. Returns its exit status and its standard error."""
+        """Waits until the demo ends. Returns its exit status and its standard error."""
         deadline = time.monotonic() + 60
         while self._process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""Findings of the doctor on this host, and on simulated other hosts."""
+"""What the doctor finds on this host and on other, simulated hosts."""
 
 import json
 import sys

@@ -32,7 +32,8 @@ def small(*each: AlikeLayers) -> CachedModel:
     return CachedModel("small", None, torch.bfloat16, each)
 
 
-# On one of eight ranks: heads, copies, bytes of a page, and pages in 40 GiB.
+# On one of eight ranks: the number of heads, the number of ranks that hold the same head, the bytes of a page, and the
+# number of pages in 40 GiB.
 PUBLIC = {
     "llama-3-70b": ((1,), 1, 655_360, 65_536),
     "qwen3-235b-a22b": ((1,), 2, 770_048, 55_775),
@@ -76,9 +77,9 @@ def test_a_rank_holds_what_a_real_manager_gives_it(heads: int, kind: str, tp: in
 
 
 def running(manager: PagedKVCacheManager, length: int, most: int = 60) -> int:
-    """The number of requests of this length for which a manager has pages.
+    """Returns for how many requests of this length a manager has pages.
 
-    Each of them runs token by token to its end.
+    Each of the requests runs token by token to its end.
     """
     for count in range(most):
         context = TextContext(range(length), 4096)
@@ -113,7 +114,8 @@ def test_groups_hold_what_a_real_manager_of_them_holds(tp: int) -> None:
         groups=(LayerGroup("window", tuple(range(29)), 6), LayerGroup("full", tuple(range(29, 39)))),
     )
     assert ours.longest == max_supported_sequence_length(params, 39, memory * tp)
-    for length in (9, 29):  # lengths after which windows begin at the end of a page, and thus have the most pages
+    # at these lengths a window begins at the end of a page, and therefore touches the most pages
+    for length in (9, 29):
         manager = PagedKVCacheManager(params, 60, 4096, 39, ["cpu"] * tp, available_cache_memory=memory * tp)
         assert (manager.num_free_blocks, manager.layer_tables.layers_per_page) == (ours.pages, 10)
         assert running(manager, length) == ours.requests[length] // 3
@@ -136,7 +138,7 @@ def test_only_what_has_windows_and_pages_of_one_size_has_groups() -> None:
 
 CONVOLVED = StateShape(3, 40, 1, 1, 1, 3, torch.bfloat16, form="short_conv")
 DELTA = StateShape(2, 4, 6, 2, 8, 4, torch.bfloat16, form="gated_delta")
-# a state takes 11 pages, so that 40 pages have two slabs
+# a state takes as much memory as 11 pages, so 40 pages have room for two slabs
 LARGE = StateShape(10, 4, 6, 2, 8, 4, torch.bfloat16, form="gated_delta")
 
 
@@ -167,7 +169,7 @@ def test_states_take_what_a_real_manager_of_them_gives_them(shape: StateShape, t
         assert running(made(count), length) == count
         try:
             assert running(made(count + 1), length) <= count
-        except (PoolTooSmallError, PromptTooLongError):  # this many states leave no or too little room
+        except (PoolTooSmallError, PromptTooLongError):  # with this many states there is too little room for pages
             assert way == "pagewire"
     manager, context = made(1), TextContext(range(ours.longest or 0), 4096)
     manager.external_claim(context.request_id)
@@ -187,7 +189,8 @@ def test_states_take_what_a_real_manager_of_them_gives_them(shape: StateShape, t
 def test_states_that_memory_is_too_small_for_are_left_out() -> None:
     model = small(FULL, AlikeLayers("state", 2, state=DELTA))
     two_slabs = 2 * (-(-model.state_bytes(1) // 1024)) * 1024
-    for memory, there in ((two_slabs - 1024, True), (two_slabs - 1025, False)):  # page 0 belongs to no request
+    # page 0 belongs to no request, so it is not counted
+    for memory, there in ((two_slabs - 1024, True), (two_slabs - 1025, False)):
         ways = {one.way for one in choice(model, 1, 1, asked(memory, 4)).rooms}
         assert ways == {"pagewire", "least", *(["share_memory"] if there else [])}, (
             "vLLM's blocks of states are not said"
@@ -223,7 +226,8 @@ def test_the_least_is_the_windows_pages_alone() -> None:
     window = AlikeLayers("window", 2, heads=2, width=32, window=6)
     least = room(choice(small(window), 1, 1, asked(100_000, 4, lengths=(4, 8, 9, 1000))), "least")
     page = 2 * 2 * 32 * 2 * 4
-    # Six tokens, the newest of which is not cached yet, lie in at most three pages of four.
+    # The six tokens are those that a window needs; the newest of them is not cached yet. They lie in at most three
+    # pages of four tokens.
     assert least.request_bytes == {4: page, 8: 2 * page, 9: 3 * page, 1000: 3 * page}
     assert least.longest is None
 

@@ -39,12 +39,14 @@ def question(memory: int = GIB, tp: int = 8, dp: int = 1, tier: int = 0, block: 
 def test_each_point_is_the_replay_of_as_many_blocks() -> None:
     trace = sessions(300)
     refs = sum(map(len, trace))
-    # At 40 KiB for each token on a rank, a GiB has 51 blocks of 512 tokens, because each block has whole pages.
+    # At 40 KiB for each token on a rank, a GiB has 51 blocks of 512 tokens. The rest of the GiB is too small for a
+    # block of whole pages.
     found = sweep(trace, question())
     assert (found.now.blocks, found.now.tier_blocks, found.now.bytes) == (51, 0, 8 * GIB)
     assert found.prefill_s == refs * 512 / 1000
     assert {(point.blocks, point.tier_blocks) for point in found.others} == {
-        # blocks of memory, and of the host tier; a quarter is less than one request
+        # Pairs of the number of blocks in memory and in the host tier. A quarter of the memory is less than one request
+        # needs.
         *((25, 0), (102, 0), (204, 0), (102, 0), (204, 0)),
         *((51, 8 * GIB // (327_680 * 512)), (51, 4 * 8 * GIB // (327_680 * 512))),  # tiers
     }
@@ -88,7 +90,7 @@ def hybrid(memory: int = GIB, tier: int = 0) -> TraceQuestion:
 
 
 def test_with_recurrent_layers_the_managers_own_states_are_replayed() -> None:
-    """A state is as large as 6.16 blocks of this model. A prompt is found up to the last kept state."""
+    """A state takes as much memory as 6.16 blocks of this model. A prompt is found up to its last kept state."""
     trace, asked = sessions(120), hybrid()
     assert asked.divided == BlockPages(3, 19), "less than a twentieth too large"
     refs, found = sum(map(len, trace)), sweep(trace, asked)
@@ -102,7 +104,9 @@ def test_with_recurrent_layers_the_managers_own_states_are_replayed() -> None:
 
 @pytest.mark.parametrize("divided", [BlockPages(1, 2), BlockPages(4, 3)])
 def test_a_prompt_is_found_up_to_a_kept_state(divided: BlockPages) -> None:
-    """States are kept at the ends of prompts, and where prompts diverge: the third finds none there, and keeps one."""
+    """States are kept at the ends of prompts, and at the places where prompts diverge. The third prompt finds no state
+    at such a place, and keeps one there.
+    """
     trace = [[0, 1, 2], [0, 1, 2, 3], [0, 1, 9], [0, 1, 8], [0, 1, 2, 3, 4]]
     pages, states = replay(trace, 100), replay(trace, 100, divided=divided)
     assert (pages.hits, states.hits) == (3 + 2 + 2 + 4, 3 + 0 + 2 + 4)

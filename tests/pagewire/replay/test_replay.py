@@ -48,7 +48,7 @@ def test_with_room_for_all_everybody_hits_what_was_seen() -> None:
 
 
 def best(trace: list[list[int]], capacity: int, resident: frozenset[int] = frozenset()) -> int:
-    """The hits with the best possible choice of blocks to keep after each request."""
+    """Returns the number of hits for the best possible choice of the blocks that are kept after each request."""
     if not trace:
         return 0
     blocks, rest = trace[0], trace[1:]
@@ -83,7 +83,7 @@ def test_a_host_tier_hits_as_often_as_a_pool_of_its_size(seed: int, host: int) -
 
 
 def long_trace(requests: int = 1500) -> list[list[int]]:
-    """Interleaved sessions of three turns, between prompts that never recur."""
+    """Returns interleaved sessions of three turns. Between the turns there are prompts that never recur."""
     found = []
     for number in range(requests // 2):
         session, turn = number % 40 + 40 * (number // 120), number // 40 % 3
@@ -128,8 +128,8 @@ def test_one_replica_has_no_peers() -> None:
 
 
 def test_a_window_s_load_is_that_of_its_busiest_replica() -> None:
-    # In both complete windows one replica takes the long prompts and the other the short ones, in turns. The third
-    # window is incomplete and does not count; its prompts are equal.
+    # There are two complete windows. In both, one replica gets the long prompts and the other gets the short ones, in
+    # turns. The third window is incomplete and does not count. Its prompts are all equal.
     trace = [[10 * number + at for at in range(3 if number % 2 and number < 1000 else 1)] for number in range(1100)]
     result = replay(trace, 10_000, 2, routing="round-robin")
     assert result.hits == 0

@@ -115,7 +115,9 @@ def test_errors_have_openais_form(served: Served) -> None:
 
 
 def test_a_request_names_who_has_its_pages(served: Served, tiny_model: Any) -> None:
-    """A router sends the next turn of a conversation to processes that have none of its pages."""
+    """A router sends the next turn of a conversation to processes that have none of its pages. The request itself names
+    the processes that have them.
+    """
     members = served.get("/fleet")
 
     def turn(prompt: list[int], decode: str, **params: Any) -> Any:
@@ -182,7 +184,7 @@ def test_a_client_that_hangs_up_gives_its_pages_back(served: Served) -> None:
 
 
 def test_processes_that_die_or_drain_cost_no_request(tmp_path: Path, tiny_model: Any) -> None:
-    """One process of each kind is killed and the others drain.
+    """One process of each kind is killed, and the other processes that were there drain.
 
     Processes that have joined meanwhile continue to serve.
     """
@@ -215,7 +217,7 @@ def check_dying_and_draining(served: Served, tiny_model: Any) -> None:
         done: list[bool] = []
 
         def at_part(part: int) -> None:
-            # By then one prompt has run, or all have run and are decoding.
+            # by then one prompt has run (prefill), or all prompts have run and are decoding
             if part == (0 if name.startswith("p") else 5) and not done:
                 done.append(True)
                 served.signal(name, number)
@@ -292,7 +294,7 @@ def answers_of_a_fleet_that_drains(folder: Path, prompts: list[str], *more: str)
     def at_part(part: int) -> None:
         if part == 15 and not is_signalled.is_set():
             is_signalled.set()
-            for _ in prompts:  # a front that drains refuses connections
+            for _ in prompts:  # a front that drains refuses new connections
                 assert accepted.acquire(timeout=60)
             served.signal("all", signal.SIGTERM)
 
@@ -338,7 +340,7 @@ def test_recurrent_models_are_refused_with_overlap(tmp_path: Path, make_model: A
         served.close()
 
 
-# Sends the process a signal when its address file or its log line appears.
+# A program that sends itself a signal when its address file or its log line appears.
 SIGNALLED = """
 import logging, os, signal, sys
 from pathlib import Path
@@ -415,7 +417,8 @@ def test_layers_with_windows_and_chunks_are_served_over_tables_of_their_own(
         stats = served.until_nothing_is_held()
         pulled = sum(one["pages_pulled"] for one in stats.values())
         whole = sum(-(-len(encoded(prompt)) // 16) for prompt in prompts)
-        # One of four tables is pulled completely. The others have no page to pull if the prompt ends with a chunk.
+        # One of the four tables is pulled whole. The other tables have no page to pull if the prompt ends together with
+        # a chunk.
         assert whole <= pulled < 2 * whole
         served.signal("all", signal.SIGTERM)
         assert served.ended("all") == 0

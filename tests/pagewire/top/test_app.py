@@ -46,7 +46,9 @@ def serve(manager: PagedKVCacheManager, name: str, tokens: list[int], salt: str 
 
 
 def busy_manager(pages: int = 64) -> PagedKVCacheManager:
-    """A manager with two requests of two tenants, a lease of a released one, idle pages, and an eviction order."""
+    """Returns a manager with two running requests of two tenants, a lease of a request that was released, idle pages,
+    and an order of eviction.
+    """
     manager = manager_of(pages, rows=8, dp=1)
     serve(manager, "chat-1", list(range(20)), "acme")
     serve(manager, "chat-2", list(range(100, 140)))
@@ -107,7 +109,7 @@ def test_the_map_shows_each_page_of_a_small_pool_with_a_sign_of_its_state(
         screen = screen_of(app)
         assert "decode/0  64 pages, shown 1–64, a page each" in screen[0]
         text = "".join(screen[1:])
-        # 5 and 10 pages of the two requests, 5 of the lease, and 8 idle pages
+        # the two requests have 5 and 10 pages, the lease has 5, and 8 pages are idle
         assert [text.count(sign) // 2 for sign in "█◆░·"] == [15, 5, 8, 36]
         legend = app.query_one("#legend", Static).render()
         assert all(state.name.lower() in str(legend) for state in PageState)
@@ -364,12 +366,12 @@ def test_a_recording_plays_back_to_and_fro(watched: tuple[PagedKVCacheManager, M
         titles.append(app.map._areas[0].title)  # an app that has ended may have drawn once more, without a screen
         manager.release("chat-2")
         await until(pilot, lambda: len(rows_of(app, "requests")) == 2, "the release")
-        # including the snapshot that reports the release, because another one is to be cut off
+        # the size includes the snapshot that reports the release, because it is the next snapshot that is cut off
         recorded = path.stat().st_size
         await until(pilot, lambda: path.stat().st_size > recorded, "one more look")
 
     drive(app, record)
-    path.write_bytes(path.read_bytes()[:-3])  # as if it had been killed
+    path.write_bytes(path.read_bytes()[:-3])  # as if the recording process had been killed
     source = PlayedSource(path)
     assert source.length > 0
     source.paused = True

@@ -73,7 +73,8 @@ def test_a_browser_needs_the_token_once() -> None:
             page = await client.get("/?token=secret-token")
             assert page.status == 200
             assert "pagewire top" in await page.text()
-            # Otherwise a browser waits for the host that has the font of Textual's page, and shows nothing meanwhile.
+            # Without this, a browser waits for another host that has the font of Textual's page, and shows nothing
+            # meanwhile.
             assert "default-src 'self'" in page.headers["Content-Security-Policy"]
             cookie = page.cookies[COOKIE]
             assert cookie["httponly"]
@@ -132,7 +133,9 @@ def test_the_server_of_browsers_says_where_and_ends_when_told() -> None:
 
 @pytest.fixture
 def looked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Replaces the drawing program by one that follows every address until it has seen pages, and reports them."""
+    """Replaces the drawing program by one that follows every address until it has seen pages. That program then reports
+    the pages.
+    """
     path = tmp_path / "looked.json"
     program = tmp_path / "look.py"
     program.write_text(LOOKS.format(path=str(path)))

@@ -1,4 +1,4 @@
-"""`pagewire top` with real terminals, pipes and signals: it ends correctly in each case, and restores the terminal."""
+"""`pagewire top` with real terminals, pipes and signals. In each case it ends correctly, and restores the terminal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.pagewire.top.test_app import busy_manager
 pytestmark = pytest.mark.slow
 
 DEAD = "ipc:///nowhere/pagewire"
-WITHIN_S = 2.0  # a second, and one more for a busy machine
+WITHIN_S = 2.0  # one second, and another one for a busy machine
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -78,7 +78,9 @@ class Top:
         os.kill(self.process.pid, number)
 
     def status(self, within_s: float = WITHIN_S) -> int:
-        """Returns its exit status; fails if it does not end within this time."""
+        """Waits until the process ends, and returns its exit status. Fails if the process does not end within this
+        time.
+        """
         self.process.join(within_s)
         assert self.process.exitcode is not None, f"it has not ended within {within_s:g} s"
         return self.process.exitcode

@@ -1,4 +1,4 @@
-"""The content of the views, without the drawing."""
+"""What the views contain, without how it is drawn."""
 
 from __future__ import annotations
 
