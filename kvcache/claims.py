@@ -29,7 +29,7 @@ class Claims:
     of these pages. A serving loop that builds new contexts for a running request must either release the request and
     claim it again, or always pass one object, which reads from the newest context.
 
-    The methods raise the errors that the `PagedKVCacheManager` methods that use them document.
+    The methods raise the errors that are documented at the `PagedKVCacheManager` methods that call them.
     """
 
     def __init__(self, replicas: Sequence[Replica], steps: Sequence[StepInFlight]) -> None:
@@ -44,7 +44,7 @@ class Claims:
         self._contexts: dict[int, Context] = {}  # by place
 
     def free_at(self, request_id: RequestID, replica_idx: int | None) -> int:
-        """Returns the replica on which to claim a new request. Raises if that replica has no free row.
+        """Returns the index of the replica on which to claim a new request. Raises if that replica has no free row.
 
         Changes nothing.
         """
@@ -219,8 +219,8 @@ class Claims:
         place = self._place(context.request_id, call)
         if place in self._contexts:
             raise InvalidRequestError(
-                f"request {context.request_id!r}: {call} got another context object than its pages were reserved for: "
-                "pass that object, or release the request and claim it again"
+                f"request {context.request_id!r}: {call} got another context object than the one that its pages were "
+                "reserved for: pass that object, or release the request and claim it again"
             )
         return place
 

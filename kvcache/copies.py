@@ -1,6 +1,6 @@
 """Copies whole pages, as rows of memory: from one pool to another, and between a pool and the host tier.
 
-Each call of a GPU's copy engine takes the loop some microseconds. From CUDA 13 on, one call copies many rows. Before
+Each call of a GPU's copy engine costs the loop some microseconds. From CUDA 13 on, one call copies many rows. Before
 CUDA 13, a kernel gathers rows into a dense buffer in device memory, or scatters them from it. The copy engine is then
 called once for each run of slots, instead of once for each page.
 """
@@ -209,9 +209,9 @@ class Copy:
 class PageMover:
     """Copies between the pages of a replica and slots of the host tier.
 
-    `shards` has, for each shard, its pages, `[pages, ...]`, and its slots, uint8 `[slots, page_bytes]`. Of each page,
-    as many bytes are copied as a slot has. The distance between two pages may be larger, and a slot may be a part of a
-    larger one.
+    `shards` has the memory of each shard: its pages, `[pages, ...]`, and its slots, uint8 `[slots, page_bytes]`. The
+    first `page_bytes` bytes of a page are copied to a slot or from it. Pages may lie further apart than that, and slots
+    may be parts of larger slots.
 
     A GPU copies between pages and pinned slots on a separate stream, in order with `stream` (None: the current one).
     Every copy begins at once, and runs while the calling thread continues.

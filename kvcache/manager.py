@@ -40,13 +40,14 @@ _CHANGES_SOMETHING = (
 class PagedKVCacheManager:
     """A paged KV cache over data-parallel replicas of tensor-parallel shards.
 
-    The life of a request: `external_claim`, then for each step `maybe_reserve`, `fetch`, the model, `context.update`,
-    `step`; at the end `release` (`with claim` claims and releases). Not thread-safe: one serving loop owns it.
+    The life of a request: `external_claim`; for each step `maybe_reserve`, `fetch`, the model, `context.update`,
+    `step`; at the end `release`. A `with manager.claim(context)` block claims and releases the request. Not
+    thread-safe: one serving loop owns the manager.
 
-    Every error is a `KVCacheError` and leaves the state unchanged. An exception from elsewhere in the middle of a call
-    (Ctrl-C, no memory) may leave the state half changed. Then every call raises `InterruptedCallError` until `recover`
-    has repaired it. An error from a caller's own context leaves the state unchanged. In addition to the errors that a
-    call documents:
+    Every error that a call raises itself is a `KVCacheError`, and leaves the state unchanged. Another exception in the
+    middle of a call (Ctrl-C, no memory) may leave the state half changed. Then every call raises `InterruptedCallError`
+    until `recover` has repaired the state. An error from a caller's own context leaves the state unchanged. In addition
+    to the errors that a call documents:
 
     - `UnknownRequestError` (a KeyError): a request is not claimed.
     - `InvalidRequestError` (a ValueError): an invalid argument; `num_steps` below 1; a request named twice; a context
@@ -399,8 +400,8 @@ class PagedKVCacheManager:
         The call does not wait for a device. If the pages are on a GPU, do not pass the table to another process before
         the model has run.
 
-        `full_pages` leaves out a last page that is not full. `first_page` (only with a single table) leaves out the
-        pages before it.
+        With `full_pages`, a last page that is not full is left out. The pages before `first_page` are left out, too,
+        which is allowed only with a single table.
         """
         self._mark.check("block_table")
         replica, _, row = place = self._claims.locate(request_id, "block_table")

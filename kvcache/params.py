@@ -52,7 +52,8 @@ class StateShape:
     heads: int  # the heads of one layer
     head_dim: int  # channels of x in each head
     groups: int  # groups of heads that share one B and one C; 1 if B and C are not convolved
-    d_state: int  # elements of the state for each channel of x; also the channels of B, and of C, in each group
+    # elements of the matrix for each channel of x; each group has this many channels of B, and as many of C
+    d_state: int
     # the width of the convolution; a state keeps the last `kernel - 1` of its inputs; 1 means no convolution
     kernel: int
     conv_dtype: torch.dtype  # the type of the convolution's inputs
@@ -66,7 +67,7 @@ class StateShape:
 
     @property
     def matrix(self) -> tuple[int, ...]:
-        """The shape of the matrix that a layer keeps for each head besides convolved inputs; empty if there is none."""
+        """The shape of the matrix that a layer keeps for each head besides convolved inputs; empty if it keeps none."""
         if self.form == "short_conv":
             return ()
         if self.form == "mamba1":
@@ -305,8 +306,8 @@ class KVCacheParams:
     # The hash of the prefix chain. It must be the same wherever pages are exchanged. blake3, an extra, is as strong as
     # sha256, and quicker on some processors without SHA instructions. Collisions of xxh3_128 can be crafted.
     hash_algorithm: HashAlgorithm = "sha256"
-    # If a prompt begins like a cached page, and shares at least this many of the page's tokens but not all, the page is
-    # copied (see `kvcache.replica.partial`). 0 means never.
+    # If a prompt has the prefix of a cached page, and at least this many but not all of that page's tokens follow, the
+    # page is copied (see `kvcache.replica.partial`). 0 means never.
     partial_reuse_min_tokens: int = 0
     page_order: PageOrder = "head,layer,side,token,dim"  # axes of a page, outermost first (`kvcache.layout`)
     # how a request's replica is chosen, and whether replicas copy pages from each other
@@ -331,9 +332,9 @@ class KVCacheParams:
     # two threads: `transfer.NixlObjects(bucket)`. None means no objects. Objects use `file_tier_key`, whether there are
     # files or not.
     object_tier_io: MakeObjectIO | None = None
-    # The number of pages of an object. They are written and found together. If fewer pages are left at the end of a
-    # prompt, they are written only if a state is kept after them (`states`). All processes that share objects need the
-    # same number.
+    # The number of pages in an object. The pages of an object are written together, and found together. If fewer pages
+    # are left at the end of a prompt, they are written only if a state is kept after them (`states`). All processes
+    # that share objects need the same number.
     object_tier_pages: int = 8
     # The time limit of a call of the object store, in seconds. After a call that took longer, the store is not used for
     # 10 s. A request waits at most this long to learn which objects exist, and then at most this long again for their
@@ -431,7 +432,10 @@ class KVCacheParams:
         return per_shard * self.tensor_parallel_degree
 
     def without_effect(self) -> list[str]:
-        """Returns the given parameters that have no effect, each with the parameter that it would need."""
+        """Returns a sentence for each given parameter that has no effect.
+
+        It names the parameter that would be needed.
+        """
         plain = KVCacheParams(self.dtype, self.n_kv_heads, self.head_dim)
 
         def is_given(name: str) -> bool:
@@ -489,7 +493,7 @@ def usable_hashes() -> tuple[HashAlgorithm, ...]:
 
 
 def resolve_page_size(params: KVCacheParams, page_size: int | None) -> int:
-    """Returns the page size in tokens: that of the params, else the argument, else 128.
+    """Returns the page size in tokens: `params.page_size` if given, else the argument, else 128.
 
     Raises `InvalidParamsError` if both are given and differ. An argument that equals the default counts as not given.
     """

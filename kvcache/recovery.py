@@ -1,9 +1,9 @@
 """`recover`: repairs a manager's state after a call was interrupted in the middle of a change.
 
-Rows, leases and imports are trusted. All other state of pages is computed from them: the holders and writers of pages,
-which pages are idle or fresh, the links of the index, quotas, and copies between tiers. A page stays published if a row
-counts it as committed. It also stays published if it has no holder, because pages are published only when their content
-is complete.
+Rows, leases and imports are trusted. All other state of pages is computed from them: which pages have holders and
+writers, which are idle or fresh, the links of the index, quotas, and copies between tiers. A page stays published if a
+row counts it as committed. It also stays published if it has no holder, because pages are published only when their
+content is complete.
 """
 
 from collections.abc import Iterable

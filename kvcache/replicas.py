@@ -212,7 +212,8 @@ class Replicas:
     def reserve(self, replica_idx: int, row: int, context: SafeContext, num_steps: int) -> bool:
         """Give one request its pages. If there are too few, returns False and changes nothing."""
         replica = self.each[replica_idx]
-        first_time = replica.rows.prompt.item(row) < 0  # if so, cached pages are looked up even for one token
+        # if so, cached pages are looked up, even if only one token is to run
+        first_time = replica.rows.prompt.item(row) < 0
         if first_time:
             if self._all_tiers:
                 self.take_up()
@@ -266,8 +267,8 @@ class Replicas:
         """Do the same as `fetch`, but in separate tables, which stay unchanged until the step has ended."""
         if self.states:
             raise InvalidRequestError(
-                f"fetch_ahead of {len(gathered.contexts)} requests: a step writes a recurrent state over the one that "
-                "the step before it has left, and there is one page for both: call fetch"
+                f"fetch_ahead of {len(gathered.contexts)} requests: a step writes a recurrent state over the state "
+                "that the step before it has written, so steps of a model with such states cannot overlap: call fetch"
             )
         count = len(gathered.contexts)
         number = self.steps.free_tables(count)
@@ -278,15 +279,17 @@ class Replicas:
         return step
 
     def fetch(self, gathered: Gathered, num_steps: int, number: int | None = None) -> list[RaggedKVCacheInputs]:
-        """Returns the model's inputs, shard by shard and replica by replica. Raises before any token is counted.
+        """Returns the model's inputs, shard by shard and replica by replica.
 
-        `number` selects the set of tables in which to build them.
+        An error is raised before any token is counted as run. `number` selects the set of tables in which the inputs
+        are built.
         """
         states = [gathered.part(share) for share in gathered.split(len(self.each))]
         if gathered.slack < num_steps - 1:
             for replica, state in zip(self.each, states, strict=True):
                 lengths = state.ends if num_steps == 1 else state.ends + (num_steps - 1)
-                if replica.tables.in_chunks:  # a chunk needs only its own pages
+                # with windows, a request needs pages only up to the end of the chunk that runs
+                if replica.tables.in_chunks:
                     lengths = np.where(state.actives < state.ends, state.actives, lengths)
                     replica.tables.refuse_lost(state.rows, state.starts)
                 replica.refuse_short(state.rows, lengths, "fetch")
@@ -399,7 +402,7 @@ class Replicas:
         self.mark.call = call
         for share, pages in full:
             self.each[share.replica].publish(share.rows, computed[share.at], pages)
-        if looked is not None or len(full) < len(self.each):  # otherwise `publish` has counted all requests
+        if looked is not None or len(full) < len(self.each):  # otherwise `publish` has recorded this for all requests
             self._computed(gathered)
         if self._partial:
             _learn(self._partial, gathered, full)
@@ -414,7 +417,8 @@ class Replicas:
     def publish_events(self, options: KVEvents, params: KVCacheParams, tables: LayerTables) -> None:
         """From now on, report to subscribers what the pools and the tiers below them contain. Each replica is a rank.
 
-        Recurrent states are reported as one more group, after the block tables. They are cached only after some pages.
+        Recurrent states are reported as one more group, after the block tables. A state is cached only after some of a
+        prompt's pages.
         """
         specs = [_spec_of(table.group, params) for table in tables.tables] + [CacheSpec("mamba")] * bool(self.states)
         count, last = len(tables.tables), len(specs) - 1
@@ -515,7 +519,10 @@ class Replicas:
                 self.placed[replica_idx].memory.copy_page(page, target)
 
     def _reserve_decoding(self, gathered: Gathered, num_steps: int) -> bool:
-        """Reserve pages for a batch with one token each. Returns False if each request must be checked by itself."""
+        """Reserve pages for a batch in which each request runs one token.
+
+        Returns False if each request must be reserved by itself.
+        """
         # All requests had pages up to their last token. So only a request whose new token begins a page can need a
         # page.
         shares = gathered.turning(self._most) if gathered.slack == -1 and num_steps == 1 else None

@@ -1,9 +1,9 @@
 """Computes how many pages, tokens and requests a memory budget holds, and whether the host can hold them.
 
 Nothing is allocated. The page size is that of the params, or else of the argument, as in the manager. With groups of
-layers, the pages of a request are counted as if it ran one token at a time; a longer chunk of a prompt takes more pages
-of windows. The documented API has keywords that only other kinds of managers use. They are refused, because they would
-have no effect here.
+layers, the pages of a request are counted as if it ran one token at a time. A request that runs a longer chunk of its
+prompt needs more pages in tables of windows. The documented API has keywords that only other kinds of managers use.
+They are refused, because they would have no effect here.
 """
 
 import functools
@@ -189,10 +189,10 @@ def pages_per_replica(needs: Needs, sizes: Sizes, memory: object, devices: Seque
 
 
 def _refuse_more_than_the_host_holds(needs: Needs, sizes: Sizes, pages: int, devices: Sequence[torch.device]) -> None:
-    """Raise `PoolTooSmallError` if the host's memory is too small for its part of `pages` pages a replica.
+    """Raise `PoolTooSmallError` if the host's memory is too small for its part of the cache.
 
-    The check is needed because the system often grants memory that it does not have, and kills the process later, when
-    the memory is touched.
+    The cache has `pages` pages in each replica. The check is needed because the system often grants memory that it does
+    not have, and kills the process later, when the memory is touched.
     """
     params, dp = needs.params, needs.params.data_parallel_degree
     on_host = sum(device.type == "cpu" for device in devices)
@@ -210,12 +210,12 @@ def _refuse_more_than_the_host_holds(needs: Needs, sizes: Sizes, pages: int, dev
 
 
 def warn_of_shortages(needs: Needs, sizes: Sizes, pages: int) -> None:
-    """Log warnings about parameters without effect, and about sizes for which `pages` pages a replica are too few."""
+    """Log warnings about parameters without effect, and about sizes that do not fit into `pages` pages per replica."""
     rows, longest = sizes.max_batch_size // needs.params.data_parallel_degree, sizes.max_seq_len
     for sentence in needs.params.without_effect():
         _log.warning("%s", sentence)
     if pages < rows:
-        _log.warning("%d pages a replica for up to %d requests", pages, rows)
+        _log.warning("%d pages a replica for up to %d requests: not all of them can run at a time", pages, rows)
     if (most := needs.longest(max(0, pages - needs.slab_pages))) < longest:
         _log.warning(
             "a request of max_seq_len %d cannot run: a replica has %d pages of %d tokens, enough for requests of up to "

@@ -99,8 +99,8 @@ class FrameCounter:
     def passes(self, data: bytes, most: int) -> tuple[int, int]:
         """Returns how many bytes of `data` may be passed on, and how many frames begin in them (at most `most`).
 
-        If both numbers stay below their limits, the rest is an incomplete header that needs more data. Raises
-        `GateError` if the data is not allowed.
+        If fewer bytes than `len(data)` and fewer frames than `most` are returned, the rest of `data` is an incomplete
+        header, which needs more data. Raises `GateError` if the data is not allowed.
         """
         at = self._greeting(data) if self._greeted < _GREETING else 0
         frames = 0

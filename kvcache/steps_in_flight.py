@@ -104,7 +104,10 @@ class StepsInFlight:
         return [table.padded(inputs, batch_size) for table, inputs in zip(tables, step.inputs, strict=True)]
 
     def mend(self, over: object) -> None:
-        """After an interrupt: park the pages in the tables of all steps in flight except `over`, which has ended."""
+        """Rebuild the parked pages from the tables of the steps in flight, after an interrupt.
+
+        The step `over` has ended, so it does not count.
+        """
         self.open[:] = [step for step in self.open if step is not over]
         for place in self._placed:
             pages = [place.step_tables(step.number)[0].pages() for step in self.open]

@@ -51,7 +51,10 @@ class UnderWay:
         self.call = self._rest
 
     def close(self) -> None:
-        """Let `check` refuse from now on. The state is consistent, unless a call was interrupted before."""
+        """Mark the manager as closed: from now on `check` raises.
+
+        The state is consistent, unless a call was interrupted.
+        """
         if not self.is_interrupted:
             self.call = _CLOSED
         self._rest = _CLOSED

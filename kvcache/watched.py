@@ -28,8 +28,8 @@ class PageState(IntEnum):
 
     FREE = 0  # its content is not needed
     IDLE = 1  # cached and findable, without a holder: it may be evicted
-    HELD = 2  # a request has it
-    LEASED = 3  # no request has it; a lease keeps it for a reader
+    HELD = 2  # a request holds it
+    LEASED = 3  # no request holds it, but a lease keeps it for a reader
     WRITTEN = 4  # a transfer, or a copy from a lower tier, writes it
     QUARANTINED = 5  # its import was cancelled, and a write in flight may still reach it
 
@@ -78,9 +78,10 @@ def other_version(message: bytes, known: type[msgspec.Struct]) -> str:
 class AskLook(msgspec.Struct, frozen=True, kw_only=True, tag="ask_look/1"):
     """A watcher's question, which one snapshot answers. Without questions no snapshot is made."""
 
-    known: Count = 0  # the number of the last snapshot received; 0 if there was none, so that the answer is complete
+    # the number of the last snapshot that the watcher received; 0 if there was none, so that the answer is complete
+    known: Count = 0
     incarnation: Label = ""  # the incarnation of the watch that sent that snapshot
-    # whether the loop is to recount its pages, which blocks the loop meanwhile; `CheckReport` has the result
+    # whether the loop should recount all pages; this blocks the loop meanwhile, and `CheckReport` has the result
     check: bool = False
 
 
@@ -172,7 +173,7 @@ class Look(msgspec.Struct, frozen=True, kw_only=True, tag="look/1"):
     number: Count  # the number of this snapshot
     base: Count  # the snapshot since which changes are listed; 0 if this one is complete
     at: float  # seconds since 1970
-    cost_s: float  # processor time of the last snapshot, in seconds
+    cost_s: float  # how many seconds of processor time the last snapshot took
     page_size: Count
     page_bytes: Count
     pools: tuple[PoolLook, ...]
@@ -183,7 +184,7 @@ class Look(msgspec.Struct, frozen=True, kw_only=True, tag="look/1"):
     evictions: tuple[EvictionRow, ...] = ()
     # By reason: how many pages were evicted since the watch began, and how many of them were needed again.
     evicted: dict[Label, tuple[Count, Count]] = {}
-    # totals; a rate is the difference of two snapshots divided by their distance in time
+    # totals; a rate is the difference between two snapshots, divided by the time between them
     figures: dict[Label, float] = {}
     check: CheckReport | None = None
 

@@ -41,7 +41,7 @@ Words = NDArray[np.uint64]
 # unsampled LRU; with 4,096 pages they were within 0.2 points.
 _LEAST_SAMPLE = 1024
 _FIRST_SHARE = 0.2
-_LEAST_SHARE = 0.02  # not 0, because hints that are never applied could never earn a larger share
+_LEAST_SHARE = 0.02  # not 0, because hints without any pages could never earn a larger share
 _STEP = 8.0
 _CREDIT = 0.25  # the initial credit (see `HintShare`), as a share of the pool's pages
 _CREDIT_OF_LOOKUPS = 0.01
@@ -337,9 +337,11 @@ class HintedBaseline:
         return found
 
     def widen(self, width: float) -> None:
-        """Adapt the length of a lead to a pool that also caches states, whose memory counts in the lead.
+        """Set the length of a lead for a pool that also caches states.
 
-        Each published page then stands for `width` pages of the pool's memory (see `PagePool.width`).
+        A lead is measured in pages of the pool's memory.
+
+        On average, each published page stands for `width` pages of memory (see `PagePool.width`).
         """
         self._order.lead_by(max(1, int(self._most / width)))
 
@@ -347,7 +349,7 @@ class HintedBaseline:
         self._append(self._take(words[self._sampled(words)].tolist()))
 
     def leave(self, words: Words, hints: PageHints | None) -> None:
-        """Record that a request releases these pages, and its hints for them (or None)."""
+        """Record that a request releases these pages, and its hints for them (None if it has no hints)."""
         at = self._sampled(words)
         pages = self._take(words[at].tolist())
         if hints is not None:  # `_take` may have dropped the last pages

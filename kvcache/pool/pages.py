@@ -62,7 +62,7 @@ class PagePool:
 
     Attributes:
         idle: the eviction order of the idle pages. `follow` replaces it.
-        moves: moves held pages when a slab needs room, and learns which pages must stay.
+        moves: the object that moves held pages when a slab needs room. It learns which pages must stay.
     """
 
     beside = 0  # the number of pages that each request takes for its state, besides its token pages
@@ -152,13 +152,13 @@ class PagePool:
 
     @property
     def room_may_cost(self) -> bool:
-        """Whether making room may evict pages of the other pool."""
+        """Whether `make_room` may evict pages of another pool, from which it takes the memory."""
         return False
 
     def make_room(self, *, moving: bool) -> bool:  # noqa: ARG002 - all pages are here
         """Returns whether a page can be allocated now. Evicts one if necessary.
 
-        `moving` allows held pages of the other pool to be moved for it.
+        `moving` allows held pages of that other pool to be moved. It has no meaning for a pool with its own memory.
         """
         return self.has_room
 

@@ -35,7 +35,9 @@ class PagesBelow:
     brought_at_once = 0  # the most pages that a caller should pass to one call of `bring`
     fetches = False  # whether there are tiers below the host
     asks = False  # whether a remote store must be asked which pages it has
-    # the most pages that a tier may have stored together as the end of a prompt, after the pages that are found
+    # If a state is kept after the end of a prompt, the last pages are stored together, even if they are fewer than an
+    # object usually has. This is the most pages of such an object. Lookups of states go this far beyond the pages that
+    # are found.
     longest_tail = 0
     is_bringing = False  # whether `bring` has copies under way
 
@@ -101,7 +103,7 @@ class PagesBelow:
         """Record that a request has just used these pages, in logical order, whichever tier has them."""
 
     def leave(self, row: int, pages: Pages, names: Digests, ends: Callable[[Digests], Asked]) -> None:
-        """Called when the row releases its pages. It has used the published `pages`, in logical order.
+        """Called when the row releases its pages. Its request has used the published `pages`, in logical order.
 
         `names` has the digests of its published columns. `ends` returns after which of these columns other requests may
         resume.

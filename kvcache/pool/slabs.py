@@ -71,8 +71,8 @@ class SlabPool(PagePool):
         # this is the same array as `_used`.
         self._turn = self._used
         self._last_evicted = 0  # the last use of the page that was evicted last
-        # By slab: a lower bound for the last use of its most recently used page. A use does not update this bound, so
-        # the oldest slab is checked before it is taken. `_ages_back` is a reversed view.
+        # By slab: a lower bound for the last use of its most recently used page. Holding a page does not update this
+        # bound, so `_oldest_slab` checks the slab that it finds. `_ages_back` is a reversed view.
         self._ages = np.zeros(num_pages // slab_pages + 1, np.int64)
         self._ages_back = self._ages[self.num_slabs : 0 : -1]
         # The fresh pages are a section of this stack. The section moves up when slabs are taken from its lower end, and
@@ -114,7 +114,7 @@ class SlabPool(PagePool):
     def take_slab(self, *, moving: bool = True) -> int:
         """Take a slab and return its number. Returns 0 if there is none, or if a cached slab has to be evicted first.
 
-        With `moving`, held pages may be moved out of one slab if every slab has some.
+        If every slab has held pages, `moving` allows those of one slab to be moved elsewhere.
         """
         chosen, age = self._oldest_slab()
         if age and self._evict_due():
@@ -163,7 +163,7 @@ class SlabPool(PagePool):
             self._push_fresh(pages[::-1])
             return
         self._ages[slab] = self._used[pages] = self._turn[pages] = 0
-        # Put at the bottom of the stack, so that they are the last to be allocated as single pages.
+        # These pages are put at the bottom of the stack, so that they are the last to be allocated as single pages.
         self._lie_from(self._bottom - self.slab_pages, self._fresh_count + self.slab_pages)
         self._fresh[: self.slab_pages] = pages[::-1]
         self._place[pages[::-1]] = np.arange(self._bottom, self._bottom + self.slab_pages)

@@ -1,7 +1,8 @@
 """The memory of recurrent states: the layout of a state in its page, on each shard, and the pages of one replica.
 
 A recurrent layer keeps no key and value per token. It keeps the last few inputs of a convolution and one matrix per
-head, and overwrites both with every token. So a state is a page of one token, in four pools:
+head, and overwrites both with every token. So the state of a request is laid out like a page of keys and values with a
+single token. It has one page of each of these kinds:
 
     conv.x   a "head" for each channel of x: its last `kernel - 1` inputs, oldest first
     conv.B   the same for the channels of B, conv.C for those of C
@@ -12,12 +13,12 @@ only x, and each of its channels is a head. A short convolution does the same an
 without a convolution has only matrices.
 
 A shard holds a range of the heads, the channels of x that belong to these heads, and the channels of B and C that
-belong to their groups. All layers of a request lie in one page of each pool, head-major like pages of keys and values.
-Therefore a transfer moves a state as it moves any page, and any range of heads or channels is one run.
+belong to their groups. The state of a request in all layers lies in one page of each kind, head-major like pages of
+keys and values. Therefore a transfer moves a state as it moves any page, and any range of heads or channels is one run.
 
-The pages have separate memory (`room_apart`), or share one budget with the pages of tokens (`room_in_slabs`). A slab
-(`kvcache.pool.slabs`) is a run of as many pages of tokens as hold a state on every shard. State page s is slab s. Its
-kinds follow each other from the slab's first byte on, each aligned.
+State pages have separate memory (`room_apart`), or share one budget with token pages (`room_in_slabs`). A slab
+(`kvcache.pool.slabs`) is a run of consecutive token pages, as many as a state needs on every shard. State page s is
+slab s. The kinds of a state follow each other from the slab's first byte on, and each kind is aligned.
 """
 
 from __future__ import annotations

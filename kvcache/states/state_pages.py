@@ -117,8 +117,8 @@ class StatePages:
     """The state pages of one replica: their memory, each request's page, and how many tokens each state includes.
 
     A `PagePool` tracks holders and writers as for any other page: the request and its leases hold the page, and a
-    transfer writes to it. This class adds the rules of states. A state cannot go back, and a leased state does not
-    advance past the tokens that its reader knows. The manager checks which calls a request may make (`RowStates`).
+    transfer writes to it. This class adds the rules of states. A state cannot be rolled back, and a leased state does
+    not advance past the tokens that its reader knows. The manager checks which calls a request may make (`RowStates`).
 
     `room` has the memory. Separate memory has one page for each request that may hold a state at a time, and the other
     pages are for copies. If states lie in slabs of token pages, a slab is taken for each state, and given back when the
@@ -238,7 +238,7 @@ class StatePages:
         return found | self.below.has(digests[None], ~found[None])[0]
 
     def ask(self, digests: Digests) -> bool:
-        """Ask the lower tiers whether they have states of which this is not known yet, the latest states first.
+        """Ask the lower tiers which states they have, where this is not known yet. Later states are asked for first.
 
         Only states after the last one on the device or the host are asked for, because a request resumes from the
         latest state. Returns whether an answer is on its way.
