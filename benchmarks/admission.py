@@ -1,8 +1,9 @@
 """What does it cost to admit one prompt: to hash it, look it up, and reserve its pages?
 
-In the case `cold` the prompt is new and gets fresh pages. In the case `evicting` it is new, and each of its pages needs
-an eviction. In the case `warm` every full page is found. `publish` is the `step` after the prompt was computed. The
-pool is new, or full (`pools.age`). Each sample is a new context, so the figure includes the hash.
+Four calls are timed. `cold`: `maybe_reserve` for a new prompt that gets fresh pages. `evicting`: the same for a new
+prompt, each of whose pages must first be evicted. `warm`: the same for a prompt whose full pages are all cached.
+`publish`: the `step` after the prompt was computed. The pool is new, or full (`pools.age`). Each sample is a new
+context, so the figures of `maybe_reserve` include hashing the prompt.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ class Bench:
         return self.unseen()
 
     def sampled(self, prepare: Callable[[], TextContext], hit: int) -> Row:
-        """Time `maybe_reserve`, and check that each call found `hit` cached tokens."""
+        """Time `maybe_reserve` for each context that `prepare` returns.
+
+        Checks that each call found `hit` cached tokens.
+        """
         last: list[TextContext] = []
 
         def prepared() -> TextContext:
@@ -75,7 +79,7 @@ class Bench:
         return row
 
     def warm(self) -> Row:
-        """The prompt finds every full page, except the one with the last token."""
+        """The prompt finds every full page cached, except the page with its last token."""
         tokens = self.prompts.tokens(self.length)
         self.close()
         self._open = claimed(self.manager, tokens)

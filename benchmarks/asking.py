@@ -1,12 +1,13 @@
 """What does it cost to ask another process for pages by content?
 
 Two managers and their exchanges run in one process. The source has a prompt of `pages` pages. The reader has none of
-it, asks for all of it, and gives the lent pages back. The rows of a loop are the times of its calls. The reader's loop
-calls `ask`, and polls for the answer. The source's loop polls twice: once to find and lease the pages, and once to
-learn that the lease was granted. `poll` is a poll with nothing to do. Bytes and messages are counted on the wire, from
-a question to its answer. `kept` is the memory that the source keeps, as allocated by Python. It is measured for a
-question that its loop has not processed yet, for an open lease, and for an ended one. Times are processor time of the
-loop's thread, because only in this benchmark do both sides share a core.
+these pages, asks for all of them, and gives the lent pages back. The rows of a loop have the times of its calls. The
+reader's loop calls `ask`, and polls for the answer. The source's loop polls twice: once to find and lease the pages,
+and once to learn that the lease was granted. The row `poll` is a poll with nothing to do. Bytes and messages are
+counted on the wire, from a question to its answer. `kept` is the memory that the source keeps, as allocated by Python.
+It is measured for a question that the source's loop has not processed yet, for an open lease, and for an ended lease.
+Times are processor time of the loop's thread, because in this benchmark both sides share a core, which they do not in a
+real fleet.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Pair:
         return self.managers[1].contents.digests(self.context)
 
     def close(self) -> None:
-        """End both."""
+        """End the reader and the source."""
         for exchange in (self.reader, self.source):
             exchange.close()
         for manager in self.managers:
@@ -117,7 +118,7 @@ def meet(it: Pair) -> None:
 
 
 def question(it: Pair, spent: dict[str, list[float]]) -> None:
-    """Ask one question, record the times of its calls, and end its lease."""
+    """Ask one question, record the times of its calls in `spent`, and end the lease that the question got."""
 
     def timed(name: str, call: Callable[[], Any]) -> Any:
         start = time.thread_time_ns()

@@ -155,8 +155,8 @@ def main() -> int:
     """Measure, print, and write. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.both_ends", description=__doc__)
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"prompts of each way ({ROUNDS})")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts and their order (0)")
-    parser.add_argument("--only", default="", help="a rate; default: all")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the prompts and their order (0)")
+    parser.add_argument("--only", default="", help="run one link, by its rate (all)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures and the machine")
     chosen = parser.parse_args()
     if reason := why_not():

@@ -1,12 +1,12 @@
 """What does one decode step cost the host: reserve, fetch, update and step for every running request?
 
-The requests are at evenly spread places of their last pages, so `batch / page` of them need a new page in each step.
-With few requests, most steps need none. `page_mean` is therefore the mean over as many steps as a page has tokens, in
-which each request needs one page. A `Batch` keeps lengths and tokens in arrays. Its contexts are updated when they are
-read, and otherwise every 256 steps. `Batch, arrays read` also takes the length and the last token of every request from
-the batch after each step, as a streaming server may. `Batch, contexts read` also reads the last token of every context,
-as a server without batches would. `us_mean` and `us_max` cover all steps of a row, including the one in which all
-contexts are updated.
+The requests have evenly spread numbers of tokens in their last pages, so `batch / page` of them need a new page in each
+step. With few requests, most steps need no page. `page_mean` is therefore the mean over as many steps as a page has
+tokens, in which each request needs one page. A `Batch` keeps lengths and tokens in arrays. It updates its contexts when
+they are read, and otherwise every 256 steps. `Batch, arrays read` also takes the length and the last token of every
+request from the batch after each step, as a streaming server may. `Batch, contexts read` also reads the last token of
+every context, as a server without batches would. `us_mean` and `us_max` cover all steps of a row, including the one in
+which all contexts are updated.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ _STATISTICS = (
 
 
 def begun(batch: int, page_size: int, steps: int, *, full: bool) -> tuple[PagedKVCacheManager, list[TextContext]]:
-    """A manager and running requests with computed prompts.
+    """Returns a manager and running requests whose prompts are computed.
 
-    For `steps` more steps, the pool has free pages, or pages to evict if `full`.
+    The pool has enough free pages for `steps` more steps. With `full`, it has no free pages, but enough idle pages to
+    evict.
     """
     pages = max(batch, 64) * -(-(PROMPT + page_size + steps + 1) // page_size) + 1
     manager = manager_of(pages, page_size=page_size, rows=max(batch, 64), max_seq_len=LONGEST)
@@ -44,7 +45,7 @@ def begun(batch: int, page_size: int, steps: int, *, full: bool) -> tuple[PagedK
 
 
 def by_calls(manager: PagedKVCacheManager, contexts: list[TextContext]) -> None:
-    """Run one step through the plain calls, in the way of code written for MAX 25.7."""
+    """Run one step through the plain calls for each request, as code written for MAX 25.7 does."""
     for context in contexts:
         manager.maybe_reserve(context)
     manager.fetch(contexts)
@@ -54,7 +55,7 @@ def by_calls(manager: PagedKVCacheManager, contexts: list[TextContext]) -> None:
 
 
 def bound(manager: PagedKVCacheManager, contexts: list[TextContext], calls: str = "Batch") -> Callable[[], None]:
-    """Run one step through a `Batch`. Then read arrays or contexts, as `calls` says."""
+    """Run one step through a `Batch`. Then read the batch's arrays or the contexts, if `calls` says so."""
     batch, tokens = manager.batch(contexts), np.ones(len(contexts), np.int32)
 
     def step() -> None:

@@ -1,7 +1,7 @@
 """What does it cost to evict a page, at any pool size?
 
-On the same full pool (`pools.age`), n pages that must be evicted are reserved, and then n fresh pages. `evict` is the
-difference for each page. The prompts are hashed beforehand, which is not included.
+On a full pool (`pools.age`), a request reserves n pages that must be evicted first, and then n pages that need no
+eviction. `evict` is the difference of the two times, divided by n. The prompts are hashed before the timed part.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _STATISTICS = (
 
 
 def hashed(manager: PagedKVCacheManager, prompts: Prompts, count: int) -> TextContext:
-    """A new prompt of `count` pages. Asking for its replica has already hashed it."""
+    """Returns a new prompt of `count` pages. It is hashed already, because choosing its replica has hashed it."""
     context = TextContext(prompts.tokens(count * manager.page_size), manager.max_seq_len)
     manager.get_or_recommend_replica(context)
     manager.external_claim(context.request_id)

@@ -134,7 +134,7 @@ def run(step: Step, folder: Path, *, quick: bool) -> bool:
     """Run one step. Returns False if it failed."""
     interpreter = ROOT / ".venvs" / step.environment / "bin" / "python" if step.environment else Path(sys.executable)
     if not interpreter.exists():
-        progress(f"{' '.join(step.made)}: left out, for there is no {interpreter}: `make test-engines` makes it")
+        progress(f"{' '.join(step.made)}: left out, because {interpreter} does not exist: `make test-engines` makes it")
         return True
     command = [str(interpreter), *(step.quick[0] if quick else step.command).format(folder=folder).split()]
     progress(f"{' '.join(step.made)}: about {(step.quick[1] if quick else step.seconds) / 60:.1f} minutes")
@@ -149,9 +149,13 @@ def run(step: Step, folder: Path, *, quick: bool) -> bool:
 def arguments() -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.figures", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="try every program, write to benchmarks/out")
-    parser.add_argument("--only", default=",".join(GROUPS), help=f"of {', '.join(GROUPS)}, with commas between (all)")
-    parser.add_argument("--list", action="store_true", help="say what would be run, and how long it takes")
+    parser.add_argument(
+        "--quick", action="store_true", help="try every program with fewer sizes, and write to benchmarks/out"
+    )
+    parser.add_argument(
+        "--only", default=",".join(GROUPS), help=f"groups to run, with commas between: {', '.join(GROUPS)} (all)"
+    )
+    parser.add_argument("--list", action="store_true", help="list the programs and their durations, and run none")
     chosen = parser.parse_args()
     chosen.only = chosen.only.split(",")
     unknown = [name for name in chosen.only if name not in GROUPS]
@@ -169,7 +173,7 @@ def main() -> int:
         return 0
     load = os.getloadavg()[0]
     if load > _BUSY and not chosen.quick:
-        progress(f"the load is {load:.1f}: this machine has other work to do, and the figures will say so")
+        progress(f"the load is {load:.1f}: this machine is busy, so the figures are less reliable")
     folder = OUT if chosen.quick else results.RESULTS
     passed = [run(step, folder, quick=chosen.quick) for step in steps]
     if not chosen.quick:

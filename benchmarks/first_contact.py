@@ -2,8 +2,8 @@
 
 The engine has 64 layers of 100,000 pages. Each layer has its own tensor and region: 51 GB of address space that is
 never touched. `connect` is the whole first contact: decoding and checking the metadata, choosing sources, making plans,
-and loading the peer into NIXL. `pull` is what the first pull of 2,048 pages adds to that. No part of the work depends
-on the number of pages, so a pool of a hundredth of the size has the same cost.
+and loading the peer into NIXL. `pull` is the time that the first pull of 2,048 pages takes after `connect`. No part of
+the work depends on the number of pages, so a pool of a hundredth of the size has the same cost.
 """
 
 from __future__ import annotations

@@ -226,7 +226,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=REQUESTS, help=f"of the trace ({REQUESTS})")
     parser.add_argument("--rate", type=float, default=RATE, help=f"requests that arrive in a second ({RATE})")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"of both ways in turn ({ROUNDS})")
-    parser.add_argument("--seed", type=int, default=0, help="of the arrivals (0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the arrival times (0)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures and the machine")
     chosen = parser.parse_args()
     if not 1 <= chosen.rounds <= chosen.requests or not chosen.rate > 0:

@@ -40,7 +40,7 @@ CONCURRENCY = 32
 CANCELLED = 0.1
 WINDOW_S = 10.0  # in seconds, before and after a kill: the time in which gaps between tokens are measured
 _WHOLE = ("eos", "length")
-_ROUNDS = 8  # a cancellation is delayed by at most this many rounds of the process
+_ROUNDS = 8  # a cancellation is delayed by at most this many rounds of the decode process
 _BUSY = 2  # a process is killed only if it has this many open requests
 _CACHE_BYTES = 64 << 20  # 2,048 pages, a tenth of the trace's pages
 
@@ -270,7 +270,7 @@ def main() -> int:
     """Run, print, and write. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fleet", description=__doc__)
     parser.add_argument("--requests", type=int, default=REQUESTS, help=f"of the trace ({REQUESTS})")
-    parser.add_argument("--seed", type=int, default=0, help="of the kills and cancellations (0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the kills and cancellations (0)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures and the machine")
     chosen = parser.parse_args()
     if chosen.requests < 3:

@@ -163,7 +163,7 @@ class Client:
         """Fetch the current counters of these processes into `stats`.
 
         Raises:
-            ServiceError: a process does not answer, or finds an inconsistency in its pages.
+            ServiceError: a process does not answer, or its check finds an inconsistency in its pages.
         """
         for name in names:
             self.stats.pop(name, None)
@@ -175,7 +175,7 @@ class Client:
                 raise ServiceError(f"no counters after {_SETTLE_S:.0f} s from {', '.join(names)}")
 
     def settle(self) -> float:
-        """Wait until no page is held, at most half a minute. Returns the seconds.
+        """Wait at most half a minute until no process holds a page. Returns the seconds that this took.
 
         Afterwards `stats` shows what is still held.
         """

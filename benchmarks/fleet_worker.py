@@ -57,7 +57,8 @@ class Stamp(msgspec.Struct, frozen=True, array_like=True):
 class Planned(msgspec.Struct, frozen=True):
     """A planned cancellation.
 
-    It takes effect in this phase or, if the request skips it, in the next one that it reaches.
+    The cancellation takes effect in `phase` or, if the request skips this phase, in the next phase that the request
+    reaches.
 
     Attributes:
         phase: the phase in which to cancel.
@@ -87,7 +88,7 @@ def read_stamps(folder: Path) -> dict[str, list[Stamp]]:
 def stage(request: DecodeRequest) -> Phase:
     """The stage of a request, as its decode process sees it.
 
-    The decode process gets no message before the first chunk has run, so until then it reports the queue.
+    The decode process gets no message before the first chunk has run, so until then the result is "queue".
     """
     if request.phase == "decoding":
         return "decode"

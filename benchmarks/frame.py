@@ -80,7 +80,9 @@ def options(description: str | None) -> argparse.Namespace:
     """Parses the options that all benchmarks have."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows, and how, where and of what")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the rows, with the command, the machine and the code"
+    )
     return parser.parse_args()
 
 
@@ -160,7 +162,7 @@ def table(rows: Iterable[Row]) -> str:
 def clock_option(parser: argparse.ArgumentParser) -> None:
     """Add `--clock` to a program that starts measuring processes. `os.environ[CLOCK_VARIABLE]` passes it to them."""
     parser.add_argument(
-        "--clock", choices=("wall", "cpu"), default="wall", help="cpu: processor time, for a busy machine"
+        "--clock", choices=("wall", "cpu"), default="wall", help="cpu: measure processor time, for a busy machine"
     )
 
 

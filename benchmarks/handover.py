@@ -140,7 +140,7 @@ def decode_process(kind: str, at: str, name: str, pipe: Connection) -> None:
 
 
 def measure(kind: str, lengths: list[int], repeats: int) -> list[Row]:
-    """The rows of one model."""
+    """The rows of one model, `kind`."""
     spawn, rng, rows = multiprocessing.get_context("spawn"), np.random.default_rng(0), list[Row]()
     with tempfile.TemporaryDirectory() as at:
         pipes: dict[str, Connection] = {}
@@ -169,7 +169,7 @@ def measure(kind: str, lengths: list[int], repeats: int) -> list[Row]:
 
 
 def one(prefill: Connection, decode: Connection, prompt: tuple[int, ...]) -> tuple[float, float]:
-    """Serves one prompt. Returns the milliseconds of its hand-over and its prefill."""
+    """Serves one prompt. Returns the milliseconds of its hand-over and of its prefill."""
     decode.send(prompt)
     first_step = decode.recv()
     if isinstance(first_step, str):

@@ -3,14 +3,14 @@
 An element of a page is simulated by one byte, so that the pages of 40 GiB of bfloat16 fit on any machine. `fit` is the
 number of requests of a given length that can decode at the same time. Each prompt has its own tokens and runs in chunks
 of 2,048. `lost` is the share of such a request's bytes that belong to no layer, because parts of its pages or blocks
-are empty. `step` is reserve, fetch, update and step of a batch of 256 requests of 2,000 tokens, as a mean over steps in
-which each needs one new page; its memory is 640 GiB, so that all of them fit. `cached` is the share of tokens found for
-the first 2,000 prompts of a public conversation trace (see `benchmarks.trace_replay`), one request after another. `one
-table` is the same model without groups: every layer keeps every page. With recurrent layers
-(`benchmarks.recurrent_models`), a step also handles the pages of states, and `split memory` has a separate part for
-states. `claim` is the time of a claim in 40 GiB full of requests of 200 to 9,000 tokens that arrive and leave, each
-with memory for its state. `benchmarks.vllm_groups` measures the same for vLLM's own manager, if `make test-vllm` has
-made its environment.
+are empty. `step` is reserve, fetch, update and step of a batch of 256 requests of 2,000 tokens. It is the mean over
+steps in which each request needs one new page, with 640 GiB of memory, so that all of the requests fit. `cached` is the
+number of prompt tokens found cached for the first 2,000 prompts of a public conversation trace (see
+`benchmarks.trace_replay`), served one after another. `one table` is the same model without groups: every layer keeps
+every page. With recurrent layers (`benchmarks.recurrent_models`), a step also handles the pages of states, and `split
+memory` has a separate part of the memory for states. `claim` is the time of a claim in 40 GiB full of requests of 200
+to 9,000 tokens that arrive and leave, each with memory for its state. `benchmarks.vllm_groups` measures the same for
+vLLM's own manager, if `make test-vllm` has made its environment.
 """
 
 from __future__ import annotations

@@ -20,11 +20,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("kvcache", "transfer", "scheduler_adapters", "pagewire")
 _FRAME = {"__init__", "__main__", "frame", "measured", "plots", "readme", "results", "figures"}
-"""Files of this folder that only start benchmarks, or write, draw and read results. They affect no figure."""
+"""Files of this folder that only start benchmarks, or write, draw and read results. Changes to them make no result out
+of date.
+"""
 
 
 def measured() -> dict[str, str]:
-    """Maps the path of each loaded package of ours, and of each benchmark, to its digest."""
+    """Returns the digest of each loaded package of ours and of each benchmark, by path."""
     paths = [name for name in PACKAGES if name in sys.modules]
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
@@ -63,7 +65,7 @@ def code_of(text: str) -> str:
 
 
 def _docstrings(tree: ast.Module) -> Iterator[tuple[int, int]]:
-    """The first and last line of each string that is a statement."""
+    """Yields the first and last line of each string that is a statement, such as a docstring."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.lineno, node.end_lineno or node.lineno

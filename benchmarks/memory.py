@@ -41,7 +41,7 @@ def trimmed() -> int:
 
 
 def arrays_of(manager: PagedKVCacheManager) -> int:
-    """The bytes of all arrays that the manager's replicas refer to, without the contents of the pages."""
+    """Returns the total bytes of all arrays that the manager's replicas refer to, without the contents of the pages."""
     seen: set[int] = set()
     total = 0
     waiting: list[object] = list(manager._replicas.each)  # noqa: SLF001 - what it weighs is inside

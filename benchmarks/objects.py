@@ -74,7 +74,7 @@ def plain(store: MotoStore, link: SlowLink, bucket: str, prefix: str) -> float:
 
 
 def one_round(store: MotoStore, link: SlowLink, page_bytes: int, count: int, name: str) -> Row:
-    """Writes some prompts, forgets them, and reads them."""
+    """Writes the pages of some prompts to the store, drops them from host memory, and reads them back."""
     host, prompts = host_of(page_bytes)
     layout = ObjectFormat(FileFormat(namespace_of(name), page_bytes, 32), count)
     objects = replace(store.bucket("benchmark", f"{name}/"), endpoint=link.url)
@@ -105,7 +105,7 @@ def one_round(store: MotoStore, link: SlowLink, page_bytes: int, count: int, nam
 
 
 def row_of(store: MotoStore, link: SlowLink, page_bytes: int, count: int, delay_s: float, rounds: int) -> Row:
-    """Best and median of some rounds."""
+    """A row with the best and the median figures of some rounds."""
     link.delay_s = delay_s
     each = [
         one_round(store, link, page_bytes, count, f"{page_bytes}-{count}-{delay_s}-{number}")

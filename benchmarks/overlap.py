@@ -1,11 +1,12 @@
 """What does it cost to plan a step while the previous one runs, and what does that gain?
 
-`cost` is the host's part of a decode step of a `Batch`. The plain way is reserve, fetch, update and step. A step that
-is fetched ahead has its own tables. Each request has a future token in place of the one that the model has not returned
-yet; a step later it is replaced. The time of such a step includes ending the previous one. `gain` compares a
-`ServingLoop` with an `OverlappedLoop`. Their model runs for `model_ms` by itself, like a device. A loop that waits for
-tokens spins until that time is over, by the benchmark's clock. `plan_ms` is the part of a step that the plain loop
-spends outside of the model. An overlapped loop does this while the model runs. All requests decode.
+`cost` compares the host's part of a decode step of a `Batch` in two ways. The plain way is reserve, fetch, update and
+step. The other way fetches each step ahead, while the previous one is in flight. Such a step has tables of its own.
+Each of its requests has a future token in place of the token that the model has not returned yet, and the real token
+replaces it one step later. The time of such a step includes ending the previous one. `gain` compares a `ServingLoop`
+with an `OverlappedLoop`. Their model runs for `model_ms` without the loop's thread, like a device. A loop that waits
+for tokens spins until that time is over, by the benchmark's clock. `plan_ms` is the part of a step that the plain loop
+spends outside of the model. An overlapped loop does this part while the model runs. All requests decode.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def ahead(batch: int, steps: int) -> Callable[[], None]:
 
 
 def cost(batch: int, repeats: int) -> list[Row]:
-    """The rows for a batch size: fetched one by one, and fetched ahead."""
+    """The rows for a batch size: one for plain steps, and one for steps that are fetched ahead."""
     manager, contexts = begun(batch, PAGE_SIZE, repeats + WARM_UP, full=False)
     kinds = {"fetch": bound(manager, contexts), "fetch_ahead": ahead(batch, repeats + WARM_UP)}
     rows: list[Row] = []

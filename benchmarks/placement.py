@@ -61,7 +61,7 @@ DUE = (
     ("prefill-2", signal.SIGTERM),
     ("decode-2", signal.SIGTERM),
 )
-"""After each further fifth of the requests, one of these processes ends, in this way."""
+"""After each further fifth of the requests, the next of these processes is killed or drained, by this signal."""
 
 
 @dataclass(slots=True)
@@ -168,7 +168,7 @@ async def ask(client: httpx.AsyncClient, request: TraceRequest) -> Answered:
 
 
 async def serve_all(served: Served, setting: Setting, requests: list[TraceRequest]) -> tuple[list[Answered], Row]:
-    """Serve the requests, with kills and drains if the setting says so. Returns each process's final counters."""
+    """Serve the requests, with kills and drains if the setting says so. Returns the final counters of each process."""
     url = await served.ready()
     answered: list[Answered] = []
     waiting = iter(requests)
@@ -225,7 +225,10 @@ def run(setting: Setting, requests: list[TraceRequest]) -> tuple[list[Answered],
 
 
 def verdicts(model: Any, answered: list[Answered], known: dict[TraceRequest, list[int]]) -> Row:
-    """Count the outputs that equal the model's own. A failed request's tokens must be right as far as they go."""
+    """Compares each request's tokens with the model's own, and counts the outcomes.
+
+    The tokens that a failed request has returned must equal the first tokens of the model's output.
+    """
     found = {"equal": 0, "rounding_ties": 0, "wrong": 0}
     for one in answered:
         if one.request not in known:
@@ -243,8 +246,10 @@ def verdicts(model: Any, answered: list[Answered], known: dict[TraceRequest, lis
 def main() -> int:
     """Run, print, and write. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.placement", description=__doc__)
-    parser.add_argument("--requests", type=int, default=600, help="of the trace (600)")
-    parser.add_argument("--only", help="names of settings, with commas: " + ", ".join(one.name for one in SETTINGS))
+    parser.add_argument("--requests", type=int, default=600, help="number of requests of the trace (600)")
+    parser.add_argument(
+        "--only", help="settings to run, with commas between: " + ", ".join(one.name for one in SETTINGS)
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures and the machine")
     chosen = parser.parse_args()
     try:

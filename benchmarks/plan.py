@@ -1,10 +1,10 @@
 """What does making a transfer plan cost the host, and what do runs on the wire and copies from the staging area cost?
 
 `check`, `sources` and `plan` are parts of the first contact with a rank of 64 layers and 100,000 pages. `runs` is the
-time to make the runs for a pull of 2,048 pages, and their NIXL descriptors. `wire` is NIXL READs of runs that are never
-adjacent, between two processes. `copy` is `StagingPlan.permute` of slabs of 16 MiB between tokens-first and heads-first
-pages. From `wire` and `copy`, a cost for each run and a cost for each byte are fitted; `transfer/plan/staging.py` has
-the results.
+time to make the runs for a pull of 2,048 pages, and their NIXL descriptors. `wire` is the time of NIXL READs between
+two processes, of runs that are never adjacent. `copy` is the time of `StagingPlan.permute` for slabs of 16 MiB, between
+tokens-first and heads-first pages. A cost for each run and a cost for each byte are fitted to `wire` and to `copy`.
+`transfer/plan/staging.py` has the results.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def _rate(runs: Runs, times: Sequence[float]) -> Row:
 
 
 def fitted(rows: Sequence[Row], case: str) -> Row:
-    """The cost of a run and the cost of a byte that give the least relative errors."""
+    """Returns the cost of a run and the cost of a byte for which the relative errors of the rows are smallest."""
     times = np.array([row["us_min"] for row in rows])
     sizes = np.array([[row["runs"], row["runs"] * row["run_bytes"]] for row in rows], float)
     run_us, byte_us = np.linalg.lstsq(sizes / times[:, None], np.ones(len(times)), rcond=None)[0]

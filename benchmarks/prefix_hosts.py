@@ -25,7 +25,7 @@ class HostedFleet(Fleet):
         rate: rate of each link, in the notation of `tc`.
 
     Attributes:
-        hosts: the host of each server, by name.
+        hosts: the name of each server's host.
     """
 
     def __init__(self, configs: Sequence[ServerConfig], rate: str) -> None:

@@ -1,12 +1,13 @@
 """When is pulling a prefix from another prefill process quicker than computing it, and is the right way chosen?
 
-`python -m benchmarks.prefix_peers` runs real processes: first two for prefill and two for decode, then four and one.
-Then it runs two and one, each on a host of its own (a network namespace) with a slow link. The model is a small Llama,
-pages go over NIXL, torch has one thread, and requests come one at a time. Requests come in pairs. The first request of
-a pair has a head that no process has, so a prefill process computes it. The second has the same head and another end,
-and goes to another prefill process. That process serves it in the way that it chooses, or in a given way
-(`benchmarks.prefix_worker`). A *round* of a length has one pair for the choice and one for each given way, in random
-order, so that all ways are measured at every length. The order of the lengths follows from the seed.
+`python -m benchmarks.prefix_peers` runs three fleets of real processes: two for prefill and two for decode, then four
+and one, then two and one. In the last fleet each process has a host of its own (a network namespace) with a slow link.
+The model is a small Llama, pages go over NIXL, torch has one thread, and requests come one at a time. Requests come in
+pairs. The first request of a pair has a head that no process has cached, so a prefill process computes it. The second
+request has the same head and another end, and goes to another prefill process. That process gets the head in the way
+that it chooses itself, or in a way that the request prescribes (`benchmarks.prefix_worker`). A *round* of a length has
+one pair for the process's choice and one for each prescribed way, in random order, so that all ways are measured at
+every length. The order of the lengths follows from the seed.
 
     computed_ms   time to the first token if no process has the head, as with a single process
     pulled_ms     time to the first token if the head was pulled
@@ -59,7 +60,7 @@ _PAGE = 16
 _END = 8  # tokens of a prompt after its head
 _LONGEST_WAIT_S = 120.0
 _CLEAR = 0.1  # two ways differ clearly if one takes this share longer
-_LEAST = 2  # times of a way from which its median is judged
+_LEAST = 2  # a median of a way needs at least this many times
 PAIR_CONFIG = ServerConfig(
     model=None,
     seed=0,
@@ -81,13 +82,13 @@ class Heard(NamedTuple):
 
 
 class Round(NamedTuple):
-    """The results for one head length of a round.
+    """The results of one round for one length of the head.
 
     Attributes:
         length: tokens of the head.
-        chosen: the request whose way was chosen.
-        outcome: the outcome of asking other processes for its head.
-        times: seconds until the first token, by the way that was taken, of all requests of the round.
+        chosen: the second request of the pair for which the process chose the way itself.
+        outcome: what came of asking other processes for the head of the request `chosen`.
+        times: the seconds until the first token of all requests of the round, by the way in which their head was got.
     """
 
     length: int
@@ -97,7 +98,10 @@ class Round(NamedTuple):
 
 
 def ask(fleet: Fleet, decode: str, prefill: str, name: str, prompt: list[int]) -> Heard:
-    """Have one request served by these processes. Raises `ServiceError` if that fails."""
+    """Have one request served by the decode process `decode` and the prefill process `prefill`.
+
+    Raises `ServiceError` if that fails.
+    """
     begun, first = time.monotonic(), 0.0
     fleet.send(decode, msg.Submit(request_id=name, prompt=tuple(prompt), max_new_tokens=2, prefill=prefill))
     while time.monotonic() < begun + _LONGEST_WAIT_S:
@@ -125,9 +129,9 @@ def rounds_of(prefills: int, decodes: int, count: int, seed: int, link: str = ""
     with HostedFleet(configs, link) if link else Fleet(configs, WORKER) as fleet:
 
         def both(decode: str, length: int, way: str) -> tuple[Heard, Heard, str]:
-            """Serves two requests with the same head at two prefill processes.
+            """Serves the two requests of a pair, which have the same head, at two prefill processes.
 
-            Also returns the outcome of asking for the head.
+            Returns the result of each, and the outcome of asking for the head of the second one.
             """
             owner, other = numbers.sample(names, 2)
             head = tokens(numbers, length)
@@ -155,14 +159,14 @@ def rounds_of(prefills: int, decodes: int, count: int, seed: int, link: str = ""
 
 
 def settle(fleet: Fleet) -> None:
-    """Wait until no page is held, because a lease ends shortly after its request.
+    """Wait until no process holds a page or an open request. A lease ends only shortly after its request.
 
     Raises `ServiceError` after a time limit.
     """
     deadline = time.monotonic() + _LONGEST_WAIT_S
     while any(one.pages_held or one.open_requests for one in fleet.stats().values()):
         if time.monotonic() > deadline:
-            raise ServiceError(f"something is held when all is served: {fleet.stats()}")
+            raise ServiceError(f"pages or requests are still held when all requests are served: {fleet.stats()}")
         time.sleep(0.05)
 
 
@@ -174,11 +178,12 @@ class Way(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A judged choice.
+    """Says how good it was to choose a way.
 
     Attributes:
-        loss: the milliseconds that it loses to the best other way; negative if it gains.
-        told: the share that it takes longer than each other way that it can be told from; negative if it is quicker.
+        loss: the milliseconds by which the way is slower than the best other way; negative if it is quicker.
+        told: for each other way whose time differs significantly, by what share the chosen way takes longer; negative
+            if it is quicker.
     """
 
     loss: float
@@ -186,13 +191,13 @@ class Choice(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """The choices of one length: the way of each, and what every way takes."""
+    """The times of every way at one length of the head, and the ways that the process chose there."""
 
     chosen: list[str]
     ways: dict[str, Way]
 
     def choice(self, way: str) -> Choice:
-        """Judges the choice of a way."""
+        """Compares the median time of `way` with those of the other ways."""
         mine, others = self.ways[way], [other for name, other in self.ways.items() if name != way]
         told = [
             mine.median / other.median - 1.0
@@ -203,7 +208,11 @@ class Judged(NamedTuple):
 
 
 def judged_of(rounds: Sequence[Round]) -> Judged | None:
-    """The choices of one length; None if its heads were not pulled at least twice."""
+    """Returns the times and choices of one length.
+
+    None if its head was not both pulled and computed at least twice, or if the process chose only ways that were
+    measured less often.
+    """
     times = _times_of(rounds)
     ways = {name: _way(times[name]) for name in WAYS if len(times[name]) >= _LEAST}
     chosen = [one.outcome for one in rounds if one.outcome in ways]
@@ -211,7 +220,7 @@ def judged_of(rounds: Sequence[Round]) -> Judged | None:
 
 
 def _times_of(rounds: Sequence[Round]) -> defaultdict[str, list[float]]:
-    """The milliseconds of each way."""
+    """Returns the milliseconds of all requests, by the way in which they got their head."""
     found: defaultdict[str, list[float]] = defaultdict(list)
     for one in rounds:
         for way, times in one.times.items():
@@ -220,14 +229,14 @@ def _times_of(rounds: Sequence[Round]) -> defaultdict[str, list[float]]:
 
 
 def _way(times: Sequence[float]) -> Way:
-    """The median, and its standard error, estimated from the median absolute deviation."""
+    """Returns the median, and its standard error, estimated from the median absolute deviation."""
     middle = statistics.median(times)
     deviation = 1.483 * statistics.median(abs(one - middle) for one in times)
     return Way(middle, 1.253 * deviation / math.sqrt(len(times)))
 
 
 def rows_of(fleet: str, rounds: list[Round]) -> list[Row]:
-    """A row for each length, and one for all lengths."""
+    """Returns a row for each length, and one for all lengths."""
     by_length: defaultdict[int, list[Round]] = defaultdict(list)
     for one in rounds:
         by_length[one.length].append(one)
@@ -256,7 +265,13 @@ def _hits(rounds: Sequence[Round]) -> float:
 
 
 def shares(every: Sequence[Judged]) -> Row:
-    """The shares of choices of the quickest way, and the loss of the others."""
+    """Returns how often the quickest way was chosen, and how much the choices lose to it.
+
+    `right` is the share of choices of the quickest way. `right_apart` counts only choices whose way differs
+    significantly from another, and `right_clear` only those that also differ by more than `_CLEAR`. `regret_ms` is the
+    average loss of a choice, `regret_total_ms` the loss of all, and `regret_if_*` the average loss if that way were
+    always chosen.
+    """
     choices = [judged.choice(way) for judged in every for way in judged.chosen]
     apart = [one.told for one in choices if one.told]
     clear = [some for told in apart if (some := [share for share in told if abs(share) > _CLEAR])]
@@ -288,9 +303,9 @@ def tokens(numbers: random.Random, count: int) -> list[int]:
 def main() -> int:
     """Measure, print, and write. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.prefix_peers", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"of each length ({ROUNDS})")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts and their order (0)")
-    parser.add_argument("--only", help="a fleet, for example '2 + 2'; default: all")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"rounds of each length ({ROUNDS})")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the prompts and their order (0)")
+    parser.add_argument("--only", help="run one fleet, for example '2 + 2' (all)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures and the machine")
     chosen = parser.parse_args()
     rows: list[Row] = []

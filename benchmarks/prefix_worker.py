@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from scheduler_adapters.service import messages as msg
 
 PULLED, COMPUTED, SPLIT = WAYS = ("pulled ", "computed ", "split ")
-"""A request whose id begins with one of these is always served in that way."""
+"""If the id of a request begins with one of these names, the request gets its head in that way."""
 
 
 class OneWay(PullOrCompute):
-    """An estimate that always chooses one way. It takes its times from another estimate."""
+    """A replacement for `PullOrCompute` that always chooses the same way. It takes its times from another estimate."""
 
     def __init__(self, estimate: PullOrCompute, way: str) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class OneWay(PullOrCompute):
 
 
 class DirectedPrefixes(PeerPrefixes):
-    """Serves requests with such ids in the way that they name."""
+    """Serves a request in the way that its id begins with, or in the way that the estimate chooses."""
 
     estimate: PullOrCompute
 

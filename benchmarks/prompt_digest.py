@@ -77,7 +77,7 @@ def answers(tokens: int, repeats: int) -> list[Row]:
 
 
 def rows(sizes: tuple[int, ...], repeats: int) -> list[Row]:
-    """All rows."""
+    """All rows: for digests and for answers."""
     return [row for tokens in sizes for row in (*digests(tokens, repeats), *answers(tokens, repeats))]
 
 

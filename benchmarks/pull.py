@@ -1,13 +1,13 @@
 """How fast does a pull move pages, and what does it cost the host, compared with the machine's limit and with others?
 
 A pull includes everything: source and reader in two processes, a lease, READs of the data, the fence, and its
-notification. `pagewire` polls without a pause, and `pagewire, thread` goes through the transfer thread. The limit is
-`process_vm_readv` of the same runs, many in each call, by one thread. The figures of a ratio come from one loop, in
-which all programs alternate on pages that have left the processor's caches. Source and reader may use every core; the
-source polls once a millisecond. `process_vm_readv` uses one thread, but our pulls also use a NIXL thread. `cpu_ratio`
-therefore compares the bytes per second of processor time, including the source's. `nixl as shipped` and vLLM run by
-themselves in the same run. Both run again with the environment and NIXL threads of our agents, as `nixl as ours` and
-`vLLM, UCX as ours`.
+notification. In the row `pagewire`, the reader polls without a pause; in `pagewire, thread`, it uses the transfer
+thread. The machine's limit is `process_vm_readv` of the same runs, many in each call, by one thread. The figures of a
+ratio come from one loop, in which all programs alternate on pages that have left the processor's caches. Source and
+reader may use every core; the source polls once a millisecond. `process_vm_readv` uses one thread, but our pulls also
+use a NIXL thread. `cpu_ratio` therefore compares the bytes per second of processor time, including the source's. `nixl
+as shipped` and vLLM's connector are measured in the same run, but in loops of their own. Both are measured again with
+the environment and NIXL threads of our agents, as `nixl as ours` and `vLLM, UCX as ours`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ def other_rows(*, quick: bool) -> Iterator[Row]:
 
 
 def with_limits(rows: list[Row]) -> list[Row]:
-    """Adds a limit to rows that ran by themselves: the one measured with ours, for the same runs in the same memory."""
+    """Adds the machine's limit to rows that were measured in loops of their own.
+
+    This limit was measured beside our pulls, for the same runs in the same memory.
+    """
     limits = {_shape(row): row["limit_gbps"] for row in rows if row["program"] == LIMIT}
     for row in rows:
         limit = row.get("limit_gbps") or limits.get(_shape(row))
@@ -67,7 +70,7 @@ def with_limits(rows: list[Row]) -> list[Row]:
 
 
 def _shape(row: Row) -> tuple[object, ...]:
-    """The columns that two rows share if they read the same bytes in the same way."""
+    """The columns that are equal for two rows that read the same bytes in the same way."""
     return tuple(row[key] for key in ("topology", "order", "memory", "access", "page_bytes", "pages", "runs"))
 
 

@@ -32,12 +32,12 @@ class Missing(Exception):  # noqa: N818 - no error: the row is left out
 
 
 class Line(NamedTuple):
-    """A row of a table.
+    """A row of a table of figures.
 
     Attributes:
         what: the measured quantity, in words.
         of: the statistic of the figures.
-        source: the name of the result.
+        source: the name of the result that has the figures.
         figures: takes the result and returns the text of the cell.
     """
 
@@ -48,7 +48,7 @@ class Line(NamedTuple):
 
 
 def number(value: float | None) -> str:
-    """Formats a number with three digits, or as a whole number; empty for None."""
+    """Formats a number without decimals from 10 on, with one decimal from 1 on, and with two below; empty for None."""
     if value is None:
         return ""
     digits = 0 if value >= 10 else 1 if value >= 1 else 2
@@ -56,12 +56,12 @@ def number(value: float | None) -> str:
 
 
 def some(*values: float, unit: str = "") -> str:
-    """Returns a formatter of several numbers with a slash between, and their unit."""
+    """Formats several numbers, with slashes between them, and then their unit."""
     return " / ".join(map(number, values)) + (f" {unit}" if unit else "")
 
 
 def ratios(*values: float) -> str:
-    """Returns a formatter of ratios with two decimals."""
+    """Formats ratios with two decimals, and slashes between them."""
     return " / ".join(f"{value:.2f}" for value in values)
 
 
@@ -160,13 +160,19 @@ def _rounds(result: Row) -> int:
 
 
 def pulled(program: str, size: int, pages: int) -> Callable[[Row], Row]:
-    """The row for random head-major pages between equal layouts in huge pages."""
+    """Returns a function that finds a program's row for random head-major pages in huge pages.
+
+    Both sides have equal layouts, and `size` is in KiB.
+    """
     shape = {"topology": "equal", "order": "head-major", "access": "random", "memory": "huge pages"}
     return lambda result: one(result["rows"], program=program, page_bytes=size << 10, pages=pages, **shape)
 
 
 def blocks(program: str) -> Callable[[Row], str]:
-    """For vLLM's connector and 2,048 blocks in 64 layers: the milliseconds in all, and until the call returns."""
+    """Returns a function that formats two figures of vLLM's connector, for 2,048 blocks in 64 layers.
+
+    They are the milliseconds of the whole pull, and the milliseconds until the call returns.
+    """
 
     def cell(result: Row) -> str:
         row = one(result["rows"], program=program, page_bytes=256 << 10, pages=2048, order="a tensor a layer")
@@ -176,17 +182,23 @@ def blocks(program: str) -> Callable[[Row], str]:
 
 
 def columns_of(program: str, column: str, *cases: tuple[int, int]) -> Callable[[Row], str]:
-    """The ratio for each case, a case being the KiB of a page and the number of pages."""
+    """Returns a function that formats a program's value in `column` for each of the cases.
+
+    A case is the KiB of a page and the number of pages.
+    """
     return lambda result: ratios(*(pulled(program, *case)(result)[column] for case in cases))
 
 
 def figure(result: Row, question: str, column: str = "min") -> float:
-    """Returns a single figure from the results of pulls."""
+    """Returns one value from the single figures of a result of `benchmarks.pull`."""
     return one(result["figures"], question=question)[column]
 
 
 def handed(pull: str) -> Callable[[Row], str]:
-    """The milliseconds of a hand-over of 2,048 and of 16,384 tokens."""
+    """Returns a function that formats the milliseconds of a hand-over of 2,048 and of 16,384 tokens.
+
+    `pull` is the way to pull, as in `benchmarks.handover`.
+    """
 
     def cell(result: Row) -> str:
         rows = [one(result["rows"], model="small", tokens=tokens, pull=pull) for tokens in (2048, 16_384)]
@@ -215,13 +227,19 @@ def placed(result: Row) -> str:
 
 
 def from_a_peer(result: Row) -> str:
-    """The time to the first token of a prompt whose head no process has, and of one whose head another process has."""
+    """The time to the first token if the head of the prompt is computed, and if another process has it.
+
+    Both for two lengths of the head.
+    """
     rows = [one(result["rows"], fleet="2 + 2", tokens=tokens) for tokens in (256, 3072)]
     return "; ".join(some(row["computed_ms_p50"], row["pulled_ms_p50"]) for row in rows) + " ms"
 
 
 def chosen_ways(result: Row) -> str:
-    """The share of right choices, the same for clear cases, and the loss, on one host and over a slow link."""
+    """The figures of the choice between pulling and computing, on one host and over a slow link.
+
+    They are the share of right choices, the number of right choices among the clear ones, and the mean loss.
+    """
     rows = [one(result["rows"], fleet=fleet, tokens="all") for fleet in ("2 + 2", "2 + 1, 100mbit")]
     return "; ".join(
         f"{100 * row['right']:.0f} %, {row.get('right_clear', 0) * row['clear']:.0f}/{row['clear']}, "
@@ -231,14 +249,17 @@ def chosen_ways(result: Row) -> str:
 
 
 def both_ways(result: Row) -> str:
-    """The time to the first token of each way over two links: pulled, computed, both, and both without any loss."""
+    """The time to the first token over each of two links, for each way to get a prompt's head.
+
+    The ways: pulled, computed, both at once, and both at once without any loss.
+    """
     rows = [one(result["rows"], link=link) for link in ("100mbit", "1gbit")]
     columns = ("pulled_ms_median", "computed_ms_median", "split_ms_median", "ideal_ms")
     return "; ".join(some(*(row[column] for column in columns)) for row in rows) + " ms"
 
 
 def asked(result: Row) -> str:
-    """The processor time that both loops spend on a question, for few and for many pages."""
+    """The processor time of a question in the source's loop and in the reader's, for few and for many pages."""
     sides = [
         [one(result["rows"], pages=pages, operation=f"{side}: in all")["us_median"] for side in ("source", "reader")]
         for pages in (128, 8192)
@@ -358,7 +379,10 @@ PROCESSES = (
 
 
 def priced(pages: int, *variants: str, column: str = "us_min") -> Callable[[Row], list[float]]:
-    """A column of the table on the cost of safety checks."""
+    """Returns a function that lists the values in `column` for pulls of `pages` pages.
+
+    There is one value for each variant of the safety checks.
+    """
     return lambda result: [one(result["rows"], pages=pages, variant=name)[column] for name in variants]
 
 
@@ -500,7 +524,7 @@ def _question(question: str) -> Row:
 
 
 def _beside(what: str, question: str, unit: str) -> Figure:
-    """A row with our figure and the best other figure, from the table of managers."""
+    """Returns a row with our figure and the best figure of other managers, from the table of managers."""
 
     def peers() -> dict[str, float]:
         best = {name: _best(_question(question), each) for name, each in COLUMNS.items() if name not in PARTS}
@@ -616,14 +640,14 @@ def _made_anew(found: re.Match[str]) -> str:
 
 
 def rendered(text: str) -> str:
-    """A page with its tables written anew."""
+    """A page with all of its tables made anew."""
     return _BLOCK.sub(_made_anew, text)
 
 
 def main() -> int:
     """Write the tables. With `--check`, returns exit status 1 if they differ from the results, marks aside."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.readme", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--check", action="store_true", help="compare without writing")
     chosen = parser.parse_args()
     differs = False
     for page in PAGES:

@@ -89,7 +89,10 @@ def claimed(manager: PagedKVCacheManager, context: TextContext) -> bool:
 
 
 def run(manager: PagedKVCacheManager, names: Sequence[str], starts: Sequence[int], ends: Sequence[int]) -> None:
-    """Tell the states, if there are any, that a model has run these tokens of requests."""
+    """Records in the states, if there are any, that a model has run these tokens of requests.
+
+    For each of the requests `names`, these are the tokens from its entry in `starts` to its entry in `ends`.
+    """
     for states in manager.states:
         states.advance(states.pages_at(names, starts), ends)
 

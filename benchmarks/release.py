@@ -1,9 +1,10 @@
 """What does it cost to release a request of 2,048 pages?
 
-In the case `published` its pages stay cached, and no other request holds them. In the case `unpublished` the pages have
-no useful content, because the model never ran. In the case `shared` another request holds all of them. The pool is full
-(`pools.age`), in several sizes. A release might defer work to later calls. `published` therefore continues until as
-many pages have been allocated as the pool has, twice over, and also shows the mean and the worst call.
+In the case `published`, the request's pages stay cached after its release, and no other request holds them. In the case
+`unpublished` the pages have no useful content, because the model never ran. In the case `shared` another request holds
+the pages. The pool is full (`pools.age`), in several sizes. A release might defer work to later calls. The case
+`published` is therefore repeated until twice as many pages have been allocated as the pool has. Each row also has the
+mean and the slowest call.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Checks that committed results say how they were made, and finds results whose measured code has changed since.
 
 `python -m benchmarks.results` reports both. A result that does not say how it was made fails the tests. A result that
-is older than the measured code does not fail them. This report and `make figures ARGS=--list` list such results, and
-the page of results mentions them below its table. A result is out of date if the code of a package or benchmark in its
-header has changed (`benchmarks.measured`), or if it was made from a tree with uncommitted changes.
+is older than the measured code does not fail the tests, but this report and `make figures ARGS=--list` list it, and the
+page of results mentions it below its table. A result is out of date if the code of a package or benchmark in its header
+has changed (`benchmarks.measured`), or if it was made from a tree with uncommitted changes.
 """
 
 # pyright: reportUnknownArgumentType=false

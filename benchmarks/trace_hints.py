@@ -1,7 +1,8 @@
 """What do retention hints gain on public traces, and what do wrong hints cost?
 
-The real manager runs the traces of `benchmarks.trace_replay` with hints derived from the traces' future: all right, 20
-% wrong, all inverted, and none. Without hints there must be exactly as many hits as with the reference LRU.
+The real manager runs the traces of `benchmarks.trace_replay` with hints that are derived from the rest of the trace.
+The hints are all right, 20 % wrong, all inverted, or left out. Without hints there must be exactly as many hits as with
+the reference LRU.
 """
 
 from __future__ import annotations

@@ -161,10 +161,12 @@ def _prompt(numbers: random.Random, size: int) -> list[int]:
 def main() -> int:
     """Measure, print, and write if asked to. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.vllm_serve", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=60, help="streams of each size")
-    parser.add_argument("--rounds", type=int, default=3, help="bursts")
-    parser.add_argument("--ways", default=",".join(WAYS), help="of these, by comma")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows, and how, where and of what")
+    parser.add_argument("--repeats", type=int, default=60, help="number of streams of each size")
+    parser.add_argument("--rounds", type=int, default=3, help="number of bursts")
+    parser.add_argument("--ways", default=",".join(WAYS), help="ways to measure, with commas between")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the rows, with the command, the machine and the code"
+    )
     chosen = parser.parse_args()
     if not Path(sys.executable).with_name("vllm").exists():
         progress(

@@ -1,9 +1,9 @@
 """What do waiting requests cost: a step, adding or aborting a request, and a poll of transfers?
 
 64 requests decode and hold every row of the cache, so no waiting request is admitted. There is no model, so a step is
-the time of the loop and the manager. `add` and `abort` are for one more request at the end of the queue. The polls are
-those of the transfer thread, in two cases: pulls whose pages are still being computed, and pulls whose source does not
-answer.
+the time of the loop and the manager. `add` and `abort` are the times to add and to abort one more request at the end of
+the queue. The polls are those of the transfer thread, in two cases: pulls whose pages are still being computed, and
+pulls whose source does not answer.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """What does `pagewire top` cost the loop that it watches, that loop's process, and itself?
 
-A loop decodes all of its requests, and replaces one by a new prompt in every 16th step. All other pages of its pool are
-idle. It runs in turns of some seconds, of three kinds: unwatched; while a `pagewire top` watches another process of
-this size; and watched by that program, with two snapshots a second. The second kind is needed because two cores of one
-chip affect each other. The loop has one core. The watching threads and the program share the other. `model_ms` is the
-time that each step waits for its model. With 0 the loop does nothing but watched work, so each share is an upper bound.
-`us_mean` and `us_max` are the mean and the longest step of a row, without the model. `cost` is what watching adds to
-the loop's time including the model, compared with the second kind of turn. `look_ms` is the processor time of a
-snapshot in the watched process. `thread_cpu` and `watcher_cpu` are shares of a core.
+A loop decodes all of its requests, and replaces one of them by a new prompt in every 16th step. All other pages of its
+pool are idle. The loop runs in turns of some seconds, of three kinds. In the first kind nothing watches. In the second
+kind a `pagewire top` watches another process of the same size. In the third kind that program watches the loop, with
+two snapshots a second. The second kind is needed because two cores of one chip affect each other. The loop has one
+core. The watching threads and the program share the other. `model_ms` is the time that each step waits for its model.
+With 0 the loop does nothing but watched work, so each share is an upper bound. `us_mean` and `us_max` are the mean and
+the longest step of a row, without the model. `cost` is what watching adds to the loop's time including the model,
+compared with the second kind of turn. `look_ms` is the processor time of a snapshot in the watched process.
+`thread_cpu` and `watcher_cpu` are shares of a core.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Parses the output of the peers' scripts into figures by name.
 
-A figure is a minimum and a median in microseconds, or a number of bytes. Its name says what was measured: `decode 16
-1024` is a step of 1,024 requests on pages of 16 tokens. `cold 16 32768` is the reservation of a new prompt of 32,768
-tokens, including its hash. `admit` also publishes its pages. `get` and `alloc` are parts, which are added up. Lines of
-JSON with a name, as `aside.py` prints them, are figures already.
+A figure is a minimum and a median in microseconds, or a number of bytes. Its name says what was measured. For example,
+`decode 16 1024` is a step of 1,024 requests on pages of 16 tokens, and `cold 16 32768` is the reservation of a new
+prompt of 32,768 tokens, including its hash. `admit` also publishes the prompt's pages. `get` (lookup) and `alloc`
+(allocation) are measured separately by the peer, and are added up. Lines of JSON with a name, as `aside.py` prints
+them, are figures already.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Figure(NamedTuple):
         return Figure(self.minimum + other[0], self.median + other[1])
 
     def less(self, other: Figure, pages: int) -> Figure:
-        """Subtracts another figure, and divides the difference by a number of pages."""
+        """Returns the difference to another figure, divided by a number of pages."""
         return Figure((self.minimum - other.minimum) / pages, (self.median - other.median) / pages)
 
 

@@ -34,7 +34,10 @@ class Reads(NamedTuple):
 
 
 def reads_of(runs: Sequence[tuple[NDArray[np.uint64], NDArray[np.uint64]]]) -> Reads:
-    """The calls that copy the given runs, which have the form that `Reader.runs` returns."""
+    """Returns the calls that copy the given runs.
+
+    `runs` has pairs of arrays, in the form that `Reader.runs` returns.
+    """
     made = Reads([], [])
     for local, remote in runs:
         here, there = _iovecs(local), _iovecs(remote)

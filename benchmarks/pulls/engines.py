@@ -149,7 +149,9 @@ def fill(spec: Spec, engine: Engine) -> None:
 def verify(
     reader: tuple[Spec, Engine], source: Spec, local: Sequence[int], remote: Sequence[int], pages: int = 8
 ) -> None:
-    """Raises an error if the first or last pulled pages do not have the contents of the source's pages.
+    """Checks the first and the last of the pulled pages.
+
+    Raises an error if their contents differ from the source's pages.
 
     Args:
         reader: the engine that has pulled whole pages, from token 0 on.
@@ -170,7 +172,7 @@ def verify(
 
 
 def _boxes(engine: Engine) -> Iterator[tuple[Box, Elements]]:
-    """Each box of each rank, as an array of its elements: `[pages, layers, sides, heads, tokens, dims]`."""
+    """Yields each box of each rank, as an array of its elements: `[pages, layers, sides, heads, tokens, dims]`."""
     for shard, regions in zip(engine.shards, engine.regions, strict=True):
         (group,) = shard.groups
         for box in group.boxes:
@@ -180,9 +182,9 @@ def _boxes(engine: Engine) -> Iterator[tuple[Box, Elements]]:
 
 
 def _values(box: Box, slots: NDArray[np.int64]) -> Elements:
-    """The values that `fill` gives a box: `[pages, layers, sides, heads, tokens, dims]`.
+    """Returns the values that `fill` gives a box: `[pages, layers, sides, heads, tokens, dims]`.
 
-    Its tokens lie in `slots`, int64 `[pages, tokens]`.
+    The tokens of the result are those in `slots`, int64 `[pages, tokens]`.
     """
     layer, side, head, _ = box.first
     layers, sides, heads, _, dims = box.extent

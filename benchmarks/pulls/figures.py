@@ -37,7 +37,7 @@ def row(question: str, values: Sequence[float], unit: str, goal: float | None = 
 
 @contextmanager
 def running(specs: tuple[Spec, Spec], pages: int, sets: int) -> Iterator[Running]:
-    """Starts a source and a reader, and pulls each of some sets of random pages once."""
+    """Starts a source and a reader. Draws some sets of random pages, and pulls each set once before it yields."""
     source_spec, spec = specs
     with SourceProcess(source_spec) as source:
         reader = Reader(spec, source, source_spec)
@@ -130,7 +130,7 @@ def first_contact(rounds: int) -> Iterator[Row]:
 
 
 def _timed_method(owner: Any, name: str) -> list[float]:
-    """Records the microseconds of each call of a method from now on."""
+    """Replaces a method by one that records the microseconds of each call. Returns the list of these times."""
     took: list[float] = []
     method = getattr(owner, name)
 

@@ -1,4 +1,7 @@
-"""Times a case: our pull, its parts and the machine's limit alternate in one loop. Each uses pages of its own."""
+"""Times one case in a loop in which our pull, parts of our pull, and the machine's limit alternate.
+
+Each program reads pages that no other program has just read.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ LIMIT = "process_vm_readv"
 SPUN, THREADED = "pagewire", "pagewire, thread"
 _LEAST, _MOST = 9, 400
 _WORKING_SET = 48 << 20
-"""In bytes: more than the processor's caches hold, so that no program finds there what the previous program has read.
+"""In bytes: more than the processor's caches hold, so that no program finds data in the caches that the previous
+program has read.
 """
 _FEWEST_SETS, _MOST_SETS = 8, 256
 
@@ -85,8 +89,8 @@ def in_turn(
 ) -> dict[str, list[Times]]:
     """Runs all programs alternately for some seconds.
 
-    There are as many rounds as sets, so that each program uses every set once. Only our pull needs the source's
-    processor time, for the lease and the notification, so only there it is counted.
+    There are as many rounds as sets, so that each program uses every set once. The source's processor time is counted
+    only for our pull, because only that makes the source work, for the lease and the notification.
     """
     times: dict[str, list[Times]] = {name: [] for name in programs}
     stride = max(sets // len(programs), 1)
@@ -113,7 +117,7 @@ def _rows(case: Case, page_bytes: int, runs: int, times: dict[str, list[Times]])
 
 def _each_row(case: Case, page_bytes: int, runs: int, times: dict[str, list[Times]]) -> Iterator[Row]:
     limits = [one.total for one in times[LIMIT]]
-    # The mean, because work of a NIXL thread or of the source may be counted for the next pull.
+    # the mean, because the work of a NIXL thread or of the source may be counted for the next pull
     cpu = {name: max(1.0, statistics.mean(one.cpu for one in found)) for name, found in times.items()}
     for name, found in times.items():
         totals = [one.total for one in found]

@@ -50,7 +50,7 @@ class Times(NamedTuple):
     Attributes:
         total: from the call until the event that allows the pages to be used.
         host: until the calls that begin the pull have returned.
-        stall: the longest time that a concurrent loop was held up; 0 if there was no such loop.
+        stall: the longest time for which code that ran beside the pull was held up; 0 if no such code ran.
         cpu: processor time of all threads of this process, and of the source if that is counted.
     """
 
@@ -94,7 +94,7 @@ class Reader:
         return Source(self._address.endpoint, self.source_spec.name, lease)
 
     def _tables(self, pages: Pages, lease: LeaseRef) -> tuple[BlockTable]:
-        """The block table that a source would have sent for these pages, with the seal that the reader checks."""
+        """Returns the block table that a source would send for these pages, with the seal that the reader checks."""
         table = BlockTable(
             request_id="r",
             replica_idx=0,

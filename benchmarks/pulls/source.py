@@ -20,14 +20,14 @@ _BATCH = 32
 
 
 class Address(NamedTuple):
-    """The address of a source for readers and for `process_vm_readv`."""
+    """Where a reader and `process_vm_readv` find a source: the endpoint of its handshake server, and its process id."""
 
     endpoint: str
     pid: int
 
 
 class SourceProcess:
-    """Starts the process of the source. A context manager that ends it.
+    """The process of a source. It starts when this object is made, and ends with the `with` block.
 
     Args:
         spec: geometry of the source.

@@ -78,7 +78,7 @@ def pull(worker: Any, name: str, params: dict[str, Any], ids: list[list[int]]) -
     end = time.monotonic() + _TIMEOUT_S
     while True:
         if name not in worker._recving_transfers:  # noqa: SLF001 - it tells nobody
-            # after a handshake, vLLM begins the READ in the next step's call
+            # after a handshake, vLLM begins the READ only in the call of the next step
             worker.start_load_kv(NixlConnectorMetadata())
         results = worker.get_transfer_results()
         if name in results.finished_recving:

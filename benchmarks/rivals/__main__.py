@@ -50,9 +50,13 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.rivals", description=__doc__)
     parser.add_argument("--rivals", default=",".join(RIVALS), help=f"of {', '.join(RIVALS)}, or none (all)")
     parser.add_argument("--quick", action="store_true", help="half a second for each figure, and one round")
-    parser.add_argument("--rounds", type=int, metavar="N", help="how often all take their turn (3)")
-    parser.add_argument("--link", metavar="RATES", help="between two hosts, rates as tc writes them, say 1gbit,5gbit")
-    parser.add_argument("--no-faults", action="store_true", help="kill nobody")
+    parser.add_argument("--rounds", type=int, metavar="N", help="how often each program runs (3)")
+    parser.add_argument(
+        "--link",
+        metavar="RATES",
+        help="measure between two hosts, at rates in the notation of tc, for example 1gbit,5gbit",
+    )
+    parser.add_argument("--no-faults", action="store_true", help="leave out the faults: kill no source")
     parser.add_argument("--scripts", type=Path, metavar="DIR", help=f"the peers' scripts (or {SCRIPTS_VARIABLE})")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of every round")
     chosen = parser.parse_args()
@@ -92,7 +96,10 @@ def take_turns(programs: Sequence[Program], rounds: int, seconds: float) -> list
 
 
 def compared(rows: Sequence[Row]) -> list[Row]:
-    """A row for each program and size, over all rounds. Ratios compare with our full fetch and with our plain pull."""
+    """Returns a row for each program and size, over all rounds.
+
+    One ratio compares the program with our full fetch, and another with our plain pull.
+    """
     every: dict[_Order, list[Row]] = {}
     for row in rows:
         every.setdefault((row["access"], row["block_bytes"], row["blocks"], row["program"]), []).append(row)

@@ -1,6 +1,6 @@
-"""Causes faults of our source during a fetch (it dies, evicts or revokes).
+"""Causes faults of our source while a reader fetches from it: the source dies, evicts the pages, or revokes the lease.
 
-Reports the reader's result and held pages.
+Reports what the reader is told, and how many pages it still holds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ def faults(setting: Setting, prefix: Sequence[str], blocks: int) -> Iterator[Row
 
 
 def lent(reader: Fetcher, lender: LenderProcess, blocks: int) -> Iterator[Row]:
-    """The source continues to serve while its pages are lent."""
+    """Causes faults of a source that continues to serve. Yields a row for each.
+
+    The source evicts all it can during a pull, evicts the pages before the question, and revokes the lease during a
+    pull.
+    """
     asked = _asked(reader, 0, blocks)
     row = _in_a_pull(reader, asked, lambda _: lender.say("evict"), "evicts all it can while pages are lent")
     evicted = lender.answer()

@@ -25,8 +25,8 @@ class FetchTimes(NamedTuple):
     """Microseconds of one fetch.
 
     Attributes:
-        total: from the question until the manager finds the pages.
-        pull: the part from the answer on: import, pull and commit.
+        total: from the question until the reader's manager finds the pages.
+        pull: the part of `total` after the answer: import, pull and commit.
         digests: time to hash the prompt, before the question.
     """
 

@@ -1,6 +1,6 @@
-"""Our two sides on two hosts of one machine (`tests.hosts.network`), over a link of a given rate.
+"""Runs our source and our reader on two hosts of one machine (`tests.hosts.network`), over a link of a given rate.
 
-Also a bare socket.
+A bare socket between the same hosts is measured beside them.
 """
 
 from __future__ import annotations

@@ -94,7 +94,10 @@ def exchange_of(setting: Setting, manager: PagedKVCacheManager, name: str, addre
 
 
 def use_up(manager: PagedKVCacheManager, prompts: Prompts, *, scattered: bool) -> None:
-    """Fill the pool with prompts of one page. They will be evicted in this order, or in random order if `scattered`."""
+    """Fill the pool with prompts of one page.
+
+    Later reservations evict these prompts in the order in which they came, or in random order if `scattered`.
+    """
     rng = np.random.default_rng(1)
     for first in range(0, manager.total_num_pages, _ROWS):
         count = min(_ROWS, manager.total_num_pages - first)
@@ -114,7 +117,7 @@ class Lender:
         self._others = 1 << 20  # numbers of prompts that no reader asks for begin here
 
     def place(self) -> tuple[str, str]:
-        """The source's address, and the engine at that address."""
+        """The address of the source, and the id of the engine at that address."""
         return self.exchange.address, self.exchange.engine_id(0)
 
     def lay_out(self, count: int, pages: int) -> None:
@@ -163,7 +166,7 @@ class Lender:
         return server.getsockname()[1]
 
     def serve(self) -> None:
-        """Carry out commands until standard input ends. Lend pages in between."""
+        """Carry out commands until standard input ends. Between commands, lend pages to readers that ask."""
         _say("ready")
         while True:
             self.exchange.poll()

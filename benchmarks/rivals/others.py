@@ -146,7 +146,10 @@ def pinned_nothing(self: Any, _keys: Any) -> int:
 
 
 def kvcr_source(pipe: Any, options: argparse.Namespace) -> None:
-    """Runs a source that deposits all its blocks. On command it deposits as many others into the same slots."""
+    """Runs a source that deposits all its blocks.
+
+    On command it deposits the same number of other blocks into the same slots.
+    """
     script = imported(options.script)
     types = importlib.import_module("kvcr.types")
     _pool, start = script.memory("huge")
@@ -182,7 +185,7 @@ def kvcr_source(pipe: Any, options: argparse.Namespace) -> None:
 
 
 def ask_kvcr(options: argparse.Namespace) -> None:
-    """Delivers 2,048 blocks while the source evicts them, and again afterwards."""
+    """Delivers 2,048 blocks while the source evicts them, and once more after the eviction."""
     script = imported(options.script)
     types = importlib.import_module("kvcr.types")
     _process, pipe, endpoint = started(kvcr_source, options)

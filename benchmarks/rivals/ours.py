@@ -118,13 +118,13 @@ def plain(blocks: int, budget_s: float) -> Iterator[Row]:
 def arguments() -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.rivals.ours", description=__doc__)
-    parser.add_argument("--setting", default="{}", help="as JSON")
+    parser.add_argument("--setting", default="{}", help="a `Setting` as JSON")
     parser.add_argument("--prefix", default="[]", help="JSON list: a command that runs the source on its host")
-    parser.add_argument("--blocks", default="1,16,256,2048", help="of a fetch, with commas between")
-    parser.add_argument("--seconds", type=float, default=2.0, help="for each number of blocks")
-    parser.add_argument("--plain", action="store_true", help="also pulls without managers")
-    parser.add_argument("--socket", action="store_true", help="in turn with a bare socket")
-    parser.add_argument("--faults", action="store_true", help="what becomes of a fetch whose source dies or evicts")
+    parser.add_argument("--blocks", default="1,16,256,2048", help="numbers of blocks of a fetch, with commas between")
+    parser.add_argument("--seconds", type=float, default=2.0, help="seconds for each number of blocks")
+    parser.add_argument("--plain", action="store_true", help="also measure pulls without managers")
+    parser.add_argument("--socket", action="store_true", help="alternate with a bare socket")
+    parser.add_argument("--faults", action="store_true", help="measure only fetches whose source dies or evicts")
     return parser.parse_args()
 
 
