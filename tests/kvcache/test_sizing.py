@@ -124,7 +124,8 @@ def test_a_budget_of_fewer_pages_than_requests_is_warned_of(caplog: pytest.LogCa
         caplog.clear()
         PagedKVCacheManager(params(), 8, 64, 3, ["cpu"], available_cache_memory=PAGE * pages)
         warned = [record.message for record in caplog.records]
-        assert ("7 pages a replica for up to 8 requests" in warned) == (pages == 7)
+        shortage = "7 pages a replica for up to 8 requests: not all of them can run at a time"
+        assert (shortage in warned) == (pages == 7)
 
 
 @pytest.mark.parametrize("call", ["estimated_memory_size", "infer_optimal_batch_size"])
