@@ -91,7 +91,7 @@ class SchedulerSide:
             return
         tp_size, first = self._connector.config.tp_size, ranks[min(ranks)].fingerprint
         for (pp, tp), rank in ranks.items():
-            if differ := differences(first, rank.fingerprint, ("on it", "on the first")):
+            if differ := differences(first, rank.fingerprint, ("on this rank", "on rank 0")):
                 raise InvalidEngineError(f"rank {pp * tp_size + tp} of this engine differs from rank 0: {differ}")
         data = {pp * tp_size + tp: rank.data for (pp, tp), rank in ranks.items()}
         address = self._connector.set_handshake_metadata(data, first)

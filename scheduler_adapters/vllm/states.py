@@ -87,8 +87,8 @@ def _projections(
     groups, left = divmod(channels - values, 2 * unit)
     if left or groups < 1:
         raise InvalidEngineError(
-            f"{where}: the convolution has {channels} channels, {values} of them for {heads} heads; the others must "
-            f"be twice a number of groups of {unit}"
+            f"{where}: the convolution has {channels} channels, {values} of them for {heads} heads; the remaining "
+            f"channels must be two equal numbers of groups, each of {unit} channels"
         )
     if spec.mamba_type.name == "GDN_ATTN":
         return ("q", groups * ranks, unit), ("k", groups * ranks, unit), ("v", heads * ranks, sizes[0])

@@ -350,7 +350,7 @@ def _faults_of_group(group: GroupConfig) -> Iterator[str]:
     if group.block_size < 1 or group.kernel_block_size < 0 or group.block_size % max(group.page_size, 1):
         yield (
             f"block_size is {group.block_size} and kernel_block_size {group.kernel_block_size}: "
-            "a positive size is needed, and a multiple of the kernel's unless that is 0"
+            "block_size must be positive, and a multiple of kernel_block_size unless that is 0"
         )
     if (group.kind == "sliding_window") != (group.window > 0):
         yield f"window is {group.window} with kind {group.kind!r}: 'sliding_window' needs more than 0, others need 0"
@@ -366,5 +366,5 @@ def _faults_of_group(group: GroupConfig) -> Iterator[str]:
         if part.units < 1 or part.width < 1 or part.tensor < 0:
             yield (
                 f"part {part.kind!r} has {part.units} units of {part.width} channels in tensor {part.tensor}: "
-                "at least 1 unit, 1 channel and tensor 0 are needed"
+                "at least 1 unit and 1 channel are needed, and a tensor number of 0 or more"
             )

@@ -85,7 +85,7 @@ class Offer:
         held, count = self.held, query.num_tokens
         error = self.ended
         if held is not None and not error and not 0 <= count <= held.num_tokens:
-            error = f"it holds the pages of {held.num_tokens} tokens, {count} are asked for"
+            error = f"it holds the pages of {held.num_tokens} tokens, but {count} tokens were asked for"
         if error:
             error = f"lease {query.lease_id:#018x}: {error}"
             return LeaseReply(query_id=query.query_id, error=error, is_over=bool(self.ended))

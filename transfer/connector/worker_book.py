@@ -136,8 +136,8 @@ class WorkerBook:
         skipped = begin // group.block_size - first
         if skipped < 0:
             raise InvalidTransferError(
-                f"{where}: its blocks here begin with token {first * group.block_size}, but the load starts at token "
-                f"{begin}"
+                f"{where}: its blocks on this engine begin with token {first * group.block_size}, but the load "
+                f"starts at token {begin}"
             )
         # the pages from the one that holds token `begin` to the one that holds token `stop - 1`
         pages = kernel_pages(blocks[skipped:], group.block_pages)[begin % group.block_size // group.page_size :]

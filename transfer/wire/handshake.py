@@ -265,7 +265,8 @@ class HandshakeServer:
             return Pong(query_id=query.query_id, engine_id=card.engine_id, incarnation=card.incarnation)
         if isinstance(query, LeaseQuery):
             if card.leased is None:
-                return _refusal(f"engine {card.engine_id!r} says what it leases in messages of its own", query.query_id)
+                reason = "answers no lease queries: its readers learn of leases in other messages"
+                return _refusal(f"engine {card.engine_id!r} {reason}", query.query_id)
             return card.leased(query)
         if differ := differences(query.compatibility, card.compatibility):
             return _refusal(f"engine {card.engine_id!r} is not compatible: {differ[:2000]}", query.query_id)

@@ -127,7 +127,7 @@ def test_more_tokens_than_a_lease_holds_are_refused_with_both_numbers(make: Any,
     offered(scheduler)
     answered = answer(scheduler, params(scheduler), tokens)
     assert not answered.is_over
-    assert answered.error.endswith(f"it holds the pages of 20 tokens, {tokens} are asked for")
+    assert answered.error.endswith(f"it holds the pages of 20 tokens, but {tokens} tokens were asked for")
 
 
 def test_a_lease_that_is_over_or_never_was_holds_nothing(make: Any) -> None:

@@ -166,7 +166,11 @@ def test_what_is_wrong_with_one_load_touches_no_other(engine: Any) -> None:
     wrong: dict[str, tuple[dict[str, Any], Prompt, str]] = {
         "short": ({}, PROMPT, "blocks of 8 tokens"),
         "range": ({}, PROMPT, "remote page is 2000: 0 to 23"),
-        "more": ({"remote_num_tokens": 22}, Prompt(range(30)), "holds the pages of 21 tokens, 22 are asked for"),
+        "more": (
+            {"remote_num_tokens": 22},
+            Prompt(range(30)),
+            "holds the pages of 21 tokens, but 22 tokens were asked for",
+        ),
         "lease": ({"lease_id": "0x123"}, PROMPT, "lease 0x0000000000000123 has ended, or engine 'p' never had it"),
         "engine": ({"remote_engine_id": "q"}, PROMPT, "engine 'q' is not here: ['p']"),
         "port": ({"remote_port": 9}, PROMPT, "no answer from tcp://127.0.0.1:9 in "),
@@ -214,12 +218,12 @@ def test_blocks_that_cannot_be_resolved_fail_their_request_and_the_step_goes_on(
     load(reader, pair, good, "good")
     run_until(lambda: len(reader.received) == 2, source, reader)
     assert reader.failed == {
-        "bad": "request 'bad': group 0: its blocks here begin with token 16, but the load starts at token 0"
+        "bad": "request 'bad': group 0: its blocks on this engine begin with token 16, but the load starts at token 0"
     }
     assert reader.bad_blocks == {11, 12}
     assert reader.call("compare", pair) == [[]]
     run_until(lambda: len(source.sent) == 2, source, reader)
-    assert "its blocks here begin with token 16" in source.sent["bad"]
+    assert "its blocks on this engine begin with token 16" in source.sent["bad"]
 
 
 def test_blocks_for_a_held_source_that_cannot_be_resolved_end_the_load(engine: Any) -> None:
@@ -229,8 +233,8 @@ def test_blocks_for_a_held_source_that_cannot_be_resolved_end_the_load(engine: A
     run_until(lambda: len(worker(reader)._rank.puller), source, reader)
     reader.scheduler.load("r", read, pair.reader_blocks, 21, 0, first_blocks=(9,))
     run_until(lambda: reader.received and source.sent, source, reader)
-    assert "its blocks here begin with token 72" in reader.failed["r"]
-    assert "its blocks here begin with token 72" in source.sent["r"]
+    assert "its blocks on this engine begin with token 72" in reader.failed["r"]
+    assert "its blocks on this engine begin with token 72" in source.sent["r"]
 
 
 @pytest.mark.parametrize("computed", [0, 8, 21])

@@ -82,7 +82,7 @@ def test_a_window_is_clipped_to_what_it_needs() -> None:
     _, (group,) = add(make(WINDOW), "t", asked(((5,),), (32, 40)))
     assert pages(group) == ([5], (32, 40), 32)
     with pytest.raises(
-        InvalidTransferError, match="its blocks here begin with token 32, but the load starts at token 24"
+        InvalidTransferError, match="its blocks on this engine begin with token 32, but the load starts at token 24"
     ):
         add(make(WINDOW), "u", asked(((5,),), (0, 40), first=(4,)))
 

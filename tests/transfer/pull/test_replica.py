@@ -476,7 +476,7 @@ def test_an_engine_that_tells_readers_in_another_way_says_so(engine: Any) -> Non
     p, d = engine("p"), engine("d")
     pull(d, wanted(p, p.offer()), groups=ASKED)
     run(p, d, until=settled(d))
-    assert "engine 'p' says what it leases in messages of its own" in d.pulls[-1].error
+    assert "engine 'p' answers no lease queries: its readers learn of leases in other messages" in d.pulls[-1].error
 
 
 def test_what_was_to_be_refused_is_forgotten_where_nobody_answers(engine: Any) -> None:
@@ -715,8 +715,9 @@ def test_an_engine_restarted_at_its_address_is_found_out_and_read_from_anew(engi
 
 
 def test_the_first_request_of_a_restarted_engine_is_served(engine: Any) -> None:
-    """The request names the incarnation that has promised its pages. It must not fail because the reader knows an
-    earlier one.
+    """The request names the incarnation that has promised its pages.
+
+    It must not fail because the reader knows an earlier one.
     """
     p, d = engine("p"), engine("d")
     address = p.serve()

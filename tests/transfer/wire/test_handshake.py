@@ -468,7 +468,7 @@ def test_what_a_lease_holds_is_asked_of_the_engine_that_has_it(
     assert answers.wait(1).error == "none"
     assert [(query.engine_id, query.lease_id, query.num_tokens) for query in queries] == [("q", (1 << 64) - 1, 7)]
     client.ask_leased(Wanted(server.endpoint, "p", 5, 7, b""), answers.append)
-    assert "engine 'p' says what it leases in messages of its own" in str(answers.wait(2))
+    assert "engine 'p' answers no lease queries: its readers learn of leases in other messages" in str(answers.wait(2))
 
 
 def test_leases_may_be_asked_for_hundreds_of_times_at_once(server: HandshakeServer, client: Any) -> None:
