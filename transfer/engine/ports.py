@@ -11,7 +11,7 @@ from transfer.errors import InvalidTransferError, NoFreePortError
 def available_port(start_port: int = 8000, end_port: int = 9000, max_attempts: int = 100) -> int:
     """Returns a TCP port that was free on every IPv4 interface a moment ago.
 
-    Another process may take it before the caller.
+    Another process may take the port before the caller does.
 
     Ports are tried in random order, so that processes that start together seldom collide.
 
@@ -22,7 +22,7 @@ def available_port(start_port: int = 8000, end_port: int = 9000, max_attempts: i
 
     Raises:
         NoFreePortError: (a RuntimeError) all the ports that were tried are taken.
-        InvalidTransferError: the range is empty or outside of 1 to 65535, or no port may be tried.
+        InvalidTransferError: the range is empty or outside of 1 to 65535, or `max_attempts` is below 1.
     """
     if not 1 <= start_port <= end_port <= 65535:
         raise InvalidTransferError(f"ports {start_port} to {end_port} are not a range within 1 to 65535")

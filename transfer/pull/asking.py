@@ -43,9 +43,10 @@ class Lent(NamedTuple):
     Attributes:
         key: the key of the question.
         source: the source, with the lease under which the pages can be pulled. None if the source has none of the
-            pages, may lend no more of them, or has not answered.
+            pages, if it may lend no more of them, or if there is an error.
         table: block table of the leased pages, for `import_block_table`; None without a source.
-        error: why the source has not answered; empty if it has.
+        error: why the question failed: the source has not answered, has refused, or has named unusable pages. Empty if
+            it has answered properly, even without pages.
     """
 
     key: str
@@ -72,7 +73,7 @@ class _Question:
 
 
 class PageAsks:
-    """The open questions of a process. Only the loop's thread may use it. No call waits.
+    """The open questions of a process. Only the serving loop's thread may use them. No call blocks.
 
     Args:
         client: sends the questions. No other object may use it.
@@ -180,7 +181,7 @@ class PageAsks:
             self._on_pages(ask, where, answer.pages)
 
     def _on_pages(self, ask: _Question, where: str, data: bytes) -> None:
-        """Ends a question with the leased pages. If these are not the requested pages, gives the lease back."""
+        """Ends a question with the pages that were leased. If these are not the requested pages, gives the lease back."""
         try:
             pages = open_pages(data, ask.place[1], None, self._key)
         except TransferError as error:
@@ -213,7 +214,7 @@ class PageAsks:
         return ""
 
     def _digests(self, ask: _Question, pages: LeasedPages) -> bytes:
-        """Returns the question's digests of as many pages as were leased. Empty if the question has fewer digests."""
+        """Returns the digests of the question's first pages, as many as were leased. Empty if there are not so many."""
         size = pages.num_tokens // ask.query.page_size * len(pages.prompt_digest)
         return ask.digests[:size] if size <= len(ask.digests) else b""
 
@@ -225,7 +226,7 @@ class PageAsks:
             page_size=ask.query.page_size,
             groups=pages.block_ids,
             kinds=self._kinds,
-            fingerprint="",  # left empty, because the transfer plan compares the layouts
+            fingerprint="",  # left empty, because the layouts are compared when the transfer plan is made
             hash_algorithm=ask.query.hash_algorithm,
             digests=self._digests(ask, pages),
             first_page=ask.query.first_page,

@@ -262,7 +262,7 @@ class PageExchange:
         Raises:
             InvalidLeaseError: (a ValueError) the duration is not a number.
             UnknownRequestError: (a KeyError) the manager has no such request.
-            NotReservedError: (a RuntimeError) an import of its pages is pending.
+            NotReservedError: (a RuntimeError) an import of the request's pages is pending.
             EngineClosedError: the transfer thread has died.
         """
         number("duration_s", duration_s, error=InvalidLeaseError)
@@ -385,13 +385,14 @@ class PageExchange:
         Args:
             key: name of the pull. No other open pull on the import's replica may have it.
             source: the source, as it was offered. A list of sources is in the order of the import's block tables: first
-                the source of `table`, then the sources of `others`.
+                the source of its `table`, then the sources of its `others`.
             pending: an open import of the manager that no other pull writes.
             timeout_s: seconds until the pull fails. This includes the first contact with the source.
 
         Raises:
-            InvalidRequestError: (a ValueError) a pull of this name is open; or the import is closed, belongs to another
-                manager, or is written by another pull; or there is not one source for each of its block tables.
+            InvalidRequestError: (a ValueError) a pull of this name is open, or the list of sources does not have one
+                source for each block table of the import. Also if the import is closed, belongs to another manager, or
+                is written by another pull.
             EngineClosedError: the transfer thread has died, or was closed. All calls except `poll` and `close` raise it
                 then.
         """
@@ -475,7 +476,7 @@ class PageExchange:
         self.threads[replica].add_pages(key, groups, last=last, tables=copier.tables)
 
     def cancel_pull(self, replica: int, key: str, reason: str) -> None:
-        """Gives up a pull. Its last event comes when nothing of it is in flight."""
+        """Gives up a pull. Its last event comes when none of its READs is in flight any more."""
         check_text("key", key)
         check_text("reason", reason)
         self._thread(replica).call_soon(ReplicaTransfer.cancel, key, reason)
@@ -486,7 +487,7 @@ class PageExchange:
     def sockets(self) -> list[zmq.Socket[bytes] | Bell]:
         """The objects on which `zmq.zmq_poll` can sleep: one of them is readable when `poll` has events or work.
 
-        Get them again before each sleep, because they change with the open questions.
+        Read this property again before each sleep, because the sockets change with the open questions.
         """
         return [self.bell, *self._asks.sockets]
 
@@ -553,15 +554,16 @@ class PageExchange:
         return sum(one.num_bytes for one in every), sum(one.failures.total() for one in every)
 
     def close(self) -> None:
-        """Ends all leases and pulls, which give their pages back. Safe to call twice.
+        """Ends all leases and pulls, and gives their pages back to the manager. Safe to call twice.
 
-        If a thread cannot be ended, its pages stay held, because it may still use them.
+        If a transfer thread cannot be ended, the pages of its replica stay held, because the thread may still use them.
         """
         for replica, thread in enumerate(self.threads):
             thread.close()
             self._happened += self._take(replica)
             if thread.is_closed:
-                # Commands that the thread has not run by now will never run.
+                # Commands that the thread has not run by now will never run. Their leases and pulls are therefore ended
+                # here.
                 for lease_id in list(self._leases[replica]):
                     self._end_lease(replica, lease_id)
                 for place in [place for place in self._pulls if place[0] == replica]:

@@ -67,7 +67,7 @@ def make_words(count: int) -> NDArray[np.uint64]:
 
 
 def new_lease_id() -> int:
-    """Returns a random 64-bit id, never 0. Fences rely on it that no other lease of any process has this id."""
+    """Returns a random 64-bit id, never 0. Fences rely on its being unique among the leases of all processes."""
     return secrets.randbelow((1 << 64) - 1) + 1
 
 
@@ -110,8 +110,8 @@ class Lease:
     slot: int  # index of the lease word
     duration_s: float  # the duration of a grant and of each renewal
     engines: int  # how many reading engines must finish before the lease ends
-    deadline: float  # by the clock of the lease's `LeaseBook`
-    last_deadline: float  # renewals do not extend the deadline beyond this
+    deadline: float  # when the lease expires, by the clock of its `LeaseBook`; a renewal extends it
+    last_deadline: float  # renewals do not extend `deadline` beyond this
     # For each reading engine, the notes by which its ranks have said that they have finished, as pairs: the local rank
     # that got the note, and the reading rank that sent it.
     heard: dict[str, set[tuple[int, int]]] = field(default_factory=dict[str, set[tuple[int, int]]])

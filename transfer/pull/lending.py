@@ -96,7 +96,7 @@ class PageLender:
         self._grant = grant
         self._ring = ring
         self._most = int(share * (manager.total_num_pages // manager.num_replicas))
-        # Each lease takes one page of every further group.
+        # Each lease takes one page of every further group, so the smallest of these groups limits the number of leases.
         self._most_leases = min(
             (int(share * group.num_pages) for group in manager.further_groups[replica]), default=LENT_SLOTS
         )
@@ -114,7 +114,7 @@ class PageLender:
 
     @property
     def is_asked(self) -> bool:
-        """Whether a question waits for the loop."""
+        """Whether a question waits for the serving loop."""
         return bool(self._asked or self._granting or self._loading)
 
     @property

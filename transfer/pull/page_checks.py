@@ -145,7 +145,7 @@ class Verifier:
         agent.register([(words.ctypes.data, words.nbytes, 0) for words in self._words], MemoryType.DRAM)
 
     def part(self, key: str, plan: Plan, groups: Sequence[PageCopy]) -> Part | None:
-        """Returns the part to read, with the checksums of its pages. None if nothing is to be read."""
+        """Returns the part that reads these pages and their checksums. None if nothing is to be read."""
         read: list[PageCopy] = []
         for group, (local, remote, (start, stop)) in zip(self._groups, groups, strict=True):
             count = max(0, math.ceil(stop / group.page_size) - start // group.page_size)

@@ -24,7 +24,7 @@ class PendingPages(Protocol):
 class FurtherPages(Protocol):
     """Pages that a request has besides its token pages, such as its state.
 
-    They are one more group in its block table.
+    In the request's block table, they form one more group.
     """
 
     @property
@@ -75,12 +75,12 @@ class PageOwner(Protocol):
 
     @property
     def device_tensors(self) -> Sequence[Sequence[torch.Tensor]]:
-        """`[replica][shard]`, dense: the null page, then all other pages."""
+        """The tensors of the pages, `[replica][shard]`. Each is dense, and its first page is the null page."""
         ...
 
     @property
     def further_groups(self) -> Sequence[Sequence[FurtherPages]]:
-        """`[replica][group]`, in the order of a block table, after the token pages."""
+        """The pages besides token pages, `[replica][group]`. The groups follow the token pages in a block table."""
         ...
 
     def lease(self, request_id: str, *, seal: Callable[[BlockTable], bytes]) -> Any:

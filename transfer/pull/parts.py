@@ -73,7 +73,7 @@ class Part:
     def is_ready(self) -> bool:
         """Whether the part can be posted now.
 
-        It is called until it returns True; the first transfer is posted immediately afterwards.
+        This method is called until it returns True. The first transfer is posted immediately afterwards.
         """
         return True
 
@@ -102,7 +102,9 @@ class Part:
 
 
 def longest_run(num_bytes: int) -> int:
-    """Returns the most bytes of a run in a part of `num_bytes` bytes. A large part gets enough runs for two threads."""
+    """Returns the longest run, in bytes, that a part of this size may have. A large part gets enough runs for two
+    threads.
+    """
     if num_bytes < _FOR_TWO:
         return LONGEST_RUN
     return min(LONGEST_RUN, max(num_bytes // (2 * BACKGROUND_RUNS), _SHORTEST_CUT))

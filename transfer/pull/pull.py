@@ -30,7 +30,7 @@ _SLICE_S = 0.3e-3
 LATELY_S = 1.0
 """In seconds. NIXL may take this long to send a message to a source, and needs polls of its agent during this time."""
 _MOST_IN_FLIGHT = 8
-"""The most transfers of a pull at the same time, if posts return before the copy ends.
+"""The most transfers of one pull in flight at the same time, if a post returns before its copy ends.
 
 Together they have 32 MiB on the wire, besides the background transfer.
 """
@@ -46,7 +46,8 @@ class Puller:
         words: uint64 `[slots]`, the buffer into which fences read lease words. It must be registered with every agent.
         events: outcomes of pulls. The owner removes them.
         ended: records of successful pulls. The owner removes them.
-        num_posted: number of READs, of pages or of lease words, that were still in flight when they had been posted.
+        num_posted: number of READs, of pages or of lease words, that were still in flight after their post had
+            returned.
         is_copying: whether more is left to copy, so that the next poll should follow at once.
         timed: whether events of pulls that passed carry the times of their fence.
     """
@@ -170,7 +171,7 @@ class Puller:
         return self._pulls.get(key)
 
     def add(self, pull: RankPull, parts: list[Part], *, last: bool) -> None:
-        """Reads further parts of a pull, with a fence after the last.
+        """Reads further parts of a pull, and then a fence. The fence after the `last` parts ends the pull.
 
         Raises:
             PullFailedError: the pull has failed, or its last part was already added.
@@ -311,7 +312,7 @@ class Puller:
             self._came(pull, part)
 
     def _came(self, pull: RankPull, part: Part) -> None:
-        """Handles the end of a part's transfer, whose handle has been released."""
+        """Handles the end of one of a part's transfers. The transfer's handle was already released."""
         if part.in_flight:
             return
         if part.is_here and part.arrived and not pull.error:

@@ -63,8 +63,8 @@ class PullEvent(NamedTuple):
         safe: True if none of the pull's transfers is in flight. Its pages may then be given back or, without an error,
             used.
         passed: for a pull that failed: how many of its reads, counted from the first, copied pages while the lease was
-            open. Each call of `PageExchange.read` is a read, and `PageExchange.pull` is one. The pages of these reads
-            may be kept, so that only the rest is pulled from elsewhere.
+            open. Each call of `PageExchange.read` counts as one read, and so does `PageExchange.pull`. The pages of
+            these reads may be kept, so that only the rest is pulled from elsewhere.
         times: the times of the last fence of a pull that passed, if pulls are timed (see `ReplicaTransfer`). None for
             other pulls, and if nothing had to be read.
         begins: for each group, the first token that was read, if the pull passed and its source has named its blocks.
