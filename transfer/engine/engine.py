@@ -406,7 +406,7 @@ class KVTransferEngine:
                     self._suspects.add(peer)
                     raise TransferTimeoutError(
                         f"{self._here}: transfer {transfer_req.transfer_name} with peer {peer!r} did not end within "
-                        f"{timeout_s} s; its pages here are in quarantine until it has"
+                        f"{timeout_s} s; its pages here are in quarantine until it has ended"
                     )
                 self.poll()
                 time.sleep(pause)

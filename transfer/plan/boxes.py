@@ -1,8 +1,8 @@
 """Describes where the KV of one shard lies in memory, in the form that peers exchange. Pure arithmetic.
 
 A model's KV is a logical tensor `[layer, side, head, token, dim]`, in which the sides are keys and values. A shard
-holds a set of *boxes* of it. A box is a range of each axis, with one stride for each axis. Recurrent state uses the
-same axes: channels (or SSM heads) lie on the head axis, and a page holds the one state of a request.
+holds a set of *boxes* of this tensor. A box is a range of each axis, with one stride for each axis. Recurrent state
+uses the same axes: channels (or SSM heads) lie on the head axis, and a page holds the one state of a request.
 `transfer.plan.shapes` builds the layouts of common engines.
 """
 
@@ -107,7 +107,7 @@ class ShardLayout(msgspec.Struct, frozen=True, omit_defaults=True, tag="shard_la
     """The layout of everything that a shard holds.
 
     Attributes:
-        groups: the groups, in the order of a request's page lists. They are the same on all shards of all peers.
+        groups: the groups, in the order of a request's page lists. All shards of all peers have the same groups.
         region_bytes: bytes of each registered region.
     """
 
@@ -176,7 +176,7 @@ def _check_box(where: str, box: Box, group: Group, region_bytes: tuple[int, ...]
     for axis, extent in zip(AXES, box.extent, strict=True):
         _limit(where, f"the extent of axis {axis}", extent, 1, MAX_INDEX)
     if box.extent[TOKEN] != (tokens := 1 if box.of_page else group.page_size):
-        _refuse(f"{where}: {box.extent[TOKEN]} tokens, where a page of its group has {tokens}")
+        _refuse(f"{where}: has {box.extent[TOKEN]} tokens, but a page of its group has {tokens}")
     limit = region_bytes[box.region]
     _limit(where, "the offset", box.offset, 0, limit - 1)
     axes = [*zip(box.extent, box.strides, AXES, strict=True), (group.num_pages, box.page_stride, "page")]
@@ -185,7 +185,7 @@ def _check_box(where: str, box: Box, group: Group, region_bytes: tuple[int, ...]
         _limit(where, f"the stride of axis {axis}", step, low, high)
     end = box.offset + (group.num_pages - 1) * box.page_stride + box.span
     if end > limit:
-        _refuse(f"{where}: reaches byte {end} of region {box.region}, which has {limit}")
+        _refuse(f"{where}: reaches byte {end} of region {box.region}, which has {limit} bytes")
     # The axes are sorted by stride. If each one steps over the full span of the smaller ones, no two elements share an
     # address.
     covered = box.itemsize

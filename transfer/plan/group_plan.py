@@ -219,7 +219,7 @@ def _pages_of(where: str, pages: ArrayLike, tokens: tuple[int, int], group: Grou
     found = found[:needed]
     if int(found.view(np.uint64).max()) >= group.num_pages:  # as a uint64, a negative id is a huge number
         wrong = found[(found < 0) | (found >= group.num_pages)][0]
-        raise InvalidTransferError(f"{where} page is {wrong}: 0 to {group.num_pages - 1} is needed")
+        raise InvalidTransferError(f"{where} page {wrong} does not exist: the pages are 0 to {group.num_pages - 1}")
     return found
 
 

@@ -218,7 +218,8 @@ def _check_of_page(where: str, local: Group, remote: Group) -> None:
                 for of_page, size in ((ours[kind], local.page_size), (theirs[kind], remote.page_size))
             )
             raise MetadataError(
-                f"{where}, {kind!r}: shared by {here} here but by {there} at the source: these cannot be converted"
+                f"{where}, {kind!r}: a scale is shared by {here} here but by {there} at the source; such "
+                "scales cannot be converted"
             )
 
 

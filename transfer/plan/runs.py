@@ -178,9 +178,10 @@ class PageRuns:
         return self.spread(local * self.local_page, remote * self.remote_page, length, local_bases, remote_bases)
 
     def spread(self, local: Ints, remote: Ints, length: Ints, local_bases: Ints, remote_bases: Ints) -> Runs:
-        """Repeats each run at each place.
+        """Returns the runs that result if each run is repeated at each place.
 
-        `local` and `remote` are bytes from page 0, int64 `[places]`; `length` broadcasts.
+        `local` and `remote` are the offsets of the places in bytes from page 0, int64 `[places]`. `length` must
+        broadcast to `[runs, places]`.
         """
         local = np.add.outer(local_bases[self.local_region] + self.local_offset, local)
         remote = np.add.outer(remote_bases[self.remote_region] + self.remote_offset, remote)

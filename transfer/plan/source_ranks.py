@@ -105,7 +105,8 @@ class _Grid:
     def choose(self, used: NDArray[np.bool_], local_rank: int, *, forced: bool) -> None:
         """Assigns an owner to each cell, and marks the owner in `used`.
 
-        With `forced`, this concerns the cells that exactly one shard holds; otherwise those that several shards hold.
+        With `forced`, assigns only the cells that exactly one shard holds; otherwise only those that several shards
+        hold.
         """
         count = self.holders.sum(axis=-1)
         todo = self.needed & ((count == 1) if forced else (count > 1))
@@ -121,7 +122,7 @@ class _Grid:
         self.owner[todo] = owners
 
     def parts(self) -> Iterator[list[tuple[int, Index, Index]]]:
-        """Yields the parts of each local box, as few as straight cuts allow: owner, first position and end."""
+        """Yields the parts of each local box: owner, first position and end. Cuts straight, into few parts."""
         known: dict[tuple[bytes, tuple[int, ...]], list[Corners]] = {}
         for cells in self.cells:
             inside = self.owner[cells]

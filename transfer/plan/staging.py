@@ -38,7 +38,7 @@ If each layer has its own tensor, with K apart from V and heads as an outer axis
 that scatters its elements takes more than the limit.
 """
 _LINE = 64  # bytes of a cache line; each segment of the staging area begins at one
-_NEVER = 1 << 63  # page stride of a pool that has only one page
+_NEVER = 1 << 63  # stands for the page stride of a pool that has only one page
 
 
 def wire_us(runs: int, num_bytes: int) -> float:
@@ -89,8 +89,8 @@ class StagingPlan:
 
     Raises `InvalidTransferError` for more than `MAX_COPIES` copies.
 
-    The staging area holds one segment after another. Each segment has its part of every remote page, in the request's
-    order.
+    The staging area holds one segment after another. A segment has the same range of bytes of every remote page, in the
+    order in which the request names the pages.
     """
 
     def __init__(self, plan: GroupPlan) -> None:

@@ -181,7 +181,7 @@ class PageAsks:
             self._on_pages(ask, where, answer.pages)
 
     def _on_pages(self, ask: _Question, where: str, data: bytes) -> None:
-        """Ends a question with the pages that were leased. If these are not the requested pages, gives the lease back."""
+        """Ends a question with the pages that were leased. If they are not the requested ones, gives the lease back."""
         try:
             pages = open_pages(data, ask.place[1], None, self._key)
         except TransferError as error:

@@ -223,8 +223,8 @@ class Directory:
             if candidate.incarnation != peer.incarnation and other.candidate is candidate:
                 self._refuse(
                     other,
-                    f"an engine with this id still answers at {address}, as {peer.incarnation!r}; the one at "
-                    f"{other.place[0]} is {candidate.incarnation!r}",
+                    f"an engine with this id still answers at {address}, with incarnation {peer.incarnation!r}; the "
+                    f"one at {other.place[0]} has incarnation {candidate.incarnation!r}",
                 )
 
     def _refuse(self, peer: Peer, reason: str) -> None:

@@ -40,7 +40,7 @@ def check_exchange(owner: object, given: object, options: Mapping[str, Any]) -> 
         isinstance(agreed, Mapping) and _are_texts([*agreed, *cast("Any", agreed).values()])
     ):
         raise InvalidEngineError(
-            f"{where}compatibility is {shown(cast('object', agreed))}: strings by string are needed"
+            f"{where}compatibility is {shown(cast('object', agreed))}: a mapping from strings to strings is needed"
         )
     _check_replica_options(f"{where}replica_options", options["replica_options"])
     flag(f"{where}verify", options["verify"], InvalidEngineError)

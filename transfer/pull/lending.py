@@ -41,8 +41,8 @@ _MOST_OF_ONE = 32  # the most questions of one reader that wait for the loop
 _LOAD_S = 0.25  # in seconds; pages that take longer to load from a lower tier are left out
 _LOADING = LeaseReply(query_id=0, waits_for="its pages to come from a lower tier")
 _UNSEEN = LeaseReply(query_id=0, waits_for="its serving loop to look for the pages")
-_LENT = LeaseReply(query_id=0, waits_for="another lease of the same pages to end, which this reader has")
-_GRANTING = LeaseReply(query_id=0, waits_for="the lease to stand on all its ranks")
+_LENT = LeaseReply(query_id=0, waits_for="the reader's earlier lease of the same pages to end")
+_GRANTING = LeaseReply(query_id=0, waits_for="all its ranks to grant the lease")
 
 
 class _LentPages(NamedTuple):

@@ -102,9 +102,7 @@ class Part:
 
 
 def longest_run(num_bytes: int) -> int:
-    """Returns the longest run, in bytes, that a part of this size may have. A large part gets enough runs for two
-    threads.
-    """
+    """Returns the longest run, in bytes, that a part of this size may have. A large part has runs for two threads."""
     if num_bytes < _FOR_TWO:
         return LONGEST_RUN
     return min(LONGEST_RUN, max(num_bytes // (2 * BACKGROUND_RUNS), _SHORTEST_CUT))

@@ -111,11 +111,13 @@ class RankPull:
     # For each READ of a lease word: its handle, the rank of the source, and the index of the puller's word.
     fencing: list[tuple[Handle, int, int]] = field(default_factory=_LIST)
     fenced: bool = False  # whether the last fence has passed
-    is_over: bool = False  # whether the pull has had its last event, after which nothing of it is ever in flight again
+    # whether the pull's last event was reported; after that, none of its READs is ever in flight again
+    is_over: bool = False
     over_at: float = 0.0  # when the pull passed, on the puller's clock
-    # Ranks of the source that were read from. The fence reads their words.
+    # Ranks of the source that were read from. The fence reads the lease words of these ranks.
     read_ranks: list[int] = field(default_factory=_LIST)
-    told: list[int] = field(default_factory=_LIST)  # ranks of the source that know that this rank is done
+    # ranks of the source to which the last fence has carried this rank's `done` note
+    told: list[int] = field(default_factory=_LIST)
 
     @property
     def in_flight(self) -> bool:
@@ -133,11 +135,11 @@ class RankPull:
 
 
 class Reading(NamedTuple):
-    """Pages that a pull is to read.
+    """Pages that a pull must read.
 
     Attributes:
         groups: for each group of the layout, the local and remote pages and their tokens.
-        last: whether nothing more will be read.
+        last: whether this is the last reading of the pull.
         tables: the source's block tables that name these pages, without those of earlier readings. The seals of these
             tables are checked before the pages are read.
     """
@@ -159,7 +161,7 @@ class ReplicaPull:
         waits_for: what the source's last answer named as missing, and when an answer first named anything as missing.
         pause_s: the pause before the next question.
         waiting: pages to read, in order.
-        reads: the pull of each rank, once the source is known.
+        reads: the `RankPull` of each local rank, once the source is known.
         started: whether the ranks' pulls were opened.
         error: why the pull failed; None if it has not.
         told: whether the owner knows that the pull has failed.

@@ -94,7 +94,7 @@ class ReaderAgents:
 
     Args:
         name: name of the rank. An agent's name is this name and a number. No name is used twice.
-        make: makes an agent of a given name, and registers all memory that it reads into.
+        make: makes an agent of a given name, and registers all memory that the agent reads into.
 
     Raises:
         AgentError: NIXL refuses the first agent.
@@ -140,7 +140,7 @@ class RankTransfer:
 
     Args:
         identity: the identity of this rank.
-        memory: its pages.
+        memory: the memory that holds the pages of this rank.
         checks: whether to make checksums of leased pages, for readers that verify.
         verify: share of the pages, 0 to 1, that are compared with the source's checksums after they were read.
         stuck_s: seconds that copies of a failed pull may continue. After that their agent is destroyed, and everything
@@ -197,7 +197,7 @@ class RankTransfer:
         self._make_agent = agent
         self._remotes: dict[str, RemoteEngine] = {}
         self._retiring: list[RemoteEngine] = []
-        self._next = 0  # index of the first unused source that the next poll serves
+        self._next = 0  # index into the known sources, at which the next poll continues with those that are not in use
         self._readers: ReaderAgents | None = None
         self._agent: Agent | None = agent(name, memory_type)
         try:
@@ -266,13 +266,14 @@ class RankTransfer:
     def inspect(self, ranks: Sequence[bytes], expected: tuple[str, str] | None = None) -> RemoteEngine:
         """Checks an engine's metadata as far as that is possible without NIXL, and makes a plan. Loads nothing.
 
-        `ranks` is the sealed metadata of each of its ranks. `expected` is the engine id and incarnation that it must
-        have.
+        `ranks` has the sealed metadata of each rank of the engine. `expected` is the id and the incarnation that the
+        engine must have.
 
         Raises:
             MetadataError: the metadata is damaged, or not that of the ranks of one engine. NIXL has seen none of it.
             SettingsMismatchError: the peer runs with other UCX settings or another version of NIXL.
-            HandshakeError: it is another engine, or entries that must agree differ. The message has both values.
+            HandshakeError: the metadata is that of another engine, or entries that must agree differ. The message has
+                both values.
         """
         self._open()
         found = [open_rank(data, self.identity.key) for data in ranks]
@@ -387,7 +388,8 @@ class RankTransfer:
         agent = remote.agent
         remote.unload()
         if agent.is_open and self._readers is not None:
-            # The verifier's words were registered with this agent, and are freed with the verifier.
+            # The verifier's words were registered with this agent, and are freed with the verifier. The agent must then
+            # not be used again.
             self._readers.give_back(agent, reuse=remote.verifier is None)
 
     @property

@@ -64,7 +64,8 @@ _REFUSED = "\0refused "  # prefix for the keys of pulls that only refuse a lease
 _PART = "\0part "  # prefix for the keys of the parts of a pull from several sources
 _MAX_PAUSE_S = 0.25  # in seconds: the longest pause before a source is asked again; see `ReplicaPull`
 _SMALL_BYTES = 1 << 20
-"""In bytes. A pull up to this size takes 0.1 to 0.3 ms. On a busy machine, waking a thread for it takes twice as long.
+"""In bytes: a pull up to this size is small. It takes 0.1 to 0.3 ms. On a busy machine, waking a thread takes twice as
+long.
 """
 Event = PullEvent | LeaseOver | Offered
 
@@ -86,7 +87,7 @@ class ReplicaTransfer:
         events: events in order. The owner removes them.
         leases: the leases that all ranks have granted.
         stats: counters, and records of the last pulls.
-        directory: the engines that it reads from.
+        directory: the sources that this replica knows.
     """
 
     def __init__(
@@ -148,8 +149,8 @@ class ReplicaTransfer:
         itself then holds them.
 
         Args:
-            request_id: the request of the pages.
-            lease: the lease: a new id, a free slot, and the duration without a renewal.
+            request_id: the request whose pages are leased.
+            lease: the lease to grant, with a new id, a free slot, and the duration that it has without a renewal.
             engines: how many reading engines must finish before the lease ends.
             pages: the leased pages of each group, so that readers can verify them. None if no reader does.
             running: True if the request is still being computed, chunk by chunk. The duration of the lease then counts
@@ -231,8 +232,8 @@ class ReplicaTransfer:
             holdings: the sources, each with the pages as that source names them. The first one has all pages.
             page_sizes: tokens of our pages, and of the sources' pages.
             timeout_s: seconds until the pull fails.
-            can_shorten: whether the pull may pass with fewer pages if no source has one of them any more. It then ends
-                before that page.
+            can_shorten: whether the pull may pass with fewer pages. If no source has a certain page any more, the pull
+                then ends before that page.
         """
         if self._is_taken(key):
             return
@@ -396,7 +397,7 @@ class ReplicaTransfer:
         self.pull(f"{_REFUSED}{next(self._refusals)}", source, timeout_s, refusal=reason)
 
     def poll(self) -> bool:
-        """Advances everything. Returns whether READs are under way or a source is awaited.
+        """Advances leases, pulls and handshakes. Returns whether READs are under way or a source is awaited.
 
         Raises:
             AgentError: NIXL fails.
@@ -454,7 +455,7 @@ class ReplicaTransfer:
         return [key for key, pull in self._pulls.items() if pull.source.place == place]
 
     def _start_all(self, peer: Peer) -> None:
-        """Handles a source's confirmed identity: starts its pulls, or fails those of another incarnation's leases."""
+        """Handles a source's confirmed identity: starts its pulls, or fails those under another incarnation's lease."""
         for key in self._of(peer.place):
             if is_of_other_start(self._pulls[key].source, peer):
                 text = f"engine {peer.place[1]!r} has restarted since it granted the lease"
@@ -508,7 +509,7 @@ class ReplicaTransfer:
             rank.puller.add(one, one.engine.parts(key, reading.groups), last=reading.last)
         if pull.pages is not None:
             begins = [one.engine.begins(reading.groups) for one in pull.reads]
-            # a group counts from the latest first token of all ranks
+            # for each group, the latest first token over all ranks
             pull.begins = tuple(map(max, zip(*begins, strict=True)))
 
     def _on_rank(self, event: PullEvent) -> None:
@@ -529,14 +530,17 @@ class ReplicaTransfer:
             self.events.append(event)
 
     def _fail(self, key: str, failure: Failure) -> None:
-        """Fails a pull on all ranks. Reports the failure at once, and again when the pages are safe."""
+        """Fails a pull on all ranks, and reports the failure at once.
+
+        If the pull's pages are not safe yet, reports the failure again when they are.
+        """
         pull = self._pulls[key]
         if not pull.error:
             pull.error = failure
             pull.waiting.clear()
             if not pull.refusal:
                 self.stats.record_failure(failure.kind)
-            # if opening one pull failed, there are fewer pulls than ranks
+            # If the pull could not be opened on one of the ranks, `pull.reads` has fewer entries than there are ranks.
             for rank, one in zip(self.ranks, pull.reads, strict=False):
                 rank.puller.withdraw(one, failure)
         safe = pull.is_safe

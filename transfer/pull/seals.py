@@ -2,8 +2,8 @@
 
 A block table may travel from a source to a reader over a channel that is not ours, for example through a client. If
 somebody changed a page id on the way, the reader would copy another request's page. The fence would not notice, because
-that page was not given away. So a source seals each table that it makes under a lease, with a key that it gives to
-readers only in its handshake. A reader compares the seal before it reads any page that the table names.
+it only proves that the lease was open. So a source seals each table that it makes under a lease, with a key that it
+gives to readers only in its handshake. A reader compares the seal before it reads any page that the table names.
 `docs/concepts/protocol.md` has the whole rule.
 """
 

@@ -5,8 +5,8 @@ pull, under that source's lease. A part reads one run of pages at a time, with a
 run was still leased. When the run has passed, the part gets the next one. So more is read from a faster source, and
 nobody has to know beforehand which source is faster.
 
-If a source fails, another source that has these pages reads the failed source's run, but only when nothing of it is in
-flight any more. If no source has them, the pull ends before them.
+If a source fails, another source that has the same pages reads the failed source's run, but only when no READ of that
+run is in flight any more. If no source has a certain page any more, the pull ends before that page, or fails.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ takes.
 _PROBE_BYTES = 256 << 10
 """In bytes: the first run of a source whose speed is unknown, if there are other sources."""
 _LEAST_S, _LEAST_BYTES = 0.01, 1 << 20
-"""A run should take at least this time, or have at least these bytes, because its fence costs a round trip without
-pages.
+"""A run should take at least this time, or have at least these bytes, because the fence after it costs a round trip in
+which no page arrives.
 """
 _MOST_S = 0.25
 """In seconds: a run should take at most this long, because this time is lost if the source fails."""
@@ -245,7 +245,7 @@ class SharedPull:
                 min(max(share, min(_LEAST_BYTES, part.rate * _LEAST_S)), part.rate * _MOST_S, part.most, rest)
             )
             under_way = sum(self._left(other, now) for other in others)
-            # The fastest source never declines, so that the last pages are read.
+            # The fastest source never declines. Otherwise nobody might read the last pages.
             is_slower = max(other.rate for other in others) > part.rate
             if is_slower and num_bytes / part.rate > (rest + under_way) / others_rate:
                 return None
@@ -321,11 +321,7 @@ def _of_tokens(pages: ArrayLike, begin: int, first: int, stop: int, page_size: i
 
 
 class SharedPulls:
-    """The shared pulls of a replica. Single-threaded, like the replica, whose methods (`pulls`) it calls.
-
-    Attributes:
-        keys: the keys of open pulls.
-    """
+    """The shared pulls of a replica, `pulls`, whose methods this class calls. Single-threaded, like the replica."""
 
     def __init__(self, pulls: PullsOfReplica, prefix: str) -> None:
         self._pulls = pulls
@@ -343,7 +339,7 @@ class SharedPulls:
         return len(self._open)
 
     def begin(self, shared: SharedPull, holdings: Sequence[SourcePages], timeout_s: float) -> None:
-        """Opens a pull for each part."""
+        """Begins a shared pull: opens a pull from each of its sources."""
         self._open[shared.key] = shared
         for holding in holdings:
             key = f"{self._prefix}{next(self._serial)} {shared.key}"

@@ -18,13 +18,13 @@ from transfer.pull.parts import Part
 
 SLABS = 4
 SLAB_BYTES = 16 << 20
-"""In bytes. Pages are read into a slab, and are then copied to their place in the pool while others are read into the
-next slab.
+"""In bytes. Pages are read into a slab, and are then copied to their place in the pool while other pages are read into
+the next slab.
 """
 
 
 class StagingArea:
-    """A staging area, and the local regions as arrays. The system allocates its memory on first use.
+    """The staging area of a rank, and the rank's regions as arrays. The system allocates the area on first use.
 
     Attributes:
         num_bytes: size of the area.
@@ -113,13 +113,13 @@ def staged_parts(area: StagingArea, plan: Plan, group: int, pages: PageCopy) -> 
     most = held // step * step
     while step < min(stop, most) and staging.num_bytes((0, min(2 * step, most))) <= SLAB_BYTES:
         step = min(2 * step, most)
-    # raises before anything is read if the pages do not fit
+    # This raises if the pages do not fit, before anything is read.
     of_group.local_pages(local, of_group.tokens((start, stop)))
     return [StagedPart(area, plan, group, cut) for cut in _cut(pages, sides[0].page_size, sides[1].page_size, step)]
 
 
 def _cut(pages: PageCopy, ours: int, theirs: int, step: int) -> Iterator[PageCopy]:
-    """Yields the pages of `step` tokens at a time."""
+    """Yields the page lists of one range of tokens after another. Each range ends at a multiple of `step` tokens."""
     local, remote, (start, stop) = np.asarray(pages[0]), np.asarray(pages[1]), pages[2]
     first = start
     while first < stop:

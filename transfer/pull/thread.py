@@ -6,7 +6,8 @@ leases are the exception: waking the thread, and being woken by it, would take l
 does this work itself between two rounds of this thread, and the event is there when the call returns.
 
 Without a lease or a pull, this thread sleeps. That is safe: peers read only under a lease, and a lease or a pull begins
-with a command, which wakes this thread. NIXL also has a descriptor to sleep on, but only with a NIXL thread that polls.
+with a command, which wakes this thread. NIXL also has a descriptor to sleep on, but that needs a NIXL thread that
+polls.
 """
 
 from __future__ import annotations
@@ -199,7 +200,7 @@ class TransferThread:
         return self.call(lambda replica: replica.stats.snapshot())
 
     def wait(self, ready: Callable[[], bool], timeout_s: float) -> bool:
-        """Waits until `ready` returns True. It is called after each round of the thread that changed something.
+        """Waits until `ready` returns True. `ready` is called after each round of the thread that changed something.
 
         Returns:
             Whether `ready` returned True before the time was over.
@@ -280,7 +281,10 @@ class TransferThread:
         self._tell()
 
     def _round(self) -> None:
-        """Runs the commands, and then polls. If the commands have brought events, these are delivered first."""
+        """Runs the commands, and then polls.
+
+        If the commands have brought events, only delivers these events. The next round then polls.
+        """
         changed = bool(self._commands)
         while self._commands:
             self._commands.popleft()()

@@ -98,7 +98,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"first": (0, 0, 0, MAX_INDEX + 1)}, f"the first dim: {MAX_INDEX + 1} is not within"),
     ({"extent": (0, 2, 3, 4, 2)}, "the extent of axis layer: 0 is not within"),
     ({"extent": (2, 2, MAX_INDEX + 1, 4, 2)}, "the extent of axis head: 16777217 is not within"),
-    ({"extent": (2, 2, 3, 3, 2)}, "3 tokens, where a page of its group has 4"),
+    ({"extent": (2, 2, 3, 3, 2)}, "has 3 tokens, but a page of its group has 4"),
     ({"strides": (192, 96, 32, -8, 4)}, "the stride of axis token: -8 is not within 4 to 1536"),
     ({"strides": (192, 96, 32, 8, 0)}, "the stride of axis dim: 0 is not within 4 to 1536"),
     ({"strides": (192, 96, 32, 8, 8)}, "reaches byte 1540 of region 0, which has 1536"),

@@ -196,10 +196,10 @@ def test_lists_that_do_not_fit_name_the_value_and_the_limit() -> None:
         ({"local_pages": [0, 1]}, "group 0: local pages: got 2, but tokens 0 to 12 take 3 pages of 4 tokens"),
         ({"remote_pages": [0]}, "group 0: remote pages: got 1, but tokens 0 to 12 take 2 pages of 8 tokens"),
         ({"remote_pages": []}, "group 0: remote pages: got 0, but tokens 0 to 12"),
-        ({"local_pages": [0, 1, 12]}, "group 0: local page is 12: 0 to 11"),
-        ({"remote_pages": [6, 0]}, "group 0: remote page is 6: 0 to 5"),
+        ({"local_pages": [0, 1, 12]}, "group 0: local page 12 does not exist: the pages are 0 to 11"),
+        ({"remote_pages": [6, 0]}, "group 0: remote page 6 does not exist: the pages are 0 to 5"),
         ({"tokens": (3, 49)}, "group 0: tokens 3 to 49 do not fit the 12 local pages, which hold 48"),
-        ({"local_pages": [0, -1, 2]}, "group 0: local page is -1: 0 to 11"),
+        ({"local_pages": [0, -1, 2]}, "group 0: local page -1 does not exist: the pages are 0 to 11"),
         ({"local_pages": [0, 1, 0]}, "group 0: local page 0 is named twice"),
         # filled from two halves of one remote page
         ({"local_pages": [1, 1, 0]}, "group 0: local page 1 is named twice"),

@@ -112,7 +112,7 @@ def test_scales_of_pages_are_not_converted(scale_of: ScaleOf) -> None:
         check(dense(layouts_of(1, size, kind)[0], PAGES))  # pyright: ignore[reportArgumentType]
         for size, kind in ((4, scale_of), (8, scale_of), (4, "token and head"))
     )
-    told = r"group 0, 'scales': shared by a page \(pages of 4\) here but by a page \(pages of 8\) at the source"
+    told = r"'scales': a scale is shared by a page \(pages of 4\) here but by a page \(pages of 8\) at the source"
     with pytest.raises(MetadataError, match=told):
         plan(small, large)
     for one, other in ((small, of_tokens), (of_tokens, small)):

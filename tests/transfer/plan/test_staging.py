@@ -205,6 +205,6 @@ def test_memory_that_is_too_small_is_refused_and_not_written() -> None:
         staging.permute([1], (0, 8), area, regions)
     with pytest.raises(InvalidTransferError, match="group 0: local page 5 is named twice"):
         staging.permute([5, 5], (0, 8), area, regions)
-    with pytest.raises(InvalidTransferError, match="group 0: remote page is 12: 0 to 11"):
+    with pytest.raises(InvalidTransferError, match="group 0: remote page 12 does not exist: the pages are 0 to 11"):
         staging.runs([1, 12], (0, 8), 0, [0])
     assert (pool == -1).all()

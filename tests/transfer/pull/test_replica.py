@@ -495,8 +495,11 @@ def test_what_was_to_be_refused_is_forgotten_where_nobody_answers(engine: Any) -
     [
         ([PageCopy(LOCAL, [5, 6], (0, 48))], "remote pages: got 2, but tokens 0 to 48 take 3 pages"),
         ([PageCopy([1], REMOTE, (0, 48))], "local pages: got 1, but tokens 0 to 48"),
-        ([PageCopy(LOCAL, [5, 6, PAGES], (0, 48))], f"remote page is {PAGES}: 0 to {PAGES - 1}"),
-        ([PageCopy(LOCAL, [5, -6, 7], (0, 48))], "remote page is -6: 0 to"),
+        (
+            [PageCopy(LOCAL, [5, 6, PAGES], (0, 48))],
+            f"remote page {PAGES} does not exist: the pages are 0 to {PAGES - 1}",
+        ),
+        ([PageCopy(LOCAL, [5, -6, 7], (0, 48))], "remote page -6 does not exist: the pages are 0 to"),
         ([PageCopy([1, 2, 1], REMOTE, (0, 48))], "local page 1 is named twice"),
         ([], "got pages for 0 groups, but the layout has 1"),
         (WHOLE * 2, "got pages for 2 groups, but the layout has 1"),
