@@ -1,6 +1,6 @@
 """`Batch`: the requests of a step, looked up once and advanced together.
 
-`Gathered`: the data of requests for one call.
+`Gathered`: what one call needs to know about its requests, read from their contexts.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ class Share(NamedTuple):
     """The requests of a batch that are in one replica: their indices in the batch, and their rows."""
 
     replica: int
-    at: Rows  # a slice if the indices are consecutive, so that arrays are read without a copy
+    at: Rows  # a slice if the indices are consecutive, because reading arrays by a slice makes no copy
     rows: Rows
 
 
@@ -33,9 +33,9 @@ class BatchState(NamedTuple):
 
     rows: Rows
     starts: Ints  # the number of cached tokens
-    actives: Ints  # the end of the tokens to run
+    actives: Ints  # the end of the tokens that run next
     ends: Ints  # the number of known tokens
-    longest_run: int  # the most tokens to run
+    longest_run: int  # the largest number of tokens that one request runs next
     longest_context: int  # the largest of `actives`
     longest: int  # the largest of `ends`
 
@@ -46,7 +46,7 @@ _STEPS_KEPT = 256  # how many updates a batch keeps before it passes them to the
 
 
 class Gathered:
-    """The requests of one call, as arrays `[len]` in batch order."""
+    """The requests of one call, as arrays `[len]` in the order of the batch."""
 
     __slots__ = (
         *("_shares", "actives", "computed", "contexts", "due", "ends", "places", "replicas", "rows", "slack"),
@@ -59,7 +59,8 @@ class Gathered:
         self.contexts: Sequence[Context] = contexts
         self.replicas = replicas  # the replica of each request
         self.rows = rows  # the row of each request in that replica
-        self.places: Rows = as_run(places)  # the row of each request among the rows of all replicas
+        # the place of each request in arrays over the rows of all replicas (`AllRows`)
+        self.places: Rows = as_run(places)
         self._shares: list[Share] = []
         self.unbound = False  # whether some requests have no pages yet; their rows are then not bound to a context
         self.gather(starts_only=starts_only)
@@ -68,12 +69,12 @@ class Gathered:
         """Read the indices of every context. With `starts_only`, `actives` and `ends` are not read."""
         contexts, count = self.contexts, len(self.contexts)
         self.starts: Ints = np.fromiter([context.start_idx for context in contexts], np.int64, count)
-        self.computed: Ints = self.starts  # `read_computed` corrects this if steps are in flight
+        self.computed: Ints = self.starts  # wrong while steps are in flight, until `read_computed` corrects it
         # A lower bound of the number of tokens by which every request can grow within its pages. Each update subtracts
         # one.
         self.slack = UNKNOWN
-        # A lower bound of the number of tokens that every request can compute before one fills a page. Each update
-        # subtracts one.
+        # A lower bound of the number of tokens that every request can still compute before the first request fills a
+        # page. Each update subtracts one.
         self.due = UNKNOWN
         if starts_only:
             return
@@ -81,7 +82,10 @@ class Gathered:
         self.ends: Ints = np.fromiter([context.current_length for context in contexts], np.int64, count)
 
     def read_computed(self) -> None:
-        """Read how many tokens are computed. If steps are in flight, the tokens that they run are left out."""
+        """Read how many tokens of each request are computed.
+
+        Tokens that a step in flight is still computing are not counted.
+        """
         contexts = self.contexts
         self.computed = np.fromiter([computed_of(context) for context in contexts], np.int64, len(contexts))
 
@@ -105,19 +109,20 @@ class Gathered:
         return self._shares
 
     def turning(self, most: int = NEVER) -> list[Share] | None:  # noqa: ARG002 - `Batch` uses it
-        """Returns the requests whose newest token is the first of a page. None: the caller must test each request.
+        """Returns the shares of the requests whose newest token begins a page.
 
-        `most` limits the tokens that a request may have. If one has more, the result is None.
+        None means that the caller must test each request. `most` is the largest number of tokens that a request may
+        have. If a request has more, the result is None.
         """
         return None
 
     def part(self, share: Share) -> BatchState:
-        """Returns the state of the requests in a share."""
+        """Returns indices and maxima for the requests of one share."""
         at, rows = share.at, share.rows
         starts, actives, ends = self.starts[at], self.actives[at], self.ends[at]
         if not len(starts):
             return BatchState(rows, starts, actives, ends, 0, 0, 0)
-        if len(starts) == 1:  # for a single request this takes a tenth of the time
+        if len(starts) == 1:  # for a single request, this takes a tenth of the time of the general case
             start, active, end = starts.item(0), actives.item(0), ends.item(0)
             return BatchState(rows, starts, actives, ends, active - start, active, end)
         return BatchState(
@@ -125,9 +130,10 @@ class Gathered:
         )
 
     def digests(self, places: Ints, firsts: Ints, lasts: Ints, hasher_of: HasherOf, log: AnyLog) -> NDArray[np.uint64]:
-        """Returns the digests of pages `firsts` to `lasts` of each context at `places`, one after another.
+        """Returns the digests of pages `firsts[i]` to `lasts[i]` (excluded) of each context in `places`.
 
-        `log` records which request each digest belongs to, and the tokens, if it wants them.
+        The digests come one after another. `log` records to which request each digest belongs. If KV events are read,
+        it also records the tokens of the pages.
         """
         at, pages = places.tolist(), list(zip(firsts.tolist(), lasts.tolist(), strict=True))
         hashers = self.hashers(at, hasher_of)
@@ -176,11 +182,11 @@ class Gathered:
 
 
 class Batch(Gathered, Sequence[Context]):
-    """Contexts bound to their rows and advanced together by `update`. Made by `PagedKVCacheManager.batch`.
+    """Contexts that are bound to their rows and advanced together by `update`. Made by `PagedKVCacheManager.batch`.
 
-    The batch keeps the indices of its contexts in arrays. A `TextContext` catches up when it is read. If a caller
-    changes such a context directly, the context leaves the batch, and the batch reads it again at its next call. A
-    batch is valid until one of its requests is released.
+    The batch keeps the indices of its contexts in arrays. An update changes these arrays, and a `TextContext` applies
+    it only when it is read. If a caller changes such a context directly, the context leaves the batch, and the next
+    call of the batch reads all contexts again. A batch is valid until one of its requests is released.
     """
 
     def __init__(
@@ -188,23 +194,24 @@ class Batch(Gathered, Sequence[Context]):
     ) -> None:
         self._page_size, self._page_sizes = page_size, np.array(page_size)
         self.owner = owner  # the object that owns the rows
-        # One row for each step, with a token for each context. The first rows are the known tokens of the last page;
-        # the updates follow.
+        # One row for each step, with one token for each context. The first `page_size` rows have the last known tokens
+        # of each context. Each update adds a row.
         self._log = np.zeros((page_size + _STEPS_KEPT, len(contexts)), np.int32)
         self._hashers: dict[int, PrefixHasher] = {}  # by place
-        self.checked_at = -1  # how many releases there had been when the claims were last checked
-        # The contexts of class `TextContext`. They follow the batch only if all contexts are of this class.
+        self.checked_at = -1  # the manager's count of releases when the batch's claims were last checked
+        # The contexts of class `TextContext`. The batch advances its contexts together only if all of them are of this
+        # class.
         self._own = [context for context in contexts if isinstance(context, TextContext)]
         super().__init__(tuple(contexts), replicas, rows, places)
 
     def found_right(self, releases: int, *, unbound: bool) -> None:
-        """Record that the rows were valid after `releases` releases.
+        """Record that the rows were valid when the manager had made `releases` releases.
 
-        With `unbound`, some requests have no pages yet.
+        `unbound` says whether some requests have no pages yet.
         """
         self.unbound = unbound
         self.slack = self.due = UNKNOWN  # a request may have been claimed again, and may have other pages
-        self.checked_at = releases  # set last, so that the claims are checked again after an interrupt
+        self.checked_at = releases  # set last: if an interrupt comes before this line, the claims are checked again
 
     @overload
     def __getitem__(self, index: int) -> Context: ...
@@ -220,14 +227,16 @@ class Batch(Gathered, Sequence[Context]):
         return iter(self.contexts)
 
     def gather(self, *, starts_only: bool = False) -> None:
-        self._stale = True  # cleared only when all contexts follow, so that they are read again after an interrupt
+        # cleared only after all contexts follow this batch: if an interrupt comes before that, they are read again
+        self._stale = True
         super().gather(starts_only=starts_only)
         self._begin_log()
         self._hashers = {}
-        # By the position of the first request's newest token within its page: the shares with requests whose newest
-        # token begins a page.
+        # The results of `turning`. The key is the position of the first request's newest token within its page. The
+        # value has the shares of the requests whose newest token then begins a page.
         self._turning: dict[int, list[Share]] = {}
-        # By replica: the length of the longest request of the batch, minus that of the longest of this replica.
+        # By replica: the number of tokens of the longest request of the batch, minus that of the longest request in the
+        # replica.
         self._behind: dict[int, int] = {}
         self._updated = False
         own = self._own
@@ -242,7 +251,7 @@ class Batch(Gathered, Sequence[Context]):
                 last = context.tokens[-self._page_size :]
                 self._log[self._page_size - len(last) : self._page_size, place] = last
                 context.follow(self, place)
-        # cleared last, because a context that already followed this batch left it above, which set the flag
+        # cleared last: a context that already followed this batch has left it in the loop above, which set the flag
         self._stale = False
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -273,7 +282,8 @@ class Batch(Gathered, Sequence[Context]):
             return None
         at = self.ends.item(0) % self._page_size
         shares = self._turning.get(at)
-        if shares is None:  # all requests grow by one token per step, so after each page it is the same requests
+        # each request grows by one token per step, so the same requests begin a page again after `page_size` steps
+        if shares is None:
             places = (self.ends % self._page_size == 1 % self._page_size).nonzero()[0]
             shares = self._turning[at] = shares_at(self.replicas, self.rows, places)
         return shares
@@ -283,7 +293,7 @@ class Batch(Gathered, Sequence[Context]):
         starts = self.starts[at]
         if not self._updated or not len(starts):
             return super().part(share)
-        # Each request runs one token, so the maxima are known without a search.
+        # each request runs one token, so the maxima are known without a search
         ends, behind = self.ends[at], self._behind.get(share.replica)
         if behind is None:
             behind = self._behind[share.replica] = self._longest - int(ends.max())
@@ -295,7 +305,7 @@ class Batch(Gathered, Sequence[Context]):
         return self._futures > 0
 
     def refresh(self) -> None:
-        """Read all contexts again if a call outside the batch has changed one of them."""
+        """Read all contexts again if one of them was changed by something else than this batch."""
         if self._stale or not self._together:
             self.gather()
 
@@ -304,8 +314,8 @@ class Batch(Gathered, Sequence[Context]):
 
         Raises `InvalidRequestError` unless there is one integer from 0 to 2**31 - 1 for each request, and
         `SequenceTooLongError` if a request already has `max_length` tokens. In both cases nothing changes. Contexts of
-        other classes are updated one by one. An interrupt (Ctrl-C) may leave some of these with their token and others
-        without; their lengths show which.
+        other classes than `TextContext` are updated one by one. If an interrupt (Ctrl-C) comes meanwhile, some of these
+        have got their token and others have not. Their lengths show which.
         """
         array = self._checked(tokens)
         self.refresh()
@@ -327,8 +337,8 @@ class Batch(Gathered, Sequence[Context]):
     def update_with_future_tokens(self) -> None:
         """Do the same as `update` while the step that runs these requests is in flight: see `TextContext`.
 
-        Raises the errors of `update`, and `InvalidRequestError` if a request already has a future token, or is not a
-        `TextContext`.
+        Raises the errors of `update`. Also raises `InvalidRequestError` if a context already has a future token, or is
+        not a `TextContext`.
         """
         self.refresh()
         if self._futures or len(self._own) < len(self.contexts):
@@ -346,15 +356,15 @@ class Batch(Gathered, Sequence[Context]):
         if self._count == len(self._log):
             self._hand_over()
         self._had_futures, self._future_row = True, self._count
-        self._append(FUTURE_TOKEN)  # `computed` does not change
+        self._append(FUTURE_TOKEN)  # `computed` stays the same, because the step in flight has not ended
         self._futures = len(self.contexts)
         self._stale = False
 
     def realize_future_tokens(self, tokens: Sequence[int] | NDArray[np.integer]) -> None:
-        """Replace the future tokens by the tokens of the step in flight, int `[len]`, one for each request.
+        """Replace the future token of each request by the real token that the step in flight gave, int `[len]`.
 
-        This also works after a request was released, when the manager no longer accepts the batch. Raises
-        `InvalidRequestError`, and changes nothing, unless every request has a future token.
+        The call also works if one of the requests was released in the meantime, although the manager then no longer
+        accepts the batch. Raises `InvalidRequestError`, and changes nothing, unless every request has a future token.
         """
         array = self._checked(tokens)
         self.refresh()
@@ -367,7 +377,8 @@ class Batch(Gathered, Sequence[Context]):
             return
         self._log[self._count - 1] = array
         self._stale = True
-        # all tokens are known now; when a context with a future token is read, it gets the real one
+        # All tokens in the log are known now. A context that still ends with the future token gets the real one when it
+        # is read.
         self._future_row = -1
         self._futures = 0
         self.computed = self.starts
@@ -379,8 +390,8 @@ class Batch(Gathered, Sequence[Context]):
         differ = np.count_nonzero(ahead != ahead[0]) or np.count_nonzero(lasts - firsts != ONE)
         if not self._together or step < 0 or differ:
             return super().digests(places, firsts, lasts, hasher_of, log)
-        # The usual case: all these requests fill a page with the same update. The log has the tokens of that page, so
-        # no context is read.
+        # The usual case: all these requests fill a page with the same update. The log has all tokens of these pages, so
+        # no context has to be read.
         tokens = np.ascontiguousarray(self._log[step : step + self._page_size].take(places, axis=1).T)
         at = places.tolist()
         hashers = self.hashers(at, hasher_of)
@@ -405,14 +416,17 @@ class Batch(Gathered, Sequence[Context]):
         if behind <= 0:
             return
         context = self._own[place]
-        end += behind  # the context's last token is the one to run
+        end += behind  # the last token that the context gets is the one that it runs next
         if behind == 1:
             context.append_one(self._log.item(count - 1, place), end - 1, end)
         else:
             context.append(self._log[count - behind : count, place], end - 1, end)
 
     def _catch_up_with_futures(self, place: int, end: int, behind: int) -> int:
-        """Do `catch_up` for a context that has, or will get, a future token. Returns how many tokens it lacks."""
+        """Do `catch_up` for a context that has a future token, or is about to get one.
+
+        Returns how many tokens it still lacks.
+        """
         context, count = self._own[place], self._count
         if self._future_row != count - behind - 1:
             context.realize(self._log.item(count - behind - 1, place))
@@ -429,20 +443,23 @@ class Batch(Gathered, Sequence[Context]):
         self._stale = True
 
     def _begin_log(self) -> None:
-        """Begin a new log. All contexts have caught up, so the next token is the first one that they lack."""
-        # set first, so that a context that is read meanwhile finds nothing to catch up with
+        """Begin a new log. All contexts have caught up, so the log begins with the first token that they lack."""
+        # set first: a context that is read before the next line then finds that it lacks nothing
         self._count = self._page_size
-        self._had_futures = False  # whether this log had future tokens, which contexts may have copied
-        # how many tokens each context knew when the log began, and the log's row for the next token
+        self._had_futures = False  # whether a future token was in this log, so that contexts may have copied it
+        # how many tokens each context knew when this log began, and the row of the log for the next token
         self._began: tuple[list[int], int] = (self.ends.tolist(), self._page_size)
 
     def _append(self, tokens: NDArray[np.integer] | int) -> None:
-        """Add one token for each request. The caller clears `_stale` at the end, so an interrupt leaves it set."""
+        """Add one token to each request.
+
+        `_stale` is set here and cleared by the caller at the end, so that it stays set after an interrupt.
+        """
         self._stale = True
         if self._count == len(self._log):
             self._hand_over()
         self._log[self._count] = tokens
-        self._count += 1  # from here on each request counts as having its token
+        self._count += 1  # from here on each request counts as having its new token
         self._updated = True
         self._longest += 1
         self._updates_left -= 1
@@ -453,9 +470,9 @@ class Batch(Gathered, Sequence[Context]):
         self.starts = self.ends - 1
 
     def _read_futures(self) -> None:
-        """Find which contexts end with a future token.
+        """Find the contexts that end with a future token.
 
-        The batch advances its contexts together only if all of them do, or none.
+        The batch can advance its contexts together only if either all of them or none of them end with a future token.
         """
         own = self._own
         waiting = [context for context in own if context.has_future_token]
@@ -466,10 +483,13 @@ class Batch(Gathered, Sequence[Context]):
         self._together &= len(waiting) == len(own) and all(context.tokens[-1] == FUTURE_TOKEN for context in own)
         if self._together:
             self._future_row = self._count - 1
-            self._had_futures = True  # the contexts have their future tokens themselves
+            self._had_futures = True  # the future tokens are in the contexts themselves
 
     def _refuse_futures(self, call: str, *, waiting: bool) -> NoReturn:
-        """Raise for the first request that has a future token if `waiting`, or that has none otherwise."""
+        """Raise for the first request that has a future token.
+
+        If `waiting` is False, raise for the first one that has none.
+        """
         for context in self.contexts:
             if not isinstance(context, TextContext):
                 raise InvalidRequestError(
@@ -489,7 +509,7 @@ class Batch(Gathered, Sequence[Context]):
                 )
 
     def _hand_over(self) -> None:
-        """Let every context catch up, and begin a new log that has the tokens of the last page."""
+        """Let every context catch up. Then begin a new log, which begins with the tokens of the last page."""
         for place, context in enumerate(self._own):
             context.catch_up(self, place)
         self._log[: self._page_size] = self._log[self._count - self._page_size :].copy()
@@ -505,7 +525,7 @@ class Batch(Gathered, Sequence[Context]):
                 f"batch of {len(self.contexts)} requests: got tokens of shape {array.shape} and dtype {array.dtype}; "
                 "one integer for each request is needed"
             )
-        # Read as unsigned, a negative token is a huge number, so one pass finds both kinds of error.
+        # Read as unsigned, a negative token is a huge number. So one comparison finds both kinds of error.
         if array.size and array.view(_UNSIGNED[array.itemsize]).max() >= 1 << 31:
             at = int(np.flatnonzero((array < 0) | (array >= 1 << 31))[0])
             raise InvalidRequestError(
@@ -515,7 +535,7 @@ class Batch(Gathered, Sequence[Context]):
 
 
 def shares_of_all(replicas: Ints, rows: Ints, count: int) -> list[Share]:
-    """Returns the share of each of `count` replicas, empty ones included.
+    """Returns one share for each of `count` replicas, even if it has no requests.
 
     `replicas` and `rows` are those of each request, in batch order.
     """
@@ -529,7 +549,7 @@ def shares_of_all(replicas: Ints, rows: Ints, count: int) -> list[Share]:
 
 
 def shares_at(replicas: Ints, rows: Rows, places: Ints) -> list[Share]:
-    """Returns the share of each replica that has requests at these places of the batch."""
+    """Returns a share for each replica that has requests at the indices `places` of the batch."""
     if not places.size:
         return []
     mine, own = replicas[places], rows_at(rows, places)

@@ -42,10 +42,11 @@ class PageMemory:
                 rows[target].copy_(rows[source], non_blocking=True)
 
     def copy_pages_of(self, other: "PageMemory", sources: Pages, targets: Pages) -> None:
-        """Copy pages of another replica of this process to as many distinct pages here, shard by shard.
+        """Copy pages of another replica of this process to pages here, on each shard.
 
-        The copy runs on the devices after all work that either replica has launched before. The call waits for its end,
-        because the pages are published next, and a reader in another process does not wait for our devices.
+        `sources` and `targets` have the same length, and the targets are distinct. The copy runs on the devices after
+        all work that either replica has launched before. The call waits until the copy is done, because the pages are
+        published next, and a reader in another process does not wait for our devices.
         """
         with self.on_stream():
             for theirs, ours in zip(other.rows, self.rows, strict=True):
@@ -59,7 +60,10 @@ class PageMemory:
 
 
 class PlacedReplica:
-    """A replica together with its page tensors and lookup tables. `Replica` itself does not know devices."""
+    """A replica together with its page tensors and the block tables on its devices.
+
+    `Replica` itself knows no devices.
+    """
 
     def __init__(self, replica: Replica, memory: PageMemory) -> None:
         self.replica, self.memory = replica, memory
@@ -70,15 +74,16 @@ class PlacedReplica:
             mirrors = {device: DeviceTables(replica.rows.tensor, device) for device in gpus}
         of_host = HostTables(replica.rows.tensor)
         self._tables: list[Tables] = [mirrors.get(device, of_host) for device in memory.devices]
-        self._of_steps: dict[int, list[StepTables]] = {}  # by number of the set: the tables of each shard
+        # by number of the set of step tables: the tables of each shard
+        self._of_steps: dict[int, list[StepTables]] = {}
         self._mirrored = [*mirrors.values()]
-        # whether there are no streams to order and no tables to upload
+        # whether there is no stream to launch work on, and no block table to upload
         self._is_plain = memory.stream is None and not mirrors
 
     def inputs(self, state: BatchState, num_steps: int, number: int | None = None) -> list[RaggedKVCacheInputs]:
-        """Returns the model's inputs for this batch, one entry a shard.
+        """Returns the model's inputs for this batch, one entry for each shard.
 
-        `number` selects the set of tables to build them in.
+        `number` selects the set of step tables in which the inputs are built. None means that they are built as usual.
         """
         rows, tables = self.replica.rows, self._tables if number is None else self._of_steps[number]
         if self._is_plain:
@@ -92,7 +97,10 @@ class PlacedReplica:
             return build_inputs(self._pools, tables, state, self.replica.page_size, num_steps)
 
     def step_tables(self, number: int) -> list[StepTables]:
-        """Returns the set of tables with this number, one entry a shard. Shards on the same device share a table."""
+        """Returns the set of step tables with this number, one entry for each shard.
+
+        Shards on one device share a table.
+        """
         if number not in self._of_steps:
             tensor = self.replica.rows.tensor
             with self.memory.on_stream():

@@ -1,11 +1,12 @@
-"""Page hashes: the digest of page `i` covers every token from the first to the end of page `i`.
+"""Page hashes: the digest of page `i` covers all tokens of a prompt up to the end of page `i`.
 
-A running hash takes the pages in turn and gives a digest after each. So digests form a chain (equal digests mean equal
-prefixes) at the cost of one update and one digest per page. Hashing `parent + page` for each page would take 60 %
-longer with sha256.
+A running hash takes the pages one after another, and gives a digest after each page. So equal digests mean equal
+prefixes, and each page costs one update and one digest. The alternative, to hash the parent's digest and the page
+(`parent + page`), takes 60 % longer with sha256.
 
-hashlib needs two calls and an allocation for each page. If `chained.c` was compiled, it hashes all pages of a call, or
-all pages of a step, at once. It uses the sha256 of hashlib's libcrypto, and gives the same digests.
+hashlib needs two calls and an allocation for each page. If `chained.c` was compiled, one call hashes all pages of a
+prompt, or one page of each request of a step. It uses the sha256 of the libcrypto that hashlib uses, and gives the same
+digests.
 """
 
 import functools
@@ -24,22 +25,25 @@ from numpy.typing import NDArray
 from kvcache.params import HashAlgorithm
 
 ExtraKeys = tuple[tuple[int, bytes], ...]
-"""`(position, key)` of an input other than tokens. The KV depends on it from the token at `position` on."""
+"""`(position, key)` of each input other than tokens. The KV of the token at `position` and of all later tokens depends
+on it.
+"""
 DIGEST_BYTES: dict[HashAlgorithm, int] = {"sha256": 32, "blake3": 32, "xxh3_128": 16}
 _TOKEN, _WORD = np.dtype("<i4"), np.dtype(np.uint64)
 _AT_ONCE = 1 << 17
-"""The most tokens that C hashes in one go. Making a digest counts as 16 tokens. No other Python thread runs meanwhile,
-so this must be short: even without SHA instructions it takes less than 5 ms, the interval at which Python switches
-threads.
+"""The largest number of tokens that one call of C hashes. To compute a digest counts as 16 tokens. No other Python
+thread runs during the call, so it must be short. Even without SHA instructions it takes less than 5 ms, which is the
+interval at which Python switches threads.
 """
 PLAIN = "PAGEWIRE_PLAIN_SHA256"
-"""The name of an environment variable. If it is set to anything, hashlib computes every sha256."""
+"""The name of an environment variable. If it is set to a non-empty value, hashlib computes every sha256."""
 
 
 def _compiled() -> tuple[type[Any], str]:
-    """Returns the class of `chained.c`, or `_NotCompiled`, and a text that says which implementation of sha256 is used.
+    """Returns the class from `chained.c`, or `_NotCompiled`.
 
-    `chained.c` is used if it was compiled, is not switched off, and gives the same digests as hashlib.
+    Also returns a text that says which sha256 is used, and why. `chained.c` is used if it was compiled, if the
+    environment variable does not turn it off, and if it gives the same digests as hashlib.
     """
     if os.environ.get(PLAIN):
         return _NotCompiled, f"hashlib: {PLAIN} is set"
@@ -55,19 +59,21 @@ def _compiled() -> tuple[type[Any], str]:
 
 
 class _NotCompiled:
-    """Takes the place of `Sha256Chain` if that is not used. It has no instances."""
+    """Stands in for `Sha256Chain` if hashlib is used. It never has instances."""
 
 
 _Chain, SHA256_BY = _compiled()
-"""`SHA256_BY`: which implementation of sha256 this process uses: "chained.c", or "hashlib: " and why C is not used."""
+"""`SHA256_BY`: the sha256 that this process uses. Either "chained.c", or "hashlib: " and the reason why C is not used.
+"""
 
 
 class PrefixHasher:
-    """The page digests of one request. They are extended as the request grows, and are never computed twice.
+    """The page digests of one request. New pages add digests as the request grows. No digest is computed twice.
 
     Two pages have the same digest exactly if algorithm, page size, salt, and all tokens and extra keys up to the end of
-    the page are the same. No salt (None) differs from every salt. Digests are the same in any process, so they may be
-    compared across hosts. An attacker can craft collisions of `xxh3_128`, but not of sha256 and blake3.
+    the page are the same. A missing salt (None) is distinct from every salt, including the empty one. Digests do not
+    depend on the process, so they can be compared across hosts. An attacker can construct collisions of `xxh3_128`, but
+    not of sha256 and blake3.
     """
 
     __slots__ = ("algorithm", "extra_keys", "keys_left", "known", "matches", "page_size", "running", "salt", "width")
@@ -81,17 +87,20 @@ class PrefixHasher:
         self.extra_keys = extra_keys
         self.width = DIGEST_BYTES[algorithm]
         self._begin()
-        # By index: its generation, the first and last page, and the result of the lookup (see `Replica.find`).
+        # By index: the result of the last lookup there, after the generation of the index and the first and last page
+        # that were looked up (see `Replica.find`).
         self.matches: dict[object, tuple[int, int, int, Any]] = {}
 
     def _begin(self) -> None:
         """Start over, with no page hashed."""
         running = _seeded(self.algorithm, self.page_size, self.salt).copy()
-        # The extra keys that are not hashed yet as `(page, bytes to hash)`, with the next one last. The bytes of a key
-        # begin with -1, which is never a token, and its length, which says where the key ends.
+        # The extra keys that are not hashed yet, as `(page, bytes to hash)`. The next one is at the end of the list.
+        # The bytes begin with -1, which is never a token. Then come the position and the length of the key, so that it
+        # is clear where the key ends.
         self.keys_left = self._keys_to_come() if self.extra_keys else []
         self.known = _known(running, b"")  # the digests, one after another
-        # The running hash after all pages in `known`. It is None while pages are being hashed.
+        # The running hash after all pages in `known`. It is None while pages are being hashed, and stays None after an
+        # interrupt.
         self.running: Any = running
 
     def begin_if_interrupted(self) -> None:
@@ -100,7 +109,7 @@ class PrefixHasher:
             self._begin()
 
     def fits(self, algorithm: HashAlgorithm, page_size: int, named: tuple[str | None, ExtraKeys]) -> bool:
-        """Whether this hasher has this algorithm and page size, and this salt and these keys (`named`)."""
+        """Whether this hasher has this algorithm and page size, and the salt and extra keys `named`."""
         salt, keys = named
         same = self.salt == salt and self.extra_keys == keys
         return same and self.page_size == page_size and self.algorithm == algorithm
@@ -125,7 +134,7 @@ class PrefixHasher:
         return twin
 
     def digests(self, tokens: NDArray[np.integer[Any]], first: int, last: int) -> NDArray[np.uint64]:
-        """Returns the digests of pages `first` to `last` (excluded), uint64 `[pages, DIGEST_BYTES / 8]`.
+        """Returns the digests of pages `first` to `last` (excluded): uint64 `[pages, DIGEST_BYTES / 8]`.
 
         `tokens` are all known tokens of the request.
         """
@@ -136,7 +145,7 @@ class PrefixHasher:
         return np.ndarray((last - first, width // 8), _WORD, wanted)
 
     def _extend(self, tokens: NDArray[np.integer[Any]], last: int) -> None:
-        """Hash the pages from the first one without a digest to `last`. `tokens` are all known tokens."""
+        """Hash all pages before page `last` that have no digest yet. `tokens` are all known tokens of the request."""
         self.begin_if_interrupted()
         running, self.running = self.running, None
         size, keys, page = self.page_size, self.keys_left, len(self.known) // self.width
@@ -149,7 +158,7 @@ class PrefixHasher:
         self.running = running
 
     def _take(self, running: Any, tokens: NDArray[np.integer[Any]]) -> None:
-        """Hash whole pages without extra keys."""
+        """Hash whole pages that have no extra keys."""
         size = self.page_size
         if type(running) is _Chain:
             at_once = max(1, _AT_ONCE // (size + 16)) * size
@@ -158,14 +167,14 @@ class PrefixHasher:
                 running.extend(part, size * _TOKEN.itemsize)
             return
         digest = running.digest
-        # Only two Python calls for each page, because a prompt may have thousands of pages.
+        # each page takes only two Python calls, because a prompt may have thousands of pages
         self.known += b"".join([digest() for _ in map(running.update, page_rows(tokens, size))])
 
 
 @functools.lru_cache(maxsize=256)
 def _seeded(algorithm: HashAlgorithm, page_size: int, salt: str | None) -> Any:
-    """Returns the running hash before the first page. Callers must copy it and not update it."""
-    # Each field comes with its length, so that different fields never give the same bytes.
+    """Returns the running hash before the first page. It is cached, so callers must copy it before they update it."""
+    # Each field is preceded by its length. So different fields never give the same bytes.
     fields = (algorithm.encode(), str(page_size).encode(), b"" if salt is None else b"=" + salt.encode())
     seed = b"pagewire/1" + b"".join(struct.pack("<I", len(field)) + field for field in fields)
     if algorithm == "blake3":
@@ -178,17 +187,20 @@ def _seeded(algorithm: HashAlgorithm, page_size: int, salt: str | None) -> Any:
 
 
 def _known(running: Any, digests: bytes | bytearray) -> bytearray:
-    """Returns a byte array with the content `digests`, of the type that a hasher with this `running` uses."""
+    """Returns the byte array in which a hasher keeps its digests.
+
+    It begins with `digests`, and `running` decides its type.
+    """
     return running.known if type(running) is _Chain else bytearray(digests)
 
 
 def token_bytes(tokens: NDArray[np.integer[Any]]) -> bytes:
-    """Returns a copy of `tokens` in the form in which they are hashed."""
+    """Returns a copy of `tokens` as bytes, in the form in which they are hashed."""
     return np.ascontiguousarray(tokens, _TOKEN).tobytes()
 
 
 def page_rows(tokens: NDArray[np.integer[Any]], page_size: int) -> list[bytes]:
-    """Returns the bytes of each page of `tokens`, in the form in which they are hashed. All pages must be full."""
+    """Returns the bytes of each page of `tokens`, in the form in which they are hashed. The last page must be full."""
     # One call turns a view of the raw bytes into bytes objects. Slicing a memoryview page by page takes twice as long.
     return np.ascontiguousarray(tokens, _TOKEN).reshape(-1).view(_page_type(page_size)).tolist()
 
@@ -204,11 +216,11 @@ def next_digests(
     pages: NDArray[np.integer[Any]],
     slow: Callable[[int], bytes],
 ) -> NDArray[np.uint64]:
-    """Returns the digest of one page of each request: page `firsts[i]` of request i, with the tokens `pages[i]`.
+    """Returns the digest of one page of each request: page `firsts[i]` of request i, whose tokens are `pages[i]`.
 
-    `pages` is `[requests, page_size]`; the result is uint64 `[requests, words]`. `slow(i)` computes the digest of
-    request i in the ordinary way. It is called if an earlier page of the request is not hashed yet, or if the request
-    has extra keys that are not hashed yet.
+    `pages` is `[requests, page_size]`. The result is uint64 `[requests, words]`. `slow(i)` must return the digest for
+    request i. It is called if an earlier page of the request has no digest yet, or if some extra keys of the request
+    are not hashed yet.
     """
     hashers[0].begin_if_interrupted()
     if type(hashers[0].running) is _Chain:
@@ -234,11 +246,11 @@ _KEYS_LEFT, _RUNNING = attrgetter("keys_left"), attrgetter("running")
 def _next_in_c(
     hashers: Sequence[PrefixHasher], firsts: Sequence[int], pages: NDArray[np.int32], slow: Callable[[int], bytes]
 ) -> NDArray[np.uint64]:
-    """Do `next_digests` with `chained.c`, usually in one call."""
+    """Do `next_digests` with `chained.c`. Usually one call hashes the pages of all requests."""
     if not any(map(_KEYS_LEFT, hashers)):
         try:
             digests = _Chain.extend_each(list(map(_RUNNING, hashers)), list(firsts), pages)
-        except TypeError:  # a hasher was interrupted, so its `running` is None
+        except TypeError:  # after an interrupt, the `running` of a hasher is None
             digests = None
         if digests is not None:
             return np.frombuffer(digests, np.uint64).reshape(len(hashers), -1)

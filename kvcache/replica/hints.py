@@ -1,6 +1,6 @@
-"""`ReplicaHints`: applies requests' retention hints to the pages that they release, and measures how well they work.
+"""`ReplicaHints`: applies the retention hints of requests to the pages that they release, and measures the benefit.
 
-`StateHints` applies them to cached recurrent states.
+`StateHints` does the same for cached recurrent states, but measures nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,15 +23,18 @@ from kvcache.states.state_pages import StatePages
 
 
 class ReplicaHints(PageReader):
-    """The hints and quotas of one replica.
+    """The retention hints and tenant quotas of one replica.
 
-    Until a request brings a hint, there is only the plain LRU order, and no simulated caches (baselines) are kept. The
-    first hint costs a pass over the pool. Without prefix caching no page is ever idle, and nothing is counted.
+    Hints are followed only as far as they prove useful. To measure that, two simulated caches (*baselines*) get the
+    same requests as the pool: one evicts by plain LRU, the other follows hints as far as is allowed. Before the first
+    hint, there are no baselines, and pages are evicted by plain LRU (within quotas). The first hint costs one pass over
+    the pool. Without prefix caching there are no cached pages, so hints are ignored.
 
     With several block tables, a hint for a prefix applies to every page that a request needs to resume after the
-    prefix. In a table with a window, these are the last pages. The baselines simulate only the pages of the first
-    table, in a pool that is smaller by the share of the other tables. A hint for a prefix also applies to the recurrent
-    states that are cached after it, as far as hints have proved right for pages.
+    prefix. In a table with a window, these are the last pages of the prefix. The baselines simulate only the pages of
+    the first table. Their pools are smaller than the real one, because the other tables and the states need a part of
+    it. A hint for a prefix also applies to the recurrent states that are cached within the prefix. They follow hints to
+    the same share as pages do.
     """
 
     def __init__(
@@ -45,22 +48,26 @@ class ReplicaHints(PageReader):
         params: KVCacheParams,
         states: Sequence[StatePages],
     ) -> None:
-        self._found = [0] * len(rows.request_ids)  # by row: how many pages were already published
+        # by row: how many pages of its request were already published when the request asked for them
+        self._found = [0] * len(rows.request_ids)
         self._pool = pool
         self._rows = rows
         self._hasher_of = hasher_of
-        self._digests_of = digests_of  # returns the digests of a row's published pages
-        self._salt_of = salt_of  # returns the salt of a row's pages, even if its context has changed its salt since
+        self._digests_of = digests_of  # returns the digests of the published pages of a row
+        # Returns the salt of a row's pages, even if the request's context has another salt by now.
+        self._salt_of = salt_of
         caching = params.enable_prefix_caching
-        # A caller's own eviction order receives the hints, and decides how far to follow them.
+        # If the caller has an eviction order of its own, that order receives the hints, and decides how far to follow
+        # them.
         self._has_own = params.eviction_order is not None
         self._most_hinted = params.max_hint_share if caching and not self._has_own else 0.0
         self._tables = tables
         self._of_states = [StateHints(pages, rows, salt_of, pool.beside) for pages in states]
-        # By row: how many pages plain LRU would have found, how many hints would have found, and how many were looked
-        # up.
+        # By row: how many pages of its prompt the baseline with plain LRU found, how many the baseline with hints
+        # found, and how many were looked up.
         self._expected: dict[int, tuple[int, int, int]] = {}
-        # Simulated caches: plain LRU, and hints at their largest share. They exist from the first hint on.
+        # The simulated caches: plain LRU, and one that follows hints for the largest share of pages that is allowed.
+        # They exist from the first hint on.
         self._baselines: tuple[LruBaseline, HintedBaseline] | tuple[()] = ()
         self.has_begun = False  # whether the baselines exist
         self._share = HintShare(pool.num_pages, params.max_hint_share)
@@ -77,22 +84,25 @@ class ReplicaHints(PageReader):
             self._pool.idle.own(pages[rows == row], self._salt_of(row))
 
     def gone(self, pages: Pages, why: Reasons | int) -> None:
-        """Let the baselines forget pages that a tenant's quota has evicted: it would evict them there, too."""
+        """Let the baselines forget pages that a quota has evicted, because it would have evicted them there, too."""
         if self._baselines:
             self._forget(self._pool.index.words_of(pages[np.broadcast_to(why == BY_QUOTA, len(pages))]))
 
     @property
     def share(self) -> float:
-        """The share of idle pages that follows hints; 0.0 before the first hint."""
+        """The share of idle pages that are evicted in the order that hints ask for; 0.0 before the first hint.
+
+        It grows while hints gain page hits over plain LRU, and shrinks while they lose hits (see `HintShare`).
+        """
         return self._share.value if self._baselines else 0.0
 
     def come(self, row: int, context: SafeContext, found: int) -> None:
-        """Called when the row's request asks for pages. `found` of them were already published.
+        """Called when the row's request asks for pages. `found` of the pages that it needs were already published.
 
-        For a request without a hint, the call may be left out until `has_begun` is True.
+        Until `has_begun` is True, callers may leave out the call for a request without a hint.
         """
         self._found[row] += found
-        if self._rows.prompt.item(row) >= 0:  # the request has asked before
+        if self._rows.prompt.item(row) >= 0:  # the request has asked before, and the baselines have counted it
             return
         if not self._baselines and context.hint:
             self._start()
@@ -107,14 +117,14 @@ class ReplicaHints(PageReader):
             self._expected[row] = (plain.visit(words, room), hinted.visit(words, room), len(words))
 
     def share_pages(self, rows: Ints) -> None:
-        """Count one more already published page for each of `rows`: each now shares a page of another request."""
+        """Count one more found page for each of `rows`. The row now shares a page that was already published."""
         for row in rows.tolist():
             self._found[row] += 1
 
     def brought(self, pages: Pages, salt: str | None, words: Words) -> None:
-        """Record that held `pages` were copied here for a request. They belong to the tenant with this `salt`.
+        """Record that `pages` were copied here for a request, and are held. They belong to the tenant with this `salt`.
 
-        `words` has the first words of the digests of all pages of its prompt that the request finds. The baselines get
+        `words` has the first word of the digest of each page of the prompt that the request finds. The baselines get
         these pages as well, because plain LRU would have them now, too.
         """
         if self._quotas.limited:
@@ -128,9 +138,9 @@ class ReplicaHints(PageReader):
         self._begin_with_what_is_there()
 
     def begin_orders(self) -> None:
-        """After an interrupt: restore the hinted orders of pages and states if there was a hint.
+        """After an interrupt: let pages and states follow hints again if there was a hint.
 
-        The records of tenants' idle pages are cleared, because the pools report all idle pages next.
+        The records of each tenant's idle pages are cleared, because the pools report all idle pages again next.
         """
         self._quotas.clear()
         for states in self._of_states:
@@ -139,7 +149,7 @@ class ReplicaHints(PageReader):
             self._follow_hints()
 
     def mend(self) -> None:
-        """After the pool is repaired: restart the baselines with its pages, and forget each row's expected hits."""
+        """After the pool is repaired: begin new baselines with its pages, and forget what they found for each row."""
         self._expected.clear()
         free = [row for row, request_id in enumerate(self._rows.request_ids) if request_id is None]
         for row in free:
@@ -149,7 +159,10 @@ class ReplicaHints(PageReader):
             self._begin_with_what_is_there()
 
     def leave(self, row: int, context: SafeContext | None) -> None:
-        """Called before the row is released. `context` is None if the request never got pages."""
+        """Called before the row is released.
+
+        `context` is that of its request, or None if the request never got pages.
+        """
         self._found[row], found = 0, self._found[row]
         if context is None:
             return
@@ -176,9 +189,9 @@ class ReplicaHints(PageReader):
             states.leave(row, digests, hints, of_ranges, self.share)
 
     def _learn(self, row: int, context: SafeContext, words: Words, hints: PageHints | None, found: int) -> None:
-        """Update the baselines: the row releases pages with these digests and `hints`.
+        """Update the baselines for a row that releases pages. `words` has the first word of the digest of each page.
 
-        The first `found` pages were hits.
+        The first `found` pages were found when the request asked for them. `hints` are those of the pages, or None.
         """
         if not self._baselines:
             return
@@ -189,7 +202,7 @@ class ReplicaHints(PageReader):
         hinted.leave(words, hints)
 
     def _judge(self, plain: LruBaseline, row: int, found: Words) -> None:
-        """Compare the pages that the row has `found` with those that the baselines would have found."""
+        """Compare the pages that the row has `found` with those that each baseline found, and adapt the share."""
         expected = self._expected.pop(row, None)
         if expected is None:
             return
@@ -200,7 +213,11 @@ class ReplicaHints(PageReader):
         self._pool.idle.trust(self._share.value)
 
     def _forget_given_up(self, row: int, context: SafeContext, computed: int) -> None:
-        """Forget pages of a prompt that was abandoned half computed. The baselines have them, but the pool does not."""
+        """Forget the pages of a prompt that was not computed.
+
+        A request that ends early has computed only `computed` pages of its prompt. The baselines have the other pages,
+        but the pool does not.
+        """
         last = (int(self._rows.prompt[row]) - 1) // self._rows.page_size
         if computed < last:
             self._forget(self._hasher_of(row, context).digests(context.tokens, computed, last)[:, 0])
@@ -210,18 +227,18 @@ class ReplicaHints(PageReader):
             baseline.forget(words)
 
     def _unfindable(self) -> int:
-        """How many pages of running requests no baseline has: pages after the prompt, and partly filled pages."""
+        """How many pages of running requests no baseline has: those after the prompt, and partly filled ones."""
         rows = self._rows
         findable = np.maximum(rows.committed, (rows.prompt - 1) // rows.page_size)
         past = int(np.maximum(rows.num_pages - findable, 0).sum())
         return past * self._tables.count + len(rows.row_of) * self._pool.beside
 
     def _width(self) -> float:
-        """How many cached pages all tables and states have for each cached page of the first table."""
+        """How many pages are cached, in all tables and states, for each cached page of the first table."""
         return self._pool.width * self._tables.width()
 
     def _start(self) -> None:
-        """Start to follow hints. Called at the first hint."""
+        """Begin to follow hints. Called at the first hint."""
         if not self._most_hinted:
             return
         self._begin_baselines()
@@ -247,7 +264,7 @@ class ReplicaHints(PageReader):
             baseline.touch(pool.index.words_of(sampled[used]))
 
     def _follow_hints(self) -> None:
-        """Let pages and states follow hints, unless they already do."""
+        """Let pages and states be evicted according to hints, unless they already are."""
         pool = self._pool
         if pool.idle.by_age:
             pool.follow(HintedOrder(pool.num_pages, pool.idle))
@@ -261,19 +278,21 @@ class ReplicaHints(PageReader):
 class StateHints:
     """Retention hints and tenant quotas for the cached states of one replica.
 
-    A prefix is found only up to a cached state, so a hint that keeps its pages must keep a state, too. A cached state
-    has the hint of the last page of its tokens.
+    A prefix is found only up to a cached state. So a hint that keeps the pages of a prefix must also keep a state. A
+    cached state has the hint of the last page before it.
 
     A hint to stay longer applies only to states from which a likely next request would resume. These are the newest
-    states before the end of each hinted range, before the end of all tokens of the request (for the next turn of its
-    conversation), and before the end of its prompt (for the same prompt again, or for a next turn without the model's
-    reasoning). No request resumes from older states, and each state is as large as the pages of thousands of tokens. A
-    hint to be evicted first applies to all states, because no request will need any of them.
+    states before three places: the end of each hinted range; the end of all tokens of the request, for the next turn of
+    its conversation; and the end of its prompt, for the same prompt again or for a next turn without the model's
+    reasoning. Hardly any request resumes from older states, and each state is as large as the pages of thousands of
+    tokens. A hint to be evicted first applies to all states of the hinted pages, because no request is expected to need
+    any of them.
 
-    The cached states have a separate eviction order, of the same kind as pages. If both share one memory, `SlabPool`
-    decides whether a state or a page is evicted next. If states have separate memory, a tenant's quota is a share of
-    the state pages. In shared memory the tenant's pages and states count together, a state as a slab. The baselines do
-    not simulate states, because pages suffice to show how well hints work.
+    The cached states have an eviction order of their own, of the same kind as that of the pages. If states and pages
+    share one memory, `SlabPool` decides whether a state or a page is evicted next. If states have separate memory, a
+    tenant's quota is a share of the state pages. In shared memory, the tenant's pages and states count together, and
+    each cached state counts as the number of pages in its slab. The baselines do not simulate states, because pages are
+    enough to measure how useful hints are.
     """
 
     def __init__(
@@ -285,21 +304,25 @@ class StateHints:
         self._quotas = NoQuotas()
 
     def begin(self, quotas: NoQuotas) -> None:
-        """From now on, apply hints and `quotas`: cached states get an eviction order of the kind that pages have."""
+        """From now on, apply hints and `quotas`: cached states get the kind of eviction order that pages have."""
         pool = self._pool
-        if pool.idle.by_age:  # False if they already have such an order
+        if pool.idle.by_age:  # otherwise the states already have such an order
             self._quotas = quotas if self._slab_pages else quotas.of_pool(pool.num_pages)
             pool.follow(self._quotas.over(HintedOrder(pool.num_pages, pool.idle), self._slab_pages))
 
     def clear(self) -> None:
-        """After an interrupt: forget which states of each tenant are idle. The pool reports all of them again."""
+        """After an interrupt: forget which states of each tenant are idle.
+
+        The pool reports all idle states again next.
+        """
         self._quotas.clear()
 
     def leave(self, row: int, digests: Digests, hints: PageHints | None, ends: Sequence[int], share: float) -> None:
-        """Called before the row's request is released. `hints` are those of its published columns, or None.
+        """Called before the row's request is released.
 
-        `digests`: the digests of these columns. `ends`: the end columns of hinted ranges. `share`: the share of cached
-        pages that follows hints. Later requests likely resume at the end of a hinted range, of the prompt, or of all
+        `hints` are those of the pages in its published columns, or None. `digests` are those of the pages in these
+        columns. `ends` has the column after each hinted range. `share` is the share of cached pages that are evicted
+        according to hints. Later requests are likely to resume at the end of a hinted range, of the prompt, or of all
         tokens.
         """
         order, size, salt = self._pool.idle, self._rows.page_size, self._salt_of(row)
@@ -312,7 +335,8 @@ class StateHints:
         said, owned = _said_of(hints, columns, columns_before), self._owned(salt, copies)
         if not np.count_nonzero(touched := said | owned):
             return
-        # reversed, because `release` evicts the last one first, which must be the oldest state
+        # In reverse order, because `release` makes its last item the first one to be evicted, and this must be the
+        # oldest state.
         at = np.flatnonzero(touched)[::-1]
         self._pool.hold(copies[at])
         order.own(copies[owned], salt)
@@ -321,16 +345,19 @@ class StateHints:
         self._pool.release(copies[at])
 
     def _owned(self, salt: str | None, copies: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Returns a mask of the states that have no owner yet, if this tenant has a quota and must own them."""
+        """Returns a mask of `copies`: the states that have no owner yet and must get one.
+
+        All are False without quotas, or if the request has no salt.
+        """
         if salt is None:
             return np.zeros(len(copies), np.bool_)
         return self._quotas.ownerless(copies * max(1, self._slab_pages))
 
 
 def _said_of(hints: PageHints | None, columns: NDArray[np.intp], ends: Sequence[int]) -> NDArray[np.bool_]:
-    """Returns a mask: to which of the states after the pages of `columns` the hints apply.
+    """Returns a mask of the states that follow the pages in `columns`: those to which the hints apply.
 
-    `ends` says where requests may resume.
+    `ends` has the columns at which later requests are likely to resume.
     """
     if hints is None:
         return np.zeros(len(columns), np.bool_)

@@ -18,21 +18,21 @@ from kvcache.types import RaggedKVCacheInputs
 
 
 class Tables(Protocol):
-    """Provides the tensors of a batch's rows on one device."""
+    """Provides the tensors of a batch's rows on one device: their lookup tables and lengths."""
 
     def lookup(self, rows: Rows, columns: int) -> torch.Tensor:
-        """Returns the first `columns` entries of `rows`, int32 `[..., len(rows), columns]`."""
+        """Returns the first `columns` page ids of `rows`: int32 `[..., len(rows), columns]`."""
         ...
 
     def upload(self, array: NDArray[np.int32]) -> torch.Tensor:
-        """Returns a copy of `array` on the device. An example is the length of each row, int32 `[len(rows)]`."""
+        """Returns a copy of `array` on the device, for example of the length of each row, int32 `[len(rows)]`."""
         ...
 
 
 class HostTables:
-    """Provides lookup tables on the CPU.
+    """Provides lookup tables on the CPU, without a copy where possible.
 
-    They are views of the block table if the batch's rows are consecutive, and copies otherwise. `tensor` is one block
+    If the rows are consecutive, a lookup table is a view of the block table, otherwise a copy. `tensor` is one block
     table, or several with the same rows.
     """
 
@@ -47,10 +47,10 @@ class HostTables:
 
 
 class DeviceTables:
-    """Provides lookup tables on a GPU, which keeps a copy of the block table.
+    """Provides lookup tables on a GPU, which has its own copy of the block table.
 
-    Only rows that have changed since the last call are uploaded, from pinned memory on the current stream. torch's
-    pinned allocator keeps a staging buffer until the copy from it is done.
+    Only rows that have changed since the last call are uploaded. The upload goes from pinned memory, on the current
+    stream. torch's pinned allocator keeps the pinned buffer until the upload has read it.
     """
 
     def __init__(self, tensor: torch.Tensor, device: torch.device) -> None:
@@ -72,17 +72,18 @@ class DeviceTables:
 
 
 class StepTables:
-    """The tables of one step in flight. They are copies in separate memory, at the same address for each step.
+    """The lookup tables of one step in flight.
 
-    Rows and columns beyond those of the batch are cleared: such rows have length 0, and such entries name the null
-    page. So the tables may be read by a CUDA graph that was captured for more rows and columns.
+    They are copies in separate memory, which has the same address in each step. Rows and columns that the batch does
+    not use are cleared: the rows have length 0, and the columns name the null page. So a CUDA graph that was captured
+    for more rows and columns may read the tables.
     """
 
     def __init__(self, source: Tables, tensor: torch.Tensor, device: torch.device) -> None:
         self._source = source
         self._table = torch.zeros(tensor.shape, dtype=torch.int32, device=device)
         self._lengths = torch.zeros(tensor.shape[-2], dtype=torch.int32, device=device)
-        self._used = 0, 0  # rows and columns of the previous step
+        self._used = 0, 0  # the rows and columns that the previous step used
 
     def lookup(self, rows: Rows, columns: int) -> torch.Tensor:
         found, (had_rows, had_columns) = self._source.lookup(rows, columns), self._used
@@ -90,7 +91,7 @@ class StepTables:
         self._used = (
             max(count, had_rows),
             max(columns, had_columns),
-        )  # set before the copy, so that the next call clears what an interrupted one wrote
+        )  # set before the copy: if the copy is interrupted, the next call clears what it has written
         table = self._table[..., :count, :columns]
         table.copy_(found)
         if count < had_rows:
@@ -107,11 +108,11 @@ class StepTables:
         return lengths
 
     def padded(self, inputs: RaggedKVCacheInputs, rows: int) -> RaggedKVCacheInputs:
-        """Returns the step's `inputs`, extended to `rows` rows and to all columns."""
+        """Returns the step's `inputs`, extended to `rows` rows and to all columns of the block table."""
         return inputs._replace(cache_lengths=self._lengths[:rows], lookup_table=self._table[..., :rows, :])
 
     def pages(self) -> NDArray[np.int32]:
-        """The pages that the step may read and write."""
+        """The pages that the step in flight may read and write."""
         rows, columns = self._used
         pages = np.unique(self._table[..., :rows, :columns].cpu().numpy())
         return pages[pages > 0]
@@ -124,9 +125,10 @@ def build_inputs(
     page_size: int,
     num_steps: int,
 ) -> list[RaggedKVCacheInputs]:
-    """Returns the inputs of a replica, one entry a shard. `pools` has the values and scales of each shard.
+    """Returns the inputs of a replica, one entry for each shard.
 
-    For an empty batch the tables have no rows, and there is one row of zero lengths.
+    `pools` has the values and scales of each shard's pages. For an empty batch, the lookup tables have no rows, and
+    `max_lengths` is one row of zeros.
     """
     lengths = max_lengths(state, num_steps)
     columns = -(-(state.longest + num_steps - 1) // page_size) if state.longest else 0
@@ -144,7 +146,7 @@ def build_inputs(
 
 
 def max_lengths(state: BatchState, num_steps: int) -> torch.Tensor:
-    """Returns int32 `[num_steps, 2]`: the longest active run and the longest context of each step.
+    """Returns int32 `[num_steps, 2]`: for each step, the most tokens that one request runs, and the longest context.
 
     From the second step on, each request runs one token.
     """
@@ -159,7 +161,10 @@ def max_lengths(state: BatchState, num_steps: int) -> torch.Tensor:
 def increment_cache_lengths(
     kv_cache_inputs: Sequence[RaggedKVCacheInputs], prev_model_inputs: Any, *, replicas: int
 ) -> Sequence[RaggedKVCacheInputs]:
-    """See `PagedKVCacheManager.increment_cache_lengths`. Copies no tables or pages, and does not wait for a device."""
+    """See `PagedKVCacheManager.increment_cache_lengths`.
+
+    Copies no tables and no pages, and does not wait for a device.
+    """
     try:
         advanced = _advanced(kv_cache_inputs, prev_model_inputs, replicas)
     except KVCacheError:
@@ -207,7 +212,10 @@ def _advanced(
 
 
 def data_parallel_splits(replicas: Ints, count: int) -> torch.Tensor:
-    """Returns 0, then the end of each replica's requests in the batch. `replicas` has each request's replica."""
+    """Returns 0, followed by the end of each replica's requests in the batch.
+
+    `replicas` has the replica of each request.
+    """
     if (np.diff(replicas) < 0).any():
         raise InvalidRequestError(f"the replicas of the batch are {replicas.tolist()}: order its requests by replica")
     counts = np.bincount(replicas, minlength=count)
@@ -215,18 +223,18 @@ def data_parallel_splits(replicas: Ints, count: int) -> torch.Tensor:
 
 
 class RaggedKVCacheInputSymbols(NamedTuple):
-    """The shapes of `fetch`'s inputs on one device, for `torch.export`."""
+    """The shapes of the inputs that `fetch` returns for one device, for `torch.export`."""
 
     inputs: RaggedKVCacheInputs  # meta tensors
-    dynamic_shapes: RaggedKVCacheInputs  # by tensor: the named dimensions that vary between calls
+    dynamic_shapes: RaggedKVCacheInputs  # for each tensor, the named dimensions whose size varies between calls
 
 
 def input_symbols(
     params: KVCacheParams, num_layers: int, page_size: int, num_pages: Sequence[int]
 ) -> list[RaggedKVCacheInputSymbols]:
-    """Returns the symbols for each shard of each replica. `num_pages` has the pages of each replica's pool.
+    """Returns the symbols for each shard of each replica. `num_pages` has the number of pages in each replica's pool.
 
-    Shards of a replica share their dimensions.
+    All shards of a replica have the same named dimensions.
     """
     tables = layer_tables(params.groups, num_layers)
     layouts = shard_layouts(params, tables.layers_per_page, page_size)
@@ -243,7 +251,7 @@ def input_symbols(
             rows = torch.empty((total, layout.page_bytes), dtype=torch.uint8, device="meta")
             blocks = as_blocks(rows.view(getattr(torch, layout.dtype)), layout, total)
             scales = scales_of(rows, layout)
-            # Examples have sizes above 1, because `torch.export` treats 0 and 1 as constants.
+            # The example sizes are above 1, because `torch.export` treats the sizes 0 and 1 as constants.
             lengths, table, steps_left = (
                 torch.empty(shape, dtype=torch.int32, device="meta") for shape in ((2,), (2, 3), (4, 2))
             )

@@ -29,7 +29,7 @@ _NEVER = 1 << 62
 class PageLease:
     """Keeps the pages of one request for readers. Made by `PagedKVCacheManager.lease`, ended by `end_lease`.
 
-    It covers every page with computed tokens that the request has at any time between these two calls.
+    A lease covers every page with computed tokens that the request has at any time between these two calls.
     """
 
     __slots__ = ("owner", "replica_idx", "request_id", "seal")

@@ -1,10 +1,10 @@
-"""Partial reuse: a prompt that ends or diverges within a cached page gets a copy of that page, and continues in it.
+"""Partial reuse: a request whose prompt ends or diverges within a cached page continues in a copy of that page.
 
-It is off by default, because on public traces it gains less than one point of hit rate, and it costs a few hundred
-bytes of Python objects for each published page. It helps with long pages and short prompts.
+It is off by default. On public traces it gains less than one percentage point of hit rate, and for each published page
+it costs a few hundred bytes of Python objects. It helps if pages are long and prompts are short.
 
-With several block tables the page is copied in each table, if each table still has it. Only the first table's page is
-recorded.
+With several block tables, the page is copied in each table, provided that each table still has it. Only the page in the
+first table is recorded here.
 """
 
 from itertools import islice
@@ -17,15 +17,16 @@ from kvcache.replica.context import SafeContext
 from kvcache.replica.replica import Replica
 from kvcache.replica.rows import Pages
 
-_MOST_SIBLINGS = 64  # how many pages that continue one prefix are compared, the latest first
+# how many pages that continue the same prefix are compared with a prompt; the newest ones come first
+_MOST_SIBLINGS = 64
 
 
 class PartialReuse:
-    """The published pages of one replica, by the prefix that they continue.
+    """The published pages of one replica, grouped by the prefix that they continue.
 
-    A part of fewer than `min_tokens` tokens is not copied. An entry is not removed when its page is evicted. It counts
-    only while the page is published under the same digest, and is replaced when the page is published again. So
-    evictions do not have to look for entries.
+    A page is copied only if at least `min_tokens` of its tokens fit the prompt. When a page is evicted, its entry
+    stays. An entry is valid only while the page is published under the digest in the entry, and is replaced when the
+    page is published again. So evictions need not look for entries.
     """
 
     def __init__(self, replica: Replica, min_tokens: int) -> None:
@@ -35,7 +36,7 @@ class PartialReuse:
         self._prefix_of: dict[int, bytes] = {}
 
     def learn(self, row: int, context: SafeContext, first: int, last: int) -> None:
-        """Record that pages `first` to `last` of the row were published."""
+        """Record the pages in columns `first` to `last` (excluded) of the row, which were just published."""
         size, index = self._replica.page_size, self._replica.pool.index
         for at in range(first, last):
             if _has_key(context, at, size):
@@ -55,18 +56,19 @@ class PartialReuse:
         self._prefix_of.clear()
 
     def find(self, row: int, context: SafeContext) -> tuple[Pages, Pages, int] | None:
-        """The pages that the reserved row can copy.
+        """Finds the pages that a row with reserved pages can copy. None if there are none.
 
-        Returns the sources and the targets, one page for each table, and the number of tokens that are cached after the
-        copy.
+        Returns the pages to copy and the row's pages to copy them to, one for each table. Also returns the number of
+        tokens that are cached after the copy.
         """
         size, rows, start = self._replica.page_size, self._replica.rows, context.start_idx
         at = start // size
         if int(rows.committed[row]) != at or _has_key(context, at, size):
             return None
         own, pool, tables = rows.table[:, row, at].copy(), self._replica.pool, self._replica.tables
-        # The last token has to run. With chunks that is the last token of the chunk, because windows have no pages
-        # after it. A shared or published page of the row must not be overwritten.
+        # The last token is not compared, because it has to run. If tables have pages only for the chunk that runs, this
+        # is the last token of the chunk, because there are no pages after it. A page of the row that is shared or
+        # published must not be overwritten.
         last = (context.active_idx if tables.in_chunks else context.end_idx) - 1
         wanted = np.asarray(context.tokens[at * size : min((at + 1) * size, last)])
         if len(wanted) < self._min_tokens or (pool.holders[own] != 1).any() or pool.index.published[own].any():
@@ -80,9 +82,9 @@ class PartialReuse:
         return None if best is None else (best, own, at * size + length)
 
     def _prefix(self, row: int, context: SafeContext, at: int) -> bytes:
-        """Returns a name for the prefix that page `at` continues: the digest of the page before it, or the salt.
+        """Returns bytes that identify the prefix before page `at`: the digest of the page before it, or the salt.
 
-        Empty if it is not known.
+        The salt is used for page 0. The result is empty if the digest is not known.
         """
         if at:
             return self._replica.published_digests(row, context, at - 1, at).tobytes()
@@ -96,5 +98,8 @@ def _common(tokens: NDArray[np.int32], wanted: NDArray[np.integer[Any]]) -> int:
 
 
 def _has_key(context: SafeContext, page: int, page_size: int) -> bool:
-    """Whether an extra key lies in this page. Then its KV depends on the key, too, and equal tokens do not suffice."""
+    """Whether an extra key belongs to a token in this page.
+
+    The KV of the page then depends on the key, so equal tokens are not enough.
+    """
     return any(position // page_size == page for position, _ in context.named[1])

@@ -1,15 +1,17 @@
-"""`PeerCopies`: copies pages that a request misses from other replicas of this process that have them.
+"""`PeerCopies`: copies pages that a request lacks from other replicas of this process that have them.
 
-With recurrent states, the copy ends at the last page for which some replica has the state, and includes that state. If
-host memory has later pages, the request resumes after those, and only pages that it needs there are copied. A page that
-both a replica and the host have is copied from the replica, because the link between devices is faster.
+With recurrent states, the copied prefix ends at the last page after which some replica has a cached state, and the
+state is copied, too. If host memory has pages after this prefix, the request resumes after those, and only the pages
+that it needs there are copied. If both a replica and the host have a page, it is copied from the replica, because the
+link between devices is faster.
 
-It is off by default (`Routing.copy_pages`). A copy takes room from the pages of other prompts, and a router that
-follows prefixes leaves little to copy. It helps where routing cannot: if the replica with the pages is busy, or if all
-prompts share a head.
+It is off by default (`Routing.copy_pages`). The copies evict pages of other prompts, and a router that sends requests
+to the replica with their prefix leaves little to copy. It helps where routing cannot: if the replica that has the pages
+is busy, or if all prompts begin with the same tokens.
 
-Removing copied pages from the replica that had them was rejected. It saves room, but pages move back and forth: in a
-simulation on public traces, hits stayed the same, and up to three times as many pages were copied.
+An alternative was rejected: to remove the pages from the replica that had them. It would save room, but pages would
+move back and forth. In a simulation on public traces, the number of hits was the same, and up to three times as many
+pages were copied.
 """
 
 from collections.abc import Sequence
@@ -28,7 +30,7 @@ from kvcache.states.state_pages import StatePages
 class PeerCopies:
     """Copies published pages and states from other replicas.
 
-    `pages` and `states` count how many were copied so far.
+    `pages` and `states` count the pages and states that were copied so far.
     """
 
     def __init__(self, placed: Sequence[PlacedReplica]) -> None:
@@ -36,11 +38,11 @@ class PeerCopies:
         self.pages = self.states = 0
 
     def bring(self, replica_idx: int, row: int, context: SafeContext, num_steps: int) -> None:
-        """Copy the pages that the row's new request will look up, if other replicas have more of them.
+        """Copy the pages to the replica that the row's new request will look up, if other replicas have more of them.
 
-        Reserves nothing. Copies only if the request fits afterwards, because a refused request must leave everything as
-        it was. If the request fits no pool, it raises the errors of `reserve`, even if a longer hit would let the
-        request fit.
+        Reserves nothing. Copies only if the request fits afterwards, because a request that is refused must leave
+        everything as it was. If even an empty pool is too small for the request, the call raises the errors of
+        `reserve`, although the request might fit with a longer hit.
         """
         place = self._placed[replica_idx]
         mine, others = place.replica, [other for other in self._placed if other is not place]
@@ -73,10 +75,10 @@ class PeerCopies:
         after: Digests,
         salt: str | None,
     ) -> bool:
-        """Copy the `wanted` pages, and to `states` the state after the last of them, which another device has.
+        """Copy the `wanted` pages to a replica, and the state after the last of them to `states`.
 
-        `after` is the digest of that last page. Returns False if pages and state do not fit. The state is copied first,
-        because pages may have to be evicted for it.
+        Another replica has the state. `after` is the digest of that last page. Returns False if the pages and the state
+        do not fit. The state is copied before the pages, because pages may have to be evicted to make room for it.
         """
         mine = place.replica
         if not states.pool.has_room or not _fits(mine, context, num_steps, wanted, mine.pool.beside):
@@ -107,7 +109,7 @@ class PeerCopies:
                 place.memory.copy_pages_of(other.memory, pages[taken], brought[taken])
                 missing &= ~taken
         mine.pool.index.tables[brought] = wanted.tables
-        # Some may have arrived from a lower tier while pages were evicted for these copies.
+        # The allocation above may have brought pages from a lower tier. These are published already, and are not new.
         is_new = mine.pool.index.publish(brought, names) == brought
         mine.hints.brought(brought[is_new], salt, wanted.every[0, : wanted.pages, 0])
         mine.pool.release(brought)
@@ -118,9 +120,10 @@ class PeerCopies:
 
 
 def _wanted(mine: Replica, others: Sequence[PlacedReplica], digests: Digests, ends: Asked) -> FromBelow:
-    """Returns the longest prefix that devices and host have together. `lacking` marks its pages to copy from `others`.
+    """Returns the longest prefix for which the replicas' devices and host memory together have all pages and the state.
 
-    Pages that only the host has are restored later, when the request gets its pages.
+    `lacking` marks its pages that are to be copied from `others`. Pages that only host memory has are restored later,
+    when the request reserves its pages.
     """
 
     def on_others(names: Digests, asked: Asked) -> Asked:
@@ -134,15 +137,16 @@ def _wanted(mine: Replica, others: Sequence[PlacedReplica], digests: Digests, en
 
     wanted = mine.tables.from_below(digests, anywhere, ends)
     copied = on_others(wanted.every, wanted.lacking)
-    # A copy may evict a page, and that page may need a host slot. It must not take the slots that are restored later.
+    # A copy may evict a page, and that page may need a host slot. It must not get one of the slots from which pages are
+    # restored later, so these are marked as just used.
     mine.tier.touch(wanted._replace(lacking=wanted.lacking & ~copied).digests)
     return wanted._replace(lacking=copied)
 
 
 def _fits(replica: Replica, context: SafeContext, num_steps: int, wanted: FromBelow, beside: int = 0) -> bool:
-    """Whether a request without pages could be reserved if the `wanted` pages were on the device.
+    """Whether a request without pages could get all its pages if the `wanted` pages were on the device.
 
-    `beside` is the number of further pages that are taken before.
+    `beside` is the number of further pages that must be free, for a state.
     """
     start, pool = wanted.pages * replica.page_size, replica.pool
     needed = replica.tables.least(context.indices, context.end_idx + num_steps - 1, start) - len(wanted.here)

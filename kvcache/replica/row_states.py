@@ -1,17 +1,18 @@
-"""`RowStates`: the recurrent states of a replica's requests, and the rule by which copies of them are kept.
+"""`RowStates`: the recurrent states of a replica's requests, and the rule by which copies of them are cached.
 
-Recurrent layers keep one state for all tokens so far. States are cached only after some pages, so a hit ends at the
-last page of the prefix for which a state is cached. With several block tables, all tables must be able to resume after
-that page, too: a state is useless without the window before it, and a window is useless without a state.
+Recurrent layers have one state for all tokens so far. States are cached only after some pages. So a prefix hit ends
+after the last page of the prefix for which a state is cached. With several block tables, all tables must be able to
+resume after that page, too: neither a state without the pages of the windows before it, nor such pages without a state,
+is of use.
 
-A copy of a state is worth its memory if another request can resume from it. Copies are kept
+A cached copy of a state is worth its memory if another request can resume from it. Copies are cached
 
 - at the end of a prompt's last full page, for the same prompt again,
 - at the end of the prefix that a prompt shares with earlier ones, for the next prompt with that prefix,
 - after the last full page that a request has reached, for the next turn of its conversation,
 - and every `state_every_pages` pages, if that is configured.
 
-Prompts run in chunks that end at these tokens, because a state exists only right after its last token.
+The chunks of a prompt end at these tokens, because a state is available only right after the last token that it covers.
 """
 
 from __future__ import annotations
@@ -37,15 +38,18 @@ from kvcache.replica.tables import RowTables
 from kvcache.states.state_pages import NO_STATE, StatePages
 
 Step = Callable[[Gathered, Callable[[], None] | None], None]
-"""Steps the gathered requests. The second argument is a function to call once their tokens are published."""
+"""Makes a step for the gathered requests. The second argument is called once their tokens are published; it may be
+None.
+"""
 
 
 class RowStates:
-    """The state of each row of one replica: a page from `claim` to `release`.
+    """The recurrent state of each row of one replica. A row has a state page from `claim` to `release`.
 
-    Separate memory for states has a page for each row, and pages for copies. If states share memory with token pages
-    (`SlabPool`), held token pages may be moved to make room for a new request's state. Pages that a model reads (from
-    `fetch` to `step`), or that a lease, an import or a block table names, are never moved.
+    If states have separate memory, it has a page for each row, and pages for cached copies. If states share memory with
+    token pages (`SlabPool`), token pages that are held may be moved to make room for the state of a new request. Pages
+    that a model reads (from `fetch` to `step`), or that a lease, an import or an exported block table names, are never
+    moved.
 
     Attributes:
         pages: the state pages.
@@ -63,7 +67,8 @@ class RowStates:
         self.pages = pages
         self._rows, self._pool, self._tables, self._hasher_of = rows, pool, tables, hasher_of
         self._caching = params.enable_prefix_caching
-        self._spacing = params.state_every_pages * rows.page_size or NEVER  # tokens between two copies
+        # the number of tokens between two cached copies of a request's state
+        self._spacing = params.state_every_pages * rows.page_size or NEVER
         self._stops: list[tuple[int, ...]] = [()] * len(rows.request_ids)  # by row; see `Reservation.stops`
 
     def _name(self, row: int) -> str:
@@ -72,7 +77,7 @@ class RowStates:
     # ---- claims
 
     def check_free(self, request_id: str) -> None:
-        """Raise `NoFreeStatePageError` if there is no room for one more request's state."""
+        """Raise `NoFreeStatePageError` if there is no room for the state of one more request."""
         if not self.pages.pool.has_room:
             raise NoFreeStatePageError(f"request {request_id!r}: all {self.pages.num_pages} state pages are held")
 
@@ -83,17 +88,18 @@ class RowStates:
         self._pool.moves.claimed(row)
 
     def release(self, request_id: str | None) -> None:
-        """Free the state of a released request, unless a transfer still writes it or a lease holds it."""
-        if request_id and self.pages.holds(request_id):  # False if the claim of the request was interrupted
+        """Free the state of a released request. It stays while a transfer writes it or a lease holds it."""
+        # False if the claim of the request was interrupted before it had a state
+        if request_id and self.pages.holds(request_id):
             self.pages.release(request_id)
 
     # ---- lookups
 
     def shortened(self, run: Found, hasher: PrefixHasher, context: SafeContext, row: int | None) -> Found:
-        """The part of a found `run` of pages with which the request can resume from a state.
+        """Returns the part of the found `run` of pages after which the request can resume from a cached state.
 
-        A request without a row has yet to be claimed, and then needs a state page of its own. A cached state that would
-        be evicted for that page is ignored.
+        A request without a row needs a state page when it is claimed. If a cached state would be evicted to give it
+        that page, the state does not count.
         """
         if not run.num_columns:
             return run
@@ -107,23 +113,25 @@ class RowStates:
     def ends(self, digests: Digests, row: int | None = None, *, anywhere: bool = False) -> Asked:
         """See `Replica.ends`. Only pages after which a state is cached count.
 
-        No page counts for a request whose own state is promised to the readers of a lease.
+        If the request's own state is promised to the readers of a lease, no page counts, because the state must not be
+        replaced.
         """
         if row is not None and self.pages.is_promised(self._name(row)):
             return np.zeros(len(digests), np.bool_)
         return self.pages.there(digests) if anywhere else self.pages.kept_after(digests)
 
     def ends_here(self, digests: Digests) -> Asked:
-        """After which of these pages the device keeps the state, as a mask."""
+        """Returns a mask of the pages after which the device itself has the state."""
         return self.pages.pool.index.find(digests) != NO_PAGE
 
     # ---- tiers
 
     def ask(self, tier: PagesBelow, digests: Digests, first: int) -> tuple[bool, Digests]:
-        """Ask for the last state after these pages, and the `tier` for the pages up to it, unless they are known.
+        """Ask remote stores for the last state after one of these pages, and for the pages before that state.
 
-        The caller has the `first` pages. Returns whether an answer is on its way, and the pages up to the known end. If
-        an object holds only the end of a run of pages, then there is a state after that run.
+        What is already known is not asked again. `tier` is asked for the pages. The caller already has the `first`
+        pages. Returns whether an answer is on its way, and the pages up to the end that is known so far. If an object
+        has only the tail of a run of pages, then a state was stored after that run.
         """
         tables = self._tables
         found = tables.from_below(digests, tier.has, None, first)
@@ -140,26 +148,27 @@ class RowStates:
         return False, digests[: found.pages]
 
     def to_host(self, digests: Digests, there: int, *, wait: bool) -> bool:
-        """Bring the last state that a lower tier has after one of these pages to the host.
+        """Load the last state after one of these pages that a lower tier has to the host.
 
-        `there`: the pages of a request that does not wait; the host must keep the last state of these pages. Returns
-        whether a state is on its way. `wait`: wait a while for it.
+        `there` is the number of pages with which a request that does not wait can resume. The state after the last of
+        them must stay on the host. Returns whether a state is on its way. With `wait`, waits a while for it.
         """
         self.pages.below.touch(digests[max(0, there - 1) : there])
         return self.pages.bring_newest(digests, wait=wait)
 
     def to_device(self, wanted: FromBelow, digests: Digests) -> bool:
-        """Copy the state after the last of the `wanted` pages from the host to the device, which has all these pages.
+        """Copy the state after the last of the `wanted` pages from the host to the device.
 
-        Returns whether it is on its way. Brings nothing if state and wanted pages need more than half of the free
-        pages.
+        The device already has these pages. Returns whether the state is on its way. Copies nothing if the state and the
+        wanted pages need more than half of the free pages.
         """
         if self.pages.below.is_bringing:
             return True
         pool, end = self._pool, wanted.pages
         if not end or pool.free_count // 2 - pool.would_be_taken(wanted.here) < pool.beside:
             return False
-        pool.hold(wanted.here)  # making room for the state must not evict the pages that are needed with it
+        # hold the pages, because making room for the state must not evict the pages that are needed with it
+        pool.hold(wanted.here)
         coming = self.pages.bring_copy(digests[end - 1 : end], end * self._rows.page_size)
         pool.release(wanted.here)
         return coming
@@ -167,11 +176,12 @@ class RowStates:
     # ---- reservations and steps
 
     def planned(self, row: int, context: SafeContext, plan: Reservation) -> Reservation:
-        """Returns the reservation, with its chunk cut where a state must be kept."""
+        """Returns the reservation with a shorter chunk if a state must be kept within the chunk."""
         if not self._caching:
             return plan
         start, active, of_prompt = plan.start, plan.active, self._stops[row]
-        # A chunk of one token was not looked up: it is a first chunk of one token, or a fork that decodes.
+        # A chunk of one token did not look up its prefix, unless `cached` is set: it is a first chunk of one token, or
+        # a fork that decodes.
         if not of_prompt and (plan.cached or active - start > 1):
             last, size = context.end_idx - 1, self._rows.page_size
             of_prompt = (plan.reached * size, last - last % size)
@@ -180,21 +190,21 @@ class RowStates:
         return plan._replace(active=active, state=self.digest_at(row, context, plan.cached), stops=of_prompt)
 
     def reserve(self, row: int, plan: Reservation) -> None:
-        """Record that the row runs as planned. If a state was found, copy it into the row's state page.
+        """Record that the row runs as `plan` says. If a cached state was found, copy it into the row's state page.
 
-        Called before the pages are taken, because taking pages may evict the found state.
+        Called before the row gets its pages, because allocating pages may evict the state that was found.
         """
         if len(plan.state):
             self.pages.resume(self._name(row), plan.state, plan.start)
         self._stops[row] = plan.stops
 
     def stepped(self, rows: Rows, computed: Ints) -> None:
-        """Record that a model has run the rows up to these tokens."""
+        """Record that a model has run `rows` up to their `computed` tokens."""
         self._pool.moves.stepped(rows)
         self._keep(rows, computed)
 
     def _keep(self, stepped: Rows, computed: Ints) -> None:
-        """Keep copies of the states of the rows whose `computed` tokens now end a page."""
+        """Cache copies of the states of those rows whose `computed` tokens end with a full page."""
         if not self._caching:
             return
         rows = self._rows
@@ -203,13 +213,13 @@ class RowStates:
             return
         ended, tokens = rows_at(stepped, at), computed[at]
         pages = rows.entries[rows.places(ended, tokens // rows.size - 1)[0]]
-        # Null pages are left out: their window has moved on although nothing was computed.
+        # Rows with the null page are left out: their window has moved on, although nothing was computed.
         if len(there := pages.nonzero()[0]) < len(pages):
             ended, tokens, pages = ended[there], tokens[there], pages[there]
         of_rows: list[int] = ended.tolist()
         counts: list[int] = tokens.tolist()
         names = [rows.request_ids[row] or "" for row in of_rows]
-        # Which of these states stay cached when their requests go further.
+        # which of these states stay cached when their requests go on; the others are replaced by the request's next one
         stops, spaced = self._stops, (tokens % self._spacing == 0).tolist()
         stay = [fits or count in stops[row] for fits, row, count in zip(spaced, of_rows, counts, strict=True)]
         digests = self._pool.index.digests_of(pages)
@@ -219,7 +229,7 @@ class RowStates:
             self.pages.keep(name, digests[place : place + 1], count, passing=not stay[place])
 
     def digest_at(self, row: int, context: SafeContext, tokens: int) -> Digests:
-        """Returns the digest of the page that ends the request's first `tokens` tokens, `[1, words]`.
+        """Returns the digest, `[1, words]`, of the page that ends with the request's token number `tokens`.
 
         Empty if `tokens` is 0.
         """
@@ -245,7 +255,7 @@ class RowStates:
     # ---- leases, block tables and imports
 
     def held(self, row: int) -> HeldPages:
-        """The row's state page, for a lease.
+        """Returns the row's state page, for a lease to hold.
 
         Raises `StatePageError` if drafted tokens ran and no `step` has said which of them stay.
         """
@@ -253,10 +263,11 @@ class RowStates:
         return self.pages.held(self._name(row))
 
     def named(self, row: int, num_tokens: int, *, full_pages: bool) -> tuple[int]:
-        """The row's state page, as a group of a block table. The state does not change while it is leased.
+        """Returns the row's state page, as the last group of a block table.
 
-        Raises `StatePageError` if drafted tokens ran without a `step` after them, or if the state includes other
-        tokens. With `full_pages` the state is not reported to readers yet, and may include other tokens.
+        While the page is leased, the state does not change. Raises `StatePageError` if drafted tokens ran without a
+        `step` after them, or if the state covers another number of tokens than the table. With `full_pages`, the table
+        is for a prompt that still runs: readers may not read the state yet, and it may cover other tokens.
         """
         request_id, pages = self._name(row), self.pages
         if not full_pages:
@@ -271,46 +282,47 @@ class RowStates:
         return (pages.page_of(request_id),)
 
     def begin_import(self, row: int, context: SafeContext, pending: PendingImport) -> None:
-        """Also import the state that the last group of a block table names."""
+        """Add the state that the last group of a block table names to the import `pending`."""
         request_id = context.request_id
         page = self.pages.begin_import(request_id, self.digest_at(row, context, context.start_idx))
         pending.parts.append(ImportPart(0, np.array([page], np.int32), is_state=True))
         pending.on_free = functools.partial(self._cancel_import, request_id, page)
 
     def _cancel_import(self, request_id: str, page: int) -> None:
-        """End a cancelled import when nothing writes any more to the state page that its request had."""
+        """End a cancelled import of a state. Called when nothing writes to its state page any more."""
         self.pages.cancel_import(page)
         if self.pages.holds(request_id) and self.pages.page_of(request_id) == page:
-            # When the request computes its prompt itself, more of it may be cached than now, so its chunks are planned
-            # anew.
+            # The request will compute its prompt itself. More of the prompt may be cached by then, so its chunks are
+            # planned again.
             self._stops[self._rows.row_of[request_id]] = ()
 
     def commit_import(self, row: int, tokens: int) -> None:
         """Record that the row's state has arrived, and covers `tokens` tokens."""
         self.pages.commit_import(self._name(row), tokens)
-        self._keep(np.array([row]), np.array([tokens]))  # a request may exist only for its import
+        # the request may have been made only for this import, so its state is cached now
+        self._keep(np.array([row]), np.array([tokens]))
 
     # ---- after an interrupt
 
     def mend(self, written: Sequence[int], leased: NDArray[np.int64]) -> None:
         """Rebuild the holders of the state pages. See `StatePages.mend`."""
         below = self.pages.below
-        below.mend(())  # running copies hold pages, so they are ended first
+        below.mend(())  # running copies hold pages, so end them before the holders are rebuilt
         self.pages.mend(self._rows.row_of, written, leased)
-        below.mend(())  # copies that wait are looked up in the repaired pages
+        below.mend(())  # waiting copies are looked up in the repaired pages
 
     def goes_on(self, row: int, start: int) -> bool:
-        """Whether the row's state covers exactly `start` tokens. False if drafted tokens wait for `step`."""
+        """Whether the row's state covers exactly `start` tokens. False if drafted tokens ran and no `step` followed."""
         name, pages = self._name(row), self.pages
         return name not in pages.drafts.page_of and pages.tokens_of(name) == start
 
 
 def step_drafted(each: Sequence[RowStates], gathered: Gathered, step: Step) -> None:
-    """Do a `step` for requests some of which ran drafted tokens.
+    """Do a `step` for requests, some of which have run drafted tokens.
 
-    `each`: the states of each replica. If drafted tokens of a request were removed, its `start_idx` is set back to the
-    tokens that its state covers. Raises `StatePageError` if a `start_idx` is before or after all tokens that ran, and
-    the errors of `step`. In these cases nothing has changed.
+    `each` has the states of each replica. If some drafted tokens of a request were removed, its `start_idx` is set back
+    to the number of tokens that its state can cover. Raises `StatePageError` if a `start_idx` is before or after all
+    tokens that ran, and also raises the errors of `step`. In these cases nothing has changed.
     """
     drafted: list[tuple[Context, str, StatePages, int, int]] = []
     owners: list[int] = gathered.replicas.tolist()

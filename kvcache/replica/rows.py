@@ -33,32 +33,36 @@ def rows_at(rows: Rows, at: NDArray[np.intp]) -> Ints:
 
 
 class AllRows:
-    """Arrays over the rows of all replicas, for steps of a batch. Indexed by place: `replica × rows + row`."""
+    """Arrays over the rows of all replicas, for steps of a batch.
+
+    The index of a row is its place: `replica * rows + row`.
+    """
 
     def __init__(self, replicas: int, rows: int, page_size: int) -> None:
-        # The number of tokens for which a row has pages. It is -1 while an import is pending, because its pages may not
-        # be used then. numpy code writes this array, and calls for one request read it as a Python array, which is
-        # faster. The last entry, at place -1, belongs to no row.
+        # The number of tokens for which a row has pages. It is -1 while an import is pending, because the row's pages
+        # must not be used then. numpy code writes this array. Calls for a single request read it as a Python array,
+        # which is faster. The last entry, at place -1, belongs to no row.
         self.capacity_of = array("q", bytes(8 * (replicas * rows + 1)))
         self.capacity: Ints = np.frombuffer(self.capacity_of, np.int64)[:-1]
         self.cached: Ints = np.zeros(replicas * rows, np.int64)  # tokens whose KV was cached at the last `step`
-        # by row: how many computed tokens fill the next page
+        # by row: the number of computed tokens at which the next page is full
         self.commit_at: Ints = np.full(replicas * rows, page_size, np.int64)
 
     def slack(self, places: Rows, ends: Ints) -> int:
-        """Returns how many tokens every request at `places` can still get before one of them needs a new page."""
+        """Returns by how many tokens each request at `places` can grow before the first of them needs a new page."""
         return int((self.capacity[places] - ends).min()) if len(ends) else NEVER
 
     def due(self, places: Rows, starts: Ints) -> int:
-        """Returns how many tokens every request at `places` can still compute before one of them fills a page."""
+        """Returns how many tokens each request at `places` can compute before the first of them fills a page."""
         return int((self.commit_at[places] - starts).min()) if len(starts) else NEVER
 
 
 class BlockRows:
     """One row for each running request: its page ids in each block table, and its progress.
 
-    The tables of all groups are in one tensor. Entries without a page hold the null page. Groups of full attention come
-    first. In each row, no group has pages after those of the first group.
+    The tables of all groups are in one tensor. A column is a place in a row of a table, for one page. A column without
+    a page holds the null page. Groups of full attention come first. In each row, the first group has pages at least as
+    far as any other group.
     """
 
     def __init__(
@@ -75,32 +79,33 @@ class BlockRows:
         self.page_size = page_size
         self.max_seq_len = max_seq_len
         self.groups = groups
-        # whether there is a single table that keeps all pages
+        # whether there is a single table, which keeps the pages of all tokens
         self._is_plain = groups[0].group.keeps_all and groups[-1].tables.stop == 1
         shape = (groups[-1].tables.stop, rows, -(-max_seq_len // page_size))
         # page ids in logical order: `[rows, columns]`, or with several tables `[tables, rows, columns]`
         self.tensor = torch.zeros(shape if shape[0] > 1 else shape[1:], dtype=torch.int32, pin_memory=pinned)
         self.table: Pages = self.tensor.numpy().reshape(shape)  # a view of `tensor`
         self._first_table: Pages = self.table[0]
-        # All entries in one line, because numpy indexes it in a tenth of the time. `places` returns the indices.
+        # The same entries as a flat array, because numpy indexes it in a tenth of the time. `places` returns the
+        # indices.
         self.entries: Pages = self.table.reshape(-1)
         # Arrays, because numpy takes twice as long with a Python int.
         self._begins = np.arange(shape[0])[:, None] * (shape[1] * shape[2])  # where each table begins in `entries`
         self.width, self.size = np.array(shape[2]), np.array(page_size)
-        # By number of pages: the tokens that they hold, and the number of computed tokens at which the next page is
-        # full. Looking them up takes a fifth of the time of computing them.
+        # By number of pages: how many tokens they hold, and the number of computed tokens at which one more page is
+        # full. Looking these up takes a fifth of the time of computing them.
         full = np.arange(shape[2] + 2) * page_size
         self._room, self._next_full = np.minimum(full, max_seq_len), full[1:]
         # by group and row: the first column with a page, and the column after the last page
         self._bounds = np.zeros((2, len(groups), rows), np.int64)
         self.firsts, self.ends = self._bounds
-        self.num_pages: Ints = self.ends[0]  # the ends of the first group, after which no other group has pages
+        self.num_pages: Ints = self.ends[0]  # the ends of the first group, which no other group exceeds
         self.shortest: Ints = self.ends[-1]
-        self.changed = np.zeros(rows, np.bool_)  # rows that have changed since they were last copied to devices
+        self.changed = np.zeros(rows, np.bool_)  # rows that have changed since they were last uploaded to devices
         self.committed = np.zeros(rows, np.int64)  # by row: the number of published pages, counted from the first page
         # by row: how many tokens the request had at its first reservation; -1 before that
         self.prompt = np.full(rows, -1, np.int64)
-        self.counted = np.zeros(rows, np.int64)  # by row: how many tokens metrics have counted
+        self.counted = np.zeros(rows, np.int64)  # by row: how many of its tokens the metrics have counted
         # views of the arrays of all replicas
         self.capacity, self.cached, self.commit_at = every.capacity[own], every.cached[own], every.commit_at[own]
         self.request_ids: list[RequestID | None] = [None] * rows
@@ -115,7 +120,7 @@ class BlockRows:
         return row
 
     def pages(self, row: int) -> Pages:
-        """The row's pages in the first table."""
+        """Returns the row's pages in the first table."""
         return self._first_table[row, : self.num_pages[row]]
 
     def grow(self, row: int, end: int) -> None:
@@ -125,11 +130,17 @@ class BlockRows:
         self.capacity[row] = self._room[end]
 
     def places(self, rows: Ints, columns: Ints, tables: slice = slice(None)) -> Ints:
-        """The indices in `entries` of one column of each of `rows`, in each of `tables`: `[tables, rows]`."""
+        """Returns indices in `entries`: those of one column of each of `rows`, in each of `tables`.
+
+        `[tables, rows]`.
+        """
         return self._begins[tables] + (rows * self.width + columns)
 
     def append(self, rows: Ints, pages: Pages) -> None:
-        """Append one page to each of `rows` in each table: `[rows]` or `[tables, rows]`. The rows are distinct."""
+        """Append one page to each of `rows` in each table.
+
+        `pages` is `[rows]` or `[tables, rows]`. No row occurs twice.
+        """
         counts = self.num_pages[rows]
         if pages.ndim == 1:
             self._first_table[rows, counts] = pages
@@ -149,16 +160,16 @@ class BlockRows:
         self.capacity[row] = self._room[self.shortest[row]] if usable else -1
 
     def mend(self, row_of: dict[RequestID, int]) -> None:
-        """Bind exactly these requests to rows, and cut their tables at holes.
+        """Bind exactly these requests to their rows, and cut the tables of each row at missing pages.
 
-        The caller knows more about each row, and must call `measure` and `commit` next.
+        The caller knows more about each row, and must call `measure` and `commit` for it next.
         """
         taken = np.zeros(len(self.request_ids), np.bool_)
         taken[list(row_of.values())] = True
         names: list[RequestID | None] = [None] * len(taken)
         for request_id, row in row_of.items():
             names[row] = request_id
-        # a single statement, so that after an interrupt both attributes name the same owners of rows
+        # a single statement: after an interrupt, both attributes name the same owners of rows
         self.row_of, self.request_ids[:] = row_of, names
         self.free[:] = np.flatnonzero(~taken).tolist()  # ascending: a heap
         for counts in (self.cached, self.counted):
@@ -169,9 +180,9 @@ class BlockRows:
         self.changed[:] = True
 
     def _mend_tables(self) -> None:
-        """Cut all tables at the first hole of any table that keeps all pages.
+        """Cut all tables of a row at the first column in which a table that keeps all pages has no page.
 
-        Other tables then begin after their last hole.
+        The other tables then begin after their last column without a page.
         """
         columns = np.arange(self.table.shape[2], dtype=np.int64)
         for number, (group, tables) in enumerate(self.groups):
@@ -204,29 +215,30 @@ class BlockRows:
 
 
 class PromptCounter:
-    """Counts each prompt token of a replica once, either as `ran` or as `found`."""
+    """Counts each prompt token of a replica once: as `ran` if a model computed it, or as `found` if it was cached."""
 
     def __init__(self, rows: BlockRows) -> None:
         self._rows = rows
-        self.open: set[int] = set()  # rows whose prompt is not fully counted; a row that decodes is not in it
+        # the rows whose prompts are not fully counted; a row that decodes is not among them
+        self.open: set[int] = set()
         self.ran = 0
         self.found = 0
 
     def admit(self, row: int, known: int) -> None:
-        """Record a request at its first reservation. Its `known` tokens are its prompt."""
+        """Record the first reservation of a row's request. The request's `known` tokens are its prompt."""
         if self._rows.prompt.item(row) < 0:
             self._rows.prompt[row] = known
             self.open.add(row)
 
     def hit(self, row: int, start: int, cached: int) -> None:
-        """Count the tokens `start` to `cached` of an admitted request, which need not run."""
+        """Count the tokens `start` to `cached` of an admitted request as found, because they need not run."""
         rows = self._rows
         counted = rows.counted.item(row)
         self.found += max(0, min(cached, rows.prompt.item(row)) - max(start, counted))
         rows.counted[row] = max(cached, counted)
 
     def run(self, rows: Rows, starts: Ints | int, ends: Ints) -> None:
-        """Count the tokens `starts` to `ends` of `rows`, which run or have run."""
+        """Count the tokens `starts` to `ends` (excluded) of `rows` as run."""
         if not self.open:
             return
         state = self._rows
@@ -236,7 +248,7 @@ class PromptCounter:
         self.open.difference_update(as_rows(rows)[counted >= prompts].tolist())
 
     def run_one(self, row: int, start: int, end: int) -> None:
-        """Do the same as `run` for one of the `open` rows, in a tenth of the time."""
+        """Do the same as `run` for a single row in `open`, in a tenth of the time."""
         counted, prompt = self._rows.counted, self._rows.prompt.item(row)
         seen = max(counted.item(row), start)
         self.ran += max(0, min(end, prompt) - seen)
@@ -245,12 +257,12 @@ class PromptCounter:
             self.open.remove(row)
 
     def refuse_ahead(self, row: int, start: int) -> None:
-        """Raise `InvalidRequestError` if the row is in its prompt and would run from beyond its counted tokens."""
+        """Raise `InvalidRequestError` if the row's prompt is not fully counted and `start` is beyond its counted tokens."""
         if row in self.open and start > (seen := self._rows.counted.item(row)):
             raise self.ahead(row, start, seen)
 
     def refuse_all_ahead(self, rows: Rows, starts: Ints) -> None:
-        """Do `refuse_ahead` for each of `rows`."""
+        """Do `refuse_ahead` for each of `rows` with its start."""
         state = self._rows
         seen = state.counted[rows]
         ahead = (starts > seen) & (seen < state.prompt[rows])
@@ -258,7 +270,7 @@ class PromptCounter:
             self.refuse_ahead(int(as_rows(rows)[at]), int(starts[at]))
 
     def ahead(self, row: int, start: int, most: int) -> InvalidRequestError:
-        """Returns the error for a context that claims more computed tokens than are possible."""
+        """Returns the error for a context whose `start_idx` is beyond the tokens that can be computed."""
         return InvalidRequestError(
             f"request {self._rows.request_ids[row]!r}: its start_idx is {start}, but {most} tokens at most are "
             "computed: set it back, or release the request and claim it anew"
@@ -272,13 +284,13 @@ class PromptCounter:
     def ran_elsewhere(self, row: int, tokens: int) -> None:
         """Record that the first `tokens` tokens of the request were computed elsewhere.
 
-        They do not count as its prompt.
+        They are counted neither as `ran` nor as `found`.
         """
         self._rows.prompt[row] = self._rows.counted[row] = tokens
         self.open.discard(row)
 
     def mend(self) -> None:
-        """Find out from the counts which prompts are not fully counted."""
+        """Restore `open` from the counts of all rows."""
         self.open = {*np.flatnonzero(self._rows.counted < self._rows.prompt).tolist()}
 
     def forget(self, row: int) -> None:
