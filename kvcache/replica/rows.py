@@ -257,7 +257,7 @@ class PromptCounter:
             self.open.remove(row)
 
     def refuse_ahead(self, row: int, start: int) -> None:
-        """Raise `InvalidRequestError` if the row's prompt is not fully counted and `start` is beyond its counted tokens."""
+        """Raise `InvalidRequestError` if the row is in its prompt, and `start` is beyond its counted tokens."""
         if row in self.open and start > (seen := self._rows.counted.item(row)):
             raise self.ahead(row, start, seen)
 

@@ -1,7 +1,7 @@
-"""The file tier: pages of the host tier in a folder, found by their digests. It outlives the process.
+"""The file tier keeps pages of the host tier in files of a folder, where they are found by their digests.
 
-Several processes may share the folder. Each of them scans it from time to time for files of other processes. If a known
-file is gone, lookups of its pages are misses.
+The pages outlive the process. Several processes may share the folder. Each process scans it from time to time for files
+that the others have written. If a file that a process knows is gone, a lookup of one of its pages ends as a miss.
 """
 
 import contextlib
@@ -31,12 +31,12 @@ Entries = NDArray[np.int32]
 NO_ENTRY = NO_PAGE
 
 MakeIO = Callable[[Sequence[torch.Tensor]], PageIO]
-"""Makes the object that moves bytes between files and the given host memory, for one thread."""
+"""Makes the object with which one thread moves bytes between files and the given host memory."""
 
 FILE_BYTES = 16 << 20
-# in seconds: the longest time after which queued pages are written, even if they do not fill a file
+# In seconds: after at most this time queued pages are written, even if they do not fill a file.
 _LONGEST_QUEUED_S = 1.0
-_LONGEST_WAIT_S = 0.1  # in seconds: the longest that a reservation waits for pages that are being read
+_LONGEST_WAIT_S = 0.1  # in seconds: the longest time that a reservation waits for pages that are being read from files
 _RESCAN_S = 5.0
 # The refusals that show wrong bytes in a file. The other refusals come from failed system calls.
 _DAMAGE = frozenset({FileRefusal.CUT, FileRefusal.FOREIGN, FileRefusal.CORRUPTED})
@@ -47,17 +47,21 @@ _log = logging.getLogger("pagewire")
 @dataclass(eq=False, slots=True)
 class _File:
     number: int
-    entries: Entries  # by index within the file; NO_ENTRY for a page that this file no longer provides
+    # the entry of each page of the file, in order; NO_ENTRY for a page that lookups no longer find in this file
+    entries: Entries
     size: int
 
 
 class FileIndex:
-    """The pages of all known files, which take at most `max_bytes`. An entry is the index of a page in the arrays."""
+    """The pages of all known files.
+
+    The files have at most `max_bytes` together. An *entry* is the index of a page in the arrays.
+    """
 
     def __init__(self, max_bytes: int, page_bytes: int, digest_words: int) -> None:
         capacity = max_bytes // page_bytes
         self._max_bytes = max_bytes
-        self._pool = PagePool(capacity, digest_words)  # of the entries: a file holds those of its pages
+        self._pool = PagePool(capacity, digest_words)  # allocates the entries; each file holds the entries of its pages
         self.pages = self._pool.index
         self._file_of = np.zeros(capacity + 1, np.int32)
         self._place_of = np.zeros(capacity + 1, np.int32)
@@ -65,7 +69,8 @@ class FileIndex:
         self._names: dict[int, str] = {}
         self._numbers = 0
         self.bytes = 0  # the size of all files together
-        # Set and cleared by the caller. If an entry is reused for another page, it keeps its mark.
+        # marks the entries that are being read. The caller sets and clears the marks. An entry keeps its mark even if
+        # it is reused for another page.
         self.reading = np.zeros(capacity + 1, np.bool_)
 
     def __contains__(self, name: str) -> bool:
@@ -76,13 +81,14 @@ class FileIndex:
         return frozenset(self._files)
 
     def find(self, digests: Digests) -> Entries:
-        """Returns the entry of each page; `NO_ENTRY` if there is none."""
+        """Returns the entry of the page with each of these digests; `NO_ENTRY` if no known file has the page."""
         return self.pages.find(digests)
 
     def whereabouts(self, entries: Entries) -> list[tuple[str, int, NDArray[np.intp]]]:
-        """Split `entries` into runs that are adjacent in a file.
+        """Split `entries` into runs of pages that lie next to each other in one file.
 
-        A run has the file, the first index there, and indices into `entries`.
+        Returns, for each run, the name of the file, the index of the run's first page in the file, and the run's
+        indices in `entries`.
         """
         files, places = self._file_of[entries], self._place_of[entries]
         cuts = np.flatnonzero((np.diff(files) != 0) | (np.diff(places) != 1)) + 1
@@ -90,12 +96,15 @@ class FileIndex:
         return [(self._names[int(files[at[0]])], int(places[at[0]]), at) for at in runs if at.size]
 
     def use(self, entries: Entries) -> None:
-        """Mark the files of these entries as just used, so that they are removed last."""
+        """Mark the files of these entries as just used, so that they are removed after all other files."""
         for number in np.unique(self._file_of[entries]).tolist():
             self._files.move_to_end(self._names[number])
 
     def room_for(self, size: int) -> list[str]:
-        """Forget the least recently used files until `size` more bytes fit. Returns the names of these files."""
+        """Forget the least recently used files until `size` more bytes fit.
+
+        Returns the names of the forgotten files.
+        """
         names: list[str] = []
         while self._files and self.bytes + size > self._max_bytes:
             names.append(next(iter(self._files)))
@@ -103,14 +112,15 @@ class FileIndex:
         return names
 
     def add(self, name: str, size: int, digests: Digests, tables: NDArray[np.intp]) -> None:
-        """Add a file of these distinct pages, for which there must be room. It replaces a known file of the same name.
+        """Add a file of pages with these digests.
 
-        `tables`: the block table of each page.
+        They are distinct, and there must be room for the file. A known file of the same name is replaced. `tables` has
+        the block table of each page.
         """
         self.forget(name)
         entries = self._pool.allocate(len(digests))
         self.pages.tables[entries] = tables
-        known = self.pages.publish(entries, digests) != entries  # pages that another file has as well
+        known = self.pages.publish(entries, digests) != entries  # pages that a known file already has
         self._pool.release(entries[known])
         self._numbers += 1
         self._file_of[entries], self._place_of[entries] = self._numbers, np.arange(len(entries))
@@ -120,7 +130,7 @@ class FileIndex:
         self.bytes += size
 
     def forget(self, name: str) -> None:
-        """Forget a file. A no-op if it is not known."""
+        """Forget a file. Does nothing if the file is not known."""
         file = self._files.pop(name, None)
         if file is None:
             return
@@ -129,13 +139,13 @@ class FileIndex:
         self.bytes -= file.size
 
     def drop(self, entries: Entries) -> None:
-        """Forget these pages. The other pages of their files stay."""
+        """Forget the pages of these entries. The other pages of their files stay."""
         for entry in entries.tolist():
             self._files[self._names[int(self._file_of[entry])]].entries[self._place_of[entry]] = NO_ENTRY
         self._let_go(entries)
 
     def clear(self) -> None:
-        """Forget all files. The journal does not report it."""
+        """Forget all files. The journal does not report the pages as removed."""
         self.pages.clear()
         self._pool.mend(*np.zeros((2, len(self.reading)), np.int64))
         self._files.clear()
@@ -172,9 +182,10 @@ class FileIndex:
 
 
 class FileTier(LowerTier):
-    """Files of pages below a host tier. They take at most `max_bytes`; the least recently used files are removed first.
+    """Files of pages, below a host tier.
 
-    `make_io` is called once for each of the two threads. Raises `PoolTooSmallError` if `max_bytes` cannot hold a page.
+    They take at most `max_bytes`, and the least recently used files are removed first. `make_io` is called once for
+    each of the two threads. Raises `PoolTooSmallError` if `max_bytes` is too small for one page.
     """
 
     def __init__(self, folder: PageFolder, max_bytes: int, host: HostTier, make_io: MakeIO) -> None:
@@ -188,12 +199,13 @@ class FileTier(LowerTier):
         self._layout = layout
         self._max_bytes = max_bytes
         self._read_io, self._write_io = make_io(host.memory), make_io(host.memory)
-        # The most pages of a file. A file is small, so that a small host tier has enough other slots while a file is
-        # written.
+        # The largest number of pages in a file. It is limited so that a small host tier has enough other slots while
+        # the slots of one file are held for writing.
         most = (FILE_BYTES // layout.page_bytes, host.pool.num_pages // 4, layout.most_in(max_bytes))
         self.pages_a_file = max(1, min(most))
         self._index = FileIndex(max_bytes, layout.page_bytes, layout.digest_bytes // 8)
-        self._queue: deque[tuple[float, Digests]] = deque()  # the pages that were offered, with the time of the offer
+        # the digests of pages that were offered, with the time of the offer
+        self._queue: deque[tuple[float, Digests]] = deque()
         self._scanned = self._clock()
         self._take_up_scan(folder.scan(frozenset(), first=True))
 
@@ -206,14 +218,15 @@ class FileTier(LowerTier):
         return found
 
     def fetch(self, digests: Digests, wanted: Asked, *, wait: bool, gain: int) -> None:  # noqa: ARG002 - it always pays
-        """See the base class. With `wait`, waits for the reads that are running, at most `_LONGEST_WAIT_S`."""
+        """See the base class. With `wait`, waits for the running reads, for at most `_LONGEST_WAIT_S`."""
         names = digests.swapaxes(0, 1)[wanted.T][: self._host.pool.free_count // 2]
         entries = self._index.find(names)
         absent = (self._host.pool.index.find(names) == NO_PAGE) & ~self._index.reading[entries]
         if absent.any():
             self._begin_reads(entries[absent], names[absent])
         if wait and self._reader.jobs:
-            self._reader.jobs[-1].wait(_LONGEST_WAIT_S)  # the thread reads in order, so this is the last to end
+            # the thread reads in order, so this read is the last one to end
+            self._reader.jobs[-1].wait(_LONGEST_WAIT_S)
             self._take_up(self._reader)
 
     def brings(self, digests: Digests, wanted: Asked) -> bool:
@@ -222,10 +235,10 @@ class FileTier(LowerTier):
 
     @property
     def generation(self) -> int:
-        """The number of additions and removals of pages so far."""
+        """The number of times that pages were added to the known files or removed from them."""
         return self._index.pages.generation
 
-    # ---- down: from host slots to files
+    # Queue pages that the host tier has now. They are written later, if the host tier then still has them.
 
     def offer(self, digests: Digests) -> None:
         """Queue pages that the host tier has now. They are written later, if the host still has them."""
@@ -233,9 +246,9 @@ class FileTier(LowerTier):
             self._queue.append((self._clock(), digests))
 
     def used(self, digests: Digests) -> None:
-        """Record that a request has used these pages.
+        """Record that a request has used the pages with these digests.
 
-        Their files are kept longer, and pages without a file are written again.
+        Their files are then kept longer. Pages that are in no file are queued to be written again.
         """
         entries = self._index.find(digests)
         known = entries != NO_ENTRY
@@ -265,7 +278,7 @@ class FileTier(LowerTier):
             self._take_up(self._reader, self._writer)
 
     def reset(self) -> None:
-        """Forget every file, and start a new epoch, so that no process finds the old files."""
+        """Forget every file. Starts a new epoch, so that no process that starts later finds the old files."""
         self._queue.clear()
         self.flush()
         for job in self._reader.jobs:
@@ -276,9 +289,9 @@ class FileTier(LowerTier):
         self._writer.submit(self._folder.remove, self._folder.renew())
 
     def close(self) -> None:
-        """Finish everything that has begun, and end the threads. Safe to call twice."""
+        """Finish all work that has begun, and end the threads. Safe to call twice."""
         self._reader.shutdown()
-        self._take_up(self._reader)  # frees the slots of the last reads
+        self._take_up(self._reader)  # this frees the slots of the last reads
         self._writer.shutdown()
 
     def counts(self, noun: str) -> Mapping[str, int]:
@@ -297,7 +310,7 @@ class FileTier(LowerTier):
         return self._index.pages
 
     def mend(self) -> None:
-        """See the base class. The next scan of the folder finds the files again."""
+        """See the base class. The next scan of the folder finds all files again."""
         super().mend()
         self._queue.clear()
         self._index.clear()
@@ -324,9 +337,9 @@ class FileTier(LowerTier):
             self._begin_job(self._reader, read, take, slots[at])
 
     def _read_file(self, path: Path, first: int, names: Digests, pages: list[list[Part]]) -> list[FileRefusal | None]:
-        """Read pages of a file, in the read thread.
+        """Read pages of a file. Runs in the read thread.
 
-        Also mark the file as just used, for other processes and for the next start.
+        Also marks the file as just used, so that other processes, and the next start of this one, keep it longer.
         """
         refusals = read_pages(path, self._layout, first, names, pages, self._read_io)
         with contextlib.suppress(OSError):
@@ -342,17 +355,18 @@ class FileTier(LowerTier):
         tables: NDArray[np.intp],
         refusals: list[FileRefusal | None],
     ) -> None:
-        """End a read of a file into `slots`: publish the pages that were read, and drop the entries of refused pages.
+        """Handle the end of a read of a file into `slots`.
 
-        `tables`: the block table of each page. If the bytes of the file are wrong, the file is removed. If it stayed,
-        each start, and each process that shares the folder, would find its pages again in place of copies that are
-        written later. The good pages of the file are written again when they are used.
+        Publish the pages that were read, and drop the entries of refused pages. `tables` has the block table of each
+        page. If the file has wrong bytes, the file is removed. Otherwise each process that starts or scans the folder
+        would find the damaged pages again, in place of good copies that are written later. The file's good pages are
+        written again when they are used.
         """
         self._index.reading[entries] = False
         right = self._publish(slots, digests, tables, refusals)
         if right.all():
             return
-        lost = entries[~right & (self._index.find(digests) == entries)]  # another page may have the entry by now
+        lost = entries[~right & (self._index.find(digests) == entries)]  # the entry may belong to another page by now
         self._index.drop(lost)
         if lost.size and not _DAMAGE.isdisjoint(refusals):
             self._index.forget(name)
@@ -362,7 +376,7 @@ class FileTier(LowerTier):
         digests = np.concatenate([offered for _, offered in self._queue])[: self.pages_a_file]
         self._unqueue(len(digests))
         slots = self._host.pool.index.find(digests)
-        _, once = np.unique(slots, return_index=True)  # a page that was offered twice is written once
+        _, once = np.unique(slots, return_index=True)  # if a page was offered twice, it is written once
         once = np.sort(once)
         once = once[(slots[once] != NO_PAGE) & (self._index.find(digests[once]) == NO_ENTRY)]
         slots, digests = slots[once], digests[once]

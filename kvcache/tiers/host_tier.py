@@ -1,8 +1,9 @@
-"""The host tier: pages in host memory, its interface to each replica, and the base class of all lower tiers.
+"""The host tier: pages in host memory, how each replica uses them, and the base class of all lower tiers.
 
-Soon after a replica publishes a page, the page is copied into a host slot (write-through). If pages of a prompt have
-been evicted from the device, they are copied back from host memory. Slots are managed like device pages: a `PagePool`
-records which are published, held by a copy, or idle, and evicts the least recently used idle slots first.
+Soon after a replica publishes a page, the page is copied into a host slot (write-through). If the device has since
+evicted pages of a prompt, they are copied back from host memory. Slots are managed in the same way as device pages. A
+`PagePool` records which slots are published, held by a copy, or idle, and evicts the least recently used idle slots
+first.
 """
 
 import time
@@ -28,17 +29,18 @@ from kvcache.replica.rows import Pages, Rows, as_rows
 from kvcache.tiers.page_files import FileRefusal, FileRefusals
 
 _T = TypeVar("_T")
-# In bytes: how much is copied between two steps for readers of pages. Copies for rows are not limited.
+# In bytes: how much is copied to the device between two steps for readers of leased pages. Copies for this manager's
+# requests have no such limit.
 _BROUGHT_BYTES = 8 << 20
 PAUSE_S = 10.0
-"""The pause of a lower tier after a failure, in seconds."""
+"""In seconds: how long a lower tier pauses after a failure."""
 
 
 class HostTier:
-    """Slots of host memory, each of which holds one page of any replica.
+    """Slots of host memory. Each slot holds one page of any replica.
 
-    Each shard has an array, and a page lies at the same slot in all of them. Slot 0 is the null slot. `pinned`: a GPU
-    copies from and to the memory. Raises `PoolTooSmallError` if not even one page fits.
+    Each shard has one array, and a page lies at the same slot in all arrays. Slot 0 is the null slot. `pinned` says
+    that a GPU copies from and to the memory. Raises `PoolTooSmallError` if not even one page fits.
     """
 
     def __init__(self, shard_bytes: Sequence[int], num_slots: int, digest_words: int, *, pinned: bool) -> None:
@@ -49,48 +51,50 @@ class HostTier:
         self.lower: list[LowerTier] = []  # the tiers below, nearest first
 
     def touch(self, slots: Slots) -> None:
-        """Mark published `slots`, in logical order, as just used. The last of them is evicted first."""
+        """Mark published `slots` as just used. They are in logical order, so the last of them is evicted first."""
         self.pool.hold(slots)
         self.pool.release(slots)
 
     def parts(self, slots: Slots) -> list[list[NDArray[np.uint8]]]:
-        """Returns the bytes of every shard of each slot, as arrays over the tier's own memory."""
+        """Returns the bytes of each slot, one array for each shard. The arrays are views of the tier's own memory."""
         return [[rows[slot] for rows in self._rows] for slot in slots.tolist()]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class HostCopy:
-    """A copy of pages into host slots, or back to the device. Pages and slots are held until it is over.
+    """A copy of pages into host slots, or from host slots to the device.
 
-    Until then, pages that are copied back for a row are found by no other request, and may be read by none.
+    Pages and slots are held until the copy is over. Until then, no other request finds pages that are copied to the
+    device for a row, and nothing may read them.
     """
 
     pages: Pages
     slots: Slots
-    digests: Digests  # published when the copy is over; empty for pages that are copied back for a row
+    # the pages are published under these when the copy is over; empty for pages that are copied to the device for a row
+    digests: Digests
     copy: Copy
 
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """A read, a write or a question to a store, which runs in a thread of a lower tier."""
+    """A read, a write, or a question to a store. It runs in a thread of a lower tier."""
 
-    work: Future[Callable[[], None]]  # returns what the loop's thread must do with the result
+    work: Future[Callable[[], None]]  # returns a function, with which the loop's thread handles the result
     slots: Slots  # held until the work has ended
-    names: Sequence[bytes] = ()  # the objects that are looked up or read
-    dropped: bool = False  # whether the result is no longer wanted
+    names: Sequence[bytes] = ()  # the names of the objects that are looked up or read
+    dropped: bool = False  # whether nobody wants the result any more
 
     def wait(self, seconds: float | None = None) -> None:
         """Wait until the work has ended, for at most `seconds`; None means without limit."""
         wait([self.work], seconds)
 
     def drop(self) -> None:
-        """Mark the result as no longer wanted."""
+        """Record that nobody wants the result any more."""
         self.names, self.dropped = (), True
 
 
 class TierThread(ThreadPoolExecutor):
-    """One of the two threads of a lower tier."""
+    """One of the two threads of a lower tier, with its jobs."""
 
     def __init__(self, name: str) -> None:
         super().__init__(1, f"pagewire-{name}")
@@ -100,21 +104,23 @@ class TierThread(ThreadPoolExecutor):
 class LowerTier:
     """A tier below the host tier: files or objects, which outlive the process.
 
-    All state belongs to the loop's thread. Two other threads move the bytes, one for reads and one for writes. The host
-    slots that they read or write are held meanwhile. The loop's thread polls for their results.
+    All state belongs to the loop's thread. Two other threads move bytes: one reads and one writes. The host slots that
+    they read or write are held until they are done. The loop's thread polls for their results.
     """
 
     asks = False  # whether a remote store must be asked which pages it has
-    longest_tail = 0  # the most pages of a run that are stored only in its tail, because a state follows them
+    # the most pages at the end of a run that are stored in a short object of their own (a tail), because a state
+    # follows them
+    longest_tail = 0
 
     def __init__(self, host: HostTier, of: str) -> None:
         self._host = host
         self._clock = time.monotonic
         self._reader, self._writer = TierThread(f"{of}-reads"), TierThread(f"{of}-writes")
-        self._paused_until = 0.0  # set by a thread after a failure; until then the tier takes nothing in
+        self._paused_until = 0.0  # set by a thread after a failure; until this time the tier takes in no pages
         self.written: int = 0  # the number of pages written so far
         self.read: int = 0  # the number of pages read so far
-        self.refusals = FileRefusals()  # counts of pages that were wrong, cut short or missing when they were read
+        self.refusals = FileRefusals()  # counts the pages that were wrong, cut short or missing when they were read
 
     @abstractmethod
     def counts(self, noun: str) -> Mapping[str, int]:
@@ -125,55 +131,56 @@ class LowerTier:
     @property
     @abstractmethod
     def generation(self) -> int:
-        """Changes whenever more is known about which pages the tier has."""
+        """A number that changes whenever the tier learns more about which pages it has."""
 
     @abstractmethod
     def has_of(self, digests: Digests, asked: Asked, *, perhaps: bool) -> Asked:
-        """Returns which of the `asked` pages the tier is known to have.
+        """Returns a mask of the `asked` pages: those that the tier is known to have.
 
-        With `perhaps`, also returns the pages that are not known to be absent.
+        With `perhaps`, the mask also has the pages of which it is not known whether the tier has them.
         """
 
     def ask(self, digests: Digests, perhaps: Asked) -> bool:  # noqa: ARG002 - everything is known
-        """Ask for pages whose presence is not known.
+        """Ask the store about those pages in the mask `perhaps` of which it is not known whether the tier has them.
 
-        Returns whether an answer is on its way and is worth waiting for.
+        Returns whether an answer is on its way for which it is worth waiting.
         """
         return False
 
     @abstractmethod
     def fetch(self, digests: Digests, wanted: Asked, *, wait: bool, gain: int) -> None:
-        """Begin to read the `wanted` pages, which the tier has, column by column, as far as the host has room.
+        """Begin to read the `wanted` pages, which the tier has.
 
-        `gain` is the number of pages whose tokens then need not be computed. With `wait`, waits a while for the pages.
+        They are read column by column, as far as the host has room. `gain` is the number of pages whose tokens then
+        need not be computed. With `wait`, waits for the pages for a while.
         """
 
     @abstractmethod
     def brings(self, digests: Digests, wanted: Asked) -> bool:
-        """Whether some `wanted` pages are being read and are still worth waiting for."""
+        """Whether some of the `wanted` pages are being read, and are still worth waiting for."""
 
     # ---- down, from host slots
 
     def offer(self, digests: Digests) -> None:
-        """Record that the host tier has these pages now."""
+        """Record that the host tier now has the pages with these digests."""
 
     def used(self, digests: Digests) -> None:
-        """Record that a request has used these pages."""
+        """Record that a request has used the pages with these digests."""
 
     def ended(self, digests: Digests) -> None:
         """Record that a request with these pages, `[tables, pages, words]`, has ended."""
 
     @abstractmethod
     def tick(self) -> None:
-        """Handle the results of the threads, and give them new work. Never waits."""
+        """Handle the results of the threads, and give the threads new work. Never waits."""
 
     @abstractmethod
     def flush(self) -> None:
-        """Write all pending pages, and wait until they are written."""
+        """Write all pages that wait to be written, and wait until this is done."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget all pages, so that no request finds them any more."""
+        """Forget all pages, so that no request finds one of them any more."""
 
     @abstractmethod
     def close(self) -> None:
@@ -183,28 +190,28 @@ class LowerTier:
 
     @property
     def held_slots(self) -> list[Slots]:
-        """Returns the host slots of each read and write that is under way."""
+        """Returns the host slots of each read and write that has not ended."""
         return [job.slots for job in (*self._reader.jobs, *self._writer.jobs)]
 
     def stop(self) -> None:
-        """Wait until both threads have done all their work."""
+        """Wait until both threads have done all work that was given to them."""
         for thread in (self._reader, self._writer):
-            with suppress(RuntimeError):  # raised if the thread has ended
+            with suppress(RuntimeError):  # raised if the thread was ended by `close`
                 thread.submit(nothing).result()
 
     def mend(self) -> None:
-        """Forget which pages the tier has. `stop` must be called before this."""
+        """Forget which pages the tier has. Call `stop` before this."""
         self._reader.jobs.clear()
         self._writer.jobs.clear()
 
     @abstractmethod
     def check(self) -> None:
-        """Raise `InvariantError` if the counts disagree."""
+        """Raise `InvariantError` if the tier's records contradict each other."""
 
     # ---- inside
 
     def _take_up(self, *threads: TierThread) -> None:
-        """Handle the results of these threads."""
+        """Handle the results of the jobs of these threads that have ended."""
         for thread in threads:
             while thread.jobs and thread.jobs[0].work.done():
                 self._end(thread.jobs.popleft())
@@ -217,11 +224,14 @@ class LowerTier:
         slots: Slots = NO_SLOTS,
         names: Sequence[bytes] = (),
     ) -> None:
-        """Let a thread run `work`. Later the loop's thread passes the result to `take`, or an `OSError` to `_fail`."""
+        """Let a thread run `work`.
+
+        When it has ended, the loop's thread passes its result to `take`, or its `OSError` to `_fail`.
+        """
         thread.jobs.append(Job(thread.submit(self._work, work, take), slots, names))
 
     def _work(self, work: Callable[[], _T], take: Callable[[_T], None]) -> Callable[[], None]:
-        """Run `work` in a thread of the tier. Returns what the loop's thread must do next."""
+        """Run `work` in a thread of the tier. Returns a function, with which the loop's thread handles the result."""
         try:
             return partial(take, work())
         except OSError as error:
@@ -239,9 +249,10 @@ class LowerTier:
     def _publish(
         self, slots: Slots, digests: Digests, tables: NDArray[np.intp], refusals: Sequence[FileRefusal | None]
     ) -> NDArray[np.bool_]:
-        """Publish the pages that were read into `slots`, without the refused ones. Returns which pages are right.
+        """Publish the pages that were read into `slots`, except the refused ones.
 
-        `tables`: the block table of each page. `refusals`: why each page is refused, or None.
+        Returns a mask of the published pages. `tables` has the block table of each page. `refusals` has the reason why
+        each page is refused, or None.
         """
         right = np.array([refusal is None for refusal in refusals], np.bool_)
         index = self._host.pool.index
@@ -253,11 +264,14 @@ class LowerTier:
 
     @abstractmethod
     def _fail(self, error: OSError) -> None:
-        """Drop what waits to be written, because a thread has raised this error. The pause has begun."""
+        """Called after a thread has raised `error`, and the pause has begun.
+
+        Drops the pages that wait to be written.
+        """
 
 
 def nothing() -> None:
-    """Do nothing, as work for a thread, or for the loop's thread after it."""
+    """Do nothing. Used as work for a thread, and as the function that handles a result."""
 
 
 def _of_one_table(digests: Digests) -> Digests:
@@ -265,10 +279,10 @@ def _of_one_table(digests: Digests) -> Digests:
 
 
 class ReplicaTier(PagesBelow, PageReader):
-    """The host tier as one replica uses it: pages that wait to be copied to the host, and pages that are copied back.
+    """The host tier as one replica uses it: its pages that wait to be copied to the host, and its copies to the device.
 
-    `PagesBelow` documents the methods that a replica calls. The pool's journal reports which pages to copy, and which
-    pages are about to be overwritten, so that their copies cannot wait.
+    `PagesBelow` documents the methods that a replica calls. The pool's journal reports the pages to copy to the host.
+    It also reports pages that are about to be overwritten, because their copies cannot wait any longer.
     """
 
     keeps = True
@@ -280,7 +294,10 @@ class ReplicaTier(PagesBelow, PageReader):
         mover: PageMover,
         every: Callable[[Digests], Digests] = _of_one_table,
     ) -> None:
-        """`every` turns the digests of the first table's pages into those of all tables' pages."""
+        """`every` takes the digests of tokens.
+
+        It returns the digests of the pages with these tokens in all block tables.
+        """
         self.host = host
         self.pool = pool
         self.lower = host.lower
@@ -289,23 +306,24 @@ class ReplicaTier(PagesBelow, PageReader):
         self._no_digests: Digests = pool.index.digests_of(NO_SLOTS)
         # by page: whether its copy to the host is queued or running
         self.storing = np.zeros(pool.num_pages + 1, np.bool_)
-        # Published pages to be copied to the host, oldest first, with their digests. An entry without pages records a
-        # use of its digests. If these are `[tables, pages, words]`, it records that a request with these pages has
-        # ended.
+        # The queue of published pages that wait to be copied to the host, oldest first. Each entry has pages and their
+        # digests. An entry without pages records that a request has used the pages with these digests. If the digests
+        # are `[tables, pages, words]`, such an entry records that a request with these pages has ended.
         self.waiting: deque[tuple[Pages, Digests]] = deque()
-        # By row: the copies of its pages back to the device that have not begun or not ended.
+        # By row: the copies of its pages to the device that have not begun or not ended.
         self._loads: dict[int, list[HostCopy]] = {}
-        self._left: list[HostCopy] = []  # running copies whose row was released
-        self.stores: deque[HostCopy] = deque()  # running copies to the host, oldest first
-        self.stored = self.loaded = 0  # the number of pages copied so far
+        # copies to the device whose end was not handled yet, and which belong to no row any more
+        self._left: list[HostCopy] = []
+        self.stores: deque[HostCopy] = deque()  # copies to the host that have not ended, oldest first
+        self.stored = self.loaded = 0  # the number of pages copied to the host, and to the device, so far
         self.brought_at_once = max(1, _BROUGHT_BYTES // sum(memory.shape[1] for memory in host.memory))
         pool.journal.read(self, saves=True)
 
     # ---- to the host
 
     def came(self, pages: Pages, digests: Digests) -> None:
-        """Queue `pages` to be copied."""
-        new = ~self.storing[pages]  # a fork publishes shared pages again, and these are queued already
+        """Queue published `pages` to be copied to the host."""
+        new = ~self.storing[pages]  # a fork publishes shared pages again, although their copies are queued already
         if not new.all():
             pages, digests = pages[new], digests[new]
         if pages.size:
@@ -313,14 +331,18 @@ class ReplicaTier(PagesBelow, PageReader):
             self.waiting.append((pages, digests))
 
     def store(self, most: int) -> int:
-        """Copy, or begin to copy, the `most` pages that have waited longest. Returns how many pages left the queue."""
-        self._pass_uses()  # uses that had to wait for the end of asynchronous copies
+        """Begin to copy the `most` pages that have waited longest to the host.
+
+        Returns how many pages left the queue.
+        """
+        self._pass_uses()  # apply uses that had to wait until asynchronous copies had ended
         pages, digests = self._take(most)
         if not pages.size:
             return 0
         pool = self.host.pool
         absent = (pool.index.find(digests) == NO_PAGE).nonzero()[0]
-        fits = absent[: pool.free_count]  # if copies hold all other slots, the remaining pages are not stored
+        # if copies hold all other slots, the remaining pages are not copied to the host
+        fits = absent[: pool.free_count]
         self.storing[pages] = False
         if fits.size:
             new, slots = pages[fits], pool.allocate(len(fits))
@@ -332,25 +354,25 @@ class ReplicaTier(PagesBelow, PageReader):
         return len(pages)
 
     def going(self, pages: Pages) -> None:
-        """Make the pending copies of `pages` now, because the pages are about to be overwritten."""
+        """Finish the pending copies of `pages` to the host now, because the pages are about to be overwritten."""
         while self.storing[pages].any():
             if self.stores:
-                self._await_stores()  # asynchronous copies that began in an earlier step
+                self._await_stores()  # asynchronous copies that an earlier step has begun
             else:
                 self.store(self._next_entry())
 
     @property
     def is_loading(self) -> bool:
-        """Whether asynchronous copies to the device have begun whose end was not handled yet."""
+        """Whether asynchronous copies to the device were begun whose end was not handled yet."""
         return bool(self._left)
 
     def poll(self) -> None:
-        """Handle the asynchronous copies that have ended."""
+        """Handle the end of all asynchronous copies that are over."""
         while self.stores and self.stores[0].copy.over():
             store = self.stores.popleft()
             self.storing[store.pages] = False
             self.stored += len(store.pages)
-            # If another replica has stored the same content meanwhile, this slot becomes free again.
+            # if another replica has stored a page with the same content in the meantime, this slot becomes free again
             self.host.pool.index.publish(store.slots, store.digests)
             self.host.pool.release(store.slots)
             for lower in self.lower:
@@ -359,15 +381,16 @@ class ReplicaTier(PagesBelow, PageReader):
             self._left.remove(load)
             self.loaded += len(load.pages)
             if load.digests.size:
-                # If a row has published the same content meanwhile, these pages become free.
+                # if a row has published a page with the same content in the meantime, this page becomes free
                 self.pool.index.publish(load.pages, load.digests)
             self._end(load)
 
     def leave(self, row: int, pages: Pages, names: Digests, ends: Callable[[Digests], Asked]) -> None:
-        """Called when the row is released: it no longer needs the pages that are copied back for it.
+        """Called when the row is released. Pages that are copied to the device for it are then no longer needed.
 
-        A running copy keeps its pages until its end. The use of `pages` counts only after the last of them is copied to
-        the host. Otherwise the last pages would look more recent than the first pages, without which they are useless.
+        A running copy keeps its pages until it is over. `pages` are the row's published pages. That the request used
+        them is recorded only after the last of them is copied to the host. Otherwise the host would evict the first
+        pages before the last ones, although the last ones are useless without the first.
         """
         for load in self._loads.pop(row, ()):
             if load.copy.begun:
@@ -451,7 +474,7 @@ class ReplicaTier(PagesBelow, PageReader):
     def ask(self, digests: Digests, perhaps: Asked) -> bool:
         left, coming = perhaps & ~self.host_has(digests, perhaps), False
         for lower in self.lower:
-            if lower.asks:  # during a pause after a failure, `has_of` gives nothing to ask for
+            if lower.asks:  # during a pause after a failure, `has_of` returns no page, so nothing is asked
                 coming |= lower.ask(digests, lower.has_of(digests, left, perhaps=True))
             left = left & ~lower.has_of(digests, left, perhaps=False)
         return coming
@@ -460,11 +483,12 @@ class ReplicaTier(PagesBelow, PageReader):
         slots = self.slots(digests[wanted])
         if np.count_nonzero(slots) == len(slots):
             return False
-        # Fetched pages must not evict the pages that are needed together with them.
+        # pages that are fetched must not evict the host's own pages that are needed together with them
         self.host.touch(slots[slots != NO_PAGE])
         coming = False
         for lower in self.lower:
-            there = lower.has_of(digests, wanted, perhaps=False)  # called first, because it also handles finished reads
+            # called first, because this call also handles reads that have ended
+            there = lower.has_of(digests, wanted, perhaps=False)
             wanted = wanted & ~self.host_has(digests, wanted)
             there &= wanted
             lower.fetch(digests, there, wait=wait, gain=gain)
@@ -477,14 +501,14 @@ class ReplicaTier(PagesBelow, PageReader):
         load = HostCopy(pages, slots, digests, self._mover.load(slots, pages))
         load.copy.begin()
         self._left.append(load)
-        self.poll()  # if the calling thread makes copies itself, the copy is already over
+        self.poll()  # if the calling thread itself makes the copies, this copy is already over
 
     def arrive(self, rows: Rows) -> None:
         asked = as_rows(rows) if self._loads else np.zeros(0, np.int64)
         for row in [row for row in self._loads if (asked == row).any()]:
             for load in self._loads[row]:
                 load.copy.order()
-            self._left += self._loads.pop(row)  # last, so that an interrupted copy begins again
+            self._left += self._loads.pop(row)  # last: if an interrupt comes before this line, the copy begins again
         self.poll()
 
     def coming(self, row: int | None = None) -> list[Pages]:
@@ -496,7 +520,10 @@ class ReplicaTier(PagesBelow, PageReader):
             self.store(self._next_entry())
 
     def reset(self) -> None:
-        """Forget what waits, and finish every copy, because requests rely on those to the device."""
+        """Forget the pages that wait to be copied to the host.
+
+        All running copies are finished, because requests rely on the copies to the device.
+        """
         for pages, _ in self.waiting:
             self.storing[pages] = False
         self.waiting.clear()
@@ -511,24 +538,24 @@ class ReplicaTier(PagesBelow, PageReader):
 
     @property
     def open_loads(self) -> list[HostCopy]:
-        """Returns every copy to the device that has not ended. `check` recounts them."""
+        """Returns all copies to the device that have not ended. `check` counts them again."""
         return [*self._left, *(load for loads in self._loads.values() for load in loads)]
 
     def mend(self, rows: Iterable[int]) -> None:
         claimed = {*rows}
         self._loads = {row: loads for row, loads in self._loads.items() if row in claimed}
-        self._left.clear()  # none of these copies is running any more
+        self._left.clear()  # all these copies have ended by now
         self.storing[:] = False
         for store in self.stores:
             self.storing[store.pages] = True
         uses = [entry for entry in self.waiting if not entry[0].size]
         self.waiting.clear()
-        # The queue is made anew: an interrupt may have come just after a page was published or left the queue.
+        # The queue is made anew, because the interrupt may have come just after a page was published or left the queue.
         published = np.flatnonzero(self.pool.index.published & ~self.storing).astype(np.int32)
         digests = self.pool.index.digests_of(published)
         absent = self.host.pool.index.find(digests) == NO_PAGE
         self.came(published[absent], digests[absent])
-        self.waiting += uses  # last, because a use counts only after its pages are copied
+        self.waiting += uses  # last, because a use counts only after the pages before it in the queue are copied
 
     # ---- inside
 
@@ -549,7 +576,7 @@ class ReplicaTier(PagesBelow, PageReader):
         return len(self.waiting[0][0]) if self.waiting else 0
 
     def _pass_uses(self) -> None:
-        """Apply the uses at the head of the queue. No page waits before them."""
+        """Apply the uses at the head of the queue, before which no page waits."""
         while self.waiting and not self.waiting[0][0].size and not self.stores:
             _, digests = self.waiting.popleft()
             if digests.ndim > 2:
@@ -570,7 +597,7 @@ class ReplicaTier(PagesBelow, PageReader):
         self.host.pool.release(load.slots)
 
     def _keep(self, pages: Pages) -> None:
-        """Protect `pages` from being allocated or read until `_let_go`."""
+        """Keep `pages` from being allocated or read, until `_let_go` is called."""
         self.pool.add_writer(pages)
 
     def _let_go(self, pages: Pages) -> None:

@@ -1,21 +1,23 @@
-"""The object tier: pages of the host tier in an object store, found by their digests. It outlives the machine.
+"""The object tier keeps pages of the host tier in an object store, where they are found by their digests.
 
-All state belongs to the loop's thread. Two other threads talk to the store: one asks and reads, one writes. The loop
-never waits for them: pages that have not arrived are computed. A store that fails, or does not answer in time, is not
-used for a while.
+The pages outlive the machine. All state belongs to the loop's thread. Two other threads talk to the store: one asks and
+reads, the other writes. The loop never waits for them. If pages have not arrived when a request needs them, the request
+computes them. A store that fails, or does not answer in time, is not used for a while.
 
-When a request is released, the pages of its prompt are written, many pages in one object. Objects are neither listed
-nor deleted: the bucket's own rules must expire them, and a missing object is a miss.
+When a request is released, the pages of its prompt are written, many pages to one object. This tier never lists or
+deletes objects. Instead, the rules of the bucket must expire old objects. A request for an object that is gone ends as
+a miss.
 
-Each block table has its own objects. Objects of different tables cover the same pages of a prompt. An object is named
-by the digest of its last page in its table. Objects are written in the order of the prompt: first the objects of all
-tables that begin at its first page, then those that begin at the next, as far as the host has all their pages. The
-objects of a table with a window include pages that have fallen out of the request's window. A lookup asks for the
-objects that the longest prefix needs: for full attention all objects, for a window those with tokens that are seen at
-the end of the prefix.
+Each block table has its own objects. Corresponding objects of different tables cover the same pages of a prompt. An
+object is named by the digest of its last page in its table. Objects are written in the order of the prompt: first the
+objects of all tables that begin with its first page, then the next objects of all tables, as far as the host has all
+their pages. The objects of a table with a window also include pages that have fallen out of the request's window. A
+lookup asks for the objects that the longest prefix needs. For full attention these are all objects. For a window, they
+are the objects with tokens that a query at the end of the prefix sees.
 
-A lookup takes two rounds. The first round finds where the objects of full attention end, which decides which objects of
-windows to ask for in the second round. If these are missing, a third round asks for all objects of windows.
+A lookup takes two rounds of questions. The first round finds where the existing objects of full attention end. This
+decides which objects of windows the second round asks for. If some of these do not exist, a third round asks for all
+objects of windows.
 """
 
 import logging
@@ -38,17 +40,17 @@ from kvcache.tiers.page_files import FileRefusal
 from kvcache.tiers.page_objects import ObjectFormat
 from kvcache.types import MakeObjectIO, ObjectRange, Part
 
-# In seconds. After this time, pages are read even if computing them was faster so far, because the store may have
-# become faster.
+# In seconds. After this time pages are read again, even if reading has been slower than computing so far. The store may
+# have become faster.
 _TRY_S = 30.0
-_WEIGHT = 0.25  # the weight of the newest value in a running mean
-MEMORY_BYTES = 16 << 20  # in bytes: how much a thread moves at a time, unless a single object is larger
+_WEIGHT = 0.25  # the weight of the newest value in a running average
+MEMORY_BYTES = 16 << 20  # in bytes: how much a thread moves in one call, unless a single object is larger
 _FIRST_EPOCH = "0" * 16  # the epoch of a namespace that was never reset
-_ABSENT_S = 10.0  # in seconds: how long an object counts as absent after the store has said so
+_ABSENT_S = 10.0  # in seconds: how long an object is assumed to be absent after the store has said so
 _LONGEST_FLUSH_S = 10.0
-_MOST_KNOWN = 1 << 16  # the most objects whose presence or absence is remembered
-MOST_ASKED = 256  # the most objects of a table in one question to the store
-MOST_QUEUED = 256  # the most objects of a table that wait to be written
+_MOST_KNOWN = 1 << 16  # the largest number of objects of which it is remembered whether they exist
+MOST_ASKED = 256  # the largest number of objects of one block table in a question to the store
+MOST_QUEUED = 256  # the largest number of objects of one block table that wait to be written
 _PRESENT, _UNKNOWN, _ABSENT = 1, 0, -1
 _States = NDArray[np.int8]  # `[tables, objects]`
 
@@ -57,22 +59,25 @@ _T = TypeVar("_T")
 
 
 class ObjectPiece(NamedTuple):
-    """Pages to read from one object."""
+    """Consecutive pages to read from one object."""
 
     name: bytes
-    skip: int  # the number of pages of the object before these
+    skip: int  # how many pages of the object come before these
     digests: Digests
     table: int  # the block table to which these pages belong
 
 
 class ReadRates:
-    """The recent cost of reading, which decides whether reading pays. The read thread measures it."""
+    """How long reads from the store have taken recently.
+
+    This decides whether reading is faster than computing. The read thread measures it.
+    """
 
     def __init__(self, compute_page_s: float) -> None:
         self._compute_page_s = compute_page_s
-        self.answer_s = 0.0  # running mean of the seconds until the store says which objects exist
-        self.page_s = 0.0  # running mean of the seconds for each page of a read, without that time
-        self._tried = -math.inf  # when pages were last read although computing seemed faster
+        self.answer_s = 0.0  # running average: seconds until the store has answered which objects exist
+        self.page_s = 0.0  # running average: seconds for each page of a read, without the time for an answer
+        self._tried = -math.inf  # when pages were last read although computing them seemed faster
 
     def asked(self, seconds: float) -> None:
         self.answer_s = _mean(self.answer_s, seconds)
@@ -81,10 +86,10 @@ class ReadRates:
         self.page_s = _mean(self.page_s, max(0.0, seconds - self.answer_s) / pages)
 
     def pays(self, pages: int, before: int, gain: int, now: float) -> bool:
-        """Whether reading `pages` pages is faster than computing `gain` pages. `before` others are already being read.
+        """Whether reading `pages` pages is faster than computing `gain` pages.
 
-        Returns True until a read has been measured. Later it also returns True every `_TRY_S` seconds, even if reading
-        is slower, because the store may have become faster.
+        `before` other pages are already being read. Returns True until the first read has been measured. Later it also
+        returns True every `_TRY_S` seconds, even if reading seems slower, because the store may have become faster.
         """
         is_measured = self.page_s > 0
         if not is_measured or (self.answer_s + (before + pages) * self.page_s) / self._compute_page_s < gain:
@@ -96,18 +101,18 @@ class ReadRates:
 
 
 def _mean(before: float, newest: float) -> float:
-    """Returns the running mean after one more value. `before` is the mean so far; 0 if there is none."""
+    """Returns the running average after one more value. `before` is the average so far, or 0 if there is none."""
     return before + _WEIGHT * (newest - before) if before else newest
 
 
 class ObjectTier(LowerTier):
-    """Objects of pages below a host tier, and below the file tier if there is one.
+    """Objects of pages, below a host tier, and below the file tier if there is one.
 
-    `make_io` is called once for each of the two threads. A request waits at most `timeout_s` to learn which objects
-    exist, and then at most `timeout_s` for their pages. `compute_page_s` is how many seconds the model takes for a
-    page's tokens; if it is infinite, reading always pays. `windows` says, for each block table, whether later queries
-    see only some of its pages. `apart` means that the pages are states. A request reads only one of them, however long
-    its prompt is, and each is written as soon as the host has it.
+    `make_io` is called once for each of the two threads. A request waits at most `timeout_s` until it knows which
+    objects exist, and then at most `timeout_s` for their pages. `compute_page_s` is the number of seconds that the
+    model takes for the tokens of a page. If it is infinite, reading always counts as faster. `windows` says for each
+    block table whether later queries see only some of its pages. `apart` means that the pages are recurrent states. A
+    request reads only one state, however long its prompt is, and each state is written as soon as the host has it.
     """
 
     asks = True
@@ -134,14 +139,15 @@ class ObjectTier(LowerTier):
         size = max(layout.object_bytes, MEMORY_BYTES)
         self._objects_at_once = size // layout.object_bytes
         self._read_io, self._write_io = make_io(size, timeout_s), make_io(size, timeout_s)
-        self._epoch = ""  # the name of the current epoch; empty until the store has answered with it
-        self._untold = False  # whether the store must still be told a new epoch
-        # By object: None if it is present, else the time until which it counts as absent.
+        self._epoch = ""  # the name of the current epoch; empty until it has been read from the store
+        self._untold = False  # whether a new epoch must still be written to the store
+        # By object: None if it exists. Otherwise the time until which it is assumed to be absent.
         self._known: OrderedDict[bytes, float | None] = OrderedDict()
-        self._broken: set[bytes] = set()  # objects that must be overwritten
-        # By object that is being looked up or read: the time until which a request waits for it.
+        self._broken: set[bytes] = set()  # objects whose content is wrong, so that they must be overwritten
+        # By object that is being looked up or read: the time until which requests wait for it.
         self._busy: dict[bytes, float] = {}
-        self._queue: OrderedDict[bytes, Digests] = OrderedDict()  # the objects to write, with their pages
+        # the objects that wait to be written, with the digests of their pages
+        self._queue: OrderedDict[bytes, Digests] = OrderedDict()
         self.failures = 0  # the number of calls of the store that failed or timed out
         self._ask([])
 
@@ -184,7 +190,7 @@ class ObjectTier(LowerTier):
             pages = digests[table, begin : begin + count]
             name = pages[-1].tobytes()
             if name in self._busy:
-                break  # until this object has arrived, later pages are useless
+                break  # later pages are useless until this object has arrived
             missing = wanted[table, begin : begin + count].nonzero()[0]
             run = pages[missing[0] : missing[-1] + 1][:room]
             if len(run):
@@ -198,21 +204,21 @@ class ObjectTier(LowerTier):
     # ---- down: from host slots to objects
 
     def offer(self, digests: Digests) -> None:
-        """Record that the host tier has these pages now.
+        """Record that the host tier now has the pages with these digests.
 
-        States are queued to be written. Pages wait until their request ends.
+        States are queued to be written now. Pages are queued when their request ends.
         """
         if self._apart:
             self.ended(digests[None])
 
     def used(self, digests: Digests) -> None:
-        """Record that a request has used these pages. They are queued as by `offer`."""
+        """Record that a request has used the pages with these digests. States are queued again, as by `offer`."""
         self.offer(digests)
 
     def ended(self, digests: Digests) -> None:
         """Record that a request with these pages, `[tables, pages, words]`, has ended.
 
-        The objects that the store lacks are queued to be written.
+        The objects that may be absent from the store are queued to be written.
         """
         if self._clock() < self._paused_until:
             return
@@ -235,7 +241,10 @@ class ObjectTier(LowerTier):
             self._ask([])
 
     def flush(self) -> None:
-        """Write the queued objects, and wait for that: at most `_LONGEST_FLUSH_S`, and only while the store answers."""
+        """Write the queued objects, and wait until they are written.
+
+        Waits at most `_LONGEST_FLUSH_S`, and stops when the store fails.
+        """
         deadline = self._clock() + _LONGEST_FLUSH_S
         while (self._queue or self._untold or self._writer.jobs) and self._clock() < deadline:
             self.tick()
@@ -245,7 +254,10 @@ class ObjectTier(LowerTier):
                 jobs[0].wait(max(0.0, deadline - self._clock()))
 
     def reset(self) -> None:
-        """Forget all earlier objects. Once the store has the new epoch, processes that start later ignore them, too."""
+        """Forget all earlier objects.
+
+        Once the new epoch is in the store, processes that start later ignore these objects, too.
+        """
         for job in (*self._reader.jobs, *self._writer.jobs):
             job.drop()
         self._epoch = secrets.token_hex(8)
@@ -288,7 +300,7 @@ class ObjectTier(LowerTier):
     # ---- inside
 
     def _work(self, work: Callable[[], _T], take: Callable[[_T], None]) -> Callable[[], None]:
-        """See the base class. After a failure of the store, queued work is skipped for a while."""
+        """See the base class. During the pause after a failure of the store, queued work is skipped."""
         return nothing if self._clock() < self._paused_until else super()._work(work, take)
 
     def _end(self, job: Job) -> None:
@@ -311,14 +323,14 @@ class ObjectTier(LowerTier):
     def _begin_read(
         self, work: Callable[[], _T], take: Callable[[_T], None], names: list[bytes], slots: Slots = NO_SLOTS
     ) -> None:
-        """Let the read thread look up or read these objects."""
+        """Let the read thread run `work`, which looks up or reads the objects `names`."""
         self._busy.update(dict.fromkeys(names, self._clock() + self._timeout_s))
         self._begin_job(self._reader, work, take, slots, names)
 
     # ---- lookups in the store
 
     def _ask(self, names: list[bytes]) -> None:
-        """Ask the store which of these objects exist."""
+        """Ask the store which of the objects `names` exist."""
 
         def take(answer: tuple[str, list[bool]]) -> None:
             self._epoch, there = answer
@@ -328,7 +340,7 @@ class ObjectTier(LowerTier):
         self._begin_read(partial(self._asked, self._epoch, names), take, names)
 
     def _asked(self, epoch: str, names: list[bytes]) -> tuple[str, list[bool]]:
-        """Ask for the epoch, and whether each object exists. Runs in the read thread."""
+        """Ask for the epoch if it is not known, and whether each object exists. Runs in the read thread."""
         epoch = epoch or self._find_epoch()
         began = self._clock()
         there = self._read_io.exist([self._layout.key(epoch, name) for name in names]) if names else []
@@ -355,10 +367,10 @@ class ObjectTier(LowerTier):
         self._untold = False
 
     def _over(self, pages: Asked) -> Asked:
-        """Returns which objects contain these pages, `[tables, objects]`.
+        """Returns a mask, `[tables, objects]`, of the objects that contain at least one of these pages.
 
-        If a prompt is too long for the host tier, its end is left out, because it would evict the prompt's own first
-        pages.
+        The end of a prompt that is too long for the host tier is left out, because its pages would evict the prompt's
+        own first pages from the host.
         """
         if self._apart:
             return pages
@@ -370,7 +382,10 @@ class ObjectTier(LowerTier):
         return np.logical_or.reduce(covered.reshape(self._tables, objects, count), axis=2)
 
     def _names(self, digests: Digests, objects: Asked) -> list[bytes]:
-        """Returns the names of these objects, ordered by place in the prompt, then by table."""
+        """Returns the names of the objects in this mask.
+
+        They are ordered by their place in the prompt, then by table.
+        """
         count, pages = self._layout.count, digests.shape[1]
         last = digests[:, [min((at + 1) * count, pages) - 1 for at in range(objects.shape[1])]]
         return [name.tobytes() for name in last.swapaxes(0, 1)[objects.T]]
@@ -382,7 +397,7 @@ class ObjectTier(LowerTier):
         return states
 
     def _waits(self, digests: Digests, objects: Asked) -> bool:
-        now = self._clock()  # results that came after `has_of` are handled at the next call
+        now = self._clock()  # results that have come since `has_of` was called are handled at the next call
         return any(self._busy.get(name, now) > now for name in self._names(digests, objects))
 
     # ---- reads
@@ -401,9 +416,9 @@ class ObjectTier(LowerTier):
             self._begin_read(read, take, [piece.name for piece in batch], slots)
 
     def _read(self, epoch: str, pieces: list[ObjectPiece], pages: list[list[Part]]) -> list[list[FileRefusal | None]]:
-        """Read pages, in the read thread.
+        """Read pages of objects. Runs in the read thread.
 
-        Returns the fault of each page of each piece, or None if the page is in its slot.
+        For each page of each piece, returns the reason why it is refused, or None if the right page is in its slot.
         """
         io, width, began = self._read_io, self._layout.record_bytes, self._clock()
         sizes = [len(piece.digests) * width for piece in pieces]
@@ -432,13 +447,17 @@ class ObjectTier(LowerTier):
         for piece, refusals in zip(pieces, found, strict=True):
             if any(refusals):
                 self._know(piece.name, self._clock() + _ABSENT_S)
-                # Also if an object could not be read at all: an empty object exists, but every read of a range fails.
+                # This is also done if an object could not be read at all: an empty object exists, but reading a range
+                # of it always fails.
                 self._broken.add(piece.name)
 
     # ---- writes
 
     def _begin_write(self) -> None:
-        """Write the objects that have waited longest, if the host still has all their pages."""
+        """Begin to write the objects that have waited longest.
+
+        An object is left out if the host no longer has all its pages.
+        """
         pool, batch, held = self._host.pool, dict[bytes, Digests](), list[Slots]()
         while self._queue and len(batch) < self._objects_at_once:
             name, digests = self._queue.popitem(last=False)
@@ -447,7 +466,7 @@ class ObjectTier(LowerTier):
                 batch[name] = digests
                 held.append(slots)
         if batch:
-            slots = np.unique(np.concatenate(held))  # a page may belong to both a tail and a full object
+            slots = np.unique(np.concatenate(held))  # a page may belong both to a tail and to a full object
             pool.hold(slots)
             pages = [self._host.parts(each) for each in held]
             write = partial(self._write, self._epoch, batch, pages, frozenset(self._broken & batch.keys()))
@@ -456,7 +475,7 @@ class ObjectTier(LowerTier):
     def _write(
         self, epoch: str, batch: dict[bytes, Digests], pages: list[list[list[Part]]], broken: frozenset[bytes]
     ) -> list[bytes]:
-        """Write the objects that are absent or broken, in the write thread. Returns their names."""
+        """Write those objects of the batch that are absent or broken. Returns their names. Runs in the write thread."""
         io, size, ranges, written = self._write_io, self._layout.object_bytes, list[ObjectRange](), list[bytes]()
         keys = [self._layout.key(epoch, name) for name in batch]
         there = io.exist(keys)
@@ -473,5 +492,6 @@ class ObjectTier(LowerTier):
     def _take_written(self, batch: dict[bytes, Digests], written: list[bytes]) -> None:
         self.written += sum(len(batch[name]) for name in written)
         self._broken.difference_update(written)
-        for name in batch.keys() - self._broken:  # an object that was found broken meanwhile must be written again
+        # an object that was found to be broken in the meantime must be written again
+        for name in batch.keys() - self._broken:
             self._know(name, None)

@@ -1,23 +1,23 @@
-"""Files of pages: their layout, writing and reading. A read returns the right page or none.
+"""Files of pages: their layout, and how they are written and read. A read gives either the right page or none.
 
-A file holds a run of pages that were written together, then a record for each page, then a footer:
+A file holds a run of pages that were written together. After the pages come a record for each page, and a footer:
 
     page 0 │ page 1 │ … │ row 0 │ row 1 │ … │ footer
                           digest, checksum    magic, namespace, page bytes, count, checksums of rows and footer
 
-If pages belong to several block tables, each digest is followed by the index of its page's table.
+If there are several block tables, each digest is followed by the index of the page's table.
 
-A separate file for each page was rejected: on a local disk a new file costs 15 to 1,000 µs, the time to write many
-pages. Pages come first and have one size, so each can be read alone. A file that was cut short has no footer at its
-end.
+A separate file for each page was rejected. On a local disk, a new file costs 15 to 1,000 µs, in which many pages can be
+written. The pages come first in the file and have one size, so each page can be read alone. If a file was cut short, it
+does not end with a footer.
 
-A page's checksum covers the namespace, the digest and the page. So a page in another page's place, or of another model,
-is refused like a corrupted one. Checksums guard against accidents only: a user who may write to the folder can write
-anything, with matching checksums.
+A page's checksum covers the namespace, the digest and the page's bytes. So a page that lies in the place of another
+page, or that belongs to another model, is refused in the same way as a corrupted page. Checksums protect only against
+accidents: a user who may write to the folder can write any page with a matching checksum.
 
-Only their owner may access the files, and none is opened through a link. A draft is a file that is being written. No
-process reads it before it is whole. Its writer holds a lock on it, which the kernel releases when the process ends,
-however it ends. So a draft without a lock was left by a killed process.
+Only the owner may access the files, and no file is opened through a link. A *draft* is a file that is still being
+written. No process reads it until it is complete. Its writer holds a lock on it, and the kernel releases the lock when
+the process ends in whatever way. So a draft without a lock was left behind by a process that was killed.
 """
 
 import contextlib
@@ -48,25 +48,26 @@ _MAGIC = b"pgwire/1"
 _FOOTER = struct.Struct("<8s16sQII16s")
 _SUM_BYTES = 16
 _Move = Callable[[int, Sequence[Part], int], int]
-_MOST_PARTS = 1024  # the most buffers in one preadv or pwritev
+_MOST_PARTS = 1024  # the largest number of buffers in one call of preadv or pwritev
 _OWN_FILE = 0o600
-"""The mode of files, whatever the umask: only the owner may access them, because prompts can be derived from KV."""
+"""The mode of all files, whatever the umask is. Only the owner may access them, because prompts can be derived from KV.
+"""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
-# O_NONBLOCK: opening must not wait if the name belongs to a pipe.
+# With O_NONBLOCK, opening does not wait if the name belongs to a pipe.
 _TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 _TO_WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _TO_LOCK = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 _DRAFT = re.compile(r"[0-9a-f]{16}-[0-9]+\.tmp")
-_ABANDONED_S = 3600.0  # in seconds: on a file system without locks, an older draft counts as abandoned
+_ABANDONED_S = 3600.0  # in seconds: on a file system without locks, a draft older than this counts as left behind
 
 
 class FileRefusal(StrEnum):
-    """Why a page or a file was refused."""
+    """The reason why a page or a file was refused."""
 
     GONE = "gone"  # no file has this name any more
     UNREADABLE = "unreadable"  # the name belongs to a link, a folder or a pipe, or a system call failed
-    CUT = "cut"  # no file of pages can have this size, or the file ends before the page
-    FOREIGN = "foreign"  # the file has pages of another model or layout, or with other digests than expected
+    CUT = "cut"  # a file of pages cannot have this size, or the file ends before the page does
+    FOREIGN = "foreign"  # the file has pages of another model or layout, or the digests differ from the expected ones
     CORRUPTED = "corrupted"  # the checksum does not match
 
 
@@ -74,9 +75,9 @@ FileRefusals = Counter[FileRefusal]
 
 
 class SystemIO:
-    """Reads and writes by preadv and pwritev.
+    """Reads and writes files with preadv and pwritev.
 
-    It is at least as fast as NIXL's POSIX plugin with any queue (`benchmarks.tiers`).
+    In `benchmarks.tiers` this was at least as fast as NIXL's POSIX plugin with each of its queues.
     """
 
     def write(self, file: int, parts: Sequence[Part], offset: int) -> None:
@@ -106,14 +107,17 @@ def _all_of(call: _Move, file: int, parts: Sequence[Part], offset: int) -> None:
 class FileFormat:
     """The layout of all files of one folder."""
 
-    namespace: bytes  # 16 bytes that identify everything that a page depends on besides its tokens
+    namespace: bytes  # 16 bytes that identify everything besides tokens on which the content of a page depends
     page_bytes: int  # the bytes of one page, on all shards together
     digest_bytes: int  # the bytes of one digest
     tables: int = 1  # the number of block tables
 
     @property
     def name_bytes(self) -> int:
-        """The size of a page's name in its record, in bytes: its digest, and its table's index if there are several."""
+        """The size of a page's name in its record, in bytes.
+
+        The name is the page's digest, and with several tables also its table's index.
+        """
         return self.digest_bytes + (8 if self.tables > 1 else 0)
 
     @property
@@ -121,17 +125,17 @@ class FileFormat:
         return self.name_bytes + _SUM_BYTES
 
     def names(self, digests: Digests, tables: NDArray[np.intp]) -> Digests:
-        """The names of pages with these digests and block tables: uint64 `[pages, words]`."""
+        """Returns names of pages, uint64 `[pages, words]`, given their digests and block tables."""
         return digests if self.tables == 1 else np.column_stack((digests, tables.astype(np.uint64)))
 
     def digests_and_tables(self, names: Digests) -> tuple[Digests, NDArray[np.intp]]:
-        """Returns the digests and block tables from which `names` were made."""
+        """Returns the digests and the block tables from which `names` made these names."""
         if self.tables == 1:
             return names, np.zeros(len(names), np.intp)
         return np.ascontiguousarray(names[:, :-1]), names[:, -1].astype(np.intp)
 
     def refuses(self, names: Digests) -> bool:
-        """Whether `names` contain a page twice, or an unknown block table."""
+        """Whether `names` are invalid, because they contain a page twice or an unknown block table."""
         unknown = self.tables > 1 and bool((names[:, -1] >= self.tables).any())
         return unknown or len({row.tobytes() for row in names}) < len(names)
 
@@ -139,7 +143,7 @@ class FileFormat:
         return count * (self.page_bytes + self.row_bytes) + _FOOTER.size
 
     def count_of(self, size: int) -> int:
-        """Returns the number of pages in a file of `size` bytes; 0 if no file has that size."""
+        """Returns the number of pages in a file of `size` bytes; 0 if a file of pages cannot have that size."""
         count, rest = divmod(size - _FOOTER.size, self.page_bytes + self.row_bytes)
         return 0 if rest or count < 0 else count
 
@@ -156,9 +160,10 @@ class FileFormat:
         return digest + self.checksum(digest, parts)
 
     def judge(self, row: bytes, digest: bytes, parts: Sequence[Part]) -> FileRefusal | None:
-        """Returns why a page is refused that should have this `digest`, and has this `row` in its file.
+        """Returns the reason why a page is refused, or None if it is the right page.
 
-        Returns None if the page is right.
+        `row` is the record of the page in its file, `digest` is the digest that it should have, and `parts` are its
+        bytes.
         """
         if row[: self.name_bytes] != digest:
             return FileRefusal.FOREIGN
@@ -173,11 +178,12 @@ class FileFormat:
 def write_pages(
     folder: Path, draft: str, layout: FileFormat, names: Digests, pages: Sequence[Sequence[Part]], io: PageIO
 ) -> tuple[str, int]:
-    """Write a file of pages under a name that is derived from its content. Returns its name and size.
+    """Write a file of pages. Its name is derived from its content. Returns its name and its size.
 
-    Until the file is complete, its name is `draft`, which no reader opens. The file is not synced: it survives a killed
-    process, and after a crash of the machine checksums show damage. If the call raises `OSError`, it leaves no file
-    behind. It raises `FileNotFoundError` if the folder or the draft is gone (see `open_draft`).
+    Until the file is complete, its name is `draft`, and no reader opens it. The file is not synced to the disk. It
+    survives if the process is killed. After a crash of the machine it may be damaged, which the checksums reveal. If
+    the call raises `OSError`, it leaves no file behind. It raises `FileNotFoundError` if the folder or the draft is
+    gone (see `open_draft`).
     """
     rows = b"".join(layout.row(name.tobytes(), parts) for name, parts in zip(names, pages, strict=True))
     name = xxhash.xxh3_128_hexdigest(layout.namespace + rows) + ".pages"
@@ -187,10 +193,12 @@ def write_pages(
             io.write(file, [part for parts in pages for part in parts], 0)
             end = rows + layout.footer(rows, len(names))
             SystemIO().write(file, [np.frombuffer(end, np.uint8)], len(names) * layout.page_bytes)
-            os.close(os.dup(file))  # flushed, because a network file system reports failed writes only at close
+            # closing a duplicate flushes the file, because a network file system may report a failed write only at
+            # close
+            os.close(os.dup(file))
             try:
                 path.rename(folder / name)
-            except IsADirectoryError:  # a folder has this name
+            except IsADirectoryError:  # a folder has the final name of the file
                 name = f"{secrets.token_hex(16)}.pages"
                 path.rename(folder / name)
     except OSError:
@@ -200,9 +208,9 @@ def write_pages(
 
 
 def read_rows(path: Path, layout: FileFormat) -> Digests | FileRefusal:
-    """Returns the names of all pages of a file, uint64 `[pages, words]`, or the reason if the file is refused.
+    """Returns the names of all pages in a file, uint64 `[pages, words]`. If the file is refused, returns the reason.
 
-    If other users may access the file, their rights are removed. Raises `OSError` if a system call fails.
+    If other users may access the file, their access rights are removed. Raises `OSError` if a system call fails.
     """
     with opened(path) as file:
         status = os.fstat(file)
@@ -229,9 +237,10 @@ def read_rows(path: Path, layout: FileFormat) -> Digests | FileRefusal:
 def read_pages(
     path: Path, layout: FileFormat, first: int, names: Digests, pages: Sequence[Sequence[Part]], io: PageIO
 ) -> list[FileRefusal | None]:
-    """Fill `pages` from a file, beginning with its page `first`. Returns for each page why it is refused, or None.
+    """Read pages of a file into the buffers `pages`, from its page number `first` on.
 
-    `names` are those that the pages must have. The content of a refused page is undefined. Never raises.
+    Returns for each page the reason why it is refused, or None. `names` are the names that these pages must have. If a
+    page is refused, the content of its buffers is undefined. Never raises.
     """
     try:
         with opened(path) as file:
@@ -262,7 +271,7 @@ def _read_pages(
 
 @contextlib.contextmanager
 def opened_folder(path: Path) -> Generator[int]:
-    """Open a folder and yield its descriptor. Raises `OSError` if it is a link."""
+    """Open a folder, and yield its descriptor. Raises `OSError` if the path is a link."""
     folder = os.open(path, _FOLDER)
     try:
         yield folder
@@ -272,7 +281,7 @@ def opened_folder(path: Path) -> Generator[int]:
 
 @contextlib.contextmanager
 def opened(path: Path, flags: int = _TO_READ) -> Generator[int]:
-    """Open a file in a folder and yield its descriptor. Raises `OSError` if one of the two is a link."""
+    """Open a file, and yield its descriptor. Raises `OSError` if the file or its folder is a link."""
     with opened_folder(path.parent) as folder:
         file = os.open(path.name, flags, _OWN_FILE, dir_fd=folder)
     try:
@@ -282,13 +291,13 @@ def opened(path: Path, flags: int = _TO_READ) -> Generator[int]:
 
 
 def list_folder(path: Path) -> list[str]:
-    """Returns the names in a folder. Raises `OSError` if it is a link."""
+    """Returns the names of all files in a folder. Raises `OSError` if the path is a link."""
     with opened_folder(path) as folder:
         return os.listdir(folder)  # noqa: PTH208 - a path could name another folder by now
 
 
 def draft_names() -> Iterator[str]:
-    """Yield names that no process has used before. Any thread may draw from the iterator."""
+    """Yield names of drafts that no process has used before. Any thread may take names from the iterator."""
     return map(f"{secrets.token_hex(8)}-{{}}.tmp".format, itertools.count())
 
 
@@ -296,9 +305,9 @@ def draft_names() -> Iterator[str]:
 def open_draft(path: Path) -> Generator[int]:
     """Create a draft that only its owner may access, and yield its descriptor.
 
-    The draft is locked until the descriptor is closed. A process that starts may take it for abandoned, and remove it
-    just before it is locked. Renaming the draft then raises `FileNotFoundError`, and the writer begins again under
-    another name. Raises `OSError` if the file cannot be created.
+    The draft is locked until the descriptor is closed. Just before it is locked, a process that starts may think that
+    it was left behind, and remove it. Renaming the draft then raises `FileNotFoundError`, and the writer must begin
+    again under another name. Raises `OSError` if the file cannot be created.
     """
     with opened(path, _TO_WRITE) as file:
         os.fchmod(file, _OWN_FILE)
@@ -316,7 +325,7 @@ def remove_abandoned(folder: Path, names: list[str]) -> None:
 
 
 def _lock(file: int) -> bool | None:
-    """Try to lock the file. Returns whether that succeeded, or None if the file system has no locks."""
+    """Try to lock the file. Returns whether it is locked now, or None if the file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""The folder of page files: its files, its epoch (which a reset renews), and access rights."""
+"""The folder of page files: its files, its access rights, and its epochs. A reset begins a new epoch."""
 
 import contextlib
 import hashlib
@@ -42,9 +42,10 @@ _log = logging.getLogger("pagewire")
 
 
 class Scan(NamedTuple):
-    """The changes in the folder.
+    """What has changed in the folder since the last scan.
 
-    It has new files, as names, sizes and digests, least recently used first, and the names of files that are gone.
+    `found` has the new files as `(name, size, digests)`, the least recently used file first. `gone` has the names of
+    the files that were removed.
     """
 
     found: list[tuple[str, int, Digests]]
@@ -52,23 +53,24 @@ class Scan(NamedTuple):
 
 
 def namespace_of(*fields: str) -> bytes:
-    """Returns 16 bytes, which differ if any field differs."""
+    """Returns 16 bytes that identify these fields. They differ if any field differs."""
     joined = b"".join(struct.pack("<I", len(field.encode())) + field.encode() for field in ("files/1", *fields))
     return hashlib.sha256(joined).digest()[:16]
 
 
 class PageFolder:
-    """The files of one layout, in the folder of the current epoch of their namespace.
+    """The files of one layout. They are in the folder of the current epoch of their namespace.
 
-    `root/<namespace>/current` names that folder. A reset starts a new epoch, so that earlier files are not found again,
-    neither here nor after a restart. A process that shares the folder and was not reset keeps using the old folder,
-    which is deleted. That process then only has misses, and reads no wrong page.
+    The file `root/<namespace>/current` names that folder. A reset begins a new epoch with a new folder. So neither this
+    process nor a later one finds the earlier files again. A process that shares the folder and was not reset goes on
+    with the old folder, which is deleted. That process then has only misses, and never reads a wrong page.
 
-    Only the owner may access a folder (0700). Wider rights of an existing folder are removed. A link, or another user's
-    folder, is refused. A root that contains other things than tiers keeps its rights, and is refused if other users may
-    rename its contents. A deleted folder is made again at the next write.
+    Only the owner may access these folders (0700). If an existing folder gives other users rights, the rights
+    are removed. A folder that is a link, or that belongs to another user, is refused. If a root also contains other
+    things, its rights are left as they are, and it is refused if other users may rename its contents. If a folder is
+    deleted, it is made again at the next write.
 
-    Raises `InvalidParamsError` if nothing can be written there, or if other users could write there.
+    Raises `InvalidParamsError` if this process cannot write there, or if other users could.
     """
 
     def __init__(self, root: Path, layout: FileFormat) -> None:
@@ -90,7 +92,10 @@ class PageFolder:
         return self._home / self._epoch
 
     def renew(self) -> Path:
-        """Start a new epoch, or join one that another process has started. Returns the folder to remove."""
+        """Begin a new epoch, or join the epoch that another process has begun.
+
+        Returns the old folder, which is to be removed.
+        """
         before, current = self.path, self._read_epoch()
         if current not in (None, self._epoch):
             self._epoch = current
@@ -100,7 +105,7 @@ class PageFolder:
             self._make_home()
             self._name_epoch(self._epoch, replace=True)
             self._make_epoch()
-        # For example on a full disk. Without `current`, the next start finds no old file either.
+        # A full disk is one cause. `current` is removed, so that the next start does not find the old files.
         except OSError as error:
             _log.warning("file tier: a reset could not record the name of its new folder: %s", error)
             with contextlib.suppress(OSError):
@@ -110,11 +115,12 @@ class PageFolder:
     def write(self, names: Digests, pages: Sequence[Sequence[Part]], io: PageIO) -> tuple[str, int]:
         """Write a file of these pages. Returns its name and size.
 
-        If the folder was deleted or replaced, it is created again. Raises `OSError`, and then leaves no file behind.
+        If the folder was deleted or replaced, it is made again. If the call raises `OSError`, it leaves no file behind.
         """
         try:
             return write_pages(self.path, next(self._drafts), self.layout, names, pages, io)
-        # Or another process took the draft for abandoned, and removed it. That hardly happens twice.
+        # The folder is gone, or another process took the draft for one that was left behind, and removed it. The second
+        # cause is unlikely to occur twice.
         except (FileNotFoundError, NotADirectoryError):
             self._make_home()
             if self._read_epoch() is None:
@@ -123,9 +129,9 @@ class PageFolder:
             return write_pages(self.path, next(self._drafts), self.layout, names, pages, io)
 
     def scan(self, known: frozenset[str], *, first: bool = False) -> Scan:
-        """Find files that are not `known`, and remove broken files.
+        """Find the files that are not `known`, and remove broken files. Returns the changes.
 
-        With `first`, also remove abandoned drafts and old epochs.
+        With `first`, also removes drafts that were left behind, and folders of old epochs.
         """
         if first:
             self._tidy()
@@ -161,8 +167,9 @@ class PageFolder:
             if not isinstance(found, FileRefusal):
                 return [(status.st_mtime_ns, name, self.layout.size_of(len(found)), found)]
             with contextlib.suppress(OSError):
-                path.unlink()  # for example a file that a crash has cut short; no other program uses such names
-        # Counted once, although a file that cannot be removed is found again at each scan.
+                # for example a file that was cut short by a crash; no other program uses names of this form
+                path.unlink()
+        # Each file is counted once, although a file that cannot be removed is found again by every scan.
         if name not in self._refused:
             self._refused.add(name)
             self.refusals[found] += 1
@@ -186,7 +193,7 @@ class PageFolder:
         _make_own(self._home)
 
     def _make_epoch(self) -> None:
-        """Create the folder of the epoch. If its name is taken by something else, start a new epoch."""
+        """Make the folder of the epoch. If something else has this name, begin a new epoch."""
         try:
             _make_own(self.path)
         except (NotADirectoryError, PermissionError):
@@ -202,12 +209,12 @@ class PageFolder:
         return name if _EPOCH.fullmatch(name) else None
 
     def _name_epoch(self, name: str, *, replace: bool = False) -> str:
-        """Record the name of the epoch.
+        """Write the name of the epoch to `current`.
 
-        Without `replace`, a name that another process has recorded meanwhile is kept.
+        If `replace` is False, and another process has written a name in the meantime, that name is kept.
         """
         for _ in range(_TRIES):
-            # Raised if another process removed the draft before it was locked.
+            # Raised if another process removed the draft before it was locked. Then the loop tries again.
             with contextlib.suppress(FileNotFoundError):
                 return self._try_to_name(name, replace=replace)
             self._make_home()
@@ -236,9 +243,9 @@ def _new_epoch() -> str:
 
 
 def _own_link(root: Path) -> Path:
-    """Returns the folder that `root` leads to.
+    """Returns the folder to which `root` leads, if it is a link, else `root`.
 
-    Raises `OSError` for a link whose owner is neither this user nor root.
+    Raises `OSError` if `root` is a link that belongs neither to this user nor to the superuser.
     """
     if root.is_symlink() and root.lstat().st_uid not in (os.geteuid(), 0):
         raise PermissionError(f"{root} is a link that belongs to user {root.lstat().st_uid}")
@@ -246,15 +253,15 @@ def _own_link(root: Path) -> Path:
 
 
 def _make_root(root: Path) -> None:
-    """Create the root.
+    """Make the root folder if it does not exist.
 
-    Raises `OSError` if other users may rename its contents, because they could replace our folders.
+    Raises `OSError` if other users may rename its contents, because they could then replace our folders.
     """
     with contextlib.suppress(FileExistsError):
         root.mkdir(_OWN_FOLDER)
     status = root.stat()
     if status.st_uid == os.geteuid() and all(_HOME.fullmatch(name) for name in list_folder(root)):
-        # A root with the sticky bit is meant to be shared, and protects its contents.
+        # A root with the sticky bit is meant to be shared, and the bit protects its contents.
         if not status.st_mode & stat.S_ISVTX:
             _make_own(root)
     elif status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
@@ -262,9 +269,9 @@ def _make_root(root: Path) -> None:
 
 
 def _make_own(path: Path) -> None:
-    """Create a folder for its owner alone, or restrict its rights.
+    """Make a folder that only its owner may access, or restrict the rights of an existing folder.
 
-    Raises `OSError` for a link or another user's folder.
+    Raises `OSError` if the path is a link, or another user's folder.
     """
     with contextlib.suppress(FileExistsError):
         path.mkdir(_OWN_FOLDER)

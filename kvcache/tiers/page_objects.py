@@ -1,15 +1,16 @@
-"""Objects of pages: their pages, layout, packing and checks. This module moves no bytes.
+"""Objects of pages: their layout, how pages are packed into them, and how they are checked. This module moves no bytes.
 
-An object holds `count` consecutive pages of a prompt, each with its record as in a file of pages:
+An object holds `count` consecutive pages of a prompt. Each page is followed by a record, as in a file of pages:
 
     page 0 │ row 0 │ page 1 │ row 1 │ …
              digest, checksum
 
-The first `count` pages of a prompt are one object, the next `count` pages another. If fewer pages are left at the end,
-they form no object, or with `tails` a shorter one. Tails are for states: other requests resume only at the end of a
-run, which may be any page. An object is named by the digest of its last page, which covers the tokens of all its pages.
-So a prompt alone determines which objects to ask for, and no list of them is kept or read. Adjacent pages of an object
-can be read as one range.
+The first `count` pages of a prompt are one object, the next `count` pages are another one, and so on. If fewer than
+`count` pages are left at the end, they are in no object, or with `tails` in a shorter object. Tails are used for
+recurrent states, because another request resumes only where a run ends, which may be after any page. An object is named
+by the digest of its last page, which covers the tokens of all its pages. So the objects that a lookup asks for follow
+from the prompt alone, and no list of objects has to be kept or read. Consecutive pages of an object can be read as one
+range.
 """
 
 import re
@@ -29,15 +30,16 @@ _EPOCH_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class ObjectFormat:
-    """The layout of all objects of one namespace. `count` is part of the namespace."""
+    """The layout of all objects of one namespace. `count` is a part of the namespace."""
 
     page: FileFormat
     count: int  # the number of pages in an object
-    tails: bool = False  # whether the last pages of a run form an object even if they are fewer than `count`
+    # whether the last pages of a run form an object of their own even if they are fewer than `count`
+    tails: bool = False
 
     @property
     def record_bytes(self) -> int:
-        """The size of a page and its record, in bytes."""
+        """The size of a page together with its record, in bytes."""
         return self.page.page_bytes + self.page.row_bytes
 
     @property
@@ -45,7 +47,7 @@ class ObjectFormat:
         return self.count * self.record_bytes
 
     def bounds(self, pages: int) -> list[tuple[int, int]]:
-        """Returns the first page of each object of a run of `pages` pages, and the page after its last."""
+        """Returns the objects of a run of `pages` pages, each as its first page and the page after its last one."""
         ends = [*range(self.count, pages + 1, self.count)]
         if self.tails and pages % self.count:
             ends.append(pages)
@@ -64,28 +66,31 @@ class ObjectFormat:
         return text + xxhash.xxh3_128_digest(self.page.namespace + text)
 
     def epoch_of(self, content: bytes) -> str | None:
-        """Returns the epoch that an object names by its content.
+        """Returns the name of the epoch in the `content` of the object at `epoch_key`.
 
-        None if the content is broken, or of another namespace.
+        Returns None if the content is broken, or belongs to another namespace.
         """
         text = content[:_EPOCH_BYTES]
         right = _EPOCH.fullmatch(text) and content == self.epoch_object(text.decode())
         return text.decode() if right else None
 
     def pack(self, records: Part, digests: Digests, pages: Sequence[Sequence[Part]]) -> None:
-        """Write pages and their names into `records`, one after another."""
+        """Write pages and their records into the buffer `records`, one page after another."""
         for digest, parts, page, row in self._records(records, digests, pages):
             np.concatenate(parts, out=page)
             row[:] = np.frombuffer(self.page.row(digest, parts), np.uint8)
 
     def blank(self, records: Part) -> None:
-        """Clear each page's digest and checksum before a read, so that `unpack` refuses pages that were not read."""
+        """Clear the digest and checksum of each page in `records` before a read.
+
+        `unpack` then refuses every page that was not read.
+        """
         records.reshape(-1, self.record_bytes)[:, self.page.page_bytes :] = 0
 
     def unpack(self, records: Part, digests: Digests, pages: Sequence[Sequence[Part]]) -> list[FileRefusal | None]:
-        """Copy pages out of `records`. Returns for each page why it is refused, or None.
+        """Copy pages from the buffer `records` to `pages`. Returns for each page the reason why it is refused, or None.
 
-        The bytes of a refused page are undefined.
+        If a page is refused, its bytes in `pages` are undefined.
         """
         found: list[FileRefusal | None] = []
         for digest, parts, page, row in self._records(records, digests, pages):
@@ -99,7 +104,7 @@ class ObjectFormat:
     def _records(
         self, records: Part, digests: Digests, pages: Sequence[Sequence[Part]]
     ) -> list[tuple[bytes, Sequence[Part], Part, Part]]:
-        """Yields for each page: its digest, its parts in memory, and the parts of `records` that belong to it."""
+        """Yields for each page its digest, its parts in `pages`, and the parts of `records` that belong to it."""
         rows = records.reshape(-1, self.record_bytes)
         cut = self.page.page_bytes
         return [

@@ -1,12 +1,13 @@
-"""Recurrent states below the device: like pages, cached states are also copied to host memory, files and objects.
+"""Recurrent states below the device. Like pages, cached states are also copied to host memory, files and objects.
 
-A lower tier stores a state under the digest of the last page of its tokens. A state is large, and a request needs only
-one. So it is copied from the host directly into the request's state page when that page is reserved. The loop does not
-wait for this copy, because the device orders later work after it.
+A lower tier stores a state under the digest of the last page that it covers. A state is large, and a request needs only
+one. So a state on the host is copied directly into the request's state page when the request reserves its pages. The
+loop does not wait for this copy, because the device runs its later work after the copy.
 
-The memory of the host tier is divided beforehand. A state is as large as hundreds of pages, so slots of one size would
-waste memory. Slots cannot be moved to make room, because they may just be written to files. Files are divided in the
-same way. A store is asked for the newest state: from the last page backwards, a few pages at a time.
+Host memory is divided between pages and states once, at the start. A state is as large as hundreds of pages, so slots
+of one common size would waste memory. Slots of different sizes cannot share memory either, because making room would
+mean to move slots, and their content may just be written to files. Files are divided in the same way. A store is asked
+for the newest state of a prompt: from its last page backwards, a few pages at a time.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from kvcache.tiers.host_tier import HostTier, ReplicaTier
 from kvcache.tiers.tiers import Kept, TierRoom, Tiers, make_tiers
 
 _GB = 2**30
-_LEAST_SLOTS = 2  # one may be read from a file while another is held
-_SHARE = 0.025  # the share of the loop thread's time that copies may take
+_LEAST_SLOTS = 2  # a state may be read from a file into one slot while another slot is held
+_SHARE = 0.025  # the share of the loop thread's time that copies of states may take
 
 
 class StateTier(ReplicaTier):
-    """The host tier of states, as one replica uses it.
+    """The host tier of recurrent states, as one replica uses it.
 
-    A state that is loaded is copied at once, in order with the device's other work.
+    When a state is loaded, its copy begins at once, and is ordered with the other work of the device.
     """
 
     def _keep(self, pages: Pages) -> None:
@@ -43,10 +44,9 @@ class StateTier(ReplicaTier):
 
 
 def divide_tiers(params: KVCacheParams, shards: int) -> TierRoom:
-    """Divide host memory and files between pages and states. States get their share, and pages the rest.
+    """Divide host memory and files between pages and states. States get the share in `params`, pages the rest.
 
-    `shards` is the number of shards of a replica. Raises `PoolTooSmallError` if there is room for fewer than two
-    states.
+    `shards` is the number of shards of a replica. Raises `PoolTooSmallError` if fewer than two states fit.
     """
     space, most = (int((size or 0) * _GB) for size in (params.host_kvcache_swap_space_gb, params.file_tier_max_gb))
     state_bytes = sum(kind_offsets(kinds)[-1] for kinds in state_layouts(params.states, shards))
@@ -67,9 +67,10 @@ def divide_tiers(params: KVCacheParams, shards: int) -> TierRoom:
 def state_tiers(
     params: KVCacheParams, room: TierRoom, pages: Sequence[PageLayout], states: Sequence[StatePages]
 ) -> Tiers | None:
-    """Returns the tiers below the states of each replica, connected to them. None if the params ask for no tier.
+    """Returns the tiers below the states of all replicas, connected to these states.
 
-    `pages` has the layouts of the token pages, whose digests name the states.
+    Returns None if `params` ask for no tier. `pages` has the layouts of the token pages. The digests of token pages
+    name the states.
     """
     if not room.state_slots:
         return None
@@ -94,9 +95,9 @@ def state_tiers(
 
 
 def state_mover(states: StatePages, host: HostTier) -> PageMover:
-    """Returns the object that moves states between their pages and slots of a host tier.
+    """Returns the object that copies states between state pages and slots of a host tier.
 
-    Each kind takes a part of a slot.
+    A slot has a part for each kind of state.
     """
     parts = [
         (blocks, memory[:, first : first + layout.page_bytes])

@@ -1,4 +1,4 @@
-"""All tiers below the device pools: when copies are made, and the tiers' counters."""
+"""All tiers below the device pools: when copies are made, and the counters of the tiers."""
 
 import math
 import time
@@ -24,9 +24,9 @@ from kvcache.tiers.page_folder import PageFolder, namespace_of
 from kvcache.tiers.page_objects import ObjectFormat
 from kvcache.types import KVCacheMetrics
 
-_SHARE = 0.05  # the share of the loop thread's time that copies may take
-_MOST_CREDIT_S = 0.005  # in seconds: how much unused time of that share can be saved up
-_BATCH_BYTES = 1 << 20  # how many bytes are copied between two readings of the clock
+_SHARE = 0.05  # the share of the loop thread's time that copies of pages may take
+_MOST_CREDIT_S = 0.005  # in seconds: how much of this time can be saved up while nothing is copied
+_BATCH_BYTES = 1 << 20  # how many bytes are copied before the clock is read again
 
 
 class TierRoom(NamedTuple):
@@ -39,11 +39,11 @@ class TierRoom(NamedTuple):
 
 
 class Tiers:
-    """The host tier of a manager, and the files and objects below it, shared by its replicas.
+    """The host tier of a manager, and the files and objects below it. The manager's replicas share them.
 
-    At each `fetch` a few published pages are copied. The copies may take at most a `share` of the time that has passed,
-    which bounds their part of a step's time, however long a step is. Pages that are about to be overwritten are copied
-    immediately.
+    At each `fetch`, a few published pages are copied to the host. The copies may take at most the part `share` of the
+    time that has passed since the last `fetch`. So they take at most this part of a step's time, however long a step
+    is. Pages that are about to be overwritten are copied at once.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class Tiers:
         self.replicas: list[ReplicaTier] = []  # the host tier as each replica uses it
         self.files = files
         self.lower = host.lower  # the same list object that the replicas have
-        self._noun = noun  # what metrics call the things that are kept: "blocks" or "states"
-        self._counted = [*self.lower]  # for metrics, which can be read after `close`
+        self._noun = noun  # what metrics call the contents of the tiers: "blocks" or "states"
+        self._counted = [*self.lower]  # a list of its own, for metrics that are read after `close`
         self._batch = max(1, _BATCH_BYTES // sum(memory.shape[1] for memory in host.memory))
         self.share = share
         self._credit = 0.0
@@ -76,7 +76,7 @@ class Tiers:
         return KVCacheMetrics(**counts)
 
     def tick(self) -> None:
-        """Called when a step is about to run: makes as many copies as their share of the time allows."""
+        """Called when a step is about to run. Makes as many copies as their share of the time allows."""
         now = self._clock()
         self._credit = min(self._credit + self.share * (now - self._seen), _MOST_CREDIT_S)
         self._seen = now
@@ -90,31 +90,31 @@ class Tiers:
 
     @property
     def is_loading(self) -> bool:
-        """Whether copies to the device have begun whose end was not handled yet."""
+        """Whether copies to the device were begun whose end was not handled yet."""
         return any(tier.is_loading for tier in self.replicas)
 
     def take_up(self) -> None:
-        """Handle copies to the device that have ended.
+        """Handle the copies to the device that are over.
 
-        Needed while no step runs; otherwise steps do this.
+        A caller needs this only while no step runs, because each step does it.
         """
         for tier in self.replicas:
             if tier.is_loading:
                 tier.poll()
 
     def store_all(self) -> None:
-        """Copy all published pages to the host, and wait until they are copied."""
+        """Copy all published pages to the host, and wait until this is done."""
         for tier in self.replicas:
             tier.store_all()
 
     def flush(self) -> None:
-        """Do the same as `store_all`, then write everything that files and objects lack."""
+        """Do `store_all`, then write everything that files and objects lack."""
         self.store_all()
         for lower in self.lower:
             lower.flush()
 
     def close(self, *, flush: bool = True) -> None:
-        """Close files and objects. With `flush`, first copy and write everything pending. Safe to call twice."""
+        """Close files and objects. With `flush`, first copies and writes everything that waits. Safe to call twice."""
         if self.lower and flush:
             self.flush()
         for lower in self.lower:
@@ -123,7 +123,7 @@ class Tiers:
         self.files = None
 
     def reset(self) -> None:
-        """Forget every page, after every copy has finished."""
+        """Forget every page, after all running copies have ended."""
         for tier in self.replicas:
             tier.reset()
         for lower in self.lower:
@@ -131,15 +131,15 @@ class Tiers:
         self.host.pool.forget_idle()
 
     def stop(self) -> None:
-        """Wait until no copy, read or write of host memory is running."""
+        """Wait until the threads of the lower tiers no longer read or write host memory."""
         for lower in self.lower:
             lower.stop()
 
     def mend(self) -> None:
-        """Rebuild the holders of slots after an interrupt.
+        """Count the holders of all slots again after an interrupt.
 
-        `stop`, and `mend` of the replicas' sides, must be called before this. The results of reads and writes that were
-        running are dropped. Files are scanned, and objects asked for, again.
+        `stop`, and the `mend` of each replica's tier, must be called before this. The results of reads and writes that
+        were running are dropped. The folder of files is scanned again, and the store is asked again.
         """
         for lower in self.lower:
             lower.mend()
@@ -147,7 +147,7 @@ class Tiers:
         self.host.pool.mend(holders, np.zeros_like(holders))
 
     def _holders(self) -> Ints:
-        """Returns how many unfinished copies hold each slot: int64 `[slots + 1]`."""
+        """Returns how many copies, reads and writes hold each slot: int64 `[slots + 1]`."""
         held = [load.slots for tier in self.replicas for load in tier.open_loads]
         held += [store.slots for tier in self.replicas for store in tier.stores]
         for lower in self.lower:
@@ -158,7 +158,7 @@ class Tiers:
         return holders
 
     def check(self) -> None:
-        """Recount the unfinished copies. Raises `InvariantError` at the first slot or mark that differs."""
+        """Count the holders of all slots again. Raises `InvariantError` at the first slot or mark that differs."""
         for lower in self.lower:
             lower.check()
         holders = self._holders()
@@ -187,25 +187,26 @@ def _check_queue(tier: ReplicaTier, number: int) -> None:
 
 
 class Kept(NamedTuple):
-    """The kind of pages that tiers keep (token pages or states), and the room for them."""
+    """What tiers keep (token pages or recurrent states), and how much of it."""
 
-    noun: str  # what metrics call them: "blocks" or "states"
+    noun: str  # what metrics call it: "blocks" or "states"
     shard_bytes: Sequence[int]  # the bytes of one page or state on each shard
     slots: int  # the number of slots in host memory
     file_bytes: int  # the bytes in files
-    # Identifies everything that the content depends on, except tokens and salt, which the digest covers.
+    # Identifies everything on which the content depends, except tokens and salt. The digest covers these.
     fingerprint: str
     windows: Sequence[bool] = (False,)  # for each block table, whether later queries see only some of its pages
     files_named: tuple[str, ...] = ()  # further fields of the namespace of files
     objects_named: tuple[str, ...] = ()  # further fields of the namespace of objects
     an_object: int = 1  # the number of pages or states in an object
-    tails: bool = False  # whether the last ones of a prompt form an object even if they are fewer than `an_object`
-    apart: bool = False  # whether a request needs only one of them
+    # whether the last pages of a prompt form an object of their own even if they are fewer than `an_object`
+    tails: bool = False
+    apart: bool = False  # whether a request needs only one item, as is the case for states
     share: float = _SHARE
 
 
 def make_tiers(params: KVCacheParams, kept: Kept, page_size: int, *, pinned: bool) -> Tiers:
-    """Returns the tiers that the params ask for, not yet connected to replicas.
+    """Returns the tiers that `params` ask for. They are not connected to replicas yet.
 
     `pinned` means that GPUs copy from and to the host memory.
     """
@@ -224,7 +225,7 @@ def make_tiers(params: KVCacheParams, kept: Kept, page_size: int, *, pinned: boo
     if params.object_tier_io is not None:
         of_objects = ObjectFormat(layout(*kept.objects_named), kept.an_object, kept.tails)
         speed = params.object_tier_tokens_per_s
-        # the seconds that the model takes for the tokens of a page
+        # the number of seconds that the model takes for the tokens of a page
         seconds = page_size / speed if speed else math.inf
         io, timeout = params.object_tier_io, params.object_tier_timeout_s
         host.lower.append(ObjectTier(of_objects, host, io, timeout, seconds, kept.windows, apart=kept.apart))
@@ -239,7 +240,10 @@ def page_tiers(
     stream: Any,
     tables: LayerTables,
 ) -> Tiers | None:
-    """Returns the tiers of pages that the params ask for, connected to the replicas. None if they ask for none."""
+    """Returns the tiers of token pages that `params` ask for, connected to the replicas.
+
+    Returns None if they ask for none.
+    """
     if not params.enable_kvcache_swapping_to_host:
         return None
     sizes, several, count = [layout.page_bytes for layout in layouts], len(tables.tables) > 1, params.object_tier_pages
