@@ -1,8 +1,8 @@
-"""`EventBook`: the cache state that subscribers should know, in arrays. It makes the events that report each change.
+"""`EventBook`: what subscribers should know about the caches, in arrays. It makes the events that report each change.
 
-Each content of a page is stored once, under its hash: its tokens, the page that it continues, and the sources that have
-it now. So the whole state can be announced at any time. If a page moves to another medium, the loop need not supply its
-tokens again.
+The book stores each *content* once, under its hash. A content is what a page holds: its tokens, and the page that it
+continues. The book also records which sources have the content now. So it can announce the whole state at any time. If
+a page moves to another medium, the serving loop need not supply its tokens again.
 """
 
 import functools
@@ -30,7 +30,7 @@ from kvcache.events.wire import (
 from kvcache.pool.index import NO_PAGE, Digests, PrefixIndex
 
 Ids = NDArray[np.int32]
-"""Contents of pages, by their number in this book. 0 stands for none."""
+"""Contents of pages, as numbers that this book has given them. 0 means no content."""
 
 _TOKENS_AN_EVENT = 1 << 14
 _SHARED = {HOST: CPU, FILES: STORAGE}
@@ -38,24 +38,24 @@ _NOTHING: tuple[str | None, BlockKeys | None] = (None, None)
 
 
 class Told(NamedTuple):
-    """An event, and the source that it describes."""
+    """An event, and the source whose change it reports."""
 
     source: int
     event: KVEvent
 
 
 class EventBook:
-    """The contents of the pages of `ranks` replicas, and of the tiers that they share.
+    """The contents of the pages of `ranks` replicas, and of the tiers that the replicas share.
 
-    It has room for `capacity` pages in all media together. Not thread-safe. `specs` describes each block table, and the
-    index in it is the group number in events. Each block table of a rank, and of a shared tier, is a *source* of its
-    own: a place that can have pages.
+    There is room for `capacity` pages in all media together. Not thread-safe. `specs` describes each block table. The
+    position of a table in `specs` is its group number in events. A *source* is a place that can have pages: one block
+    table of a rank, or one block table of a shared tier.
     """
 
     def __init__(self, ranks: int, capacity: int, page_size: int, *specs: CacheSpec) -> None:
         self.begun_anew = functools.partial(EventBook, ranks, capacity, page_size, *specs)
-        # Room for pages that are present, for a parent of each of them, and for pages that are removed before the
-        # current call ends.
+        # Room for pages that are present, for the page that each of them continues, and for pages that were removed but
+        # are forgotten only when the current call ends.
         most = 4 * capacity
         self._sources = sources = ranks * len(specs)
         self._page_size = page_size
@@ -63,24 +63,25 @@ class EventBook:
         self._index = PrefixIndex(most, 1)  # hash → content
         self._tokens = np.zeros((most + 1, page_size), np.int32)
         self._parent = np.zeros(most + 1, np.int32)
-        self._depth = np.zeros(most + 1, np.int32)  # the page's index in its prompt
-        # Whether the content's tokens and parent are known. Otherwise only its hash is known.
+        self._depth = np.zeros(most + 1, np.int32)  # by content: the index of its page in the prompt
+        # By content: whether its tokens and its parent are known. Otherwise only its hash is known.
         self._described = np.zeros(most + 1, np.bool_)
-        # By content: its adapter and extra keys, if it has any.
+        # By content: the name of its adapter, and its extra keys. Contents without these have no entry.
         self._keys: dict[int, tuple[str | None, BlockKeys | None]] = {}
-        # Sources that ranks share have negative numbers, which index the last rows of the arrays by source.
+        # Sources that ranks share have negative numbers. As indices, these select the last rows of the arrays by
+        # source.
         self._shared = range(-len(_SHARED) * len(specs), 0)
         self._present = np.zeros((sources + len(self._shared), most + 1), np.bool_)
-        # by source and content: how many present pages continue this one
+        # by source and content: how many present pages of the source continue this content
         self._kids = np.zeros((sources, most + 1), np.int32)
-        self._refs = np.zeros(most + 1, np.int32)  # by content: how many contents continue this one
+        self._refs = np.zeros(most + 1, np.int32)  # by content: how many known contents continue it
         self._free = np.arange(most, 0, -1, dtype=np.int32)
         self._free_count = most
-        self._left: list[Ids] = []  # contents that may have become unused
+        self._left: list[Ids] = []  # contents that have lost a source, and may therefore be unused now
         self._told: list[Told] = []
 
     def apply(self, entries: Sequence[Entry]) -> list[Told]:
-        """Returns the events that follow from these entries of the log, in order."""
+        """Returns the events that report these entries of the log, in order."""
         self._told = []
         for entry in entries:
             if entry is None:
@@ -91,7 +92,7 @@ class EventBook:
                 source, come, digests = entry
                 hashes = hashes_of(digests if isinstance(digests, np.ndarray) else np.array([[digests]], np.uint64))
                 change = self._come if come else self._go
-                # if the entry has pages of several block tables, `source` is an array
+                # an entry with pages of several block tables has an array of sources, one for each page
                 if isinstance(source, np.ndarray):
                     for one in np.unique(source).tolist():
                         change(one, hashes[source == one])
@@ -100,11 +101,11 @@ class EventBook:
         return self._told
 
     def is_of(self, source: int, rank: int) -> bool:
-        """Whether the event stream of a rank reports this source."""
+        """Whether the event stream of this rank reports this source."""
         return source < 0 or source // len(self._specs) == rank
 
     def state(self, rank: int) -> Iterator[BlockStored]:
-        """Returns the whole state of a rank as events. A page comes after the page that it continues."""
+        """Returns events that report everything that a rank has. A page comes after the page that it continues."""
         tables = len(self._specs)
         for source in (*range(rank * tables, (rank + 1) * tables), *reversed(self._shared)):
             ids = np.flatnonzero(self._present[source]).astype(np.int32)
@@ -115,11 +116,14 @@ class EventBook:
                 yield self._bare(source, ids[~known])
 
     def hashes(self, source: int) -> Hashes:
-        """Returns the hashes of all pages of a source."""
+        """Returns the hashes of all pages that a source has."""
         return self._index.words_of(np.flatnonzero(self._present[source]))
 
     def differences(self, source: int, digests: Digests) -> list[Entry]:
-        """Returns log entries after which the source has exactly the pages with these digests."""
+        """Returns log entries that report the difference between this book and an index.
+
+        `digests` are those of all pages in the index of this source.
+        """
         have, want = self.hashes(source), hashes_of(digests)
         gone, come = have[~np.isin(have, want)], digests[~np.isin(want, have)]
         return [
@@ -131,8 +135,8 @@ class EventBook:
 
     def _describe(self, hashers: Sequence[Hashed], firsts: Ints, lasts: Ints, tokens: PageTokens) -> None:
         width = hashers[0].width
-        # A copy, because the loop appends to `known`. For each request it has the digest before its pages (zeros before
-        # page 0) and those of its pages.
+        # A copy, because the loop appends to `known`. For each request, it has the digest of the page before its new
+        # pages (zeros before page 0), and the digests of its new pages.
         known = b"".join(
             hasher.known[(first - 1) * width : last * width] if first else bytes(width) + hasher.known[: last * width]
             for hasher, first, last in zip(hashers, firsts.tolist(), lasts.tolist(), strict=True)
@@ -166,7 +170,7 @@ class EventBook:
         self._tell_known(ids)
 
     def _tell_known(self, ids: Ids) -> None:
-        """Announce present pages whose tokens have just become known. So far only their hashes were announced."""
+        """Announce present pages whose tokens have just become known. Until now, only their hashes were announced."""
         for source in (*range(self._sources), *reversed(self._shared)):
             there = ids[self._present[source, ids]]
             if source >= 0:
@@ -188,8 +192,9 @@ class EventBook:
         if not orphaned.size:
             self._tell(source, ids)
             return
-        # When a page is removed, Dynamo's index drops all pages that continue it, and it accepts no page without a
-        # known parent. So when a page comes back, all pages that continue it are announced again after it.
+        # When Dynamo's index removes a page, it also drops all pages that continue this page, and it accepts no page
+        # whose parent it does not know. So when a page comes back, all pages that continue it are announced again after
+        # it.
         below = self._below(source, orphaned)
         self._tell(source, ids[~np.isin(ids, below)])
         for run in self._chains(below):
@@ -212,7 +217,7 @@ class EventBook:
     # ---- contents
 
     def _ids(self, hashes: Hashes) -> Ids:
-        """Returns the contents with these hashes. New ones are added; only their hash is known."""
+        """Returns the contents with these hashes. Adds those that are new, for which only the hash is known so far."""
         ids = self._index.find(hashes[:, None])
         if (ids == NO_PAGE).any():
             new = np.unique(hashes[ids == NO_PAGE])
@@ -225,7 +230,10 @@ class EventBook:
         return ids
 
     def _forget_left(self) -> None:
-        """Forget contents that no medium has. If other contents continue a forgotten one, its hash stays."""
+        """Forget the contents that no source has any more.
+
+        The hash of such a content stays as long as other contents continue it.
+        """
         left = np.unique(np.concatenate(self._left)) if self._left else np.zeros(0, np.int32)
         self._left = []
         while (left := left[~self._present[:, left].any(axis=0)]).size:
@@ -243,7 +251,7 @@ class EventBook:
             left = parents[(self._refs[parents] == 0) & ~self._described[parents] & self._index.published[parents]]
 
     def _below(self, source: int, ids: Ids) -> Ids:
-        """Returns the present pages that continue `ids`, directly or through other pages."""
+        """Returns the present pages that continue the contents `ids`, directly or through other pages."""
         there = np.flatnonzero(self._present[source] & self._described).astype(np.int32)
         there = there[np.argsort(self._parent[there], kind="stable")]
         parents, below = self._parent[there], np.zeros(len(self._parent), np.bool_)
@@ -255,12 +263,14 @@ class EventBook:
         return np.flatnonzero(below).astype(np.int32)
 
     def _chains(self, ids: Ids) -> Iterator[Ids]:
-        """Split `ids` into runs in which each page continues the page before it.
+        """Split `ids` into runs in which each page continues the page before it in the run.
 
-        A run comes after the run that it continues.
+        If a run continues a page of another run, it comes after that run.
         """
         follows, parents = np.zeros(len(self._parent), np.int32), self._parent[ids]
-        follows[parents] = ids  # if several pages continue the same page, the last of them stays in that page's run
+        # if several pages continue the same page, one of them stays in that page's run, and the others begin runs of
+        # their own
+        follows[parents] = ids
         heads = ids[(follows[parents] != ids) | ~np.isin(parents, ids)]
         for head in heads[np.argsort(self._depth[heads], kind="stable")].tolist():
             run = [head]
@@ -274,9 +284,9 @@ class EventBook:
         self._told += [Told(source, event) for event in self._stored(source, ids)]
 
     def _stored(self, source: int, ids: Ids) -> Iterator[BlockStored]:
-        """Returns events for stored pages, one for each run of consecutive pages of a prompt.
+        """Returns events that report stored pages: one for each run of consecutive pages of a prompt.
 
-        Very long runs are split.
+        Very long runs are split. Very long runs are split.
         """
         size, most = self._page_size, max(1, _TOKENS_AN_EVENT // self._page_size)
         for start in range(0, len(ids), most):
@@ -305,13 +315,13 @@ class EventBook:
                 )
 
     def _bare(self, source: int, ids: Ids) -> BlockStored:
-        """Returns an event for blocks of which only the hash is known, such as files found at the start.
+        """Returns an event for blocks of which only the hash is known, such as blocks in files found at the start.
 
-        vLLM's offloading sends such blocks in the same way.
+        vLLM's offloading reports such blocks in the same way.
         """
         group, hashes = self._group(source), self._index.words_of(ids).tolist()
         event = BlockStored(hashes, None, [], 0, None, self._medium(source), None, group_idx=group)
-        if len(self._specs) > 1:  # vLLM never sends this event with several groups
+        if len(self._specs) > 1:  # vLLM never sends this event with several groups, so these fields are set only here
             spec = self._specs[group]
             event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window = spec.kind, spec.window
             event.kv_cache_spec_attention_chunk_size = spec.chunk

@@ -1,7 +1,7 @@
-"""The serving loop's record of changes to its caches: a few tuples per call, which refer to existing data.
+"""The serving loop's record of changes to its caches.
 
-To save time, the loop does not look up, encode or copy single pages here. `EventBook` makes events from the entries in
-another thread, the publisher's.
+Each call adds a few tuples, which refer to data that exists anyway. To save time, the loop does not look up, encode or
+copy single pages here. `EventBook` makes events from the entries of this record, in the publisher's thread.
 """
 
 from collections import deque
@@ -15,16 +15,18 @@ from kvcache.pool.index import Digests, PrefixIndex
 from kvcache.pool.journal import Indices, PageReader
 
 HOST, FILES = -1, -2
-"""Sources that all ranks share. A source is a place that can have pages: a replica, or one of these two. With several
-block tables, each table of such a place is a source. Its number is the place's number times the number of tables, plus
-the table's index.
+"""Places that all ranks share. A place can have pages: it is a replica, or one of these two. Each block table of a
+place is a *source*. Its number is the number of the place times the number of tables, plus the index of the table.
 """
 MOST_ENTRIES = 1 << 14
-"""If the log has more entries than this, the loop helps the publisher's thread."""
+"""If the log has more entries than this, the loop itself applies some of them."""
 
 
 class Hashed(Protocol):
-    """The hasher of a request's pages, such as a `PrefixHasher`. It may only append digests."""
+    """The hasher of a request's pages, such as a `PrefixHasher`.
+
+    Digests may be appended to `known`, but never changed.
+    """
 
     known: bytearray
     width: int
@@ -35,28 +37,29 @@ class Hashed(Protocol):
 Ints = NDArray[np.int64]
 PageTokens = NDArray[np.int32] | Sequence[bytes]
 Described = tuple[Sequence[Hashed], Ints, Ints, PageTokens]
-"""For each request: its hasher, its first and last newly hashed page, and the int32 bytes of these pages' tokens.
+"""For each request: its hasher; the first and the last (excluded) of its newly hashed pages; and the tokens of these
+pages as int32 bytes.
 
-The publisher's thread may read it at once. It is a plain tuple, because an object with named fields would cost the loop
-more than everything else that it records.
+The publisher's thread may read it at once. It is a plain tuple, because making an object with named fields would take
+the loop more time than everything else that it records.
 """
 Change = tuple[int | Indices, bool, Digests | int]
-"""The source; whether its pages came (True) or were removed; and their digests. If a single page was removed, only the
-last word of its digest is given.
+"""The source; whether its pages were added (True) or removed (False); and the digests of the pages. If a single page
+was removed, its digest is given by its last word only.
 
-If one index has pages of several block tables, the source is an array with a number for each page.
+If an index has pages of several block tables, the source is an array, with one number for each page.
 """
 Entry = Change | Described | None
-"""A change of an index; or a description of pages, which precedes the change that adds them; or None at the end of a
-call.
+"""One of three things: a change of an index; a description of pages, which comes before the change that adds these
+pages; or None at the end of a call of the manager.
 """
 
 
 class Watched(NamedTuple):
-    """An index whose changes events report."""
+    """An index whose changes are reported as events."""
 
     pages: PrefixIndex
-    source: int  # the source of its first block table; the next tables have the next numbers
+    source: int  # the number of the source for its first block table; further tables have the following numbers
     tables: int  # the number of its block tables
 
 
@@ -73,9 +76,9 @@ class NoLog:
 
 
 class EventLog:
-    """The entries of one manager, oldest first.
+    """The entries of one manager's log, oldest first.
 
-    The loop appends entries; the publisher's thread removes them by `take`.
+    The loop appends entries, and the publisher's thread removes them.
     """
 
     is_read = True
@@ -83,10 +86,13 @@ class EventLog:
     def __init__(self) -> None:
         self.entries: deque[Entry] = deque()
         self.describe: Callable[[Described], None] = self.entries.append
-        self.full: Callable[[], None] | None = None  # called by the loop if the publisher's thread falls behind
+        self.full: Callable[[], None] | None = None  # the loop calls this if the publisher's thread falls behind
 
     def watch(self, watched: Watched) -> None:
-        """Record every change of the index from now on. Pages that it already has are recorded as added now."""
+        """From now on, record every change of the index.
+
+        Pages that it already has are recorded as if they were added now.
+        """
         changes, index = IndexChanges(self.entries, watched), watched.pages
         index.journal.read(changes)
         if (there := np.flatnonzero(index.published)).size:
@@ -104,7 +110,7 @@ AnyLog = EventLog | NoLog
 
 
 class IndexChanges(PageReader):
-    """Records the changes of one index under the numbers of its sources."""
+    """Records the changes of one index, each with the number of its source."""
 
     def __init__(self, entries: deque[Entry], watched: Watched) -> None:
         self._append, self._several = entries.append, watched.tables > 1

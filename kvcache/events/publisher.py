@@ -1,10 +1,11 @@
-"""`EventPublisher`: the thread that makes events from the loop's record and sends them to subscribers.
+"""`EventPublisher`: a thread that makes events from the loop's record, and sends them to subscribers.
 
-No subscriber can delay the loop, which only appends to a log. The thread takes entries from the log. Every buffer is
-bounded. If a buffer drops a message, subscribers see a gap in the sequence numbers and can ask for a replay. The answer
-has the batches from the requested number on. If these are no longer kept, it has `AllBlocksCleared` and the whole
-state, under the requested number. The sequence begins with the clock in microseconds, so after a restart a subscriber
-sees only higher numbers. The first event is `AllBlocksCleared`.
+The loop only appends entries to a log, and the thread takes them from it. So no subscriber can delay the loop. Every
+buffer has a limit. If a buffer drops a message, subscribers see a gap in the sequence numbers, and can ask for a
+replay. The answer has all batches from the requested number on. If some of these are no longer kept, it has
+`AllBlocksCleared` and the whole state instead, numbered from the requested number on. The first sequence number is the
+clock in microseconds. So after a restart, a subscriber sees only higher numbers than before. The first event is
+`AllBlocksCleared`.
 """
 
 import bisect
@@ -28,44 +29,44 @@ from kvcache.events.wire import END_OF_REPLAY, AllBlocksCleared, BlockStored, Ev
 from kvcache.params import KVEvents
 from kvcache.sockets import SUBSCRIPTIONS, bound_socket
 
-_LOOK_MS = 5  # in milliseconds: how long the thread sleeps if the log is empty
-# Python switches threads only after 5 ms, unless the running thread waits. The publisher's thread therefore pauses
-# after this many entries, and after a number of tokens in events. The pause is long enough to wake a waiting thread.
+_LOOK_MS = 5  # in milliseconds: how long the thread sleeps when the log is empty
+# The thread pauses after this many entries, and after a number of tokens in events. The reason is that Python switches
+# threads only after 5 ms, unless the running thread waits. The pause is long enough for a waiting thread to wake up.
 _ENTRIES_A_TURN = 16
 _TOKENS_A_TURN = 1 << 11
 _PAUSE_S = 5e-5
-# If the publisher's thread gets no time, the loop applies this many entries in each call. Their events wait for the
-# thread. If too many events wait, they are dropped, and the whole state is announced again.
+# If the publisher's thread gets no time, the loop applies this many entries in each call. The thread sends their events
+# later. If too many events wait for that, they are dropped, and the whole state is announced again.
 _ENTRIES_OF_LOOP = 128
 _MOST_UNTOLD = 1 << 12
-_LOST_AT = 4 * MOST_ENTRIES  # a log with more unread entries than this is dropped
-# In seconds. After this time without events an empty batch is sent, so that a subscriber that missed the last batch
-# notices the gap.
+_LOST_AT = 4 * MOST_ENTRIES  # if the log has more unread entries than this, they are dropped
+# In seconds. After this time without events, an empty batch is sent. So a subscriber that missed the last batch notices
+# the gap in the numbers.
 _QUIET_S = 1.0
 _RING_BYTES = 64 << 20
 _TOKENS_A_BATCH = 1 << 16
-_REPLAYED = 1000  # the most batches of a replay; a subscriber that lacks more gets the whole state
-_REPLAY_SHARE = 0.2  # the share of this thread's time that replays may take
-# In bytes: how much of an answer is sent in a turn, including a cost for each message. Later turns send the rest.
+_REPLAYED = 1000  # the largest number of batches in a replay; a subscriber that lacks more batches gets the whole state
+_REPLAY_SHARE = 0.2  # the share of the thread's time that replays may take
+# In bytes: how much of an answer is sent in one turn. Each message adds a fixed cost. The next turns send the rest.
 _BYTES_A_TURN = 1 << 18
 _MESSAGE_COST = 1 << 12
-# The most messages of an answer that wait in the socket for a peer. The rest of the answer waits in `_unsent`.
+# How many messages of an answer may wait in the socket for a peer. The rest of the answer waits in `_unsent`.
 _UNREAD = 16
-_UNREAD_S = 2.0  # in seconds: if a peer takes none of its answer for this long, the rest is dropped
-# The share of this thread's time for announcing the whole state to subscribers that are new or have missed too much. An
-# announcement is followed by a pause, whose length is bounded. A few announcements may exceed the share, because
-# several subscribers may return one after another.
+_UNREAD_S = 2.0  # in seconds: if a peer takes no message of its answer for this long, the rest of the answer is dropped
+# The share of the thread's time for announcing the whole state to subscribers that are new or have missed too much. To
+# keep to the share, each announcement is followed by a pause of limited length. A few announcements may come without
+# their pauses, because several subscribers may return one after another.
 _ANEW_SHARE = 0.2
 _LEAST_ANEW_S, _MOST_ANEW_S = 0.5, 10.0
 _ANEW_AHEAD = 2
-_JOIN_S = 0.25  # in seconds: after this time the subscription of a new connection has surely arrived
+_JOIN_S = 0.25  # in seconds: when this time has passed after a connection was made, its subscription has surely arrived
 _END_S = 1.0
 
 _log = logging.getLogger("pagewire")
 
 
 class _Stream:
-    """The sockets of one rank, its next sequence number, and its last batches."""
+    """The sockets of one rank, its next sequence number, and the last batches that it sent."""
 
     def __init__(self, options: KVEvents, rank: int) -> None:
         address, replay_address = options.addresses(rank)
@@ -74,11 +75,11 @@ class _Stream:
         self._ring: deque[tuple[int, bytes]] = deque()
         self._ring_bytes = 0
         self._most = options.buffer_steps
-        self.sequence = time.time_ns() // 1000  # the number of the next batch
+        self.sequence = time.time_ns() // 1000  # the number of the next batch to send
         self.sent_at = 0.0
-        # The rest of the current answer. Each message begins with the peer's address.
+        # The messages of the current answer that are not sent yet. Each begins with the peer's address.
         self._unsent: deque[tuple[bytes, ...]] = deque()
-        self._taken_at = 0.0  # when the peer last took a message of its answer; 0 if it has not taken any
+        self._taken_at = 0.0  # when the peer last took a message of the current answer; 0 if it has not taken any
         self.pub = bound_socket("kv_events", zmq.PUB, address, options.hwm, options.secure, SUBSCRIPTIONS)
         self.replay = None
         if replay_address is not None:
@@ -87,7 +88,7 @@ class _Stream:
             except InvalidParamsError:
                 self.pub.close()
                 raise
-            # sends then fail if a peer's queue is full or the peer is gone
+            # with this option, sending fails if the peer's queue is full or the peer is gone
             self.replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.joins = self.pub.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 
@@ -97,7 +98,7 @@ class _Stream:
         return self.pub.address, None if self.replay is None else self.replay.address
 
     def send(self, events: Sequence[KVEvent]) -> None:
-        """Send a batch without waiting. A subscriber whose queue is full misses it."""
+        """Send a batch without waiting. A subscriber whose queue is full does not get it."""
         payload = self._encoded(events)
         self._ring.append((self.sequence, payload))
         self._ring_bytes += len(payload)
@@ -109,13 +110,13 @@ class _Stream:
 
     @property
     def is_answering(self) -> bool:
-        """Whether part of an answer is still unsent."""
+        """Whether some of the current answer is not sent yet."""
         return bool(self._unsent)
 
     def answer(self, book: EventBook) -> bool:
-        """Begin to answer a request for a replay of the batches from a given number on. `reply` sends the answer.
+        """Read a request for a replay of all batches from some number on, and prepare the answer. `reply` sends it.
 
-        Returns False if these batches are no longer kept. The answer is then the whole state.
+        Returns False if some of these batches are no longer kept, or are too many. The answer is then the whole state.
         """
         if self.replay is None:
             return True
@@ -133,10 +134,10 @@ class _Stream:
         return known
 
     def reply(self) -> bool:
-        """Send as much of the current answer as the peer takes now. Returns whether the peer took any.
+        """Send as many messages of the current answer as the peer takes now. Returns whether the peer took any.
 
-        The rest is dropped if the peer is gone, if it takes nothing for `_UNREAD_S`, or if its queue was already full
-        when it asked.
+        The rest of the answer is dropped if the peer is gone, if it takes no message for `_UNREAD_S`, or if its queue
+        was already full when it asked.
         """
         room, now = _BYTES_A_TURN, time.monotonic()
         while self._unsent and room > 0 and self.replay is not None:
@@ -154,7 +155,7 @@ class _Stream:
         return room < _BYTES_A_TURN
 
     def take_joins(self) -> bool:
-        """Whether a subscriber has connected since the last call."""
+        """Returns whether a subscriber has connected since the last call."""
         found = False
         while self.joins.poll(0):
             self.joins.recv_multipart()
@@ -169,10 +170,10 @@ class _Stream:
             self.replay.close(linger=200)
 
     def _state(self, book: EventBook, first: int) -> Iterable[tuple[int, bytes]]:
-        """Returns all cached pages, in batches numbered from `first` on. No number is above the last one that was sent.
+        """Returns the whole state as batches that are numbered from `first` on.
 
-        The subscriber also receives the batches that were sent since its request. They do no harm, because the last
-        event about a page decides.
+        No number is above that of the last batch sent. The subscriber also receives the batches that were sent after
+        its request. This does no harm, because the last event about a page decides.
         """
         parts = list(batched(chain([AllBlocksCleared()], book.state(self.rank))))
         count = min(len(parts), max(1, self.sequence - first))
@@ -185,9 +186,9 @@ class _Stream:
 
 
 class _Worker:
-    """The thread's program.
+    """The program of the publisher's thread.
 
-    It holds no reference to the manager, so that a manager without `close` can be collected.
+    It holds no reference to the manager. So a manager that was never closed can be garbage-collected.
     """
 
     def __init__(self, options: KVEvents, log: EventLog, book: EventBook, ranks: int) -> None:
@@ -195,18 +196,18 @@ class _Worker:
         self._log = log
         self._book = book
         self._closing = threading.Event()
-        # Must be held while the book is used, because the loop also applies entries if the thread is late.
+        # Must be held while the book is used: if the thread falls behind, the loop applies entries, too.
         self._applying = threading.Lock()
-        self._behind = True  # whether subscribers need the whole state
-        self._untold: list[Told] = []  # events of entries that the loop has applied and that were not sent yet
-        self._lost = False  # whether entries were dropped, which makes the book wrong
-        self._replay_at = 0.0  # the earliest time of the next replay
-        # The times, ascending, at which the whole state must be announced. A time in the list never changes.
+        self._behind = True  # whether the whole state has to be announced in the next turn
+        self._untold: list[Told] = []  # events that are not sent yet, from entries that the loop has applied
+        self._lost = False  # whether entries were dropped, so that the book no longer agrees with the caches
+        self._replay_at = 0.0  # when the next replay may begin
+        # The times at which the whole state must be announced, ascending. A time that is in the list is never changed.
         self._owed: list[float] = []
-        self._told_anew_at = 0.0  # the time of the last announcement of the whole state
-        # how long to pause after an announcement, so that it stays within its share of the time
+        self._told_anew_at = 0.0  # when the whole state was last announced
+        # how long to pause after an announcement, so that announcements keep to their share of the time
         self._anew_s = _LEAST_ANEW_S
-        self._paid_at = 0.0  # when the pauses of all announcements so far end
+        self._paid_at = 0.0  # when the pauses after all announcements so far are over
         self._poller = zmq.Poller()
         try:
             for rank in range(ranks):
@@ -236,7 +237,7 @@ class _Worker:
         for stream in self.streams:
             stream.send([AllBlocksCleared()])
         deadline = time.monotonic() + _END_S
-        # the last events must reach Dynamo's listener, which waits for its answer without a timeout
+        # Dynamo's listener waits for its answer without a timeout, so the last events must reach it.
         while time.monotonic() < deadline:
             asked = self._answer(dict(self._poller.poll(0)))
             if not self._reply() and not asked and not self._is_answering():
@@ -248,10 +249,10 @@ class _Worker:
         self._closing.set()
 
     def catch_up(self) -> None:
-        """Apply some entries if the log is too long. Called by the loop, so it never waits.
+        """Apply some entries if the log is too long. The loop calls this, so it must never wait.
 
-        While the thread uses the book, the log keeps growing. A log of more than `_LOST_AT` entries is dropped, and the
-        book is emptied.
+        While the thread uses the book, this call applies nothing, and the log grows. If it has more than `_LOST_AT`
+        entries, they are dropped. The next turn then begins with an empty book.
         """
         entries = self._log.entries
         if self._applying.acquire(blocking=False):
@@ -263,10 +264,10 @@ class _Worker:
                 self._applying.release()
         elif len(entries) > _LOST_AT:
             entries.clear()
-            self._lost = True  # set last, so that the new book gets none of the dropped entries
+            self._lost = True  # set last, so that none of the dropped entries can get into the new book
 
     def agree(self, indexes: Sequence[Watched]) -> None:
-        """Apply the whole log, and then the differences between the book and the indexes. Called by the loop."""
+        """Apply the whole log. Then apply the differences between the book and the indexes. The loop calls this."""
         with self._applying:
             self._untold += self._apply(self._take(len(self._log.entries)))
             for index, source, tables in indexes:
@@ -276,7 +277,7 @@ class _Worker:
                     self._untold += self._apply(self._book.differences(source + table, digests[of == table]))
 
     def turn(self) -> bool:
-        """Send the events of the entries since the last turn. Returns whether there were any."""
+        """Send the events of all entries that were added since the last turn. Returns whether there were any."""
         with self._applying:
             if self._lost:
                 self._lost = False
@@ -299,13 +300,13 @@ class _Worker:
         return bool(entries or told)
 
     def _is_due(self) -> bool:
-        """Whether the whole state must be announced now."""
+        """Returns whether the whole state must be announced now."""
         now = time.monotonic()
         return bool(self._owed) and now >= max(self._owed[0], self._paid_at - _ANEW_AHEAD * self._anew_s)
 
     def _owe(self, at: float) -> None:
-        """Plan an announcement of the whole state at the time `at`. Earlier plans stay."""
-        # rounded, so that there are at most 100 announcements a second
+        """Plan to announce the whole state at the time `at`, in addition to earlier plans."""
+        # rounded to hundredths of a second, so that at most 100 announcements are planned for a second
         if (at := math.ceil(at * 100) / 100) not in self._owed:
             bisect.insort(self._owed, at)
 
@@ -318,7 +319,7 @@ class _Worker:
             return []
 
     def _begin_anew(self) -> None:
-        """Start again with an empty book. A page that is cached now is reported only when it is stored again."""
+        """Begin again with an empty book. A page that is cached now is not reported until it is stored again."""
         self._book, self._behind = self._book.begun_anew(), True
 
     def _send(self, stream: _Stream, told: Sequence[Told], *, anew: bool) -> None:
@@ -332,7 +333,10 @@ class _Worker:
             stream.send([])
 
     def _poll(self, timeout_ms: int) -> None:
-        """Answer one replay request of each rank, in parts, unless replays have used up their share of the time."""
+        """Answer one replay request of each rank, a part at a time.
+
+        Does nothing while replays have used up their share of the time.
+        """
         started = time.monotonic()
         if started < self._replay_at:
             time.sleep(timeout_ms / 1000)
@@ -340,24 +344,30 @@ class _Worker:
         ready = dict(self._poller.poll(0 if self._is_answering() else timeout_ms))
         started = time.monotonic()
         if any([stream.joins in ready and stream.take_joins() for stream in self.streams]):  # noqa: C419 - a list, as each is asked
-            # A new subscriber need not ask for a replay. For example, vLLM's router does not ask prefill processes.
+            # The whole state is announced, because a new subscriber may never ask for a replay. For example, vLLM's
+            # router asks no prefill processes.
             self._owe(started + _JOIN_S)
         asked = self._answer(ready)
         if self._reply() or asked:
             now = time.monotonic()
             self._replay_at = now + (now - started) * (1 / _REPLAY_SHARE - 1)
-        elif self._is_answering():  # the peer reads its answer slowly
+        elif self._is_answering():  # the peer takes its answer slowly
             time.sleep(timeout_ms / 1000)
 
     def _answer(self, ready: Container[object]) -> bool:
-        """Begin to answer a request of each rank that has no unsent answer. Returns whether any request was found."""
+        """Prepare the answer to one request of each rank that has no unsent answer.
+
+        Returns whether there was a request.
+        """
         asked = [stream for stream in self.streams if stream.replay in ready and not stream.is_answering]
         for stream in asked:
-            with self._applying:  # `catch_up`, which the loop calls, uses the book too
-                # vLLM's router uses a replay only if it continues without a gap after the batches that the router has
-                # received.
+            with self._applying:  # the loop also uses the book, when it calls `catch_up`
+                # If the answer is the whole state, the state is also announced to all subscribers. The reason is vLLM's
+                # router: it uses a replay only if its numbers follow, without a gap, those of the batches that the
+                # router has received.
                 if not stream.answer(self._book):
-                    # the subscriber's new connection also plans an announcement at about this time; one serves both
+                    # the new connection of this subscriber also plans an announcement at about this time, and one
+                    # announcement is enough
                     self._owe(time.monotonic() + _JOIN_S)
         return bool(asked)
 
@@ -369,7 +379,7 @@ class _Worker:
 
     def _take(self, most: int) -> list[Entry]:
         taken: list[Entry] = []
-        with contextlib.suppress(IndexError):  # `catch_up`, which the loop calls, may clear the log meanwhile
+        with contextlib.suppress(IndexError):  # the loop may clear the log meanwhile, when it calls `catch_up`
             while len(taken) < most:
                 taken.append(self._log.entries.popleft())
         return taken
@@ -380,9 +390,9 @@ class _Worker:
 
 
 class EventPublisher:
-    """Publishes the log of one manager until it is closed or garbage-collected.
+    """Publishes the log of one manager until the publisher is closed or garbage-collected.
 
-    Raises `InvalidParamsError` if an address cannot be bound, and what `options.secure` raises.
+    Raises `InvalidParamsError` if an address cannot be bound. Also raises what `options.secure` raises.
     """
 
     def __init__(self, options: KVEvents, log: EventLog, book: EventBook, ranks: int) -> None:
@@ -394,17 +404,17 @@ class EventPublisher:
         self._finalizer = weakref.finalize(self, self._worker.stop)
 
     def agree(self, indexes: Sequence[Watched]) -> None:
-        """Report the differences between these indexes and what was reported so far."""
+        """Report the differences between these indexes and what subscribers have been told so far."""
         self._worker.agree(indexes)
 
     def close(self) -> None:
-        """Send the remaining events and `AllBlocksCleared`. Waits at most a second. Safe to call twice."""
+        """Send the remaining events, and `AllBlocksCleared`. Waits for at most a second. Safe to call twice."""
         self._finalizer()
         self._thread.join(_END_S)
 
 
 class NoEvents:
-    """The publisher of a manager without events."""
+    """The publisher of a manager without events. It does nothing."""
 
     def __init__(self) -> None:
         self.endpoints = list[tuple[str, str | None]]()
@@ -417,7 +427,7 @@ class NoEvents:
 
 
 def batched(events: Iterable[KVEvent]) -> Iterable[list[KVEvent]]:
-    """Split events into batches with a bounded number of tokens."""
+    """Split events into batches that each have a limited number of tokens."""
     part: list[KVEvent] = []
     tokens = unpaused = 0
     for event in events:

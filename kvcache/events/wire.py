@@ -1,8 +1,8 @@
-"""KV events in the form in which vLLM 0.33 sends them: msgpack maps, their kind under "type", in batches per rank.
+"""KV events as vLLM 0.33 sends them: msgpack maps whose kind is under "type", in batches for each rank.
 
-The fields, their order and their defaults are those of vLLM's `kv_events.py`. A field that vLLM leaves out when it is
-None is left out here, too. The last field exists only here. Only events of chunked local attention have it, and readers
-skip unknown fields.
+The fields, their order and their defaults are those in vLLM's `kv_events.py`. A field that vLLM omits when it is None
+is also omitted here. The last field of `BlockStored` exists only here. Only events of chunked local attention have it,
+and readers skip fields that they do not know.
 """
 
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 Hashes = NDArray[np.uint64]
-"""Pages named by the low 64 bits of their digests, which are read as big-endian integers."""
+"""Hashes of pages: the low 64 bits of their digests, which are read as big-endian integers."""
 BlockKeys = tuple[str | tuple[str, int], ...]
-"""Everything except tokens that a block's KV depends on: names of adapters, salts, and `(identifier, offset)` of
-images.
+"""Everything besides tokens on which a block's KV depends: the name of an adapter, a salt, and `(identifier, offset)`
+of each image.
 """
 
 GPU, CPU, STORAGE = "GPU", "CPU", "STORAGE"
@@ -25,14 +25,15 @@ _IDENTIFIER_BYTES = 32
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """Consecutive blocks of one prompt were stored.
+    """Reports that consecutive blocks of one prompt were stored.
 
-    `token_ids` has the tokens of all blocks, and `extra_keys` one item for each block. Some fields are never set here.
-    They are declared because a map begins with the number of its fields, and the bytes must be the same as vLLM's.
+    `token_ids` has the tokens of all blocks, and `extra_keys` has one item for each block. Some fields are never set
+    here. They are declared because a map begins with the number of its fields, and its bytes must be those that vLLM
+    would send.
     """
 
     block_hashes: list[int]
-    parent_block_hash: int | None  # the block before the first one; None if the blocks begin a prompt
+    parent_block_hash: int | None  # the block before the first of these blocks; None if the first block begins a prompt
     token_ids: list[int]
     block_size: int
     lora_id: int | None
@@ -50,7 +51,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
 
 
 class CacheSpec(NamedTuple):
-    """The kind of layers that a group of blocks belongs to, in vLLM's terms."""
+    """The kind of layers for which a group of blocks holds KV, in vLLM's terms."""
 
     kind: str
     window: int | None = None  # the length of a sliding window, in tokens
@@ -58,7 +59,7 @@ class CacheSpec(NamedTuple):
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """These blocks are no longer in this medium."""
+    """Reports that these blocks are no longer in this medium."""
 
     block_hashes: list[int]
     medium: str | None
@@ -66,14 +67,14 @@ class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """No block is left in any medium."""
+    """Reports that no block is left in any medium."""
 
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """Events of one rank that are sent together, in order. `ts` is in seconds since 1970."""
+    """Events of one rank that are sent together, in order. `ts` is the time in seconds since 1970."""
 
     ts: float
     events: Sequence[KVEvent]
@@ -84,12 +85,15 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 def hashes_of(digests: NDArray[np.uint64]) -> Hashes:
-    """Returns the hashes of pages with these digests, uint64 `[pages, words]`."""
+    """Returns the hashes of the pages with these digests. `digests` is uint64 `[pages, words]`."""
     return digests[:, -1].byteswap()
 
 
 def adapter_of(keys: Sequence[tuple[int, bytes]]) -> str | None:
-    """Returns the adapter's name among a request's extra keys: text at position 0 that is not a hexadecimal digest."""
+    """Returns the name of the adapter among a request's extra keys, or None if there is none.
+
+    The name is a text at position 0 that is not a hexadecimal digest.
+    """
     for position, key in keys:
         name = None if position else _text(key)
         if name is not None and len(name) != 2 * _IDENTIFIER_BYTES:
@@ -98,7 +102,10 @@ def adapter_of(keys: Sequence[tuple[int, bytes]]) -> str | None:
 
 
 def keys_of_block(salt: str | None, keys: Sequence[tuple[int, bytes]], block: int, block_size: int) -> BlockKeys | None:
-    """Returns a block's `extra_keys`: its adapter, the images that begin in it and, for the first block, the salt."""
+    """Returns the `extra_keys` of a block: its adapter, the images that begin in it, and the salt.
+
+    Only the first block of a prompt has the salt.
+    """
     adapter = adapter_of(keys)
     found: list[str | tuple[str, int]] = [] if adapter is None else [adapter]
     for position, key in sorted(keys):

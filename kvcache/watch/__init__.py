@@ -1,6 +1,6 @@
-"""Reports the state of every page to watchers on request. Without watchers nothing is read or recorded.
+"""Shows watchers the state of every page when they ask. While no watcher asks, nothing is read or recorded.
 
 Imports `kvcache`, `kvcache.pool`, `kvcache.replica` and the values of `kvcache`. Start reading at `cells.py` and
-`pools.py`, which read a pool. `book.py` makes snapshots of pools, each of them a `Look`, and the thread of
+`pools.py`, which read a pool. `book.py` makes snapshots of pools, as objects of the class `Look`. The thread in
 `endpoint.py` answers questions. `follower.py` is the watcher's side.
 """

@@ -1,4 +1,4 @@
-"""`WatchBook`: makes snapshots (`Look`) of some pools, and remembers in which one each page's cell changed last."""
+"""`WatchBook`: makes snapshots (`Look`) of pools, and remembers in which snapshot each page's cell last changed."""
 
 import secrets
 import time
@@ -15,17 +15,18 @@ from kvcache.watch.pools import WatchedPool
 from kvcache.watched import Beside, Cells, CheckReport, Look, Owners, PageState, PoolLook, TreeRow
 
 _TREE_ROWS = 64
-_TREE_SHARE = 0.03  # the share of the time that may be spent on the tree of each pool
-# log entries applied at a time, in about a millisecond; after that the loop can take the interpreter lock
+_TREE_SHARE = 0.03  # the share of the time that may be spent on the prefix tree of each pool
+# how many log entries are applied at a time, which takes about a millisecond; after that the loop can take the
+# interpreter lock
 _AT_ONCE = 512
 _PAUSE_S = 1e-4
-_MOST_CHANGED = 0.4  # if more than this share of a pool's cells have changed, all cells are sent
+_MOST_CHANGED = 0.4  # if more than this share of a pool's cells have changed, a snapshot has all cells
 
 Frames = list[NDArray[np.uint32]]
 
 
 class PoolBook:
-    """The cells of one pool as of the last snapshot, and the number of the snapshot in which each cell changed last."""
+    """The cells of one pool as of the last snapshot. Also records for each cell in which snapshot it last changed."""
 
     def __init__(self, watched: WatchedPool) -> None:
         self.watched, self.name, self.pool = watched, watched.name, watched.pool
@@ -41,9 +42,9 @@ class PoolBook:
         self.cells = cells
 
     def since(self, base: int) -> Frames:
-        """Returns the pages that have changed since snapshot number `base`, and their cells.
+        """Returns the pages that have changed since the snapshot with the number `base`, and the cells of these pages.
 
-        If `base` is 0, or if many pages have changed, returns no pages and all cells.
+        If `base` is 0, or if many pages have changed, returns an empty array of pages and all cells.
         """
         if base:
             pages = np.flatnonzero(self._changed > base)
@@ -52,7 +53,7 @@ class PoolBook:
         return [np.zeros(0, np.uint32), self.cells]
 
     def take(self, evictions: EvictionBook) -> None:
-        """Apply the entries that the loop has recorded."""
+        """Apply the entries that the loop has recorded since the last call."""
         for _ in range(0, len(self.log), _AT_ONCE):
             entries = self.log.take(_AT_ONCE)
             evictions.apply(self.name, entries)
@@ -60,14 +61,14 @@ class PoolBook:
             time.sleep(_PAUSE_S)
 
     def plant(self) -> None:
-        """Add the prefixes of running requests to the tree."""
+        """Add the published pages of running requests to the prefix tree."""
         for pages in self.watched.prefixes():
             self.tree.add_row(pages)
 
     def tree_rows(self) -> tuple[TreeRow, ...]:
-        """Returns the largest parts of the tree.
+        """Returns the largest parts of the prefix tree.
 
-        The result is reused for a while, which is longer if the tree is large.
+        The result is reused for a while. The larger the tree is, the longer the result is reused.
         """
         started = time.monotonic()
         if started >= self._tree_at:
@@ -77,10 +78,10 @@ class PoolBook:
 
 
 class WatchBook:
-    """Makes snapshots of some pools, as long as a watcher asks for them.
+    """Makes snapshots of some pools, for as long as watchers ask for them.
 
-    `sizes` has a page's tokens and bytes. `beside` returns data of other components. `names` decides under which names
-    requests are shown. Only the watch's own thread uses this object.
+    `sizes` has the number of tokens and the number of bytes of a page. `beside` returns data of other components to
+    show. `names` decides under which names requests are shown. Only the watch's own thread uses this object.
     """
 
     def __init__(
@@ -94,10 +95,11 @@ class WatchBook:
     ) -> None:
         self.incarnation = secrets.token_hex(8)
         self.number = 0
-        self.cost_s = 0.0  # processor time of the last snapshot, in seconds
-        # The part of `cost_s` in which numpy reads whole pools, mostly without the interpreter lock.
+        self.cost_s = 0.0  # in seconds: the processor time that the last snapshot took
+        # In seconds: the part of `cost_s` in which numpy reads whole pools. For most of it, the interpreter lock is
+        # free.
         self.beside_s = 0.0
-        self.check: tuple[float, CheckReport] | None = None  # the time and the result of the last `check`
+        self.check: tuple[float, CheckReport] | None = None  # the time of the last `check`, and its result
         self._name, self._sizes, self._beside = name, sizes, beside
         self._metrics, self._names = metrics, names
         self._evictions = EvictionBook()
@@ -108,11 +110,11 @@ class WatchBook:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether a pool was replaced by another object."""
+        """Whether a pool is no longer the object that this book follows."""
         return any(one.pool is not one.watched.pool for one in self._pools)
 
     def forget(self) -> None:
-        """Stop recording, because no watcher is left."""
+        """Stop to record, because no watcher is left."""
         for pool in self._pools:
             pool.log.end()
 
@@ -127,7 +129,7 @@ class WatchBook:
             pool.take(self._evictions)
 
     def look(self, known: int) -> tuple[Look, Frames]:
-        """Returns the changes since the snapshot numbered `known`, or the whole state if that is 0."""
+        """Returns the changes since the snapshot with the number `known`. If `known` is 0, returns the whole state."""
         beside = self._beside()
         owners = self._owners(beside)
         beside = self._names.beside(beside)
@@ -179,7 +181,7 @@ class WatchBook:
 
 
 def counted(cells: Cells) -> tuple[int, ...]:
-    """Returns the number of pages in each state, without the null page."""
+    """Returns the number of pages in each state. The null page is not counted."""
     counts = np.bincount((cells[1:] & 7).astype(np.uint8), minlength=len(PageState))
     return tuple(counts.tolist())
 

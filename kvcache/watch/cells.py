@@ -1,9 +1,10 @@
-"""One cell for each page of a pool, read from another thread in a few numpy operations over the loop's arrays.
+"""A cell says what one page of a pool is doing.
 
-Reading from another thread is safe: the arrays are never moved, lists and dicts are first copied in one step, and a
-page's state follows from its own holders, writers and digest. So each cell is right for some moment during the
-snapshot. If the loop does nothing meanwhile, all cells agree with the counts of `check`. numpy releases the interpreter
-lock, so the loop can run.
+All cells are read in a few numpy operations over the loop's arrays, in another thread than the loop's. Reading in
+another thread is safe for three reasons: the arrays are never moved in memory; lists and dicts are copied in one step
+before they are read; and the state of a page follows from its own holders, writers and digest. So each cell is right
+for some moment during the snapshot. If the loop does nothing during the snapshot, all cells agree with the counts of
+`check`. numpy releases the interpreter lock, so the loop can run meanwhile.
 """
 
 from typing import NamedTuple
@@ -15,13 +16,13 @@ from kvcache.pool.pages import PagePool
 from kvcache.replica.replica import Replica
 from kvcache.watched import AGE_SHIFT, MOST_OWNERS, OWNER_SHIFT, SHARED_BIT, STATE_BITS, Cells, PageState
 
-# The state that is shown for a page that no request has. Either a lease holds the page, or a cancelled import may still
-# write to it.
+# How the state of a page without a request is shown. A held page is shown as leased, because a lease holds it. A page
+# that is written is shown as quarantined, because a cancelled import may still write to it.
 _BECOMES = ((PageState.HELD, PageState.LEASED), (PageState.WRITTEN, PageState.QUARANTINED))
 
 
 class Holding(NamedTuple):
-    """Pages that no row has, because a lease holds them or a cancelled import may still write to them."""
+    """Pages of no row: a lease holds them, or a cancelled import may still write to them."""
 
     what: object
     request_id: str
@@ -29,18 +30,18 @@ class Holding(NamedTuple):
 
 
 class OwnerNumbers:
-    """Numbers for the holders of pages that are not rows. A holder keeps its number while it exists.
+    """Gives numbers to leases and imports that hold pages. A holder keeps its number as long as it exists.
 
-    Rows count from 1.
+    The numbers up to `rows` are those of the rows, which are counted from 1.
     """
 
     def __init__(self, rows: int) -> None:
         self._next = self._first = rows + 1
-        # By id, which stays unique because the object is kept alive here.
+        # The key is the `id` of the holder. It stays unique, because the holder is kept alive here.
         self._known: dict[int, tuple[object, int]] = {}
 
     def of(self, holdings: list[Holding]) -> list[int]:
-        """Returns the number of each holding. Holdings that are not in this list are forgotten."""
+        """Returns a number for each holding. Holders that are not in this list are forgotten."""
         known = self._known
         self._known = {id(one.what): known.get(id(one.what)) or (one.what, self._new()) for one in holdings}
         return [self._known[id(one.what)][1] for one in holdings]
@@ -52,19 +53,19 @@ class OwnerNumbers:
 
 
 def leased(replica: Replica) -> list[Holding]:
-    """Returns the pages that leases of released requests hold."""
+    """Returns the pages that leases hold after their requests were released."""
     found = ((lease, np.concatenate(pages)) for lease, pages in replica.leases.held() if pages)
     return [Holding(lease, lease.request_id, pages) for lease, pages in found]
 
 
 def quarantined(replica: Replica) -> list[Holding]:
-    """Returns the pages of cancelled imports to which transfers in flight may still write."""
+    """Returns the pages of cancelled imports to which a transfer may still write."""
     given_up = (pending for pending in list(replica.imports.each) if pending.closed)
     return [Holding(pending, pending.request_id, pending.written) for pending in given_up]
 
 
 def pool_cells(pool: PagePool) -> Cells:
-    """Returns state and age of each page, from the pool alone: uint32 `[num_pages + 1]`."""
+    """Returns the state and the age of each page, as far as the pool itself knows them: uint32 `[num_pages + 1]`."""
     holders = pool.holders
     cells = (pool.index.published & (holders == 0)).astype(np.uint32)  # PageState.IDLE is 1
     cells[holders > 0] = PageState.HELD
@@ -80,7 +81,7 @@ def pool_cells(pool: PagePool) -> Cells:
 
 
 def replica_cells(replica: Replica, numbers: OwnerNumbers) -> Cells:
-    """Do the same as `pool_cells` for a replica, and add the owner of each page."""
+    """Does the same as `pool_cells` for the pool of a replica, and adds the owner of each page."""
     cells, rows = pool_cells(replica.pool), replica.rows
     owner = np.zeros(len(cells), np.uint32)
     taken = np.flatnonzero(rows.num_pages)

@@ -1,8 +1,8 @@
-"""`Watch`: answers watchers of some pools in its own thread. `ManagerWatch`: the same for a manager's pools.
+"""`Watch` answers watchers of some pools, in a thread of its own. `ManagerWatch` does so for the pools of a manager.
 
-A snapshot is made when a watcher asks, by this thread and not by the loop. Copying the arrays of 4 million pages takes
-milliseconds, which is too long for a step. Reading them in another thread costs the loop nothing (`cells.py` says why
-that is safe). A recount (`check`) must run in the loop's thread, so it waits until the loop calls `attend`.
+A snapshot is made when a watcher asks, in this thread instead of the loop's. To copy the arrays of 4 million pages
+takes milliseconds, which is too long for a step. To read them in another thread costs the loop nothing (`cells.py` says
+why this is safe). A recount (`check`) must run in the loop's thread. So it waits until the loop calls `attend`.
 """
 
 import logging
@@ -29,21 +29,23 @@ from kvcache.watch.names import WatchNames
 from kvcache.watch.pools import WatchedPool, pools_of
 from kvcache.watched import AskLook, Beside, CheckReport, WatchRefusal, other_version
 
-_WAKE_MS = 200  # in milliseconds: how often the thread tests whether the watch is closed or its manager is gone
-_SHARE = 0.25  # the share of this thread's time that snapshots may take; once they have taken it, questions wait
-# The share of the loop's time that snapshots may cost by holding the interpreter lock. If the rest of the process is
-# always busy, the pauses between snapshots keep to this share, up to a longest pause. If the process mostly waits for
-# its model, snapshots disturb nothing.
+_WAKE_MS = 200  # in milliseconds: how often the thread looks whether the watch is closed, or its manager is gone
+# the share of the thread's time that snapshots may take; when they have used it up, questions have to wait
+_SHARE = 0.25
+# The share of the loop's time that snapshots may cost it by holding the interpreter lock. If the other threads of the
+# process are always busy, the pauses between snapshots are so long that snapshots keep to this share, up to a longest
+# pause. If these threads mostly wait for the model, snapshots disturb nothing, and the pauses are short.
 _LOOP_SHARE = 0.01
 _LEAST_S, _MOST_S = 0.05, 2.0
-_FAILED_S = 1.0  # in seconds: the pause after a snapshot that failed
-_FORGET_S = 10.0  # in seconds: if no question comes for this long, recording stops and the state is dropped
+_FAILED_S = 1.0  # in seconds: how long to pause after a snapshot that failed
+_FORGET_S = 10.0  # in seconds: if no watcher asks for this long, recording stops, and the recorded state is dropped
 _CHECK_SHARE = 0.1  # the share of the loop's time that recounts may take
-_MOST_WAITING = 64  # the most answers that wait for a slow watcher; further answers are dropped
-_MOST_WATCHERS = 64  # the most watchers that have asked in the last `_FORGET_S` seconds; further watchers are refused
-# in seconds of processor time, for the answers from one snapshot; the remaining watchers get the next snapshot
+_MOST_WAITING = 64  # how many answers may wait in the socket for a slow watcher; further answers to it are dropped
+_MOST_WATCHERS = 64  # how many watchers may have asked in the last `_FORGET_S` seconds; further watchers are refused
+# In seconds of processor time: how long the answers from one snapshot may take. The remaining watchers are answered
+# from the next snapshot.
 _TURN_S = 0.1
-_QUESTIONS = 256  # the most questions that are read at a time
+_QUESTIONS = 256  # how many questions are read at a time
 _REFUSAL = msgspec.msgpack.encode(
     WatchRefusal(
         refused=f"there are {_MOST_WATCHERS} watchers, the most allowed: ask again {_FORGET_S:.0f} s after one has left"
@@ -57,13 +59,16 @@ _HERE = ("tcp://127.", "tcp://[::1]:", "tcp://localhost:", "ipc://", "inproc://"
 class _Watcher:
     """A watcher that has asked before and may ask again."""
 
-    asked: AskLook | None = None  # its question that is not answered yet
+    asked: AskLook | None = None  # its last question, if that is not answered yet
     asked_at: float = 0.0
-    answered_at: float = 0.0  # 0 means that it was never answered
+    answered_at: float = 0.0  # when it was last answered; 0 if never
 
 
 class _WatchThread:
-    """The program of the watch's thread. It ends when the owner of the pools is dropped, even without `close`."""
+    """The program of the watch's thread.
+
+    It ends with `close`, or when the object that is watched is garbage-collected.
+    """
 
     def __init__(self, socket: BoundSocket, owner: object, make_book: Callable[[Any], WatchBook]) -> None:
         self.closing = threading.Event()
@@ -75,7 +80,7 @@ class _WatchThread:
         self._book: WatchBook | None = None
         self._watchers: dict[bytes, _Watcher] = {}
         self._asked_at = self._due = 0.0
-        self._clocks = _clocks()  # the times at the end of the last snapshot
+        self._clocks = _clocks()  # the clocks at the end of the last snapshot; see `_clocks`
 
     def run(self) -> None:
         poller = zmq.Poller()
@@ -109,9 +114,9 @@ class _WatchThread:
             self._book = None
 
     def _hear(self) -> None:
-        """Read questions. Only the last question of each watcher counts.
+        """Read the questions that have come. For each watcher, only the last question counts.
 
-        Watchers beyond the limit are refused at once.
+        If there are too many watchers, a new one is refused at once.
         """
         with suppress(zmq.Again):
             for _ in range(_QUESTIONS):
@@ -139,7 +144,10 @@ class _WatchThread:
         return len(self._watchers) < _MOST_WATCHERS
 
     def _answer(self) -> None:
-        """Make one snapshot for all, and send it to new watchers first, then to those that have waited longest."""
+        """Make one snapshot for all watchers that ask.
+
+        Send it to new watchers first, then to those that were last answered longest ago.
+        """
         if self._book is not None and self._book.is_outdated:
             self._forget()
         book, owner = self._book, self._owner()
@@ -151,7 +159,7 @@ class _WatchThread:
         started = time.thread_time()
         book.update()
         book.check = self.checked
-        made: dict[int, list[Any]] = {}  # by base: the frames for watchers that have this snapshot
+        made: dict[int, list[Any]] = {}  # the frames to send, by the number of the last snapshot that the watcher has
         waiting = [(sender, watcher) for sender, watcher in self._watchers.items() if watcher.asked is not None]
         for sender, watcher in sorted(waiting, key=lambda one: one[1].answered_at):
             ask, watcher.asked = watcher.asked, None
@@ -170,26 +178,26 @@ class _WatchThread:
         self._due = time.monotonic() + _pause(book.cost_s, book.cost_s - book.beside_s, busy)
 
     def _send(self, parts: Sequence[Any]) -> bool:
-        """Send without waiting. Returns whether the watcher is still there."""
+        """Send without waiting. Returns False if the watcher is gone."""
         try:
-            # The frames are not copied, because a snapshot makes new arrays and never changes old ones.
+            # The frames need not be copied: each snapshot makes new arrays, and these are never changed.
             self._socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
-            return error.errno == zmq.EAGAIN  # True if the watcher is there and only its queue is full
+            return error.errno == zmq.EAGAIN  # in this case the watcher is there, and only its queue is full
         return True
 
 
 class Watch:
-    """Shows watchers, such as `pagewire top ADDRESS`, what every page of some pools is doing.
+    """Shows watchers, such as `pagewire top ADDRESS`, the state of every page of some pools.
 
-    It costs the loop nothing while no watcher asks. Tokens are never shown. Salts are shown only as digests that are
-    valid for this process.
+    It costs the loop nothing while no watcher asks. Tokens are never shown. Salts are shown only as digests, which are
+    different in each process.
 
     Args:
-        owner: the object to watch until `close`, or until it is garbage-collected. Nothing that the thread keeps may
-            refer to it.
-        make_book: makes the thread's `WatchBook`, given the owner.
-        recount: recounts everything in the loop's thread. Raises `InvariantError` if the counts disagree.
+        owner: the object to watch until `close`, or until it is garbage-collected. The thread keeps only a weak
+            reference to it, so neither `make_book` nor the book that it returns may refer to it.
+        make_book: takes the owner, and returns the `WatchBook` for the thread.
+        recount: counts everything again, in the loop's thread. Raises `InvariantError` if the counts disagree.
         pools: returns the pools whose pages are counted after a recount.
         endpoint: the address to bind. Without `secure` it must be on this host. Port 0 means any free port, see
             `address`.
@@ -216,10 +224,10 @@ class Watch:
         self._thread.start()
 
     def attend(self) -> None:
-        """Recount everything if a watcher has asked for that. The loop calls this between two steps.
+        """Recount everything if a watcher has asked for a recount. The loop calls this between two steps.
 
-        Otherwise the call only tests a flag. A recount takes as long as `check`. Recounts use at most a tenth of the
-        loop's time.
+        If no watcher has asked, the call only tests a flag. A recount takes as long as `check`. Recounts take at most a
+        tenth of the loop's time.
         """
         if not self._worker.check_asked or time.monotonic() < self._check_due:
             return
@@ -250,9 +258,9 @@ class ManagerWatch(Watch):
         name: the name under which this process is shown.
         secure: prepares the socket before it is bound. `Keyring.secure_server` of `transfer` turns CURVE on.
         beside: returns further data to show, for example `transfers_of(exchange)` of `transfer.watch`. It is called in
-            another thread than the loop's.
-        clear_names: whether to show the ids of requests; None: only if `secure` is given. Otherwise their
-            `request_digest` is shown.
+            the watch's thread, not in the loop's.
+        clear_names: whether requests are shown by their ids. If not, they are shown by their `request_digest`. None
+            means that ids are shown only if `secure` is given.
 
     Raises `InvalidParamsError` if the endpoint cannot be bound, and whatever `secure` raises.
     """
@@ -282,16 +290,16 @@ class ManagerWatch(Watch):
 
 
 def _clocks() -> tuple[float, float]:
-    """Returns the wall time, and the processor time of all other threads of this process."""
+    """Returns the wall time, and the processor time that all other threads of this process have used."""
     return time.monotonic(), time.process_time() - time.thread_time()
 
 
 def _pause(cost_s: float, held_s: float, busy: float) -> float:
-    """Returns the seconds to wait after a snapshot that took `cost_s` of processor time.
+    """Returns how many seconds to wait after a snapshot that took `cost_s` seconds of processor time.
 
-    `held_s` is the part of that time in which it held the interpreter lock. `busy` is the number of cores that other
-    threads have used since the last snapshot. Two threads that both need the interpreter lock delay each other, and
-    `busy` says how often that happens.
+    `held_s` is the part of `cost_s` in which the snapshot held the interpreter lock. `busy` is the number of cores that
+    other threads have used on average since the last snapshot. If two threads need the interpreter lock at the same
+    time, one delays the other. The more `busy` the others are, the more often this happens.
     """
     for_the_loop = min(_MOST_S, held_s * min(1.0, busy) / _LOOP_SHARE)
     return max(_LEAST_S, cost_s * (1 / _SHARE - 1), for_the_loop)

@@ -1,4 +1,4 @@
-"""The watcher's side of a watch: asks for snapshots (`Look`), and keeps the cells of every pool as of the last one."""
+"""The watcher's side of a watch. It asks for snapshots (`Look`), and keeps the cells of every pool up to date."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -18,11 +18,11 @@ _decoder, _refusals = msgspec.msgpack.Decoder(Look), msgspec.msgpack.Decoder(Wat
 
 
 class Followed:
-    """The state of one watched process, as of the last snapshot received.
+    """What is known about one watched process, as of the last snapshot that was received.
 
     Attributes:
         look: the last snapshot; None before the first one.
-        cells: by pool name, uint32 `[num_pages + 1]`.
+        cells: the cells of each pool, by the pool's name: uint32 `[num_pages + 1]`.
     """
 
     def __init__(self) -> None:
@@ -31,13 +31,16 @@ class Followed:
 
     @property
     def ask(self) -> AskLook:
-        """Returns a question that asks for the changes since the last snapshot."""
+        """A question for the changes since the last snapshot."""
         if self.look is None:
             return AskLook()
         return AskLook(known=self.look.number, incarnation=self.look.incarnation)
 
     def apply(self, frames: Sequence[Any]) -> Look:
-        """Apply a snapshot. Raises `WatchError`, and changes nothing, if it is malformed or is not the next one."""
+        """Apply a snapshot.
+
+        If it is malformed, or does not follow the last one, raises `WatchError` and changes nothing.
+        """
         if len(frames) == 1:
             with suppress(msgspec.DecodeError, UnicodeDecodeError):
                 raise WatchError(f"the process refuses to be watched: {_refusals.decode(frames[0]).refused}")
@@ -45,7 +48,7 @@ class Followed:
             look = _decoder.decode(frames[0])
         except (msgspec.DecodeError, UnicodeDecodeError, IndexError) as error:
             why = other_version(frames[0], Look) if frames else ""
-            raise WatchError(why or f"{len(frames)} frames are not a look: {error}") from error
+            raise WatchError(why or f"{len(frames)} frames are not a snapshot: {error}") from error
         if look.base and (self.look is None or self.look.incarnation != look.incarnation):
             raise WatchError(f"snapshot {look.number} has only the changes since {look.base}, which was not received")
         if look.base and self.look is not None and self.look.number < look.base:
@@ -53,7 +56,7 @@ class Followed:
                 f"snapshot {look.number} has only the changes since {look.base}, but {self.look.number} came last"
             )
         if len(frames) != 1 + 2 * len(look.pools):
-            raise WatchError(f"a look at {len(look.pools)} pools came in {len(frames)} frames")
+            raise WatchError(f"a snapshot of {len(look.pools)} pools came in {len(frames)} frames")
         parts = [_changes(look, at, frames, self.cells) for at in range(len(look.pools))]
         for pool, (pages, cells) in zip(look.pools, parts, strict=True):
             if pages.size:
@@ -65,9 +68,10 @@ class Followed:
 
 
 def _changes(look: Look, at: int, frames: Sequence[Any], known: Mapping[str, Cells]) -> tuple[Cells, Cells]:
-    """Returns the changed pages of a pool, and their cells.
+    """Returns the pages of a pool that have changed, and their cells.
 
-    The page numbers are checked, because they index our memory.
+    If the snapshot has all cells, the array of pages is empty. The page numbers are checked, because they are used as
+    indices here.
     """
     pool = look.pools[at]
     try:
@@ -86,10 +90,10 @@ def _changes(look: Look, at: int, frames: Sequence[Any], known: Mapping[str, Cel
 
 
 class WatchClient:
-    """Asks one address for snapshots. Never waits.
+    """Asks one address for snapshots. No call waits, unless `answer` gets a timeout.
 
-    `secure` prepares the socket. `Keyring.secure_client` of `transfer` turns CURVE on. Raises `WatchError` if the
-    address is invalid.
+    `secure` prepares the socket before it connects. `Keyring.secure_client` of `transfer` turns CURVE on. Raises
+    `WatchError` if the address is invalid.
     """
 
     def __init__(self, address: str, secure: Callable[[Any], None] | None = None) -> None:
@@ -114,7 +118,7 @@ class WatchClient:
             self._socket.send(msgspec.msgpack.encode(ask), zmq.NOBLOCK)
 
     def answer(self, timeout_s: float = 0.0) -> list[bytes] | None:
-        """Return the frames of one snapshot. None if none arrives within `timeout_s` seconds."""
+        """Return the frames of one snapshot, or None if none arrives within `timeout_s` seconds."""
         if not self._socket.poll(int(timeout_s * 1000)):
             return None
         return self._socket.recv_multipart()

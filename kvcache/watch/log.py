@@ -1,4 +1,4 @@
-"""The loop's record of a watched pool, and what is computed from it: evictions, and the prefix tree."""
+"""The loop's record of a watched pool, and what is computed from it: the last evictions, and the prefix tree."""
 
 import time
 from collections import Counter, deque
@@ -16,20 +16,20 @@ from kvcache.watched import EvictionRow, TreeRow
 
 Words: TypeAlias = NDArray[np.uint64]
 
-_ENTRIES = 1 << 15  # the most entries that wait for the watch's thread; if there are more, the oldest are lost
-_EVICTED = 1 << 16  # the most evicted pages that are remembered, to notice when they are published again
+_ENTRIES = 1 << 15  # how many entries may wait for the watch's thread; if there are more, the oldest are lost
+_EVICTED = 1 << 16  # how many evicted pages are remembered, in order to notice when one is published again
 _SHOWN = 32
-_SPREAD_S = 0.25  # in seconds: evictions with the same reason within this time are shown as one
-_PUBLISHED = -1  # marks a publication, where an eviction has its number
+_SPREAD_S = 0.25  # in seconds: evictions of a pool that have the same reason and lie within this time are shown as one
+_PUBLISHED = -1  # stands in place of the number of an eviction, for a publication
 _NO_WORDS = np.zeros(0, np.uint64)
-REASONS = ("LRU", "hint", "quota", "reset")  # indexed by the reason's number in the journal
+REASONS = ("LRU", "hint", "quota", "reset")  # the index of a reason is its number in the journal
 
 
 class PoolEntry(NamedTuple):
-    """A report about some pages. `words` identify their content.
+    """One entry of the record. It reports something about some pages. `words` identify the content of the pages.
 
-    `more` has the reasons of evictions, or the preceding pages. Entries for found pages have no words, because nothing
-    reads them.
+    `more` has the reasons if the pages were evicted, and the pages before them if they were published. If pages were
+    found, `words` and `more` are empty, because nothing reads them.
     """
 
     what: str
@@ -40,14 +40,14 @@ class PoolEntry(NamedTuple):
 
 
 class PoolLog(PageReader):
-    """The record of a pool. The loop only appends to it."""
+    """The record of one pool, to which the loop appends entries."""
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
         self._entries: deque[PoolEntry] = deque(maxlen=_ENTRIES)
 
     def begin(self) -> None:
-        """Start to record."""
+        """Begin to record."""
         self._pool.journal.read(self)
 
     def end(self) -> None:
@@ -55,7 +55,7 @@ class PoolLog(PageReader):
         self._entries.clear()
 
     def take(self, most: int) -> list[PoolEntry]:
-        """Remove and return the oldest entries, at most `most`, in order."""
+        """Remove the oldest entries, at most `most`, and return them in order."""
         return [self._entries.popleft() for _ in range(min(most, len(self._entries)))]
 
     def __len__(self) -> int:
@@ -68,14 +68,14 @@ class PoolLog(PageReader):
         self._entries.append(PoolEntry("published", time.monotonic(), pages, parents, self._pool.index.words_of(pages)))
 
     def gone(self, pages: Pages, why: Reasons | int) -> None:
-        # An evicted page keeps its digest until it is published again.
+        # an evicted page keeps its digest until it is published again
         words = self._pool.index.words_of(pages)
         self._entries.append(PoolEntry("gone", time.monotonic(), pages, np.asarray(why), words))
 
 
 @dataclass(slots=True)
 class _Evicted:
-    """Pages that were evicted together, and how many of them were published again."""
+    """Pages that were evicted together, and the number of them that were published again."""
 
     number: int
     at: float
@@ -87,27 +87,27 @@ class _Evicted:
 
 
 class EvictionBook:
-    """The last evictions of all pools, and how many of their pages were published again.
+    """The last evictions of all pools. Counts how many of the evicted pages were published again.
 
-    The loop writes a thousand entries between two snapshots. Looking up each page in a dict would be too slow, because
-    this thread and the loop share the interpreter lock. So many entries are applied at once by a numpy sort, during
-    which the loop can run.
+    The loop may write a thousand entries between two snapshots. It would be too slow to look up each page in a dict,
+    because this thread and the loop share the interpreter lock. Instead, many entries are applied at once by sorting
+    them with numpy. The loop can run during the sort.
     """
 
     def __init__(self) -> None:
         self.pages: Counter[str] = Counter()  # by reason
         self.again: Counter[str] = Counter()
         self._last: deque[_Evicted] = deque(maxlen=_SHOWN)
-        self._latest: dict[tuple[str, str], _Evicted] = {}  # the last eviction of each pool and reason
-        self._count = 0  # how many evictions there were so far; each gets the next number
-        # The last evicted pages that were not published since: their words, ascending, and the numbers of their
-        # evictions.
+        self._latest: dict[tuple[str, str], _Evicted] = {}  # the last eviction for each pool and reason
+        self._count = 0  # the number of evictions so far, which is also the number of the next eviction
+        # The last evicted pages that have not been published again: their words, ascending, and in `_numbers` the
+        # number of the eviction of each.
         self._words = _NO_WORDS
         self._numbers: NDArray[np.int64] = np.zeros(0, np.int64)
         self._by_number: dict[int, _Evicted] = {}
 
     def apply(self, pool: str, entries: Sequence[PoolEntry]) -> None:
-        """Count the evictions and publications of these entries of a pool."""
+        """Count the evictions and publications in these entries of a pool."""
         words, numbers = list[Words](), list[int]()
         for entry in entries:
             if entry.what == "published":
@@ -133,10 +133,11 @@ class EvictionBook:
         return one.number
 
     def _count_again(self, words: Words, numbers: NDArray[np.int64]) -> None:
-        """Process `words` in order of time. Each was evicted, by the eviction with its number, or published.
+        """Find the evicted pages that were published again.
 
-        The new words come after the known ones. A stable sort by word puts each event after the previous one of the
-        same content.
+        `words` are in order of time. `numbers` has for each the number of its eviction, or `_PUBLISHED`. The new words
+        come after those that are already known. A stable sort by word then puts each event right after the previous
+        event of the same content.
         """
         words, numbers = np.concatenate((self._words, words)), np.concatenate((self._numbers, numbers))
         order = np.argsort(words, kind="stable")
@@ -172,7 +173,7 @@ class EvictionBook:
 
 
 def _by_reason(entry: PoolEntry) -> list[tuple[str, Words]]:
-    """Returns the words of evicted pages by reason. There is nearly always only one reason."""
+    """Returns the words of evicted pages, grouped by reason. There is nearly always only one reason."""
     if not entry.words.size:
         return []
     codes = set(entry.more.reshape(-1).tolist())
@@ -182,11 +183,11 @@ def _by_reason(entry: PoolEntry) -> list[tuple[str, Words]]:
 
 
 class PrefixTree:
-    """Records for each page of a pool the page that precedes it.
+    """Records, for each page of a pool, the page that precedes it in a prompt.
 
-    It has the pages that were published, or in a row, since the watch began. `_born` has the number of the entry that
-    published each page. If a page's parent is younger than the page itself, the parent was overwritten with other
-    content.
+    The tree has all pages that have been published or in a row since the watch began. `_born` has, for each page, the
+    number of the entry that published it. If a page's parent has a higher number than the page itself, the parent has
+    since been overwritten with other content.
     """
 
     def __init__(self, pool: PagePool) -> None:
@@ -197,12 +198,12 @@ class PrefixTree:
         self._clock = 1
 
     def add_row(self, pages: NDArray[np.int32]) -> None:
-        """Add the published pages of a request that existed before the watch began."""
+        """Add the published pages of one request, in order. They may have been published before the watch began."""
         new = self._born[pages] == 0
         self._plant(pages[new], np.concatenate((pages[:1] * 0, pages[:-1]))[new], self._clock)
 
     def apply(self, entries: Sequence[PoolEntry]) -> None:
-        """Apply many entries at once. If a page is published twice, the later publication counts."""
+        """Apply many entries at once. If a page is published twice in them, the later publication counts."""
         found, found_at = list[NDArray[np.int32]](), list[int]()
         pages, parents, born = list[NDArray[np.int32]](), list[NDArray[Any]](), list[int]()
         for entry in entries:
@@ -217,7 +218,7 @@ class PrefixTree:
         if pages:
             self._plant(np.concatenate(pages), np.concatenate(parents), _each(born, pages))
         if found:
-            # A hit on a page before its last publication was a hit on other content.
+            # a hit on a page before its last publication was a hit on the content that it had then
             hits, at = np.concatenate(found), _each(found_at, found)
             np.add.at(self._hits, hits[at >= self._born[hits]], np.uint32(1))
 
@@ -225,7 +226,7 @@ class PrefixTree:
         self._parent[pages], self._born[pages], self._hits[pages] = parents, born, 0
 
     def rows(self, pool: str, most: int) -> tuple[TreeRow, ...]:
-        """Returns the `most` largest parts of the tree, each counted with everything below it.
+        """Returns the `most` largest parts of the tree. The size of a part includes everything below it.
 
         A part is a run of pages without a branch.
         """
@@ -239,7 +240,8 @@ class PrefixTree:
         branches = np.bincount(up[known], minlength=len(up))
         is_head = (up[known] == 0) | (branches[up[known]] > 1)
         heads = known[is_head]
-        first = up.copy()  # by page: the first page of its part, found by doubling the distance
+        # By page: the first page of its part. Each round of the loop below doubles the distance that it looks back.
+        first = up.copy()
         first[heads] = heads
         while not np.array_equal(further := first[first], first):
             first = further
@@ -256,14 +258,14 @@ class PrefixTree:
 
 
 def _each(clocks: list[int], pages: list[NDArray[np.int32]]) -> NDArray[np.uint32]:
-    """Returns the clock of each entry, repeated for each page of the entry."""
+    """Returns one number for each page: the item of `clocks` that belongs to the page's entry."""
     return np.repeat(np.array(clocks, np.uint32), [len(some) for some in pages])
 
 
 def _with_below(heads: NDArray[np.intp], before: NDArray[np.int32], own: NDArray[np.intp]) -> NDArray[np.intp]:
-    """Returns, by part, the number of its pages and of all pages below it.
+    """Returns, for each part, the number of its own pages and of all pages below it.
 
-    Summed level by level, from the deepest up.
+    The sums are made level by level, from the deepest level up.
     """
     level, reached = np.zeros(len(own), np.int32), before == 0
     levels = [reached]

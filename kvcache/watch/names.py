@@ -1,6 +1,7 @@
 """Names under which a watch shows requests and tenants.
 
-The real ids are hidden: a salt may be a secret, and a process that knows a request's id may ask for its pages.
+By default, the real ids are not shown: a salt may be a secret, and a process that knows the id of a request may ask for
+its pages.
 """
 
 import hashlib
@@ -12,14 +13,15 @@ import msgspec
 
 from kvcache.watched import Beside, request_digest
 
-_KEY = secrets.token_bytes(16)  # unique to this process, so that guessed salts cannot be tested against shown names
+# differs in each process, so that nobody can test a guessed salt against the names that are shown
+_KEY = secrets.token_bytes(16)
 _MOST_KEPT = 1 << 14
 
 
 def tenant_name(salt: str) -> str:
-    """Returns the name that is shown for a salt. It stays the same as long as this process runs.
+    """Returns the name under which a salt is shown. It stays the same as long as this process runs.
 
-    Empty without a salt.
+    Returns an empty text if there is no salt.
     """
     if not salt:
         return ""
@@ -27,7 +29,7 @@ def tenant_name(salt: str) -> str:
 
 
 class WatchNames:
-    """The names under which requests and tenants are shown. With `are_clear`, requests are shown by their ids."""
+    """The names under which requests and tenants are shown. If `are_clear`, requests are shown by their ids."""
 
     def __init__(self, *, are_clear: bool) -> None:
         self._are_clear = are_clear
@@ -39,11 +41,11 @@ class WatchNames:
         return list(ids) if self._are_clear else [_kept(self._requests, one, request_digest) for one in ids]
 
     def tenants(self, salts: Iterable[str]) -> list[str]:
-        """Returns the name of each salt, which does not reveal the salt."""
+        """Returns the name of each salt. The name does not reveal the salt."""
         return [_kept(self._tenants, one, tenant_name) for one in salts]
 
     def beside(self, beside: Beside) -> Beside:
-        """Replace the ids of leases and pulls by names. Phases keep their ids, because they are looked up by them."""
+        """Replace the ids of leases and pulls by names. Phases keep the ids, because they are looked up by id."""
         if self._are_clear:
             return beside
         replace = msgspec.structs.replace
@@ -52,13 +54,13 @@ class WatchNames:
         return beside._replace(leases=leases, pulls=pulls)
 
     def error(self, text: str, ids: Iterable[str]) -> str:
-        """Returns the error text of a recount, with the ids of these requests replaced by names."""
+        """Returns the error text of a recount, in which names replace the ids of these requests."""
         if not text or self._are_clear:
             return text
         longest_first = sorted(filter(None, ids), key=len, reverse=True)
         if not longest_first:
             return text
-        # All ids are replaced in one pass, because an inserted digest could contain a shorter id.
+        # All ids are replaced in a single pass, because a digest that was inserted could contain a shorter id.
         return re.sub("|".join(map(re.escape, longest_first)), lambda found: request_digest(found[0]), text)
 
 

@@ -1,4 +1,4 @@
-"""Pools as a watch reads them from its own thread: the cells of a pool, and the owners of its pages."""
+"""Pools as the watch's own thread reads them: the cells of a pool, and the owners of its pages."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ OwnerColumns: TypeAlias = tuple[list[Any], ...]
 
 
 class WatchedPool(Protocol):
-    """A watched pool. Another thread than the loop's reads it."""
+    """A watched pool. It is read in another thread than the loop's."""
 
     @property
     def name(self) -> str:
-        """The number of the replica, or the name of the tier."""
+        """The index of the replica as text, or the name of the tier."""
         ...
 
     @property
     def pool(self) -> PagePool:
-        """The pool itself. If it is replaced by another object, the watch starts again."""
+        """The pool itself. If it is replaced by another object, the watch begins anew."""
         ...
 
     def cells(self) -> Cells:
-        """Returns state, age and owner of each page."""
+        """Returns the state, age and owner of each page."""
         ...
 
     def owners(self, phases: Mapping[str, str]) -> OwnerColumns:
-        """Returns the owners of pages and their phases.
+        """Returns the owners of pages, with the phase that each of them is in.
 
-        A phase comes from `phases`, by request id, or from the rows.
+        `phases` has phases by request id. For other requests, the phase is derived from the rows.
         """
         ...
 
     def prefixes(self) -> Iterable[NDArray[np.int32]]:
-        """Returns the published pages of each running request, in order from the first."""
+        """Returns the published pages of each running request, from its first page on."""
         ...
 
 

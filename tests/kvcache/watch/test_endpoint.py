@@ -303,8 +303,8 @@ def test_what_is_no_look_changes_nothing() -> None:
         return msgspec.msgpack.encode(msgspec.structs.replace(header, base=1, number=9, pools=pools))
 
     for frames, what in (
-        ([], "are not a look"),
-        ([b"\xc1"], "are not a look"),
+        ([], "are not a snapshot"),
+        ([b"\xc1"], "are not a snapshot"),
         (whole[:2], "came in 2 frames"),
         ([whole[0], b"", b"1234"], "1 cells"),
         ([whole[0], b"", b"123"], "multiple"),

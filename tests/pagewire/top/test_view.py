@@ -17,7 +17,7 @@ def test_after_a_look_that_does_not_follow_the_whole_state_is_asked_for() -> Non
     process.followed.look = cast("Any", SimpleNamespace(name="p", number=3, incarnation=5))
     assert process.followed.ask == AskLook(known=3, incarnation=5)
     process.take(Heard(12.5, "tcp://host:1", [b"rubbish", b"", b""]))
-    assert "3 frames are not a look" in process.error
+    assert "3 frames are not a snapshot" in process.error
     assert process.followed.ask == AskLook()
     assert process.heard_at == 12.5, "it is there all the same"
     assert process.name == "tcp://host:1"
