@@ -101,7 +101,7 @@ def main() -> None:
     greedy = list(PROMPT)
     while len(greedy) < len(PROMPT) + NEW_TOKENS:
         greedy.append(model.run_without_cache(greedy))
-    # a guesser that is wrong at every sixth token
+    # The tokens of this guesser are those of the model, except that every sixth one is wrong.
     guesser = [token if at % 6 else 0 for at, token in enumerate(greedy)]
     tokens, runs = speculate(manager, model, guesser)
     if tokens != greedy:

@@ -62,7 +62,7 @@ def main() -> None:
                 reader.open_pull(0, "r", offer, timeout_s=30.0)
             else:
                 decode.extend_import(request, pending, table, last=last)
-            print(end, "tokens computed,", table.num_tokens, "told of")
+            print(end, "tokens computed,", table.num_tokens, "offered")
             reader.read(0, "r", pending, last=last)  # the new pages
         source.start_clock(offer)  # from now on the lease ends if its reader sends nothing for `duration_s`
     if pending is not None:

@@ -29,7 +29,7 @@ class Engine:
     caches: list[torch.Tensor]
     workers: list[NixlConnectorWorker]
     scheduler: NixlConnectorScheduler
-    told: Progress = dataclasses.field(default_factory=Progress)
+    reported: Progress = dataclasses.field(default_factory=Progress)
 
     def step(self) -> None:
         """Runs one step, as a serving loop does."""
@@ -41,7 +41,7 @@ class Engine:
             progress = self.scheduler.update(rank, worker.take_output())
             # keep the events of every field, because each event is reported only once
             for name in progress.__struct_fields__:
-                getattr(self.told, name).update(getattr(progress, name))
+                getattr(self.reported, name).update(getattr(progress, name))
 
     def close(self) -> None:
         """Closes the workers, and then the scheduler's side. The memory of the caches must live until then."""
@@ -79,7 +79,7 @@ def prefill(pipe: Connection) -> None:
     ours.caches[0][:, [3, 5]] = KV  # 32 tokens of a request are computed
     ours.scheduler.offer("request")
     pipe.send(ours.scheduler.params("request", PROMPT, [[3, 5]], num_tokens=32))
-    while "request" not in ours.told.sent:
+    while "request" not in ours.reported.sent:
         ours.step()
     ours.close()
 
@@ -93,10 +93,10 @@ def main() -> None:
     if wanted is None:
         raise SystemExit("the params name no pages")
     ours.scheduler.load("request", wanted, [[6, 1]], num_tokens=33, num_computed_tokens=0)
-    while "request" not in ours.told.received:
+    while "request" not in ours.reported.received:
         ours.step()
     equal = [torch.equal(cache[:, [6, 1]], KV[:, :, [rank]]) for rank, cache in enumerate(ours.caches)]
-    print("equal on each rank:", equal, "failed:", ours.told.failed)
+    print("equal on each rank:", equal, "failed:", ours.reported.failed)
     ours.close()
 
 

@@ -27,7 +27,7 @@ class Engine:
     caches: dict[str, torch.Tensor]
     worker: NixlConnectorWorker
     scheduler: NixlConnectorScheduler
-    told: Progress = dataclasses.field(default_factory=Progress)
+    reported: Progress = dataclasses.field(default_factory=Progress)
 
     def step(self) -> None:
         """Runs one step, as a serving loop does."""
@@ -36,7 +36,7 @@ class Engine:
         progress = self.scheduler.update(0, self.worker.take_output())
         # keep the events of every field, because each event is reported only once
         for name in progress.__struct_fields__:
-            getattr(self.told, name).update(getattr(progress, name))
+            getattr(self.reported, name).update(getattr(progress, name))
 
     def close(self) -> None:
         self.worker.shutdown()
@@ -68,7 +68,7 @@ def main() -> None:
     good = source.params("good", Prompt(range(41)), [[3, 5, 7], [4, 6]], num_tokens=40, first_blocks=(0, 1))
     late = source.params("late", Prompt(range(17)), [[1], [2]], num_tokens=16)
     source.abort("late", "its client has gone")  # ends the lease at once, whether or not a reader is reading
-    while "late" not in prefill.told.sent:
+    while "late" not in prefill.reported.sent:
         prefill.step()
     # None would mean that the params name no pages
     if (wanted := reader.read("good", good, Prompt(range(41)))) is not None:
@@ -76,7 +76,7 @@ def main() -> None:
         reader.load("good", wanted, blocks, num_tokens=41, num_computed_tokens=0, first_blocks=(0, 2))
     if (wanted := reader.read("late", late, Prompt(range(17)))) is not None:
         reader.load("late", wanted, [[9, 10], [9, 10]], num_tokens=17, num_computed_tokens=0)
-    while not decode.told.received == prefill.told.sent.keys() == {"good", "late"}:
+    while not decode.reported.received == prefill.reported.sent.keys() == {"good", "late"}:
         prefill.step()
         decode.step()
 
@@ -87,8 +87,8 @@ def main() -> None:
         decode.caches["near"][:, 6:9].reshape(2, 24, *near.shape[2:]),
     ]
     print("full layer equal:", torch.equal(ours[0], full), "window layer equal:", torch.equal(ours[1][:, 5:], near))
-    print("failed loads:", sorted(decode.told.failed))  # each with its lease, its source and the reason
-    print("how leases ended:", prefill.told.sent)
+    print("failed loads:", sorted(decode.reported.failed))  # each with its lease, its source and the reason
+    print("how leases ended:", prefill.reported.sent)
     for one in (prefill, decode):
         one.close()
 

@@ -93,9 +93,9 @@ def main() -> None:
 
     serve(manager, list(range(64)))
     listener.until(4)
-    serve(manager, [*range(32), *range(500, 532)])  # the first two pages are those of the first prompt
+    serve(manager, [*range(32), *range(500, 532)])  # this prompt shares its first two pages with the first prompt
     listener.until(6)
-    serve(manager, list(range(900, 996)))  # six pages: two are free, four are evicted
+    serve(manager, list(range(900, 996)))  # this prompt needs six pages: two are free, and four are evicted
     listener.until(8)
     print(f"the first page of the last prompt: {list(range(900, 916)) in listener.cached.values()}")
     manager.close()

@@ -54,7 +54,7 @@ def next_events(exchange: PageExchange) -> list[ExchangeEvent]:
 def prefill(pipe: Connection) -> None:
     """Runs every prompt once and offers its pages. Ends when the decode process has read all of them."""
     manager, exchange = start("prefill")
-    model, tellable = Model(), dict[str, tuple[Source | None, BlockTable, int]]()
+    model, computed = Model(), dict[str, tuple[Source | None, BlockTable, int]]()
     for name, prompt in PROMPTS.items():
         request = TextContext(prompt, MAX_LENGTH, request_id=name)
         with manager.claim(request):
@@ -64,7 +64,7 @@ def prefill(pipe: Connection) -> None:
             request.update(first)
             manager.step([request])
             source = exchange.offer(name, duration_s=60.0)
-            tellable[name] = (source, manager.block_table(name), first)
+            computed[name] = (source, manager.block_table(name), first)
         # The request is released here. Its pages stay until its lease is over.
 
     leases_open = len(PROMPTS)
@@ -73,7 +73,7 @@ def prefill(pipe: Connection) -> None:
             match happened.event:
                 case Offered(request_id=name, error=""):
                     # The lease has been granted, so the decode process may be told of the pages now.
-                    pipe.send((name, *tellable[name]))
+                    pipe.send((name, *computed[name]))
                 case Offered(error=error):
                     raise SystemExit(error)
                 case LeaseOver():

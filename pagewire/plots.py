@@ -23,7 +23,7 @@ _PEERS = ("#555555", "#7a7a7a", "#9a9a9a", "#b0b0b0")
 _PEER_MARKS = ("s", "^", "v", "D", "P", "X")
 _CHARACTERS_AN_INCH = 11.5  # characters of a title per inch
 _MOST_TICKS = 10  # the most ticks on an axis as wide as the figure
-_LEAST_SPAN = 20.0  # smallest span of a log axis, so that a flat curve looks flat
+_LEAST_SPAN = 20.0  # the least ratio between the ends of a log axis, so that an almost flat curve looks flat
 _OF_BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -141,7 +141,7 @@ def save(made: Any, path: Path) -> None:
     if named:
         columns = max(1, min(len(named), 3, int(110 // (max(map(len, named)) + 8))))
         made.legend(named.values(), named.keys(), loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
-    made.canvas.draw()  # the widths of the panels are known only after this
+    made.canvas.draw()  # the widths of the panels are known only after the figure has been drawn once
     for axes in made.axes:
         inches = axes.get_window_extent().width / made.dpi
         title = axes.get_title(loc="left").replace("\n", " ")

@@ -98,9 +98,9 @@ class Pages(Protocol):
         ...
 
     def get_or_recommend_replica(self, context: Context) -> int:
-        """Returns the replica of a claimed request. For an unclaimed request, returns the replica that suits it best.
+        """Returns the replica of a claimed request, or the best replica on which to claim an unclaimed one.
 
-        For an unclaimed request, the result is only advice, and is valid until the next call.
+        For an unclaimed request, the result is only advice, and it is valid only until the next call.
         """
         ...
 
@@ -133,10 +133,13 @@ class Pages(Protocol):
         ...
 
     def step(self, batch: Sequence[Context]) -> None:
-        """Publishes the pages computed so far, after the model and `context.update`. Page ids may change."""
+        """Publishes the pages that have been computed so far. Must be called after the model and `context.update`.
+
+        The ids of a request's pages may change.
+        """
 
     def block_table(self, request_id: RequestID, *, full_pages: bool = False, first_page: int = 0) -> BlockTable:
-        """Returns the pages that a claimed request had computed by its last `step`, for a peer to read under a lease.
+        """Returns the pages that a claimed request had computed by its last `step`, for a peer that reads them.
 
         Pages before `first_page` may be left out, because the peer already knows them.
         """
@@ -200,7 +203,7 @@ class PulledPages(Pages, Protocol):
         ...
 
     def extend_import(self, context: Context, pending: PendingImport, table: BlockTable, *, last: bool) -> PageCopy:
-        """Extends a `partial` import after its source has computed more. Returns the further pages to read."""
+        """Adds the pages that the source has computed since to a `partial` import. Returns the pages to read now."""
         ...
 
     def commit_import(self, context: Context, pending: PendingImport, proof: ImportProof | None = None) -> None:

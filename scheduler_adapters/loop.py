@@ -101,7 +101,8 @@ class ServingLoop(Generic[PagesT_co]):
             getattr(manager, "admission", None) if shares else None
         )
         self.preemptions = 0  # how often a request was preempted
-        self.fetching = False  # whether the first waiting request waits for pages that are loaded from files or a store
+        # whether the first waiting request waits until its cached pages have been loaded from files or a store
+        self.fetching = False
         # Called when a request starts to run, with its id, its replica and its number of cached tokens.
         self.on_admit: Callable[[str, int, int], None] | None = None
         # By request id, oldest first. A step admits requests in this order, and stops at the first one that has to
@@ -143,7 +144,8 @@ class ServingLoop(Generic[PagesT_co]):
     def adopt(self, request: Request, context: TextContext) -> None:
         """Adds a request that was prefilled by another process.
 
-        The caller has claimed its context and committed its pages. Only its last token is left to run.
+        The caller has claimed the request and committed its imported pages. Only the request's last known token is left
+        to run.
         """
         self._check_new(request.request_id)
         self._running[request.request_id] = Entry(request, context, self.manager.get_replica(context))
@@ -236,7 +238,7 @@ class ServingLoop(Generic[PagesT_co]):
     def _reserve_running(self) -> list[Output]:
         """Reserves pages for every running request, oldest first.
 
-        Because of this order, an old request never gives way to a newer one.
+        Older requests come first, so an old request never gives its pages to a newer one.
         """
         outputs = list[Output]()
         for entry in list(self._running.values()):
@@ -254,10 +256,10 @@ class ServingLoop(Generic[PagesT_co]):
     def _preempt(self, entry: Entry) -> None:
         """Releases a running request and puts it first in the queue.
 
-        The request finds its cached pages again when it is readmitted.
+        When the request is readmitted, it finds those of its pages that are still in the cache.
         """
-        # The preempted request cannot be readmitted in this step: it needs as many pages as it gave back, and an older
-        # request has taken some of these.
+        # The preempted request is not admitted again in this step. It needs as many pages as it gave back, and an older
+        # request has already taken some of these.
         request_id = entry.request.request_id
         del self._running[request_id]
         self.manager.release(request_id)
@@ -300,7 +302,8 @@ class ServingLoop(Generic[PagesT_co]):
         Returns False and takes nothing if there are too few of either.
         """
         context = entry.context
-        if self._has_windows:  # the first chunk begins with the first token, also after a preemption
+        # with windows, only the first chunk gets pages; after a preemption, chunks begin with the first token again
+        if self._has_windows:
             context.set_token_indices(start_idx=0, active_idx=min(context.end_idx, self.token_budget))
         if self._admission is not None and not self._admission(context).fits:
             return False

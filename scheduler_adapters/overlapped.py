@@ -7,8 +7,8 @@ Each step performs these actions, in this order:
     launch    the next step
     finish    publish, release and report the results of the previous step, while the model runs
 
-If there are too few free pages, nothing is planned ahead, because pages released while the model runs become free only
-when it has finished.
+If there are too few free pages for the next step, that step is not planned ahead. Pages that are released while the
+model runs become free only when the model has finished.
 """
 
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ class _Planned:
     yields: list[bool]  # for each request, whether its chunk reaches the end of its known tokens
     lengths: list[int]  # length of each request after this step's token
     step: StepInFlight
-    batches: list[RunBatch]  # one for each replica that runs a request
+    batches: list[RunBatch]  # the work of each replica that runs a request
 
 
 class PendingTokens(Protocol):
@@ -176,7 +176,7 @@ class OverlappedLoop(ServingLoop[PagesAheadT_co]):
                 if not self.manager.maybe_reserve(entry.context):
                     return False
             except (PromptTooLongError, SequenceTooLongError):
-                return False  # the failure is reported later, when no step is in flight
+                return False  # a later step, planned while no step is in flight, reports the failure
         return True
 
     def _going(self) -> list[Entry]:

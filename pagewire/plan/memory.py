@@ -19,7 +19,7 @@ class RoomPart(msgspec.Struct, frozen=True):
     A part is its block tables of one kind, or its state (see `ways.LaidPart`).
 
     Attributes:
-        kind: the kind of the layers and their window; "all" if several kinds share one table.
+        kind: the kind of the layers, with the size of their window, if any; "all" if several kinds share one table.
         layers: the number of layers.
         tables: number of block tables; 0 for a state.
         request_bytes: for each length of a request, the bytes that this part takes on each rank.

@@ -43,7 +43,7 @@ class LaidPart:
     """One part of a request's memory: its block tables of one kind, or its state.
 
     Attributes:
-        kind: the kind of the layers and their window; "all" if several kinds share one table.
+        kind: the kind of the layers, with the size of their window, if any; "all" if several kinds share one table.
         layers: the number of layers.
         tables: number of a request's block tables; 0 for a state.
         of_length: returns, for a number of tokens, the bytes that the part takes on each rank.

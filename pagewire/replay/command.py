@@ -26,7 +26,7 @@ def run_replay(options: ReplayOptions) -> int:
     """Replays a trace and reports. Returns the exit status. A `KVCacheError` says what does not work."""
     hints_for([], options.hints)  # an unknown kind of hints is refused here, before minutes of reading
     if options.plots is not None:
-        plots.pyplot()  # a missing matplotlib is reported here, for the same reason
+        plots.pyplot()  # a missing matplotlib is reported here, before minutes of reading and replaying
     trace, console = load_trace(options.trace), Console(stderr=True)
     show = None if options.top is None else _Show(options, trace)
     with Progress(console=console, transient=True, disable=not console.is_terminal or show is not None) as bar:

@@ -36,7 +36,8 @@ PAGE_SIZE = 2
 WINDOW = 500  # number of requests in a window, over which the loads of the replicas are compared
 _STATE_UNIT = 16  # bytes of a page in replays with states; a state takes a multiple of this
 _NEVER = 1 << 60
-_LONGEST_LINE = 64 << 20  # in bytes; a file without line ends must not fill the memory
+# in bytes: the longest line that is read, because a file without line ends could fill the memory
+_LONGEST_LINE = 64 << 20
 
 
 class ReplayResult(msgspec.Struct, frozen=True):
@@ -76,7 +77,7 @@ class BlockPages(NamedTuple):
     state_pages: int = 0
 
 
-WHOLE = BlockPages()  # each block is one page, without states
+WHOLE = BlockPages()  # each block is one page, and requests have no states
 
 
 class _TraceLine(msgspec.Struct):
@@ -131,7 +132,7 @@ def replay(
         routing: the routing rule.
         host_blocks: number of blocks of the host tier below the pool; 0 for no tier.
         peers: whether replicas copy pages from each other.
-        block_bytes: bytes of a block for the model in question, from which the bytes moved are computed.
+        block_bytes: bytes of a block of the model in question; None if `moved_bytes_per_request` is not wanted.
         divided: how each block is divided into pages. With several pages in a block, `evictions` and `restored` of the
             result count pages, not blocks.
         shown: called with the manager. The replay runs within the context manager that it returns.
@@ -269,7 +270,8 @@ def _window_loads(computed: NDArray[np.int64]) -> dict[str, float | None]:
 
 def reference_lru_hits(trace: Iterable[Blocks], capacity: int) -> int:
     """Returns the hits of a plain LRU that frees a request's last blocks first. Shares no code with the manager."""
-    idle: OrderedDict[int, None] = OrderedDict()  # in order of use, the least recently used block first
+    # The blocks in the order of their last use, the least recently used block first.
+    idle: OrderedDict[int, None] = OrderedDict()
     hits = 0
     for blocks in trace:
         hits += _found(blocks, idle)
@@ -294,7 +296,8 @@ def optimum_of_each(trace: Sequence[Blocks], capacity: int) -> list[int]:
     """Returns the hits of `optimum_hits` for each request."""
     following = _next_uses(trace)
     resident: dict[int, tuple[int, int]] = {}  # block → its valid entry in the heap
-    # negated next use, negated depth, and block; outdated entries are left in the heap
+    # Entries: negated next use, negated depth, and block. An entry that is no longer valid stays in the heap until it
+    # is popped.
     heap: list[tuple[int, int, int]] = []
     hits: list[int] = []
     for blocks, uses in zip(trace, following, strict=True):

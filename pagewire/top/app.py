@@ -227,7 +227,7 @@ class TopApp(App[None]):
         self._phases = Static("", id="phases")
         self._totals = Static("", id="totals")
         self._panels = TabbedContent(id="panels")
-        # by panel, the rows with unshortened ids; the tables show shortened ones
+        # For each panel, its rows with unshortened ids. The tables on the screen show shortened ids.
         self._rows: dict[str, panels.TableRows] = {}
         self._tables = {name: DataTable[str](cursor_type="row", zebra_stripes=True) for name in panels.HEADINGS}
         self._asked = Input(placeholder="request, tenant=…, replica=…, process=…", id="filter")

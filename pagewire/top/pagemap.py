@@ -65,7 +65,7 @@ GLYPHS = {
 }
 _COLDEST = 0.35  # how much of its colour an idle page keeps if it is evicted first
 _DIM = 0.22  # how much of its colour a page keeps if a filter hides it
-_LOW = 64  # number of values of a cell's low bits, which determine the colour: state and age
+_LOW = 64  # the number of values of a cell's low bits, which hold state and age and determine the colour
 _CHUNK = 4096  # the most colours whose sum fits into 20 bits per channel
 
 

@@ -29,7 +29,7 @@ class WatchedProcess:
     followed: Followed = field(default_factory=Followed)
     heard_at: float = 0.0  # 0: never
     error: str = ""
-    # the time of each snapshot, and its totals
+    # The time of each snapshot, and the process's totals at that time.
     totals: deque[tuple[float, dict[str, float]]] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
     @property

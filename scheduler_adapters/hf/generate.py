@@ -102,7 +102,8 @@ class PagedGenerator:
     def _check(self, request: Request) -> None:
         context = self._loop.context_for(request)
         limit = self._manager.max_seq_len
-        if context.max_length - 1 > limit:  # the last token is never fed back
+        # the last generated token is never an input of the model, so it needs no room
+        if context.max_length - 1 > limit:
             raise SequenceTooLongError(
                 f"request {request.request_id!r}: {context.current_length} tokens and {request.max_new_tokens} new "
                 f"ones exceed max_seq_len {limit}"

@@ -35,7 +35,7 @@ class _EqualCounts:
     rows: torch.Tensor  # int64 [requests, queries], the place of each query in the packed row
     pages: torch.Tensor  # int64 [requests, pages], the pages to read; padding names the null page
     stale: tuple[torch.Tensor, ...]  # index (request, key) of each key beyond its request's last token
-    mask: torch.Tensor  # bool [requests, 1, queries, keys], True where a query sees a key
+    mask: torch.Tensor  # bool [requests, 1, queries, keys], True where a query may see a key
 
 
 class PagedBatch:

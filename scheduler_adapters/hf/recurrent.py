@@ -145,7 +145,7 @@ def state_shape_of(model: PreTrainedModel) -> StateShape:
 
 
 def _shape_of(mixer: Any, form: StateForm, layers: int) -> StateShape:
-    if form == "linear":  # per head, a decayed sum of keys and values in the layers' compute dtype
+    if form == "linear":  # each head keeps a decayed sum of keys and values, in the layers' compute dtype
         sizes, dtype = (mixer.num_attention_heads, mixer.head_dim) * 2, mixer.qkv_proj.weight.dtype
         return StateShape(layers, *sizes, kernel=1, conv_dtype=dtype, ssm_dtype=dtype, form=form)
     conv = mixer.conv if form == "short_conv" else mixer.conv1d

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 ATTENTION = "pagewire"
 _TIE = 1e-3
-# by model, the id of the thread whose call has switched its attention
+# for each model, the id of the thread whose call has switched the model's attention
 _switched: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _switching = Lock()
 
@@ -110,7 +110,7 @@ class HFRunner:
         # In transformers, Mamba-1 layers continue from a state only if they are given a single token; with more tokens
         # they start over.
         self._one_by_one = STATE_FORMS.get(text_config_of(model.config).model_type) == "mamba1"
-        with paged_attention(model):  # raises for a model that ignores the interface
+        with paged_attention(model):  # this raises an error if the model ignores the interface
             pass
 
     def run(self, batch: Sequence[RunTokens], inputs: Sequence[RaggedKVCacheInputs]) -> list[int]:
@@ -471,7 +471,7 @@ def is_rounding_tie(model: PreTrainedModel, prompt: Sequence[int], ours: Sequenc
     """
     same = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
     if same is None:
-        return False  # equal, or one output is a prefix of the other: no two tokens to compare
+        return False  # the outputs are equal, or one is a prefix of the other, so there are no two tokens to compare
     ids = torch.tensor([[*prompt, *theirs[:same]]], device=model.device)
     with own_attention(model) as own:
         logits = own(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0, -1]

@@ -59,10 +59,10 @@ class DecodeScheduler:
         context: the ZMQ context of the sockets to the prefill processes.
         prefills: endpoints of the prefill processes. A request goes to the one with the fewest prompt tokens to
             compute.
-        frontend: a socket to the process that submits requests; `Tokens` are sent to it.
+        frontend: a socket to the process that submits requests. The scheduler sends `Tokens` messages to it.
         max_unread: how many messages the frontend may leave unread. If there are more, all requests of this process
             fail.
-        max_open: limit of open requests; any request beyond it is refused.
+        max_open: the most requests that may be open. Any further request is refused.
         chunkwise: whether to pull the first pages while the rest of the prompt is still computed.
         times: time limits of the phases.
         clock: a monotonic clock, in seconds.
@@ -113,8 +113,8 @@ class DecodeScheduler:
         self._max_open = max_open
         self._requests: dict[str, DecodeRequest] = {}
         self._unasked: dict[str, DecodeRequest] = {}  # requests not yet sent to any prefill process
-        # For each replica: the requests that wait for free pages there, each with its attempt number, in the order of
-        # their offers.
+        # For each replica: the requests that wait there for free pages, in the order of their offers. Each is stored
+        # with the number of its current attempt, because an entry of an earlier attempt is void.
         self._arrived: list[deque[tuple[DecodeRequest, int]]] = [deque() for _ in range(self._manager.num_replicas)]
         # One counter serves all requests, so that a reused request id gets new attempt numbers.
         self._attempts = itertools.count(1)
@@ -129,7 +129,10 @@ class DecodeScheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to do until a message comes: no request, step, pull or content query."""
+        """Whether the process has nothing to do until a message arrives.
+
+        It then has no open request, no step to run and no open pull, and no peer is asking it for pages by content.
+        """
         asked = self._exchange.open_pulls or self._exchange.lending.is_asked
         return not (self._requests or self._loop.has_work or asked)
 
@@ -265,7 +268,7 @@ class DecodeScheduler:
 
     def _on_message(self, prefill: PrefillConnection, message: msg.ToDecode) -> None:
         if not isinstance(message, msg.PagesOffer | msg.Failed):
-            return  # the connection has handled it; an attempt that got `Rejected` ends at its deadline
+            return  # the connection has handled it; an attempt whose message was `Rejected` ends at its deadline
         request = self._requests.get(message.request_id)
         now = (message.attempt, prefill)
         if request is None or (request.attempt, request.prefill) != now or request.phase == "decoding":
@@ -393,7 +396,7 @@ class DecodeScheduler:
             self._exchange.read(request.replica, request.key, importing.pending, last=last)
 
     def _join(self, request: DecodeRequest, importing: Importing, proof: ImportProof | None) -> None:
-        """Commits the import: the imported tokens count as cached, and the request runs its next token in the loop."""
+        """Commits the import of a request. The imported tokens then count as cached, and the loop runs the next one."""
         self._manager.commit_import(importing.context, importing.pending, proof)
         request.importing = None
         self._loop.adopt(request.spec, importing.context)
@@ -441,7 +444,10 @@ class DecodeScheduler:
             self._fail(request, f"timed out in phase {request.phase!r} on decode process {self.name!r}")
 
     def _give_up_frontend(self) -> None:
-        """Ends every request, because the frontend has left too many messages unread. The reason is still sent."""
+        """Ends every request, because the frontend has left too many messages unread.
+
+        The reason is queued for the frontend as the last message of each request.
+        """
         reason = f"the frontend of decode process {self.name!r} has left {self.frontend.max_unread} messages unread"
         for request in list(self._requests.values()):
             self._give_up(request, reason, tell_prefill=True)

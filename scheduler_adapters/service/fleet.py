@@ -44,7 +44,7 @@ class Fleet:
         configs: the settings of each server. If `name`, `frontend`, `listen` or `prefills` is empty, the fleet fills it
             in; the name is then the role. If the settings of a server name a `frontend`, the fleet only starts and ends
             that server, which exchanges its messages with the named frontend.
-        program: the command of a server, which takes its settings on standard input.
+        program: the command that starts a server. The server reads its settings from standard input.
         curve: whether to make new keys for the servers, so that their sockets are encrypted and admit no other process.
         send_timeout_s: how long `send` waits for a server that accepts no message, in seconds.
 
@@ -156,7 +156,7 @@ class Fleet:
         self._down.add(name)
 
     def kill(self, name: str) -> None:
-        """Kills a server, as a crash would, and waits for its end."""
+        """Kills a server as abruptly as a crash would, and waits until the process has ended."""
         self.expect_end(name)
         self._processes[name].kill()
         self._processes[name].wait()
@@ -189,7 +189,7 @@ class Fleet:
         """
         messages = self._received(timeout_s)
         if any(map(self.has_ended, self.running)):
-            self._received(_LAST_WORDS_S)  # the server's own report of its error may still be on its way
+            self._received(_LAST_WORDS_S)  # the server may have sent a report of its error that has not arrived yet
             self._check_alive()
         return messages
 
@@ -244,7 +244,7 @@ class Fleet:
             raise ServiceError(f"no socket can be opened at {frontend!r}: {error}") from error
         # Without MANDATORY, a message to a server that is not connected yet would vanish.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a restarted server takes its name over
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a restarted server takes over its old name
         self._socket.setsockopt(zmq.SNDTIMEO, int(self._send_timeout_s * 1000))
         for name in self._configs:
             self._start_one(name)
@@ -262,9 +262,9 @@ class Fleet:
                 raise ServiceError(f"the {name} process cannot be started: {error}") from error
         if process.stdin is None:
             raise ServiceError(f"the {name} process has no standard input")
-        with suppress(BrokenPipeError):  # the process has already ended; the next `receive` reports how
+        with suppress(BrokenPipeError):  # the process has already ended; the next `receive` reports how it ended
             process.stdin.write(msgspec.json.encode(self._configs[name]) + b"\n")
-            process.stdin.flush()  # the pipe stays open: its end tells the process that we are gone
+            process.stdin.flush()  # the pipe stays open, because its closing tells the process that its parent is gone
 
     def _spawn(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(  # noqa: S603  (ours, or a test's of its own)
@@ -272,7 +272,8 @@ class Fleet:
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
-            # Our own search path lets the child import what we import, however we were started.
+            # The child gets the parent's module search path, so it can import the same modules however the parent was
+            # started.
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             start_new_session=True,  # Ctrl-C must reach only us
         )
@@ -323,7 +324,7 @@ class Fleet:
         try:
             self._socket.send_multipart([name.encode(), msg.encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            # its queue is full or it is gone; the caller finds out which
+            # the queue of the server is full, or the server is gone; the caller finds out which
             if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 return False
             raise ServiceError(f"the {name} process cannot be reached: {error}") from error
@@ -341,7 +342,7 @@ class Fleet:
         process.kill()
         process.wait()
         if process.stdin is not None:
-            with suppress(BrokenPipeError):  # settings that the process did not read are still in the buffer
+            with suppress(BrokenPipeError):  # the buffer may still hold settings that the process did not read
                 process.stdin.close()
         self._logs[name].close()
 
@@ -361,8 +362,8 @@ class RunFolder:
 
     Only its owner can read it, and the run removes it at the end.
 
-    The run holds a lock on its folder, which the kernel releases however the run ends. If the lock of a folder is free,
-    its run was killed. Each new run removes such folders of the same user.
+    The run holds a lock on its folder, which the kernel releases however the run ends. So if no process holds the lock
+    of a folder, the run that made the folder was killed. Each new run removes such folders of the same user.
 
     Raises:
         ServiceError: no folder can be made.

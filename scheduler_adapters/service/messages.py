@@ -53,7 +53,7 @@ class OfAttempt(Message, frozen=True, kw_only=True):
     """Base of the messages about one attempt at a request. A message about an attempt that is over is dropped."""
 
     request_id: Name  # the client's id of the request
-    attempt: Attempt  # chosen by decode; increases with each attempt at any request
+    attempt: Attempt  # number of the attempt, chosen by decode; it increases with each attempt at any request
 
 
 class KVSource(msgspec.Struct, frozen=True):
@@ -109,7 +109,8 @@ class Submit(Message, frozen=True, kw_only=True, tag=True):
     # the prefill process to use, unless that process is absent or has already failed at this request
     prefill: OptionalName = ""
     traceparent: Annotated[str, Meta(max_length=256)] = ""  # W3C header of the trace that the hand-over belongs to
-    # Processes that may have pages of the prompt. If empty, decode names the prefill processes that it knows.
+    # Processes that may have pages of the prompt. If empty, decode itself chooses the sources: the prefill process that
+    # was sent most of this prompt, and its own cached pages.
     kv_sources: KVSources = ()
 
 
@@ -129,16 +130,16 @@ class Tokens(Message, frozen=True, kw_only=True, tag=True):
     finished: Finished | None = None  # why it ended; None while it continues
     error: str = ""  # the failure, if `finished` is "error"
     serial: Serial = 0  # serial of the submission
-    cached_tokens: OptionalCount = 0  # with the last message: prompt tokens that prefill had cached
-    elsewhere: bool = False  # with an error: this process refuses the request, but another one may take it
+    cached_tokens: OptionalCount = 0  # only in the last message: the number of prompt tokens that prefill had cached
+    elsewhere: bool = False  # only with an error: this process refuses the request, but another process may take it
 
 
 class Prefill(OfAttempt, frozen=True, kw_only=True, tag=True):
     """Decode to prefill: compute this prompt, and keep its pages under a lease."""
 
     prompt: Prompt  # includes the tokens that the client already has
-    within_s: Seconds  # deadline: after this time the reader no longer waits for the prompt
-    chunkwise: bool = False  # offer the first pages while the rest of the prompt is still computed
+    within_s: Seconds  # seconds after which the reader no longer waits for the prompt
+    chunkwise: bool = False  # whether to offer the first pages while the rest of the prompt is still computed
     new_pages: bool = False  # whether an offer may leave out pages that an earlier offer has named
     cache_salt: Salt | None = None
     kv_sources: KVSources = ()  # processes that may have pages of the prompt, in the order in which to ask them
@@ -148,7 +149,7 @@ class PagesOffer(OfAttempt, frozen=True, kw_only=True, tag=True):
     """Prefill to decode: pages that may be read. Sent again, with a longer table, as the prompt advances."""
 
     source: Source  # the same in every offer of an attempt
-    table: BlockTable  # the pages so far; it may leave out pages that an earlier offer has named
+    table: BlockTable  # the pages computed so far; the table may leave out pages that an earlier offer has named
     prompt_digest: bytes  # `Prompt.digest` of the tokens whose KV the pages hold, made from prefill's own tokens
     token: Token | None = None  # the first new token; None while the prompt is still computed
     cached_tokens: OptionalCount = 0  # prompt tokens that prefill had cached
@@ -215,7 +216,7 @@ class Stats(Message, frozen=True, kw_only=True, tag=True):
     prompt_tokens: int = 0  # prompt tokens of the requests that were prefilled here
     cached_tokens: int = 0  # prompt tokens that came from the prefix cache
     preemptions: int = 0  # how often a request was preempted
-    pages_pulled: int = 0  # local pages that pulls filled; a page of several shards counts once
+    pages_pulled: int = 0  # pages here that pulls filled; a page that is split over several shards counts once
     pages_reused: int = 0  # pages of imported requests that were cached here and not pulled
     prefixes: dict[str, int] = {}  # number of prompts for which a source was named, by outcome (`peer_prefixes.py`)
     taken_s: dict[str, float] = {}  # total seconds taken to "pull" prefixes and to "compute" prompts

@@ -1,4 +1,4 @@
-"""`Offers`: the page offers that a prefill process sends for one attempt, processed in page order.
+"""`Offers`: processes the page offers that a prefill process sends for one attempt, in the order of their pages.
 
 Each offer names only new pages. An offer that arrives before its predecessor waits for it, because pages after a gap
 can be neither checked nor read.
@@ -16,17 +16,17 @@ class Offers:
     Attributes:
         newest: the last offer that was processed.
         tables: block tables of processed offers that the import has not used yet, in order. They are not merged,
-            because each has its own seal.
+            because each table carries its own seals, by which a reader checks that a lease holds the table's pages.
     """
 
     def __init__(self) -> None:
         self.newest: msg.PagesOffer | None = None
         self.tables: list[BlockTable] = []
-        # by number of tokens, and whether the offer is the last one of the attempt
+        # The key is the offer's number of tokens, and whether the offer is the last one of the attempt.
         self._waiting: dict[tuple[int, bool], msg.PagesOffer] = {}
 
     def has_had(self, offer: msg.PagesOffer) -> bool:
-        """Whether an offer adds nothing: it is a repetition, or older than the newest one."""
+        """Whether an offer adds nothing, because it is a repetition or is older than the newest processed offer."""
         before = self.newest
         if _place(offer) in self._waiting:
             return True
@@ -39,9 +39,9 @@ class Offers:
         self._waiting[_place(offer)] = offer
 
     def take(self) -> msg.PagesOffer | None:
-        """Returns the next offer and removes it.
+        """Removes the next offer in page order, and returns it.
 
-        Returns None if that offer leaves out pages that no earlier offer has named.
+        Returns None if there is no further offer, or if the next one leaves out pages that no earlier offer has named.
         """
         offer = self._waiting.get(min(self._waiting, default=(0, False)))
         before = None if self.newest is None else self.newest.table

@@ -50,10 +50,10 @@ not fit.
 """
 FETCH_OUTCOMES: tuple[FetchOutcome, ...] = get_args(FetchOutcome)
 
-# in seconds: the time that all sources of one stretch together have to answer; a source may be busy with a step
+# in seconds: how long the sources of one stretch may take to answer, all together; a source may be busy with a step
 _ASK_S = 1.0
 _AT_ONCE = 4  # the most sources that are asked at the same time
-# in seconds: after one source has lent pages, the others have at least and at most this long to answer
+# in seconds: once a source has lent pages, the other sources get at least and at most this much more time to answer
 _LEAST_WAIT_S, _MOST_WAIT_S = 5e-3, 0.05
 _PULL_S = 5.0  # in seconds: the time limit for pulling one stretch
 # In seconds. If a running prompt is the only request of the loop, the loop runs no step for this long after a source
@@ -98,11 +98,11 @@ class _Fetch:
         asked_at: time at which these questions were sent.
         share_s: how long each source may take to answer, in seconds, if the sources are asked one after another.
         wait_until: the time until which answers are awaited.
-        lent: the answers with pages.
-        outcome: the outcome of the latest answer that brought no pages.
+        lent: the pages that sources have lent in answer to these questions.
+        outcome: the outcome that is counted if no source lends pages, from the latest answer without pages.
         pending: the import of the stretch that is being pulled from the sources of `lent`.
         pull_at: when its pull began.
-        before_s: the exchange's `pull_seconds` at that time.
+        before_s: the exchange's `pull_seconds` when this pull began.
         pulled: number of stretches that were pulled so far.
     """
 
@@ -156,20 +156,21 @@ class PeerPrefixes:
         self._exchange = exchange
         self._clock = clock
         self._open: dict[str, _Fetch] = {}
-        # by key; removed when the source has answered or its time is over
+        # By key. A question is removed when the source has answered or its time is over.
         self._questions: dict[str, _PromptQuestion] = {}
         self._serial = itertools.count()
         self._met: Recent[str] = Recent()
         # Called when pages of a running prompt are being pulled, with the request's id and the first token of those
         # pages.
         self.on_pages: Callable[[str, int], None] = lambda _key, _token: None
-        self._split: set[str] = set()  # requests that run and for which pages at the end of the prompt were pulled
+        # requests that run, and for which pages at the end of the prompt have been pulled
+        self._split: set[str] = set()
 
     def begin(self, request: Request, context: TextContext, sources: Sequence[msg.KVSource]) -> bool:
         """Starts to ask peers for pages of an unclaimed request. Returns whether the request should wait for them.
 
-        If not, it should run at once: no peer has a useful page, computing is quicker, or the prompt is computed from
-        its front while pages are pulled from its end.
+        If the result is False, the request should run at once: no peer has a useful page, or computing is quicker, or
+        the prompt is computed from its front while pages are pulled from its end.
         """
         if not sources:
             return False
@@ -214,7 +215,8 @@ class PeerPrefixes:
     def admitted(self, key: str, replica: int, cached: int) -> None:
         """Reports that a prompt begins to run on a replica, after `cached` cached tokens.
 
-        Pages pulled to another replica are of no use to it.
+        A prompt that runs on another replica than the one for which pages are pulled has no use for them, so its fetch
+        is dropped.
         """
         fetch = self._open.get(key)
         if fetch is None:
@@ -227,7 +229,7 @@ class PeerPrefixes:
             self.on_pages(key, fetch.pending.tokens[0])
 
     def computed(self, key: str, tokens: int, seconds: float, cached: int) -> None:
-        """Reports the measured time of a prompt of `tokens` tokens after `cached` cached ones.
+        """Reports that computing `tokens` tokens of a prompt, after `cached` cached ones, took `seconds` seconds.
 
         The measurement is discarded if pages of the prompt were pulled meanwhile.
         """
@@ -322,12 +324,13 @@ class PeerPrefixes:
         fetch.asked.clear()
         if not fetch.lent:
             return self._go_on(fetch, "unanswered" if is_silent else fetch.outcome)
-        fetch.lent.sort(key=lambda lent: -lent.table.num_tokens)  # the first table of an import must be the longest
+        # the first table that is passed to an import must be the longest one
+        fetch.lent.sort(key=lambda lent: -lent.table.num_tokens)
         sources, tables = zip(*fetch.lent, strict=True)
         context, places = fetch.context, [source.place for source in sources]
         try:
             fetch.pending = fetch.stretches.reserve(tables)
-        except KVCacheError:  # an answer does not fit this cache, or the pages before it have been evicted
+        except KVCacheError:  # an answer does not fit this cache, or the pages before the stretch have been evicted
             self._refuse(fetch, _USELESS)
             self._give_up(fetch, places)
             return self._go_on(fetch, "failed")
@@ -337,7 +340,8 @@ class PeerPrefixes:
             if fetch.waiting is None:
                 self.on_pages(context.request_id, fetch.pending.tokens[0])
             return None
-        self._refuse(fetch, _USELESS)  # there was no free page, or the pages have been computed here meanwhile
+        # no page was free here, or the pages of the stretch have been computed here meanwhile
+        self._refuse(fetch, _USELESS)
         return self._end(fetch, "no_room") if fetch.pending is None else self._take(fetch, None, ())
 
     def _take(self, fetch: _Fetch, proof: ImportProof | None, shares: Sequence[PullShare]) -> Waiting | None:

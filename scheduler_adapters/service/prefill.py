@@ -31,8 +31,9 @@ from transfer.pull.lease import LEASE_SLOTS
 from transfer.pull.replica import LeaseOver, Offered
 
 _EXPIRE_S = 0.01
-# In seconds. A lease is usually granted within a fraction of a millisecond, while the model still runs. If it is not,
-# it is better to wait this long than to tell the reader only after the loop's next step.
+# In seconds. A lease is usually granted within a fraction of a millisecond, while the model still runs. If the model
+# has finished first, it is better to wait this long for the lease than to tell the reader only after the loop's next
+# step.
 _OFFERED_S = 5e-3
 
 
@@ -40,7 +41,7 @@ _OFFERED_S = 5e-3
 class _DecodeConnection:
     """A decode process, identified by its connection.
 
-    A decode process that takes this process for dead makes a new connection.
+    If a decode process believes that this process has died, it makes a new connection.
     """
 
     name: str
@@ -62,8 +63,10 @@ class PrefillScheduler:
         clock: a monotonic clock, in seconds.
 
     Attributes:
-        counts: messages that were "malformed" or "late", and requests that "failed".
-        draining: whether each new request is refused.
+        counts: counters by name. "malformed": messages that could not be decoded. "late": messages that were repeated,
+            or that belong to an attempt that is over. "failed": requests that ended before all of their pages had been
+            read.
+        draining: whether the process refuses every new request.
         peers: asks other processes for cached pages of a prompt.
     """
 
@@ -89,7 +92,7 @@ class PrefillScheduler:
         self._serial = itertools.count()
         self._readers: dict[bytes, _DecodeConnection] = {}
         self._requests: dict[str, PrefillRequest] = {}
-        # requests with pages that have not been offered to the reader yet
+        # requests that hold pages which have not been offered to the reader yet
         self._untold: dict[str, PrefillRequest] = {}
         self._expire_at = 0.0
         loop.on_admit, self.peers.on_pages = self._on_admit, loop.meet
@@ -109,7 +112,10 @@ class PrefillScheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to do until a message comes: no request, step, pull or content query."""
+        """Whether the process has nothing to do until a message arrives.
+
+        It then has no open request, no step to run and no open pull, and no peer is asking it for pages by content.
+        """
         asked = self._exchange.open_pulls or self._exchange.lending.is_asked
         return not (self._requests or self._loop.has_work or asked)
 
@@ -154,7 +160,7 @@ class PrefillScheduler:
     def drain(self) -> None:
         """Refuses new requests from now on.
 
-        Open requests run, and their pages are kept until they are read or their lease ends.
+        Open requests still run. Their pages are kept until they have been read or their lease has ended.
         """
         if not self.draining:
             self.draining = True
@@ -219,7 +225,7 @@ class PrefillScheduler:
         self._send(sender, msg.Rejected(reason=msg.clipped(reason)))
 
     def _welcome_reader(self, sender: bytes, hello: msg.Hello) -> None:
-        """Registers a new connection of a decode process. Its requests on an earlier connection are over."""
+        """Registers a new connection of a decode process, and ends the requests of its earlier connections."""
         known = self._readers.get(sender)
         if known is not None and (known.name, known.incarnation) != (hello.reader, hello.incarnation):
             self._lose(sender, f"decode process {known.name!r} calls itself {hello.reader!r} now")
@@ -228,16 +234,16 @@ class PrefillScheduler:
         if self.draining:
             self._send(sender, msg.Leaving())
         if sender not in self._readers:
-            return  # a late `Hello` of a connection that was already replaced and closed
+            return  # the `Hello` is late: its connection has already been replaced and closed
         reason = f"decode process {hello.reader!r} has reconnected"
         for identity in [key for key, reader in self._readers.items() if reader.name == hello.reader and key != sender]:
             self._lose(identity, reason)
-            # Usually the old connection is closed. A process that still uses it would otherwise wait for attempts that
-            # were given up.
+            # The old connection is usually closed by now. If the decode process still uses it, this message tells the
+            # process that its attempts were given up. Otherwise it would wait for them.
             self._send(identity, msg.Rejected(reason=msg.clipped(reason), stranger=True))
 
     def _lose(self, sender: bytes, reason: str) -> None:
-        """Drops a reader. Its requests are no longer computed or kept."""
+        """Drops a reader. The reader's requests are no longer computed, and their pages are no longer kept for it."""
         reader = self._readers.pop(sender, None)
         for request in [] if reader is None else list(reader.requests.values()):
             self._end(request, reason, silent=True)
@@ -284,7 +290,7 @@ class PrefillScheduler:
                 self._queue(asked, context)
 
     def _queue(self, asked: Request, context: TextContext) -> None:
-        """Queues a request for the loop, which computes everything that is not cached by then."""
+        """Queues a request for the loop, which computes all pages that are not cached when the request's turn comes."""
         request = self._requests[asked.request_id]
         request.move("queued", request.compute_by)
         self._loop.add(asked, context)
@@ -300,10 +306,10 @@ class PrefillScheduler:
     # ---- progress of requests
 
     def _on_admit(self, key: str, replica: int, cached: int) -> None:
-        """Requests a lease when a request is admitted, so that it is granted by the time that the model has run."""
+        """Requests a lease when a request is admitted. The lease is then usually granted before the model has run."""
         request = self._requests.get(key)
         if request is None:
-            return  # the request belongs to another user of this loop
+            return  # this request belongs to another user of the loop
         self._untold[key] = request
         request.replica, request.cached_tokens, request.admitted = replica, cached, self._clock()
         self.peers.admitted(key, replica, cached)
@@ -316,7 +322,7 @@ class PrefillScheduler:
             request.move("leasing", self._clock() + self._times.step_s)
 
     def _on_output(self, output: Output) -> None:
-        """Handles the end of a prompt: its row is freed, and its pages stay under the lease."""
+        """Handles the end of a prompt. Its row is freed, but its pages stay held by the lease."""
         request = self._requests.get(output.request_id)
         if request is None or request.phase == "ending":
             return
@@ -383,7 +389,7 @@ class PrefillScheduler:
                     self._queue(*waiting)
 
     def _offer(self, request: PrefillRequest) -> None:
-        """Tells the reader which pages it may read now, if there are new ones."""
+        """Tells the reader which pages it may read now. Sends nothing if no page is new to the reader."""
         table, source = self._table(request), request.source
         if table is None or source is None:
             return
@@ -407,7 +413,8 @@ class PrefillScheduler:
         if request.token is None:
             request.digest_ahead()
         else:
-            # This comes last, because it wakes the transfer thread, which would compete for the interpreter.
+            # This comes last, because it wakes the transfer thread. That thread would compete with this one for the
+            # interpreter.
             self._exchange.start_clock(source)
 
     # ---- the end
@@ -435,7 +442,10 @@ class PrefillScheduler:
             self._exchange.revoke(request.source, reason)
 
     def _fail(self, request: PrefillRequest, reason: str) -> None:
-        """Ends a request that has no lease any more, and tells its reader the first reason."""
+        """Ends a request that has no lease any more, and tells its reader why.
+
+        If several reasons were recorded, the reader is told the first one.
+        """
         self.counts["failed"] += 1
         reason = request.blame(reason)
         self._forget(request)

@@ -1,4 +1,7 @@
-"""The prefill processes as a decode process sees them: its connections to them, their load, and the choice of one."""
+"""The prefill processes as a decode process sees them: its connections to them, and their load.
+
+For each prompt, `route` chooses the prefill process that computes it.
+"""
 
 from __future__ import annotations
 
@@ -52,12 +55,12 @@ class PromptHistory:
         return len(self._chunks)
 
     def tokens_of(self, chunks: Sequence[int]) -> int:
-        """Returns how many leading tokens of a prompt were sent to the process before."""
+        """Returns how many leading tokens of a prompt, in whole chunks, were sent to the process before."""
         known = next((at for at, chunk in enumerate(chunks) if chunk not in self._chunks), len(chunks))
         return known * CHUNK
 
     def add(self, chunks: Sequence[int]) -> None:
-        """Records that `chunks` were sent to the process.
+        """Records that the prompt with these chunks was sent to the process.
 
         If there are too many chunks, the oldest ones are forgotten first. Within one prompt, its last chunks go first.
         """
@@ -68,7 +71,7 @@ class PromptHistory:
             self._chunks.popitem(last=False)
 
     def clear(self) -> None:
-        """Forgets everything: the process may have restarted."""
+        """Forgets all prompts, because the process may have restarted with an empty cache."""
         self._chunks.clear()
 
 
@@ -99,16 +102,16 @@ def own_pages(manager: PulledPages, exchange: PageExchange, context: TextContext
 
 
 class PrefillConnection:
-    """The connection to one prefill process. After a loss, a new connection is made; a lost one is never reused.
+    """The connection to one prefill process. After a loss, a new connection is made; the lost one stays unused.
 
-    A loss ends the connection's requests on both sides. Therefore no message that waits in a socket for a dead process
-    can reach the process that replaces it.
+    A loss ends the connection's requests on both sides. Messages to a dead process may still wait in the socket of the
+    lost connection. Because that socket is never used again, they cannot reach the process that replaces the dead one.
 
     Attributes:
         welcome: the process's description of itself; None while it is not connected.
         lost: reasons of losses that the owner has not processed yet.
-        load: prompt tokens that the process still has to compute for us.
-        history: the chunks of prompts that it may have cached.
+        load: prompt tokens of this decode process that the prefill process still has to compute.
+        history: the prompts that were sent to the process, from which it is guessed what the process has cached.
         malformed: number of messages that could not be decoded.
         leaving: whether the process accepts no new requests.
     """
@@ -146,7 +149,7 @@ class PrefillConnection:
 
     @property
     def takes_requests(self) -> bool:
-        """Whether the process is connected and not leaving."""
+        """Whether the process is connected and still accepts requests."""
         return self.welcome is not None and not self.leaving
 
     @property
@@ -280,7 +283,7 @@ def route(
 def _sources(
     missing: Mapping[PrefillConnection, int], chosen: PrefillConnection, length: int, own: OwnPages | None
 ) -> tuple[msg.KVSource, ...]:
-    """Returns the processes that may have more of a prompt cached than the chosen one, most tokens first.
+    """Returns the processes that may have more of a prompt cached than `chosen` has, most tokens first.
 
     There are two candidates: the prefill process that was sent most of this prompt, and the decode process itself, with
     its pages in `own`. `missing` has, for each connected process, how many of the prompt's `length` tokens were never

@@ -1,7 +1,7 @@
 """A prefill or decode server: `python -m scheduler_adapters.service.program`, with its settings on standard input.
 
-It ends when its parent ends, even while it is starting. This module therefore imports nothing heavy before it watches
-its parent: importing `scheduler_adapters.service.server` takes seconds.
+The process ends when its parent ends, even while it is still starting. This module therefore imports nothing heavy
+before it watches its parent: importing `scheduler_adapters.service.server` takes seconds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def die_with_parent() -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # If the parent ended before the kernel was asked, only the pipe shows it.
+    # If the parent had already ended before the kernel was told, the kernel sends no signal, and only the pipe shows
+    # it.
     hung_up = select.poll()
     hung_up.register(sys.stdin.fileno(), 0)  # POLLHUP is reported without being requested
 

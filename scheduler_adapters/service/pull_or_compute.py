@@ -1,4 +1,4 @@
-"""Decides, from measured times, whether a peer's tokens of a prompt should be pulled or computed here.
+"""Decides, from measured times, whether the pages of a prompt should be pulled from a peer or computed here.
 
 Pure computation.
 
@@ -12,7 +12,7 @@ kept, so that frequent lengths do not displace rare ones.
 This sum is the usual time. To follow the current speed, it is multiplied by a factor from the latest measurements. The
 factor stays at 1 as long as the latest measurements deviate from the usual time no more than measurements normally do.
 
-The time of a pull includes the question to the source, and any delay at a busy source or link. The time of a
+The time of a pull includes the time for asking the source, and any delay at a busy source or link. The time of a
 computation includes the other requests in the same batch.
 """
 
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 _KEPT = 12  # measurements kept for each power of two of tokens
 _LATEST = 5  # the current speed is estimated from this many measurements
-_NOISE_OF = 24  # this many of the latest measurements show how far measurements normally deviate from their estimates
+# how many of the latest measurements are used to find how far a measurement normally deviates from its estimate
+_NOISE_OF = 24
 _ROUNDS = 3  # rounds of a fit; each takes its weights from the previous one
 _TINY = 1e-30  # makes a fit solvable if a term was always 0
 # A slow link may recover, so some prompts are pulled although computing is estimated to be quicker. One of `_TRY_AGAIN`
@@ -53,8 +54,8 @@ class TimeByTokens:
     """Estimates the time of one way (pull or compute) from its measured times.
 
     Args:
-        terms: returns the terms of the model, at most four. The time is the sum of the terms, each times a coefficient
-            that is not negative.
+        terms: returns the terms of the estimate for a number of cached tokens and a number of further tokens; at most
+            four. The estimated time is the sum of the terms, each multiplied by its coefficient, which is not negative.
 
     Attributes:
         taken_s: sum of all measured times, in seconds.
@@ -93,7 +94,7 @@ class TimeByTokens:
         return None if usual is None else usual * self._pace()
 
     def _pace(self) -> float:
-        """Returns the ratio of current times to usual ones.
+        """Returns the ratio of the current times to the usual ones, where usual is what the fitted terms give.
 
         A slowdown counts only once most of the latest measurements show it. A single measurement that is much shorter
         than usual counts at once, because disturbances make times longer, never shorter.
@@ -173,8 +174,9 @@ class PullOrCompute:
     def __init__(self) -> None:
         self.pull = TimeByTokens(_pull_terms)
         self.compute = TimeByTokens(_compute_terms)
-        self._refused = 0  # prompts computed since the last one that was pulled as an experiment
-        self._spare_s = 0.0  # how many seconds such an experiment may lose
+        # prompts that were computed since the last one that was pulled although computing was estimated to be quicker
+        self._refused = 0
+        self._spare_s = 0.0  # how many seconds may be lost by pulling such a prompt
 
     def pays(self, cached: int, tokens: int, rest: int) -> bool:
         """Returns whether to pull `tokens` tokens that follow `cached` cached ones, rather than compute them.
@@ -197,7 +199,7 @@ class PullOrCompute:
         return True
 
     def splits(self, cached: int, tokens: int, rest: int, page_size: int) -> bool:
-        """Returns whether to pull the end of `tokens` tokens while their front is computed.
+        """Returns whether to pull the end of the `tokens` tokens while the front of them is computed.
 
         The arguments are those of `pays`.
         """
@@ -209,7 +211,7 @@ class PullOrCompute:
         return front + behind < _MOST_OF_ONE_WAY * min(pull + behind, whole)
 
     def meets(self, at: int, stop: int, page_size: int) -> int:
-        """Returns how many tokens before `stop` can be pulled before a computation that is at token `at` reaches them.
+        """Returns how many tokens before `stop` can be pulled by the time that a computation now at `at` reaches them.
 
         The result is a whole number of pages, in tokens. It is 0 if not even one page can be pulled in time, or if a
         time is not known.

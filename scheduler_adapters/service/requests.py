@@ -102,8 +102,8 @@ class DecodeTimes:
     Attributes:
         wait_s: time until a prefill process is connected.
         prefill_s: time until the prompt is computed.
-        room_s: time until pages become free here. The lease has to be renewed meanwhile, which is possible for at most
-            20 times its duration.
+        room_s: time until pages become free here. The lease must be renewed during this time, which is possible for at
+            most 20 times the lease's duration.
         pull_s: time for the READs.
         decode_s: time for the remaining tokens.
     """
@@ -122,7 +122,7 @@ _Name = TypeVar("_Name", bound="Hashable")
 
 
 class Recent(Generic[_Name]):
-    """Remembers the latest `most` names, to recognise one that is repeated."""
+    """Remembers the latest `most` names, in order to recognise a name that is repeated."""
 
     def __init__(self, most: int = MAX_REMEMBERED) -> None:
         self._most = most
@@ -145,7 +145,7 @@ def prompt_of(tokens: Sequence[int] | NDArray[np.int32], cache_salt: str | None)
 
 @dataclass(slots=True, eq=False)
 class TrackedRequest:
-    """The state of a request that both sides keep.
+    """The part of a request's state that both the prefill side and the decode side keep.
 
     Attributes:
         request_id: the client's id of the request.
@@ -179,7 +179,7 @@ class TrackedRequest:
             self.trace(self.span)
 
     def trace(self, span: HandoverSpan) -> None:
-        """Tells the span that the next phase has begun. Each side overrides this method."""
+        """Tells the span that a new phase has begun. A side that traces overrides this method; here it does nothing."""
 
     def blame(self, reason: str) -> str:
         """Records `reason` unless an earlier one is known. Returns the first reason."""
@@ -199,11 +199,11 @@ class PrefillRequest(TrackedRequest):
     Attributes:
         compute_by: deadline for the whole computation of the prompt, in any phase.
         reader: identity of the reader's connection.
-        key: the request's name in the loop and in the exchange.
+        key: the name of the request in the loop and in the exchange.
         chunkwise: whether the reader accepts pages while the rest of the prompt is computed.
         new_pages: whether an offer leaves out pages that an earlier one has named.
         replica: the local replica that holds the pages, once the request is admitted.
-        cached_tokens: prompt tokens that this process had cached.
+        cached_tokens: prompt tokens that this process found in its cache.
         admitted: time at which the request got pages.
         source: the lease, and the address at which the reader reads. Set when a lease is requested.
         table: block table of the pages that no offer has named yet. Set when the prompt has been computed.
@@ -256,7 +256,7 @@ def spec_of(message: msg.Submit) -> Request:
 
 
 def span_of(message: msg.Submit, decode: str) -> HandoverSpan:
-    """Returns the trace span of a request's hand-over, already begun."""
+    """Returns a new trace span for a request's hand-over. Its first part, the queue, has begun."""
     from transfer.spans import HandoverSpan  # noqa: PLC0415  (an extra, for who wants it)
 
     span = HandoverSpan(
@@ -285,7 +285,7 @@ class DecodeRequest(TrackedRequest):
         emitted: tokens that the client already has.
         sources: processes that may have pages of the prompt, according to the client.
         prefill: connection to the prefill process that was asked.
-        load: prompt tokens that were added to that process's load. They count until the first token arrives.
+        load: prompt tokens that were added to that process's load. They are subtracted when the first token arrives.
         avoid: names of prefill processes at which an attempt has failed.
         offers: page offers of the current attempt.
         replica: the local replica that will get the pages and renews the lease. Set by the first offer.
@@ -326,7 +326,7 @@ class DecodeRequest(TrackedRequest):
 
     @property
     def tokens(self) -> list[int]:
-        """The prompt, followed by all tokens that the client already has."""
+        """The prompt, followed by all tokens that the client already has. This is the prompt of the next attempt."""
         return [*self.spec.prompt, *self.emitted]
 
     @property
@@ -342,7 +342,8 @@ class DecodeRequest(TrackedRequest):
     def trace(self, span: HandoverSpan) -> None:
         """Updates the span.
 
-        Each attempt is a hand-over. It ends when its pages are committed, or with the attempt.
+        Each attempt is a hand-over of its own. The hand-over ends when its pages are committed or when the attempt
+        ends.
         """
         if self.phase in ("waiting", "decoding", "over"):
             error = self.reasons[-1] if self.phase == "waiting" else self.reason
@@ -353,7 +354,7 @@ class DecodeRequest(TrackedRequest):
             span.begin(_PARTS[self.phase])
 
     def next_offer(self) -> msg.PagesOffer | None:
-        """Returns the next offer, if there is one and the attempt is open."""
+        """Returns the next offer to process; None if there is none or the attempt no longer uses offers."""
         is_open = self.phase in ("asked", "offered", "pulling")
         return self.offers.take() if is_open else None
 
@@ -375,7 +376,7 @@ class DecodeRequest(TrackedRequest):
         )
 
     def new_context(self) -> TextContext:
-        """Returns a new context with all tokens known so far.
+        """Returns a new context with all tokens that are known so far.
 
         A request needs several contexts, one after another. Each reuses the page hashes of the one before it.
         """
@@ -388,7 +389,7 @@ class DecodeRequest(TrackedRequest):
         return self.newest
 
     def foreign(self, offer: msg.PagesOffer) -> str:
-        """Returns why an offer's pages do not belong to this request's prompt; empty if they do."""
+        """Returns the reason why an offer's pages do not belong to this request's prompt, or "" if they do."""
         count, theirs = offer.table.num_tokens, offer.prompt_digest
         # the earlier context's array of tokens is reused, because converting a list takes ten times as long
         known = self.newest

@@ -1,7 +1,7 @@
 """The main program of a prefill or decode process (`scheduler_adapters.service.program` starts it).
 
-Its settings arrive as one line of JSON on standard input. The pipe stays open, because its end shows that the parent is
-gone.
+The settings arrive as one line of JSON on standard input. The pipe then stays open, because its closing shows that the
+parent has ended.
 """
 
 from __future__ import annotations
@@ -53,12 +53,13 @@ from transfer.watch import transfers_of
 from transfer.wire.keys import Keyring, load_keyring
 from transfer.wire.secret import read_secret
 
-# In milliseconds: how long the main loop sleeps if there is no message or event. Deadlines have no socket that would
-# wake it.
+# In milliseconds: how long the main loop sleeps if there is no message or event. It cannot sleep longer, because no
+# socket wakes it when a deadline has passed.
 _WAIT_MS = 1
-_IDLE_MS = 100  # in milliseconds: the same for a process without requests, which still handles signals and reconnects
-# In seconds: a Python thread releases the GIL after this time if another thread wants it. The transfer thread polls
-# every millisecond.
+# in milliseconds: the same for a process without requests, which has to wake up for signals and reconnections
+_IDLE_MS = 100
+# In seconds: a Python thread releases the GIL after this time if another thread wants it. The time is short because the
+# transfer thread has to poll every millisecond.
 _SWITCH_S = 2e-4
 
 
@@ -72,16 +73,16 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_seq_len: int  # most tokens of a request
     max_requests: int  # requests that can hold pages at the same time
     token_budget: int  # most tokens of one step
-    overlap: bool = False  # plan a step while the model runs the previous one
+    overlap: bool = False  # whether to plan a step while the model runs the previous one
     tp: int  # shards that the heads are split over, all on `device`
     device: str  # torch device of the model and its pages
     dp: int = 1  # number of replicas, each with its own pages
-    group_layers: bool = True  # give layers with a window or with chunks block tables of their own
+    group_layers: bool = True  # whether layers with a window or with chunks get block tables of their own
     threads: int = 1  # threads of torch
-    chunkwise: bool = True  # decode pulls the first pages while the rest of a prompt is computed
+    chunkwise: bool = True  # whether a decode process pulls the first pages while the rest of a prompt is computed
     lease_s: float = 10.0  # in seconds: duration of a lease that its reader does not renew
     chaos: int | None = None  # seed for random transfer faults; None for no faults
-    verify: bool = False  # compare pulled pages with checksums of the source's pages
+    verify: bool = False  # whether to compare pulled pages with checksums of the source's pages
     # how many messages the frontend may leave unread; if there are more, the process's requests fail
     max_unread: int = MAX_UNREAD
     max_open: int = MAX_OPEN  # limit of open requests; any request beyond it is refused
@@ -96,7 +97,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ready_s: float = 0.0  # seconds between two `Ready` messages to a frontend that tracks processes; 0 sends only one
     handshake: str = "tcp://127.0.0.1:0"  # endpoint at which peers ask for this process's engines
     keyring: str = ""  # file with this process's keys (`transfer.wire.keys`); empty for plain sockets
-    trace: bool = False  # make an OpenTelemetry span of each hand-over, if the process has a tracer provider
+    # whether to make an OpenTelemetry span for each hand-over, if the process has a tracer provider
+    trace: bool = False
     metrics: str = ""  # host:port of the Prometheus metrics, port 0 for a free one; empty for none
     watch: str = ""  # endpoint where the process can be watched (`kvcache.watch`); empty for none
     # The fleet's secret (`transfer.wire.secret`), from which the keys of all sockets are derived; used instead of a
@@ -126,7 +128,7 @@ def build_loop(config: ServerConfig) -> tuple[ServingLoop[PagedKVCacheManager], 
     params = kv_params_of(
         model.config,
         page_size=config.page_size,
-        enable_prefix_caching=True,  # also for models with recurrent layers
+        enable_prefix_caching=True,  # also for models with recurrent layers, for which it is off by default
         n_devices=config.tp * config.dp,
         data_parallel_degree=config.dp,
         group_layers=config.group_layers,
@@ -149,7 +151,7 @@ def build_loop(config: ServerConfig) -> tuple[ServingLoop[PagedKVCacheManager], 
 class ChaosAgents:
     """Makes agents with random faults, each with its own seed.
 
-    Silent corruption is included only if pages are verified.
+    Faults that corrupt data silently are included only if pages are verified.
     """
 
     def __init__(self, seed: int, *, wrong_bytes: bool) -> None:
@@ -185,7 +187,7 @@ def keys_of(keyring: str, secret: str) -> Keyring | None:
 
 
 def serve(config: ServerConfig, context: Context, socket: Socket, told: DrainSignal) -> None:
-    """Sets everything up, says `Ready`, and serves until told to stop or drained."""
+    """Sets up the process, sends `Ready`, and serves until the process is told to stop or has drained."""
     chaos = None if config.chaos is None else ChaosAgents(config.chaos, wrong_bytes=config.verify)
     keyring = keys_of(config.keyring, config.secret)
     loop, compatibility = build_loop(config)
@@ -326,7 +328,7 @@ class Herald:
         self._due = 0.0
 
     def say(self, frontend: FrontendQueue, *, draining: bool) -> None:
-        """Sends `Ready` if it is due. A repetition is skipped while the frontend has unread messages."""
+        """Sends `Ready` if it is due. A repetition is put off while messages to the frontend are still queued."""
         if draining != self._ready.draining:
             self._ready, self._due = msgspec.structs.replace(self._ready, draining=draining), 0.0
         if (now := time.monotonic()) >= self._due and not frontend.is_behind:
@@ -335,7 +337,7 @@ class Herald:
 
 
 class _Rounds:
-    """The main loop: handles messages of the frontend and runs the scheduler, until the process is to end."""
+    """The main loop. It handles the frontend's messages and runs the scheduler until the process has to end."""
 
     def __init__(
         self,
@@ -405,7 +407,8 @@ class _Rounds:
 def main() -> int:
     """Runs one process, whose parent is already watched. Returns the exit status."""
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=ServerConfig)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and stops this process in order
+    # Ctrl-C reaches the parent too, which then stops this process in order
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         return run(config)
     except KVCacheError as error:
@@ -418,8 +421,8 @@ def run(config: ServerConfig, draining: tuple[signal.Signals, ...] = (signal.SIG
 
     Returns the exit status.
 
-    Raises a `KVCacheError` for an expected failure. Any other exception, or a bug of this package, prints a traceback
-    and returns status 1. The frontend is told in either case.
+    Raises a `KVCacheError` for an expected failure. Any other exception, or an error that shows a bug of this package,
+    prints a traceback and returns status 1. The frontend is told of the error in either case.
     """
     told = DrainSignal()
     for number in draining:

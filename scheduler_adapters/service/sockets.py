@@ -49,7 +49,8 @@ def bounded_socket(context: Context, kind: int) -> Socket:
 
 def _bounded(socket: AnySocket) -> AnySocket:
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, msg.MAX_MESSAGE_BYTES)  # a longer message ends only that connection
+    # a longer message closes only the connection that it came from
+    socket.setsockopt(zmq.MAXMSGSIZE, msg.MAX_MESSAGE_BYTES)
     socket.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
     socket.setsockopt(zmq.SNDHWM, _MAX_QUEUED)
     _follow_peers(socket)
@@ -59,9 +60,9 @@ def _bounded(socket: AnySocket) -> AnySocket:
 def join_frontend(socket: Socket, endpoint: str, name: str, keyring: Keyring | None) -> None:
     """Connects a DEALER to the frontend, under the name of this process.
 
-    A `FrontendQueue` limits the messages to the frontend; the socket's own limit applies to messages from it. The
-    socket reconnects to a restarted frontend. Over ipc no keys are needed, because the folder is private. Raises
-    `ServiceError` for an invalid endpoint.
+    The messages to the frontend are limited by a `FrontendQueue`, and those from it by the socket's own limit. The
+    socket reconnects to a restarted frontend. Over ipc no keys are needed, because the folder of the socket is private.
+    Raises `ServiceError` for an invalid endpoint.
     """
     _follow_peers(socket)
     socket.setsockopt(zmq.LINGER, LAST_WORDS_MS)
@@ -75,7 +76,7 @@ def join_frontend(socket: Socket, endpoint: str, name: str, keyring: Keyring | N
 
 
 def _follow_peers(socket: Socket) -> None:
-    """Makes a socket reconnect to a restarted peer. A host that vanishes silently is given up within a minute."""
+    """Makes a socket reconnect to a restarted peer, and give up a host that has vanished silently within a minute."""
     keep_alive(socket)
     socket.setsockopt(zmq.HANDSHAKE_IVL, _SILENT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
@@ -135,7 +136,7 @@ def monitor_of(socket: Socket, events: int) -> Socket:
 
 
 def bind_router(context: Context, endpoint: str, keyring: Keyring | None = None) -> BoundSocket:
-    """Returns a bound ROUTER. It reports unreachable peers, and lets a peer that returns take over its old name.
+    """Returns a bound ROUTER. It reports peers that are unreachable, and a peer that returns takes over its old name.
 
     A keyring admits only the peers on its list. The socket must then come from the ZMQ context of that keyring's
     process; otherwise `HandshakeError` is raised. Without a keyring a `Gate` protects the socket, except over ipc,
@@ -180,7 +181,7 @@ def wait_for_any(sockets: Sequence[Awaited], timeout_ms: int) -> None:
 
 
 class FrontendQueue:
-    """The messages of a process to its frontend, in order. They are queued here, so that the process never waits.
+    """The messages of a process to its frontend, in order. They are queued here, so that the process never blocks.
 
     If more than `max_unread` messages are queued, the frontend counts as deaf (`is_deaf`) until half of them have been
     read. Meanwhile the caller should read no message from the frontend, because each request causes further messages
@@ -207,7 +208,7 @@ class FrontendQueue:
     def flush(self) -> bool:
         """Sends as many queued messages as possible.
 
-        Returns whether the frontend has become deaf since the last call.
+        Returns whether the frontend has become deaf (`is_deaf`) by this call.
         """
         while self._unread and self._sent(self._unread[0]):
             self._unread.popleft()

@@ -6,8 +6,8 @@ the same time, and each stretch ends where the previous one began. The pulled pa
 towards each other. The loop looks up cached pages before every chunk, so when the computation reaches the first pulled
 page, the request uses all pages from there on. Pages that have not arrived by then are computed.
 
-A stretch from the end has the pages that can be pulled before the computation arrives there. If it arrives early, a
-shorter one follows. If it is a little late, the request waits for it. If it is very late, the computation continues.
+A stretch from the end has as many pages as can be pulled before the computation arrives there. If the pull is early, another, shorter stretch before it follows. If the pull is a little late, the request waits for it. If it is very late, the
+computation continues.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class Stretches(Protocol):
     outcome: Literal["pulled", "split"]
     """The outcome to count for the prompt if at least one stretch was pulled."""
     most: float
-    """The limit of stretches for one prompt."""
+    """The most stretches that are pulled for one prompt."""
 
     def admitted(self, cached: int) -> None:
         """Called when the request begins to run. Its first `cached` tokens are in the cache."""
         ...
 
     def next(self) -> NextPages | None:
-        """Returns the pages to ask for now.
+        """Returns the pages to ask for next.
 
         Returns None if computing is estimated to be quicker, or if no page is missing.
         """
@@ -91,7 +91,7 @@ class Stretches(Protocol):
 class FromTheFront:
     """Stretches from the front of a prompt: each follows the cached pages.
 
-    The request is not claimed until they are done.
+    The request waits outside the loop until the last stretch is done.
 
     Args:
         manager: the manager whose pages are filled.
@@ -102,7 +102,7 @@ class FromTheFront:
     """
 
     outcome: Literal["pulled", "split"] = "pulled"
-    most: float = 8  # more stretches do not pay: if the sources hold alternate pages, computing is quicker
+    most: float = 8  # sources that need more stretches hold alternate pages, and computing is then quicker
 
     def __init__(
         self, manager: PulledPages, context: TextContext, replica: int, most: int, estimate: PullOrCompute
@@ -190,7 +190,8 @@ class FromTheEnd:
         self._cached, self._stop = tokens.start, tokens.stop
         self._first = self._stop  # the first token of the current stretch
         self._clock = clock
-        self._ran_since = math.inf  # since when the request runs, until its speed is measured or a stretch has come
+        # when the request began to run; infinite before that, and once its speed was measured
+        self._ran_since = math.inf
         self._has_come = False  # whether a stretch was committed
 
     def admitted(self, cached: int) -> None:

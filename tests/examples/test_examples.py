@@ -14,9 +14,9 @@ PRINTED = {
     "serving_loop": r"""8 answers are equal to those computed without a cache
 2 preemptions, 32 of 146 prompt tokens were cached""",
     "prefill_decode": "4 prompts were computed in one process and decoded in another: all tokens are equal",
-    "chunk_by_chunk": """40 tokens computed, 32 told of
-72 tokens computed, 64 told of
-96 tokens computed, 96 told of
+    "chunk_by_chunk": """40 tokens computed, 32 offered
+72 tokens computed, 64 offered
+96 tokens computed, 96 offered
 decode runs tokens 96 to 97""",
     "give_up": r"""\['read', 'its client has gone', 'its client has gone'\]
 0 0 0 set\(\)""",
