@@ -79,7 +79,7 @@ def _digest(path: Path) -> str:
 
 
 def _installed_by(name: str) -> str:
-    """Returns a phrase that names the other distributions that have installed the package, for a message."""
+    """Returns a phrase for an error message, which names the other distributions that have installed the package."""
     from importlib.metadata import packages_distributions  # noqa: PLC0415 - needed only for a message
 
     others = sorted(set(packages_distributions().get(name, ())) - {"pagewire"})

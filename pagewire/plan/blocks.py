@@ -52,7 +52,7 @@ class VllmBlocks:
         return sum(of.tables * self._blocks(of, length) for of in self.each)
 
     def table_bytes(self, of: BlockTables, length: int) -> int:
-        """Returns the bytes on each rank of a request's blocks in the block tables `of`."""
+        """Returns how many bytes of each rank a request of this length takes in the block tables `of`."""
         return of.tables * self._blocks(of, length) * self.block_bytes
 
     def _blocks(self, of: BlockTables, length: int) -> int:

@@ -18,8 +18,8 @@ from scheduler_adapters.errors import MissingExtraError, PlanError
 
 CacheKind = Literal["full", "window", "chunked", "latent", "state", "conv"]
 
-# For each kind of layer in transformers, the caches that it has. Some caches keep data of each token, others a state
-# per request.
+# The caches of each kind of layer in transformers. Some caches keep data of each token, and others keep a state for
+# each request.
 _KEEPS: dict[str, tuple[CacheKind, ...]] = {
     "full_attention": ("full",),
     "sliding_attention": ("window",),

@@ -29,7 +29,7 @@ class KindOfLayer(msgspec.Struct, frozen=True):
 class MemoryPlan(msgspec.Struct, frozen=True):
     """The results of `pagewire plan`.
 
-    Bytes of tokens and pages are bytes on one rank, unless a field says otherwise.
+    Bytes of tokens and pages are counted on one rank, unless a field says otherwise.
     """
 
     model: str
@@ -42,8 +42,8 @@ class MemoryPlan(msgspec.Struct, frozen=True):
     chosen: Choice
     prefill_tp: int
     pulls: list[LinkLoad]
-    # GB/s of keys and values that a busy prefill replica computes; loading them from elsewhere pays only above this
-    # rate
+    # GB/s of keys and values that a busy prefill replica computes. Only a source that delivers more than this is
+    # quicker than computing.
     made_gbps: float
     trace: TracePlan | None = None
 

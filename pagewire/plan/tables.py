@@ -29,7 +29,7 @@ _OWN: dict[Way, str] = {
 
 
 def table_of_answer(found: MemoryPlan) -> PrintedTable:
-    """Returns the table of how many requests of each length fit, and how much memory each takes."""
+    """Returns the table that shows how many requests of each length fit, and how much memory each of them takes."""
     chosen = found.chosen
     lengths = list(chosen.rooms[0].requests)
     devices = chosen.tp * chosen.dp
@@ -78,7 +78,7 @@ def table_of_kinds(found: MemoryPlan) -> PrintedTable:
 
 
 def table_of_choices(found: MemoryPlan) -> PrintedTable:
-    """Returns the table of the ways to divide a host's devices, with what fits on a rank of each."""
+    """Returns the table that shows each way to divide a host's devices, and what then fits on a rank."""
     lengths = list(found.chosen.rooms[0].requests)
     rows = [
         (
@@ -189,7 +189,7 @@ def _order(point: TracePoint) -> tuple[int, int, int]:
 
 
 def worth(trace: TracePlan) -> Iterator[str]:
-    """Yields a sentence for each kind of additional memory: how much it gains."""
+    """Yields a sentence on each kind of additional memory, which says how many hits and prefill seconds it gains."""
     for point in sorted(trace.others, key=_order):
         more = (point.bytes - trace.now.bytes) / 1e9
         where = "of more hosts" if point.hosts > 1 else "of a tier" if point.tier > trace.now.tier else "of devices"

@@ -1,4 +1,4 @@
-"""Computes what more memory would gain on a trace: replays it with each amount, and compares with the optimum."""
+"""Computes what more memory would gain on a trace. The trace is replayed with each amount of memory."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class TracePoint(msgspec.Struct, frozen=True):
 
 
 class TracePlan(msgspec.Struct, frozen=True):
-    """The hits with the given memory, and with each other amount."""
+    """The hits of a trace with the given memory, and with each other amount that was tried."""
 
     requests: int
     block_tokens: int
@@ -83,8 +83,9 @@ class TraceQuestion:
     def divided(self) -> BlockPages:
         """The number of pages into which the replay divides each block of the trace.
 
-        Without states it is one page. A state takes whole pages. With states, a block is therefore divided until this
-        rounding adds at most 5 % to a state, but never into more pages than a real server has for a block.
+        Without states, a block is one page. A state takes whole pages, so its size is rounded up. With states, a block
+        is therefore divided until this rounding adds at most 5 % to a state, but never into more pages than a real
+        server has for a block.
         """
         block, most = self.choice.token_bytes * self.block_tokens, self.block_tokens // self.page_size
         if not self.choice.state_bytes:

@@ -1,4 +1,4 @@
-"""Lays out a model's cache in each supported way, with the sizing code of the manager that would do it.
+"""Computes the memory that a model's cache takes in each layout. The sizing code of the manager computes ours.
 
 - `pagewire`: one table for all layers with keys and values. Windows keep their pages until the request ends. Recurrent
   states have separate memory, one state for each request.
@@ -86,7 +86,7 @@ class LaidWay:
 def params_of(model: CachedModel, one: AlikeLayers, tp: int, page_size: int) -> KVCacheParams:
     """Returns the parameters of a manager for these layers.
 
-    Raises `PlanError` if the ranks can neither split nor share the heads.
+    Raises `PlanError` if the ranks can neither split nor replicate the heads.
     """
     latent = one.kind == "latent"
     try:

@@ -52,7 +52,10 @@ def run_replay(options: ReplayOptions) -> int:
 
 
 class _Show:
-    """Shows a replay in `pagewire top`, at the requested speed, until the viewer quits. Also shows the optimum."""
+    """Shows a replay in `pagewire top`, at the requested speed, until the viewer quits.
+
+    The viewer also shows the hit rate of the optimum.
+    """
 
     def __init__(self, options: ReplayOptions, trace: Sequence[Sequence[int]]) -> None:
         self._options = options

@@ -6,9 +6,9 @@ gets one more token, so that its last block is full of computed tokens and can b
 trace's own future (see `trace_hints`). The optimum is a cache that knows the future. The reference and the optimum are
 computed for one pool without hints.
 
-For a model with recurrent layers, the replay uses the manager's own states. They lie among the pages, and only some of
-them are kept. A state may be smaller than a block. A block then becomes several pages, as in a server. The reference
-and the optimum ignore states.
+For a model with recurrent layers, the replay uses the states of the manager. States lie among the pages, and only some
+of them are kept. A state may be smaller than a block; each block is then divided into several pages, as in a server.
+The reference and the optimum ignore states.
 """
 
 import heapq
@@ -50,13 +50,13 @@ class ReplayResult(msgspec.Struct, frozen=True):
     evictions: int
     reference_lru_hits: int  # hits of a plain LRU in one pool of the same capacity
     optimum_hits: int  # the most hits that are possible in one pool of the same capacity
-    # Where the manager's hits lie between the reference LRU (0.0) and the optimum (1.0). Negative if it hits less than
-    # the reference; None if the two are equal.
+    # Where the manager's hits lie between those of the reference LRU (0.0) and those of the optimum (1.0). Negative if
+    # the manager hits less than the reference; None if the reference and the optimum hit equally often.
     gap_closed: float | None
     us_per_request_p50: float
-    # How uneven the load is: the blocks that the busiest replica computes in a window of `WINDOW` requests, divided by
-    # an even share, so at least 1.0. This is the mean over the windows, the next field the maximum. None for one
-    # replica, or if no block is computed.
+    # How uneven the load is. For each window of `WINDOW` requests, the blocks that the busiest replica computes are
+    # divided by an even share, so the result is at least 1.0. This field is the mean over all windows, and the next
+    # field is the maximum. Both are None for a single replica, or if no block is computed.
     window_load_mean: float | None = None
     window_load_max: float | None = None
     restored: int = 0  # hits that were loaded from the host tier
@@ -176,7 +176,10 @@ def _serve_all(
     block_pages: int,
     progress: Callable[[int], None],
 ) -> tuple[NDArray[np.int64], list[float]]:
-    """Returns the blocks computed for each request, `[requests, replicas]`, and the seconds of each request."""
+    """Returns how many blocks each replica computed for each request, and how many seconds each request took.
+
+    The blocks are int64 `[requests, replicas]`.
+    """
     computed, times = np.zeros((len(trace), manager.num_replicas), np.int64), list[float]()
     for number, (blocks, hint) in enumerate(zip(trace, hints, strict=True)):
         tokens = np.zeros(len(blocks) * block_pages * PAGE_SIZE + 1, np.int32)
@@ -253,7 +256,7 @@ def needed_pages(longest: int, divided: BlockPages) -> int:
 
 
 def _state_of(pages: int) -> StateShape:
-    """Returns a state shape that fills this many pages."""
+    """Returns the shape of a state that fills `pages` pages exactly."""
     return StateShape(1, 1, pages * _STATE_UNIT, 1, 1, 1, torch.uint8, torch.uint8, "linear")
 
 
@@ -269,7 +272,10 @@ def _window_loads(computed: NDArray[np.int64]) -> dict[str, float | None]:
 
 
 def reference_lru_hits(trace: Iterable[Blocks], capacity: int) -> int:
-    """Returns the hits of a plain LRU that frees a request's last blocks first. Shares no code with the manager."""
+    """Returns the hits of a plain LRU that frees the last blocks of a request first.
+
+    The function shares no code with the manager.
+    """
     # The blocks in the order of their last use, the least recently used block first.
     idle: OrderedDict[int, None] = OrderedDict()
     hits = 0
@@ -286,8 +292,8 @@ def reference_lru_hits(trace: Iterable[Blocks], capacity: int) -> int:
 def optimum_hits(trace: Sequence[Blocks], capacity: int) -> int:
     """Returns the hits of a cache that knows the future.
 
-    It evicts the block whose next use is farthest away. Among blocks of one prompt, it evicts the last one first. This
-    never breaks a prefix, so no cache that hits whole prefixes can do better.
+    Such a cache evicts the block whose next use is farthest away. Among blocks of one prompt, it evicts the last one
+    first. It therefore never breaks a prefix, and no cache that hits whole prefixes can do better.
     """
     return sum(optimum_of_each(trace, capacity))
 

@@ -24,7 +24,8 @@ NULL_PAGE = 0
 Expand = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Expands latents `[requests, 1, keys, elements]` into keys and values, each `[requests, heads, keys, elements]`."""
 
-# Arguments that change the attention scores in some models. Ignoring one would silently give wrong tokens.
+# Arguments that change the attention scores in some models. Ignoring such an argument would give wrong tokens without
+# an error.
 _UNSUPPORTED_ARGUMENTS = ("softcap", "position_bias")
 
 
@@ -41,10 +42,10 @@ class _EqualCounts:
 class PagedBatch:
     """Where each token of a forward pass lies in the pages. Made once per pass and read by every layer.
 
-    `inputs` belong to one replica, one entry per shard, as `PagedKVCacheManager.fetch` returns them, on the model's
-    device. All shards have equal tables; each shard holds its own range of heads. `starts` has each request's number of
-    cached tokens, and `counts` its number of new tokens. `layers` maps each attention layer of the model to its block
-    table and to its index in the pages of that table.
+    `inputs` has one entry for each shard of one replica, on the model's device, as `PagedKVCacheManager.fetch` returns
+    them. All shards have equal block tables, and each shard holds its own range of heads. `starts` has each request's
+    number of cached tokens, and `counts` its number of new tokens. `layers` maps each attention layer of the model to
+    its block table and to its index in the pages of that table.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class PagedBatch:
         return output
 
     def _read(self, layer: int, side: int, group: _EqualCounts, kv_heads: int, dtype: torch.dtype) -> torch.Tensor:
-        """Reads keys or values of a group: `[requests, kv_heads, keys, head_dim]`, as elements of `dtype`."""
+        """Reads the keys or values of a group's pages: `[requests, kv_heads, keys, head_dim]`, converted to `dtype`."""
         parts, seen = list[torch.Tensor](), 0
         for (pool, heads), scales in zip(self._shards(kv_heads), self._scales, strict=True):
             if heads.stop > seen:  # with more shards than heads, several shards hold the same head
@@ -164,7 +165,7 @@ class PagedBatch:
         requests = torch.tensor(self._by_count[count], device=device)
         starts = self._starts[requests]
         ends = starts + count
-        # Only pages that the first query of a request can still see are read.
+        # Only pages that the first new token of a request can still see are read.
         first_keys = _first_seen(seen, starts)
         first_pages, end_pages = first_keys // self._page_size, -(-ends // self._page_size)
         columns = first_pages[:, None] + torch.arange(int((end_pages - first_pages).max()), device=device)
@@ -258,7 +259,7 @@ def paged_attention_forward(
 
 
 class PagedLatents:
-    """The cache object of a model whose layers keep latents. It writes them to the pages of the batch as they come.
+    """The cache object of a model whose layers keep latents. It writes new latents to the pages of the batch at once.
 
     `update` returns only the latents of the new tokens. The latents of earlier tokens are read and expanded when the
     layer attends.
@@ -284,7 +285,10 @@ class PagedLatents:
 
 
 def no_attention_mask(*_args: Any, **_kwargs: Any) -> None:
-    """The mask function for `paged_attention_forward`: no mask is made, because the tables give the visible tokens."""
+    """The mask function for `paged_attention_forward`.
+
+    It makes no mask, because the block tables determine which tokens are visible.
+    """
 
 
 def _seen_by(module: torch.nn.Module, sliding_window: int | None) -> LayerGroup | None:
@@ -316,7 +320,7 @@ def _grouped_attention(
 ) -> torch.Tensor:
     """Computes grouped-query attention by SDPA, without copying keys for the query heads that share them.
 
-    Query heads that share a key/value head are stacked as further queries of one head.
+    The query heads that share a key/value head are treated as additional queries of a single head.
 
     Query and result are `[b, q, heads, dim]`, key and value `[b, kv_heads, k, dim]`, mask `[b, 1, q, k]`, sinks
     `[heads]`.
@@ -362,13 +366,14 @@ def _refuse_unsupported(
 def quantized(states: torch.Tensor, dtype: torch.dtype, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantises values to `dtype`. Returns them and their scales.
 
-    Each scale maps its largest value to the largest value of the type.
+    Each scale maps the largest value that it applies to onto the largest value of `dtype`.
 
     `states` is `[tokens, heads, elements]`. `scales` gives the scales' dtype and their number per head.
     """
     groups = states.float().reshape(*states.shape[:-1], scales.shape[-1], -1)
     limit = (torch.finfo if dtype.is_floating_point else torch.iinfo)(dtype).max
-    # Rounded to the stored type first, so that values are divided by the same scale that they are later multiplied by.
+    # The scale is rounded to its stored type first, so that values are divided by the same number with which they are
+    # later multiplied.
     found = (groups.abs().amax(-1, keepdim=True) / limit).clamp_min(torch.finfo(scales.dtype).tiny).to(scales.dtype)
     values = groups / found.float()
     values = values if dtype.is_floating_point else values.round()

@@ -45,11 +45,10 @@ _UNSERVED: dict[str, str] = {
     **dict.fromkeys(("inkling_text", "inkling2_text"), "each of its layers keeps the inputs of several convolutions"),
     **dict.fromkeys(("glm5_next_text", "qwen4_exp_text"), "its attention layers also keep the keys of an indexer"),
 }
-# Model types whose attention layers pass latents to the cache object, and expand the latents that it returns
-# (`expand_kv`).
+# Model types whose attention layers pass latents to the cache object. The layers expand the latents that the cache
+# object returns (`expand_kv`).
 LATENT_MODEL_TYPES = {"deepseek_v3", "kimi_linear", "bailing_hybrid"}
-# Layers use a mask only for padding, and nothing is padded here. If the model call receives this dict, `transformers`
-# builds no masks.
+# Layers use a mask only for padding, and nothing is padded here. A model call that receives this dict builds no masks.
 NO_MASKS = {"full_attention": None, "sliding_attention": None, "linear_attention": None, "conv": None}
 
 
@@ -59,7 +58,7 @@ def text_config_of(config: Any) -> Any:
 
 
 def kv_layers_of(config: PretrainedConfig) -> list[int]:
-    """Returns the layers that keep keys and values, by the model's numbers, in order."""
+    """Returns the numbers of the layers that keep keys and values, in order."""
     kinds = _kinds_of(config)
     if kinds is None:
         return list(range(int(text_config_of(config).num_hidden_layers)))
@@ -67,13 +66,13 @@ def kv_layers_of(config: PretrainedConfig) -> list[int]:
 
 
 def recurrent_layers_of(config: PretrainedConfig) -> list[int]:
-    """Returns the layers that keep a recurrent state, by the model's numbers, in order. May be empty."""
+    """Returns the numbers of the layers that keep a recurrent state, in order. The result may be empty."""
     kinds = _kinds_of(config) or ()
     return [layer for layer, kind in enumerate(kinds) if kind in _RECURRENT_KINDS | _BOTH_KINDS]
 
 
 def groups_of(config: PretrainedConfig) -> tuple[LayerGroup, ...]:
-    """Returns the attention layers as groups of layer indices in the cache; empty if all of them keep every token."""
+    """Returns the attention layers as layer groups, by their index in the cache; empty if they all keep every token."""
     text, layers = text_config_of(config), kv_layers_of(config)
     kinds, window = _kinds_of(config) or (), getattr(text, "sliding_window", None)
     alike = "sliding_attention" if window and text.model_type in _ALL_WINDOWS else "full_attention"
@@ -93,7 +92,7 @@ def groups_of(config: PretrainedConfig) -> tuple[LayerGroup, ...]:
 
 
 def latent_elements_of(config: PretrainedConfig) -> int:
-    """Returns the elements that a layer of multi-head latent attention keeps for each token; 0 for other models."""
+    """Returns how many elements a layer of multi-head latent attention keeps for each token; 0 for other models."""
     text = text_config_of(config)
     known = text.model_type in LATENT_MODEL_TYPES
     return int(text.kv_lora_rank) + int(text.qk_rope_head_dim) if known else 0
@@ -111,7 +110,8 @@ def check_supported(config: PretrainedConfig) -> None:
             raise UnsupportedModelError(f"{config.model_type}: layer {layer} is {kind!r}: not supported over pages")
     if not kv_layers_of(config):
         raise UnsupportedModelError(f"{config.model_type}: not supported over pages: {_NO_ATTENTION}")
-    # Temperature tuning computes positions from a layer's row indices, which are different in a packed batch.
+    # Temperature tuning computes positions from the index of a token in its row, which is not its position in a packed
+    # batch.
     for name in ("kv_lora_rank", "num_kv_shared_layers", "attn_temperature_tuning"):
         if getattr(text, name, None) and not (name == "kv_lora_rank" and latent_elements_of(config)):
             raise UnsupportedModelError(f"{config.model_type}: {name} is set: not supported over pages")
@@ -128,7 +128,7 @@ def check_states_known(model: PreTrainedModel) -> None:
 
 
 def state_shape_of(model: PreTrainedModel) -> StateShape:
-    """Returns the shapes of a hybrid's recurrent states, read from its layers, which must all be alike."""
+    """Returns the shapes of a hybrid's recurrent states, as read from its recurrent layers, which must all be alike."""
     layers = recurrent_layers_of(model.config)
     named = "slope_rate" if STATE_FORMS[text_config_of(model.config).model_type] == "linear" else "conv_kernel_size"
     found: list[Any] = [module for module in model.modules() if hasattr(module, named)]
@@ -152,7 +152,8 @@ def _shape_of(mixer: Any, form: StateForm, layers: int) -> StateShape:
     dtype = conv.weight.dtype
     if form == "mamba2":
         sizes = (mixer.num_heads, mixer.head_dim, mixer.n_groups, mixer.ssm_state_size)
-    elif hasattr(mixer, "forget_gate"):  # Kimi's delta attention: a decay for each key channel, and all heads alike
+    # Kimi's delta attention, which has a decay for each key channel, and keys and values of equal shape
+    elif hasattr(mixer, "forget_gate"):
         sizes, dtype = (mixer.num_heads, mixer.head_dim) * 2, mixer.q_proj.weight.dtype
     elif form == "gated_delta":
         sizes = (mixer.num_v_heads, mixer.head_v_dim, mixer.num_k_heads, mixer.head_k_dim)
@@ -189,7 +190,7 @@ class PagedStates:
         self._ssm: dict[int, torch.Tensor] = {}
 
     def begin(self, batch: PagedBatch, *, latents: bool) -> None:
-        """Starts a pass over the tokens of `batch`. `latents` says that attention layers keep latents."""
+        """Starts a pass over the tokens of `batch`. `latents` says whether the attention layers keep latents."""
         self._batch, self._latents = batch, PagedLatents(batch) if latents else None
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:  # noqa: ARG002  (of the interface)
@@ -206,7 +207,7 @@ class PagedStates:
         return self._ssm[layer_idx]
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, **_: Any) -> torch.Tensor:
-        """Adds the new inputs, `[requests, channels, tokens]`. Returns the old and the new ones together."""
+        """Appends new inputs, `[requests, channels, tokens]`, to the kept ones. Returns the kept and the new inputs."""
         kept = self.get_conv_state(layer_idx)
         whole = torch.cat([kept, conv_states], dim=-1)
         self._conv[layer_idx] = whole[..., -kept.shape[-1] :]
@@ -220,7 +221,7 @@ class PagedStates:
     def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
         """Like `get_recurrent_state`, but returns None if no request has a state yet.
 
-        Given None, the layer runs its tokens in blocks, which is quicker.
+        A layer that is given None runs its tokens in blocks, which is quicker.
         """
         state = self.get_recurrent_state(layer_idx)
         return state if state.any() else None
@@ -232,7 +233,7 @@ class PagedStates:
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Called by attention layers. Writes latents to their pages; paged attention writes keys and values itself."""
+        """Called by attention layers. Writes latents to their pages; paged attention itself writes keys and values."""
         if self._batch is not None:
             self._batch.attending = layer_idx
         if self._latents is not None:

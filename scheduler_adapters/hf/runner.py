@@ -124,7 +124,7 @@ class HFRunner:
     def draft(self, request_id: str) -> bool:
         """Returns whether the request's next run may end with drafted tokens.
 
-        A request with a recurrent state needs a second state page for drafts. False if none is free.
+        A request with a recurrent state needs a second state page for drafts. Returns False if no such page is free.
         """
         return not self._states or self._states_of(request_id).draft(request_id)
 
@@ -193,7 +193,7 @@ class HFRunner:
     ) -> torch.Tensor:
         """Runs `length` tokens of each request in a row of its own. The rows run together if the model allows it.
 
-        Returns the logits after the last `before + 1` of them: `[batch, before + 1, vocabulary]`.
+        Returns the logits after the last `before + 1` of these tokens: `[batch, before + 1, vocabulary]`.
         """
         starts, names = [context.start_idx for context in batch], [context.request_id for context in batch]
         pages = states.pages_at(names, starts)
@@ -440,7 +440,7 @@ def _attention(model: Any, name: str) -> Generator[Any]:
 def _refuse_shared(model: Any) -> bool:
     """Raises `ModelInUseError` if another thread has switched the attention.
 
-    Returns whether it is not switched at all.
+    Returns whether no thread has switched it.
     """
     owner = _switched.get(model)
     if owner not in {None, get_ident()}:
@@ -466,8 +466,8 @@ def reference_tokens(model: PreTrainedModel, prompt: Sequence[int], max_new_toke
 def is_rounding_tie(model: PreTrainedModel, prompt: Sequence[int], ours: Sequence[int], theirs: Sequence[int]) -> bool:
     """Whether rounding explains the first difference between two outputs.
 
-    Returns True if the model's own logits for the two tokens differ by less than 1e-3 of the spread of all logits
-    there.
+    Returns True if the model's own logits for the two tokens differ by less than 1e-3 of the spread of all logits at
+    that position.
     """
     same = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
     if same is None:

@@ -6,8 +6,9 @@ the same time, and each stretch ends where the previous one began. The pulled pa
 towards each other. The loop looks up cached pages before every chunk, so when the computation reaches the first pulled
 page, the request uses all pages from there on. Pages that have not arrived by then are computed.
 
-A stretch from the end has as many pages as can be pulled before the computation arrives there. If the pull is early, another, shorter stretch before it follows. If the pull is a little late, the request waits for it. If it is very late, the
-computation continues.
+A stretch from the end has as many pages as can be pulled before the computation arrives there. If the pull is early,
+another, shorter stretch before it follows. If the pull is a little late, the request waits for it. If it is very late,
+the computation continues.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Stretches(Protocol):
         ...
 
     def commit(self, pending: PendingImport, proof: ImportProof | None) -> None:
-        """Publishes a complete stretch, and releases its pages."""
+        """Publishes the pages of a complete stretch, so that the request finds them in the cache."""
         ...
 
     def cancel(self, pending: PendingImport) -> None:
@@ -111,10 +112,10 @@ class FromTheFront:
         self._most, self._estimate = most, estimate
 
     def admitted(self, cached: int) -> None:
-        """A no-op, because the request waits until its stretches have come."""
+        """Does nothing, because the request is admitted only after its stretches have been pulled."""
 
     def missing(self) -> tuple[int, int]:
-        """Returns how many leading tokens are cached here, in full pages, and how many tokens a source may have."""
+        """Returns how many leading tokens are cached here, in full pages, and how many more a source may have."""
         contents, context, size = self._manager.contents, self._context, self._manager.page_size
         wanted = contents.digests(context)
         if not wanted.digests:
@@ -135,7 +136,7 @@ class FromTheFront:
         return False
 
     def skip(self) -> bool:
-        """Returns False: pages after a gap are of no use to the request."""
+        """Returns False: pages that follow a gap are of no use to the request."""
         return False
 
     def has_more(self, table: BlockTable, end: int) -> bool:
@@ -163,7 +164,7 @@ class FromTheFront:
 class FromTheEnd:
     """Stretches from the end of a prompt: each ends where the previous one began.
 
-    The request computes at the same time.
+    Meanwhile the request computes its prompt from the front.
 
     Args:
         manager: the manager whose pages are filled. It can import any part of a prompt.
@@ -221,14 +222,14 @@ class FromTheEnd:
         return True
 
     def _measure(self) -> None:
-        """Measures how quickly the prompt was computed, before it waits for a page or finds one."""
+        """Measures how quickly the prompt has been computed, before the request waits for a page or finds one."""
         computed, seconds = self._context.start_idx - self._cached, self._clock() - self._ran_since
         if computed > 0 < seconds:
             self._estimate.compute.add(computed, seconds, self._cached)
         self._ran_since = math.inf
 
     def skip(self) -> bool:
-        """Returns True: this stretch is computed instead, and the stretches before it may still be pulled."""
+        """Returns True: the tokens of this stretch are computed instead, and earlier pages may still be pulled."""
         self._stop = self._first
         return True
 
