@@ -165,7 +165,7 @@ def test_what_is_wrong_with_one_load_touches_no_other(engine: Any) -> None:
     pair = a_pair(source=Side(tp=2))
     wrong: dict[str, tuple[dict[str, Any], Prompt, str]] = {
         "short": ({}, PROMPT, "blocks of 8 tokens"),
-        "range": ({}, PROMPT, "remote page is 2000: 0 to 23"),
+        "range": ({}, PROMPT, "remote page 2000 does not exist: the pages are 0 to 23"),
         "more": (
             {"remote_num_tokens": 22},
             Prompt(range(30)),
