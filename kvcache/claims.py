@@ -15,9 +15,9 @@ from kvcache.steps_in_flight import StepInFlight
 from kvcache.types import RequestID
 
 One = tuple[int, TextContext]
-"""The request of a call for a single request, in a manager with one replica: the request's row, and its context.
+"""The only request of a call, in a manager with one replica: the request's row, and its context.
 
-It is a plain tuple, because making a named tuple would cost 0.2 µs more.
+It is a plain tuple, because making a named tuple would take 0.2 µs longer.
 """
 
 

@@ -1,4 +1,4 @@
-"""Copies whole pages, as rows of memory: from one pool to another, and between a pool and the host tier.
+"""Copies whole pages, each as one row of memory, between two pools, or between a pool and the host tier.
 
 Each call of a GPU's copy engine costs the loop some microseconds. From CUDA 13 on, one call copies many rows. Before
 CUDA 13, a kernel gathers rows into a dense buffer in device memory, or scatters them from it. The copy engine is then

@@ -48,8 +48,8 @@ class FamilyCollector(Collector):
     Register it with a `CollectorRegistry`, which accepts one collector of a class.
 
     Scraping costs the loop nothing: a scrape reads existing counters in its own thread. Each figure is right by itself.
-    Two figures of one scrape may be a step apart, because the loop continues meanwhile. A family that cannot be read is
-    left out of the scrape, logged the first time, and counted. The collector never raises.
+    But two figures of one scrape may belong to different steps, because the loop continues meanwhile. A family that
+    cannot be read is left out of the scrape, logged the first time, and counted. The collector never raises.
 
     Attributes:
         families: the families to read, and one more, which counts the families that could not be read.

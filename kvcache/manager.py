@@ -62,11 +62,11 @@ class PagedKVCacheManager:
         max_seq_len: the most tokens of a request.
         num_layers: layers that have KV.
         devices: `params.n_devices` torch devices or their names, replica by replica.
-        session: orders device work: a CUDA stream, or an object with one as `stream`; None means the current stream.
+        session: the CUDA stream that orders device work, or an object with a `stream`; None means the current stream.
         available_cache_memory: bytes for pages over all devices.
         zmq_endpoint_base: opens a socket at `<base>-reset_prefix_cache`. A message there drops the prefix cache before
             the next lookup or `fetch`. Without prefix caching no socket is opened, and a warning is logged.
-        page_size: tokens of a page. `params.page_size`, if given, takes precedence over the default of this argument.
+        page_size: tokens per page. Leave it out if `params.page_size` is given.
         enable_runtime_checks: whether to run `check` before and after every call that changes something (slow).
 
     Raises:
@@ -483,7 +483,10 @@ class PagedKVCacheManager:
             return imports.extend_import(replica, row, read, pending, table, last=last)
 
     def copier(self, pending: PendingImport) -> ImportCopier:
-        """Return the object that may copy into an open import's pages and prove the copy. An import has only one."""
+        """Return the object that may copy into an open import's pages and prove the copy.
+
+        An import has only one copier.
+        """
         self._mark.check("copier")
         books = imports.own_import(self._replicas.each, pending, "copier", is_open=True).imports
         books.refuse_taken(pending)

@@ -79,7 +79,7 @@ def recover(replicas: Replicas, claims: Claims, mark: UnderWay) -> Recovered:
 
 
 def _close_unknown(replicas: Replicas, claims: Claims, mark: UnderWay, call: str, about: object) -> None:
-    """Cancel the import, or forget the copier, that an interrupted call has made but not returned."""
+    """Cancel an import or forget a copier that the interrupted call has made, but has not returned to its caller."""
     if call == "import_block_table" and (request_id := cast("RequestID", about)) in claims.places:
         replica, _, row = claims.locate(request_id, call)
         if (pending := replica.imports.of_row.get(row)) is not None:

@@ -140,7 +140,7 @@ class Replicas:
         self.placed = placed
         self.fingerprint = fingerprint  # identifies the layout of a replica's pages and states on all shards
         self._rows = rows
-        self.capacity = rows.capacity_of  # by place: how many tokens its pages can hold; 0 at place -1
+        self.capacity = rows.capacity_of  # by place (see `Claims`): how many tokens its pages can hold; 0 at place -1
         self.tiers, self.state_tiers = tiers  # the tiers below the token pages, and below recurrent states
         self._all_tiers = [one for one in tiers if one is not None]
         self.each: list[Replica] = [place.replica for place in placed]
@@ -154,8 +154,8 @@ class Replicas:
         least = params.partial_reuse_min_tokens
         self._partial = [PartialReuse(replica, least) for replica in self.each] if least else []
         self._events: EventPublisher | NoEvents = NoEvents()
-        self._watched: list[Watched] = []  # the indexes that events report
-        self._log: AnyLog = NoLog()  # records changes for events
+        self._watched: list[Watched] = []  # the prefix indexes whose changes are reported as events
+        self._log: AnyLog = NoLog()  # records the changes of these indexes
         # Whether a step of one request needs only the request's row, because there are no tiers, events or further
         # tables.
         self._is_plain = not self._all_tiers and self.each[0].tables.is_plain
@@ -361,7 +361,7 @@ class Replicas:
     def step(self, gathered: Gathered, settle: Callable[[], None] | None = None) -> None:
         """Publish pages that are full of computed tokens. Raises before anything is published.
 
-        `settle` is called after the tokens were published, for requests with drafted tokens.
+        `settle` is given if requests have drafted tokens. It is called after their tokens were published.
         """
         for states in self.states:
             if settle is None and states.pages.drafts.page_of:

@@ -56,14 +56,15 @@ class RangeRetention(msgspec.Struct, frozen=True, omit_defaults=True):
 class Retention(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a client knows about the future use of a request's pages. It biases the eviction order, and pins no page.
 
-    It is read when the request is admitted and again when it is released; the second reading counts for its pages. A
-    wrong hint costs little (see `kvcache.pool.hinted_order`). A correct `session_continues` can be worth as much as a
-    pool of twice the size. Raises `InvalidRequestError` (a ValueError) if a value is out of range.
+    The hints are read when the request is admitted, and again when it is released; the second reading counts for its
+    pages. A wrong hint costs little (see `kvcache.pool.hinted_order`). A correct `session_continues` can be worth as
+    much as a pool of twice the size. Raises `InvalidRequestError` (a ValueError) if a value is out of range.
     """
 
     session_continues: bool | None = None  # whether a later request is expected to extend this one; None: unknown
     priority: int = 50  # 0 (evicted first) to 100 (evicted last), in steps of 25
-    ttl_s: float | None = None  # how many seconds after the release the hint holds; None: it decays
+    # how many seconds after the release the hint holds; None: no limit, but its effect decays
+    ttl_s: float | None = None
     ranges: tuple[RangeRetention, ...] = ()  # hints for some tokens; a page follows the last range that contains it
 
     def __post_init__(self) -> None:

@@ -258,7 +258,8 @@ class Gate:
         self._listener, self.address = listener(address)
         self._what, self._limits = what, limits
         self._tokens, self._accepts = FrameAllowance(10 * limits.per_second), FrameAllowance(_ACCEPTS_PER_S)
-        self._peers: dict[_Connection, tuple[int, int]] = {}  # each with the events to poll for
+        # the events that are polled for on the two connections of each peer
+        self._peers: dict[_Connection, tuple[int, int]] = {}
         self._held: deque[_Connection] = deque()
         self._said_at = -_SAID_S
         self._is_listening = True

@@ -1,9 +1,10 @@
 """The messages between a manager and a watcher. A `Look` is a snapshot of every page and request.
 
 A snapshot is complete, or lists the changes since an earlier one. It is one message: the header below, in msgpack, and
-then two frames of little-endian uint32 for each pool, the changed pages and their cells. A complete pool has an empty
-first frame, and a cell for every page, including the null page. A cell holds everything about a page: its state, its
-place in the eviction order, whether it is shared, and its owner.
+then two frames of little-endian uint32 for each pool. The first frame has the numbers of the changed pages, and the
+second one their cells. In a complete snapshot the first frame is empty, and the second one has a cell for every page,
+including the null page. A cell holds everything about a page: its state, its place in the eviction order, whether it is
+shared, and its owner.
 """
 
 import hashlib
@@ -58,7 +59,10 @@ def request_digest(request_id: str) -> str:
 
 
 class _Versioned(msgspec.Struct, frozen=True):
-    """The field that messages of all versions have: type and version. A message without it has version 1."""
+    """The field that messages of all versions have. It names the type and version of the message.
+
+    A message without this field has version 1.
+    """
 
     type: str = ""
 

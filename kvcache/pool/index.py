@@ -46,7 +46,7 @@ class PrefixIndex:
         # A view with one item per page. In this file, `put` and `take` on such views need a quarter of the time of
         # indexing by rows.
         self._records = self._digests.view(f"V{8 * digest_words}").reshape(-1)
-        self._words = self._digests[:, 0]  # nearly always, the first words of two digests differ
+        self._words = self._digests[:, 0]  # the first word of each digest, which nearly always tells two digests apart
         # Which links are in a chain: those of all buckets and of published pages.
         self._linked = np.zeros(len(self._links), np.bool_)
         self._linked[self._first :] = True

@@ -137,8 +137,7 @@ class LruOrder(EvictionOrder):
         """Do the same as `pop(1)` in a tenth of the time. The order must not be empty."""
         chunk, log, stamp, at = self.chunks[0], self._log, self._stamp, self._head
         start, last = chunk * CHUNK, at + _NEAR
-        # The oldest chunk has a valid entry, unless the order is empty and starts at 0. So the loop never runs past the
-        # chunk.
+        # The order is not empty, so its oldest chunk has a valid entry, and the loop never runs past the chunk.
         while stamp.item(page := log.item(chunk, at)) != start + at:
             at += 1
             if at == last:  # a long gap

@@ -1,4 +1,4 @@
-"""`PagesBelow`: the interface of a pool's user to the tiers below the pool, and the masks and slots that it passes."""
+"""`PagesBelow`: how the user of a pool reaches the tiers below it. Also has the masks and slots that are passed."""
 
 from collections.abc import Callable, Iterable
 

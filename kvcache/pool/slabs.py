@@ -150,7 +150,7 @@ class SlabPool(PagePool):
 
     @property
     def width(self) -> float:
-        """The number of cached pages, including those of cached slabs, divided by that of published pages."""
+        """The number of cached pages, including those of cached slabs, divided by the number of published pages."""
         published = np.count_nonzero(self.index.published)
         return 1.0 + self.cached.num_idle * self.slab_pages / published if published else 1.0
 
@@ -313,7 +313,10 @@ class SlabPool(PagePool):
         self._drop(pages)
 
     def _evict_due(self) -> bool:
-        """Evict pages above their tenants' quotas, up to the first slab. Returns whether any were evicted."""
+        """Evict the pages above their tenants' quotas that are older than any slab of their tenant.
+
+        Returns whether any were evicted.
+        """
         evicted = False
         while self.idle.due():
             pages = self.idle.pop(1)

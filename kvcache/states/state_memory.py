@@ -197,7 +197,7 @@ def _views(kinds: Mapping[str, PageLayout], rows: torch.Tensor, count: int, slab
 class StateViews:
     """Views of states in the form that a model's layers read and write, over any number of shards.
 
-    `blocks` are `[shard][kind]`; `matrix` is the shape of a head's matrix.
+    `blocks` has the tensors of states, `[shard][kind]`. `matrix` is the shape of the matrix of one head.
     """
 
     def __init__(

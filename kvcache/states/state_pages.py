@@ -1,4 +1,4 @@
-"""State pages: the states that a hybrid model's recurrent layers keep of a request, one page for each kind of state.
+"""State pages: for each request of a hybrid model, the states of its recurrent layers, a page for each kind of state.
 
 `kvcache.states.state_memory` describes a page. The state of a request includes all of its tokens so far, and each
 further token overwrites it. Therefore other requests can resume from a state only if a copy of it was kept. A copy is a
@@ -54,7 +54,7 @@ class DraftedPages:
     unchanged. If each step has a wrong guess, more and more tokens have to run again. An occasional step without
     guesses brings the state up to date.
 
-    `tokens` has, by page, the number of tokens in its state.
+    `tokens` has, by state page, the number of tokens that its state includes.
     """
 
     def __init__(self, tokens: NDArray[np.int64]) -> None:
@@ -395,7 +395,7 @@ class StatePages:
             self._copy(copy, page)
         elif not (slots := self.below.slots(digest)).all():
             raise InvariantError(f"request {request_id!r}: the state that it resumes from is not kept")
-        else:  # later reads of the page see this state; the copy holds the page until it is over
+        else:  # later reads of the page see this state; the copy in flight holds the page until it has ended
             self.below.hold(slots)
             self.below.restore(page, one_page(page), slots)
             self.below.arrive(np.array([page]))
@@ -544,7 +544,8 @@ class StatePages:
     def _all_run_on(self, pages: NDArray[np.int64], tokens: Sequence[int]) -> bool:
         """Whether `pages_at` certainly accepts all of these requests: a quick test for steps of many requests."""
         has = self._tokens[pages]
-        told = (has > 0) & (has == self._told[pages])  # possibly leased; rare, so these are tested one by one
+        # Leases may forbid overwriting these states. They are rare, so they are tested one by one.
+        told = (has > 0) & (has == self._told[pages])
         return not np.count_nonzero((has != tokens) | (self.pool.writers[pages] > 0) | told)
 
     def advance(self, pages: torch.Tensor, tokens: Sequence[int]) -> None:
