@@ -128,7 +128,7 @@ class Frontend:
         self.left: dict[str, msg.Stats] = {}
         self.counts = FrontCounts()
         self._socket = socket
-        self._context: Context = socket.context  # pyright: ignore[reportUnknownMemberType] -- untyped there
+        self._context: Context = socket.context  # pyright: ignore[reportUnknownMemberType] -- pyzmq has no type here
         self._placement = placement
         self._holders = PageHolders(self._context)
         self._keyring = keyring

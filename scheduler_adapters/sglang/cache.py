@@ -181,7 +181,7 @@ class PagewireCache(BasePrefixCache):
     # ---- SGLang's interface: publishing, locks and eviction
 
     def checkpoint(self, req: Req, *, up_to: int, **_: Any) -> None:
-        """Publishes the pages that a request has computed of its first `up_to` tokens, and locks all of its pages.
+        """Publishes the full pages of a request's first `up_to` tokens, which are computed, and locks these pages.
 
         If another page with the same content was already published, the request's row is changed to name that page, and
         the request's own page is given back.
@@ -253,7 +253,7 @@ class PagewireCache(BasePrefixCache):
 
     # ---- SGLang's interface: counts
 
-    def evictable_size(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride] - SGLang's is 0 as such
+    def evictable_size(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride] - SGLang's returns 0 literally
         """Cached tokens that `evict` can take."""
         return self.pool.free_count * self.page_size
 
@@ -285,7 +285,7 @@ class PagewireCache(BasePrefixCache):
         if both.size:
             raise InvariantError(f"page {both[0]} is cached here, but free in SGLang's allocator")
 
-    # # ---- called by the watch, in its own thread
+    # ---- called by the watch, in its own thread
 
     def free_pages(self) -> Pages:
         """Returns the pages that are free in SGLang. Called by the watch."""

@@ -174,7 +174,7 @@ class PagewireKVManager(CommonKVManager):
                 if any(endpoint(info["rank_ip"], info["rank_port"]) == address for info in infos):
                     del pool[key]
 
-    def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:  # noqa: ARG002  (ours are reads)
+    def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:  # noqa: ARG002  (only for backends that write)
         """Returns whether nothing can write to the pages of a failed request any more."""
         return self.pulls is None or self.pulls.is_over(bootstrap_room)
 
@@ -184,7 +184,7 @@ class PagewireKVManager(CommonKVManager):
             if side is not None:
                 side.shutdown()
 
-    # # ---- SGLang's metadata row of a room
+    # ---- SGLang's metadata row of a room
 
     def read_row(self, index: int) -> tuple[bytes, ...]:
         """Returns a room's row of SGLang's metadata buffers, one entry per buffer."""
@@ -230,7 +230,7 @@ class PagewireKVSender(CommonKVSender):
     @property
     def _leases(self) -> RoomLeases | FollowerLeases:
         leases = self.kv_mgr.leases
-        assert leases is not None  # noqa: S101  (SGLang makes senders at prefill alone)
+        assert leases is not None  # noqa: S101  (SGLang makes senders only at prefill)
         return leases
 
     def send(
@@ -238,7 +238,7 @@ class PagewireKVSender(CommonKVSender):
         kv_indices: NDArray[np.int32],
         state_indices: list[Any] | None = None,
         num_kv_tokens: int | None = None,
-        indices_event: object | None = None,  # noqa: ARG002  (of backends that copy indices later)
+        indices_event: object | None = None,  # noqa: ARG002  (for backends that read the indices later)
     ) -> None:
         """Adds the pages of a chunk of the prompt.
 
@@ -296,7 +296,7 @@ class PagewireKVReceiver(CommonKVReceiver):
     @property
     def _pulls(self) -> RoomPulls:
         pulls = self.kv_mgr.pulls
-        assert pulls is not None  # noqa: S101  (SGLang makes receivers at decode alone)
+        assert pulls is not None  # noqa: S101  (SGLang makes receivers only at decode)
         return pulls
 
     def _register_kv_args(self) -> bool:

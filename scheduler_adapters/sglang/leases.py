@@ -310,7 +310,7 @@ class FollowerLeases:
         """
         self._told.room_wanted(room)
 
-    def offer(self, room: int, computed: Computed) -> None:  # noqa: ARG002  (SGLang gives all ranks the same pages)
+    def offer(self, room: int, computed: Computed) -> None:  # noqa: ARG002  (rank 0 has the same pages)
         """Reports that this rank has computed its pages of the room."""
         self._computed.add(room)
         self.step()

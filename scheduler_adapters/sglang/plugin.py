@@ -24,7 +24,7 @@ def register() -> None:
 
     Safe to call twice.
     """
-    from sglang.srt.mem_cache.registry import (  # noqa: PLC0415  (where SGLang is not, this can be imported)
+    from sglang.srt.mem_cache.registry import (  # noqa: PLC0415  (this module needs no SGLang)
         get_radix_cache_factory,
         register_radix_cache_backend,
     )

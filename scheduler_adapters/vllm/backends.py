@@ -167,8 +167,8 @@ def _keys_and_values(spec: Any) -> str:
 
 def _instructions(vllm_config: VllmConfig, spec: Any, page_size: int) -> str:
     """Returns the instruction set for which the CPU backend packs keys and values."""
-    from vllm.v1.attention.backends.cpu_attn import (  # noqa: PLC0415  (for CPUs alone)
-        _get_attn_isa,  # pyright: ignore[reportPrivateUsage] - vLLM tells it nowhere else
+    from vllm.v1.attention.backends.cpu_attn import (  # noqa: PLC0415  (vLLM for other devices may lack it)
+        _get_attn_isa,  # pyright: ignore[reportPrivateUsage] - there is no public way to get it
     )
 
     cache_dtype = str(vllm_config.cache_config.cache_dtype)

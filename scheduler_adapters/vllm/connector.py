@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 
 def log_as_vllm() -> None:
-    """Gives our log lines vLLM's format, with time and process, unless the program has set its own."""
+    """Gives our log lines vLLM's format, with time and process, unless the program has set a format of its own."""
     ours = logging.getLogger("pagewire")
     if not ours.hasHandlers():
         theirs = logging.getLogger("vllm")

@@ -139,7 +139,7 @@ class SchedulerSide:
     def _begin_span(self, request: Request, wanted: Wanted) -> None:
         """Begins a span if the request has trace headers."""
         if request.trace_headers:
-            from transfer.spans import HandoverSpan  # noqa: PLC0415  (vLLM's own tracing has it installed)
+            from transfer.spans import HandoverSpan  # noqa: PLC0415  (its packages are installed if vLLM traces)
 
             span = self._spans[request.request_id] = HandoverSpan(
                 request.trace_headers,

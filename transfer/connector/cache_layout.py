@@ -1,4 +1,7 @@
-"""Turns the registered caches of a rank, torch tensors of any strides, into the regions and boxes of its shard."""
+"""Turns the registered caches of a rank, torch tensors of any strides, into the regions and boxes of its shard.
+
+A region is a range of memory that NIXL registers. A box says which part of a layer's KV lies where in a region.
+"""
 
 from __future__ import annotations
 
@@ -289,7 +292,7 @@ class LayerView:
     """Reads and writes one attention layer of a rank through its boxes.
 
     Args:
-        memory: the rank's boxes.
+        memory: the regions and boxes of the rank.
         caches: the tensors that the boxes were made from.
         group: index of the layer's group.
         layer: index of the layer in the model.

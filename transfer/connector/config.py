@@ -1,7 +1,7 @@
 """The configuration of a connector worker: its rank, and how the caches of its model lie in memory.
 
-Every struct is plain data that pickles and encodes. A deployment makes one for each rank. Groups, blocks and kernel
-blocks are named as in vLLM, which owns the tensors.
+Every struct is plain data that pickles and encodes. A deployment makes one `WorkerConfig` for each rank. Groups, blocks
+and kernel blocks are named as in vLLM, which owns the tensors.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class HostBuffers:
         target: Mapping[str, Cache],
         source_pages: Sequence[int],
         target_pages: Sequence[int],
-        direction: Direction,  # noqa: ARG002 -- `CopyBlocks` has it; here the tensors' devices tell
+        direction: Direction,  # noqa: ARG002 -- a `CopyBlocks` takes it; the tensors' devices show it
     ) -> None:
         """Copies pages by index between tensors on any devices."""
         for name, cache in source.items():

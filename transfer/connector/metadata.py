@@ -23,7 +23,7 @@ class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
             the blocks arrive.
         first_blocks: for each group, the index within the request of the first block in `local_block_ids`.
         num_computed_tokens: number of tokens that this engine already has.
-        num_tokens: the most tokens to load.
+        num_tokens: how many tokens of the request this engine has at most after the load, including the computed ones.
     """
 
     wanted: Wanted

@@ -372,7 +372,7 @@ class NixlConnectorScheduler:
             wanted: the result of `read`.
             block_ids: our blocks of each group, into which the pages are read. There must be enough of them for all
                 pages to load. For a state, only the last block is used.
-            num_tokens: number of tokens of the request.
+            num_tokens: how many tokens of the request this engine needs, including the computed ones.
             num_computed_tokens: number of tokens that this engine already has.
             first_blocks: for each group, the index within the request of the first block in `block_ids`. If the
                 argument is empty, the first block is the one that holds the first missing token.

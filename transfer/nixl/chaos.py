@@ -88,7 +88,7 @@ class ChaosAgent(Agent):
         super().__init__(name, memory_type)
         self.rates = rates or Rates()
         self.faults: Counter[Fault] = Counter()
-        self._random = random.Random(seed)  # noqa: S311  (a seed is what it is for)
+        self._random = random.Random(seed)  # noqa: S311  (the faults must follow from a seed)
         self._arrived: deque[tuple[int, tuple[str, bytes]]] = deque()
         self._polls = 0
 

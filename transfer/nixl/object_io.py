@@ -157,7 +157,7 @@ class NixlObjectIO:
         ours, theirs = socket.socketpair()
         with theirs:
             inherited = (theirs.fileno(), self._file)
-            process = subprocess.Popen(  # noqa: S603 - a program of ours
+            process = subprocess.Popen(  # noqa: S603 - the program is our own
                 [sys.executable, str(_PROGRAM), *map(str, inherited)],
                 stdin=subprocess.DEVNULL,
                 stdout=self._said,

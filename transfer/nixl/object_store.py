@@ -86,7 +86,7 @@ def _make_agent(settings: dict[str, str]) -> tuple[Any, Any]:
             api: Any = importlib.import_module(f"{wheel}._api")
             agent = api.nixl_agent(_NAME, api.nixl_agent_config(enable_prog_thread=False, backends=[]))
             agent.create_backend("OBJ", settings)
-        except Exception as error:  # noqa: BLE001 - as above, and anything that a wheel for another machine raises
+        except Exception as error:  # noqa: BLE001 - as above; a wheel for another machine raises other errors
             errors.append(f"{wheel}: {type(error).__name__}: {error}")
         else:
             return api, agent

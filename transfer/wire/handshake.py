@@ -74,7 +74,7 @@ QueryOutcome = Literal["answered", "refused", "malformed", "throttled", "failed"
 
 
 def _context() -> zmq.Context[zmq.Socket[bytes]]:
-    return zmq.Context.instance()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType] -- untyped there
+    return zmq.Context.instance()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType] -- pyzmq has no type here
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class EngineCard:
         engine_id: the engine.
         incarnation: a random name, new with each start.
         ranks: the sealed metadata of each rank, from `sealed_rank`.
-        compatibility: entries that a reader must share.
+        compatibility: entries whose values must be equal at a reader.
         leased: answers a lease query; called on the server's thread. None if readers learn of leases in another way.
         lent: answers a content query; called on the server's thread. None if the engine lends no pages by content. If
             the answer only says what it waits for, the server holds the query for a moment and does not send that

@@ -142,7 +142,7 @@ class Wanted(NamedTuple):
 
 
 class LeaseQuery(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="lease-query/1"):
-    """Asks an engine which pages a lease holds, for a reader that needs a request's first `num_tokens` tokens."""
+    """Asks an engine which pages a lease holds. The reader needs the request's first `num_tokens` tokens."""
 
     query_id: int
     engine_id: str
@@ -170,7 +170,7 @@ class LeaseReply(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, 
 
 
 class ContentQuery(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="content/1"):
-    """Asks an engine to lease the longest run of the named pages that it has, starting with the first.
+    """Asks an engine to lease those of the named pages that it has, from the first page to the first missing one.
 
     A `LeaseReply` answers it. The `LeasedPages` in the reply are empty if the engine has none of the pages, or may lend
     no more pages. The engine's serving loop decides which pages are leased. Until it has decided, the replies say so,
