@@ -47,13 +47,13 @@ def test_integers_of_any_library_count_and_become_ints(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [True, np.True_, 1.0, np.float64(1), "1", None, torch.tensor(1.5), torch.zeros(2)])
-def test_nothing_else_is_an_integer(value: object) -> None:
+def test_values_of_other_types_are_refused_as_integers(value: object) -> None:
     assert integer(value) is None
     with pytest.raises(InvalidRequestError, match="^count is .*: an integer from 2 to 9 is needed$"):
         whole("count", value, 2, 9, InvalidRequestError)
 
 
-def test_both_limits_belong_to_the_range() -> None:
+def test_the_range_includes_both_of_its_limits() -> None:
     assert [whole("count", value, 2, 4) for value in (2, 3, 4)] == [2, 3, 4]
     assert [number("share", value, 0.5, 2) for value in (0.5, 1, 2)] == [0.5, 1, 2]
     for value in (1, 5, MOST + 1):

@@ -51,7 +51,7 @@ def first_words(slots: torch.Tensor) -> list[int]:
     return slots.view(torch.int64)[:, 0].tolist()
 
 
-def test_a_copy_to_the_host_has_what_a_kernel_was_still_to_write(pools: Pools) -> None:
+def test_a_copy_to_the_host_waits_for_the_kernel_that_writes_the_page(pools: Pools) -> None:
     new = pools.values(100).clone()
     torch.cuda.synchronize()
     pools.late(pools.main, lambda: pools.pages.copy_(new))
@@ -62,7 +62,7 @@ def test_a_copy_to_the_host_has_what_a_kernel_was_still_to_write(pools: Pools) -
     assert [first_words(pools.slots)[slot] for slot in GIVEN] == [100 + page for page in TAKEN]
 
 
-def test_a_kernel_that_is_launched_after_a_load_was_ordered_reads_what_was_loaded(pools: Pools) -> None:
+def test_a_kernel_launched_after_a_load_reads_the_loaded_pages(pools: Pools) -> None:
     pools.slots.view(torch.int64)[:] = torch.arange(500, 500 + COUNT)[:, None]
     pools.late(pools.mover._sides[pools.pages.device], lambda: None)
     copy = pools.mover.load(TAKEN, GIVEN)
@@ -74,7 +74,7 @@ def test_a_kernel_that_is_launched_after_a_load_was_ordered_reads_what_was_loade
     assert read[GIVEN, 0].tolist() == [500 + slot for slot in TAKEN]
 
 
-def test_a_load_leaves_to_a_kernel_what_it_has_yet_to_read(pools: Pools) -> None:
+def test_a_load_waits_for_a_kernel_that_still_reads_the_pages(pools: Pools) -> None:
     pools.pages.copy_(pools.values(100))
     pools.slots.view(torch.int64)[:] = 7
     torch.cuda.synchronize()
@@ -86,7 +86,7 @@ def test_a_load_leaves_to_a_kernel_what_it_has_yet_to_read(pools: Pools) -> None
     assert set(pools.pages[GIVEN].flatten().tolist()) == {7}
 
 
-def test_memory_that_a_copy_stages_is_its_own_until_it_is_over() -> None:
+def test_the_staging_memory_of_a_copy_is_not_reused_before_the_copy_ends() -> None:
     """Several copies are larger than the staging memory. Kernels allocate and free memory meanwhile."""
     pools = Pools(words=1 << 20)  # 8 MiB for each page
     pages, slots = np.arange(16, dtype=np.int32), np.arange(16, 32, dtype=np.int32)
@@ -101,7 +101,7 @@ def test_memory_that_a_copy_stages_is_its_own_until_it_is_over() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "words"), [(torch.uint8, 37), (torch.bfloat16, 64), (torch.int64, 3)])
-def test_every_byte_goes_there_and_back(dtype: torch.dtype, words: int) -> None:
+def test_every_byte_survives_a_copy_to_the_host_and_back(dtype: torch.dtype, words: int) -> None:
     pools = Pools(words, dtype=dtype)
     pools.pages.copy_(torch.randint(0, 100, pools.pages.shape, device="cuda"))
     wanted = pools.pages[TAKEN].clone()
@@ -111,7 +111,7 @@ def test_every_byte_goes_there_and_back(dtype: torch.dtype, words: int) -> None:
     assert torch.equal(pools.pages[GIVEN], wanted)
 
 
-def test_rows_that_lie_apart_and_empty_lists_are_copied_too() -> None:
+def test_strided_rows_and_empty_lists_are_copied_too() -> None:
     pools = Pools(words=8)
     slots = pools.slots.view(COUNT // 2, -1)[:, 64:]  # the second halves of half as many slots
     mover = PageMover([(pools.pages, slots)], None)

@@ -293,7 +293,7 @@ def ids(pages: list[int]) -> np.ndarray:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("make", ORDERS)
-def test_random_moves_go_as_the_model_says(make: Callable[[Now], Case]) -> None:
+def test_random_moves_agree_with_the_model(make: Callable[[Now], Case]) -> None:
     moves = Moves(0, make)
     for _ in range(1000):
         moves.move()

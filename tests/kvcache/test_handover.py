@@ -64,7 +64,7 @@ def test_salt_and_keys_stay_until_the_commit(make: Any, changes: dict[str, Any])
     target.commit_import(context, pending, proof)
 
 
-def test_only_the_proof_of_this_import_counts_and_only_itself(make: Any) -> None:
+def test_an_import_accepts_only_its_own_proof_and_no_copy_of_it(make: Any) -> None:
     target, context, pending = importing(make)
     other, _, foreign = importing(make)
     theirs = proven(other, foreign)
@@ -81,7 +81,7 @@ def test_only_the_proof_of_this_import_counts_and_only_itself(make: Any) -> None
     target.commit_import(context, pending, proof)
 
 
-def test_a_copier_is_handed_out_once_and_takes_nothing_of_a_closed_import(make: Any) -> None:
+def test_a_copier_is_handed_out_once_and_gets_no_pages_of_a_closed_import(make: Any) -> None:
     target, _, pending = importing(make)
     copier = target.copier(pending)
     with pytest.raises(InvalidRequestError, match="was already handed out"):
@@ -93,7 +93,7 @@ def test_a_copier_is_handed_out_once_and_takes_nothing_of_a_closed_import(make: 
     target.release("d")
 
 
-def test_a_late_end_of_a_cancelled_import_is_not_that_of_the_next_one(make: Any) -> None:
+def test_a_late_end_of_a_cancelled_import_does_not_end_the_next_import(make: Any) -> None:
     target, _, first = importing(make)
     copier = target.copier(first)
     target.release("d")
@@ -116,7 +116,7 @@ def test_check_finds_an_import_that_is_closed_and_keeps_its_pages(make: Any) -> 
     target.release("d")
 
 
-def test_what_readers_were_told_once_they_were_told(make: Any) -> None:
+def test_a_shorter_table_takes_no_page_back_from_readers(make: Any) -> None:
     """If a request makes a shorter table after a longer one, the readers of the longer table keep their pages."""
     manager = make(8, page_size=4)
     context = TextContext(range(10), 64, "r")
@@ -134,7 +134,7 @@ def test_what_readers_were_told_once_they_were_told(make: Any) -> None:
         manager.maybe_reserve(context, 3)
 
 
-def test_a_batch_that_would_compute_anew_takes_no_page_for_anybody(make: Any) -> None:
+def test_a_batch_with_one_request_that_would_recompute_leased_tokens_reserves_nothing(make: Any) -> None:
     manager = make(16, page_size=4, rows=2)
     every = [TextContext(range(at, at + 10), 64, f"r{at}") for at in (0, 50)]
     for context in every:
@@ -149,7 +149,7 @@ def test_a_batch_that_would_compute_anew_takes_no_page_for_anybody(make: Any) ->
     assert len(manager.get_req_blocks("r0")) == 3
 
 
-def test_a_row_that_was_released_has_no_room_left(make: Any) -> None:
+def test_a_released_row_has_no_room_left(make: Any) -> None:
     manager = make(16, page_size=4, rows=1)
     with manager.claim(long := TextContext(range(30), 64, "long")):
         manager.maybe_reserve(long)
@@ -173,7 +173,7 @@ def test_a_salt_is_text_and_keys_are_positions_and_bytes(field: str, wrong: Any)
         TextContext([1, 2], 9, "r", **{field: wrong})
 
 
-def test_keys_are_the_contexts_own() -> None:
+def test_a_context_copies_its_keys() -> None:
     key = bytearray(b"image")
     context = TextContext([1, 2], 9, "r", extra_keys=[(1, key)])
     key[0] = 0

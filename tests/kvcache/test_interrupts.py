@@ -44,7 +44,7 @@ def interrupted_manager() -> tuple[PagedKVCacheManager, TextContext]:
     return manager, context
 
 
-def test_a_reservation_that_is_interrupted_anywhere_leaves_no_context_to_the_mark_once_the_books_are_mended() -> None:
+def test_after_the_repair_of_an_interrupted_reservation_the_mark_keeps_no_context() -> None:
     manager, context, at, done = manager_of(checks=False), TextContext([1] * 12, 60, "r"), 0, True
     while done:
         at += 1
@@ -110,7 +110,7 @@ def test_every_call_after_an_interrupted_one_names_it_and_recover() -> None:
     manager.check()
 
 
-def test_a_manager_whose_books_are_not_right_can_be_closed() -> None:
+def test_a_manager_with_a_wrong_state_can_be_closed() -> None:
     manager, _ = interrupted_manager()
     manager.close()
     manager.close()
@@ -118,7 +118,7 @@ def test_a_manager_whose_books_are_not_right_can_be_closed() -> None:
         manager.contains("r")
 
 
-def test_recover_of_right_books_changes_nothing() -> None:
+def test_recover_changes_nothing_if_the_state_is_right() -> None:
     manager, context = manager_of(checks=False), TextContext([1] * 12, 60, "r")
     manager.external_claim("r")
     manager.maybe_reserve(context)
@@ -278,7 +278,7 @@ def test_a_hasher_that_is_interrupted_gives_the_same_digests_later(algorithm: Ha
     assert again > 10
 
 
-def test_an_update_of_a_batch_that_is_interrupted_gives_each_request_its_token_or_none() -> None:
+def test_an_interrupted_batch_update_gives_all_requests_their_tokens_or_none() -> None:
     manager = manager_of(64, checks=False, rows=3)
     contexts = [TextContext([1, 2, 3 + at], 4000, f"r{at}") for at in range(3)]
     for context in contexts:
@@ -335,7 +335,7 @@ def test_recover_counts_the_idle_states_of_a_tenant_anew() -> None:
     manager.check()
 
 
-def test_what_an_interrupted_call_has_published_is_in_host_memory_once_the_books_are_mended() -> None:
+def test_pages_that_an_interrupted_call_published_are_in_host_memory_after_the_repair() -> None:
     manager, context = manager_of(checks=False, host_slots=40), TextContext([1, 2] * 8, 60, "r")
     tiers, (replica,) = manager._replicas.tiers, manager._replicas.each
     assert tiers is not None

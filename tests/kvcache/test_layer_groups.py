@@ -71,7 +71,7 @@ def test_without_groups_there_is_one_table_of_all_layers() -> None:
 
 
 @pytest.mark.parametrize("kind", ["full", "window", "chunked"])
-def test_what_a_query_sees_is_what_the_kind_says(kind: Any) -> None:
+def test_a_query_sees_the_tokens_that_the_kind_of_attention_defines(kind: Any) -> None:
     for tokens in (1, 2, 5, 8):
         group = LayerGroup(kind, (0,), 0 if kind == "full" else tokens)
         assert group.keeps_all == (kind == "full")
@@ -114,7 +114,7 @@ def test_layers_that_are_missing_or_named_twice_are_refused() -> None:
         (("full", (0, -1)), "layers is -1"),
     ],
 )
-def test_groups_that_cannot_be_are_refused(arguments: Any, said: str) -> None:
+def test_impossible_layer_groups_are_refused(arguments: Any, said: str) -> None:
     with pytest.raises(InvalidParamsError, match=said):
         LayerGroup(*arguments)
 

@@ -54,7 +54,7 @@ def worked(make: Any) -> tuple[PagedKVCacheManager, TextContext]:
     return manager, context
 
 
-def test_fetch_gives_lengths_and_table_of_the_worked_example(worked: Any) -> None:
+def test_fetch_returns_the_lengths_and_the_table_of_the_worked_example(worked: Any) -> None:
     manager, context = worked
     (entry,) = manager.fetch([context], num_steps=10)
     assert entry.cache_lengths.tolist() == [0]
@@ -77,7 +77,7 @@ def test_ten_updates_then_a_step_commit_the_full_pages(worked: Any) -> None:
     assert manager.get_req_blocks(again.request_id)[:7] == manager.get_req_blocks(context.request_id)[:7]
 
 
-def test_increment_cache_lengths_moves_on_by_what_ran(worked: Any) -> None:
+def test_increment_cache_lengths_adds_the_tokens_that_ran(worked: Any) -> None:
     manager, context = worked
     entries = manager.fetch([context], num_steps=3)
     table = entries[0].lookup_table
@@ -95,7 +95,7 @@ def test_increment_cache_lengths_moves_on_by_what_ran(worked: Any) -> None:
 # ---- claiming
 
 
-def test_a_claim_takes_a_row_and_no_page(make: Any) -> None:
+def test_a_claim_takes_a_row_but_no_page(make: Any) -> None:
     manager = make(8, rows=2)
     assert manager.external_claim("a") is None
     assert manager.contains("a")
@@ -111,7 +111,7 @@ def test_a_claim_takes_a_row_and_no_page(make: Any) -> None:
     manager.external_claim("c")
 
 
-def test_several_replicas_want_to_be_named(make: Any) -> None:
+def test_with_several_replicas_a_claim_has_to_name_one(make: Any) -> None:
     manager = make(8, dp=2)
     for bad in (None, 2, -1):
         with pytest.raises(InvalidRequestError, match=rf"'a'.*{bad}.*0 to 1 is needed"):
@@ -183,7 +183,7 @@ def test_a_failed_reserve_after_a_hit_changes_nothing_and_works_later(make: Any)
     assert manager.num_free_blocks == 8
 
 
-def test_the_pages_of_a_hit_that_are_free_do_not_count_twice(make: Any) -> None:
+def test_idle_pages_of_a_hit_do_not_also_count_as_free(make: Any) -> None:
     manager = make(7, page_size=4)
     run(manager, [owner := claimed(manager, range(16))])
     manager.release(owner.request_id)
@@ -196,7 +196,7 @@ def test_the_pages_of_a_hit_that_are_free_do_not_count_twice(make: Any) -> None:
     assert manager.num_free_blocks == 0
 
 
-def test_a_prompt_larger_than_the_pool_is_told_so_before_anything_is_touched(make: Any) -> None:
+def test_a_prompt_larger_than_the_pool_is_refused_before_anything_changes(make: Any) -> None:
     manager = make(4, page_size=4)
     context = claimed(manager, range(17), request_id="big")
     with pytest.raises(PromptTooLongError, match="'big': 17 tokens need 5 pages, but the pool has 4") as caught:
@@ -261,7 +261,7 @@ def test_a_full_hit_is_impossible(make: Any) -> None:
     assert same.start_idx == 24  # exactly 7 pages; 6 are found, because the last token has to run
 
 
-def test_two_that_compute_the_same_page_share_it_after_step(make: Any) -> None:
+def test_two_requests_that_compute_the_same_page_share_it_after_step(make: Any) -> None:
     manager = make(32, page_size=128, max_seq_len=2048)
     twins = [claimed(manager, range(1000)) for _ in range(2)]
     for twin in twins:
@@ -299,7 +299,7 @@ def test_salts_keep_requests_apart(make: Any) -> None:
         assert context.start_idx == start, salt
 
 
-def test_a_chunk_picks_up_what_another_request_committed_meanwhile(make: Any) -> None:
+def test_a_chunk_finds_pages_that_another_request_has_published_meanwhile(make: Any) -> None:
     manager = make(32, page_size=4)
     slow = claimed(manager, range(20))
     assert manager.maybe_reserve(slow)
@@ -315,7 +315,7 @@ def test_a_chunk_picks_up_what_another_request_committed_meanwhile(make: Any) ->
     assert manager.num_free_blocks == free + 3  # its own copies of pages 1 to 3 were given back
 
 
-def test_a_hit_that_saves_no_token_leaves_the_pages_to_step(make: Any) -> None:
+def test_a_hit_that_saves_no_token_replaces_no_page_before_step(make: Any) -> None:
     manager = make(32, page_size=4)
     slow = claimed(manager, range(20))
     assert manager.maybe_reserve(slow)
@@ -340,7 +340,7 @@ def test_a_hit_past_the_chunk_moves_the_chunk(make: Any) -> None:
     assert (context.start_idx, context.active_idx) == (16, 18)
 
 
-def test_dropped_tokens_are_never_found_behind_those_that_took_their_place(make: Any) -> None:
+def test_dropped_tokens_are_never_found_after_the_tokens_that_replaced_them(make: Any) -> None:
     manager = make(32, page_size=4)
     draft = claimed(manager, range(12))
     assert manager.maybe_reserve(draft)  # this call has hashed the pages of all twelve tokens
@@ -353,7 +353,7 @@ def test_dropped_tokens_are_never_found_behind_those_that_took_their_place(make:
         assert context.start_idx == start
 
 
-def test_without_caching_nothing_is_kept(make: Any) -> None:
+def test_without_prefix_caching_no_page_is_kept(make: Any) -> None:
     manager = make(8, page_size=4, caching=False)
     run(manager, [owner := claimed(manager, range(8))])
     manager.release(owner.request_id)
@@ -372,7 +372,7 @@ def test_a_reset_request_that_kept_its_pages_finds_them_again(make: Any) -> None
     assert manager.metrics.cache_tokens == 0  # no prompt token was saved, because these tokens ran here
 
 
-def test_pages_that_were_never_committed_go_before_useful_ones(make: Any) -> None:
+def test_pages_that_were_never_published_are_reused_before_cached_pages(make: Any) -> None:
     manager = make(8, page_size=4)
     run(manager, [useful := claimed(manager, range(12))])
     manager.release(useful.request_id)
@@ -399,7 +399,7 @@ def test_the_tail_of_a_prefix_is_evicted_first(make: Any) -> None:
     assert again.start_idx == 24
 
 
-def test_evicted_pages_are_handed_out_ascending(make: Any) -> None:
+def test_evicted_pages_are_handed_out_in_ascending_order(make: Any) -> None:
     manager = make(12, page_size=4)
     owners = [claimed(manager, range(start, start + 17)) for start in (0, 100)]
     run(manager, owners)
@@ -415,7 +415,7 @@ def test_evicted_pages_are_handed_out_ascending(make: Any) -> None:
     assert pages == sorted(pages)
 
 
-def test_least_recently_used_goes_first_and_a_hit_renews(make: Any) -> None:
+def test_the_least_recently_used_page_is_evicted_first_and_a_hit_counts_as_use(make: Any) -> None:
     manager = make(6, page_size=4)
     for start in (0, 100, 200):
         run(manager, [one := claimed(manager, range(start, start + 8))])
@@ -467,7 +467,7 @@ def test_unused_entries_name_the_null_page(make: Any) -> None:
     assert not entry.blocks[0].any()
 
 
-def test_a_batch_in_any_order_gets_its_own_rows(make: Any) -> None:
+def test_a_batch_in_any_order_gets_the_rows_of_its_requests(make: Any) -> None:
     manager = make(32, page_size=4)
     contexts = [claimed(manager, range(start, start + 5)) for start in (0, 10, 20, 30)]
     assert manager.reserve_batch(contexts).all()
@@ -515,14 +515,14 @@ def test_entries_are_replica_major_and_shards_share_a_table(make: Any, dp: int, 
     assert len(pools) == dp * tp
 
 
-def test_pages_are_head_major_runs(make: Any) -> None:
+def test_a_page_is_stored_head_by_head(make: Any) -> None:
     manager = make(4, page_size=8, layers=3, heads=2, head_dim=5)
     blocks = manager.device_tensors[0][0]
     assert blocks.shape == (5, 2, 3, 8, 2, 5)
     assert blocks.permute(0, 4, 2, 1, 3, 5).is_contiguous()  # page, head, layer, side, token, dim
 
 
-def test_mla_has_one_side(make: Any) -> None:
+def test_an_mla_page_has_no_separate_keys_and_values(make: Any) -> None:
     manager = make(4, page_size=4, heads=1, tp=2, params={"is_mla": True})
     assert [tuple(blocks.shape) for blocks in manager.device_tensors[0]] == [(5, 1, 1, 4, 1, 2)] * 2
     assert manager.total_num_pages == 4
@@ -555,7 +555,7 @@ def test_release_gives_everything_back_once(make: Any) -> None:
 # ---- replicas
 
 
-def test_recommendation_is_the_own_replica_else_the_least_claimed(make: Any) -> None:
+def test_the_recommendation_is_the_request_s_own_replica_or_else_the_one_with_the_fewest_claims(make: Any) -> None:
     manager = make(32, page_size=4, dp=3)
     first = claimed(manager, range(5), 2)
     assert manager.get_or_recommend_replica(first) == 2
@@ -573,7 +573,7 @@ def test_recommendation_follows_a_cached_prefix(make: Any) -> None:
     assert manager.get_or_recommend_replica(TextContext(range(200, 290), 512)) == 0
 
 
-def test_data_parallel_splits_are_cumulative_and_want_order(make: Any) -> None:
+def test_data_parallel_splits_are_cumulative_and_need_a_batch_ordered_by_replica(make: Any) -> None:
     manager = make(16, dp=2)
     one, two, three = (claimed(manager, [1, 2], replica) for replica in (0, 1, 1))
     splits = manager.get_data_parallel_splits([one, two, three])
@@ -584,7 +584,7 @@ def test_data_parallel_splits_are_cumulative_and_want_order(make: Any) -> None:
         manager.get_data_parallel_splits([two, one])
 
 
-def test_increment_splits_the_offsets_over_replicas_and_refuses_what_does_not_fit(make: Any) -> None:
+def test_increment_cache_lengths_splits_the_offsets_by_replica_and_refuses_wrong_ones(make: Any) -> None:
     manager = make(16, page_size=4, dp=2, tp=2, heads=2)
     contexts = [claimed(manager, range(count), replica) for count, replica in ((3, 0), (5, 1), (2, 1))]
     assert manager.reserve_batch(contexts, 2).all()
@@ -626,7 +626,7 @@ def test_metrics_count_each_prompt_token_once(make: Any) -> None:
     assert manager.metrics.cache_hit_rate == 0.0
 
 
-def test_a_prompt_is_counted_as_it_runs_and_no_later_than_by_its_step(make: Any) -> None:
+def test_a_prompt_is_counted_when_it_runs_or_at_the_latest_by_its_step(make: Any) -> None:
     manager = make(32, page_size=4)
     context = claimed(manager, range(10))
     assert manager.maybe_reserve(context)
@@ -643,7 +643,7 @@ def test_a_prompt_is_counted_as_it_runs_and_no_later_than_by_its_step(make: Any)
     assert manager.metrics.input_tokens == 10
 
 
-def test_tokens_that_are_generated_before_a_step_are_no_prompt_tokens(make: Any) -> None:
+def test_tokens_generated_before_a_step_do_not_count_as_prompt_tokens(make: Any) -> None:
     manager = make(32, page_size=4)
     context = claimed(manager, range(10))
     assert manager.maybe_reserve(context, num_steps=4)
@@ -653,7 +653,7 @@ def test_tokens_that_are_generated_before_a_step_are_no_prompt_tokens(make: Any)
     assert manager.metrics.input_tokens == 10
 
 
-def test_tokens_that_are_generated_beside_a_prompt_are_no_prompt_tokens(make: Any) -> None:
+def test_tokens_generated_in_a_batch_with_a_prompt_do_not_count_as_prompt_tokens(make: Any) -> None:
     manager = make(32, page_size=4)
     decoding = claimed(manager, range(10))
     run(manager, [decoding])
@@ -696,7 +696,7 @@ def params(**changes: Any) -> KVCacheParams:
     return KVCacheParams(**{"dtype": torch.float32, "n_kv_heads": 1, "head_dim": 2, **changes})
 
 
-def test_page_size_of_params_wins_over_the_default_but_two_choices_clash() -> None:
+def test_the_page_size_of_the_params_replaces_the_default_but_two_different_sizes_are_refused() -> None:
     build = {
         "max_batch_size": 1,
         "max_seq_len": 64,
@@ -723,7 +723,7 @@ def test_page_size_of_params_wins_over_the_default_but_two_choices_clash() -> No
         ({"available_cache_memory": 2047}, "2047 bytes.*at least one page of 2048 bytes must fit"),
     ],
 )
-def test_sizes_that_cannot_work(changes: dict[str, Any], message: str) -> None:
+def test_impossible_sizes_are_refused(changes: dict[str, Any], message: str) -> None:
     good = {
         "max_batch_size": 1,
         "max_seq_len": 64,
@@ -735,13 +735,13 @@ def test_sizes_that_cannot_work(changes: dict[str, Any], message: str) -> None:
         PagedKVCacheManager(params(), **{**good, **changes})
 
 
-def test_what_falls_short_is_said(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_new_manager_warns_if_it_has_too_few_pages(make: Any, caplog: pytest.LogCaptureFixture) -> None:
     make(2, page_size=4, rows=8, max_seq_len=256)
     assert "2 pages a replica for up to 8 requests" in caplog.text
     assert "max_seq_len 256 cannot run: a replica has 2 pages of 4 tokens" in caplog.text
 
 
-def test_any_context_of_the_shape_serves(make: Any) -> None:
+def test_any_object_with_the_attributes_of_a_context_is_accepted(make: Any) -> None:
     class Own:
         """A scheduler's own context class, without hasher and salt."""
 
@@ -792,7 +792,7 @@ def test_any_context_of_the_shape_serves(make: Any) -> None:
     assert other.start_idx == 0  # it does not inherit digests from the row's previous request
 
 
-def test_a_context_that_refuses_its_new_start_leaves_the_pages_alone(make: Any) -> None:
+def test_a_context_that_refuses_its_new_start_changes_no_page(make: Any) -> None:
     class Stubborn(TextContext):
         def set_token_indices(self, *_: Any, **__: Any) -> None:
             raise ZeroDivisionError("nowhere else")
@@ -820,7 +820,7 @@ def in_a_tuple(manager: PagedKVCacheManager, contexts: list[TextContext]) -> Non
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_one_request_is_served_as_one_of_many_is(make: Any, caching: bool) -> None:
+def test_a_batch_of_one_request_is_served_like_a_larger_batch(make: Any, caching: bool) -> None:
     one, many = make(16, page_size=4, caching=caching), make(16, page_size=4, caching=caching)
     contexts = [claimed(manager, range(6), request_id="r") for manager in (one, many)]
     for _ in range(14):  # crosses three page ends
@@ -837,7 +837,7 @@ def test_one_request_is_served_as_one_of_many_is(make: Any, caching: bool) -> No
         assert one.metrics == many.metrics
 
 
-def test_one_request_is_refused_as_one_of_many_is(make: Any) -> None:
+def test_a_batch_of_one_request_is_refused_like_a_larger_batch(make: Any) -> None:
     manager = make(16, page_size=4)
     context = claimed(manager, range(4), request_id="r")
     run(manager, [context])

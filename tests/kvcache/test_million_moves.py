@@ -59,7 +59,7 @@ def _quiet() -> Iterator[None]:
 
 
 @pytest.mark.ci
-def test_every_pair_that_may_meet_has_met() -> None:
+def test_every_allowed_pair_of_features_is_combined() -> None:
     """On some manager, both features of each pair are seen at work. This takes about 45 managers."""
     run = Run()
     for seed in range(120):
@@ -70,7 +70,7 @@ def test_every_pair_that_may_meet_has_met() -> None:
 
 
 @pytest.mark.parametrize("features", SELDOM, ids=" ".join)
-def test_what_happens_seldom_happens(features: tuple[str, ...]) -> None:
+def test_rare_events_occur(features: tuple[str, ...]) -> None:
     run, least = Run(with_needed(features)), SELDOM[features]
     lacking = least
     for seed in range(7, 15):
@@ -86,12 +86,14 @@ def test_a_seed_with_which_the_model_was_wrong_finds_no_discrepancy(seed: int) -
 
 
 @pytest.mark.parametrize("refused", REFUSED, ids=lambda one: " and ".join(sorted(one)))
-def test_what_the_list_calls_refused_is_refused_in_these_words(refused: frozenset[str], tmp_path: Path) -> None:
+def test_each_combination_in_the_list_of_refusals_is_refused_with_its_message(
+    refused: frozenset[str], tmp_path: Path
+) -> None:
     with pytest.raises(InvalidParamsError, match=REFUSED[refused]):
         build(SeededChooser(1), with_needed(refused), World(tmp_path, StoredObjects()))
 
 
-def test_no_feature_is_left_out_but_by_the_list() -> None:
+def test_only_the_list_of_refusals_excludes_features() -> None:
     left_out = {one for refused in REFUSED if len(refused) == 1 for one in refused}
     assert {one for pair in pairs() for one in pair} == {*FEATURES} - left_out
 
@@ -123,7 +125,7 @@ def test_drawn_moves(tmp_path_factory: pytest.TempPathFactory, data: st.DataObje
     model.close()
 
 
-def test_the_tool_prints_what_met(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tool_prints_which_features_were_combined(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--seed", "7", "--moves", "800"])
     said = capsys.readouterr().out
     assert "seeds 7 to 10, no discrepancy" in said
@@ -154,7 +156,7 @@ def test_a_seed_that_fails_is_named_and_fails_again(
     assert 0 < moves["all"] <= first
 
 
-def test_a_feature_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_feature_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         million_moves.main(["--only", "windows,host"])
     assert "--only: windows is no feature" in capsys.readouterr().err

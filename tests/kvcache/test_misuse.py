@@ -152,7 +152,7 @@ def test_keys_that_change_under_pages_are_refused_until_they_are_changed_back(
     assert manager._replicas.each[0].find(probe).end == 2
 
 
-def test_a_key_on_the_last_page_of_a_chunked_prompt_keeps_a_plain_prompt_off(make: Any) -> None:
+def test_a_plain_prompt_does_not_find_the_last_page_of_a_chunked_prompt_with_a_key_on_it(make: Any) -> None:
     manager = make(16)
     context = TextContext(range(9), 64, "image", extra_keys=[(6, b"image")])
     manager.external_claim("image")
@@ -186,7 +186,7 @@ def params(**changes: Any) -> KVCacheParams:
         ({"session": object()}, InvalidParamsError),
     ],
 )
-def test_what_no_manager_can_be_made_of_is_refused_before_memory_is_taken(
+def test_impossible_managers_are_refused_before_memory_is_allocated(
     changes: dict[str, Any], error: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def taken(*_args: Any) -> None:
@@ -221,7 +221,7 @@ def test_the_page_size_of_a_sizing_call_counts_and_unknown_keywords_do_not() -> 
         PagedKVCacheManager.max_supported_sequence_length(params(page_size=16), 1, 1 << 20, page_size=32)
 
 
-def test_what_has_no_effect_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_options_without_effect_cause_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     given = {
         "host_kvcache_swap_space_gb": 1.0,
         "tenant_quota": 0.5,
@@ -272,7 +272,7 @@ def test_a_reset_comes_before_the_next_lookup(make: Any, tmp_path: Path, call: s
 
 
 @pytest.mark.parametrize("wrong", [b"x", None, 1.5, object()])
-def test_what_is_no_block_table_is_refused_also_where_there_are_states(wrong: Any) -> None:
+def test_objects_that_are_no_block_tables_are_refused_also_with_states(wrong: Any) -> None:
     shape = StateShape(2, 2, 1, 1, 1, 2, torch.int64, torch.int64)
     params = KVCacheParams(torch.int64, 1, 2, page_size=4, enable_prefix_caching=True, states=shape)
     manager = PagedKVCacheManager(params, 4, 60, 1, ["cpu"], available_cache_memory=1 << 16)

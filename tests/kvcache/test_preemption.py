@@ -110,9 +110,7 @@ def test_a_preempted_request_comes_back(
 
 
 @pytest.mark.parametrize("at", [5, 17])
-def test_a_start_that_was_set_before_the_first_reservation_is_of_no_account(
-    manager: PagedKVCacheManager, at: int
-) -> None:
+def test_a_start_that_was_set_before_the_first_reservation_is_ignored(manager: PagedKVCacheManager, at: int) -> None:
     use_all_pages(manager)
     context = TextContext(PROMPT, 250, "r", cache_salt="ours")
     context.set_token_indices(start_idx=at)
@@ -141,7 +139,7 @@ def test_a_refused_reservation_leaves_the_context_where_it_was(manager: PagedKVC
     assert (manager.num_free_blocks, manager.metrics) == before
 
 
-def test_a_chunk_ends_where_it_did(manager: PagedKVCacheManager) -> None:
+def test_a_start_that_is_set_back_leaves_the_end_of_the_chunk(manager: PagedKVCacheManager) -> None:
     context = TextContext(PROMPT, 250, "r")
     context.set_token_indices(start_idx=9, active_idx=13)
     manager.external_claim("r", 0)
@@ -206,7 +204,7 @@ def test_a_request_has_computed_no_more_than_its_pages_hold(
     run(manager, context, steps=5)
 
 
-def test_several_steps_at_once_are_no_lie(manager: PagedKVCacheManager) -> None:
+def test_several_steps_at_once_are_accepted(manager: PagedKVCacheManager) -> None:
     context = started(manager, "r")
     for _ in range(4):
         assert manager.maybe_reserve(context, 5)
@@ -221,7 +219,7 @@ def test_several_steps_at_once_are_no_lie(manager: PagedKVCacheManager) -> None:
     run(manager, context)
 
 
-def test_tokens_that_are_taken_back_are_no_lie(manager: PagedKVCacheManager) -> None:
+def test_taking_drafted_tokens_back_is_accepted(manager: PagedKVCacheManager) -> None:
     """Three tokens are drafted at a time, and only the first one is kept."""
     context = started(manager, "r")
     for _ in range(9):
@@ -294,7 +292,7 @@ def test_an_import_ends_with_what_was_imported(start: int) -> None:
 
 
 @pytest.mark.parametrize("found", [0, 8])
-def test_a_cancelled_import_has_brought_nothing(found: int) -> None:
+def test_a_cancelled_import_adds_no_computed_tokens(found: int) -> None:
     _, table = prefilled(17)
     manager = manager_of(40, page_size=SIZE, dtype=torch.int64)
     if found:
@@ -329,7 +327,7 @@ class Stubborn(TextContext):
 
 
 @pytest.mark.parametrize("raises", [True, False])
-def test_a_context_that_does_not_go_back_changes_nothing(manager: PagedKVCacheManager, raises: bool) -> None:
+def test_a_context_that_refuses_to_be_set_back_changes_nothing(manager: PagedKVCacheManager, raises: bool) -> None:
     use_all_pages(manager)
     context = Stubborn(PROMPT, 250, "r")
     context.raises, context._start = raises, 8
@@ -346,7 +344,7 @@ def test_a_context_that_does_not_go_back_changes_nothing(manager: PagedKVCacheMa
     run(manager, other, steps=3)
 
 
-def test_what_was_found_counts_as_found_for_whoever_comes_back() -> None:
+def test_tokens_of_an_earlier_run_count_as_found_when_the_request_returns() -> None:
     manager = manager_of(40, page_size=SIZE, dtype=torch.int64)
     context = started(manager, "r", steps=6)
     manager.release("r")

@@ -66,7 +66,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
     it.manager.close()
 
 
-def test_every_figure_is_that_of_the_books(served: Served) -> None:
+def test_every_figure_of_a_scrape_is_that_of_the_manager(served: Served) -> None:
     manager = served.manager
     collector = ManagerCollector(manager, engine="7")
     for replica in (0, 1, 1):
@@ -162,7 +162,7 @@ def test_a_scrape_beside_the_loop_raises_nothing_and_no_counter_goes_back(make: 
     assert_as_booked(manager, scraped(collector))
 
 
-def test_what_cannot_be_read_is_left_out_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_figure_that_cannot_be_read_is_left_out_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     def broken(source: Any) -> Any:
         yield (), source
         raise RuntimeError("the book is gone")
@@ -200,5 +200,5 @@ def test_a_histogram_has_cumulative_buckets_and_their_sum() -> None:
         (Family("pagewire_pulls", "gauge", "X.", ("Rank",), lambda _: [(("0",), 1)]), "label 'Rank'"),
     ],
 )
-def test_the_rules_for_names_find_what_is_against_them(family: Family, said: str) -> None:
+def test_the_naming_rules_find_each_violation(family: Family, said: str) -> None:
     assert any(said in fault for fault in faults(text_of(FamilyCollector("test", lambda: None, (family,), {}))))

@@ -36,7 +36,7 @@ def params(**changes: Any) -> KVCacheParams:
         ("page", (2, 3, 1, 1, 3), 2 * 3 * (16 * 2 * 6 + 4 * 3) + 8),  # rounded up to words of 16 bytes
     ],
 )
-def test_scales_are_the_end_of_each_page(scale_of: ScaleOf, shape: tuple[int, ...], num_bytes: int) -> None:
+def test_the_scales_lie_at_the_end_of_each_page(scale_of: ScaleOf, shape: tuple[int, ...], num_bytes: int) -> None:
     cache = params(kvcache_quant_config=config(scale_of), n_devices=2)
     pages = 5
     assert [layout.page_bytes for layout in shard_layouts(cache, 3, 16)] == [num_bytes] * 2
@@ -72,7 +72,7 @@ def test_scales_are_the_end_of_each_page(scale_of: ScaleOf, shape: tuple[int, ..
         ({"kvcache_quant_config": "fp8"}, "kvcache_quant_config is 'fp8'"),
     ],
 )
-def test_what_cannot_be_quantised_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_impossible_quantisations_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidParamsError, match=message):
         params(**changes)
 
@@ -85,7 +85,7 @@ def test_a_config_checks_its_values(changes: dict[str, Any]) -> None:
         KVCacheQuantizationConfig(**changes)
 
 
-def test_layouts_tell_scales_apart_and_pages_without_are_named_as_ever() -> None:
+def test_layouts_with_different_scales_have_different_fingerprints_and_those_without_keep_theirs() -> None:
     plain = shard_layout(params(kvcache_quant_config=None), 3, 16, 0)
     assert plain.fingerprint() == "4efc377cf04ad244"
     kinds = [shard_layout(params(kvcache_quant_config=config(one)), 3, 16, 0) for one in KINDS]
@@ -101,7 +101,7 @@ def test_layouts_tell_scales_apart_and_pages_without_are_named_as_ever() -> None
 
 
 @pytest.mark.parametrize("scale_of", KINDS)
-def test_scales_go_where_their_page_goes(scale_of: ScaleOf) -> None:
+def test_scales_move_with_their_page(scale_of: ScaleOf) -> None:
     """Pages are shared, copied, forked, evicted and loaded from the host.
 
     Whenever a page is read, its scales are compared, too. Of the KV of a token, a value has one byte, and the scale has

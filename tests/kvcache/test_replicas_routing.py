@@ -10,7 +10,7 @@ from kvcache.replicas import Router
 EVERYWHERE = [True] * 4
 
 
-def test_ties_go_to_the_fewest_claimed_then_the_lowest() -> None:
+def test_ties_go_to_the_replica_with_the_fewest_claims_and_then_to_the_lowest_index() -> None:
     router = Router(3, Routing())
     assert router.recommend([4, 4, 4], [0, 0, 0], EVERYWHERE[:3]) == 0
     assert router.recommend([4, 4, 4], [2, 1, 1], EVERYWHERE[:3]) == 1
@@ -38,13 +38,13 @@ def test_a_shared_head_alone_does_not_draw_everything_to_one_replica() -> None:
     assert max(counts) < 70
 
 
-def test_where_it_fits_comes_before_what_it_costs() -> None:
+def test_a_replica_where_the_request_fits_comes_before_one_that_costs_less() -> None:
     router = Router(3, Routing())
     assert router.recommend([1, 9, 8], [0, 0, 0], [False, True, True]) == 2
     assert router.recommend([1, 9, 8], [0, 0, 0], [False, False, False]) == 0
 
 
-def test_the_old_rules_look_at_claims_or_take_turns() -> None:
+def test_the_old_routing_rules_count_claims_or_take_turns() -> None:
     router = Router(3, Routing(rule="least-loaded"))
     assert router.without_looking([2, 1, 1]) == 1
     router = Router(3, Routing(rule="round-robin"))
@@ -67,6 +67,6 @@ def test_the_old_rules_look_at_claims_or_take_turns() -> None:
         ({"load_decay": -0.5}, "load_decay is -0.5"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(values: dict[str, object], message: str) -> None:
+def test_impossible_routing_settings_are_refused(values: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidParamsError, match=message):
         Routing(**values)  # pyright: ignore[reportArgumentType] - wrong on purpose

@@ -66,7 +66,7 @@ def passed(limits: Limits, data: bytes, chooser: random.Random) -> tuple[bytes, 
     return out, frames
 
 
-def test_however_it_comes_all_that_is_within_the_limits_is_passed_on() -> None:
+def test_data_within_the_limits_is_passed_on_in_whatever_pieces_it_arrives() -> None:
     chooser, messages = random.Random(1), 0
     for _ in range(300):
         stream, frames = GREETING + READY, 1
@@ -98,7 +98,7 @@ def test_however_it_comes_all_that_is_within_the_limits_is_passed_on() -> None:
         (frame(4, b"\x06CANCEL" + bytes(900)) * 5, "subscriptions"),
     ],
 )
-def test_whoever_exceeds_a_limit_is_told_from_the_others(data: bytes, limit: str) -> None:
+def test_a_peer_that_exceeds_a_limit_is_distinguished_from_the_others(data: bytes, limit: str) -> None:
     for seed in range(20):
         limits = Limits(message_bytes=1024, subscription_bytes=4096 if limit == "subscriptions" else math.inf)
         with pytest.raises(GateError) as error:
@@ -106,7 +106,7 @@ def test_whoever_exceeds_a_limit_is_told_from_the_others(data: bytes, limit: str
         assert error.value.limit == limit
 
 
-def test_what_is_no_zmtp_3_without_keys_does_not_pass() -> None:
+def test_data_that_is_not_zmtp_3_without_keys_does_not_pass() -> None:
     for begin in (
         b"GET / HTTP/1.1\r\n\r\n",
         b"\x01\x00" * 40,
@@ -182,7 +182,7 @@ def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Served]:
     ],
     ids=["empty frames", "long frames", "commands"],
 )
-def test_a_message_without_an_end_is_dropped_fills_no_memory_and_keeps_nobody(
+def test_an_endless_message_is_dropped_and_neither_fills_memory_nor_delays_other_peers(
     served: Served, data: bytes, most: int
 ) -> None:
     served.ask()
@@ -194,7 +194,7 @@ def test_a_message_without_an_end_is_dropped_fills_no_memory_and_keeps_nobody(
         assert sent < most, "it was dropped"
 
 
-def test_a_multipart_of_a_million_frames_by_a_real_peer_asks_for_nothing(tmp_path: Path) -> None:
+def test_a_message_of_many_frames_from_a_real_peer_asks_for_no_reset(tmp_path: Path) -> None:
     with closing(ResetEndpoint(f"ipc://{tmp_path}/pw")) as endpoint, zmq.Context() as context:
         before = rss()
         with context.socket(zmq.PUSH) as push:
@@ -231,7 +231,9 @@ def gate_of(bound: BoundSocket) -> Gate:
     return gate
 
 
-def test_one_peer_too_many_is_closed_at_once_and_the_others_go_on(echo: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_peer_beyond_the_limit_is_disconnected_at_once_and_the_others_stay(
+    echo: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     bound = echo(Limits(message_bytes=100, peers=3))
     with contextlib.ExitStack() as stack:
         peers = [stack.enter_context(closing(stranger(bound.address))) for _ in range(3)]
@@ -252,7 +254,7 @@ def test_one_peer_too_many_is_closed_at_once_and_the_others_go_on(echo: Any, cap
     assert "more than 3 peers" in caplog.text
 
 
-def test_peers_leave_the_process_file_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_cannot_use_up_the_file_descriptors_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvcache.sockets.resource.getrlimit", lambda _: (1024, 4096))
     assert Limits(message_bytes=1).most_peers == 170
     assert SUBSCRIPTIONS.most_peers == 170
@@ -281,7 +283,7 @@ def test_a_peer_has_so_many_messages_a_second_and_the_others_are_heard_meanwhile
         assert 0 < heard <= 2000 + 1000 * (time.monotonic() - started)
 
 
-def test_what_was_sent_before_it_closed_arrives_and_the_address_is_free_again() -> None:
+def test_messages_sent_before_the_close_arrive_and_the_address_is_free_again() -> None:
     bound = bound_socket("echo", zmq.ROUTER, ANY, 100)
     address = bound.address
     with zmq.Context.instance().socket(zmq.DEALER) as peer:
@@ -301,7 +303,7 @@ def test_what_was_sent_before_it_closed_arrives_and_the_address_is_free_again() 
     again.close()
 
 
-def test_it_listens_where_zmq_would(tmp_path: Path) -> None:
+def test_a_gate_listens_at_the_same_addresses_as_zmq(tmp_path: Path) -> None:
     for address, shown in (
         ("tcp://127.0.0.1:0", "tcp://127.0.0.1:"),
         ("tcp://*:*", "tcp://0.0.0.0:"),
@@ -333,7 +335,7 @@ def test_it_listens_where_zmq_would(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("taken", ["by a manager", "by ZMQ", "by many who wait", "by a file"])
-def test_an_address_of_ipc_is_taken_from_nobody_who_lives(tmp_path: Path, taken: str) -> None:
+def test_an_ipc_address_is_not_taken_from_a_living_process(tmp_path: Path, taken: str) -> None:
     base, path = f"ipc://{tmp_path}/e", tmp_path / "e-reset_prefix_cache"
     with contextlib.ExitStack() as stack:
         if taken == "by a manager":
@@ -355,7 +357,7 @@ def test_an_address_of_ipc_is_taken_from_nobody_who_lives(tmp_path: Path, taken:
         assert path.exists()
 
 
-def test_a_socket_with_keys_takes_an_address_of_ipc_from_nobody_either(tmp_path: Path) -> None:
+def test_a_socket_with_keys_does_not_take_an_ipc_address_from_a_living_process_either(tmp_path: Path) -> None:
     """With keys there is no gate, because libzmq itself listens at the address."""
     address = f"ipc://{tmp_path}/e"
     with closing(bound_socket("first", zmq.PULL, address, secure=lambda _: None)):
@@ -374,7 +376,7 @@ def test_a_socket_that_a_killed_process_has_left_is_replaced(tmp_path: Path) -> 
         assert (tmp_path / "e-reset_prefix_cache").is_socket()
 
 
-def test_nobody_else_gets_to_the_socket_behind_it() -> None:
+def test_no_other_process_can_reach_the_socket_behind_a_gate() -> None:
     with closing(bound_socket("echo", zmq.ROUTER, ANY)) as bound:
         name = gate_of(bound).inner.removeprefix("ipc://@")
         read, write = os.pipe()

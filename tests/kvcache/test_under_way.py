@@ -19,7 +19,7 @@ def interrupted() -> UnderWay:
     return mark
 
 
-def test_a_call_that_is_under_way_keeps_all_others_out_until_it_ends() -> None:
+def test_a_call_in_progress_keeps_all_other_calls_out_until_it_ends() -> None:
     mark = interrupted()
     assert (mark.is_interrupted, mark.call) == (True, ("fork", "child"))
     for refused in (mark.check, mark.check_books, mark.refuse):
@@ -43,7 +43,7 @@ def test_a_call_that_another_thread_ends_meanwhile_is_refused_without_its_name()
     assert mark.leaving == []
 
 
-def test_a_closed_manager_gives_back_and_refuses_all_else() -> None:
+def test_a_closed_manager_takes_back_what_is_held_and_refuses_every_other_call() -> None:
     mark = UnderWay()
     mark.close()
     mark.close()

@@ -47,7 +47,7 @@ def blocks(told: list[Told] | list[KVEvent], kind: type = BlockStored) -> list[l
     return [event.block_hashes for event in events if isinstance(event, kind)]
 
 
-def test_a_page_that_comes_back_brings_what_continues_it() -> None:
+def test_a_page_that_returns_reports_the_cached_pages_after_it_again() -> None:
     book, prompt, other = book_of(), Prompt([*range(40)]), Prompt([*range(12), *range(50, 78)])
     book.apply([prompt.described(0, 10), prompt.come(0, 0, 10), None])
     book.apply([other.described(3, 6), other.come(0, 3, 6), None])
@@ -57,7 +57,7 @@ def test_a_page_that_comes_back_brings_what_continues_it() -> None:
     assert sorted(told[1:]) == sorted([prompt.hashes(3, 10), other.hashes(3, 6)])
 
 
-def test_what_comes_before_the_page_that_it_continues_is_told_again_behind_it() -> None:
+def test_a_page_reported_before_its_parent_is_reported_again_after_it() -> None:
     book, prompt = book_of(), Prompt([*range(40)])
     book.apply([prompt.described(5, 8), prompt.come(0, 5, 8), None])
     assert blocks(book.apply([prompt.described(0, 5), prompt.come(0, 0, 5)])) == [
@@ -66,7 +66,7 @@ def test_what_comes_before_the_page_that_it_continues_is_told_again_behind_it() 
     ]
 
 
-def test_the_other_ranks_and_the_tiers_bring_nothing_along() -> None:
+def test_a_page_that_returns_to_a_tier_or_another_rank_reports_only_itself() -> None:
     book, prompt = book_of(2), Prompt([*range(40)])
     book.apply([prompt.described(0, 10), prompt.come(0, 0, 10), prompt.come(HOST, 0, 10), None])
     assert blocks(book.apply([prompt.come(1, 0, 3)])) == [prompt.hashes(0, 3)]
@@ -91,13 +91,13 @@ def test_a_page_keeps_its_tokens_while_any_source_has_it() -> None:
     assert book._keys == {}
 
 
-def test_what_was_described_and_never_came_is_forgotten() -> None:
+def test_the_description_of_a_page_that_never_came_is_forgotten() -> None:
     book, prompt = book_of(), Prompt([*range(40)])
     book.apply([prompt.described(3, 6), None])
     assert book._free_count == 4 * CAPACITY
 
 
-def test_one_page_that_went_and_several_after_it_are_one_event() -> None:
+def test_a_removed_page_and_pages_removed_right_after_it_are_one_event() -> None:
     book, prompt = book_of(), Prompt([*range(40)])
     book.apply([prompt.described(0, 10), prompt.come(0, 0, 10), None])
     one = (0, False, int(prompt.digests[9, -1]))
@@ -105,7 +105,7 @@ def test_one_page_that_went_and_several_after_it_are_one_event() -> None:
     assert blocks(told, BlockRemoved) == [[*prompt.hashes(9, 10), *prompt.hashes(7, 9)], prompt.hashes(5, 7)]
 
 
-def test_what_goes_from_two_media_in_one_call_is_told_of_each() -> None:
+def test_removals_from_two_media_in_one_call_are_reported_for_each_medium() -> None:
     book, prompt = book_of(2), Prompt([*range(40)])
     sources = (0, HOST, 1, FILES)
     book.apply([prompt.described(0, 10), *(prompt.come(source, 0, 10) for source in sources), None])
@@ -115,7 +115,7 @@ def test_what_goes_from_two_media_in_one_call_is_told_of_each() -> None:
     ]
 
 
-def test_what_comes_back_together_with_what_continues_it_is_told_once() -> None:
+def test_pages_that_return_together_are_reported_once() -> None:
     book, prompt, other = book_of(), Prompt([*range(40)]), Prompt([*range(12), *range(50, 78)])
     book.apply([prompt.described(0, 10), prompt.come(0, 0, 10), other.described(3, 6), other.come(0, 3, 6), None])
     book.apply([prompt.go(0, 2, 4), None])
@@ -124,7 +124,7 @@ def test_what_comes_back_together_with_what_continues_it_is_told_once() -> None:
     assert sorted(told[1:]) == sorted([prompt.hashes(3, 10), other.hashes(3, 6)])
 
 
-def test_what_comes_back_on_both_sides_of_what_stayed_is_told_in_order() -> None:
+def test_pages_that_return_before_and_after_a_page_that_stayed_are_reported_in_order() -> None:
     book, prompt = book_of(), Prompt([*range(40)])
     book.apply([prompt.described(0, 10), prompt.come(0, 0, 10), None])
     book.apply([prompt.go(0, 2, 3), prompt.go(0, 5, 6), None])
@@ -142,7 +142,7 @@ def counted_anew(book: EventBook) -> None:
         assert (np.bincount(parents, minlength=len(kids))[1:] == kids[1:]).all()
 
 
-def test_the_state_is_what_came_and_did_not_go_each_page_after_the_one_that_it_continues() -> None:
+def test_the_whole_state_has_each_present_page_once_and_after_its_parent() -> None:
     rng = random.Random(0)
     for _ in range(60):
         book = book_of()

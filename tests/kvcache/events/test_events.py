@@ -48,7 +48,7 @@ def refuse_what_is_not_hashed_yet(manager: PagedKVCacheManager) -> None:
         *((seed, ("window", "host") if seed % 2 else ("window", "chunk")) for seed in range(9)),
     ],
 )
-def test_a_mirror_is_the_index_at_every_quiet_point_of_random_moves(seed: int, features: tuple[str, ...]) -> None:
+def test_a_mirror_equals_the_index_at_every_quiet_point_of_random_moves(seed: int, features: tuple[str, ...]) -> None:
     """Messages are lost, subscribers join late, and only few sent messages are kept for replays. Whenever the stream is
     quiet, the mirror still equals the manager's indexes.
     """
@@ -128,7 +128,7 @@ def test_each_block_table_is_a_group_with_its_kind_and_equal_hashes() -> None:
     manager.close()
 
 
-def test_a_run_is_one_event_and_what_goes_in_one_call_another() -> None:
+def test_a_run_of_new_pages_is_one_event_and_the_removals_of_a_call_are_another() -> None:
     manager = manager_of(16, params={"kv_events": events()})
     with Mirror(manager.kv_event_endpoints[0]).begin() as mirror:
         mirror.forget_the_begin(manager, 0)
@@ -142,7 +142,7 @@ def test_a_run_is_one_event_and_what_goes_in_one_call_another() -> None:
     manager.close()
 
 
-def test_tiers_tell_what_comes_and_goes(tmp_path: Path) -> None:
+def test_tiers_report_which_pages_come_and_go(tmp_path: Path) -> None:
     files = {"file_tier_dir": str(tmp_path), "file_tier_max_gb": 1e-4, "file_tier_key": "m"}
     manager = manager_of(8, params={"kv_events": events(), **files}, host_slots=16, dp=2)
     with Mirror(manager.kv_event_endpoints[0]) as one, Mirror(manager.kv_event_endpoints[1]) as other:
@@ -178,7 +178,7 @@ def test_tiers_tell_what_comes_and_goes(tmp_path: Path) -> None:
     manager.close()
 
 
-def test_pulled_pages_are_told_when_they_are_committed() -> None:
+def test_imported_pages_are_reported_when_they_are_committed() -> None:
     source = manager_of(16)
     manager = manager_of(16, params={"kv_events": events()})
     prompt = [*range(1, 30)]
@@ -199,7 +199,7 @@ def test_pulled_pages_are_told_when_they_are_committed() -> None:
     manager.close()
 
 
-def test_copies_from_another_replica_are_told_on_its_stream() -> None:
+def test_copies_from_another_replica_are_reported_on_the_stream_of_the_target() -> None:
     from kvcache import Routing
 
     manager = manager_of(16, dp=2, params={"kv_events": events(), "routing": Routing(copy_pages=True)})
@@ -215,7 +215,7 @@ def test_copies_from_another_replica_are_told_on_its_stream() -> None:
     manager.close()
 
 
-def test_where_nobody_takes_the_log_the_loop_does_and_all_is_told_anew() -> None:
+def test_if_no_thread_reads_the_log_the_loop_reads_it_and_subscribers_stay_right() -> None:
     manager = manager_of(16, params={"kv_events": events()})
     worker = worker_of(manager)
     with Mirror(manager.kv_event_endpoints[0]).begin() as mirror:
@@ -229,7 +229,7 @@ def test_where_nobody_takes_the_log_the_loop_does_and_all_is_told_anew() -> None
     manager.close()
 
 
-def test_a_log_that_is_full_calls_for_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_log_is_read_by_the_serving_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvcache.events.log.MOST_ENTRIES", 4)
     manager = manager_of(16, params={"kv_events": events()})
     worker = worker_of(manager)
@@ -322,7 +322,7 @@ def test_every_change_of_an_index_is_written_by_one_function() -> None:
     assert writers == {"_changed", "rename", "mend", "clear"}
 
 
-def test_a_closed_manager_says_that_all_is_gone_and_leaves_no_thread() -> None:
+def test_a_closed_manager_reports_that_all_pages_are_gone_and_leaves_no_thread() -> None:
     manager = manager_of(16, params={"kv_events": events()})
     thread = manager._replicas._events._thread  # type: ignore[union-attr]
     with Mirror(manager.kv_event_endpoints[0]).begin() as mirror:

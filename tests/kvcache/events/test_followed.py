@@ -35,7 +35,7 @@ def test_dynamos_selection_service_knows_what_two_managers_hold() -> None:
 GROUPS = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6), LayerGroup("chunked", (2,), 8)
 
 
-def test_of_several_groups_dynamo_knows_the_first_and_promises_more_than_the_windows_keep() -> None:
+def test_dynamo_knows_only_the_first_group_and_promises_more_than_windows_keep() -> None:
     """It also accepts events with a chunk length, a field that it does not know."""
     options = {"kv_events": KVEvents("tcp://127.0.0.1:0", "tcp://127.0.0.1:0"), "groups": GROUPS}
     made = manager_of(90, layers=3, params=options)
@@ -89,7 +89,7 @@ class Stuck:
 
 
 @pytest.mark.parametrize("answers", [False, True], ids=["no answer", "nothing followed"])
-def test_a_service_that_is_stuck_ends_the_run_by_its_name(
+def test_a_service_that_is_stuck_is_named_and_ends_the_run(
     answers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(program, "ANSWER_S", 0.05)

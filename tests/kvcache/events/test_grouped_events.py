@@ -68,7 +68,7 @@ def there(reader: Known) -> dict[tuple[int, str], set[int]]:
 
 @pytest.mark.few(6)
 @pytest.mark.parametrize("seed", range(12))
-def test_readers_find_what_the_manager_does_after_every_move(seed: int) -> None:
+def test_after_every_move_readers_find_as_much_as_the_manager(seed: int) -> None:
     features = ("window", *["host"] * (seed % 3 > 0), *["chunk"] * (seed % 2))
     moves = Model.of(seed, ("forks", "preemption", "batches", "resets", *features), {"kv_events": EVENTS})
     if not moves.caching:
@@ -91,7 +91,7 @@ def test_readers_find_what_the_manager_does_after_every_move(seed: int) -> None:
     moves.manager.close()
 
 
-def test_of_pages_in_files_the_table_is_told_also_by_the_next_process(tmp_path: Path) -> None:
+def test_the_next_process_also_reports_the_table_of_pages_in_files(tmp_path: Path) -> None:
     files = {"file_tier_dir": str(tmp_path), "file_tier_max_gb": 1e-4, "file_tier_key": "m"}
     params = {"kv_events": EVENTS, "groups": GROUPS, **files}
 

@@ -77,7 +77,7 @@ def test_the_sequence_begins_at_the_clock_with_all_cleared() -> None:
     made.close()
 
 
-def test_what_the_ring_has_is_sent_again(manager: PagedKVCacheManager) -> None:
+def test_batches_in_the_ring_are_sent_again_on_request(manager: PagedKVCacheManager) -> None:
     run(manager, 1, 101)
     last = settled(manager)[0]
     numbers = [number for number, _ in asked(manager, last)]
@@ -85,7 +85,7 @@ def test_what_the_ring_has_is_sent_again(manager: PagedKVCacheManager) -> None:
     assert asked(manager, last + 100) == []
 
 
-def test_what_is_older_than_the_ring_is_answered_with_all_that_is_there(manager: PagedKVCacheManager) -> None:
+def test_a_request_for_batches_older_than_the_ring_gets_the_whole_state(manager: PagedKVCacheManager) -> None:
     run(manager, *range(1, 1000, 100))
     first = worker_of(manager).streams[0]._ring[0][0]
     for old in (0, first - 1):
@@ -98,7 +98,7 @@ def test_what_is_older_than_the_ring_is_answered_with_all_that_is_there(manager:
             assert stored == set(mirror.there["GPU"])
 
 
-def test_the_state_comes_in_parts_and_none_is_above_the_last_number(
+def test_the_whole_state_comes_in_parts_with_numbers_up_to_the_last_one(
     manager: PagedKVCacheManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(manager, 1, 101, 201)
@@ -127,7 +127,7 @@ def test_a_manager_that_closes_answers_first(monkeypatch: pytest.MonkeyPatch) ->
         assert socket.poll(int(PATIENCE_S * 1000))
 
 
-def test_a_question_that_is_none_gets_no_answer(manager: PagedKVCacheManager) -> None:
+def test_a_malformed_question_gets_no_answer(manager: PagedKVCacheManager) -> None:
     socket = zmq.Context.instance().socket(zmq.DEALER)
     socket.connect(manager.kv_event_endpoints[0][1])
     for frames in ([b"x"], [b"", b"short"], [b"", bytes(8), b"more"], [b"", bytes(9)]):
@@ -149,7 +149,9 @@ def test_a_ring_is_bounded_in_batches_and_in_bytes(
     assert stream._ring_bytes == len(stream._ring[0][1])
 
 
-def test_a_subscriber_that_reads_nothing_misses_and_is_healed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_subscriber_that_stops_reading_misses_messages_and_recovers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("kvcache.events.publisher._QUIET_S", 0.02)
     address = f"ipc://{tmp_path}/s"
     made = manager_of(32, params={"kv_events": KVEvents(address, ANY, hwm=1, buffer_steps=2)}, dp=2)
@@ -187,7 +189,7 @@ def stream() -> Iterator[_Stream]:
     made.close()
 
 
-def test_only_what_the_ring_has_without_a_gap_is_sent_again() -> None:
+def test_the_ring_is_replayed_only_if_it_has_no_gap() -> None:
     """The batch before the oldest kept one is no longer there. So a follower that asks for it gets the whole state
     instead.
     """
@@ -262,7 +264,7 @@ def test_an_answer_goes_out_in_parts_as_its_reader_takes_it(stream: _Stream, mon
     socket.close(linger=0)
 
 
-def test_of_answers_that_nobody_reads_few_messages_are_kept(stream: _Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_messages_of_unread_answers_are_kept(stream: _Stream, monkeypatch: pytest.MonkeyPatch) -> None:
     first = stream.sequence
     for _ in range(300):
         stream.send([])
@@ -291,7 +293,7 @@ def test_of_answers_that_nobody_reads_few_messages_are_kept(stream: _Stream, mon
         socket.close(linger=0)
 
 
-def test_one_answer_is_under_way_at_a_time() -> None:
+def test_one_answer_is_sent_at_a_time() -> None:
     worker = _Worker(
         KVEvents(ANY, f"inproc://replays-{next(_names)}"),
         EventLog(),
@@ -320,7 +322,7 @@ def failing(*_: object, **__: object) -> Any:
     raise MemoryError
 
 
-def test_what_could_not_be_sent_is_told_anew(
+def test_changes_that_could_not_be_sent_are_replaced_by_the_whole_state(
     manager: PagedKVCacheManager, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("kvcache.events.publisher._QUIET_S", 0.02)
@@ -336,7 +338,7 @@ def test_what_could_not_be_sent_is_told_anew(
         assert mirror.events[0] == {"type": "AllBlocksCleared"}, "the whole state, not what came after the failure"
 
 
-def test_what_cannot_be_followed_is_told_no_more_and_harms_no_loop(
+def test_after_an_error_in_the_events_all_pages_are_reported_as_gone_and_the_loop_continues(
     manager: PagedKVCacheManager, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = worker_of(manager)
@@ -367,7 +369,7 @@ def waited(done: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_only_who_has_a_key_hears_anything() -> None:
+def test_only_subscribers_with_a_key_receive_events() -> None:
     from transfer.wire.keys import make_keyrings
 
     ours, stranger = make_keyrings(2)
@@ -396,7 +398,7 @@ def test_only_who_has_a_key_hears_anything() -> None:
         ({"hwm": 0}, "hwm is 0"),
     ],
 )
-def test_options_that_cannot_work(options: dict[str, Any], message: str) -> None:
+def test_impossible_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidParamsError, match=message):
         KVEvents(**options)
 
@@ -436,7 +438,9 @@ def test_events_of_long_runs_are_several() -> None:
     ]
 
 
-def test_who_has_missed_too_much_has_everybody_told_anew_and_not_too_often(manager: PagedKVCacheManager) -> None:
+def test_a_follower_that_missed_too_much_causes_a_new_whole_state_but_not_too_often(
+    manager: PagedKVCacheManager,
+) -> None:
     run(manager, 1)
     worker = worker_of(manager)
     with Mirror(manager.kv_event_endpoints[0]).begin() as mirror:
@@ -456,7 +460,7 @@ def test_who_has_missed_too_much_has_everybody_told_anew_and_not_too_often(manag
         assert not worker._owed
 
 
-def test_who_comes_late_and_cannot_ask_is_told_all() -> None:
+def test_a_late_subscriber_that_cannot_ask_gets_the_whole_state() -> None:
     made = manager_of(32, max_seq_len=120, params={"kv_events": KVEvents(ANY)})
     run(made, 1, 101)
     told: list[int] = []
@@ -471,7 +475,7 @@ def test_who_comes_late_and_cannot_ask_is_told_all() -> None:
     assert told[0] > 0
 
 
-def test_a_subscription_that_is_on_its_way_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_whole_state_is_sent_only_some_time_after_a_subscription_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvcache.events.publisher._JOIN_S", 60.0)
     made = manager_of(32, max_seq_len=120, params={"kv_events": KVEvents(ANY)})
     worker = worker_of(made)
@@ -510,7 +514,7 @@ class Churning:
 
 
 @pytest.mark.parametrize("every_s", [0.5, 0.15])
-def test_one_who_connects_all_the_time_keeps_nobody_from_being_told(every_s: float) -> None:
+def test_a_peer_that_reconnects_all_the_time_does_not_keep_events_from_others(every_s: float) -> None:
     made = manager_of(32, max_seq_len=120, params={"kv_events": KVEvents(ANY)})
     run(made, 1, 101)
     with Churning(made.kv_event_endpoints[0][0], every_s) as churning:
@@ -524,7 +528,9 @@ def test_one_who_connects_all_the_time_keeps_nobody_from_being_told(every_s: flo
     made.close()
 
 
-def test_a_replay_too_old_is_healed_for_all_while_somebody_connects_all_the_time(manager: PagedKVCacheManager) -> None:
+def test_an_outdated_replay_request_causes_a_whole_state_while_a_peer_reconnects_all_the_time(
+    manager: PagedKVCacheManager,
+) -> None:
     run(manager, 1)
     with Mirror(manager.kv_event_endpoints[0]).begin() as mirror:
         mirror.forget_the_begin(manager, 0)
@@ -540,7 +546,7 @@ def test_a_replay_too_old_is_healed_for_all_while_somebody_connects_all_the_time
         assert mirror.replays == replays, "it was told without asking"
 
 
-def test_followers_that_are_back_one_after_the_other_are_told_each_without_waiting(
+def test_followers_that_return_one_after_another_get_the_state_without_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The followers reconnect as after SIGKILL. The cache is so large that its state may be sent only every 10 s."""

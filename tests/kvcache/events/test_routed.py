@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(ROUTER is None, reason="needs
 
 
 @pytest.mark.parametrize("pd", [False, True], ids=["workers", "prefill and decode"])
-def test_prompts_go_to_whoever_holds_most_of_them(pd: bool) -> None:
+def test_each_prompt_is_sent_to_the_manager_with_most_of_its_pages(pd: bool) -> None:
     routed = asyncio.run(route(2, 40, 2, seed=1, requests=60, losses=False, pd=pd))
     assert routed.differences == []
     assert routed.seen["one holder"] > 10
@@ -21,7 +21,7 @@ def test_prompts_go_to_whoever_holds_most_of_them(pd: bool) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("managers", [2, 8])
-def test_a_thousand_prompts_are_sent_right(managers: int) -> None:
+def test_a_thousand_prompts_are_sent_to_the_right_manager(managers: int) -> None:
     routed = asyncio.run(route(managers, 1000, 10, seed=0, losses=True, pd=False))
     assert routed.differences == []
     assert routed.seen["one holder"] > 500

@@ -64,7 +64,7 @@ def held(manager: PagedKVCacheManager, tier: int) -> set[bytes]:
     return {one.tobytes() for one in index.digests_of(np.flatnonzero(index.published).astype(np.int32))}
 
 
-def test_prompts_go_to_the_holder_also_when_it_has_them_in_its_host_tier(holders: Holders) -> None:
+def test_prompts_are_sent_to_the_manager_that_has_them_also_if_only_in_its_host_tier(holders: Holders) -> None:
     prompts = [[*range(1000, 1064)], [*range(2000, 2064)]]
     for number, tokens in enumerate(prompts):
         holders.run(number, tokens)

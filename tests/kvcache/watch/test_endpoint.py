@@ -77,7 +77,7 @@ def served(manager: PagedKVCacheManager, name: str, tokens: list[int], **options
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_a_thousand_random_states_are_what_the_books_say(part: int) -> None:
+def test_the_watch_agrees_with_a_recount_in_a_thousand_random_states(part: int) -> None:
     states = looks = 0
     seen: Counter[PageState] = Counter()
     for seed in range(4):
@@ -122,7 +122,7 @@ def test_imports_are_written_and_quarantined_and_their_requests_named() -> None:
     watcher.close()
 
 
-def test_nothing_is_written_down_before_somebody_looks_nor_when_nobody_does_any_more(
+def test_nothing_is_recorded_before_the_first_look_and_after_the_last_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(endpoint, "_FORGET_S", 0.05)
@@ -146,7 +146,7 @@ def test_nothing_is_written_down_before_somebody_looks_nor_when_nobody_does_any_
     watcher.close()
 
 
-def test_evictions_have_reasons_and_are_seen_to_be_asked_for_again() -> None:
+def test_evictions_have_reasons_and_it_is_seen_when_an_evicted_page_is_requested_again() -> None:
     manager = manager_of(16, rows=2, params={"tenant_quota": 0.3})
     watcher = Watcher(manager)
     watcher.look()
@@ -176,7 +176,7 @@ def test_evictions_have_reasons_and_are_seen_to_be_asked_for_again() -> None:
     watcher.close()
 
 
-def test_pages_that_a_hint_puts_first_go_by_that_hint() -> None:
+def test_a_page_that_a_hint_puts_first_is_counted_as_evicted_by_a_hint() -> None:
     manager = manager_of(32, rows=2)
     watcher = Watcher(manager)
     watcher.look()
@@ -210,7 +210,7 @@ def test_the_tree_has_shared_prefixes_with_their_sizes_and_hits() -> None:
     again.close()
 
 
-def test_old_pages_are_told_from_young_ones() -> None:
+def test_old_and_young_pages_are_distinguished() -> None:
     manager = manager_of(64)
     for number in range(4):
         served(manager, f"r{number}", list(range(100 * number, 100 * number + 33)))
@@ -226,7 +226,7 @@ def test_old_pages_are_told_from_young_ones() -> None:
     watcher.close()
 
 
-def test_a_recount_is_the_loops_and_says_what_is_wrong() -> None:
+def test_the_serving_loop_makes_the_recount_and_it_names_what_is_wrong() -> None:
     manager = manager_of(checks=False)
     served(manager, "a", list(range(33)))
     watcher = Watcher(manager)
@@ -275,7 +275,7 @@ def test_a_forgotten_manager_ends_its_watch_and_a_bad_question_gets_no_answer() 
     assert not thread.is_alive()
 
 
-def test_endpoints_that_cannot_be_are_refused() -> None:
+def test_impossible_endpoints_are_refused() -> None:
     manager = manager_of()
     with pytest.raises(InvalidParamsError, match="can be reached from other hosts"):
         ManagerWatch(manager, "tcp://0.0.0.0:0")
@@ -285,7 +285,7 @@ def test_endpoints_that_cannot_be_are_refused() -> None:
         WatchClient("nowhere")
 
 
-def test_what_is_no_look_changes_nothing() -> None:
+def test_a_message_that_is_not_a_look_changes_nothing() -> None:
     manager = manager_of()
     watcher = Watcher(manager)
     watcher.look()
@@ -323,7 +323,7 @@ def test_what_is_no_look_changes_nothing() -> None:
     watcher.close()
 
 
-def test_a_pool_that_is_another_one_by_now_is_watched_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_that_was_replaced_is_watched_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(manager_of()) as manager, closing(manager_of()) as other, closing(Watcher(manager)) as watcher:
         first, book = watcher.look(), watcher.watch._worker._book
         assert book is not None
@@ -389,7 +389,7 @@ def test_a_look_that_fails_costs_its_answer_and_neither_the_watch_nor_the_loop(
     assert "a snapshot could not be made" in caplog.text
 
 
-def test_a_socket_that_is_asked_by_two_tells_both() -> None:
+def test_two_clients_of_one_socket_both_get_an_answer() -> None:
     manager = manager_of()
     watcher = Watcher(manager)
     other, theirs = WatchClient(watcher.watch.address), Followed()
@@ -415,7 +415,7 @@ def told_of(manager: PagedKVCacheManager, **options: object) -> tuple[Look, byte
         return watcher.followed.apply(frames), frames[0]
 
 
-def test_without_keys_neither_salts_nor_ids_of_requests_are_told() -> None:
+def test_without_keys_neither_salts_nor_request_ids_are_sent() -> None:
     manager = manager_of()
     for name, salt in (("chat-1", "acme"), ("chat-2", "acme"), ("chat-3", "globex"), ("chat-4", None)):
         served(manager, name, [*range(9)], cache_salt=salt)
@@ -503,7 +503,7 @@ def test_watchers_are_bounded_and_one_more_is_refused_at_once_with_the_reason(mo
         assert watcher.look_in_time().base == 0
 
 
-def test_one_look_is_for_all_who_wait_and_who_has_had_none_is_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_snapshot_answers_all_waiting_clients_and_a_new_client_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(manager_of()) as manager, closing(Watcher(manager)) as watcher, ExitStack() as stack:
         worker = watcher.watch._worker
         crowd = [stack.enter_context(closing(WatchClient(watcher.watch.address))) for _ in range(20)]

@@ -70,7 +70,9 @@ class OneByOne:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_evictions_of_many_entries_are_those_of_each(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_applying_entries_together_gives_the_evictions_of_applying_each(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(log, "_SHOWN", 10_000)
     book, wanted = EvictionBook(), OneByOne()
     for pool, entries in batches(random.Random(seed), 60):
@@ -83,7 +85,7 @@ def test_evictions_of_many_entries_are_those_of_each(seed: int, monkeypatch: pyt
     assert sum(wanted.again.values()) > 20, "or the states are too tame"
 
 
-def test_of_the_oldest_evictions_it_is_not_seen_that_their_pages_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_return_of_pages_is_not_noticed_if_their_eviction_was_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log, "_EVICTED", 8)
     book = EvictionBook()
     pages, words = np.arange(1, 7, dtype=np.int32), np.arange(18, dtype=np.uint64).reshape(3, 6)[::-1].copy()
@@ -96,7 +98,7 @@ def test_of_the_oldest_evictions_it_is_not_seen_that_their_pages_come_again(monk
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_the_tree_of_many_entries_is_that_of_each(seed: int) -> None:
+def test_applying_entries_together_gives_the_tree_of_applying_each(seed: int) -> None:
     pool = PagePool(PAGES, 2)
     whole, single = PrefixTree(pool), PrefixTree(pool)
     parent, order, hits = [0] * (PAGES + 1), [0] * (PAGES + 1), [0] * (PAGES + 1)

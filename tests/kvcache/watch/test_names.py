@@ -24,7 +24,7 @@ def test_no_id_is_shown_in_part_whichever_contain_others() -> None:
 
 
 @pytest.mark.parametrize("short", "0123456789abcdef#")
-def test_what_stands_for_an_id_is_not_taken_for_an_id_itself(short: str) -> None:
+def test_the_substitute_for_an_id_is_not_mistaken_for_an_id(short: str) -> None:
     """A request id may be as short as one character. Nothing that is shown in place of an id can be mistaken for such
     an id, because it is long.
     """
@@ -32,7 +32,7 @@ def test_what_stands_for_an_id_is_not_taken_for_an_id_itself(short: str) -> None
     assert found == f"({request_digest('.*')}) {request_digest(short)} ; {request_digest('long')}"
 
 
-def test_where_ids_may_be_shown_they_are_and_salts_are_not() -> None:
+def test_ids_are_shown_if_that_is_allowed_and_salts_are_never_shown() -> None:
     clear = WatchNames(are_clear=True)
     assert clear.error("r1 is lost", ["r1"]) == "r1 is lost"
     assert clear.requests(["a", "b"]) == ["a", "b"]
