@@ -6,7 +6,7 @@ from kvcache import TextContext
 from tests.kvcache.build import manager_of
 
 
-def test_pools_and_tables_stay_where_they_are_while_requests_grow_and_others_come() -> None:
+def test_pools_and_tables_keep_their_addresses_while_requests_grow_and_others_arrive() -> None:
     manager = manager_of(64, page_size=4, rows=8, max_seq_len=64, checks=False)
     contexts = [TextContext(range(100 * number, 100 * number + 3 + number), 64) for number in range(4)]
     for context in contexts:

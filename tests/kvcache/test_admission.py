@@ -22,7 +22,7 @@ def running(manager: PagedKVCacheManager, tokens: Any, replica: int) -> TextCont
     return context
 
 
-def test_it_says_what_is_cached_and_what_is_missing() -> None:
+def test_admission_says_how_many_pages_are_cached_and_how_many_are_missing() -> None:
     manager = manager_of(20, dp=2)
     run_once(manager, range(30), 1)
     assert manager.admission(TextContext(range(30), 64)) == Admission(1, 7, 1, True)
@@ -41,7 +41,7 @@ def test_a_prompt_that_never_fits_says_so_and_touches_nothing() -> None:
     assert manager.metrics == before
 
 
-def test_where_it_fits_now_comes_first_and_nowhere_is_said() -> None:
+def test_admission_prefers_a_replica_where_the_request_fits_and_says_if_there_is_none() -> None:
     manager = manager_of(10, dp=2)
     run_once(manager, range(28), 0)
     # ten pages are free; seven of these are its own and two are others
@@ -60,7 +60,7 @@ def test_where_it_fits_now_comes_first_and_nowhere_is_said() -> None:
     assert other.start_idx == 0
 
 
-def test_idle_pages_that_are_hit_are_no_room() -> None:
+def test_idle_pages_of_a_hit_do_not_count_as_room() -> None:
     manager = manager_of(10)
     run_once(manager, range(28), 0)
     assert manager.admission(TextContext(range(40), 64)) == Admission(0, 7, 3, True)
@@ -82,7 +82,7 @@ def test_a_replica_without_a_row_is_full() -> None:
 
 
 @pytest.mark.parametrize(("rule", "wanted"), [("least-loaded", [0, 1, 2, 0]), ("round-robin", [0, 1, 2, 0])])
-def test_the_old_rules_can_be_chosen(rule: RoutingRule, wanted: list[int]) -> None:
+def test_the_old_routing_rules_can_be_chosen(rule: RoutingRule, wanted: list[int]) -> None:
     manager = manager_of(32, dp=3, params={"routing": Routing(rule=rule)})
     run_once(manager, range(30), 2)
     given = []
@@ -94,7 +94,7 @@ def test_the_old_rules_can_be_chosen(rule: RoutingRule, wanted: list[int]) -> No
     assert given == wanted
 
 
-def test_the_old_rules_say_whether_it_fits_there() -> None:
+def test_the_old_routing_rules_say_whether_the_request_fits_on_their_replica() -> None:
     manager = manager_of(8, dp=2, params={"routing": Routing(rule="round-robin")})
     running(manager, range(20), 1)
     assert manager.admission(TextContext(range(20), 64)) == Admission(0, 0, 5, True)
@@ -134,7 +134,7 @@ def test_the_prompt_is_hashed_once_for_all_replicas(make: Any, monkeypatch: pyte
     assert hashed == [7]
 
 
-def test_without_caching_it_looks_at_room_and_load_alone() -> None:
+def test_without_caching_admission_considers_only_room_and_load() -> None:
     manager = manager_of(20, dp=2, caching=False)
     run_once(manager, range(30), 0)
     context = TextContext(range(30), 64)
@@ -142,7 +142,7 @@ def test_without_caching_it_looks_at_room_and_load_alone() -> None:
     assert context.prefix_hasher is None
 
 
-def test_a_request_is_a_load_once_however_often_it_comes_for_pages(make: Any) -> None:
+def test_a_request_counts_as_load_once_however_often_it_reserves_pages(make: Any) -> None:
     manager = make(64, page_size=4, dp=2)
     context = TextContext(range(10), 64, "r")
     manager.external_claim("r", 1)
@@ -176,7 +176,7 @@ def with_states(pages: int, rows: int, **states: Any) -> PagedKVCacheManager:
 
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize(("others", "fits"), [(0, True), (1, False)])
-def test_a_claim_that_evicts_the_state_to_go_on_from_is_foreseen(shared: bool, others: int, fits: bool) -> None:
+def test_admission_foresees_a_claim_that_evicts_the_state_to_resume_from(shared: bool, others: int, fits: bool) -> None:
     """The claim takes a state page, and that evicts the state from which the request would resume. Then nothing is
     found, and the pages do not suffice for the whole prompt.
     """
@@ -197,7 +197,7 @@ def test_a_claim_that_evicts_the_state_to_go_on_from_is_foreseen(shared: bool, o
     assert waiting.start_idx == (12 if fits else 0)
 
 
-def test_pages_that_only_a_hit_in_host_memory_makes_necessary_are_foreseen() -> None:
+def test_admission_foresees_pages_that_only_a_hit_in_host_memory_makes_necessary() -> None:
     """The request is asked for a chunk of 4 tokens. At the beginning of the prompt, the chunk needs one page of the
     window.
 

@@ -26,7 +26,7 @@ class Shards:
         return [shard.flatten().tolist() for shard in self.pages]
 
 
-def test_a_copy_to_slots_is_over_on_return_and_takes_every_shard() -> None:
+def test_a_copy_to_slots_has_ended_when_the_call_returns_and_includes_every_shard() -> None:
     shards = Shards()
     copy = shards.mover.store(PAGES, SLOTS)
     assert copy.begun

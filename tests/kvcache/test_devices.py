@@ -112,7 +112,7 @@ def test_the_model_waits_for_pages_that_come_from_the_host(device: str) -> None:
 
 
 @on_each_device
-def test_pages_of_another_replica_are_copied_behind_the_model_that_writes_them(device: str) -> None:
+def test_pages_are_copied_to_another_replica_after_the_model_has_written_them(device: str) -> None:
     manager = pages_on(device, dp=2, params={"routing": Routing(copy_pages=True)})
     for prompt in PROMPTS:
         context = TextContext(prompt, LONGEST)
@@ -133,7 +133,7 @@ def test_pages_of_another_replica_are_copied_behind_the_model_that_writes_them(d
 
 
 @on_each_device
-def test_forks_and_parts_of_pages_have_what_the_model_is_about_to_write_there(device: str) -> None:
+def test_copies_of_forks_and_partial_pages_wait_for_the_model_to_write_them(device: str) -> None:
     manager, parts = pages_on(device, params={"partial_reuse_min_tokens": 1}), 0
     for prompt in PROMPTS:
         parent = TextContext(prompt, LONGEST)

@@ -61,7 +61,7 @@ def test_memory_that_is_not_there_is_one_clear_error() -> None:
         allocate_blocks(layout(), 1 << 62, torch.device("cpu"))
 
 
-def test_fingerprints_tell_geometries_apart() -> None:
+def test_different_geometries_have_different_fingerprints() -> None:
     ways = [layout(), layout("layer,side,head,token,dim"), layout(head_dim=4), layout(n_kv_heads=4)]
     assert len({way.fingerprint() for way in ways}) == len(ways)
     assert layout().fingerprint() == layout().fingerprint()

@@ -44,7 +44,7 @@ def params(**changes: Any) -> KVCacheParams:
         ({**HOST, "host_kvcache_swap_space_gb": 0}, "host_kvcache_swap_space_gb is 0"),
     ],
 )
-def test_what_cannot_work_is_named(changes: dict[str, Any], message: str) -> None:
+def test_params_that_cannot_work_are_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         params(**changes)
     assert isinstance(caught.value, InvalidParamsError)
@@ -106,7 +106,7 @@ STATES = StateShape(2, 4, 8, 1, 8, 4, torch.float32)
         ({"states": None}, False, 0),
     ],
 )
-def test_states_lie_among_the_pages_or_apart_with_two_copies_each_where_none_are_named(
+def test_states_share_memory_with_pages_or_have_their_own_with_two_copies_a_request_by_default(
     changes: dict[str, Any], shared: bool, apart: int
 ) -> None:
     made = params(**{"states": STATES, **changes})
@@ -128,7 +128,7 @@ def test_states_lie_among_the_pages_or_apart_with_two_copies_each_where_none_are
         ({**CACHED, "partial_reuse_min_tokens": 2}, "partial_reuse_min_tokens is 2: it must be 0 with states"),
     ],
 )
-def test_what_does_not_go_with_states_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+def test_params_that_states_exclude_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidParamsError, match=message):
         params(states=STATES, **changes)
 
@@ -154,5 +154,7 @@ def test_what_does_not_go_with_states_is_refused_by_name(changes: dict[str, Any]
         ({"enable_prefix_caching": True, "tenant_quota": 0.5, "n_kv_heads": 4}, []),
     ],
 )
-def test_what_changes_nothing_is_named_with_what_it_takes(given: dict[str, Any], needed: list[str]) -> None:
+def test_params_without_effect_are_named_with_what_would_give_them_one(
+    given: dict[str, Any], needed: list[str]
+) -> None:
     assert [sentence.split(" changes nothing without ")[1] for sentence in params(**given).without_effect()] == needed

@@ -89,7 +89,9 @@ CALLS: dict[str, tuple[type, str, Callable[[Two], object], list[str]]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_who_nobody_was_told_of_is_released_and_all_others_go_on(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recover_releases_requests_that_no_caller_was_told_of_and_all_others_continue(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     it = Two()
     manager = it.manager
     pages = {name: list(manager.get_req_blocks(name)) for name in "ab"}
@@ -137,7 +139,7 @@ class Own:
         return getattr(self._own, name)
 
 
-def test_whose_reservation_was_interrupted_is_released_unless_its_context_says_that_it_goes_on() -> None:
+def test_recover_releases_a_request_with_an_interrupted_reservation_if_its_context_is_broken() -> None:
     manager = manager_of(40, page_size=4)
     contexts: list[Any] = [Own(TextContext(range(100 * at, 100 * at + 10), 64, f"own {at}")) for at in range(2)]
     for context in contexts:
@@ -156,7 +158,7 @@ def test_whose_reservation_was_interrupted_is_released_unless_its_context_says_t
     manager.close()
 
 
-def test_a_recovery_of_right_books_changes_nothing_and_says_what_there_is() -> None:
+def test_a_recovery_of_a_right_state_changes_nothing_and_reports_what_is_held() -> None:
     it = Two()
     lease = it.manager.lease("a")
     for _ in range(2):

@@ -12,7 +12,7 @@ from kvcache import InvalidParamsError, TextContext
 from tests.kvcache.build import run_once
 
 
-def test_a_message_makes_the_next_fetch_forget(make: Any, tmp_path: Path) -> None:
+def test_a_reset_message_makes_the_next_fetch_forget_cached_pages(make: Any, tmp_path: Path) -> None:
     base = f"ipc://{tmp_path}/pw"
     manager = make(16, page_size=4, zmq_endpoint_base=base)
     run_once(manager, range(9))

@@ -47,7 +47,7 @@ def test_session_and_priority_give_one_level(hint: Retention, level: int) -> Non
     ("seconds", "kind"),
     [(0.1, 1), (1, 1), (4, 1), (4.1, 2), (16, 2), (17, 3), (64, 3), (65, 4), (1024, 5), (1025, 6), (4097, 6), (1e6, 6)],
 )
-def test_times_to_live_of_about_one_length_are_of_one_kind(seconds: float, kind: int) -> None:
+def test_similar_times_to_live_are_of_one_class(seconds: float, kind: int) -> None:
     """Each class covers times up to four times those of the previous one, so that no page waits long behind one with a
     longer life.
     """
@@ -56,7 +56,7 @@ def test_times_to_live_of_about_one_length_are_of_one_kind(seconds: float, kind:
     assert code < SHARED
 
 
-def test_a_range_speaks_for_the_pages_that_lie_in_it() -> None:
+def test_a_range_gives_its_hint_only_to_pages_that_lie_completely_in_it() -> None:
     hint = Retention(
         session_continues=False,
         ranges=(RangeRetention(0, 11, priority=100), RangeRetention(17, priority=75, ttl_s=3.0)),
@@ -109,7 +109,7 @@ def test_ranges_in_a_list_become_a_tuple() -> None:
     assert hint.ranges == (RangeRetention(0, 3),)
 
 
-def test_the_latest_word_counts_but_a_page_of_many_sessions_is_not_put_first() -> None:
+def test_the_latest_hint_counts_but_a_page_of_several_sessions_is_not_put_first() -> None:
     first, last = page_hints(FIRST, 1, 1).codes, page_hints(LAST, 1, 1).codes
     none = np.full(1, NEUTRAL, np.uint8)
     assert merge_codes(none, first).tolist() == first.tolist()

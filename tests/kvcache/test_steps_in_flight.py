@@ -116,7 +116,7 @@ def test_a_batch_is_padded_to_the_requests_of_the_fullest_replica_or_to_all_rows
         step.padded(2)
 
 
-def test_released_pages_are_nobodys_until_the_step_has_ended(make: Make) -> None:
+def test_released_pages_are_not_allocated_until_the_step_has_ended(make: Make) -> None:
     manager = make(4, page_size=4)
     context = ran(manager, range(6))
     step = manager.fetch_ahead([context])
@@ -175,7 +175,7 @@ def test_steps_may_end_in_another_order(make: Make) -> None:
     assert manager.num_free_blocks == 8
 
 
-def test_a_page_that_goes_before_the_next_step_is_fetched_goes_with_its_own(make: Make) -> None:
+def test_a_page_released_before_the_next_step_is_fetched_waits_only_for_its_own_step(make: Make) -> None:
     manager = make(8, page_size=4)
     context = ran(manager, range(6))
     older = manager.fetch_ahead([context])
@@ -197,7 +197,7 @@ def test_a_third_step_is_refused_by_name_and_changes_nothing(make: Make) -> None
     manager.fetch_ahead([context])
 
 
-def test_no_step_and_another_managers_step_are_refused(make: Make) -> None:
+def test_objects_that_are_no_steps_and_steps_of_another_manager_are_refused(make: Make) -> None:
     manager, other = make(8, page_size=4), make(8, page_size=4)
     step = other.fetch_ahead([ran(other, range(6))])
     with pytest.raises(InvalidRequestError, match="another manager"):
@@ -259,7 +259,7 @@ def test_a_duplicate_that_a_step_gives_up_stays_until_the_step_that_reads_it_has
     assert manager.num_free_blocks == 16 - 3
 
 
-def test_a_cancelled_import_and_an_ended_lease_give_nothing_back_meanwhile(make: Make) -> None:
+def test_a_cancelled_import_and_an_ended_lease_free_no_page_while_a_step_is_in_flight(make: Make) -> None:
     source, manager = make(16, page_size=4), make(16, page_size=4)
     ran(source, range(9), "source")
     leased = ran(manager, range(50, 59), "leased")
@@ -287,7 +287,7 @@ def test_a_reset_keeps_what_a_step_in_flight_reads(make: Make) -> None:
     assert manager.num_free_blocks == 8
 
 
-def test_no_part_of_a_page_is_copied_into_one_that_a_step_in_flight_writes(make: Make) -> None:
+def test_no_partial_page_is_copied_into_a_page_that_a_step_in_flight_writes(make: Make) -> None:
     manager = make(16, page_size=4, params={"partial_reuse_min_tokens": 1})
     long = begun(manager, [0, 1, 2, 91, 92, 93], "long")
     long.set_token_indices(active_idx=1)
@@ -366,7 +366,7 @@ def test_check_finds_a_free_page_that_a_step_in_flight_may_write(make: Make) -> 
     manager.end_step(step)
 
 
-def test_a_reservation_counts_on_no_page_that_a_step_in_flight_reads(make: Make) -> None:
+def test_a_reservation_does_not_count_pages_that_a_step_in_flight_reads_as_free(make: Make) -> None:
     groups = (LayerGroup("full", (0,)), LayerGroup("window", (1,), 4))
     manager = make(7, page_size=4, layers=2, params={"groups": groups})
     context = ran(manager, range(11))
@@ -386,7 +386,7 @@ def test_a_reservation_counts_on_no_page_that_a_step_in_flight_reads(make: Make)
     assert manager.maybe_reserve(context)
 
 
-def test_recover_lets_a_request_go_on_whose_step_is_in_flight(make: Make) -> None:
+def test_recover_lets_a_request_with_a_step_in_flight_continue(make: Make) -> None:
     went_on = 0
     for at in range(1, 600, 3):
         manager = make(12, page_size=4, checks=False)
@@ -407,7 +407,7 @@ def test_recover_lets_a_request_go_on_whose_step_is_in_flight(make: Make) -> Non
     assert went_on > 5
 
 
-def test_the_token_behind_an_end_is_dropped_with_its_request(make: Make) -> None:
+def test_a_token_planned_after_the_end_of_a_request_is_dropped_with_it(make: Make) -> None:
     manager = make(8, page_size=4)
     context = ran(manager, range(7))
     assert manager.maybe_reserve(context)

@@ -28,7 +28,7 @@ def order_of(share: float = 1.0, **options: object) -> HintedOrder:
     return HintedOrder(POOL, LruOrder(POOL), share=share, **options)  # pyright: ignore[reportArgumentType] - passed on
 
 
-def test_who_asks_is_told_why_each_page_went() -> None:
+def test_pop_explained_returns_the_reason_for_each_page() -> None:
     order = order_of()
     said(order, FIRST, 1)
     said(order, None, 2)
@@ -38,7 +38,7 @@ def test_who_asks_is_told_why_each_page_went() -> None:
     assert reasons.tolist() == [BY_HINT, 0, 0]
 
 
-def test_without_a_share_it_is_plain_lru_whatever_is_said() -> None:
+def test_without_a_share_the_order_is_plain_lru_whatever_the_hints() -> None:
     order = order_of(0.0)
     said(order, LAST, 1, 2)
     said(order, FIRST, 3, 4)
@@ -47,7 +47,7 @@ def test_without_a_share_it_is_plain_lru_whatever_is_said() -> None:
     assert order.pop(5).tolist() == [1, 2, 3, 4, 5]
 
 
-def test_those_that_go_first_go_first_and_the_others_by_their_lead() -> None:
+def test_pages_with_a_hint_to_go_first_are_evicted_first_and_the_others_by_the_lead_of_their_hint() -> None:
     order = order_of()
     said(order, LAST, 1, 2)
     said(order, Retention(priority=75), 3)
@@ -83,7 +83,7 @@ def test_only_the_share_follows_hints() -> None:
     order.check()
 
 
-def test_what_follows_hints_is_settled_by_those_who_come() -> None:
+def test_appending_no_pages_does_not_change_which_pages_follow_hints() -> None:
     order = order_of(0.5)
     order.append(pages(1, 2, 3, 4))
     order.remove(pages(1, 2))
@@ -92,7 +92,7 @@ def test_what_follows_hints_is_settled_by_those_who_come() -> None:
     assert order.positions(np.array([3, 4])).tolist() == before
 
 
-def test_a_hint_is_worth_nothing_after_its_time() -> None:
+def test_a_hint_has_no_effect_after_its_time_to_live() -> None:
     now = [0.0]
     order = order_of(clock=lambda: now[0])
     said(order, Retention(session_continues=True, ttl_s=5.0), 1)
@@ -106,7 +106,7 @@ def test_a_hint_is_worth_nothing_after_its_time() -> None:
     assert order.pop(2).tolist() == [2, 5]
 
 
-def test_a_hint_to_go_first_is_worth_nothing_after_its_time_either() -> None:
+def test_a_hint_to_go_first_has_no_effect_after_its_time_to_live_either() -> None:
     now = [0.0]
     order = order_of(clock=lambda: now[0])
     for hint, page in ((FIRST, 1), (None, 2), (FIRST, 3), (None, 4)):
@@ -129,7 +129,7 @@ def test_a_page_that_moves_takes_its_hint_and_its_time_along() -> None:
     assert order.pop(4).tolist() == [13, 4, 11, 2]
 
 
-def test_times_of_several_hints_end_one_by_one() -> None:
+def test_several_hints_expire_one_by_one() -> None:
     now = [0.0]
     order = order_of(clock=lambda: now[0])
     said(order, Retention(session_continues=True, ttl_s=100.0), 1)
@@ -142,7 +142,7 @@ def test_times_of_several_hints_end_one_by_one() -> None:
     order.check()
 
 
-def test_an_evicted_page_takes_no_hint_along() -> None:
+def test_an_evicted_page_loses_its_hint() -> None:
     order = order_of()
     said(order, LAST, 1)
     assert order.pop(1).tolist() == [1]
@@ -151,7 +151,7 @@ def test_an_evicted_page_takes_no_hint_along() -> None:
     assert order.pop(1).tolist() == [1]
 
 
-def test_whatever_the_hints_say_it_holds_what_lru_holds_in_a_pool_smaller_by_the_share() -> None:
+def test_with_any_hints_the_order_keeps_the_pages_that_lru_keeps_in_a_pool_smaller_by_the_share() -> None:
     rng, share = np.random.default_rng(1), 0.25
     order, lru, free = order_of(share), list[int](), [*range(1, POOL + 1)]
     for _ in range(3000):
@@ -168,7 +168,7 @@ def test_whatever_the_hints_say_it_holds_what_lru_holds_in_a_pool_smaller_by_the
         assert set(lru[-int((1 - share) * order.count) :]) <= set(order.pages().tolist())
 
 
-def test_broken_books_are_named() -> None:
+def test_check_names_an_inconsistent_order() -> None:
     order = order_of()
     said(order, LAST, 1, 2)
     with pytest.raises(InvariantError, match="3 pages were asked for, but it holds 2"):
@@ -206,7 +206,7 @@ def test_after_an_interrupt_hints_count_as_before_and_pages_not_known_are_the_yo
     assert order.count == 0
 
 
-def test_a_share_given_later_counts_from_then_on() -> None:
+def test_a_share_that_is_set_later_applies_from_then_on() -> None:
     order = order_of(0.0)
     order.trust(1.0)
     said(order, None, 1)

@@ -40,14 +40,14 @@ def test_a_small_pool_is_followed_whole_and_exactly() -> None:
     assert baseline.count(words(1, 2, 3)) == 3
 
 
-def test_room_that_others_take_is_room_that_it_has_not() -> None:
+def test_a_baseline_has_no_room_for_pages_that_running_requests_take() -> None:
     baseline = LruBaseline(10)
     baseline.visit(words(*range(10)), 10)
     assert baseline.visit(words(*range(20, 22)), 4) == 0
     assert baseline.visit(words(0, 1, 2), 4) == 2
 
 
-def test_pages_brought_and_pages_taken_by_others_are_told() -> None:
+def test_a_baseline_is_told_of_pages_that_are_loaded_and_of_pages_that_are_forgotten() -> None:
     baseline = LruBaseline(10)
     baseline.touch(words(1, 2, 3))
     baseline.forget(words(2, 9))
@@ -61,7 +61,7 @@ def test_a_large_pool_is_sampled(pages: int, rate: int) -> None:
     assert LruBaseline(pages).rate == rate
 
 
-def test_a_sample_counts_what_the_whole_would() -> None:
+def test_a_sample_counts_about_as_many_hits_as_the_whole_pool() -> None:
     rng, pages = np.random.default_rng(1), 16_384
     baseline, lru = LruBaseline(pages), OrderedDict[int, None]()
     names = rng.integers(0, 1 << 63, (400, 128), dtype=np.uint64)
@@ -90,7 +90,7 @@ def test_a_share_is_earned_and_lost_by_the_page() -> None:
     assert none.value == 0.01
 
 
-def test_a_share_that_shows_nothing_follows_what_the_largest_one_promises() -> None:
+def test_a_share_without_gains_of_its_own_follows_what_the_largest_share_promises() -> None:
     share = HintShare(1000, 0.9)
     for _ in range(20):
         share.learn(0, 10, 10)
@@ -103,7 +103,7 @@ def test_a_share_that_shows_nothing_follows_what_the_largest_one_promises() -> N
     assert share.value == 0.9
 
 
-def test_a_promise_is_no_better_than_the_real_share_where_that_one_hits_as_much() -> None:
+def test_nothing_is_promised_if_the_present_share_gains_as_much() -> None:
     share = HintShare(1000, 0.9)
     for _ in range(100):
         share.learn(4, 3, 10)
@@ -115,8 +115,6 @@ def test_a_promise_that_never_comes_true_costs_no_more_than_its_credit() -> None
 
     The bound is the sum of three terms: a quarter of the pool, another eighth of the pool until the share is lost, and
     one page for every 100 lookups.
-
-    So many pages can be lost only if the wrong hints were trusted again and again.
     """
     share, lost, looked = HintShare(1000, 0.95), 0, 0
     for _ in range(20_000):
@@ -124,7 +122,7 @@ def test_a_promise_that_never_comes_true_costs_no_more_than_its_credit() -> None
         share.learn(gained, 10, 10)
         lost, looked = lost - gained, looked + 10
         assert lost <= 250 + 1000 / 8 + 0.01 * looked
-    assert lost > 1000  # so many lookups that wrong hints were trusted again and again
+    assert lost > 1000  # there are so many lookups that the wrong hints are trusted again and again
 
 
 # ---- with full trust in hints: right hints are found right in any pool
@@ -138,7 +136,7 @@ def said(level: int, count: int) -> PageHints:
     return PageHints(np.full(count, level, np.uint8), np.full(count, np.inf))
 
 
-def test_the_hinted_one_keeps_what_is_hinted() -> None:
+def test_the_hinted_baseline_keeps_hinted_pages() -> None:
     baseline = baseline_of(10, 0.8)
     baseline.visit(words(1, 2, 3), 10)
     baseline.leave(words(1, 2, 3), said(4, 3))
@@ -148,7 +146,7 @@ def test_the_hinted_one_keeps_what_is_hinted() -> None:
     assert baseline.visit(words(1, 2, 3, 4), 10) == 3
 
 
-def test_a_prompt_longer_than_the_room_leaves_its_head() -> None:
+def test_of_a_prompt_longer_than_the_room_the_first_pages_are_kept() -> None:
     baseline = baseline_of(10, 0.0)
     assert baseline.visit(words(*range(30)), 6) == 0
     assert baseline.visit(words(*range(30)), 6) == 6
@@ -156,7 +154,7 @@ def test_a_prompt_longer_than_the_room_leaves_its_head() -> None:
     assert baseline.visit(words(*range(30)), 6) == 6
 
 
-def test_pages_brought_and_taken_are_told_to_the_hinted_one_too() -> None:
+def test_the_hinted_baseline_is_also_told_of_pages_that_are_loaded_and_forgotten() -> None:
     baseline = baseline_of(10)
     baseline.touch(words(1, 2, 3))
     baseline.forget(words(2, 9, 2))
@@ -177,7 +175,7 @@ def test_pages_that_one_word_does_not_tell_apart_break_nothing() -> None:
     assert baseline.visit(words(2), 10) == 1
 
 
-def test_any_sequence_leaves_its_books_right() -> None:
+def test_any_sequence_of_calls_leaves_the_hinted_baseline_consistent() -> None:
     rng, baseline = random.Random(0), baseline_of(12)
     for _ in range(600):
         prompt = words(*rng.sample(range(40), rng.randint(0, 15)))
@@ -210,8 +208,6 @@ class Load:
         of `pages`.
 
         The manager has `pool` pages if `pool` is given, otherwise `pages`.
-
-        The manager has `pool` pages if it is given, otherwise `pages`.
         """
         self.length = max(1, round(sessions * pages / SESSIONS))
         self.once = max(1, pages // 12)

@@ -26,7 +26,7 @@ def hinted(pages: int, share: float) -> HintedBaseline:
 
 
 @pytest.mark.parametrize("baseline", [LruBaseline(10), hinted(10, 0.0)], ids=["plain", "hinted"])
-def test_where_others_hold_every_page_one_is_kept_all_the_same(baseline: LruBaseline | HintedBaseline) -> None:
+def test_a_baseline_keeps_one_page_even_if_requests_hold_all_pages(baseline: LruBaseline | HintedBaseline) -> None:
     assert baseline.visit(words(1, 2), 0) == 0
     assert baseline.visit(words(1, 2), 10) == 1
 
@@ -37,7 +37,7 @@ def test_a_pool_of_one_page_keeps_one(baseline: LruBaseline | HintedBaseline) ->
     assert baseline.visit(words(1, 2), 2) == 1
 
 
-def test_where_no_hint_counts_the_hinted_one_hits_what_plain_lru_hits() -> None:
+def test_with_a_share_of_zero_the_hinted_baseline_has_the_hits_of_plain_lru() -> None:
     rng, room = random.Random(0), 12
     plain, other = LruBaseline(room), hinted(room, 0.0)
     hits = 0

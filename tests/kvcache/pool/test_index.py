@@ -47,7 +47,7 @@ def test_may_have_answers_by_the_first_word() -> None:
     assert [index.may_have(digest) for digest in everything] == [at in (0, 1, 2, 9) for at in range(12)]
 
 
-def test_content_published_before_wins() -> None:
+def test_of_two_pages_with_the_same_content_the_one_published_first_stays() -> None:
     index = PrefixIndex(20, 4)
     index.publish(pages(3), digests(0))
     assert index.publish(pages(7, 8), digests(0, 1)).tolist() == [3, 8]
@@ -68,7 +68,7 @@ def test_a_hit_compares_the_whole_digest(words: int) -> None:
             assert index.find(other).tolist() == [NO_PAGE]
 
 
-def test_no_chain_is_walked_for_pages_that_lie_behind_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_chain_is_followed_for_pages_after_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     index = PrefixIndex(20, 4)
     everything = digests(*range(8))
     everything[2:, 0] = np.arange(6) * 32  # one bucket of the 32
@@ -199,7 +199,7 @@ def test_check_names_a_broken_link() -> None:
         index.check()
 
 
-def test_a_page_that_is_not_there_cannot_be_withdrawn() -> None:
+def test_a_page_that_is_not_published_cannot_be_withdrawn() -> None:
     for gone in (pages(3), pages(3, 1)):
         index = PrefixIndex(8, 4)
         index.publish(pages(1, 2, 3), digests(0, 1, 2, bucket=1))
@@ -236,7 +236,7 @@ def test_what_is_found_elsewhere_has_neither_come_nor_gone() -> None:
     assert told == [(7, False, 2)]
 
 
-def test_after_an_interrupt_all_that_is_published_is_linked_anew() -> None:
+def test_after_an_interrupt_all_published_pages_are_linked_again() -> None:
     index = PrefixIndex(8, 4)
     index.publish(pages(1, 2, 3), digests(0, 1, 2, bucket=1))
     index.publish(pages(4, 5), digests(3, 4))

@@ -21,7 +21,7 @@ def index_of(published: Pages, digests: Digests = DIGESTS) -> PrefixIndex:
     return index
 
 
-def test_the_first_word_of_a_digest_names_a_page_and_is_known_after_it_has_gone() -> None:
+def test_the_first_word_of_a_digest_is_still_known_after_its_page_is_gone() -> None:
     index = index_of(pages(5, 2, 7))
     assert index.words_of(pages(7, 5)).tolist() == [5, 1]
     index.withdraw_one(7)

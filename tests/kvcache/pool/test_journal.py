@@ -21,7 +21,7 @@ class Noting(PageReader):
         self.told.append(self.name)
 
 
-def test_who_saves_is_told_first_and_the_others_as_they_came() -> None:
+def test_readers_that_save_pages_are_called_first_and_the_others_in_order_of_arrival() -> None:
     journal, told = Journal(), list[str]()
     readers = [Noting(name, told) for name in ("hints", "watch", "tier")]
     for reader in readers:
@@ -34,7 +34,7 @@ def test_who_saves_is_told_first_and_the_others_as_they_came() -> None:
     assert len(journal.going) == 2
 
 
-def test_a_reader_is_told_of_what_it_has_a_method_for_alone() -> None:
+def test_a_reader_is_called_only_for_the_methods_that_it_has() -> None:
     journal = Journal()
     assert not any(getattr(journal, news) for news in NEWS)
     journal.read(PageReader())
@@ -48,7 +48,7 @@ def test_each_reason_has_a_number_and_a_name_of_its_own() -> None:
     assert [REASONS[why] for why in reasons] == ["LRU", "hint", "quota", "reset"]
 
 
-def test_whoever_is_being_told_may_leave_meanwhile() -> None:
+def test_a_reader_may_leave_while_readers_are_being_called() -> None:
     """While readers are being called, a watcher may end its subscription from its own thread."""
     journal, told = Journal(), list[str]()
 

@@ -16,7 +16,7 @@ def pages(*ids: int) -> np.ndarray:
     return np.array(ids, np.int32)
 
 
-def test_oldest_first_whatever_left_the_middle() -> None:
+def test_the_oldest_page_is_evicted_first_whatever_has_left_the_middle() -> None:
     order = LruOrder(10)
     order.append(pages(4, 3, 2))
     order.append(pages(9, 8))
@@ -155,7 +155,7 @@ def test_two_chunks_that_fill_one_just_are_merged() -> None:
     assert not order.squeeze()
 
 
-def test_more_than_there_is_and_broken_books_are_named() -> None:
+def test_taking_more_pages_than_there_are_and_inconsistencies_are_named() -> None:
     order = LruOrder(4)
     order.append(pages(1, 2))
     with pytest.raises(InvariantError, match="3 pages were asked for, but it holds 2"):
@@ -200,7 +200,7 @@ def test_orders_of_one_log_are_as_many_lists(moves: list[tuple[str, int, list[in
         assert [order.pages().tolist() for order in orders] == known
 
 
-def test_one_order_takes_the_room_that_another_wastes() -> None:
+def test_an_order_gets_the_room_that_another_order_of_its_log_wastes() -> None:
     """If a second order that shares the log needs a chunk, sparse chunks of the first order are merged."""
     rng, count = np.random.default_rng(0), 6 * CHUNK
     log = OrderLog(count, 2)

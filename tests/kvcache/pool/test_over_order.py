@@ -78,7 +78,7 @@ WORST: dict[str, tuple[Callable[[np.ndarray, np.ndarray], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WORST)
-def test_what_is_not_idle_is_given_to_nobody_and_recover_mends(case: str) -> None:
+def test_a_page_that_is_not_idle_is_never_allocated_and_recover_repairs_the_order(case: str) -> None:
     orders: list[Wrong] = []
     manager = manager_of(orders)
     spoil, message = WORST[case]
@@ -101,7 +101,7 @@ def test_what_is_not_idle_is_given_to_nobody_and_recover_mends(case: str) -> Non
     manager.check()
 
 
-def test_what_was_given_cannot_be_changed_afterwards() -> None:
+def test_allocated_pages_cannot_be_changed_by_the_order_afterwards() -> None:
     class Keeps(Wrong):
         def pop(self, count: int) -> Any:
             self.kept = super().pop(count)
@@ -118,7 +118,7 @@ def test_what_was_given_cannot_be_changed_afterwards() -> None:
         order.pop(1)
 
 
-def test_a_count_that_lies_is_named_by_check_and_counts_for_nothing() -> None:
+def test_a_wrong_count_is_named_by_check_and_has_no_effect() -> None:
     order = CheckedOrder(PAGES, lies := Wrong(PAGES))
     order.append(np.array([3, 4], np.int32))
     lies.count = 99
@@ -135,7 +135,7 @@ def test_a_count_that_lies_is_named_by_check_and_counts_for_nothing() -> None:
         (with_pages, "eviction order LruOrder starts with 2 pages"),
     ],
 )
-def test_what_is_no_empty_order_is_refused_at_the_start(make: Callable[[int], Any], message: str) -> None:
+def test_an_object_that_is_not_an_empty_order_is_refused_at_the_start(make: Callable[[int], Any], message: str) -> None:
     params = KVCacheParams(torch.int64, 1, 1, enable_prefix_caching=True, page_size=4, eviction_order=make)
     with pytest.raises(InvalidParamsError, match=message):
         PagedKVCacheManager(params, 3, 40, 1, ["cpu"], available_cache_memory=PAGES * 4 * 8 * 2)

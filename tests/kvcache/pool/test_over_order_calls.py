@@ -33,7 +33,7 @@ def noting(name: str) -> Callable[..., object]:
 
 
 @pytest.mark.parametrize("name", HANDED_ON)
-def test_a_call_reaches_the_order_below_and_its_answer_comes_back(name: str) -> None:
+def test_a_call_reaches_the_wrapped_order_and_returns_its_answer(name: str) -> None:
     below: Any = type("Noting", (EvictionOrder,), {one: noting(one) for one in CALLS})()
     over: Any = type("Over", (OverOrder,), {one: noting(one) for one in ("append", "mend", "pop", "remove")})(below)
     noted: list[object] = []
@@ -45,7 +45,7 @@ def test_a_call_reaches_the_order_below_and_its_answer_comes_back(name: str) -> 
 
 
 @pytest.mark.parametrize("over", [CheckedOrder, QuotaOrder])
-def test_an_order_over_another_forgets_no_call(over: type[OverOrder]) -> None:
+def test_an_order_that_wraps_another_passes_on_every_call(over: type[OverOrder]) -> None:
     by_pop = {"pop_one"}
     assert vars(over).keys() | vars(OverOrder).keys() | by_pop >= CALLS
 
@@ -66,7 +66,7 @@ class Spoils(LruOrder):
         pages[:] = 0
 
 
-def test_an_order_that_changes_what_it_is_given_changes_nothing_of_its_caller() -> None:
+def test_an_order_that_overwrites_its_arguments_changes_no_array_of_its_caller() -> None:
     order = CheckedOrder(PAGES, Spoils(PAGES))
     some = ids(3, 4, PAGES)
     order.append(some)
@@ -80,7 +80,7 @@ def test_an_order_that_changes_what_it_is_given_changes_nothing_of_its_caller() 
     assert (order.count, order.pop(2).tolist()) == (2, [5, 7])
 
 
-def test_pages_that_left_or_are_not_there_after_a_mend_are_not_idle() -> None:
+def test_pages_that_left_or_are_missing_after_a_repair_are_not_idle() -> None:
     order = CheckedOrder(PAGES, below := LruOrder(PAGES))
     order.append(ids(3, 4, 5))
     order.remove(ids(3))
@@ -165,7 +165,7 @@ def test_check_looks_at_the_listed_pages_and_at_the_order_itself() -> None:
 
 
 @pytest.mark.parametrize("reasons", [[0, 1], np.zeros(1, np.uint8), np.zeros((2, 1), np.uint8)])
-def test_reasons_are_as_many_as_the_pages_or_none(reasons: object) -> None:
+def test_there_are_as_many_reasons_as_pages_or_none(reasons: object) -> None:
     order = CheckedOrder(PAGES, below := Names(PAGES))
     order.append(ids(3, 4, 5, 6))
     pages, none = order.pop_explained(1)

@@ -168,7 +168,7 @@ class Books:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_random_moves_leave_each_page_in_the_state_and_the_order_that_lists_say(seed: int) -> None:
+def test_after_random_moves_pages_have_the_state_and_order_of_a_model_of_lists(seed: int) -> None:
     random.seed(seed)
     books = Books()
     for move in range(400):
@@ -203,7 +203,7 @@ def test_random_moves_leave_each_page_in_the_state_and_the_order_that_lists_say(
     assert books.evictions
 
 
-def test_what_is_handed_out_is_a_copy_and_the_first_pages_are_the_lowest() -> None:
+def test_allocate_returns_a_copy_and_begins_with_the_lowest_pages() -> None:
     pool = PagePool(8, 2)
     first = pool.allocate(3)
     assert first.tolist() == [1, 2, 3]
@@ -215,7 +215,7 @@ def test_what_is_handed_out_is_a_copy_and_the_first_pages_are_the_lowest() -> No
     assert pool.free_count == 0
 
 
-def test_a_pool_of_many_pages_evicts_them_all_whether_anybody_watches_or_not() -> None:
+def test_a_large_pool_evicts_all_its_pages_with_and_without_a_reader() -> None:
     pool = PagePool(160, 2)
     held = pool.allocate(pool.num_pages)
     pool.index.publish(held, digests([*range(1, len(held) + 1)]))
@@ -293,7 +293,7 @@ DAMAGE: dict[str, tuple[Callable[[PagePool], object], str]] = {
 
 
 @pytest.mark.parametrize("how", DAMAGE)
-def test_the_first_page_that_does_not_add_up_is_named(how: str) -> None:
+def test_check_names_the_first_inconsistent_page(how: str) -> None:
     pool, holders, writers = held_pool()
     pool.check(holders, writers)
     breaks, message = DAMAGE[how]
@@ -302,7 +302,7 @@ def test_the_first_page_that_does_not_add_up_is_named(how: str) -> None:
         pool.check(holders, writers)
 
 
-def test_what_a_release_would_free_is_what_it_frees() -> None:
+def test_would_be_freed_predicts_what_a_release_frees() -> None:
     """The pages have one holder or two, a writer or none, and are published or not."""
     pool = PagePool(20, 2)
     held = pool.allocate(8)
@@ -323,7 +323,7 @@ def test_what_a_release_would_free_is_what_it_frees() -> None:
     assert pool.would_be_taken(held) == 4
 
 
-def test_a_page_that_nobody_holds_but_a_transfer_writes_is_not_idle_and_may_be_held() -> None:
+def test_a_page_without_holders_that_a_transfer_writes_is_not_idle_and_can_be_held() -> None:
     pool = PagePool(8, 2)
     held = pool.allocate(3)
     pool.index.publish(held, np.arange(1, 7, dtype=np.uint64).reshape(3, 2))
@@ -354,7 +354,7 @@ def test_a_page_whose_transfer_ends_while_a_step_is_in_flight_waits_for_the_step
     assert pool.free_count == SIZE
 
 
-def test_a_page_that_is_written_anew_has_no_hint_and_no_tenant_of_its_former_content() -> None:
+def test_a_page_whose_content_is_replaced_loses_the_hint_and_the_tenant_of_the_old_content() -> None:
     pool = PagePool(SIZE, 2)
     quotas = TenantQuotas(SIZE, 0.5, {})
     hinted = HintedOrder(SIZE, pool.idle)
@@ -393,7 +393,7 @@ def test_the_page_that_goes_next_is_named_while_no_page_is_fresh() -> None:
 
 
 @pytest.mark.parametrize("wrong", ["as they were", "holders", "writers", "idle", "fresh", "index"])
-def test_after_an_interrupt_pages_are_what_a_recount_says(wrong: str) -> None:
+def test_after_an_interrupt_the_pool_agrees_with_a_recount(wrong: str) -> None:
     """Idle pages keep their age, fresh pages are used first, and published pages are found."""
     pool = PagePool(SIZE, 2)
     held = pool.allocate(9)

@@ -42,7 +42,9 @@ def recount(pool: PagePool, held: dict[int, int], written: dict[int, int]) -> No
 
 
 @pytest.mark.parametrize("ended", [(2, 1, 0), (2, 0, 0), (1, 1, 0), (1, 0, 0), (0, 1, 0), (0, 0, 0)])
-def test_a_page_is_free_once_every_step_has_ended_that_was_in_flight_when_it_was_let_go(ended: tuple[int, ...]) -> None:
+def test_a_released_page_is_free_once_every_step_that_was_in_flight_at_its_release_has_ended(
+    ended: tuple[int, ...],
+) -> None:
     pool, steps = PagePool(SIZE, 2), [1, 2, 3]
     # the first of these pages is released while one step is in flight, the second during two steps, and the third
     # during three
@@ -59,7 +61,7 @@ def test_a_page_is_free_once_every_step_has_ended_that_was_in_flight_when_it_was
     assert not pool.parked
 
 
-def test_pages_of_several_holders_that_are_let_go_during_a_step_are_free_after_it_the_last_one_first() -> None:
+def test_pages_released_by_several_holders_during_a_step_are_free_after_it_the_last_one_first() -> None:
     pool = PagePool(SIZE, 2)
     pages = published(pool, 3)
     pool.hold(pages[1:])
@@ -72,7 +74,7 @@ def test_pages_of_several_holders_that_are_let_go_during_a_step_are_free_after_i
     assert pool.idle.pages().tolist() == [2, 1, 3]
 
 
-def test_pages_that_are_let_go_together_during_a_step_age_as_without_one() -> None:
+def test_pages_released_together_during_a_step_age_as_without_a_step() -> None:
     pool = PagePool(SIZE, 2)
     pages = published(pool, 3)
     pool.begin_step()
@@ -103,7 +105,7 @@ class Noting(LruOrder):
         super().append(pages)
 
 
-def test_the_order_is_told_of_a_page_that_is_written_anew_before_it_leaves() -> None:
+def test_an_idle_page_is_renewed_in_the_order_before_its_content_is_replaced() -> None:
     pool = PagePool(SIZE, 2, order := Noting(SIZE))
     pool.release(published(pool, 3))
     order.noted.clear()
@@ -146,7 +148,7 @@ def test_writers_that_an_interrupt_left_uncounted_keep_their_pages() -> None:
     assert pool.free_count == SIZE
 
 
-def test_no_page_asked_for_is_no_page_given() -> None:
+def test_allocating_no_pages_returns_none_and_evicts_none() -> None:
     pool = PagePool(SIZE, 2)
     assert pool.allocate(0).size == 0
     pool.release(published(pool, SIZE))

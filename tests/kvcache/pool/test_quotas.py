@@ -37,7 +37,7 @@ def test_a_tenants_pages_above_its_quota_go_first() -> None:
     order.check()
 
 
-def test_pages_in_use_count_for_no_quota() -> None:
+def test_held_pages_do_not_count_towards_a_quota() -> None:
     quotas = TenantQuotas(POOL, 0.1, {})
     order = QuotaOrder(LruOrder(POOL), quotas)
     owned(order, quotas, "a", 1, 2, 3, 4, 5)
@@ -64,7 +64,7 @@ def test_of_a_tenants_pages_and_slabs_those_go_that_are_older_than_its_first_of_
     assert quotas.pop_surplus(10).tolist() == [3]
 
 
-def test_more_tenants_than_there_are_places_share_one_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tenants_beyond_the_number_of_places_share_one_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvcache.pool.quotas.MOST_TENANTS", 3)
     quotas = TenantQuotas(POOL, 0.1, {})
     order = QuotaOrder(LruOrder(POOL), quotas)
@@ -94,7 +94,7 @@ def test_broken_quota_books_are_named() -> None:
         order.check()
 
 
-def test_who_asks_is_told_who_went_for_a_quota() -> None:
+def test_pop_explained_says_which_pages_were_evicted_for_a_quota() -> None:
     quotas = TenantQuotas(POOL, 0.1, {})
     order = QuotaOrder(HintedOrder(POOL, LruOrder(POOL), share=1.0), quotas)
     owned(order, quotas, "a", 1, 2, 3, 4)  # the quota of "a" is three of 30 pages
@@ -124,7 +124,7 @@ class Told(LruOrder):
 
 
 @pytest.mark.parametrize("slab_pages", [0, 4])
-def test_what_happens_to_the_content_of_pages_is_told_below(slab_pages: int) -> None:
+def test_calls_about_the_content_of_pages_reach_the_wrapped_order(slab_pages: int) -> None:
     quotas = TenantQuotas(POOL, 0.1, {})
     order = QuotaOrder(told := Told(), quotas, slab_pages)
     order.own(pages(3, 4), "a")
@@ -136,7 +136,7 @@ def test_what_happens_to_the_content_of_pages_is_told_below(slab_pages: int) -> 
     assert NoQuotas().ownerless(whose).tolist() == [False] * 4, "no page needs a tenant"
 
 
-def test_an_order_over_another_begins_with_what_is_in_that_one() -> None:
+def test_an_order_that_wraps_another_begins_with_its_pages() -> None:
     inner = LruOrder(POOL)
     inner.append(pages(3, 4))
     order = QuotaOrder(HintedOrder(POOL, inner), TenantQuotas(POOL, 0.1, {}))

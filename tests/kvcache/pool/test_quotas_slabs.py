@@ -107,7 +107,7 @@ class Moves:
         assert self.quotas.ownerless(named).tolist() == [slab not in self.tenants for slab in every]
 
 
-def test_any_sequence_goes_as_lists_say() -> None:
+def test_any_sequence_of_calls_agrees_with_a_model_of_lists() -> None:
     moves = Moves()
     for _ in range(3000):
         moves.rng.choice([moves.own, moves.append, moves.append, moves.remove, moves.lose, moves.move, moves.pop])()
@@ -118,7 +118,7 @@ def test_any_sequence_goes_as_lists_say() -> None:
 
 
 @pytest.mark.parametrize("most", range(6))
-def test_of_several_tenants_no_more_goes_than_is_asked_for(most: int) -> None:
+def test_no_more_pages_of_several_tenants_are_evicted_than_requested(most: int) -> None:
     for slabs in (True, False):
         quotas = TenantQuotas(PAGES, 0.0, {})
         for first, salt in ((1, "a"), (4, "b")):
@@ -136,7 +136,7 @@ def test_a_wrong_count_of_slabs_is_named() -> None:
         moves.order.check()
 
 
-def test_what_is_wrong_in_the_order_below_is_named() -> None:
+def test_an_inconsistency_in_the_wrapped_order_is_named() -> None:
     below = LruOrder(SLABS)
     order = QuotaOrder(below, TenantQuotas(PAGES, 1.0, QUOTAS), SLAB_PAGES)
     order.append(ids(3))

@@ -156,7 +156,7 @@ def test_the_slab_whose_pages_were_used_longest_ago_is_taken_and_they_are_evicte
     recount(pool, pages[:3])
 
 
-def test_of_pages_and_what_is_kept_the_one_goes_that_was_used_first() -> None:
+def test_of_pages_and_kept_slabs_the_one_that_was_used_first_is_evicted() -> None:
     pool, kept, _ = made()
     first = kept.keep()
     pages = pool.allocate(11)
@@ -169,7 +169,7 @@ def test_of_pages_and_what_is_kept_the_one_goes_that_was_used_first() -> None:
     recount(pool, pages[:3])
 
 
-def test_nothing_is_given_up_for_a_slab_while_fresh_pages_make_one_not_even_what_is_above_a_quota() -> None:
+def test_nothing_is_evicted_for_a_slab_that_fresh_pages_can_form_not_even_content_above_a_quota() -> None:
     pool, kept, _ = made()
     quotas = TenantQuotas(15, 0.1, {})
     pool.follow(QuotaOrder(pool.idle, quotas))
@@ -185,7 +185,7 @@ def test_nothing_is_given_up_for_a_slab_while_fresh_pages_make_one_not_even_what
     assert (pool.evictions, kept.num_idle) == (3, 1)
 
 
-def test_what_is_evicted_for_a_slab_is_told_and_kept_below_and_found_no_more() -> None:
+def test_pages_evicted_for_a_slab_are_reported_stored_in_lower_tiers_and_not_found_any_more() -> None:
     pool, _, _ = made()
     told = Told()
     pages = pool.allocate(15)
@@ -200,7 +200,7 @@ def test_what_is_evicted_for_a_slab_is_told_and_kept_below_and_found_no_more() -
     assert pool.index.published.nonzero()[0].tolist() == [*range(1, 12)]
 
 
-def test_a_slab_is_made_room_for_by_what_a_tenant_has_above_its_quota() -> None:
+def test_pages_of_a_tenant_above_its_quota_make_room_for_a_slab() -> None:
     """Pages 8 to 15, in two slabs, belong to no tenant. The pages of a tenant that is above its quota lie in a lower
     slab, and were used later.
     """
@@ -223,7 +223,7 @@ def test_a_slab_is_made_room_for_by_what_a_tenant_has_above_its_quota() -> None:
     recount(pool, pages[:3], np.array([5, 6, 7]))
 
 
-def test_what_is_kept_is_given_up_for_pages_where_it_is_older_or_they_are_too_few() -> None:
+def test_a_kept_slab_is_evicted_for_pages_if_it_is_older_or_pages_are_too_few() -> None:
     pool, kept, _ = made()
     kept.keep()
     pages = pool.allocate(11)
@@ -245,7 +245,7 @@ def test_what_is_kept_is_given_up_for_pages_where_it_is_older_or_they_are_too_fe
     assert kept.num_idle == 0
 
 
-def test_held_pages_are_moved_out_of_the_slab_with_the_fewest() -> None:
+def test_held_pages_are_moved_out_of_the_slab_that_has_the_fewest_of_them() -> None:
     pool, _, moves = made()
     pages = pool.allocate(15)
     publish(pool, pages)
@@ -265,7 +265,7 @@ def test_held_pages_are_moved_out_of_the_slab_with_the_fewest() -> None:
     assert pool.moved == 2
 
 
-def test_what_was_said_of_a_page_and_its_tenant_go_along_and_end_with_it() -> None:
+def test_the_hint_and_the_tenant_of_a_page_move_with_it_and_end_with_it() -> None:
     pool, _, _ = made()
     quotas = TenantQuotas(15, 0.1, {})
     order = HintedOrder(15, pool.idle)
@@ -305,7 +305,7 @@ def hinted(code: int, share: float = 0.5) -> tuple[SlabPool, Kept, HintedOrder]:
 
 
 @pytest.mark.parametrize(("code", "share"), [(0, 0.5), (0, 0.0), (4, 0.5)])
-def test_a_page_was_used_so_much_earlier_or_later_as_its_hint_says_and_is_trusted(code: int, share: float) -> None:
+def test_a_hint_moves_the_use_of_a_page_by_its_level_and_the_trusted_share(code: int, share: float) -> None:
     pool, _, order = hinted(code, share)
     lead = round((code - 2) * 2 * share * 15)
     assert pool.use_of(order, pool._used) == pool.clock + lead
@@ -318,7 +318,7 @@ def test_a_page_was_used_so_much_earlier_or_later_as_its_hint_says_and_is_truste
     assert (pool._used[1], pool._turn[1]) == (0, 0)
 
 
-def test_the_pages_of_a_slab_that_comes_back_are_fresh_whatever_was_said_of_them_before() -> None:
+def test_pages_of_a_returned_slab_are_fresh_whatever_hints_they_had() -> None:
     pool, kept, _ = made(31)
     order = HintedOrder(31, pool.idle, share=0.5)
     pool.follow(order)
@@ -334,14 +334,14 @@ def test_the_pages_of_a_slab_that_comes_back_are_fresh_whatever_was_said_of_them
     assert pool.take_slab() == 6, "fresh pages go before what is kept, however old this is"
 
 
-def test_a_hint_whose_time_is_over_makes_a_page_no_younger() -> None:
+def test_an_expired_hint_makes_a_page_no_younger() -> None:
     pool, _, order = hinted(4 + 5)  # a hint for at most four seconds
     assert pool.use_of(order, pool._used) > pool.clock
     order._expires[:] = 99.0
     assert pool.use_of(order, pool._used) == pool.clock
 
 
-def test_with_hints_what_goes_next_is_compared_and_not_what_went_last() -> None:
+def test_with_hints_a_kept_slab_is_compared_with_the_next_eviction_and_not_with_the_last() -> None:
     pool, kept, _ = hinted(4)
     kept.slabs = [(3, pool.clock + 1)]
     pool.allocate(1)
@@ -358,7 +358,7 @@ def test_pages_of_slabs_are_pages_that_are_cached_beside_those_published() -> No
     assert pool.width == 1 + 4 / 11
 
 
-def test_pages_that_must_stay_or_have_no_place_to_go_keep_their_slab() -> None:
+def test_pages_that_cannot_be_moved_keep_their_slab() -> None:
     pool, _, moves = made()
     pages = pool.allocate(15)
     moves.stays = {4, 9, 14}

@@ -50,7 +50,7 @@ class Moved(PageMoves):
         self.sources += sources.tolist()
 
 
-def test_whoever_moves_pages_is_asked_from_then_on() -> None:
+def test_a_mover_that_is_set_later_is_used_from_then_on() -> None:
     pool = SlabPool(15, 1, 4)
     pages = pool.allocate(15)
     pool.release(pages[[0, 1, 3, 4, 5, 7, 8]])
@@ -85,7 +85,7 @@ class Cached(CachedSlabs):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_cached_slab_goes_once_a_page_was_evicted_that_was_used_as_late(count: int) -> None:
+def test_a_cached_slab_is_evicted_once_a_page_with_as_late_a_use_was_evicted(count: int) -> None:
     pool = SlabPool(15, 1, 4)
     pages = pool.allocate(15)
     publish(pool, pages)
@@ -101,7 +101,7 @@ def test_a_cached_slab_goes_once_a_page_was_evicted_that_was_used_as_late(count:
     assert cached.num_idle == 0
 
 
-def test_no_slab_is_given_up_where_fresh_pages_are_just_enough() -> None:
+def test_no_cached_slab_is_evicted_if_fresh_pages_are_just_enough() -> None:
     pool = SlabPool(15, 1, 4)
     cached = Cached(pool, 1)
     pool._last_evicted = 5  # pyright: ignore[reportPrivateUsage]

@@ -298,8 +298,6 @@ class Books:
         """Records that a copy of a state at the end of a page is kept, if there is room.
 
         The new copy replaces a copy that is only passed along with the request.
-
-        It replaces a copy that only passes along.
         """
         start = one.cached
         if start % PAGE_SIZE or not start or not replica.caching:

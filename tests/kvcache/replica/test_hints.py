@@ -42,7 +42,7 @@ def found(manager: PagedKVCacheManager, *names: int) -> list[bool]:
     return [count > 0 for count in pages]
 
 
-def test_what_is_said_to_go_first_goes_first() -> None:
+def test_content_that_a_hint_puts_first_is_evicted_first() -> None:
     manager = trusting(manager_of(40, checks=False))
     for name in range(10):
         serve(manager, prompt(name), FIRST if name % 2 else LAST)
@@ -145,7 +145,7 @@ def evidence(manager: PagedKVCacheManager) -> list[int]:
     return learned
 
 
-def test_plain_lru_is_counted_as_it_would_have_hit() -> None:
+def test_the_plain_baseline_has_the_hits_of_plain_lru() -> None:
     """Neutral hints change nothing. So the baseline must have the same hits as the cache, also with concurrent and
     aborted requests.
     """

@@ -69,7 +69,7 @@ def without_states(manager: PagedKVCacheManager, name: str) -> None:
     manager.step([context])
 
 
-def test_its_chunks_end_where_it_leaves_what_others_have_by_now() -> None:
+def test_after_a_cancelled_import_a_chunk_ends_where_the_prompt_diverges_from_cached_prompts() -> None:
     source, target = make(), make()
     context, pending = importing(source, target)
     served(target, [*PROMPT[: 5 * SIZE], *[1] * 9], "meanwhile")
@@ -81,7 +81,9 @@ def test_its_chunks_end_where_it_leaves_what_others_have_by_now() -> None:
 
 @pytest.mark.parametrize("holds", ["request", "lease", "nobody"])
 @pytest.mark.parametrize("groups", [WIDE, NARROW])
-def test_what_is_found_behind_its_state_is_not_written(groups: tuple[LayerGroup, ...], holds: str) -> None:
+def test_after_a_cancelled_import_cached_pages_after_the_last_state_are_not_overwritten(
+    groups: tuple[LayerGroup, ...], holds: str
+) -> None:
     source, target = make(groups), make(groups)
     served(target, PROMPT, "first", release=False)
     if holds == "lease":
@@ -103,7 +105,7 @@ def test_what_is_found_behind_its_state_is_not_written(groups: tuple[LayerGroup,
 
 
 @pytest.mark.parametrize("groups", [WIDE, NARROW])
-def test_without_states_what_a_full_table_finds_behind_a_lost_window_is_not_written(
+def test_after_a_cancelled_import_cached_pages_after_a_lost_window_are_not_overwritten(
     groups: tuple[LayerGroup, ...],
 ) -> None:
     source, target = make(groups, states=False), make(groups, states=False)
@@ -120,7 +122,7 @@ def test_without_states_what_a_full_table_finds_behind_a_lost_window_is_not_writ
         compute(target, context)
 
 
-def test_a_leased_request_does_not_go_on_in_them() -> None:
+def test_a_leased_request_does_not_compute_in_the_pages_of_its_cancelled_import() -> None:
     source, target = make(WIDE), make(WIDE)
     served(target, PROMPT, "first")
     forget_states(target)
@@ -139,7 +141,7 @@ def test_a_leased_request_does_not_go_on_in_them() -> None:
     compute(target, context)
 
 
-def test_it_waits_without_pages_where_too_few_are_free() -> None:
+def test_after_a_cancelled_import_a_request_waits_without_pages_if_too_few_are_free() -> None:
     source, target = make(WIDE, states=False), make(WIDE, states=False, pages=30)
     context, pending = importing(source, target)
     target.cancel_import(pending)
@@ -153,7 +155,9 @@ def test_it_waits_without_pages_where_too_few_are_free() -> None:
 
 
 @pytest.mark.parametrize("interrupted", ["cancel_import", "a later call"])
-def test_after_an_interrupt_they_are_not_written(monkeypatch: pytest.MonkeyPatch, interrupted: str) -> None:
+def test_after_an_interrupt_the_pages_of_a_cancelled_import_are_not_overwritten(
+    monkeypatch: pytest.MonkeyPatch, interrupted: str
+) -> None:
     def stops(*_: Any) -> None:
         raise KeyboardInterrupt
 

@@ -39,7 +39,7 @@ def copied(it: ServedStates) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("slabs", WAYS)
-def test_a_request_goes_on_from_the_pages_and_the_state_of_another_replica(slabs: bool) -> None:
+def test_a_request_resumes_from_pages_and_the_state_copied_from_another_replica(slabs: bool) -> None:
     it = of(slabs)
     it.serve(PROMPT, replica=1)
     assert it.serve(PROMPT, replica=0) == 40
@@ -51,7 +51,7 @@ def test_a_request_goes_on_from_the_pages_and_the_state_of_another_replica(slabs
 
 
 @pytest.mark.parametrize("slabs", WAYS)
-def test_no_page_is_brought_behind_the_last_state_of_any_replica(slabs: bool) -> None:
+def test_no_page_after_the_last_state_of_any_replica_is_copied(slabs: bool) -> None:
     it = of(slabs, every=4)
     it.serve(PROMPT, replica=1)
     other = [*PROMPT[:30], *range(200, 216)]  # shares seven pages, and the state after four of them
@@ -60,7 +60,7 @@ def test_no_page_is_brought_behind_the_last_state_of_any_replica(slabs: bool) ->
 
 
 @pytest.mark.parametrize("slabs", WAYS)
-def test_where_the_state_is_here_the_pages_come_alone_and_the_other_way_round(slabs: bool) -> None:
+def test_only_the_pages_or_only_the_state_is_copied_if_the_other_is_already_cached(slabs: bool) -> None:
     it = of(slabs)
     it.serve(PROMPT, replica=1)
     it.serve(PROMPT, replica=0)
@@ -94,14 +94,14 @@ def test_the_state_comes_from_one_replica_and_pages_from_another(slabs: bool) ->
 
 
 @pytest.mark.parametrize("slabs", WAYS)
-def test_of_a_window_the_last_pages_come_with_the_state(slabs: bool) -> None:
+def test_only_the_last_pages_of_a_window_are_copied_with_the_state(slabs: bool) -> None:
     it = of(slabs, layers=2, params={"groups": WINDOWS})
     it.serve(PROMPT, replica=1)
     assert it.serve(PROMPT, replica=0) == 40
     assert copied(it) == (10 + 2, 1, 1)
 
 
-def test_where_no_slab_is_left_for_the_copy_pages_come_as_far_as_a_state_is_here() -> None:
+def test_without_a_slab_for_the_state_pages_are_copied_up_to_the_last_state_of_this_replica() -> None:
     it = of(slabs=True, pages=60, every=4)
     it.serve(PROMPT[:18], replica=0)  # a state after four pages
     it.serve(PROMPT, replica=1)
@@ -119,7 +119,7 @@ def test_where_no_slab_is_left_for_the_copy_pages_come_as_far_as_a_state_is_here
     assert copied(it) == (4 + 2, 1, 2)
 
 
-def test_where_every_state_page_is_held_pages_come_as_far_as_a_state_is_here() -> None:
+def test_without_a_free_state_page_pages_are_copied_up_to_the_last_state_of_this_replica() -> None:
     it = of(slabs=False)
     it.serve(PROMPT, replica=1)
     leases = list[Any]()
@@ -144,7 +144,7 @@ def test_where_every_state_page_is_held_pages_come_as_far_as_a_state_is_here() -
 
 
 @pytest.mark.parametrize("slabs", WAYS)
-def test_a_request_that_does_not_fit_brings_nothing(slabs: bool) -> None:
+def test_a_request_that_does_not_fit_copies_nothing(slabs: bool) -> None:
     it = of(slabs, pages=30)
     it.serve(PROMPT, replica=1)
     replica = it.manager._replicas.each[0]
@@ -162,7 +162,7 @@ def test_a_request_that_does_not_fit_brings_nothing(slabs: bool) -> None:
 
 
 @pytest.mark.parametrize("slabs", WAYS)
-def test_what_the_host_has_of_a_prefix_comes_from_there_and_the_rest_from_the_replica(slabs: bool) -> None:
+def test_pages_are_loaded_from_the_host_if_it_has_them_and_copied_from_the_other_replica_otherwise(slabs: bool) -> None:
     it = of(slabs, host=True)
     it.serve(PROMPT, replica=1)
     it.manager.flush_tiers()
@@ -180,7 +180,7 @@ def test_what_the_host_has_of_a_prefix_comes_from_there_and_the_rest_from_the_re
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("slabs", WAYS)
-def test_whatever_two_replicas_serve_the_states_are_those_of_the_tokens(slabs: bool) -> None:
+def test_random_requests_on_two_replicas_always_read_the_states_of_their_tokens(slabs: bool) -> None:
     it, rng = of(slabs, pages=40, every=2, layers=2, params={"groups": WINDOWS}), random.Random(3)
     for _ in range(120):
         start = rng.choice(((1, 2, 3), (4, 5, 6), (7, 8, 9))) * rng.randint(1, 14)

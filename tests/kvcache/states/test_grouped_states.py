@@ -109,7 +109,7 @@ def without_state_at(manager: PagedKVCacheManager, pages: int) -> None:
         ((), (9, 8, 7, 6, 5, 4, 3, 2, 1), 0),
     ],
 )
-def test_a_prompt_is_found_up_to_the_last_end_at_which_all_can_go_on(
+def test_a_prompt_is_found_up_to_the_last_end_from_which_windows_and_state_can_resume(
     copies: int | None, windows: tuple[int, ...], states: tuple[int, ...], found: int
 ) -> None:
     manager = make(copies=copies)
@@ -123,7 +123,7 @@ def test_a_prompt_is_found_up_to_the_last_end_at_which_all_can_go_on(
     assert served(manager, PROMPT, "again")[0] == found * SIZE
 
 
-def test_where_a_prompt_leaves_what_others_have_a_state_is_kept_although_the_windows_are_gone() -> None:
+def test_a_state_is_kept_where_a_prompt_diverges_even_if_the_windows_there_are_gone() -> None:
     manager = make(every=0)
     served(manager, PROMPT)
     for column in range(9):
@@ -152,7 +152,7 @@ def handed(source: PagedKVCacheManager, target: PagedKVCacheManager, table: Bloc
 
 @pytest.mark.parametrize("copies", [20, None])
 @pytest.mark.parametrize("here", ["nothing", "all", "no window", "no state"])
-def test_an_import_takes_what_lacks_in_each_table_and_the_state(copies: int | None, here: str) -> None:
+def test_an_import_copies_the_missing_pages_of_each_table_and_the_state(copies: int | None, here: str) -> None:
     source, target = make(copies=copies), make(copies=copies)
     served(source, PROMPT, release=False)
     table = source.block_table("r")
@@ -189,7 +189,7 @@ def test_a_cancelled_import_begins_anew() -> None:
     assert target.num_held_blocks == 0
 
 
-def test_tables_of_another_number_are_refused_by_name() -> None:
+def test_a_block_table_with_another_number_of_tables_is_refused_by_name() -> None:
     source, target = make(), make()
     served(source, PROMPT, release=False)
     table = source.block_table("r")
@@ -217,7 +217,7 @@ def in_each_slab(manager: PagedKVCacheManager) -> TextContext:
 
 
 @pytest.mark.parametrize("known", ["", "lease", "fetch", "table"])
-def test_pages_of_a_window_are_moved_for_a_state_but_not_those_that_others_know(known: str) -> None:
+def test_window_pages_are_moved_to_make_room_for_a_state_unless_others_know_their_ids(known: str) -> None:
     manager = make(pages=60, copies=None, every=0, rows=16, checks=False, shape=LARGE)
     pool: Any = manager._replicas.each[0].pool
     context = in_each_slab(manager)

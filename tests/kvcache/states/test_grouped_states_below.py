@@ -39,7 +39,7 @@ def evict_all(manager: PagedKVCacheManager) -> None:
 
 
 @FORMS
-def test_what_was_evicted_comes_back_with_its_state(copies: int | None) -> None:
+def test_evicted_pages_are_loaded_again_together_with_the_state(copies: int | None) -> None:
     manager = below(copies)
     served(manager, PROMPT)
     evict_all(manager)
@@ -49,7 +49,7 @@ def test_what_was_evicted_comes_back_with_its_state(copies: int | None) -> None:
 
 
 @FORMS
-def test_another_process_finds_it_in_files(copies: int | None, tmp_path: Path) -> None:
+def test_another_process_finds_pages_and_state_in_files(copies: int | None, tmp_path: Path) -> None:
     first = below(copies, tmp_path)
     served(first, PROMPT)
     first.close()
@@ -60,7 +60,7 @@ def test_another_process_finds_it_in_files(copies: int | None, tmp_path: Path) -
     again.close()
 
 
-def test_of_files_is_read_what_the_last_end_with_a_state_needs(tmp_path: Path) -> None:
+def test_from_files_only_the_pages_up_to_the_last_state_are_read(tmp_path: Path) -> None:
     first = below(20, tmp_path, every=2)
     served(first, PROMPT)
     first.close()
@@ -73,7 +73,7 @@ def test_of_files_is_read_what_the_last_end_with_a_state_needs(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("where", ["host", "files"])
-def test_pages_of_the_device_go_with_a_state_from_below(where: str, tmp_path: Path) -> None:
+def test_pages_on_the_device_are_used_with_a_state_from_a_lower_tier(where: str, tmp_path: Path) -> None:
     manager = below(20, tmp_path)
     served(manager, PROMPT)
     manager.flush_tiers()
@@ -102,7 +102,7 @@ def gone_from_host(manager: PagedKVCacheManager, pages: int) -> tuple[Any, Any, 
     return pool.index, slot, digest
 
 
-def test_an_end_without_a_state_anywhere_brings_nothing_up_behind_it() -> None:
+def test_no_page_after_the_last_state_is_loaded() -> None:
     manager = below(20, every=2)
     served(manager, PROMPT)
     evict_all(manager)
@@ -113,7 +113,7 @@ def test_an_end_without_a_state_anywhere_brings_nothing_up_behind_it() -> None:
     assert manager.metrics.h2d_blocks_copied == 8 + 2
 
 
-def test_a_state_that_comes_while_a_request_waits_is_seen() -> None:
+def test_a_waiting_request_notices_a_new_state_in_the_host() -> None:
     manager = below(20, checks=False)
     served(manager, PROMPT)
     evict_all(manager)
@@ -130,7 +130,7 @@ def test_a_state_that_comes_while_a_request_waits_is_seen() -> None:
     assert context.start_idx == FOUND
 
 
-def test_a_state_that_comes_on_the_device_while_a_request_waits_is_seen() -> None:
+def test_a_waiting_request_notices_a_new_state_on_the_device() -> None:
     manager = below(20, checks=False)
     served(manager, PROMPT)
     manager.flush_tiers()
@@ -151,7 +151,7 @@ def test_a_state_that_comes_on_the_device_while_a_request_waits_is_seen() -> Non
     assert manager.metrics.h2d_states_copied == 0
 
 
-def test_a_state_behind_what_all_tables_can_go_on_from_is_not_read(tmp_path: Path) -> None:
+def test_a_state_after_the_last_end_of_all_tables_is_not_read(tmp_path: Path) -> None:
     manager = below(20, tmp_path, every=2)
     served(manager, PROMPT)
     manager.flush_tiers()
@@ -169,7 +169,7 @@ def test_a_state_behind_what_all_tables_can_go_on_from_is_not_read(tmp_path: Pat
     manager.close()
 
 
-def test_behind_a_state_that_cannot_be_read_a_window_comes_up_to_the_state_before_it(
+def test_if_a_state_cannot_be_read_the_window_before_the_previous_state_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = below(20, tmp_path, every=2)
@@ -212,7 +212,7 @@ def written(store: StoredObjects, copies: int | None = 20, **options: Any) -> No
 
 @FORMS
 @pytest.mark.parametrize("count", [1, 4, 8])
-def test_another_machine_finds_it_in_a_store(copies: int | None, count: int) -> None:
+def test_another_machine_finds_pages_and_state_in_a_store(copies: int | None, count: int) -> None:
     """An object has 4 or 8 pages. If a state lies within an object, a shorter object is written, which ends at that
     state.
     """
@@ -228,7 +228,7 @@ def test_another_machine_finds_it_in_a_store(copies: int | None, count: int) -> 
     assert store.open == 0
 
 
-def test_a_longer_prompt_goes_on_from_the_state_within_an_object() -> None:
+def test_a_longer_prompt_resumes_from_a_state_within_an_object() -> None:
     store = StoredObjects()
     written(store)
     longer, again = [*PROMPT[:37], *range(500, 520)], stored(store)
@@ -239,7 +239,7 @@ def test_a_longer_prompt_goes_on_from_the_state_within_an_object() -> None:
 
 
 @pytest.mark.parametrize(("table", "end"), [(0, 9), (1, 9), (0, 8), (1, 8)])
-def test_an_end_that_a_table_cannot_go_on_from_is_none(table: int, end: int) -> None:
+def test_no_request_resumes_where_one_table_lacks_its_object(table: int, end: int) -> None:
     """The object that ends at page `end` is gone from one of the tables. So the prompt is found only up to the last
     earlier state, if there is one.
     """
@@ -259,7 +259,7 @@ def test_an_end_that_a_table_cannot_go_on_from_is_none(table: int, end: int) -> 
     again.close()
 
 
-def test_of_a_store_and_files_each_gives_what_it_has(tmp_path: Path) -> None:
+def test_a_prompt_is_found_in_files_alone_and_in_a_store_alone(tmp_path: Path) -> None:
     store = StoredObjects()
     files = {"file_tier_dir": str(tmp_path), "file_tier_max_gb": 1e-2}
     written(store, params=files)
@@ -276,7 +276,7 @@ def test_of_a_store_and_files_each_gives_what_it_has(tmp_path: Path) -> None:
     alone.close()
 
 
-def test_what_a_store_has_damaged_is_no_hit() -> None:
+def test_a_damaged_object_is_a_miss() -> None:
     store = StoredObjects()
     written(store)
     for key, content in store.pages.items():

@@ -107,7 +107,7 @@ def test_a_hinted_prefix_is_found_after_a_flood_with_its_state(said: Retention |
     assert serve(manager, prompt(1)) == (0 if said is None else 8)
 
 
-def test_what_is_said_to_go_first_goes_first() -> None:
+def test_content_that_a_hint_puts_first_is_evicted_first() -> None:
     manager = trusting(made(400, 10))
     for name in range(6):
         serve(manager, prompt(name), FIRST if name % 2 else None)
@@ -116,7 +116,7 @@ def test_what_is_said_to_go_first_goes_first() -> None:
     assert [found(manager, prompt(name)) for name in range(6)] == [2, 0] * 3
 
 
-def test_that_it_stays_is_said_of_the_newest_copies_alone() -> None:
+def test_a_hint_to_stay_applies_only_to_the_newest_state_copies() -> None:
     """A copy is made after every page. The hint says that content should stay, and it applies to three of the copies:
     those at the end of the answer, of the prompt and of the range.
     """
@@ -131,7 +131,7 @@ def test_that_it_stays_is_said_of_the_newest_copies_alone() -> None:
     assert copies_of(manager, whole) == [3, 8, 10]
 
 
-def test_that_it_goes_first_is_said_of_all_copies() -> None:
+def test_a_hint_to_go_first_applies_to_all_state_copies() -> None:
     manager = trusting(made(400, 9, state_every_pages=1))
     serve(manager, prompt(1, 6), FIRST)
     serve(manager, prompt(2, 2))
@@ -144,7 +144,7 @@ def test_that_it_goes_first_is_said_of_all_copies() -> None:
 
 
 @pytest.mark.parametrize("again", [None, FIRST])
-def test_a_copy_that_was_to_go_first_and_is_used_is_not_put_first_again(again: Retention | None) -> None:
+def test_a_state_copy_that_is_used_again_is_not_put_first_by_a_hint_any_more(again: Retention | None) -> None:
     manager = trusting(made(400, 6))
     serve(manager, prompt(1), FIRST)
     for name in range(100, 104):
@@ -166,7 +166,7 @@ def one_by_one(manager: PagedKVCacheManager) -> None:
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_what_comes_into_a_copys_place_has_no_hint_of_it(*, together: bool) -> None:
+def test_a_state_copy_does_not_inherit_the_hint_of_the_copy_that_it_replaces(*, together: bool) -> None:
     """The child has a hint, and resumes from a copy that its parent still passes along.
 
     The parent then replaces this copy with its next one, to which the child's hint must not apply.
@@ -196,7 +196,7 @@ def test_what_comes_into_a_copys_place_has_no_hint_of_it(*, together: bool) -> N
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_a_hint_does_not_wear_off_by_requests_that_come_further(*, together: bool) -> None:
+def test_a_hint_does_not_wear_off_however_many_copies_other_requests_make(*, together: bool) -> None:
     """A request replaces its own last copy with each new one. So it evicts no other content, however many copies it
     makes.
     """
@@ -258,7 +258,7 @@ def test_in_one_memory_a_hinted_prefix_is_found_after_a_flood(said: Retention | 
     assert found(manager, prompt(1)) == (0 if said is None else 2)
 
 
-def test_in_one_memory_what_goes_first_goes_first_with_its_copy() -> None:
+def test_in_one_memory_a_hint_to_go_first_applies_to_pages_and_their_state_copy() -> None:
     manager = trusting(shared(80))
     for name in range(8):
         serve(manager, prompt(name), FIRST if name % 2 else LAST)
@@ -278,7 +278,7 @@ def test_in_one_memory_a_hint_that_keeps_pages_keeps_them_from_slabs_too(*, long
     assert found(manager, prompt(1, 20)) == 20
 
 
-def test_in_one_memory_a_hint_whose_time_is_over_keeps_no_copy() -> None:
+def test_in_one_memory_an_expired_hint_keeps_no_state_copy() -> None:
     manager = trusting(shared(60))
     now = [0.0]
     for order in (manager._replicas.each[0].pool.idle, manager.states[0].pool.idle):
@@ -293,7 +293,7 @@ def test_in_one_memory_a_hint_whose_time_is_over_keeps_no_copy() -> None:
 
 
 @pytest.mark.parametrize("slab_pages", [1, 4])
-def test_in_one_memory_a_tenants_copies_count_as_many_pages_as_they_take(slab_pages: int) -> None:
+def test_in_one_memory_a_state_copy_counts_towards_the_quota_as_the_pages_of_its_slab(slab_pages: int) -> None:
     manager = shared(90, slab_pages, tenant_quota=0.15)  # 13 pages
     for name in range(3):
         serve(manager, prompt(name))
@@ -341,7 +341,7 @@ def test_the_share_grows_while_hints_are_right(*, slabs: bool) -> None:
     assert manager.hint_share == 0.95
 
 
-def test_in_one_memory_what_runs_leaves_plain_lru_no_room_for_its_slabs() -> None:
+def test_in_one_memory_the_slabs_of_running_requests_reduce_the_room_of_the_plain_baseline() -> None:
     manager, rooms = shared(60, rows=3), list[int]()
     serve(manager, prompt(0), Retention())
     manager.reset_prefix_cache()
@@ -355,7 +355,7 @@ def test_in_one_memory_what_runs_leaves_plain_lru_no_room_for_its_slabs() -> Non
     assert rooms == [60 - running * (manager.slab_pages + 1) for running in (1, 2, 3)]
 
 
-def test_in_one_memory_plain_lru_is_counted_as_it_would_have_hit() -> None:
+def test_in_one_memory_the_plain_baseline_has_the_hits_of_plain_lru() -> None:
     """Neutral hints change nothing. So the cache has about as many hits as the baseline, which does not model copies of
     states.
     """

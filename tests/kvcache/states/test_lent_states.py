@@ -68,7 +68,7 @@ def test_the_pages_are_leased_up_to_the_last_state_and_the_state_with_them(slabs
 
 
 @WAYS
-def test_where_the_last_state_is_gone_or_there_is_no_room_for_all_an_earlier_one_is_lent(slabs: bool) -> None:
+def test_an_earlier_state_is_lent_if_the_last_one_is_gone_or_the_pages_up_to_it_are_too_many(slabs: bool) -> None:
     it = of(slabs, every=4)
     it.serve(PROMPT)
     slab = it.manager.slab_pages
@@ -92,7 +92,7 @@ def test_where_the_last_state_is_gone_or_there_is_no_room_for_all_an_earlier_one
     assert it.manager.contents.cached(0, wanted(it)) == 0
 
 
-def test_a_part_of_a_prefix_is_not_lent() -> None:
+def test_with_states_a_part_of_a_prefix_is_not_lent() -> None:
     it = of(slabs=True)
     it.serve(PROMPT)
     assert it.manager.contents.digests(TextContext([*PROMPT], 256, "theirs"), 3) == wanted(it)
@@ -101,7 +101,7 @@ def test_a_part_of_a_prefix_is_not_lent() -> None:
 
 
 @WAYS
-def test_of_a_window_the_last_pages_are_lent_with_the_state(slabs: bool) -> None:
+def test_only_the_last_pages_of_a_window_are_lent_with_the_state(slabs: bool) -> None:
     it = of(slabs, layers=2, params={"groups": WINDOWS})
     it.serve(PROMPT)
     held = leased(it)
@@ -111,7 +111,7 @@ def test_of_a_window_the_last_pages_are_lent_with_the_state(slabs: bool) -> None
 
 
 @WAYS
-def test_what_was_imported_and_never_ran_here_is_found(slabs: bool) -> None:
+def test_an_imported_state_is_found_even_if_its_request_never_ran_here(slabs: bool) -> None:
     source, reader = of(slabs), of(slabs)
     source.serve(PROMPT)
     held = leased(source)
@@ -149,7 +149,7 @@ def brought(it: ServedStates) -> int:
 
 
 @WAYS
-def test_a_state_that_lies_below_is_brought_after_its_pages(slabs: bool, tmp_path: Path) -> None:
+def test_a_state_in_a_lower_tier_is_loaded_after_its_pages(slabs: bool, tmp_path: Path) -> None:
     told = {"file_tier_dir": str(tmp_path), "file_tier_max_gb": 1e-3, "file_tier_key": "model"}
     it = ServedStates(slabs=slabs, params=told)
     it.serve(PROMPT)
@@ -172,7 +172,7 @@ def test_a_state_that_lies_below_is_brought_after_its_pages(slabs: bool, tmp_pat
     again.manager.close()
 
 
-def test_no_state_is_brought_where_half_of_the_free_pages_are_too_few() -> None:
+def test_no_state_is_loaded_if_it_needs_more_than_half_of_the_free_pages() -> None:
     it = ServedStates(pages=40)
     it.serve(PROMPT)
     it.manager.flush_tiers()

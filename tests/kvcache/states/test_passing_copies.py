@@ -54,7 +54,7 @@ def kept(states: StatePages, *words: int) -> list[int]:
     return [int(states.blocks[0][0][page].flatten()[0]) if page else 0 for page in pages]
 
 
-def test_each_copy_is_the_next_one_where_it_lies() -> None:
+def test_each_passing_copy_is_replaced_in_its_place_by_the_next_one() -> None:
     states = made(copies=3)
     on(states)
     assert states.keep_passing(NAMES, digests(11, 12, 13), np.array([16, 16, 16]))
@@ -70,7 +70,7 @@ def test_each_copy_is_the_next_one_where_it_lies() -> None:
     assert kept(states, 21, 22, 23) == [0, 0, 12], "the copy of the first request goes first"
 
 
-def test_they_are_used_last() -> None:
+def test_new_passing_copies_count_as_used_last() -> None:
     states = made()
     run(states, "a", 9, 50)
     states.keep("a", digests(9), 9, passing=False)  # this copy is permanent, and replaces copy 1
@@ -107,7 +107,9 @@ def elsewhere(states: StatePages) -> None:
 
 
 @pytest.mark.parametrize("happens", [held, gone, evicted, kept_by_now, elsewhere])
-def test_one_by_one_where_they_cannot(happens: Callable[[StatePages], None]) -> None:
+def test_passing_copies_are_made_one_by_one_if_they_cannot_be_made_together(
+    happens: Callable[[StatePages], None],
+) -> None:
     states = made(copies=5)  # enough room for the following copies
     on(states)
     happens(states)
@@ -118,7 +120,7 @@ def test_one_by_one_where_they_cannot(happens: Callable[[StatePages], None]) -> 
     assert (states._tokens == before[3]).all()
 
 
-def test_one_by_one_where_two_come_to_the_same_tokens() -> None:
+def test_passing_copies_are_made_one_by_one_if_two_requests_have_the_same_tokens() -> None:
     states = made()
     on(states)
     assert not states.keep_passing(NAMES, digests(11, 11, 13), np.array([16, 16, 16]))
@@ -127,7 +129,7 @@ def test_one_by_one_where_two_come_to_the_same_tokens() -> None:
     assert kept(states, 1, 2, 3, 11, 12, 13) == [0, 1, 2, 0, 0, 0]
 
 
-def test_in_slabs_they_are_as_young_as_what_was_let_go_last() -> None:
+def test_passing_copies_in_slabs_are_as_young_as_the_page_released_last() -> None:
     pool = SlabPool(63, 1, 4)
     rows = torch.zeros((64, 4), dtype=torch.uint8)
     states = StatePages(SHAPE, room_in_slabs(SHAPE, pool, [rows]), UnderWay())
@@ -143,7 +145,7 @@ def test_in_slabs_they_are_as_young_as_what_was_let_go_last() -> None:
     states.check(NAMES)
 
 
-def test_what_of_many_may_not_run_on_is_named() -> None:
+def test_of_many_requests_the_one_that_may_not_run_is_named() -> None:
     states = made()
     with pytest.raises(StatePageError, match="'b' would run from token 7"):
         states.pages_at(NAMES, [8, 7, 8])

@@ -61,7 +61,7 @@ def test_a_step_that_is_refused_leaves_requests_with_drafted_tokens_where_they_w
     assert not states.drafts.page_of
 
 
-def test_who_remembers_what_was_lacking_looks_again_once_a_state_has_come() -> None:
+def test_a_new_state_makes_waiting_requests_look_up_their_prefix_again() -> None:
     manager, states, context = drafted()
     manager.step([context])
     replica = manager._replicas.each[0]

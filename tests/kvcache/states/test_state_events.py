@@ -58,7 +58,7 @@ def found(manager: PagedKVCacheManager, replica_idx: int, context: TextContext) 
         for one in (("states apart", "replicas"), ("states in slabs",), ("states apart", "host"))
     ],
 )
-def test_what_a_reader_expects_of_a_prompt_is_what_is_found(seed: int, features: tuple[str, ...]) -> None:
+def test_a_reader_expects_as_much_of_a_prompt_as_the_manager_finds(seed: int, features: tuple[str, ...]) -> None:
     moves = Model.of(seed, ("drafts", "forks", "preemption", "batches", "resets", *features), TOLD)
     manager = moves.manager
     if not moves.caching:
@@ -91,7 +91,7 @@ def test_what_a_reader_expects_of_a_prompt_is_what_is_found(seed: int, features:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_reader_of_events_knows_the_pages_of_each_table_and_the_states_behind_them(
+def test_a_reader_of_events_knows_the_pages_of_each_table_and_the_states_after_them(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvcache.events.publisher._QUIET_S", 0.02)

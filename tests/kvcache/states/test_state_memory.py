@@ -9,7 +9,7 @@ from tests.kvcache.build import states_of
 SHAPE = StateShape(layers=3, heads=8, head_dim=5, groups=2, d_state=6, kernel=4, conv_dtype=torch.float32)
 
 
-def test_a_page_has_all_layers_and_of_each_kind_its_own_heads_and_elements() -> None:
+def test_a_state_page_has_all_layers_and_the_heads_and_elements_of_each_kind() -> None:
     (layout,) = state_layouts(SHAPE, 1)
     assert [*layout] == [*CONV_KINDS, SSM_KIND]
     assert [(page.first_head, page.num_heads) for page in layout.values()] == [(0, 40), (0, 12), (0, 12), (0, 8)]
@@ -27,7 +27,9 @@ def test_a_page_has_all_layers_and_of_each_kind_its_own_heads_and_elements() -> 
         ("linear", (), (6, 5)),
     ],
 )
-def test_each_form_has_what_its_mixers_keep(form: StateForm, kinds: tuple[str, ...], matrix: tuple[int, ...]) -> None:
+def test_each_model_form_has_the_state_that_its_mixers_keep(
+    form: StateForm, kinds: tuple[str, ...], matrix: tuple[int, ...]
+) -> None:
     dim = 5 if form in {"mamba2", "gated_delta", "linear"} else 1
     shape = StateShape(3, 8, dim, 2, 6, 4 if kinds else 1, torch.float32, form=form)
     (layout,) = state_layouts(shape, 1)
@@ -63,7 +65,7 @@ def test_the_shards_hold_every_channel_and_each_its_own_heads(shards: int) -> No
 
 
 @pytest.mark.parametrize(("dtype", "kernel"), [(torch.float32, 4), (torch.bfloat16, 2), (torch.bfloat16, 4)])
-def test_what_is_written_is_all_that_a_page_has_and_no_byte_of_another(dtype: torch.dtype, kernel: int) -> None:
+def test_writing_a_state_page_fills_all_of_it_and_no_byte_of_another_page(dtype: torch.dtype, kernel: int) -> None:
     shape = StateShape(3, 3, 5, 1, 1, kernel, dtype)
     pages = states_of(shape, 2)
     for layer in range(3):
@@ -93,7 +95,7 @@ def test_heads_that_shards_can_neither_split_nor_share_are_refused(shards: int) 
         ({"groups": 3}, "8: a multiple of the 3 groups is needed"),
     ],
 )
-def test_shapes_that_cannot_be_are_refused(changes: dict[str, int], message: str) -> None:
+def test_impossible_shapes_are_refused(changes: dict[str, int], message: str) -> None:
     fields = {name: getattr(SHAPE, name) for name in SHAPE.__slots__}
     with pytest.raises(InvalidParamsError, match=message):
         StateShape(**{**fields, **changes})

@@ -41,7 +41,7 @@ def written(served: Make, *prompts: Iterable[int], new: int = 1, **options: Any)
 @pytest.mark.each_value
 @pytest.mark.parametrize("slabs", [True, False])
 @pytest.mark.parametrize("length", [3, 4, 5, 16, 17, 20, 21, 33, 43])
-def test_a_new_machine_goes_on_from_the_store_alone(served: Make, slabs: bool, length: int) -> None:
+def test_a_new_machine_resumes_prompts_with_the_store_alone(served: Make, slabs: bool, length: int) -> None:
     """A manager with states among its pages finds what a manager with separate states has written, and the other way
     round.
     """
@@ -61,7 +61,7 @@ def test_a_new_machine_goes_on_from_the_store_alone(served: Make, slabs: bool, l
     again.manager.check()
 
 
-def test_conversations_and_what_prompts_have_in_common_are_found(served: Make) -> None:
+def test_continued_conversations_and_common_beginnings_of_prompts_are_found(served: Make) -> None:
     system, new = [*range(50, 80)], 12
     asked = [[*system, *range(at * 10, at * 10 + 7)] for at in range(3)]
     written(served, *asked[:2], new=new)  # the second prompt diverges from the first one, so a state is kept there
@@ -75,7 +75,7 @@ def test_conversations_and_what_prompts_have_in_common_are_found(served: Make) -
     assert again.manager.metrics.object_states_read == 3  # includes the state at the end of the second prompt's answer
 
 
-def test_states_between_are_found_where_the_rest_is_another(served: Make) -> None:
+def test_an_intermediate_state_is_found_by_a_prompt_that_continues_differently(served: Make) -> None:
     written(served, PROMPT, every=3)
     again = served()
     other = [*range(39), 99, 98, 97, 96]  # nine pages, with states after three, six and nine of them
@@ -84,7 +84,7 @@ def test_states_between_are_found_where_the_rest_is_another(served: Make) -> Non
     assert again.again([*range(23), 99, 98, 97]) == 12  # five pages, where no object ends
 
 
-def test_pages_without_a_state_and_states_without_pages_are_nothing_to_go_on_from(
+def test_no_request_resumes_from_pages_without_a_state_or_from_a_state_without_pages(
     served: Make, store: StoredObjects
 ) -> None:
     it = written(served)
@@ -99,7 +99,7 @@ def test_pages_without_a_state_and_states_without_pages_are_nothing_to_go_on_fro
         store.objects[gone] = kept
 
 
-def test_states_are_not_taken_for_pages(served: Make, store: StoredObjects) -> None:
+def test_a_state_object_is_not_mistaken_for_a_page_object(served: Make, store: StoredObjects) -> None:
     """If an object has one page, an object of pages and an object of states have the same digest."""
     written(served, params={"object_tier_pages": 1})
     namespaces = Counter(key.split("/")[0] for key in store.pages)
@@ -112,7 +112,7 @@ def test_states_are_not_taken_for_pages(served: Make, store: StoredObjects) -> N
     assert other.manager.metrics.object_states_read == 0
 
 
-def test_nothing_of_states_is_asked_for_a_prompt_that_nobody_has(served: Make, store: StoredObjects) -> None:
+def test_the_store_is_not_asked_for_states_of_a_prompt_without_stored_pages(served: Make, store: StoredObjects) -> None:
     it = served(params={"object_tier_pages": 1})
     settled(it)
     store.calls.clear()
@@ -123,7 +123,7 @@ def test_nothing_of_states_is_asked_for_a_prompt_that_nobody_has(served: Make, s
     assert tiers_of(it)[1].rates.answer_s == 0.0
 
 
-def test_what_there_is_is_asked_in_few_rounds(served: Make, store: StoredObjects) -> None:
+def test_the_store_is_asked_in_few_rounds(served: Make, store: StoredObjects) -> None:
     written(served)
     again = served()
     settled(again)
@@ -135,7 +135,7 @@ def test_what_there_is_is_asked_in_few_rounds(served: Make, store: StoredObjects
     assert len(store.calls) == 4
 
 
-def test_pages_that_end_in_an_object_of_fewer_come_together_with_the_state_after_them(
+def test_a_shorter_last_object_of_pages_is_read_together_with_the_state_after_it(
     served: Make, store: StoredObjects
 ) -> None:
     written(served)
@@ -151,7 +151,7 @@ def test_pages_that_end_in_an_object_of_fewer_come_together_with_the_state_after
     assert again.again(PROMPT) == 40
 
 
-def test_of_a_prompt_larger_than_the_host_the_state_that_its_first_pages_lead_to_is_read(served: Make) -> None:
+def test_for_a_prompt_larger_than_the_host_the_state_after_its_first_pages_is_read(served: Make) -> None:
     """Six pages, which are one object, may be read at a time. Seven were written, with states after four and after
     seven pages.
     """
@@ -166,7 +166,7 @@ def test_of_a_prompt_larger_than_the_host_the_state_that_its_first_pages_lead_to
     assert (it.manager.metrics.object_blocks_read, it.manager.metrics.object_states_read) == (4, 1)
 
 
-def test_older_states_are_asked_for_some_at_a_time(
+def test_the_store_is_asked_for_older_states_a_few_at_a_time(
     served: Make, store: StoredObjects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_LOOKED_AT", 4)
@@ -182,7 +182,7 @@ def test_older_states_are_asked_for_some_at_a_time(
     assert len(asked) >= 4
 
 
-def test_a_state_far_behind_what_the_host_has_room_for_is_found(served: Make) -> None:
+def test_a_state_after_more_pages_than_fit_into_the_host_is_found(served: Make) -> None:
     """States are read one at a time. So a state can be read even if the pages before it are too many for the host."""
     prompt = range(203)
     written(served, prompt)
@@ -246,7 +246,7 @@ def test_damaged_pages_at_a_runs_end_leave_the_state_before_it(served: Make, sto
 
 
 @pytest.mark.parametrize("which", ["states", "pages", "both"])
-def test_a_store_that_dies_between_is_left_alone(served: Make, store: StoredObjects, which: str) -> None:
+def test_a_store_that_fails_after_the_lookup_is_left_alone(served: Make, store: StoredObjects, which: str) -> None:
     written(served)
     again = served()
     again.fetch(PROMPT)  # The contents of the store are known, so pages and states are read at once.
@@ -276,7 +276,7 @@ def test_files_serve_while_the_store_is_dead(served: Make, store: StoredObjects,
     assert again.manager.metrics.file_states_read == 1
 
 
-def test_a_state_that_is_being_read_leaves_the_one_that_a_request_resumes_from_meanwhile(
+def test_reading_a_state_does_not_evict_the_state_from_which_the_request_resumes_meanwhile(
     served: Make, store: StoredObjects
 ) -> None:
     """The host has room for two states. Of the two states in it, the one from which the request resumes is the older
@@ -307,7 +307,7 @@ def test_a_full_host_reads_no_state_and_refuses_nothing(served: Make) -> None:
     again.manager.reset_prefix_cache()
 
 
-def test_a_full_host_for_a_while(served: Make) -> None:
+def test_a_state_is_read_once_a_full_host_has_room_again(served: Make) -> None:
     written(served)
     again = served(80, 120, 2, checks=False)
     pool = again.state_tiers.host.pool
@@ -328,7 +328,7 @@ def test_replicas_share_what_comes_from_the_store(served: Make) -> None:
 
 
 @pytest.mark.parametrize("pays", [True, False])
-def test_a_state_is_read_where_the_pages_before_it_take_longer_to_compute(served: Make, pays: bool) -> None:
+def test_a_state_is_read_if_computing_the_pages_before_it_would_take_longer(served: Make, pays: bool) -> None:
     """A read takes half a second. Computing ten pages takes one second, or a tenth of one."""
     it = written(served)
     again = served(params={"object_tier_tokens_per_s": 40.0 if pays else 400.0})
@@ -442,7 +442,7 @@ class Late:
 
 
 @pytest.mark.parametrize("announced", [True, False])
-def test_an_answer_that_comes_between_two_looks_is_looked_at(
+def test_an_answer_that_arrives_between_two_lookups_is_used(
     served: Make, store: StoredObjects, monkeypatch: pytest.MonkeyPatch, announced: bool
 ) -> None:
     written(served)
@@ -458,7 +458,7 @@ def test_an_answer_that_comes_between_two_looks_is_looked_at(
     assert again.again(PROMPT) == 40
 
 
-def test_a_state_that_comes_between_two_looks_is_not_read_again(
+def test_a_state_that_arrives_between_two_lookups_is_not_read_again(
     served: Make, store: StoredObjects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written(served)

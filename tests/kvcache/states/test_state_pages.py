@@ -34,7 +34,7 @@ def test_a_request_holds_one_page_until_it_releases_it() -> None:
     states.check(["b", "c"])
 
 
-def test_a_page_begins_at_zero_whatever_it_held() -> None:
+def test_a_new_state_page_is_zero_whatever_it_held_before() -> None:
     states = states_of(SHAPE, 1)
     page = states.allocate("a")
     for tensor in states.tensors[0]:
@@ -79,7 +79,7 @@ def test_a_step_that_ran_already_is_refused() -> None:
         states.pages_at(["b", "a"], [1, 0])
 
 
-def test_a_page_that_a_transfer_writes_is_nobodys() -> None:
+def test_a_request_cannot_run_on_a_state_page_that_a_transfer_writes() -> None:
     states = states_of(SHAPE, 2)
     states.allocate("a")
     page = states.begin_import("a")
@@ -118,7 +118,7 @@ def test_a_cancelled_import_leaves_the_page_as_allocated() -> None:
     states.check(["a"])
 
 
-def test_a_fork_goes_on_with_a_copy() -> None:
+def test_a_fork_continues_from_a_copy_of_the_state() -> None:
     states = states_of(SHAPE, 2, ["cpu", "cpu"])
     pages = torch.tensor([states.allocate("parent"), states.allocate("child")])
     states.write(1, pages[:1], (SSM_KIND,), torch.randn(1, 4, 3, 5))
@@ -130,7 +130,7 @@ def test_a_fork_goes_on_with_a_copy() -> None:
         assert all(torch.equal(tensor[1], tensor[2]) for tensor in tensors)
 
 
-def test_check_names_what_does_not_add_up() -> None:
+def test_check_names_the_inconsistency() -> None:
     def broken() -> StatePages:
         states = states_of(SHAPE, 3)
         states.allocate("a")
@@ -157,7 +157,7 @@ def test_check_names_what_does_not_add_up() -> None:
         broken().check(["b"])
 
 
-def test_a_leased_page_outlives_its_request_and_is_not_run_on_once_it_was_told() -> None:
+def test_a_leased_state_page_outlives_its_request_and_is_not_overwritten_once_readers_know_it() -> None:
     states = states_of(SHAPE, 2)
     page = states.allocate("a")
     first = held(states, "a")
@@ -179,7 +179,7 @@ def test_a_leased_page_outlives_its_request_and_is_not_run_on_once_it_was_told()
     assert states.pages_at(["a"], [0]).tolist() == [page]  # no reader is told of this state page any more
 
 
-def test_a_lease_that_ends_first_lets_the_request_go_on() -> None:
+def test_after_the_end_of_a_lease_the_request_continues_on_its_state_page() -> None:
     states = states_of(SHAPE, 1)
     states.allocate("a")
     lease = held(states, "a")
@@ -195,7 +195,7 @@ def digest(number: int) -> Digests:
     return np.full((1, 1), number, np.uint64)
 
 
-def test_a_copy_is_found_by_its_digest_and_copied_into_the_page_of_who_goes_on() -> None:
+def test_a_state_copy_is_found_by_its_digest_and_copied_into_the_page_of_the_request_that_resumes() -> None:
     states = states_of(SHAPE, 4)
     first, second = states.allocate("a"), states.allocate("b")
     states.write(1, torch.tensor([first]), (SSM_KIND,), torch.randn(1, 4, 3, 5))
@@ -213,7 +213,7 @@ def test_a_copy_is_found_by_its_digest_and_copied_into_the_page_of_who_goes_on()
     states.check(["a", "b"])
 
 
-def test_a_passing_copy_goes_with_the_next_one_and_never_with_anothers() -> None:
+def test_a_passing_copy_is_replaced_by_the_next_copy_of_its_own_request_only() -> None:
     states = states_of(SHAPE, 5)
     pages = [states.allocate(name) for name in "ab"]
     states.advance(torch.tensor(pages), [8, 8])
@@ -244,7 +244,7 @@ class Came(PageReader):
         self.words += digests[:, 0].tolist()
 
 
-def test_of_passing_copies_the_last_one_goes_to_the_tiers_below_when_its_request_ends() -> None:
+def test_the_last_passing_copy_of_a_request_is_stored_in_lower_tiers_when_the_request_ends() -> None:
     states, came = states_of(SHAPE, 5), Came()
     states.pool.journal.read(came)
     page = states.allocate("a")
@@ -265,7 +265,7 @@ def test_of_passing_copies_the_last_one_goes_to_the_tiers_below_when_its_request
 
 @pytest.mark.parametrize("leased", [True, False])
 @pytest.mark.parametrize("kept", [True, False])
-def test_a_request_runs_on_from_the_state_that_it_settles_on(kept: bool, leased: bool) -> None:
+def test_a_request_continues_from_the_state_of_its_accepted_tokens(kept: bool, leased: bool) -> None:
     """If nobody else knows the id of the request's state page, it is exchanged with the page of the drafted state.
     Otherwise the drafted state is copied to it.
     """
@@ -304,7 +304,7 @@ def test_copies_give_way_to_requests_and_to_newer_ones() -> None:
 
 
 @pytest.mark.parametrize("end", ["committed", "cancelled"])
-def test_what_a_page_held_before_an_import_comes_back_at_its_own_cancellation_alone(end: str) -> None:
+def test_only_cancelling_an_import_restores_what_its_state_page_held_before(end: str) -> None:
     """Cancelling an import restores what the state page held before it. After the release of the request, the page
     belongs to another request, whose state starts at zero, and that is what a second cancellation restores.
     """

@@ -121,7 +121,7 @@ def test_a_file_that_is_not_full_is_written_late(served: Make) -> None:
     assert len(files_of(it)._writer.jobs[0].slots) == 10
 
 
-def test_what_the_host_has_lost_comes_back_from_files(served: Make) -> None:
+def test_pages_that_the_host_has_lost_are_loaded_from_files(served: Make) -> None:
     it = served(8, 8)
     it.serve(PROMPT)
     down(it)
@@ -149,7 +149,7 @@ def test_pages_of_another_kind_are_not_found(served: Make, other: str) -> None:
     assert again.manager.metrics.file_blocks_refused == 0
 
 
-def test_shards_lie_side_by_side_in_a_file(served: Make) -> None:
+def test_a_file_has_the_pages_of_all_shards_side_by_side(served: Make) -> None:
     it = served(tp=2, heads=4)
     it.serve(PROMPT)
     it.manager.close()
@@ -277,7 +277,7 @@ def test_damaged_files_are_replaced_by_the_next_write_of_their_pages(
     assert again.manager.metrics.file_blocks_refused == 0
 
 
-def test_a_page_found_wrong_is_written_again(served: Make, tmp_path: Path) -> None:
+def test_a_page_that_is_found_damaged_is_written_again(served: Make, tmp_path: Path) -> None:
     written(served)
     (path,) = page_files(tmp_path)
     again = served()
@@ -350,7 +350,7 @@ def test_processes_find_each_others_files(served: Make, monkeypatch: pytest.Monk
     assert not files_of(two)._index.names
 
 
-def test_a_reset_leaves_nothing_to_find_not_after_a_restart_either(served: Make) -> None:
+def test_after_a_reset_no_earlier_page_is_found_even_after_a_restart(served: Make) -> None:
     it, neighbour = served(), served()
     it.serve(PROMPT)
     down(it)
@@ -367,7 +367,7 @@ def test_a_reset_leaves_nothing_to_find_not_after_a_restart_either(served: Make)
     assert served().serve(PROMPT) == 16
 
 
-def test_a_neighbour_that_is_reset_too_shares_again(served: Make) -> None:
+def test_a_neighbour_that_is_reset_too_shares_files_again(served: Make) -> None:
     it, neighbour = served(), served()
     it.manager.reset_prefix_cache()
     neighbour.manager.reset_prefix_cache()
@@ -449,7 +449,7 @@ def umask() -> Iterable[Callable[[int], int]]:
 
 
 @pytest.mark.parametrize("mask", [0, 0o022, 0o077, 0o277])
-def test_files_and_folders_are_their_owners_alone(
+def test_only_their_owner_may_use_files_and_folders(
     served: Make, tmp_path: Path, umask: Callable[[int], int], mask: int
 ) -> None:
     class Watched(SystemIO):
@@ -470,7 +470,7 @@ def test_files_and_folders_are_their_owners_alone(
     assert seen == modes(tmp_path) == {(True, 0o700), (False, 0o600)}
 
 
-def test_what_is_there_with_wider_rights_is_tightened(served: Make, tmp_path: Path) -> None:
+def test_existing_files_and_folders_lose_wider_rights(served: Make, tmp_path: Path) -> None:
     written(served)
     for path in [tmp_path, *tmp_path.rglob("*")]:
         path.chmod(0o777 if path.is_dir() else 0o666)
@@ -524,7 +524,7 @@ def test_no_link_is_followed(served: Make, tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in elsewhere.iterdir()} == before
 
 
-def test_a_folder_of_somebody_else_is_refused(served: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_another_user_is_refused(served: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served()
     link = tmp_path.parent / f"{tmp_path.name}-link"
     link.symlink_to(tmp_path)
@@ -592,7 +592,7 @@ def test_prefetch_brings_pages_before_the_request_is_claimed(served: Make) -> No
 
 
 @pytest.mark.parametrize("call", ["close", "reset_prefix_cache"])
-def test_open_reads_are_waited_for_and_a_reset_leaves_nothing_of_them_to_find(served: Make, call: str) -> None:
+def test_open_reads_are_waited_for_and_a_reset_forgets_their_pages(served: Make, call: str) -> None:
     again = slow(served)
     context = again.claim(PROMPT)
     assert again.manager.prefetch(context)
@@ -609,7 +609,9 @@ def test_open_reads_are_waited_for_and_a_reset_leaves_nothing_of_them_to_find(se
         again.run(context)
 
 
-def test_a_page_found_wrong_costs_none_that_has_taken_its_place_meanwhile(served: Make, tmp_path: Path) -> None:
+def test_a_damaged_page_does_not_remove_the_page_that_has_taken_its_entry_meanwhile(
+    served: Make, tmp_path: Path
+) -> None:
     written(served)
     again = served(io=lambda memory: SlowReads())
     files, (path,) = files_of(again), page_files(tmp_path)
@@ -630,7 +632,7 @@ def test_a_page_found_wrong_costs_none_that_has_taken_its_place_meanwhile(served
     assert files._index.bytes == size
 
 
-def test_a_reservation_does_not_wait_long_and_a_later_chunk_takes_what_has_come(
+def test_a_reservation_does_not_wait_long_for_files_and_a_later_chunk_uses_what_has_arrived(
     served: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_LONGEST_WAIT_S", 0.01)
@@ -653,7 +655,7 @@ def test_prefetch_without_files_does_nothing() -> None:
     assert not it.manager.prefetch(it.claim(PROMPT))
 
 
-def test_what_no_tier_can_be_made_of(served: Make, tmp_path: Path) -> None:
+def test_impossible_file_tiers_are_refused(served: Make, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(InvalidParamsError, match="file_tier_dir .* cannot be used"):
         Served(8, 8, params={"file_tier_dir": f"{tmp_path}/file", "file_tier_max_gb": 1, "file_tier_key": "k"})
@@ -677,7 +679,7 @@ def test_a_broken_name_of_the_epoch_starts_a_new_one(tmp_path: Path, content: by
     assert second.path.parent == first.path.parent
 
 
-def test_what_lies_about_is_left_alone_or_tidied(served: Make) -> None:
+def test_at_the_start_abandoned_drafts_are_removed_and_other_files_left_alone(served: Make) -> None:
     it = served()
     it.serve(PROMPT)
     folder = files_of(it)._folder.path

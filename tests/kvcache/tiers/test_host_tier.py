@@ -60,7 +60,7 @@ def test_the_documented_counters(served: Any) -> None:
     assert it.manager.metrics.d2h_blocks_copied == 0
 
 
-def test_what_the_host_has_is_not_copied_again(served: Any) -> None:
+def test_pages_that_the_host_has_are_not_copied_again(served: Any) -> None:
     it = served()
     it.serve(PROMPT)
     it.tiers.store_all()
@@ -82,7 +82,7 @@ def test_a_hit_goes_on_from_device_pages_to_host_pages(served: Any) -> None:
     assert it.kv.compared == 16
 
 
-def test_pages_on_their_way_are_found_by_nobody(served: Any) -> None:
+def test_pages_that_are_still_being_loaded_are_found_by_no_request(served: Any) -> None:
     it = served(16, 40)
     it.serve(PROMPT)
     it.fill(16)
@@ -100,7 +100,7 @@ def test_pages_on_their_way_are_found_by_nobody(served: Any) -> None:
     assert it.manager.get_req_blocks(first.request_id)[:4] == it.manager.get_req_blocks(second.request_id)[:4]
 
 
-def test_step_without_fetch_publishes_nothing_that_has_not_arrived(served: Any) -> None:
+def test_step_without_fetch_publishes_no_page_that_has_not_arrived(served: Any) -> None:
     it = served(16, 40)
     it.serve(PROMPT)
     it.fill(16)
@@ -185,7 +185,7 @@ def test_the_same_content_stored_by_two_replicas_at_once_takes_one_slot(served: 
     assert it.manager.host_committed_block_pct == 4 / 40
 
 
-def test_a_page_is_copied_before_it_is_given_away(served: Any) -> None:
+def test_a_page_is_copied_to_the_host_before_it_is_evicted(served: Any) -> None:
     it = served(8, 40)
     it.tiers.share = 0.0  # the background copying gets no time, so nothing is copied before an eviction needs it
     it.serve(PROMPT)
@@ -229,7 +229,9 @@ class Below:
         return lambda *given, **_: self.said.append((name, given[0].shape[-2])) if name in {"offer", "used"} else None
 
 
-def test_a_use_counts_once_the_pages_before_it_are_there(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_use_of_a_page_counts_once_the_pages_before_it_have_arrived(
+    served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A page that is still being copied is not in the tier yet.
 
     If the use of the page counted at once, it would be forgotten when the page arrives. Then the head of a prompt would
@@ -262,7 +264,7 @@ def test_a_use_counts_once_the_pages_before_it_are_there(served: Any, monkeypatc
     assert not tier.waiting
 
 
-def test_a_step_copies_for_a_share_of_the_time_only(served: Any) -> None:
+def test_a_step_spends_only_a_share_of_its_time_on_copies(served: Any) -> None:
     it = served(64, 256, max_seq_len=256)
     it.tiers.share = 0.0
     for _ in range(6):
@@ -280,7 +282,7 @@ def test_a_step_copies_for_a_share_of_the_time_only(served: Any) -> None:
     assert before - waits(it) == 20  # no time has passed yet
 
 
-def test_a_long_pause_is_not_spent_at_once(served: Any) -> None:
+def test_the_time_earned_in_a_long_pause_is_not_spent_at_once(served: Any) -> None:
     it = served(64, 256, max_seq_len=256)
     it.tiers.share = 0.0
     for _ in range(6):
@@ -329,7 +331,7 @@ def test_a_long_prompt_copied_late_does_not_outlive_its_head(served: Any) -> Non
     assert it.serve([*range(41)]) == 6 * SIZE
 
 
-def test_reset_forgets_the_host_pages_and_keeps_what_is_promised(served: Any) -> None:
+def test_reset_forgets_the_host_pages_except_those_promised_to_a_request(served: Any) -> None:
     it = served(16, 40)
     it.serve(PROMPT)
     it.fill(16)
@@ -344,7 +346,7 @@ def test_reset_forgets_the_host_pages_and_keeps_what_is_promised(served: Any) ->
     assert it.serve(PROMPT) == 0
 
 
-def test_what_a_reset_forgets_is_not_copied_any_more(served: Any) -> None:
+def test_pages_that_a_reset_forgets_are_not_copied_any_more(served: Any) -> None:
     it = served(16, 40)
     it.tiers.share = 0.0
     it.serve(PROMPT)
@@ -471,7 +473,7 @@ def test_check_recounts_the_tier(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_pages_go_to_pinned_memory_and_back_beside_the_model() -> None:
+def test_pages_are_copied_to_pinned_memory_and_back_while_the_model_runs() -> None:
     params = KVCacheParams(
         torch.int64,
         n_kv_heads=1,
@@ -522,7 +524,7 @@ class OnePageBelow:
         return False
 
 
-def test_a_page_that_comes_from_below_evicts_none_that_is_needed_with_it() -> None:
+def test_loading_a_page_from_a_lower_tier_evicts_no_page_that_is_needed_with_it() -> None:
     host = HostTier([8], 3, 1, pinned=False)
     tier = ReplicaTier(host, PagePool(8, 1), PageMover([], None))
     slots, words = host.pool.allocate(3), np.array([[1], [2], [3]], np.uint64)

@@ -126,7 +126,7 @@ def test_each_tier_brings_what_it_has_and_no_nearer_one(wait: bool) -> None:
     assert not below.tier.to_host(names(*EVERY), mask(NOWHERE), 7, wait=wait)
 
 
-def test_what_comes_to_the_host_evicts_no_page_that_is_needed_with_it() -> None:
+def test_pages_loaded_to_the_host_evict_no_page_that_is_needed_with_them() -> None:
     below = Below()
     pool = below.host.pool
     (needed,), (other,) = pool.index.find(names(HOST)[0]), pool.index.find(names(9)[0])

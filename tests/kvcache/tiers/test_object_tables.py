@@ -76,7 +76,7 @@ def test_of_a_window_the_objects_over_what_is_seen_next_are_read(served: Make, s
     assert again.serve(PROMPT) == 48
 
 
-def test_what_there_is_is_asked_in_few_rounds(served: Make, store: StoredObjects) -> None:
+def test_the_store_is_asked_in_few_rounds(served: Make, store: StoredObjects) -> None:
     written(served)
     again, longer = served(), [*PROMPT, *range(60)]
     settled(again)

@@ -137,7 +137,7 @@ def test_pages_of_another_kind_are_not_found(served: Make, store: StoredObjects,
     assert store.read_bytes == 0
 
 
-def test_shards_lie_side_by_side_in_an_object(served: Make) -> None:
+def test_an_object_has_the_pages_of_all_shards_side_by_side(served: Make) -> None:
     it = served(tp=2, heads=4)
     it.serve(PROMPT)
     it.manager.close()

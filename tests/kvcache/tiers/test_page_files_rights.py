@@ -16,7 +16,7 @@ def mask(request: pytest.FixtureRequest) -> int:
     return request.param
 
 
-def test_a_draft_is_its_owners_alone_whatever_is_masked(tmp_path: Path, mask: int) -> None:
+def test_only_its_owner_may_read_a_draft_whatever_the_umask(tmp_path: Path, mask: int) -> None:
     before = os.umask(mask)
     try:
         with open_draft(tmp_path / "draft"):
@@ -26,13 +26,13 @@ def test_a_draft_is_its_owners_alone_whatever_is_masked(tmp_path: Path, mask: in
     assert stat.S_IMODE((tmp_path / "draft").stat().st_mode) == 0o600
 
 
-def test_a_draft_of_a_name_that_is_there_is_refused(tmp_path: Path) -> None:
+def test_a_draft_with_an_existing_name_is_refused(tmp_path: Path) -> None:
     (tmp_path / "draft").touch()
     with pytest.raises(FileExistsError), open_draft(tmp_path / "draft"):
         pass
 
 
-def test_nothing_stays_open(tmp_path: Path) -> None:
+def test_opening_files_leaves_no_descriptor_open(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     before = {*os.listdir("/proc/self/fd")}  # noqa: PTH208
     with pytest.raises(RuntimeError, match="inside"), opened_folder(tmp_path):
