@@ -207,12 +207,9 @@ def handed(pull: str) -> Callable[[Row], str]:
     return cell
 
 
-def first_tokens(result: Row) -> str:
-    """The time that two processes add to the first token and to the second."""
-    first, hand_over, second, pull = (
-        one(result["rows"], part=part)["added_ms_p50"] for part in ("first token", "hand-over", "second token", "pull")
-    )
-    return f"{first:.1f} / {hand_over:.1f}; {second:.1f} / {pull:.1f} ms"
+def added_to(token: str, part: str) -> Callable[[Row], str]:
+    """Returns a function that formats what two processes add to the time to a token, in all and in one part of it."""
+    return lambda result: some(*(one(result["rows"], part=name)["added_ms_p50"] for name in (token, part)), unit="ms")
 
 
 _LARGE, _SMALL = ((64, 2048), (256, 2048)), ((64, 256), (64, 16))
@@ -226,50 +223,53 @@ def placed(result: Row) -> str:
     return " / ".join(f"{100 * rate:.1f}" for rate in rates) + " %"
 
 
-def from_a_peer(result: Row) -> str:
-    """The time to the first token if the head of the prompt is computed, and if another process has it.
+def from_a_peer(tokens: int) -> Callable[[Row], str]:
+    """Returns a function that formats the time to the first token if the head of a prompt is computed, or pulled.
 
-    Both for two lengths of the head.
+    The head has `tokens` tokens, and another prefill process has cached it.
     """
-    rows = [one(result["rows"], fleet="2 + 2", tokens=tokens) for tokens in (256, 3072)]
-    return "; ".join(some(row["computed_ms_p50"], row["pulled_ms_p50"]) for row in rows) + " ms"
+
+    def cell(result: Row) -> str:
+        row = one(result["rows"], fleet="2 + 2", tokens=tokens)
+        return some(row["computed_ms_p50"], row["pulled_ms_p50"], unit="ms")
+
+    return cell
 
 
-def chosen_ways(result: Row) -> str:
-    """The figures of the choice between pulling and computing, on one host and over a slow link.
+def chosen_ways(fleet: str) -> Callable[[Row], str]:
+    """Returns a function that formats how well a fleet chooses between pulling and computing.
 
-    They are the share of right choices, the number of right choices among the clear ones, and the mean loss.
+    The figures are the share of right choices, the number of right choices among the clear ones, and the mean loss.
     """
-    rows = [one(result["rows"], fleet=fleet, tokens="all") for fleet in ("2 + 2", "2 + 1, 100mbit")]
-    return "; ".join(
-        f"{100 * row['right']:.0f} %, {row.get('right_clear', 0) * row['clear']:.0f}/{row['clear']}, "
-        f"{row['regret_ms']:.1f} ms"
-        for row in rows
-    )
+
+    def cell(result: Row) -> str:
+        row = one(result["rows"], fleet=fleet, tokens="all")
+        clear = f"{row.get('right_clear', 0) * row['clear']:.0f}/{row['clear']}"
+        return f"{100 * row['right']:.0f} %, {clear}, {row['regret_ms']:.1f} ms"
+
+    return cell
 
 
-def both_ways(result: Row) -> str:
-    """The time to the first token over each of two links, for each way to get a prompt's head.
+def both_ways(link: str) -> Callable[[Row], str]:
+    """Returns a function that formats the time to the first token over a link, for each way to get a prompt's head.
 
-    The ways: pulled, computed, both at once, and both at once without any loss.
+    The ways are: pulled, computed, both at once, and both at once without any loss.
     """
-    rows = [one(result["rows"], link=link) for link in ("100mbit", "1gbit")]
     columns = ("pulled_ms_median", "computed_ms_median", "split_ms_median", "ideal_ms")
-    return "; ".join(some(*(row[column] for column in columns)) for row in rows) + " ms"
+    return lambda result: some(*(one(result["rows"], link=link)[column] for column in columns), unit="ms")
 
 
-def asked(result: Row) -> str:
-    """The processor time of a question in the source's loop and in the reader's, for few and for many pages."""
-    sides = [
-        [one(result["rows"], pages=pages, operation=f"{side}: in all")["us_median"] for side in ("source", "reader")]
-        for pages in (128, 8192)
-    ]
-    return "; ".join(some(*times) for times in sides) + " µs"
+def asked(pages: int) -> Callable[[Row], str]:
+    """Returns a function that formats the processor time of a question in the source's loop and in the reader's."""
+    columns = [f"{side}: in all" for side in ("source", "reader")]
+    return lambda result: some(
+        *(one(result["rows"], pages=pages, operation=each)["us_median"] for each in columns), unit="µs"
+    )
 
 
 PROCESSES = (
     Line(
-        "cached prompt tokens with two prefill processes: one cache / by decode's guess / by Dynamo / in turns",
+        "cached prompt tokens with two prefill processes: one shared cache / by decode's guess / by Dynamo / in turns",
         "count",
         "placement",
         placed,
@@ -282,58 +282,67 @@ PROCESSES = (
     ),
     Line("the same, pulled after the whole prompt has run", "minimum", "handover", handed("whole")),
     Line(
-        "time that two processes add to the first token / of it hand-over; to the second / of it pull",
+        "time that two processes in place of one add to the first token: in all / in the hand-over",
         "median",
         "first_token",
-        first_tokens,
+        added_to("first token", "hand-over"),
     ),
     Line(
-        "first token of a prompt of 256; 3,072 tokens cached at another prefill process: computed / pulled",
+        "the same for the second token: in all / in the pull", "median", "first_token", added_to("second token", "pull")
+    ),
+    Line(
+        "first token if another prefill process has cached 256 tokens of the prompt: computed / pulled",
         "median",
         "prefix_peers",
-        from_a_peer,
+        from_a_peer(256),
     ),
+    Line("the same for 3,072 tokens", "median", "prefix_peers", from_a_peer(3072)),
     Line(
-        "the same over 100 Mbit/s; 1 Gbit/s, 3,072 tokens: pulled / computed / both ends / both without loss",
+        "the same over 100 Mbit/s: pulled / computed / both at once / both without loss",
         "median",
         "both_ends",
-        both_ways,
+        both_ways("100mbit"),
     ),
+    Line("the same over 1 Gbit/s", "median", "both_ends", both_ways("1gbit")),
     Line(
-        "pull or compute: right choices, right clear choices, mean loss; on one host; over 100 Mbit/s",
+        "pull or compute: right choices, right ones of the clear choices, mean loss",
         "share",
         "prefix_peers",
-        chosen_ways,
+        chosen_ways("2 + 2"),
     ),
+    Line("the same over 100 Mbit/s", "share", "prefix_peers", chosen_ways("2 + 1, 100mbit")),
     Line(
-        "question for 128; 8,192 pages by content: processor time of the source's loop / of the asker's loop",
+        "question for 128 pages by content: processor time of the source's loop / of the asker's loop",
         "median",
         "asking",
-        asked,
+        asked(128),
     ),
+    Line("the same for 8,192 pages", "median", "asking", asked(8192)),
     Line(
-        "1,000 requests of the conversation trace on 2 + 2 processes, 10 % cancelled, one of each killed: "
-        "wrong / pages left held",
+        "1,000 requests of the conversation trace on 2 + 2 processes, 10 % cancelled, one of each kind killed: "
+        "wrong answers / pages left held",
         "count",
         "fleet",
         lambda result: f"{len(result['wrong'])} / {result['pages_held']}",
     ),
     Line(
-        "2,048 random pages of 64 / 256 KiB by our two threads, times the rate of `process_vm_readv`, one thread",
+        "rate of our two threads for 2,048 random pages of 64 / 256 KiB, as a multiple of one thread with "
+        "`process_vm_readv`",
         "minimum",
         "pull",
         columns_of("pagewire", "ratio", *_LARGE),
     ),
     Line("the same per second of processor time", "mean", "pull", columns_of("pagewire", "cpu_ratio", *_LARGE)),
     Line(
-        "pull 256 / 16 pages of 64 KiB, times the rate of `process_vm_readv`",
+        "rate for 256 / 16 pages of 64 KiB, as the same multiple",
         "minimum",
         "pull",
         columns_of("pagewire", "ratio", *_SMALL),
     ),
     Line("the same per second of processor time", "mean", "pull", columns_of("pagewire", "cpu_ratio", *_SMALL)),
     Line(
-        "NIXL alone with default settings, no lease, no fence: 2,048 pages of 64 / 256 KiB, times the same rate",
+        "rate of NIXL alone (default settings, no lease, no fence) for 2,048 pages of 64 / 256 KiB, "
+        "as the same multiple",
         "minimum",
         "pull",
         columns_of("nixl as shipped", "ratio", *_LARGE),
@@ -345,7 +354,7 @@ PROCESSES = (
         columns_of("nixl as ours", "ratio", *_LARGE),
     ),
     Line(
-        "pull one page of 64 KiB with the fence; the fence alone",
+        "pull one page of 64 KiB, fence included; the fence alone",
         "minimum",
         "pull",
         lambda result: (
@@ -420,19 +429,24 @@ ALONE = (
         lambda result: some(*priced(1, "no fence", "fence")(result), unit="µs"),
     ),
     Line(
-        "pull of 2,048 pages with checks of all / of 5 %, times the pull without checks",
+        "time of a pull of 2,048 pages with checks of all / of 5 % of them, as a multiple of a pull without checks",
         "minimum",
         "verify_price",
         lambda result: ratios(*priced(2048, "digest", "sample 5 %", column="ratio")(result)),
     ),
-    Line("choose among 8 replicas for a prompt of 32 k tokens: new / seen before", "minimum", "recommend", recommended),
+    Line(
+        "choose among 8 replicas for a prompt of 32 k tokens: new prompt / asked before",
+        "minimum",
+        "recommend",
+        recommended,
+    ),
     Line(
         "hits of 8 replicas as a share of one pool's hits: conversation / synthetic trace",
         "count",
         "trace_routing",
         routed,
     ),
-    Line("first token if the prompts fill three pools: without / with a host tier", "median", "tiers", served),
+    Line("first token if the prompts need three times the pool: without / with a host tier", "median", "tiers", served),
 )
 
 
