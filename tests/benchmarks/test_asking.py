@@ -5,7 +5,7 @@ import gc
 from benchmarks import asking
 
 
-def test_what_both_loops_pay_what_is_sent_and_what_is_kept_are_measured() -> None:
+def test_the_costs_of_both_loops_the_bytes_sent_and_the_bytes_kept_are_measured() -> None:
     try:
         rows = asking.rows((4,), 2)
     finally:

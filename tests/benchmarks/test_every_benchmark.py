@@ -202,9 +202,7 @@ def test_the_benchmark_of_a_gpu_says_that_none_is_here(monkeypatch: Patch, capsy
     assert capsys.readouterr() == ("", "gpu: left out, for there is no CUDA device\n")
 
 
-def test_what_needs_an_environment_that_is_not_here_says_so(
-    monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_benchmark_without_its_environment_says_so(monkeypatch: Patch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["vllm_serve"])
     assert vllm_serve.main() == 2
     (said,) = capsys.readouterr().err.splitlines()

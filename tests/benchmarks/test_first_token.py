@@ -62,7 +62,7 @@ def test_one_process_hands_nothing_over_and_one_token_has_no_second() -> None:
     assert set(first_token.parts_of(asked, alone[:2])) == {"queue", "prefill", "delivery", "first token"}
 
 
-def test_arrivals_are_of_the_rate_and_the_seed() -> None:
+def test_arrivals_follow_from_the_rate_and_the_seed() -> None:
     times = first_token.arrivals(2000, 4.0, 1)
     assert times == sorted(times) == first_token.arrivals(2000, 4.0, 1)
     assert 450 < times[-1] < 550

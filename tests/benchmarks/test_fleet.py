@@ -56,7 +56,7 @@ def test_without_the_trace_the_command_says_so(
     assert "conversation_trace.jsonl: No such file" in capsys.readouterr().err
 
 
-def test_a_tenth_is_cancelled_each_where_it_can_come_to() -> None:
+def test_a_tenth_of_the_requests_is_cancelled_each_in_a_reachable_phase() -> None:
     requests = [TraceRequest((1,), number % 5 + 1) for number in range(1000)]
     plan = fleet.plan_of(requests, random.Random(1))
     assert len(plan) == 100
@@ -67,7 +67,7 @@ def test_a_tenth_is_cancelled_each_where_it_can_come_to() -> None:
     assert plan == fleet.plan_of(requests, random.Random(1))
 
 
-def test_what_decode_takes_for_the_queue_may_be_prefill() -> None:
+def test_a_cancellation_in_the_queue_of_decode_may_fall_into_the_prefill() -> None:
     cancel = Stamp(3.0, "r", "cancel queue", "decode", 7)
     assert fleet.cancelled_in([cancel]) == "queue"
     assert fleet.cancelled_in([Stamp(2.0, "r", "leasing", "prefill", 7), cancel]) == "prefill"
@@ -76,7 +76,7 @@ def test_what_decode_takes_for_the_queue_may_be_prefill() -> None:
     assert fleet.cancelled_in([Stamp(3.0, "r", "cancel pull", "decode", 7)]) == "pull"
 
 
-def test_silences_are_those_between_two_times() -> None:
+def test_silences_are_counted_between_two_times() -> None:
     assert fleet.longest_gap([1.0, 2.0, 5.0, 9.0], 1.5, 6.0) == 3.0
     assert fleet.longest_gap([], 1.0, 4.0) == 3.0
     assert fleet.longest_gap([1.0], 4.0, 2.0) == 0.0

@@ -8,7 +8,7 @@ from benchmarks import memory
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="malloc is not glibc's")
-def test_what_malloc_keeps_of_what_is_gone_is_not_weighed() -> None:
+def test_freed_memory_that_malloc_keeps_is_not_measured() -> None:
     before = memory.trimmed()
     held = [bytearray(b"x") * (100 << 10) for _ in range(800)]
     # the last array stays, so that malloc does not return the memory of the others to the system by itself

@@ -67,7 +67,7 @@ def test_maxs_rows_are_named_by_what_they_measure() -> None:
     assert rows_of_kind("\n".join(lines), "jenga") == {}
 
 
-def test_what_is_asked_beside_a_script_is_read_under_its_name() -> None:
+def test_figures_beside_those_of_a_script_are_read_under_their_names() -> None:
     memory = {"build_s": 2.0, "bytes_per_page_all_committed": 300.0, "full_gc_s": 0.5}
     lines = [
         json.dumps({"kind": "jenga", "name": "next turn new", "min": 1.0, "med": 2.0}),

@@ -56,7 +56,7 @@ def test_a_choice_is_right_if_no_way_can_be_told_to_be_quicker_and_one_can_be_to
     assert (near["apart"], near["clear"], near["regret_ms"]) == (0, 0, 1.0)
 
 
-def test_a_length_that_nobody_pulled_is_not_judged() -> None:
+def test_a_length_that_was_never_pulled_is_not_judged() -> None:
     alone = one("nobody asked", 19, computed=20)
     assert judged_of([alone, alone]) is None
     assert "right" not in rows_of("2 + 1", [alone, alone])[-1]

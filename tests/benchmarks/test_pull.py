@@ -67,7 +67,7 @@ def test_pages_that_are_not_the_sources_are_noticed() -> None:
             reader.close()
 
 
-def test_who_ran_alone_is_compared_with_the_limit_of_the_same_runs(tmp_path: Path) -> None:
+def test_a_program_that_ran_alone_is_compared_with_the_limit_of_the_same_runs(tmp_path: Path) -> None:
     common = {"topology": "equal", "access": "random", "memory": "huge pages", "page_bytes": 64 * KIB, "pages": 2048}
 
     def beside(limit: float, **differs: object) -> list[dict[str, object]]:
@@ -92,7 +92,7 @@ def test_who_ran_alone_is_compared_with_the_limit_of_the_same_runs(tmp_path: Pat
     assert (tmp_path / "pull.png").stat().st_size > 20_000
 
 
-def test_what_vllm_is_asked_for_has_a_case_of_ours_in_the_same_layout() -> None:
+def test_each_case_of_vllm_has_a_case_of_ours_in_the_same_layout() -> None:
     for quick, blocks in ((True, cases.QUICK_VLLM_BLOCKS), (False, cases.VLLM_BLOCKS)):
         found = {(case.specs()[1].layers, case.heads, case.pages, case.huge) for case in cases.as_vllm(quick=quick)}
         assert found == {(*each, huge) for each in blocks for huge in (False, True)}

@@ -58,7 +58,7 @@ def test_a_page_that_is_not_the_sources_is_noticed(pair: tuple[LenderProcess, Fe
 
 
 @pytest.mark.ci
-def test_what_a_reader_is_told_whose_source_evicts_revokes_or_dies() -> None:
+def test_the_result_of_a_reader_whose_source_evicts_revokes_or_dies() -> None:
     rows = {row["the source"].split()[0]: row for row in faults(SMALL, [], 96)}
     assert rows["evicts"]["told"] == "published"
     assert rows["evicts"]["evicted"] > 0
@@ -113,7 +113,7 @@ def test_a_ratio_is_a_programs_time_over_ours_of_the_same_size_and_order() -> No
     assert by[ours.ASKED, 16, "contiguous"]["/asked"] == 1
 
 
-def test_what_kvcrs_reader_is_told_is_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_result_of_kvcrs_reader_is_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     printed = [
         {"told_after_s": 0.92, "results": {"FAILED": 2048}, "usual_s": 0.08},
         {"from_the_guard_us": 131_000, "right": True, "tries": 2},
@@ -141,7 +141,7 @@ def test_a_program_that_fails_leaves_its_rows_and_its_last_line(tmp_path: Path) 
     assert programs.output_of(["python3", str(script)]) == ([{"blocks": 1}], "deliver failed")
 
 
-def test_what_is_missing_of_a_rival_is_said_in_one_message(
+def test_everything_that_a_rival_lacks_is_named_in_one_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["rivals", "--scripts", str(tmp_path), "--rivals", "kvcr"])

@@ -59,7 +59,7 @@ def test_a_router_on_another_host_knows_every_page(followed: Pair, rate: str, re
 
 @pytest.mark.parametrize("seconds", [1, pytest.param(12, marks=pytest.mark.long)])
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_a_router_whose_link_was_cut_learns_what_came_and_went_meanwhile(
+def test_a_router_whose_link_was_cut_learns_the_missed_events(
     followed: Pair, direction: str, seconds: int, record_property: Record
 ) -> None:
     followed.shape("1gbit")

@@ -27,7 +27,7 @@ def known(pair: Pair) -> tuple[str, str]:
     return address, name
 
 
-def test_what_another_host_holds_is_lent_and_read(pair: Pair) -> None:
+def test_pages_of_another_host_are_lent_and_read(pair: Pair) -> None:
     address, name = known(pair)
     for rate in ("5gbit", "1gbit", "100mbit"):
         pair.shape(rate)
@@ -44,7 +44,7 @@ OUTAGES = [1, pytest.param(12, marks=pytest.mark.long)]
 
 @pytest.mark.parametrize("seconds", OUTAGES)
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_a_question_whose_link_is_cut_is_answered_or_says_why(
+def test_a_question_over_a_link_that_is_cut_is_answered_or_fails_with_a_reason(
     pair: Pair, direction: str, seconds: int, record_property: Callable[[str, object], None]
 ) -> None:
     address, name = known(pair)

@@ -43,7 +43,7 @@ def pulled(pair: Pair, pages: int, timeout_s: float = 30.0) -> list[Any]:
 
 
 @pytest.mark.parametrize("delay_s", DELAYS_S)
-def test_pages_come_from_far_away(
+def test_pages_arrive_over_a_link_with_a_long_delay(
     far_pair: Pair, delay_s: float, record_property: Callable[[str, object], None]
 ) -> None:
     relay = cable(far_pair.source_host)

@@ -112,7 +112,7 @@ def test_a_line_touches_the_function_in_which_it_stands() -> None:
     assert touched_by(program, {1, 2, 5, 9}) == set()
 
 
-def test_what_differs_from_a_commit_is_found_by_its_function(repository: Path) -> None:
+def test_changes_since_a_commit_are_found_by_their_function(repository: Path) -> None:
     assert changed_since("HEAD") == []
     (repository / PAGES).write_text(SOURCE.replace("self.held += 1", "self.held += 1  # another comment"))
     (batch,) = changed_since("HEAD")
@@ -128,7 +128,7 @@ def test_a_constant_that_differs_is_found_by_its_line(repository: Path) -> None:
 
 
 @pytest.mark.usefixtures("repository")
-def test_a_commit_that_is_none_is_named() -> None:
+def test_an_unknown_commit_is_named() -> None:
     with pytest.raises(RuntimeError, match="--changed-since no-such: .*no-such"):
         changed_since("no-such")
 

@@ -24,5 +24,5 @@ def test_elsewhere_is_the_folder_and_the_doors_of_the_package_for_all_files_of_a
     assert {"tests/kvcache/test_manager.py", "tests/kvcache/pool/test_index.py"} <= set(found)
 
 
-def test_only_what_needs_an_environment_of_its_own_has_no_tests_here() -> None:
+def test_only_code_that_needs_another_environment_has_no_tests_here() -> None:
     assert {path.parts[:2] for path in sources() if not beside(path)} <= {("scheduler_adapters", "vllm")}

@@ -97,7 +97,7 @@ def test_a_function_is_changed_where_it_is_loaded_and_the_quickest_test_notices(
     assert (run.outcome, run.by) == ("failed", f"{TEST}::test_few")
 
 
-def test_what_a_process_of_a_test_does_is_changed_too(session: Session) -> None:
+def test_code_that_runs_in_a_process_of_a_test_is_changed_too(session: Session) -> None:
     run = session.run(FILE, "limited", SOURCE, SOURCE.replace("min(count, MOST)", "count"))
     assert (run.outcome, run.by) == ("failed", f"{TEST}::test_in_a_process")
 
@@ -108,7 +108,7 @@ def test_a_change_that_no_test_notices_passes_and_the_file_is_as_before(session:
     assert (session.tree.folder / FILE).read_text() == SOURCE
 
 
-def test_what_a_test_calls_while_it_traces_is_changed_too(session: Session) -> None:
+def test_code_that_a_tracing_test_calls_is_changed_too(session: Session) -> None:
     run = session.run(FILE, "traced", SOURCE, SOURCE.replace("return 1", "return 2", 1))
     assert (run.outcome, run.by) == ("failed", f"{TEST}::test_that_traces")
 
@@ -118,7 +118,7 @@ def test_a_loop_that_does_not_end_is_noticed(session: Session) -> None:
     assert run.outcome in {"timed out", "crashed"}
 
 
-def test_where_no_test_gets_nothing_is_run(session: Session) -> None:
+def test_for_code_that_no_test_reaches_nothing_is_run(session: Session) -> None:
     # Only the test that starts a process might reach the function, so only that test runs.
     assert session.tests_of(FILE, "no_test_gets_here") == [f"{TEST}::test_in_a_process"]
 

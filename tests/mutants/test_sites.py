@@ -36,7 +36,7 @@ def of(source: str) -> list[Mutant]:
         "A: TypeAlias = int | str\n",
     ],
 )
-def test_what_no_test_should_look_at_stays_as_it_is(source: str) -> None:
+def test_code_that_tests_should_not_depend_on_is_not_changed(source: str) -> None:
     assert of(source) == []
 
 
@@ -55,7 +55,7 @@ def test_an_error_that_alone_depends_on_a_condition_is_dropped_once() -> None:
     ]
 
 
-def test_how_many_are_found_of_what_the_first_ends_does_not_matter() -> None:
+def test_slices_of_a_list_whose_first_item_raises_are_not_changed() -> None:
     assert [one.old for one in of("def f():\n    for a in b[c + 1][:1]:\n        raise E\n")] == [
         "c + 1",
         "c + 1",
@@ -64,7 +64,7 @@ def test_how_many_are_found_of_what_the_first_ends_does_not_matter() -> None:
     ]
 
 
-def test_half_a_limit_is_no_fault_and_a_limit_that_is_nearly_none_is() -> None:
+def test_half_a_limit_is_no_mutant_and_an_almost_zero_limit_is_one() -> None:
     assert [(one.operator, one.new) for one in of("MOST = 16 << 20\n")] == [("arithmetic", "16 >> 20")]
 
 
@@ -127,7 +127,7 @@ def test_a_statement_keeps_its_indentation_and_a_branch_its_elif() -> None:
     assert all(ast.parse(one) for one in changed)
 
 
-def test_the_name_of_a_mutant_does_not_change_with_what_stands_around_it() -> None:
+def test_the_name_of_a_mutant_does_not_depend_on_the_code_around_it() -> None:
     source = "def f(a):\n    return a < 1\n"
     moved = (
         "import os\n\n\ndef g():\n    return 7\n\n\n"
@@ -153,7 +153,7 @@ def is_stub(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return all(isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant) for one in function.body)
 
 
-def test_every_function_of_five_lines_has_a_mutant_but_those_that_only_hand_on() -> None:
+def test_every_function_of_five_lines_has_a_mutant_unless_it_only_forwards() -> None:
     reached, without = 0, []
     for path in sources():
         if not beside(path):

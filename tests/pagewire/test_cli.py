@@ -118,7 +118,7 @@ def _little_memory() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_little_memory")
 @pytest.mark.parametrize(("command", "action"), valued())
-def test_a_hostile_value_is_one_line_or_is_taken(
+def test_a_hostile_value_is_accepted_or_refused_in_one_line(
     command: str, action: argparse.Action, status_of: Callable[[list[str]], int | None], tmp_path: Path
 ) -> None:
     trace = tmp_path / "trace"
@@ -143,7 +143,7 @@ def test_a_hostile_value_is_one_line_or_is_taken(
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_arguments_that_are_each_in_range_are_one_line_or_are_taken(
+def test_combined_arguments_in_range_are_accepted_or_refused_in_one_line(
     seed: int, status_of: Callable[[list[str]], int | None], tmp_path: Path
 ) -> None:
     trace, rng = tmp_path / "trace", random.Random(seed)
@@ -218,7 +218,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_damaged_file_is_one_line(
+def test_a_damaged_file_is_refused_in_one_line(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "file"
@@ -240,7 +240,7 @@ def test_a_damaged_file_is_one_line(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_trace_with_changed_bytes_is_replayed_or_is_one_line(
+def test_a_trace_with_changed_bytes_is_replayed_or_refused_in_one_line(
     seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rng, path, found = random.Random(seed), tmp_path / "trace", set()
@@ -283,7 +283,7 @@ def test_a_port_that_is_taken_is_said_before_anything_heavy_is_imported() -> Non
 
 
 @pytest.mark.parametrize("host", ["a..b", "nowhere.invalid", "256.1.1.1", "x" * 100])
-def test_a_host_that_is_none_is_one_line(host: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_host_is_refused_in_one_line(host: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "--http-host", host, "--http-port", "0"]) == 2
     printed = capsys.readouterr().err
     assert printed.startswith(f"pagewire serve: error: HTTP cannot listen at {host}:0: ")
@@ -292,7 +292,7 @@ def test_a_host_that_is_none_is_one_line(host: str, capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize("line", [["serve", "decode", "--front"], ["serve", "front", "--front"], ["top", "--"]])
 @pytest.mark.parametrize("port", ["65536", "99999", "9" * 100])
-def test_an_endpoint_whose_port_cannot_be_is_one_line(
+def test_an_endpoint_with_an_impossible_port_is_refused_in_one_line(
     line: list[str], port: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -309,7 +309,7 @@ CONFIG_FILES = {"none": None, "no JSON": "{]", "another type": "[]", "nothing": 
 @pytest.mark.parametrize(
     "line", [["demo"], ["serve", "--http-port=0"], ["plan", "--memory=1GiB"]], ids=lambda line: line[0]
 )
-def test_a_folder_that_is_no_model_is_one_line(
+def test_a_folder_without_a_model_is_refused_in_one_line(
     line: list[str], config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if (content := CONFIG_FILES[config]) is not None:

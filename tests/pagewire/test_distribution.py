@@ -49,7 +49,7 @@ def stranger(folder: Path, name: str) -> Path:
     return package / "__init__.py"
 
 
-def test_what_is_installed_whole_is_imported(installed: Path) -> None:
+def test_a_complete_installation_is_imported(installed: Path) -> None:
     assert imported(installed) == (0, str(installed / "pagewire/__init__.py"))
 
 

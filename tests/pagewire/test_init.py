@@ -28,7 +28,7 @@ def test_each_public_name_is_that_of_its_package() -> None:
 
 
 @pytest.mark.parametrize("name", ["Nonsense", "_private", "__wrapped__"])
-def test_a_name_that_is_none_is_an_attribute_error(name: str) -> None:
+def test_an_unknown_name_is_an_attribute_error(name: str) -> None:
     with pytest.raises(AttributeError, match=f"module 'pagewire' has no attribute '{name}'"):
         getattr(pagewire, name)
 
@@ -67,7 +67,7 @@ def test_without_nixl_everything_is_imported_and_a_transfer_names_the_extra(monk
         agents.Agent("a")
 
 
-def test_a_module_of_it_is_imported_by_name_without_the_packages_below() -> None:
+def test_a_submodule_is_imported_by_name_without_the_packages_below() -> None:
     """`from pagewire import cli` first asks the package `pagewire` for an attribute of that name."""
     code = "import sys; from pagewire import cli; print({'torch', 'zmq', 'kvcache'} & {*sys.modules}, cli.__name__)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

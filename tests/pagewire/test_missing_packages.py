@@ -130,7 +130,9 @@ def test_a_command_without_what_it_needs_names_the_extra(
 
 @pytest.mark.parametrize("command", ["replay", "plan", "top"])
 @pytest.mark.parametrize("package", NEEDED)
-def test_a_damaged_installation_is_one_line(command: str, package: str, lines: dict[str, list[str]]) -> None:
+def test_a_damaged_installation_is_reported_in_one_line(
+    command: str, package: str, lines: dict[str, list[str]]
+) -> None:
     status, printed = told_without(package, lines[command])
     assert (status, printed.count("\n")) == (2, 1), printed
     assert package in printed
@@ -138,7 +140,7 @@ def test_a_damaged_installation_is_one_line(command: str, package: str, lines: d
 
 
 @pytest.mark.parametrize("command", ["replay", "top"])
-def test_a_command_does_without_what_it_does_not_need(command: str, lines: dict[str, list[str]]) -> None:
+def test_a_command_works_without_packages_that_it_does_not_need(command: str, lines: dict[str, list[str]]) -> None:
     for package in sorted({one for brought in EXTRAS.values() for one in brought} - NEEDS[command]):
         status, printed = told_without(package, lines[command])
         assert (status, printed) == (0, ""), (package, printed)
@@ -147,7 +149,7 @@ def test_a_command_does_without_what_it_does_not_need(command: str, lines: dict[
 ALSO = {("top", "rich"): "textual"}
 
 
-def test_each_extra_brings_what_it_is_said_to_bring() -> None:
+def test_each_extra_installs_the_documented_packages() -> None:
     declared = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 
     def brought(extra: str) -> set[str]:

@@ -115,7 +115,7 @@ def test_ticks_are_round_and_few() -> None:
         plots.pyplot().close(one)
 
 
-def test_limits_and_peers_are_drawn_alike_and_ours_is_not() -> None:
+def test_limits_and_peers_have_one_style_and_our_figures_another() -> None:
     made, ((axes,),) = plots.figure(1)
     points = [(1.0, 1.0), (2.0, 2.0)]
     lines = [("us", "ours"), ("worst of us", "worst"), ("they", "peer"), ("others", "peer"), ("limit", "limit")]

@@ -26,11 +26,11 @@ def parameters(call: Any) -> list[tuple[str, Any, Any]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_manager_takes_what_its_protocol_says(name: str) -> None:
+def test_the_managers_take_the_parameters_of_the_protocol(name: str) -> None:
     assert parameters(getattr(PagedKVCacheManager, name)) == parameters(MEMBERS[name])
 
 
-def test_a_manager_has_what_its_protocol_says() -> None:
+def test_the_managers_have_the_methods_of_the_protocol() -> None:
     assert len(NAMES) > 12
     manager = manager_of()
     asked = MEMBERS.keys() - {*NAMES}

@@ -80,7 +80,7 @@ def test_the_demo_that_starts_with_keys_leaves_nothing_at_a_hangup(tmp_path: Pat
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 # SIGTERM only asks a process to drain: it first finishes its requests.
 @pytest.mark.parametrize("number", [one for one in EVERY if one != signal.SIGTERM], ids=lambda number: number.name)
-def test_a_child_that_is_ended_alone_takes_everything_along(tmp_path: Path, role: str, number: signal.Signals) -> None:
+def test_the_end_of_one_child_ends_the_whole_demo(tmp_path: Path, role: str, number: signal.Signals) -> None:
     run = Run(tmp_path / "t", "demo", "--requests", "2000", "--curve")
     run.wait_for(STAGES["serving"])
     (pid,) = re.findall(rf"{role}: pid (\d+)", "".join(run.lines))
@@ -195,7 +195,7 @@ class Named:
         signal.raise_signal(signal.SIGINT)
 
 
-def test_a_signal_of_which_python_makes_another_error_is_itself_in_the_end() -> None:
+def test_a_signal_that_python_turns_into_another_error_still_ends_the_command() -> None:
     with pytest.raises(interrupts.Interrupted) as raised, interrupts.raised():
         type("Holder", (), {"named": Named()})
     assert raised.value.status == 130
@@ -225,7 +225,7 @@ def a_callback() -> None:
 
 
 @pytest.mark.parametrize("runs", [a_finalizer, a_callback])
-def test_a_signal_that_python_throws_away_ends_the_command_all_the_same(runs: Callable[[], None]) -> None:
+def test_a_signal_that_python_discards_still_ends_the_command(runs: Callable[[], None]) -> None:
     with pytest.raises(interrupts.Interrupted) as raised, interrupts.raised():  # noqa: PT012  (the block is tested)
         runs()
         time.sleep(20)

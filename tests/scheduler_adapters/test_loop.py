@@ -93,7 +93,7 @@ def test_a_preempted_request_comes_before_those_that_wait(model: Any) -> None:
     assert first_of_r2 > end_of_r0
 
 
-def test_nobody_looks_at_requests_that_wait_behind_the_first(model: Any, expected: list[list[int]]) -> None:
+def test_requests_that_wait_behind_the_first_are_not_looked_at(model: Any, expected: list[list[int]]) -> None:
     loop = new_loop(model, rows=2)
     loop._waiting = Unwalked()
     last = Request("last", PROMPTS[0], NEW)
@@ -263,16 +263,14 @@ def test_the_plan_runs_decodes_first_and_prompts_by_age(pending: list[int], budg
     assert plan_chunks(pending, budget) == counts
 
 
-def test_why_a_request_ends() -> None:
+def test_the_reason_for_which_a_request_ends() -> None:
     request = Request("r", [1, 2], 3)
     assert finish_reason(request, 3, 9, frozenset({9})) == "eos"
     assert finish_reason(request, 4, 8, frozenset({9})) is None
     assert finish_reason(request, 5, 8, frozenset({9})) == "length"
 
 
-def test_the_pages_are_gone_from_a_batch_that_a_poisoned_page_would_spoil(
-    model: Any, expected: list[list[int]]
-) -> None:
+def test_a_reused_page_with_garbage_does_not_spoil_a_batch(model: Any, expected: list[list[int]]) -> None:
     loop = new_loop(model, enable_prefix_caching=False)
     serve(loop, requests_of(PROMPTS[:2]))
     for blocks in loop.manager.device_tensors[0]:

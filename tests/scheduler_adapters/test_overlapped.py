@@ -89,7 +89,7 @@ def new_loop(model: Any) -> Iterator[Callable[..., Loop]]:
         (16, 64, {"enable_prefix_caching": False}),
     ],
 )
-def test_a_slow_model_beside_it_gives_the_same_tokens(
+def test_an_overlapped_slow_model_gives_the_same_tokens(
     new_loop: Callable[..., Loop], expected: list[list[int]], page_size: int, budget: int, params: dict[str, Any]
 ) -> None:
     loop = new_loop(page_size=page_size, budget=budget, **params)
@@ -148,7 +148,7 @@ def test_requests_come_and_are_aborted_while_the_model_runs(
     assert_nothing_held(loop.manager)
 
 
-def test_a_token_of_an_aborted_request_is_not_that_of_the_next_one_of_its_name(
+def test_a_late_token_of_an_aborted_request_does_not_go_to_the_next_request_of_its_name(
     new_loop: Callable[..., Loop], expected: list[list[int]]
 ) -> None:
     loop = new_loop(page_size=4)

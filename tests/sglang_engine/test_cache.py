@@ -165,7 +165,7 @@ def test_random_moves_never_show_a_page_of_another_prompt(pools: Pools, seed: in
     assert min(counts.values()) > 5, counts
 
 
-def test_eviction_takes_what_is_asked_for_tails_first(pools: Pools, page_size: int) -> None:
+def test_eviction_takes_the_requested_number_of_pages_tails_first(pools: Pools, page_size: int) -> None:
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
     tokens = [*range(4 * page_size)]
@@ -179,7 +179,7 @@ def test_eviction_takes_what_is_asked_for_tails_first(pools: Pools, page_size: i
     assert pools.allocator.available_size() == pools.allocator.size
 
 
-def test_what_was_touched_last_goes_last(pools: Pools, page_size: int) -> None:
+def test_the_page_that_was_used_last_is_evicted_last(pools: Pools, page_size: int) -> None:
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
@@ -222,7 +222,7 @@ def test_a_request_that_is_given_other_tokens_is_not_found_by_the_old_ones(pools
     assert request.prefix_len == 0
 
 
-def test_tokens_that_are_no_int32_end_what_is_cached(pools: Pools, page_size: int) -> None:
+def test_tokens_that_are_no_int32_end_the_cached_prefix(pools: Pools, page_size: int) -> None:
     tokens = [*range(2 * page_size), 1 << 31, *range(2 * page_size)]
     request = cached(pools, tokens)
     assert pools.cache.total_size() == 2 * page_size
@@ -239,7 +239,7 @@ def test_keys_of_pairs_are_refused(pools: Pools) -> None:
         match(pools, [1, 2, 3], is_bigram=True)
 
 
-def test_settings_that_need_what_is_not_here_are_refused_by_name(pools: Pools, page_size: int) -> None:
+def test_settings_that_need_unsupported_features_are_refused_by_name(pools: Pools, page_size: int) -> None:
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
     from scheduler_adapters.sglang.cache import PagewireCache, build
@@ -285,7 +285,7 @@ def test_registering_twice_is_fine() -> None:
 
 
 @pytest.mark.usefixtures("the_engine")
-def test_check_notices_what_does_not_add_up(page_size: int) -> None:
+def test_check_notices_inconsistent_books(page_size: int) -> None:
     def broken() -> Any:
         fresh = Pools(page_size)
         cached(fresh, [*range(3 * page_size)])

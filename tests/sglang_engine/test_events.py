@@ -39,7 +39,7 @@ def compare(subscriber: Subscriber, engine: Any) -> set[Prefix]:
     return told
 
 
-def test_what_was_told_is_what_is_cached(subscriber: Subscriber, engine: Any) -> None:
+def test_the_published_events_describe_the_cached_pages(subscriber: Subscriber, engine: Any) -> None:
     submit_all(engine, PROMPTS)
     submit_all(engine, PROMPTS[:2], cache_salt="tenant")
     engine.run()
@@ -47,7 +47,9 @@ def test_what_was_told_is_what_is_cached(subscriber: Subscriber, engine: Any) ->
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_it_stays_so_through_evictions_retractions_and_aborts(subscriber: Subscriber, engine: Any, seed: int) -> None:
+def test_the_events_stay_right_through_evictions_retractions_and_aborts(
+    subscriber: Subscriber, engine: Any, seed: int
+) -> None:
     chance = random.Random(seed)
     evicted = 0
     for place in range(40):
@@ -64,7 +66,7 @@ def test_it_stays_so_through_evictions_retractions_and_aborts(subscriber: Subscr
     assert evicted
 
 
-def test_it_is_what_sglangs_own_tree_tells(
+def test_the_events_equal_those_of_sglangs_own_tree(
     subscriber: Subscriber, engine: Any, model_dir: Path, page_size: int
 ) -> None:
     requests = {f"r{place}": prompt for place, prompt in enumerate(PROMPTS[:4])}

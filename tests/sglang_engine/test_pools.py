@@ -177,7 +177,7 @@ def pulls_of(target: Side, told: Told) -> list[Any]:
 @pytest.mark.parametrize(
     ("pages", "ranks"), [((16, 16), (1, 1)), ((16, 4), (2, 1)), ((4, 16), (1, 2)), ((1, 8), (4, 2))]
 )
-def test_what_a_pool_wrote_another_reads(kind: str, pages: tuple[int, int], ranks: tuple[int, int]) -> None:
+def test_a_pool_reads_what_another_pool_wrote(kind: str, pages: tuple[int, int], ranks: tuple[int, int]) -> None:
     from scheduler_adapters.sglang.leases import Computed
     from scheduler_adapters.sglang.pulls import Destination
     from transfer.wire.prompt import Prompt

@@ -74,7 +74,7 @@ def watcher(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watcher]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_every_page_is_what_sglang_and_the_cache_say(watcher: Watcher, engine: Any, seed: int) -> None:
+def test_every_page_is_shown_as_sglang_and_the_cache_describe_it(watcher: Watcher, engine: Any, seed: int) -> None:
     chance, seen = random.Random(seed), Counter[PageState]()
     phases = set[str]()
     for place in range(30):
@@ -117,7 +117,7 @@ def test_the_tree_evictions_and_recounts_are_shown(watcher: Watcher, engine: Any
     assert report.error == ""
 
 
-def test_after_a_flush_it_goes_on_with_the_new_pool(watcher: Watcher, engine: Any) -> None:
+def test_after_a_flush_the_watch_continues_with_the_new_pool(watcher: Watcher, engine: Any) -> None:
     engine.submit("first", PROMPTS[0], NEW)
     engine.run()
     assert watcher.compare()[PageState.IDLE] > 0

@@ -22,7 +22,7 @@ from tests.transfer import exits
 @pytest.mark.parametrize("times", [3, pytest.param(20, marks=pytest.mark.long)])
 @pytest.mark.parametrize("what", exits.OPENED)
 @pytest.mark.parametrize("how", exits.STATUS)
-def test_what_is_open_at_the_end_changes_neither_status_nor_words(
+def test_open_objects_change_neither_the_exit_status_nor_the_output(
     tmp_path: Path, what: str, how: str, times: int
 ) -> None:
     running: list[tuple[Any, Path]] = []
@@ -48,7 +48,7 @@ def test_what_is_open_at_the_end_changes_neither_status_nor_words(
     ("how", "status"),
     [("raise", 1), pytest.param("exit", 3, marks=pytest.mark.ci), pytest.param("end", 0, marks=pytest.mark.ci)],
 )
-def test_a_program_of_its_own_that_closes_nothing_ends_as_it_says(how: str, status: int) -> None:
+def test_a_separate_program_that_closes_nothing_ends_with_its_own_status(how: str, status: int) -> None:
     """The same test without a fork. The error is handled by the interpreter itself."""
     ending = {"raise": f"raise ValueError({exits.OWN!r})", "exit": "import sys; sys.exit(3)", "end": ""}[how]
     program = f"from tests.transfer import exits; exits.open_exchange(); {ending}"

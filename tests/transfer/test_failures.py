@@ -55,7 +55,7 @@ def calls(tree: ast.AST, name: str) -> list[ast.Call]:
     return [node for node in nodes if isinstance(node.func, ast.Name) and node.func.id == name]
 
 
-def test_every_error_has_the_kind_that_the_table_says() -> None:
+def test_every_error_gives_the_kind_of_failure_in_the_table() -> None:
     found = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type)}
     ours = {name: error for name, error in found.items() if issubclass(error, TransferError)}
     assert {name: error("why").failure for name, error in ours.items()} == {
@@ -75,7 +75,7 @@ def test_every_failed_pull_that_is_raised_names_its_kind() -> None:
     assert unnamed == []
 
 
-def test_failures_are_other_only_where_this_was_decided() -> None:
+def test_failures_are_other_only_in_the_listed_places() -> None:
     found: dict[tuple[str, str], int] = {}
     for name, tree in trees():
         for top in tree.body:
@@ -86,7 +86,7 @@ def test_failures_are_other_only_where_this_was_decided() -> None:
 
 
 @pytest.mark.parametrize("method", ["fail", "_fail", "withdraw", "fail_engine", "disconnect", "_forget", "_give_back"])
-def test_what_fails_a_pull_takes_a_failure_and_no_bare_text(method: str) -> None:
+def test_functions_that_fail_a_pull_take_a_failure_and_not_a_text(method: str) -> None:
     """Because a failure is required, the type checker finds every place that fails a pull without naming a kind."""
     for name in ("pull/pull.py", "pull/rank.py", "pull/replica.py", "pull/directory.py"):
         tree = ast.parse((TRANSFER / name).read_text())
@@ -96,7 +96,7 @@ def test_what_fails_a_pull_takes_a_failure_and_no_bare_text(method: str) -> None
                 assert "Failure" in taken, f"{name}:{node.lineno}"
 
 
-def test_nothing_that_counts_or_decides_reads_the_text_of_a_failure() -> None:
+def test_no_code_that_counts_or_decides_reads_the_text_of_a_failure() -> None:
     assert "text" not in {
         node.attr
         for name in ("stats.py", "prometheus.py", "watch.py")

@@ -50,7 +50,7 @@ def test_parts_are_attributes_and_events_and_sum_to_the_whole() -> None:
     assert span.status.status_code is StatusCode.UNSET
 
 
-def test_one_that_failed_says_why_and_has_no_part_that_it_did_not_come_to() -> None:
+def test_a_failed_pull_says_why_and_has_no_parts_that_it_did_not_reach() -> None:
     with exported() as spans:
         handed_over(WHOLE[:3], 101.0, {}, "the source is gone")
     (span,) = spans()
@@ -66,7 +66,7 @@ def test_headers_that_name_no_trace_begin_one(carrier: dict[str, str]) -> None:
     assert spans()[0].parent is None
 
 
-def test_what_the_trace_does_not_sample_is_not_exported() -> None:
+def test_unsampled_traces_are_not_exported() -> None:
     with exported() as spans:
         handed_over(WHOLE, 103.0, {"traceparent": UNSAMPLED})
     assert spans() == []

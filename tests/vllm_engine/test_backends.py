@@ -76,7 +76,7 @@ def config_of(folder: Path, spec: KVCacheSpec, *backends: Any, page_size: int = 
     ],
     ids=lambda value: value[0].__name__ if isinstance(value, tuple) else "",
 )
-def test_what_a_page_keeps_is_known_by_the_backends_class(
+def test_the_class_of_a_backend_determines_the_page_layout(
     tmp_path: Path, spec: KVCacheSpec, backends: tuple[Any, ...], text: str, whole: bool
 ) -> None:
     config = config_of(tmp_path, spec, *backends)
@@ -126,7 +126,7 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("size", [16, 32])
-def test_what_lies_in_tiles_is_moved_as_whole_pages(tmp_path: Path, size: int) -> None:
+def test_tiled_keys_and_values_are_moved_as_whole_pages(tmp_path: Path, size: int) -> None:
     config = config_of(tmp_path, FULL, CPUAttentionBackend, page_size=size)
     assert config.groups[0].whole_pages
     text = config.fingerprint()["group 0"]

@@ -112,7 +112,7 @@ def test_two_readers_of_one_lease_do_not_disturb_prefill(make: Make) -> None:
 
 @pytest.mark.parametrize(("policy", "level"), [("fail", logging.ERROR), ("recompute", logging.WARNING)])
 @pytest.mark.parametrize("name", ["remote_num_tokens of zero", "another lease", "both directions"])
-def test_what_is_wrong_is_logged_and_counted_once_and_is_a_warning_where_the_prompt_is_computed(
+def test_a_bad_input_is_logged_and_counted_once_and_is_a_warning_if_the_prompt_is_computed(
     make: Make, caplog: pytest.LogCaptureFixture, name: str, policy: str, level: int
 ) -> None:
     prefill, decode = make("kv_producer"), make("kv_consumer", Shape(policy=policy, tp_size=2))
@@ -130,7 +130,7 @@ def test_what_is_wrong_is_logged_and_counted_once_and_is_a_warning_where_the_pro
     assert +counts == Counter(failed_pulls=1, malformed_params=int(name != "another lease"))
 
 
-def test_prefill_says_that_it_offers_nothing_where_it_is_not_told_whether_to(
+def test_prefill_says_that_it_offers_nothing_if_do_remote_decode_is_no_boolean(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     prefill = make("kv_producer")

@@ -55,7 +55,7 @@ def test_groups_ranks_and_names_are_vllms(tmp_path: Path) -> None:
     assert list(window.layers.values()) == [1, 3]
 
 
-def test_a_restart_is_told_from_the_start_before(tmp_path: Path) -> None:
+def test_a_restarted_engine_is_distinguished_from_the_earlier_one(tmp_path: Path) -> None:
     config, caches = configs(tmp_path, Shape())
     before = worker_config(config, caches).incarnation
     config.instance_id = "other"
@@ -151,7 +151,7 @@ def test_channels_that_are_no_groups_are_refused(tmp_path: Path) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_not_supported_is_refused_by_name(
+def test_unsupported_settings_are_refused_by_name(
     tmp_path: Path, spec: Any, names: list[str], parallel: dict[str, int], message: str
 ) -> None:
     with pytest.raises(InvalidEngineError, match=message):

@@ -160,7 +160,7 @@ def test_a_prompt_shorter_than_prefills_gives_the_blocks_back(named: Callable[..
     assert_empty(found.prefill, found.decode)
 
 
-def test_one_that_waits_for_room_and_is_aborted_gives_the_blocks_back(named: Callable[..., Ended]) -> None:
+def test_aborting_a_request_that_waits_for_room_gives_the_blocks_back(named: Callable[..., Ended]) -> None:
     found = named(rows=1)
     found.decode.add("before", PROMPT[:20], 200, None)
     found.decode.step()
@@ -196,7 +196,7 @@ def test_rejected_requests_leave_the_pool_to_an_honest_one(make: Make) -> None:
 @pytest.mark.parametrize(
     "changes", [{"lease_id": "0x1234"}, {"lease_id": 5}, {"remote_port": 1}, {"remote_host": "a b"}], ids=str
 )
-def test_a_pointer_that_is_wrong_gives_back_nothing_else(named: Callable[..., Ended], changes: dict[str, Any]) -> None:
+def test_a_wrong_pointer_gives_back_no_other_blocks(named: Callable[..., Ended], changes: dict[str, Any]) -> None:
     found = named()
     found.reject("d", **changes)
     found.add(PROMPT[::-1], "e", **changes)

@@ -42,7 +42,7 @@ def received(socket: Any) -> list[bytes]:
     return socket.recv_multipart()
 
 
-def test_blocks_that_were_read_are_told_of_as_prefill_told_of_them(make: Make) -> None:
+def test_blocks_that_decode_has_read_are_reported_as_prefill_reported_them(make: Make) -> None:
     names = [uuid.uuid4().hex for _ in range(2)]
     prefill, decode = make("kv_producer", Shape(events=names[0])), make("kv_consumer", Shape(events=names[1]))
     params = prefilled(prefill, "p", PROMPT)
@@ -55,7 +55,7 @@ def test_blocks_that_were_read_are_told_of_as_prefill_told_of_them(make: Make) -
     assert [token for _, tokens in read.values() for token in tokens] == PROMPT[: len(read) * BLOCK]
 
 
-def test_blocks_of_a_load_that_fails_are_not_told_of(make: Make) -> None:
+def test_blocks_of_a_failed_load_are_not_reported(make: Make) -> None:
     names = [uuid.uuid4().hex for _ in range(2)]
     prefill, decode = make("kv_producer", Shape(events=names[0])), make("kv_consumer", Shape(events=names[1]))
     params = prefilled(prefill, "p", PROMPT)

@@ -63,7 +63,7 @@ def test_params_of_another_prompt_bring_none_of_its_pages(
     ],
     ids=str,
 )
-def test_what_says_where_pages_lie_decides_nothing(make: Make, change: dict[str, Any]) -> None:
+def test_params_that_say_where_the_pages_are_have_no_effect(make: Make, change: dict[str, Any]) -> None:
     prefill, decode = make("kv_producer"), make("kv_consumer")
     prefilled(prefill, "q", OTHER[::-1])
     params = prefilled(prefill, "p", PROMPT) | change
@@ -72,7 +72,7 @@ def test_what_says_where_pages_lie_decides_nothing(make: Make, change: dict[str,
 
 
 @pytest.mark.parametrize("tokens", [1, 40, 99])
-def test_who_says_that_fewer_tokens_are_there_has_fewer_loaded(make: Make, tokens: int) -> None:
+def test_params_that_name_fewer_tokens_load_fewer(make: Make, tokens: int) -> None:
     prefill, decode = make("kv_producer"), make("kv_consumer")
     params = prefilled(prefill, "p", PROMPT) | {"remote_num_tokens": tokens}
     assert served([prefill, decode], "d", PROMPT, 3, params) == expected_tokens(PROMPT, 3, decode.shape)
@@ -198,7 +198,7 @@ def image(identifier: str, offset: int) -> MultiModalFeatureSpec:
     return MultiModalFeatureSpec(None, "image", identifier, PlaceholderRange(offset, 8))
 
 
-def test_what_the_kv_depends_on_besides_tokens_is_in_the_digest() -> None:
+def test_the_digest_includes_everything_besides_tokens_that_the_kv_depends_on() -> None:
     def digest(tokens: int = 100, **changes: Any) -> bytes:
         request = made(PROMPT)
         for name, value in changes.items():

@@ -80,7 +80,7 @@ def configs(folder: Path, extra: dict[str, Any], role: str = "kv_producer") -> t
 
 @pytest.mark.parametrize(("extra", "message"), [*WRONG, *HERE], ids=str)
 @pytest.mark.parametrize("role", list(KVConnectorRole))
-def test_a_wrong_option_ends_the_start_in_the_words_in_which_it_is_written(
+def test_a_wrong_option_ends_the_start_and_is_quoted_as_written(
     tmp_path: Path, role: KVConnectorRole, extra: dict[str, Any], message: str
 ) -> None:
     config, caches = configs(tmp_path, BASE | extra)
@@ -94,7 +94,7 @@ def test_a_wrong_option_ends_the_start_in_the_words_in_which_it_is_written(
         assert hidden not in text
 
 
-def test_all_that_is_wrong_is_named_at_once() -> None:
+def test_all_wrong_options_are_named_together() -> None:
     extra = {name: value for wrong, _ in WRONG[::-1] for name, value in wrong.items()}
     assert set(extra) == {*Options.__struct_fields__, "kv_lease"}
     with pytest.raises(InvalidEngineError) as error:
@@ -104,7 +104,7 @@ def test_all_that_is_wrong_is_named_at_once() -> None:
     assert "there is no option 'kv_lease', 'later'; " in str(error.value)
 
 
-def test_all_that_the_machine_lacks_is_named_at_once() -> None:
+def test_everything_that_the_machine_lacks_is_named_together() -> None:
     with pytest.raises(InvalidEngineError) as error:
         options_of(
             {"host": "no.such.host.invalid", "port": 65535, "secret": "env:NONE", "keyring": "/nowhere"},

@@ -59,7 +59,7 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("where", ["file", "env"])
-def test_who_has_the_same_secret_is_read_from(
+def test_an_engine_with_the_same_secret_is_read_from(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     secret = secrets.token_hex(32)
@@ -79,7 +79,7 @@ def test_who_has_the_same_secret_is_read_from(
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(("left", "right"), [("a", "b"), ("a", ""), ("", "b")], ids=["other", "theirs", "ours"])
-def test_who_has_another_secret_or_none_fails_one_request(
+def test_a_source_with_another_secret_or_none_fails_one_request(
     make: Make, caplog: pytest.LogCaptureFixture, left: str, right: str, policy: str
 ) -> None:
     # the pages of this engine are never read

@@ -50,7 +50,7 @@ def answers() -> dict[tuple[str, int, str], Answer]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("tp", [8, 1])
 @pytest.mark.parametrize("name", PUBLIC)
-def test_the_plan_says_what_vllm_says(name: str, tp: int, answers: dict[tuple[str, int, str], Answer]) -> None:
+def test_the_plan_has_the_figures_of_vllm(name: str, tp: int, answers: dict[tuple[str, int, str], Answer]) -> None:
     theirs, model = answers[name, tp, "auto"], read_model(CONFIGS / name)
     found = choice(model, tp, 1, MemoryAsked(MEMORY, SIZES[name], STEP, LENGTHS))
     ours = {room.way: room for room in found.rooms}

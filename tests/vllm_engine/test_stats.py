@@ -18,7 +18,7 @@ from tests.vllm_engine.engine import Engine, Shape, make_config, model_dir, run_
 from tests.vllm_engine.test_engine import PROMPT, prefilled, served
 
 
-def test_what_is_moved_reaches_the_log_and_prometheus(make: Callable[..., Engine], tmp_path: Path) -> None:
+def test_the_transferred_bytes_reach_the_log_and_prometheus(make: Callable[..., Engine], tmp_path: Path) -> None:
     prefill, decode = make("kv_producer"), make("kv_consumer", Shape(tp_size=2))
     served([prefill, decode], "d", PROMPT, 2, prefilled(prefill, "p", PROMPT))
     total = PagewireConnector.build_kv_connector_stats()
@@ -90,7 +90,7 @@ assert not any(samples(NixlPromMetrics, PullMetrics).values()), "theirs, and non
 """
 
 
-def test_what_boards_show_of_vllms_own_connector_has_its_names_buckets_and_meaning() -> None:
+def test_the_metrics_of_vllms_own_connector_keep_their_names_buckets_and_meaning() -> None:
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     command = [sys.executable, "-c", COMPARE]
@@ -132,7 +132,7 @@ def test_a_request_that_cannot_be_loaded_counts_once_whatever_its_ranks(make: Ca
     assert total.data["failed_pulls"] == 2, "who gave up has not failed"
 
 
-def test_our_lines_go_where_vllms_go_unless_somebody_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_log_lines_go_where_vllms_go_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, written = logging.getLogger("pagewire"), io.StringIO()
     monkeypatch.setattr(logging.getLogger("vllm"), "handlers", [logging.StreamHandler(written)])
     for logger in (ours, logging.root):

@@ -103,7 +103,7 @@ def test_boxes_that_hold_the_same_bytes_in_another_order_are_refused(swapped: st
         prove(attention(32, torch.float32), {"0.attn": cpu_layer(cache, "vec")}, {"0.attn": tensors}, torch.float32)
 
 
-def test_what_only_a_kernel_knows_is_a_page_of_its_own() -> None:
+def test_a_format_that_only_the_kernel_knows_is_moved_as_whole_pages() -> None:
     cache = random_cache(32, torch.float32)
     config = attention(32, torch.float32, whole_pages=True)
     assert prove(config, {"0.attn": cpu_layer(cache, "vec")}, {"0.attn": cache}, torch.float32) == 1

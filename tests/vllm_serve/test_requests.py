@@ -142,7 +142,7 @@ def test_hanging_up_at_prefill(engines: Engines, after: float) -> None:
     assert engines.pair.ask(PROMPTS[LONG]).tokens == engines.expected[LONG]
 
 
-def test_nobody_comes_for_it(engines: Engines) -> None:
+def test_pages_that_no_reader_fetches(engines: Engines) -> None:
     start, expired = time.monotonic(), engines.pair.prefill.metrics()["vllm:nixl_num_kv_expired_reqs_total"]
     params = engines.pair.prefilled(PROMPTS[LONG])
     assert ask(engines.pair.prefill.url, PROMPTS[0], max_tokens=1).status == 200
@@ -228,7 +228,7 @@ def hostile(params: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
-def test_params_that_say_something_else(engines: Engines, policy: str) -> None:
+def test_params_with_one_changed_key(engines: Engines, policy: str) -> None:
     """The test changes one key of the params at a time, each time with a new lease. The result must be right tokens or
     an error.
     """

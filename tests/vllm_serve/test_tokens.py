@@ -110,7 +110,9 @@ def assert_transferred(before: dict[str, float], after: dict[str, float]) -> Non
 
 
 @pytest.mark.parametrize("name", ["gemma3", pytest.param("mistral", marks=pytest.mark.long)])
-def test_what_was_loaded_is_a_prefix_for_others_only_where_it_is_whole(servers: Any, model: Model, name: str) -> None:
+def test_loaded_blocks_serve_as_a_prefix_for_others_only_if_they_are_complete(
+    servers: Any, model: Model, name: str
+) -> None:
     """Prefill frees the blocks that lie before a window.
 
     A block of decode may be larger, so the window's first block may lack some tokens at decode. The last prompts begin

@@ -82,7 +82,7 @@ def test_the_default_model_on_the_default_prompts(here: Callable[..., Done], tmp
 @pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("sides", [(), ("--decode-tp", 2)], ids=["verified", "tp 1 to 2"])
-def test_under_chaos_what_is_answered_is_right_and_what_is_not_has_a_reason(
+def test_under_chaos_every_answer_is_right_and_every_failure_has_a_reason(
     here: Callable[..., Done], tmp_path: Path, sides: tuple[Any, ...]
 ) -> None:
     out = tmp_path / "o.json"

@@ -58,7 +58,7 @@ def test_no_title_is_cut_or_broken(
     assert capsys.readouterr().out.splitlines()[0] == title
 
 
-def test_ties_stand_beside_and_a_difference_is_a_no(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ties_are_listed_separately_and_a_difference_is_a_no(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown(capsys, ties=2)["equal to the model's own generate"] == "yes, 2 by a rounding tie"
     assert shown(capsys, tokens_equal=False)["equal to the model's own generate"] == "NO"
 

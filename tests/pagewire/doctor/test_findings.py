@@ -60,7 +60,7 @@ def test_without_nixl_the_extra_is_named() -> None:
     assert "pip install 'pagewire[transfer]'" in refusals(found)[0].fix
 
 
-def test_a_process_that_nixl_ends_is_told() -> None:
+def test_a_process_that_nixl_aborts_is_reported() -> None:
     dies = (sys.executable, "-c", "import os, sys; print('it burns', file=sys.stderr, flush=True); os.abort()")
     plugins, why = nixl_plugins(dies)
     assert plugins == []

@@ -85,6 +85,6 @@ def test_chunks_begin_where_blocks_do_and_windows_need_not() -> None:
         assert found.request_blocks(1600) == 100 + 6 + more
 
 
-def test_latents_beside_other_layers_are_not_said() -> None:
+def test_latents_beside_other_layers_have_no_block_figures() -> None:
     latent = AlikeLayers("latent", 1, heads=1, width=64)
     assert vllm_blocks([latent, full(1, window=8)], [128, 128], 16, 32) is None

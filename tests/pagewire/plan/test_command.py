@@ -110,7 +110,9 @@ def test_a_pipe_gets_every_figure(
         (["--json", "/"], "is a folder"),
     ],
 )
-def test_what_does_not_work_is_one_line(more: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_impossible_command_is_refused_in_one_line(
+    more: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     line = ["plan", "--model", str(CONFIGS / "gemma-3-27b"), "--memory", "40GiB", *more]
     try:
         status = main(line)

@@ -84,7 +84,7 @@ def test_chunks_windows_and_layers_that_share(tmp_path: Path) -> None:
     assert sum(one.layers for one in each) == 2, "those that read another layer's pages keep none"
 
 
-def test_what_recurrent_layers_keep_is_what_our_state_pages_hold(tmp_path: Path) -> None:
+def test_recurrent_layers_keep_as_many_bytes_as_our_state_pages(tmp_path: Path) -> None:
     import transformers
 
     model = read_model(written(tmp_path, BAMBA))
@@ -214,7 +214,7 @@ def test_the_checkpoint_says_how_keys_and_values_are_quantised(
         ),
     ],
 )
-def test_what_is_not_understood_names_the_file_the_field_and_what_may_be_there(
+def test_an_unknown_value_is_an_error_with_the_file_the_field_and_the_allowed_values(
     config: object, told: str, tmp_path: Path
 ) -> None:
     with pytest.raises(PlanError) as error:

@@ -125,7 +125,7 @@ def test_groups_hold_what_a_real_manager_of_them_holds(tp: int) -> None:
     assert ours.lost_bytes == dict.fromkeys((9, 29, 400), 3 * page // 10), "one place of thirty in each of three pages"
 
 
-def test_only_what_has_windows_and_pages_of_one_size_has_groups() -> None:
+def test_only_models_with_windows_and_pages_of_one_size_have_groups() -> None:
     wide, state = AlikeLayers("full", 2, heads=4, width=32), AlikeLayers("conv", 3, state=CONVOLVED)
     longer = AlikeLayers("window", 29, heads=2, width=32, window=60)
     for model in (small(WINDOWS, longer), small(WINDOWS)):
@@ -186,7 +186,7 @@ def test_states_take_what_a_real_manager_of_them_gives_them(shape: StateShape, t
     assert state.request_bytes[9] == (manager.slab_pages * page if way == "share_memory" else own)
 
 
-def test_states_that_memory_is_too_small_for_are_left_out() -> None:
+def test_states_are_left_out_if_the_memory_is_too_small_for_them() -> None:
     model = small(FULL, AlikeLayers("state", 2, state=DELTA))
     two_slabs = 2 * (-(-model.state_bytes(1) // 1024)) * 1024
     # page 0 belongs to no request, so it is not counted
@@ -222,7 +222,7 @@ def test_public_models_of_several_kinds_of_layers(name: str, way: str) -> None:
     assert (*zip(found.requests.values(), lost, strict=True),) == LAID[name, way]
 
 
-def test_the_least_is_the_windows_pages_alone() -> None:
+def test_the_way_least_counts_only_the_pages_of_the_window() -> None:
     window = AlikeLayers("window", 2, heads=2, width=32, window=6)
     least = room(choice(small(window), 1, 1, asked(100_000, 4, lengths=(4, 8, 9, 1000))), "least")
     page = 2 * 2 * 32 * 2 * 4
@@ -232,7 +232,7 @@ def test_the_least_is_the_windows_pages_alone() -> None:
     assert least.longest is None
 
 
-def test_what_does_not_fit_is_said_or_left_out() -> None:
+def test_sizes_that_do_not_fit_are_refused_or_left_out() -> None:
     model = small(AlikeLayers("full", 1, heads=6, width=32))
     with pytest.raises(PlanError, match="tensor parallelism 4: n_kv_heads is 6: 4 shards"):
         choice(model, 4, 1, asked())

@@ -13,7 +13,7 @@ from scheduler_adapters.errors import ReplayError
 TRACE = [[10 * (number % 7) + at for at in range(3)] for number in range(60)]
 
 
-def test_sweeps_leave_out_what_does_not_fit_and_name_what_they_did() -> None:
+def test_sweeps_leave_out_sizes_that_do_not_fit_and_rows_name_their_settings() -> None:
     rows = sweep_capacities(TRACE, (2, 6, 30), ("none", "true"))
     assert [(row["blocks"], row["hints"]) for row in rows] == [(6, "none"), (6, "true"), (30, "none"), (30, "true")]
     assert rows[0]["hit_pct"] == rows[0]["lru_pct"] == 0.0

@@ -37,7 +37,7 @@ def test_the_manager_hits_as_often_as_the_reference_lru(seed: int, capacity: int
     assert result.gap_closed == (None if result.optimum_hits == result.hits else 0.0)
 
 
-def test_with_room_for_all_everybody_hits_what_was_seen() -> None:
+def test_with_room_for_all_blocks_every_policy_hits_all_repeated_blocks() -> None:
     trace, seen, wanted = trace_of(1), set[int](), 0
     for blocks in trace:
         wanted += sum(block in seen for block in blocks)
@@ -102,7 +102,7 @@ def test_true_hints_hit_more_and_wrong_ones_hardly_less_than_none() -> None:
     assert inverted.hits > none.hits - 0.01 * none.block_refs
 
 
-def test_claiming_by_prefix_hits_what_turns_do_not_and_loads_are_even() -> None:
+def test_claiming_by_prefix_hits_more_than_taking_turns_and_keeps_loads_even() -> None:
     trace = long_trace()
     by_prefix, turns = (replay(trace, 2400, 3, routing=rule) for rule in ("prefix", "round-robin"))
     assert by_prefix.hits > 0.95 * by_prefix.reference_lru_hits > 2 * turns.hits
@@ -136,7 +136,7 @@ def test_a_window_s_load_is_that_of_its_busiest_replica() -> None:
     assert result.window_load_mean == result.window_load_max == 1.5
 
 
-def test_a_request_that_never_fits_is_said_so() -> None:
+def test_a_request_that_can_never_fit_is_reported() -> None:
     with pytest.raises(
         ReplayError, match="a request of 9 blocks does not fit: 16 blocks in 2 replicas are 8 blocks each"
     ):
@@ -206,7 +206,7 @@ def test_the_command_prints_and_writes_its_figures(tmp_path: Path, capsys: pytes
 @pytest.mark.parametrize("host_blocks", [0, 8])
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("hints", ["none", "true"])
-def test_what_the_user_did_not_ask_for_is_not_warned_of(
+def test_a_replay_logs_no_warning(
     caplog: pytest.LogCaptureFixture, host_blocks: int, replicas: int, hints: str
 ) -> None:
     replay(trace_of(3, 5), 40, replicas=replicas, host_blocks=host_blocks, hints=hints)

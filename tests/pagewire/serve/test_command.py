@@ -158,7 +158,7 @@ def test_a_source_on_a_host_that_is_not_allowed_is_not_asked(served: Served, tin
         (9 * [{"address": "tcp://a:1", "engines": ["p1/0"]}], "length <= 8"),
     ],
 )
-def test_sources_that_are_none_are_refused_by_name(served: Served, sources: Any, reason: str) -> None:
+def test_invalid_sources_are_refused_by_name(served: Served, sources: Any, reason: str) -> None:
     extra = {"kv_transfer_params": {"kv_sources": sources}}
     with pytest.raises(openai.BadRequestError, match=f"kv_sources: .*{reason}") as caught:
         served.client.completions.create(model="pagewire", prompt="x", extra_body=extra)
@@ -264,7 +264,9 @@ def test_a_process_that_is_stopped_costs_no_request_and_comes_back(served: Serve
         served.until_nothing_is_held()
 
 
-def test_one_command_starts_all_and_ends_all_when_nothing_is_on_its_way(tmp_path: Path, tiny_model: Any) -> None:
+def test_one_command_starts_all_processes_and_ends_them_when_all_requests_have_ended(
+    tmp_path: Path, tiny_model: Any
+) -> None:
     served = Served(tmp_path)
     try:
         served.start("all", "all", "--address-file", str(served.addresses), "--http-port", "0", *COMMON)
@@ -377,7 +379,7 @@ def test_a_signal_that_follows_at_once_when_the_front_says_that_it_serves_drains
     assert json.loads(figures.read_text())["processes"] == {}
 
 
-def test_beyond_this_host_keys_are_needed(tmp_path: Path) -> None:
+def test_serving_other_hosts_needs_keys(tmp_path: Path) -> None:
     served = Served(tmp_path)
     try:
         served.start("front", "front", "--host", "10.1.2.3", "--http-port", "0")

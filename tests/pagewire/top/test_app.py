@@ -266,7 +266,7 @@ def test_four_million_pages_are_summed_up() -> None:
     watch.close()
 
 
-def test_a_line_of_totals_stands_above_and_long_ids_are_short(
+def test_totals_are_shown_above_and_long_ids_are_shortened(
     watched: tuple[PagedKVCacheManager, ManagerWatch],
 ) -> None:
     manager, watch = watched
@@ -391,7 +391,7 @@ def test_a_recording_plays_back_to_and_fro(watched: tuple[PagedKVCacheManager, M
     drive(played, play)
 
 
-def test_recordings_that_are_none_are_refused(tmp_path: Path) -> None:
+def test_invalid_recordings_are_refused(tmp_path: Path) -> None:
     for content, what in ((b"", "not a recording"), (b"pagewire recording 1\n", "no snapshot")):
         (tmp_path / "f").write_bytes(content)
         with pytest.raises(WatchError, match=what):
@@ -477,7 +477,7 @@ def test_a_process_that_dies_while_it_is_watched_is_shown_as_gone_and_found_agai
         end(child)
 
 
-def test_an_address_where_nobody_is_shows_that_it_waits() -> None:
+def test_an_address_without_a_process_shows_that_the_app_waits() -> None:
     app = TopApp(LiveSource(["ipc:///tmp/pagewire-nobody"], 10.0))
 
     async def run() -> None:

@@ -30,7 +30,9 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().err
 
 
-def test_what_cannot_be_shown_is_said_in_a_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_arguments_that_cannot_be_shown_are_refused_in_one_sentence(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     (tmp_path / "f").write_text("{}")
     assert "to watch" in complaint(capsys)
     assert "cannot be watched" in complaint(capsys, "nowhere")
@@ -165,7 +167,7 @@ Path({path!r}).write_text(json.dumps(seen))
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_fleets")
-def test_the_demo_shows_its_processes_until_that_is_quit(looked: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_serves_until_its_view_is_quit(looked: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--top", "--requests", "4", "--max-new-tokens", "4"]) == 0
     seen = json.loads(looked.read_text())
     assert set(seen) == {"prefill", "decode"}

@@ -14,7 +14,7 @@ def recorded(path: Path, *times: float) -> Path:
     return path
 
 
-def test_time_that_passes_in_a_pause_is_not_played(tmp_path: Path) -> None:
+def test_a_paused_recording_does_not_advance(tmp_path: Path) -> None:
     now = 50.0
     source = PlayedSource(recorded(tmp_path / "r", 0, 2, 4, 30), speed=2.0, clock=lambda: now)
     assert [heard.at for heard in source.poll({})] == [1000.0]

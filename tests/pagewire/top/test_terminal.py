@@ -166,7 +166,7 @@ def test_a_signal_ends_it_while_the_terminal_takes_no_output(
 
 
 @pytest.mark.parametrize("controls", [False, True], ids=["any", "controlling"])
-def test_it_ends_with_its_terminal(controls: bool, address: str, start: Callable[..., Top]) -> None:
+def test_the_app_ends_with_its_terminal(controls: bool, address: str, start: Callable[..., Top]) -> None:
     terminal = Terminal(is_read=False)
     top = start(address, on=terminal, controls=controls)
     os.read(terminal.master, 1)
@@ -175,7 +175,7 @@ def test_it_ends_with_its_terminal(controls: bool, address: str, start: Callable
     assert top.status() == 128 + signal.SIGHUP
 
 
-def test_it_says_on_the_screen_that_nobody_answers(terminal: Terminal, start: Callable[..., Top]) -> None:
+def test_the_screen_says_that_no_process_answers(terminal: Terminal, start: Callable[..., Top]) -> None:
     top = start(DEAD, on=terminal)
     fcntl.ioctl(terminal.slave, termios.TIOCSWINSZ, b"\x28\x00\xc8\x00\x00\x00\x00\x00")  # 40 lines, 200 columns
     wait_for(lambda: b"no process answers at" in terminal.text, "nothing is said")
@@ -243,7 +243,9 @@ def test_without_a_terminal_it_records_until_a_signal_or_until_its_reader_has_go
     assert PlayedSource(path).length > 0
 
 
-def test_in_a_terminal_it_rests_between_looks(address: str, terminal: Terminal, start: Callable[..., Top]) -> None:
+def test_in_a_terminal_the_app_sleeps_between_snapshots(
+    address: str, terminal: Terminal, start: Callable[..., Top]
+) -> None:
     top = start(address, on=terminal)
     wait_for(lambda: b"pages," in terminal.text, "no look is drawn")
     before = top.cpu_s()

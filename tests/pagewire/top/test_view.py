@@ -12,7 +12,7 @@ from pagewire.top.sources import Heard
 from pagewire.top.view import Filter, WatchedProcess
 
 
-def test_after_a_look_that_does_not_follow_the_whole_state_is_asked_for() -> None:
+def test_after_an_invalid_snapshot_the_whole_state_is_requested() -> None:
     process = WatchedProcess("tcp://host:1")
     process.followed.look = cast("Any", SimpleNamespace(name="p", number=3, incarnation=5))
     assert process.followed.ask == AskLook(known=3, incarnation=5)

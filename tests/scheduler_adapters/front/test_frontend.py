@@ -196,7 +196,9 @@ def test_another_decode_process_goes_on_after_the_tokens_that_the_client_has(
     played(story)
 
 
-def test_who_has_refused_a_request_is_not_asked_again_and_when_all_have_it_fails(played: Callable[..., None]) -> None:
+def test_a_process_that_refused_a_request_is_not_asked_again_and_if_all_refuse_it_fails(
+    played: Callable[..., None],
+) -> None:
     async def story(all_of: Fronted) -> None:
         peers = all_of.join("d1", "d2")
         await all_of.there("d1", "d2")
@@ -218,7 +220,7 @@ def test_who_has_refused_a_request_is_not_asked_again_and_when_all_have_it_fails
     played(story)
 
 
-def test_requests_go_to_who_has_the_fewest_and_does_not_drain(played: Callable[..., None]) -> None:
+def test_requests_go_to_the_process_with_the_fewest_that_does_not_drain(played: Callable[..., None]) -> None:
     async def story(all_of: Fronted) -> None:
         first, second, drains = all_of.join("d1", "d2", "d3")
         await all_of.there("d1", "d2", "d3")
@@ -235,7 +237,7 @@ def test_requests_go_to_who_has_the_fewest_and_does_not_drain(played: Callable[.
     played(story)
 
 
-def test_a_request_that_nobody_waits_for_is_aborted_where_it_is(played: Callable[..., None]) -> None:
+def test_a_request_whose_client_is_gone_is_aborted(played: Callable[..., None]) -> None:
     async def story(all_of: Fronted) -> None:
         (peer,) = all_of.join("d1")
         await all_of.there("d1")
@@ -317,7 +319,7 @@ def test_a_placement_books_a_prompt_until_its_pages_have_left(played: Callable[.
     played(story, booked)
 
 
-def test_a_process_whose_watch_leads_nowhere_is_not_taken(played: Callable[..., None]) -> None:
+def test_a_process_with_an_invalid_pulse_address_is_not_accepted(played: Callable[..., None]) -> None:
     async def story(all_of: Fronted) -> None:
         all_of.join("d1")
         await all_of.there("d1")

@@ -107,7 +107,7 @@ def until(found: Callable[[], object], wanted: object) -> None:
         time.sleep(0.01)
 
 
-def test_who_has_more_of_a_prompt_than_who_computes_it_is_named(
+def test_a_process_with_more_of_a_prompt_than_the_chosen_one_is_named_as_a_source(
     managers: dict[str, PagedKVCacheManager], holders: PageHolders
 ) -> None:
     members = [ready(name, manager) for name, manager in managers.items()]
@@ -141,7 +141,7 @@ def test_a_process_that_goes_is_forgotten_and_one_that_is_back_is_followed_anew(
     assert holders.sources(PROMPT, None, "p1") == ()
 
 
-def test_after_a_gap_nothing_is_known_until_all_is_told_anew(holders: PageHolders) -> None:
+def test_after_a_gap_nothing_is_known_until_all_pages_are_reported_again(holders: PageHolders) -> None:
     context: zmq.Context[Any] = zmq.Context()
     stream = context.socket(zmq.XPUB)
     stream.setsockopt(zmq.XPUB_VERBOSE, 1)

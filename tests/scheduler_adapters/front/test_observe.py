@@ -169,7 +169,7 @@ def check_spans(spans: Sequence[Any], answers: Sequence[dict[str, Any]]) -> None
 
 
 @pytest.mark.slow
-def test_requests_are_counted_by_their_end_and_headers_that_are_none_do_no_harm(tmp_path: Path) -> None:
+def test_requests_are_counted_by_their_end_and_invalid_headers_do_no_harm(tmp_path: Path) -> None:
     async def run() -> None:
         async with fronted(tmp_path) as (frontend, client):
             for header in ("", "nonsense", "0" * 4000):

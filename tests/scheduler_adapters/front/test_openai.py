@@ -59,7 +59,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("body", "param"), WRONG)
-def test_what_cannot_be_is_refused_with_the_name_of_the_parameter(body: dict[str, Any], param: str) -> None:
+def test_impossible_values_are_refused_with_the_name_of_the_parameter(body: dict[str, Any], param: str) -> None:
     with pytest.raises(OpenAIError) as caught:
         asked(**body)
     error = caught.value.body()["error"]
@@ -69,12 +69,12 @@ def test_what_cannot_be_is_refused_with_the_name_of_the_parameter(body: dict[str
 
 
 @pytest.mark.parametrize("data", [b"", b"[1]", b"{", b"\xff", b"[" * 5000])
-def test_a_body_that_is_none_is_refused(data: bytes) -> None:
+def test_an_invalid_body_is_refused(data: bytes) -> None:
     with pytest.raises(OpenAIError, match="the body is not a valid request"):
         read_request("completion", data, SERVED)
 
 
-def test_values_that_change_nothing_are_taken() -> None:
+def test_values_that_change_nothing_are_accepted() -> None:
     body = {"temperature": 0.0, "n": 1, "stop": None, "logprobs": None, "top_p": 0.9, "seed": 3, "user": "u"}
     assert asked(**body, presence_penalty=0, ignore_eos=False).max_tokens == 16
 
@@ -107,7 +107,7 @@ def test_a_chat_needs_a_template_and_takes_what_room_there_is() -> None:
         assert caught.value.param == "messages"
 
 
-def test_text_comes_in_whole_characters_and_what_is_none_comes_last() -> None:
+def test_text_comes_in_whole_characters_and_incomplete_ones_come_last() -> None:
     data = "aé漢🙂z".encode()
     stream = TextStream(ByteTokenizer())
     parts = [stream.add([byte], last=False) for byte in data]

@@ -136,7 +136,7 @@ def test_a_process_that_was_started_anew_is_followed_where_it_is_now(managers: d
     asyncio.run(run())
 
 
-def test_load_is_what_was_reserved(managers: dict[str, PagedKVCacheManager]) -> None:
+def test_the_load_is_the_sum_of_the_reservations(managers: dict[str, PagedKVCacheManager]) -> None:
     async def run() -> None:
         placement = Selected()
         await placement.follow([ready(name, manager) for name, manager in managers.items()])
@@ -147,7 +147,7 @@ def test_load_is_what_was_reserved(managers: dict[str, PagedKVCacheManager]) -> 
     asyncio.run(run())
 
 
-def test_in_turns_each_has_its_share() -> None:
+def test_the_round_robin_placement_gives_each_process_its_share() -> None:
     async def run() -> list[str]:
         placement = InTurns()
         assert await placement.place("r", [1], []) == ""

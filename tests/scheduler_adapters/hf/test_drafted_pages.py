@@ -53,7 +53,7 @@ def finish(engine: Engine) -> None:
     assert_nothing_held(engine.manager)
 
 
-def test_while_drafted_tokens_are_not_booked_the_state_is_told_to_nobody(model: Any) -> None:
+def test_the_state_of_unrecorded_drafts_is_not_told_to_readers(model: Any) -> None:
     engine, context, start = ready(model)
     manager = engine.manager
     for call in (
@@ -103,7 +103,7 @@ def test_a_request_may_be_released_before_its_drafted_tokens_are_booked(model: A
     finish(engine)
 
 
-def test_a_step_that_is_refused_sets_nobody_back(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_step_sets_no_request_back(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, context, start = ready(model)
     manager, before = engine.manager, (context.start_idx, context.active_idx, context.end_idx)
 
@@ -154,7 +154,7 @@ def test_a_second_page_that_is_not_run_goes_with_the_next_step(model: Any) -> No
     finish(engine)
 
 
-def test_a_batch_is_set_back_too(model: Any) -> None:
+def test_a_batch_object_is_set_back_like_its_requests(model: Any) -> None:
     engine, context, start = ready(model)
     batch = engine.manager.batch([context])
     engine.manager.step(batch)
@@ -164,7 +164,7 @@ def test_a_batch_is_set_back_too(model: Any) -> None:
     finish(engine)
 
 
-def test_what_is_found_instead_of_what_ran_is_gone_on_from(model: Any) -> None:
+def test_a_request_continues_from_a_state_that_a_hit_has_loaded(model: Any) -> None:
     """A hit loads another state into the request's state page. The request then continues from the loaded state, and
     what has run into its second state page does not count.
     """

@@ -131,7 +131,7 @@ def test_one_bad_prompt_is_named_and_none_is_run(model: Any) -> None:
     assert 0 < len(generator.generate([[1] * 190], 11)[0]) <= 11
 
 
-def test_what_others_hold_is_an_error_and_not_a_wait_for_ever(model: Any, expected: list[list[int]]) -> None:
+def test_pages_that_others_hold_are_an_error_and_not_an_endless_wait(model: Any, expected: list[list[int]]) -> None:
     manager = manager_of(model, pages=15, rows=2)
     generator = PagedGenerator(model, manager)
     other = TextContext([5] * 14 * 16, 1024, "other")

@@ -66,7 +66,7 @@ def test_the_groups_follow_the_config(make_model: Callable[..., Any]) -> None:
     assert not kv_params_of(config).groups
 
 
-def test_positions_that_a_packed_batch_has_not_are_refused(make_model: Callable[..., Any]) -> None:
+def test_positions_that_a_packed_batch_cannot_have_are_refused(make_model: Callable[..., Any]) -> None:
     model = make_model("llama4", num_hidden_layers=4, layer_types=CHUNKED, attn_temperature_tuning=True)
     with pytest.raises(UnsupportedModelError, match="attn_temperature_tuning"):
         HFRunner(model)

@@ -324,7 +324,7 @@ def test_requests_wait_for_a_row_and_its_state_page(model: Any, expected: list[l
     assert_nothing_held(loop.manager)
 
 
-def test_what_does_not_go_with_states_is_refused_with_the_reason(model: Any) -> None:
+def test_features_that_exclude_states_are_refused_with_the_reason(model: Any) -> None:
     assert not kv_params_of(model.config).enable_prefix_caching
     assert kv_params_of(model.config, enable_prefix_caching=True).enable_prefix_caching
     shape = state_shape_of(model)

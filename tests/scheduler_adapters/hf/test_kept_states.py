@@ -138,7 +138,7 @@ def test_tokens_that_ran_are_not_taken_away_again(model: Any) -> None:
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["told", "leased-alone"])
-def test_a_state_that_others_were_promised_is_not_written_over_by_a_hit(model: Any, told: bool) -> None:
+def test_a_state_that_a_reader_was_promised_is_not_overwritten_by_a_hit(model: Any, told: bool) -> None:
     loop = cached_loop(model, budget=16)
     manager = loop.manager
     context = TextContext(PROMPTS[1], 4096, "r")
@@ -175,7 +175,7 @@ def test_admission_waits_for_a_state_page(model: Any) -> None:
     assert manager.admission(context).fits
 
 
-def test_check_names_what_does_not_add_up(model: Any) -> None:
+def test_check_names_inconsistent_books(model: Any) -> None:
     def broken() -> Any:
         loop = cached_loop(model)
         served(loop, PROMPTS[0])

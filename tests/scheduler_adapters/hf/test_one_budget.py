@@ -227,7 +227,7 @@ def test_the_slab_of_an_import_whose_request_is_gone_is_pages_again_once_nothing
     assert_nothing_held(target)
 
 
-def test_what_a_request_needs_is_its_pages_and_its_state(model: Any) -> None:
+def test_a_request_needs_room_for_its_pages_and_its_state(model: Any) -> None:
     manager = one_budget(model, 1, 12, caching=False)
     most = manager.total_num_pages - manager.slab_pages
     context = TextContext([5] * (most * PAGE), 4096, "r")
@@ -244,7 +244,7 @@ def test_what_a_request_needs_is_its_pages_and_its_state(model: Any) -> None:
 
 
 @pytest.mark.parametrize("beside", [0, 1])
-def test_a_request_fits_where_its_pages_are_left_beside_its_slab(model: Any, beside: int) -> None:
+def test_a_request_fits_if_its_pages_are_free_beside_its_slab(model: Any, beside: int) -> None:
     manager = one_budget(model, 3, 12, caching=False)
     pages = manager.total_num_pages - 2 * manager.slab_pages - beside
     with manager.claim(context := TextContext([5] * (pages * PAGE), 4096, "r")):

@@ -270,7 +270,7 @@ def conversations(loop: ServingLoop, users: int, turns: int) -> list[tuple[list[
 
 
 @of_forms()
-def test_conversations_find_all_that_went_before(form: str, model: Any) -> None:
+def test_conversations_find_all_pages_of_their_earlier_turns(form: str, model: Any) -> None:
     manager = manager_of(model, form, 600, 20)
     answered = conversations(loop_of(manager, model), 4, 3)
     expected = [own_tokens(model, prompt, NEW) for prompt, _ in answered]
@@ -321,7 +321,7 @@ CHUNKED = ("groups of one window", "llama4 alone")
 
 
 @pytest.mark.parametrize(("form", "name"), [CHUNKED])
-def test_tokens_equal_where_what_a_chunk_begins_with_sees_nothing_before_it(form: str, model: Any) -> None:
+def test_tokens_equal_with_attention_chunks_whose_first_token_sees_nothing_before_it(form: str, model: Any) -> None:
     """The first token of an attention chunk sees no token before it, so only the last chunk of a prompt has to be
     computed.
     """
@@ -337,7 +337,7 @@ def test_tokens_equal_where_what_a_chunk_begins_with_sees_nothing_before_it(form
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize(("form", "name"), [*(case for case in CASES if case[1] in MODELS | ALONE), CHUNKED, LFM3])
-def test_a_request_holds_the_pages_of_its_windows_alone(form: str, model: Any) -> None:
+def test_a_request_holds_only_the_pages_of_its_windows(form: str, model: Any) -> None:
     """A request of 400 tokens holds 50 pages of a layer that attends to all tokens, and 7 pages of a layer with a
     window.
     """

@@ -127,7 +127,7 @@ def check_formula(
         assert pool[:, :, 0].isnan()[1:].all(), "another layer was written"
 
 
-def test_what_a_token_writes_lies_where_the_table_says() -> None:
+def test_a_token_is_written_to_the_place_that_the_table_names() -> None:
     blocks = pools(2, 4, 1)[0]
     table = torch.tensor([[2, 1]], dtype=torch.int32)
     batch = PagedBatch([RaggedKVCacheInputs(blocks, table[:, 0], table, table)], [3], [2], LAYERS)
@@ -162,7 +162,7 @@ def one_token_call(module: Any = None, kv_heads: int = KV_HEADS, **arguments: An
         ({"kv_heads": 4}, "4 heads of 8"),
     ],
 )
-def test_what_is_not_computed_is_refused_by_name(arguments: Any, named: str) -> None:
+def test_unsupported_attention_is_refused_by_name(arguments: Any, named: str) -> None:
     with pytest.raises(UnsupportedModelError, match=named):
         one_token_call(**arguments)
 

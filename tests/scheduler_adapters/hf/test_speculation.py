@@ -63,7 +63,7 @@ def test_tokens_are_the_models_own_where_requests_give_way_in_the_middle(each_mo
     assert_nothing_held(engine.manager)
 
 
-def test_a_fork_goes_on_from_what_was_right(each_model: Any) -> None:
+def test_a_fork_continues_from_the_last_right_guess(each_model: Any) -> None:
     """Some guesses of the parent were wrong. The parent and its fork both run the right ones again."""
     engine = Engine(each_model, 0.6, 4)
     (answer,) = engine.knows(PROMPTS[:1])

@@ -65,7 +65,7 @@ def test_every_type_that_is_served_is_tested(make_model: Callable[..., Any]) -> 
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_says_why(name: str) -> None:
+def test_a_refused_model_type_says_why(name: str) -> None:
     import transformers
 
     mapping: Any = transformers.CONFIG_MAPPING
@@ -75,7 +75,7 @@ def test_what_is_refused_says_why(name: str) -> None:
         kv_params_of(mapping[name]())
 
 
-def test_a_state_that_no_configuration_tells_of_is_refused(
+def test_a_state_that_the_configuration_does_not_mention_is_refused(
     make_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_model("llama")

@@ -52,7 +52,7 @@ def loop_of(model: Any, manager: Any, budget: int = 64) -> ServingLoop:
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("way", WAYS)
-def test_tokens_equal_on_both_replicas_with_hits_of_each_own(
+def test_tokens_equal_on_both_replicas_with_separate_hits(
     model: Any, expected: list[list[int]], way: str, tp: int
 ) -> None:
     manager = two_replicas(model, way, tp=tp)
@@ -109,7 +109,7 @@ def run(manager: Any, runner: HFRunner, contexts: list[TextContext]) -> list[int
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_one_replica_computed_comes_to_the_other_from_the_host_that_they_share(
+def test_pages_of_one_replica_reach_the_other_through_the_shared_host_tier(
     model: Any, expected: list[list[int]], way: str
 ) -> None:
     manager = two_replicas(model, way, enable_kvcache_swapping_to_host=True, host_kvcache_swap_space_gb=0.05)
@@ -130,7 +130,7 @@ def test_what_one_replica_computed_comes_to_the_other_from_the_host_that_they_sh
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_one_replica_computed_is_copied_to_the_other_with_its_state(
+def test_pages_of_one_replica_are_copied_to_the_other_with_their_state(
     model: Any, expected: list[list[int]], way: str
 ) -> None:
     manager = two_replicas(model, way, routing=Routing(copy_pages=True))

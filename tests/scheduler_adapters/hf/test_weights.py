@@ -44,7 +44,7 @@ def test_each_value_of_each_weight_is_part_of_the_name(make_model: Callable[...,
     assert model_name(model) in found, "it is the first one again"
 
 
-def test_the_name_is_that_of_the_values_wherever_and_however_they_lie(
+def test_the_name_depends_on_the_values_and_not_on_their_layout_in_memory(
     make_model: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_model("llama").save_pretrained(tmp_path / "one")

@@ -19,7 +19,7 @@ from transfer.pull.source import Source
 
 
 @pytest.mark.parametrize("error", ["", "its source was lost"])
-def test_an_earlier_attempt_s_end_is_no_news_to_a_later_one(error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_an_earlier_attempt_does_not_affect_a_later_one(error: str, monkeypatch: pytest.MonkeyPatch) -> None:
     request = DecodeRequest("r#0", 2, "pulling", 5.0, spec=Request("r#0", [1], 1))
     news: list[tuple[Any, ...]] = []
     monkeypatch.setattr(DecodeScheduler, "_fail", lambda _, *of: news.append(of))

@@ -35,7 +35,7 @@ def theirs(model: Any, prompts: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("phase", ["leasing", "offered", "held"])
-def test_a_prefill_process_that_drains_ends_what_it_has_and_gets_nothing_more(
+def test_a_draining_prefill_process_finishes_its_prompts_and_gets_no_new_ones(
     start: Callable[..., Service], model: Any, phase: str
 ) -> None:
     service = start()
@@ -55,7 +55,7 @@ def test_a_prefill_process_that_drains_ends_what_it_has_and_gets_nothing_more(
     service.assert_nothing_held()
 
 
-def test_what_was_asked_of_a_process_as_it_began_to_drain_goes_elsewhere(
+def test_prompts_sent_to_a_process_that_begins_to_drain_go_to_another(
     start: Callable[..., Service], model: Any
 ) -> None:
     service = start()
@@ -72,7 +72,7 @@ def test_what_was_asked_of_a_process_as_it_began_to_drain_goes_elsewhere(
     service.assert_nothing_held()
 
 
-def test_where_all_drain_requests_wait_for_one_that_joins(start: Callable[..., Service], model: Any) -> None:
+def test_if_all_processes_drain_requests_wait_for_one_that_joins(start: Callable[..., Service], model: Any) -> None:
     service = start(prefills=1)
     service.prefill.drain()
     service.until(lambda: service.decode.connections[0].leaving, "the news of it")
@@ -92,7 +92,7 @@ def test_where_all_drain_requests_wait_for_one_that_joins(start: Callable[..., S
     service.assert_nothing_held()
 
 
-def test_a_decode_process_that_drains_refuses_what_is_new_and_ends_what_it_has(
+def test_a_draining_decode_process_refuses_new_requests_and_finishes_its_own(
     start: Callable[..., Service], model: Any
 ) -> None:
     service = start()

@@ -273,7 +273,7 @@ def test_prefill_notices_a_dead_decode_process_when_it_has_something_to_say(
     assert_serves_on(service, expected)
 
 
-def test_a_decode_process_that_connects_anew_has_given_up_what_it_asked_for(
+def test_requests_of_a_decode_process_that_connects_anew_are_dropped(
     start: Callable[..., Service], expected: dict[str, list[int]]
 ) -> None:
     service = start()
@@ -319,7 +319,7 @@ def test_pages_stay_held_until_their_lease_word_is_cleared(
     assert_serves_on(service, expected)
 
 
-def test_a_lease_that_runs_out_fails_the_attempt_and_no_page_is_taken(
+def test_a_lease_that_runs_out_fails_the_attempt_and_none_of_its_pages_is_accepted(
     start: Callable[..., Service], expected: dict[str, list[int]]
 ) -> None:
     service = start(lease_s=3.0)
@@ -384,7 +384,7 @@ def test_the_deadline_that_decode_names_holds_at_prefill(
     assert_serves_on(service, expected)
 
 
-def test_what_can_never_be_prefilled_is_not_tried_again(
+def test_a_prompt_that_can_never_be_prefilled_is_not_tried_again(
     start: Callable[..., Service], expected: dict[str, list[int]]
 ) -> None:
     service = start(PREFILL._replace(count=2), DECODE._replace(pages=40))

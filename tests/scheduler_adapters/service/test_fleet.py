@@ -138,7 +138,7 @@ def test_answers_that_nobody_has_read_do_not_keep_the_processes_from_ending() ->
     assert [process.returncode for process in processes] == [0, 0]
 
 
-def test_at_the_end_the_process_that_takes_nothing_is_named_and_not_one_that_has_ended_as_told() -> None:
+def test_at_the_end_only_the_process_that_does_not_read_is_named() -> None:
     fleet = Fleet(CONFIGS, send_timeout_s=0.5)
     with forked.fleets(), pytest.raises(ServiceError, match="the decode process has accepted no message"):
         stop_and_end(fleet)
@@ -172,7 +172,7 @@ def kill_and_end(fleet: Fleet, name: str, *, is_full: bool) -> None:
             time.sleep(0.01)
 
 
-def test_an_error_of_ours_ends_both_processes() -> None:
+def test_an_error_inside_the_with_block_ends_both_processes() -> None:
     fleet = Fleet(CONFIGS)
     with forked.fleets(), contextlib.suppress(ZeroDivisionError), fleet:
         raise ZeroDivisionError

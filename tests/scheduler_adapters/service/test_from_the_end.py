@@ -151,7 +151,7 @@ SIDES: list[dict[str, Any]] = [{}, {"tp": 2}, {"overlap": ThreadedRunner}]
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("side", SIDES)
-def test_both_ends_meet_and_the_tokens_are_those_of_the_model(
+def test_a_computed_front_and_a_pulled_end_give_the_tokens_of_the_model(
     start: Callable[..., Service], expected: list[int], side: dict[str, Any]
 ) -> None:
     service = start(**side)
@@ -376,7 +376,7 @@ def test_pages_that_would_come_to_another_replica_are_not_pulled(
     assert finish(service, expected).pages_pulled == 0
 
 
-def test_a_cache_that_takes_no_later_pages_pulls_from_the_front(
+def test_a_cache_that_cannot_take_later_pages_first_is_pulled_from_the_front(
     start: Callable[..., Service], expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = start()

@@ -47,7 +47,7 @@ def read(socket: Any) -> list[str]:
     return [message.request_id for (data,) in received(socket) if isinstance(message := msg.decode(data), msg.Tokens)]
 
 
-def test_what_is_not_read_waits_in_order_and_the_front_turns_deaf_at_its_limit(pair: tuple[Any, Any]) -> None:
+def test_unread_messages_wait_in_order_and_the_frontend_turns_deaf_at_its_limit(pair: tuple[Any, Any]) -> None:
     ours, theirs = pair
     frontend = FrontendQueue(ours, max_unread=8)
     told = [str(number) for number in range(28)]
@@ -275,7 +275,7 @@ def test_a_front_that_reads_nothing_loses_its_own_requests_and_no_more(tiny_mode
 
 
 @pytest.mark.slow
-def test_what_a_front_sends_to_a_process_that_takes_nothing_fails_at_a_deadline() -> None:
+def test_messages_to_a_process_that_takes_none_fail_at_a_deadline() -> None:
     with Fleet(configs(), send_timeout_s=1.0) as fleet:
         pid = fleet.pids["decode"]
         os.kill(pid, signal.SIGSTOP)

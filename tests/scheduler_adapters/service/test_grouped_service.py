@@ -106,7 +106,7 @@ def test_tokens_are_the_models_own_and_windows_and_a_state_are_pulled(
 @pytest.mark.few(2)
 @pytest.mark.parametrize("chunkwise", [False, True])
 @pytest.mark.parametrize("model", ["mistral alone", "llama4 alone"], indirect=True)
-def test_of_windows_or_chunks_alone_decode_pulls_what_the_next_token_sees(
+def test_with_only_windows_or_chunks_decode_pulls_the_pages_that_the_next_token_sees(
     start: Callable[..., Service], expected: list[list[int]], chunkwise: bool
 ) -> None:
     service = start({"budget": 24}, {"tp": 2}, chunkwise=chunkwise)
@@ -132,7 +132,9 @@ def test_a_decode_process_whose_requests_give_way_computes_them_itself(
     service.assert_nothing_held()
 
 
-def test_what_does_not_fit_into_several_tables_fails_alone(start: Callable[..., Service], expected: Any) -> None:
+def test_a_request_that_does_not_fit_into_several_tables_fails_alone(
+    start: Callable[..., Service], expected: Any
+) -> None:
     service = start({}, {"pages": 16})  # 64 pages of one layer
     assert service.serve([PROMPTS[0], [*HEAD, *HEAD, *HEAD]])[0] == expected[0]
     assert "as 4 block tables take" in service.ended["r1"].error
@@ -190,7 +192,7 @@ def test_a_source_of_other_layers_is_refused_at_first_contact(
         there.close()
 
 
-def test_a_prefix_that_one_has_computed_another_pulls_for_all_tables(
+def test_one_process_pulls_a_prefix_of_another_for_all_tables(
     start: Callable[..., Service], expected: list[list[int]]
 ) -> None:
     service = start({"count": 2}, {})

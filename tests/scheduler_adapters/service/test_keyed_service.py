@@ -39,7 +39,7 @@ def heard(router: Any, keyring: Keyring | None, within_ms: int = 400) -> bool:
     return came
 
 
-def test_a_socket_with_keys_hears_those_on_its_list_alone(router: Any) -> None:
+def test_a_socket_with_keys_hears_only_the_listed_clients(router: Any) -> None:
     ours = router[1]
     stranger = make_keyrings(1)[0]
     assert not heard(router, None)
@@ -50,7 +50,7 @@ def test_a_socket_with_keys_hears_those_on_its_list_alone(router: Any) -> None:
     assert heard(router, ours, within_ms=20_000)
 
 
-def test_keys_are_refused_where_nobody_would_look_at_the_list(tmp_path: Path) -> None:
+def test_keys_are_refused_if_the_list_would_not_be_checked(tmp_path: Path) -> None:
     context: Any = zmq.Context()
     with pytest.raises(HandshakeError, match="allow-list"):
         bind_router(context, f"ipc://{tmp_path}/p", make_keyrings(1)[0])

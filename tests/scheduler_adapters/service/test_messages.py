@@ -80,7 +80,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("kind", "change"), BAD)
-def test_what_is_out_of_range_is_no_message(kind: str, change: dict[str, object]) -> None:
+def test_values_out_of_range_are_no_message(kind: str, change: dict[str, object]) -> None:
     whole = next(message for message in MESSAGES if type(message).__name__ == kind)
     fields = msgspec.msgpack.decode(msg.encode(whole))
     assert msg.decode(msgspec.msgpack.encode(fields)) == whole
@@ -88,7 +88,7 @@ def test_what_is_out_of_range_is_no_message(kind: str, change: dict[str, object]
         msg.decode(msgspec.msgpack.encode({**fields, **change}))
 
 
-def test_a_receiver_takes_one_frame_and_what_is_meant_for_it() -> None:
+def test_a_receiver_takes_only_single_frames_of_its_own_message_types() -> None:
     whole = msg.encode(MESSAGES[0])
     assert msg.decode_frames([whole], msg.ToPrefill) == MESSAGES[0]
     for frames, message in (([], "0 frames"), ([whole, b""], "2 frames"), ([msg.encode(msg.Stop())], "a Stop is not")):

@@ -73,7 +73,7 @@ def test_offers_are_taken_in_turn_whatever_the_order_in_which_they_come(order: t
     assert tables + offers.tables == [part.table for part in PARTS]
 
 
-def test_a_table_that_leaves_nothing_out_stands_for_those_before_it() -> None:
+def test_a_complete_table_replaces_the_tables_before_it() -> None:
     offers = Offers()
     for offer, count in ((offer_of(12), 1), (offer_of(16, 1), 2), (offer_of(18, 0, 5), 1)):
         offers.add(offer)
@@ -93,7 +93,7 @@ def test_a_table_that_leaves_nothing_out_stands_for_those_before_it() -> None:
         offer_of(12, num_tokens=-12),
     ],
 )
-def test_what_leaves_out_pages_that_nobody_has_told_of_waits(before: msg.PagesOffer | None) -> None:
+def test_an_offer_waits_for_the_offers_of_the_pages_before_it(before: msg.PagesOffer | None) -> None:
     offers = Offers()
     if before is not None:
         offers.add(before)
@@ -121,7 +121,7 @@ def test_a_prompt_s_offers_name_each_page_once(
     assert service.decode.counts["retries"] == 0
 
 
-def test_a_request_without_room_keeps_all_that_it_was_told_of(
+def test_a_request_without_room_keeps_all_offers(
     service: Service, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = Said(service, monkeypatch)
@@ -136,7 +136,7 @@ def test_a_request_without_room_keeps_all_that_it_was_told_of(
     assert service.decode.counts["retries"] == 0
 
 
-def test_a_reader_of_an_earlier_version_is_told_of_all_pages_each_time(
+def test_a_reader_of_an_earlier_version_gets_all_pages_in_each_offer(
     service: Service, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said, start = Said(service, monkeypatch), service.prefill._start
@@ -152,7 +152,7 @@ def test_a_reader_of_an_earlier_version_is_told_of_all_pages_each_time(
 
 
 @pytest.mark.parametrize("keep", [0, 1])
-def test_an_offer_that_comes_last_of_all_is_waited_for(
+def test_the_last_token_waits_for_an_offer_that_arrives_late(
     service: Service, expected: list[int], monkeypatch: pytest.MonkeyPatch, keep: int
 ) -> None:
     """The last offer carries a token. That token is emitted once, after everything before it has arrived."""

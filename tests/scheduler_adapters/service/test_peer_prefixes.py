@@ -76,7 +76,7 @@ def outcome(service: Service, name: str = "p1") -> dict[str, int]:
     return service.prefills[name].stats().prefixes
 
 
-def test_what_one_has_computed_another_pulls_and_computes_the_rest(
+def test_one_process_pulls_what_another_has_computed_and_computes_the_rest(
     start: Callable[..., Service], expected: list[int]
 ) -> None:
     service = start()
@@ -94,7 +94,7 @@ def test_what_one_has_computed_another_pulls_and_computes_the_rest(
     assert outcome(service) == {"pulled": 1}
 
 
-def test_what_pulls_and_prompts_take_is_measured_from_the_second_contact_on(start: Callable[..., Service]) -> None:
+def test_the_times_of_pulls_and_prompts_are_measured_from_the_second_contact_on(start: Callable[..., Service]) -> None:
     service = start()
     for number in range(3):
         served(service, f"a{number}", [number, *FIRST], "p0")
@@ -191,7 +191,7 @@ def test_pages_of_another_size_are_not_offered(start: Callable[..., Service], mo
     assert outcome(service, "p0") == {}
 
 
-def test_where_computing_is_quicker_nobody_is_asked(start: Callable[..., Service], expected: list[int]) -> None:
+def test_if_computing_is_quicker_no_source_is_asked(start: Callable[..., Service], expected: list[int]) -> None:
     service = start()
     estimate = service.prefills["p1"].peers.estimate
     for tokens in (10, 1000):
@@ -203,7 +203,7 @@ def test_where_computing_is_quicker_nobody_is_asked(start: Callable[..., Service
     assert service.exchanges["p0"].lending.pages_lent == 0
 
 
-def test_what_pays_is_judged_by_what_a_source_has(start: Callable[..., Service]) -> None:
+def test_whether_a_pull_pays_depends_on_the_pages_that_the_source_has(start: Callable[..., Service]) -> None:
     """If a source has only a single page of a prompt, it is not asked, however much of the prompt is missing."""
     service = start()
     estimate = service.prefills["p1"].peers.estimate
@@ -217,7 +217,7 @@ def test_what_pays_is_judged_by_what_a_source_has(start: Callable[..., Service])
     assert outcome(service) == {"computed": 1, "stale": 2}
 
 
-def test_no_room_for_what_is_lent_is_no_error_and_it_is_given_back(
+def test_without_room_for_lent_pages_they_are_given_back_and_nothing_fails(
     start: Callable[..., Service], expected: list[int]
 ) -> None:
     service = start(rows=1)
@@ -234,7 +234,7 @@ def test_no_room_for_what_is_lent_is_no_error_and_it_is_given_back(
     service.assert_nothing_held()
 
 
-def test_what_was_pulled_and_lost_before_its_turn_is_computed(
+def test_pages_that_were_pulled_and_evicted_before_their_use_are_computed(
     start: Callable[..., Service], expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = start()
@@ -277,7 +277,7 @@ def head_and_tail(start: Callable[..., Service]) -> Service:
 
 
 @pytest.mark.parametrize("order", [("p0", "p2"), ("p2", "p0")])
-def test_the_head_is_pulled_from_one_and_the_tail_from_another_whoever_is_named_first(
+def test_the_head_and_the_tail_are_pulled_from_two_sources_in_whatever_order_they_are_named(
     start: Callable[..., Service], expected: list[int], order: tuple[str, str]
 ) -> None:
     service = head_and_tail(start)
@@ -333,7 +333,7 @@ def test_a_tail_whose_head_is_gone_meanwhile_is_given_back(
     assert service.exchanges["p2"].lending.pages_lent == PAGES - 6
 
 
-def test_two_that_have_every_other_page_are_not_asked_for_ever(
+def test_two_sources_that_have_alternate_pages_are_not_asked_endlessly(
     start: Callable[..., Service], expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FromTheFront, "most", 3)
@@ -353,7 +353,7 @@ def test_two_that_have_every_other_page_are_not_asked_for_ever(
     assert manager.num_held_blocks == 0
 
 
-def test_one_that_does_not_answer_leaves_time_for_the_next(
+def test_a_silent_source_leaves_time_for_the_next_one(
     start: Callable[..., Service], expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("transfer.pull.exchange.LENT_S", 1.0)
@@ -543,7 +543,7 @@ def test_a_short_prompt_holds_no_page_of_a_second_source(
     assert "p2/0" not in spy.refused
 
 
-def test_one_that_has_fewer_pages_is_read_for_those_and_the_other_for_all(
+def test_a_source_with_fewer_pages_is_read_for_these_and_the_other_source_for_the_rest(
     start: Callable[..., Service], expected: list[int], large: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = two_that_know(start, FIRST[:100])
@@ -558,7 +558,7 @@ def test_one_that_has_fewer_pages_is_read_for_those_and_the_other_for_all(
     service.assert_nothing_held()
 
 
-def test_one_that_fails_in_a_pull_from_two_leaves_its_pages_to_the_other(
+def test_a_source_that_fails_in_a_pull_from_two_leaves_its_pages_to_the_other(
     start: Callable[..., Service], expected: list[int], large: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = two_that_know(start)
@@ -579,7 +579,7 @@ def test_one_that_fails_in_a_pull_from_two_leaves_its_pages_to_the_other(
     service.assert_nothing_held()
 
 
-def test_one_that_is_silent_is_not_awaited_for_long_and_what_it_lends_late_is_given_back(
+def test_a_silent_second_source_is_not_awaited_for_long_and_its_late_pages_are_given_back(
     start: Callable[..., Service], expected: list[int], large: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = two_that_know(start)
@@ -601,7 +601,7 @@ def test_one_that_is_silent_is_not_awaited_for_long_and_what_it_lends_late_is_gi
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("phase", ["asked", "one has lent", "pulling"])
-def test_a_request_that_two_are_asked_for_and_that_is_cancelled_leaves_nothing_held(
+def test_cancelling_a_request_that_asks_two_sources_leaves_nothing_held(
     start: Callable[..., Service], large: Callable[..., None], monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
     service = two_that_know(start)
@@ -712,7 +712,7 @@ def answers() -> Iterator[Answers]:
 
 
 @pytest.mark.parametrize(("took", "wait"), [(0.02, 0.02), (0.001, 0.005), (0.4, 0.05)])
-def test_the_others_have_about_as_long_again_as_the_first_that_lends(
+def test_after_the_first_source_has_lent_the_others_get_about_as_much_time_again(
     answers: Answers, took: float, wait: float
 ) -> None:
     answers.begin("a", "b")
@@ -740,7 +740,7 @@ def test_when_all_have_answered_the_longest_run_is_pulled_at_once(answers: Answe
     assert answers.read(0.1)
 
 
-def test_four_are_asked_at_once_and_the_others_if_these_have_nothing(answers: Answers) -> None:
+def test_four_sources_are_asked_at_once_and_others_only_if_these_have_nothing(answers: Answers) -> None:
     answers.begin(*"abcdef")
     assert answers.engines() == [*"abcd"]
     assert answers.asked[0][3] == pytest.approx(4 / 6)
@@ -752,7 +752,7 @@ def test_four_are_asked_at_once_and_the_others_if_these_have_nothing(answers: An
     assert answers.read(0.3)
 
 
-def test_for_little_one_is_asked_after_another(answers: Answers) -> None:
+def test_for_few_pages_the_sources_are_asked_one_after_another(answers: Answers) -> None:
     answers.several = False
     answers.begin("a", "b")
     assert answers.engines() == ["a"]
@@ -765,7 +765,7 @@ def test_for_little_one_is_asked_after_another(answers: Answers) -> None:
     assert answers.peers.counts == {"pulled": 1}
 
 
-def test_a_silent_one_beside_others_without_pages_costs_no_more_than_if_it_was_asked_alone(answers: Answers) -> None:
+def test_a_silent_source_costs_no_more_time_if_others_without_pages_are_asked_with_it(answers: Answers) -> None:
     answers.begin("a", "b")
     assert answers.answer("a", 0, 0.001) is None
     assert answers.at(0.49) is None
@@ -775,14 +775,14 @@ def test_a_silent_one_beside_others_without_pages_costs_no_more_than_if_it_was_a
     assert answers.refused == ["b"]
 
 
-def test_if_all_are_silent_all_have_the_whole_time(answers: Answers) -> None:
+def test_if_all_sources_are_silent_each_has_the_whole_time(answers: Answers) -> None:
     answers.begin("a", "b")
     assert answers.at(0.99) is None
     assert answers.at(1.0)
     assert answers.peers.counts == {"unanswered": 1}
 
 
-def test_one_that_owes_an_answer_is_not_asked_for_the_next_stretch_and_one_with_a_gap_is(answers: Answers) -> None:
+def test_a_source_that_owes_an_answer_is_not_asked_for_the_next_stretch_but_one_with_a_gap_is(answers: Answers) -> None:
     answers.begin("silent", "a", "gap")
     answers.answer("a", 9, 0.001)
     answers.answer("gap", 4, 0.001)
@@ -795,7 +795,7 @@ def test_one_that_owes_an_answer_is_not_asked_for_the_next_stretch_and_one_with_
     assert answers.peers.pages_pulled == 20
 
 
-def test_pages_behind_a_pull_that_ended_early_are_asked_of_those_that_have_not_failed(answers: Answers) -> None:
+def test_pages_behind_a_pull_that_ended_early_are_requested_from_sources_that_have_not_failed(answers: Answers) -> None:
     answers.begin("dies", "a", "b")
     answers.answer("dies", 20, 0.001)
     answers.answer("a", 8, 0.001)
@@ -808,7 +808,7 @@ def test_pages_behind_a_pull_that_ended_early_are_asked_of_those_that_have_not_f
     assert answers.peers.estimate.taken_s["pull"] == 0
 
 
-def test_one_that_fails_in_a_pull_is_not_asked_again_and_the_pull_tells_nothing_of_others(answers: Answers) -> None:
+def test_a_source_that_fails_in_a_pull_is_not_asked_again_and_the_others_are_not_blamed(answers: Answers) -> None:
     for name in "ab":
         answers.peers._met.add(name)
     answers.begin("a", "b")
@@ -829,7 +829,7 @@ def test_pulls_from_sources_that_were_met_before_are_measured_with_the_question_
     assert answers.peers.estimate.taken_s["pull"] == pytest.approx(0.2)
 
 
-def test_if_a_pull_fails_one_that_answered_late_is_asked_again(answers: Answers) -> None:
+def test_if_a_pull_fails_a_source_that_answered_late_is_asked_again(answers: Answers) -> None:
     answers.begin("a", "b")
     answers.answer("a", 20, 0.001)
     answers.at(0.05)
@@ -842,7 +842,7 @@ def test_if_a_pull_fails_one_that_answered_late_is_asked_again(answers: Answers)
     assert answers.peers.counts == {"pulled": 1}
 
 
-def test_what_has_been_lent_when_a_request_is_dropped_is_given_back_and_so_is_what_comes_later(
+def test_pages_that_were_lent_to_a_dropped_request_are_given_back_also_if_they_come_later(
     answers: Answers,
 ) -> None:
     answers.begin("a", "b")

@@ -36,7 +36,7 @@ def held(made: PagedKVCacheManager) -> tuple[int, list[str]]:
     return made.total_num_pages - made.num_free_blocks, [*made.recover().claimed]
 
 
-def test_with_room_it_is_claimed_and_its_pages_are_on_their_way(table: BlockTable) -> None:
+def test_with_room_a_request_is_claimed_and_its_pull_begins(table: BlockTable) -> None:
     made = manager()
     pending = reserve(made, TextContext(PROMPT, 32, "r"), 0, table)
     assert pending is not None
@@ -48,7 +48,7 @@ def test_with_room_it_is_claimed_and_its_pages_are_on_their_way(table: BlockTabl
 
 
 @pytest.mark.parametrize("last", [True, False])
-def test_where_pages_are_short_the_row_is_free_again(table: BlockTable, last: bool) -> None:
+def test_if_there_are_too_few_pages_the_row_is_given_back(table: BlockTable, last: bool) -> None:
     made = manager()
     others = TextContext(range(100, 127), 32, "others")
     made.external_claim("others", 0)
@@ -60,7 +60,7 @@ def test_where_pages_are_short_the_row_is_free_again(table: BlockTable, last: bo
     assert reserve(made, TextContext(PROMPT, 32, "r"), 0, table, last=last) is not None
 
 
-def test_where_rows_are_short_no_page_is_taken(table: BlockTable) -> None:
+def test_if_there_are_too_few_rows_no_page_is_taken(table: BlockTable) -> None:
     made = manager(rows=1)
     made.external_claim("others", 0)
     assert reserve(made, TextContext(PROMPT, 32, "r"), 0, table) is None
@@ -69,7 +69,7 @@ def test_where_rows_are_short_no_page_is_taken(table: BlockTable) -> None:
     assert reserve(made, TextContext(PROMPT, 32, "r"), 0, table) is not None
 
 
-def test_what_can_never_be_taken_over_is_an_error_and_takes_nothing(table: BlockTable) -> None:
+def test_a_request_that_can_never_fit_is_an_error_and_takes_nothing(table: BlockTable) -> None:
     made = manager(pages=2)
     with pytest.raises(PromptTooLongError, match="'r'"):
         reserve(made, TextContext(PROMPT, 32, "r"), 0, table)

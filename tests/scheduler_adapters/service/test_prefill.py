@@ -41,7 +41,7 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
     return Rig(monkeypatch)
 
 
-def test_a_cancel_that_overtakes_its_prompt_has_the_prompt_dropped_and_no_other(rig: Rig) -> None:
+def test_a_cancel_that_overtakes_its_prompt_drops_only_that_prompt(rig: Rig) -> None:
     reader, other = _DecodeConnection("d", "1"), _DecodeConnection("e", "1")
     rig.cancel(reader, 1)
     rig.ask(reader, 1)

@@ -66,7 +66,7 @@ def request_of(name: str, length: int, first: int = 0) -> DecodeRequest:
     return DecodeRequest(name, 1, "waiting", 0.0, spec=Request(name, [first, *range(length - 1)], 4))
 
 
-def test_nobody_is_asked_before_it_is_there(fleet: Fleet) -> None:
+def test_no_prefill_process_is_asked_before_it_has_answered(fleet: Fleet) -> None:
     connections, routers = fleet
     request = request_of("r", 10)
     assert not request.ask(connections, 1.0, chunkwise=True)
@@ -118,7 +118,7 @@ def test_cancelling_names_the_attempt(fleet: Fleet) -> None:
     assert (message.request_id, message.attempt, len(message.reason)) == ("r", 7, 2000)
 
 
-def test_who_was_asked_for_more_of_a_prompt_is_named_as_its_source(fleet: Fleet) -> None:
+def test_a_process_that_was_asked_for_more_of_a_prompt_is_named_as_a_source(fleet: Fleet) -> None:
     connections, routers = fleet
     for router in routers:
         heard(connections, router, 1)
@@ -141,7 +141,7 @@ def test_who_was_asked_for_more_of_a_prompt_is_named_as_its_source(fleet: Fleet)
     assert sources(names[1], kv_sources=named) == named  # if the client names sources itself, these are kept
 
 
-def test_who_asks_names_itself_where_it_has_more_than_the_others(fleet: Fleet) -> None:
+def test_the_asking_process_names_itself_if_it_has_more_of_the_prompt(fleet: Fleet) -> None:
     connections, routers = fleet
     for router in routers:
         heard(connections, router, 1)
@@ -165,7 +165,7 @@ def test_who_asks_names_itself_where_it_has_more_than_the_others(fleet: Fleet) -
     assert sources(second, 5, 5 * CHUNK, page_size=32) == [f"at {id(routers[0])}"]
 
 
-def test_a_chunk_is_named_by_all_before_it_and_by_its_tenant() -> None:
+def test_the_name_of_a_chunk_depends_on_all_tokens_before_it_and_on_the_tenant() -> None:
     chunks = chunks_of(PROMPT, None)
     assert len(chunks) == 5
     assert chunks_of(PROMPT[: 3 * CHUNK], None) == chunks[:3]
@@ -174,7 +174,7 @@ def test_a_chunk_is_named_by_all_before_it_and_by_its_tenant() -> None:
     assert chunks_of(PROMPT[: CHUNK - 1], None) == []
 
 
-def test_tokens_count_from_the_first_on_up_to_the_first_that_was_not_asked_for() -> None:
+def test_tokens_count_up_to_the_first_chunk_that_was_not_asked_for() -> None:
     history = PromptHistory()
     history.add(chunks_of(PROMPT[: 3 * CHUNK], None))
     assert history.tokens_of(chunks_of(PROMPT, None)) == 3 * CHUNK
@@ -184,7 +184,7 @@ def test_tokens_count_from_the_first_on_up_to_the_first_that_was_not_asked_for()
     assert history.tokens_of(chunks_of(PROMPT, None)) == 0
 
 
-def test_it_forgets_the_oldest_and_the_ends_of_prompts_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_history_forgets_the_oldest_prompts_first_beginning_with_their_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_router, "_MOST_CHUNKS", 6)
     history, other = PromptHistory(), [-token for token in PROMPT]
     history.add(chunks_of(PROMPT, None))

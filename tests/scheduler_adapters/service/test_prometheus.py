@@ -39,7 +39,7 @@ def test_the_page_has_one_place_for_the_table_of_metrics() -> None:
     assert table() in with_table(PAGE.read_text())
 
 
-def test_a_scrape_yields_what_is_documented_and_what_the_books_say(service: Service) -> None:
+def test_a_scrape_has_the_documented_metrics_and_agrees_with_the_counters(service: Service) -> None:
     service.serve([[*range(60, 160)]])
     before = value(scraped(*observed(service, "p0")), "pagewire_ended_leases_total", how="read")
     service.serve([[*range(60, 160)], [*range(60, 120)], [*range(60, 150)]])
@@ -69,7 +69,7 @@ def phases(found: Scrape) -> dict[str, float]:
     return {dict(labels)["phase"]: figure for (name, labels), figure in found.items() if name == "pagewire_requests"}
 
 
-def test_requests_are_told_by_phase(service: Service) -> None:
+def test_requests_are_counted_by_phase(service: Service) -> None:
     assert set(phases(scraped(*observed(service, "p0")))) == PREFILL_MOVES.keys() - {"over"}
     before = phases(scraped(*observed(service, "d0")))
     assert before == dict.fromkeys(DECODE_MOVES.keys() - {"over"}, 0)
@@ -111,12 +111,12 @@ def test_each_process_answers_scrapes_at_its_own_port() -> None:
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.1:x", "127.0.0.1:99999", "192.0.2.1:1"])
-def test_an_address_that_cannot_be_is_named(address: str) -> None:
+def test_an_invalid_address_is_named_in_the_error(address: str) -> None:
     with pytest.raises(ServiceError, match=f"metrics cannot be served at '{address}'"), serve_metrics(address, []):
         pass
 
 
-def test_nothing_of_it_is_imported_where_it_is_off() -> None:
+def test_prometheus_is_not_imported_if_it_is_off() -> None:
     import subprocess
     import sys
 

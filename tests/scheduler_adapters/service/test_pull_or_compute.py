@@ -135,7 +135,7 @@ def test_computing_grows_faster_than_its_tokens_and_tokens_behind_cached_ones_co
     assert known.misjudged_s - before == pytest.approx(took(0, 72), rel=1e-3)
 
 
-def test_one_length_tells_of_lengths_near_it_and_two_of_all_and_no_time_is_negative() -> None:
+def test_one_measured_length_predicts_near_lengths_and_two_predict_all() -> None:
     one = measured({100: 0.01})
     assert one.seconds(120) == pytest.approx(0.012)
     assert (one.seconds(300), one.seconds(40)) == (None, None)
@@ -159,7 +159,7 @@ def test_times_that_vary_much_are_averaged_and_one_that_is_far_off_is_not_follow
     assert known.seconds(100) == pytest.approx(before, rel=0.3)
 
 
-def test_a_time_by_chance_is_no_news() -> None:
+def test_a_chance_deviation_does_not_change_the_estimate() -> None:
     known = measured({100: 0.01, 1000: 0.02}, rounds=5)
     for _ in range(2):
         known.add(100, 0.2)
@@ -168,7 +168,7 @@ def test_a_time_by_chance_is_no_news() -> None:
     assert known.seconds(1000) == pytest.approx(0.02, rel=0.05)
 
 
-def test_a_change_at_one_length_is_one_at_all_lengths_and_a_quick_time_is_believed_at_once() -> None:
+def test_a_change_at_one_length_applies_to_all_and_a_quick_time_is_believed_at_once() -> None:
     known = measured({100: 0.01, 1000: 0.02}, rounds=5)
     for _ in range(3):
         known.add(100, 0.2)
@@ -190,7 +190,7 @@ def test_a_length_that_changes_alone_is_learned() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_the_choice_is_right_for_what_was_measured(seed: int) -> None:
+def test_the_choice_is_right_for_the_measured_prompts(seed: int) -> None:
     """All prompts count. Even the first ones do, although these are pulled only to measure a pull."""
     prompts = Prompts(seed)
     lengths = prompts.shuffled(each=30)
@@ -216,7 +216,7 @@ def test_a_link_that_slows_is_noticed_at_one_length_and_recovers(seed: int, leng
 
 
 @pytest.mark.parametrize("where", TIMES)
-def test_what_real_processes_measured_takes_a_tenth_more_than_by_the_better_fixed_rule_at_most(where: str) -> None:
+def test_measured_prompts_take_at_most_a_tenth_longer_than_by_the_better_fixed_rule(where: str) -> None:
     """Which of the two fixed rules is better is known only in hindsight. The times come from a busy machine: many are
     three times as long as usual.
     """
@@ -226,7 +226,7 @@ def test_what_real_processes_measured_takes_a_tenth_more_than_by_the_better_fixe
     assert chosen <= 1.1 * fixed
 
 
-def test_a_way_that_is_slower_is_tried_now_and_then() -> None:
+def test_the_slower_way_is_tried_now_and_then() -> None:
     choice = PullOrCompute()
     for tokens in (100, 1000, 3000):
         choice.pull.add(tokens, 0.03 + 1e-5 * tokens)

@@ -189,7 +189,7 @@ def test_a_hello_that_comes_again_gives_nothing_up(
     assert service.decode.counts["retries"] == before == 0
 
 
-def test_a_reader_that_another_of_its_name_displaces_is_told(service: Service, expected: list[int]) -> None:
+def test_a_reader_that_is_displaced_by_another_of_its_name_is_told(service: Service, expected: list[int]) -> None:
     """If the displaced reader were not told, it would wait for its abandoned attempt until the deadline, two minutes
     later.
     """
@@ -288,7 +288,7 @@ def test_a_late_cancellation_of_one_submission_spares_the_next_of_that_id(
     assert service.tokens["r"] == expected
 
 
-def test_what_is_remembered_is_bounded() -> None:
+def test_the_memory_of_past_messages_is_bounded() -> None:
     recent: Recent[int] = Recent(most=3)
     assert [recent.add(number) for number in (1, 2, 1, 3, 4, 2, 4, 1)] == [
         *(True, True, False, True, True),

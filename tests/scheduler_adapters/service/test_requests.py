@@ -52,7 +52,7 @@ def test_every_phase_leads_to_the_end_and_nothing_leads_from_it(side: str) -> No
     assert not table["over"]
 
 
-def test_only_a_request_that_is_over_or_has_a_deadline_elsewhere_has_none() -> None:
+def test_only_a_request_that_is_over_or_held_has_no_deadline() -> None:
     request = request_in("prefill", "computing")
     request.move("held")
     assert request.deadline == math.inf  # the lease has its own deadline
@@ -71,7 +71,7 @@ def test_a_decode_request_knows_all_that_the_client_has_had() -> None:
     assert request.key == "r#3"
 
 
-def test_prefill_goes_forward_alone_and_decode_back_only_to_wait_before_it_has_generated() -> None:
+def test_prefill_never_moves_back_and_decode_only_to_wait_before_its_first_token() -> None:
     for phase, moves in PREFILL_MOVES.items():
         later = list(PREFILL_MOVES)[list(PREFILL_MOVES).index(phase) + 1 :]
         assert moves <= set(later), phase
@@ -152,7 +152,7 @@ def test_the_digest_of_a_whole_prompt_is_made_ahead() -> None:
         assert decode.digest == (39, expected[39])
 
 
-def test_of_more_names_than_are_remembered_the_youngest_are() -> None:
+def test_only_the_youngest_names_are_remembered() -> None:
     recent: Recent[int] = Recent(3)
     assert [recent.add(name) for name in (1, 2, 3, 1)] == [True, True, True, False]
     assert recent.add(4), "for which the oldest is forgotten"

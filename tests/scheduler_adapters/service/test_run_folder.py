@@ -125,7 +125,7 @@ def test_runs_that_start_at_once_never_take_each_other_s(root: Path) -> None:
 
 
 @pytest.mark.parametrize("reason", ["no place", "no locks"])
-def test_where_no_folder_can_be_made_it_says_so(root: Path, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+def test_if_no_folder_can_be_made_an_error_says_so(root: Path, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
     def refuse(*_: object) -> None:
         raise OSError(37, "No locks available")
 

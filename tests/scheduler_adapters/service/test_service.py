@@ -201,7 +201,7 @@ def test_decode_pulls_only_what_it_lacks(start: Callable[..., Service], expected
     service.assert_nothing_held()
 
 
-def test_a_prompt_that_is_cached_in_full_pages_needs_no_read(start: Callable[..., Service], model: Any) -> None:
+def test_a_prompt_whose_full_pages_are_cached_needs_no_read(start: Callable[..., Service], model: Any) -> None:
     service = start()
     prompt = PROMPTS[0][:64]
     wanted = own_tokens(model, prompt, NEW)
@@ -230,7 +230,7 @@ def test_decode_recomputes_what_it_preempted(start: Callable[..., Service], mode
     service.assert_nothing_held()
 
 
-def test_what_was_preempted_comes_before_what_has_just_arrived(start: Callable[..., Service]) -> None:
+def test_preempted_requests_come_before_new_ones(start: Callable[..., Service]) -> None:
     service = start((100, 12))
     service.submit([[7] * 60, [8] * 60], 60)
     service.until(lambda: service.decode.stats().preemptions, "a preemption")
@@ -268,7 +268,7 @@ def test_a_prompt_that_fits_only_one_side_fails_alone(
     service.assert_nothing_held()
 
 
-def test_an_id_that_is_on_its_way_is_refused(start: Callable[..., Service], expected: list[list[int]]) -> None:
+def test_an_id_of_an_open_request_is_refused(start: Callable[..., Service], expected: list[list[int]]) -> None:
     service = start()
     service.submit(PROMPTS[:1])
     service.decode.submit(msg.Submit(request_id="r0", prompt=(1,), max_new_tokens=1))

@@ -151,7 +151,7 @@ def peer(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
 
 
 @pytest.mark.slow
-def test_a_watch_tells_of_processes_that_stop_or_die_and_not_of_busy_ones(
+def test_the_pulse_reports_processes_that_stop_or_die_and_not_busy_ones(
     peer: tuple[str, subprocess.Popen[bytes]],
 ) -> None:
     endpoint, process = peer
@@ -187,7 +187,7 @@ class Pipe:
         self.held.append(data)
 
 
-def test_a_frontend_is_deaf_from_its_limit_on_until_half_of_that_is_read() -> None:
+def test_a_deaf_frontend_hears_again_when_it_has_read_half_of_its_limit() -> None:
     """If it could hear again right below the limit, it would turn deaf and back with each message, and each change
     would be logged.
     """
@@ -223,7 +223,7 @@ def test_a_frontend_is_deaf_from_its_limit_on_until_half_of_that_is_read() -> No
     assert [*heard, *map(msg.decode, pipe.held)] == said, "in order, and each once"
 
 
-def test_a_message_waits_behind_those_that_wait_though_there_is_room_for_it() -> None:
+def test_a_new_message_waits_behind_older_ones_even_if_there_is_room() -> None:
     pipe, heard = Pipe(), list[object]()
     queue = FrontendQueue(cast("Socket", pipe), max_unread=10)
     said = [msg.Ready(name=str(number), incarnation="1") for number in range(5)]

@@ -140,7 +140,7 @@ def test_each_attempt_has_a_span_and_one_that_fails_says_why(service: Service) -
     assert third.attributes["pagewire.phase"] == "over"
 
 
-def test_without_it_nothing_of_opentelemetry_is_imported_nor_computed(service: Service) -> None:
+def test_without_spans_opentelemetry_is_not_imported_and_nothing_is_computed(service: Service) -> None:
     assert service.decode._trace
     request = service.submit_one("traced", [*range(60, 90)], 2)
     assert request.span is not None

@@ -227,7 +227,7 @@ def test_a_first_source_that_is_gone_leaves_the_second(
 
 
 @pytest.mark.parametrize("fault", ["", "killed", "stopped"])
-def test_two_that_have_all_are_read_at_once_and_one_of_them_is_enough(
+def test_two_sources_of_the_whole_prompt_are_read_at_once_and_one_of_them_is_enough(
     start: Any, reader: StretchReader, expected: list[int], fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("transfer.pull.shared_pull.ONE_SOURCE_BYTES", 0)

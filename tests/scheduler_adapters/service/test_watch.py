@@ -34,7 +34,7 @@ def service(model: Any, tmp_path: Path) -> Iterator[Service]:
 
 
 @pytest.mark.slow
-def test_random_states_of_a_service_are_what_the_books_say(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_watch_agrees_with_random_states_of_a_service(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "_LEAST_S", 0.0)
     monkeypatch.setattr(endpoint, "_SHARE", 1e6)
     rng, seen, told, states = random.Random(5), Counter[PageState](), Counter[str](), 0

@@ -84,7 +84,7 @@ def test_a_lease_has_ended_when_its_room_is_closed_and_the_number_is_used_again(
 
 
 @pytest.mark.parametrize("sides", [{"expect_s": 0.3}], indirect=True)
-def test_a_request_that_has_come_is_expected_no_more(sides: Sides) -> None:  # noqa: F811
+def test_a_request_that_has_arrived_is_no_longer_expected(sides: Sides) -> None:  # noqa: F811
     asked(sides)
     sides.open()
     end = time.monotonic() + 0.6
@@ -93,7 +93,7 @@ def test_a_request_that_has_come_is_expected_no_more(sides: Sides) -> None:  # n
 
 
 @TWO_RANKS
-def test_no_rank_leases_what_it_has_not_computed(sides: Sides) -> None:  # noqa: F811
+def test_no_rank_leases_pages_that_it_has_not_computed(sides: Sides) -> None:  # noqa: F811
     asked(sides)
     sides.open()
     made = Computed([[5, 2, 7]], [0], TOKENS, (b"row",), PROMPT)
@@ -106,7 +106,7 @@ def test_no_rank_leases_what_it_has_not_computed(sides: Sides) -> None:  # noqa:
 
 
 @TWO_RANKS
-def test_a_room_that_one_rank_has_computed_is_closed_and_its_number_used_again(sides: Sides) -> None:  # noqa: F811
+def test_a_room_that_only_one_rank_has_computed_can_be_closed_and_its_number_reused(sides: Sides) -> None:  # noqa: F811
     asked(sides)
     sides.open()
     sides.leases[0].offer(ROOM, Computed([[5, 2, 7]], [0], TOKENS, (b"row",), PROMPT))
@@ -131,7 +131,7 @@ def test_a_rank_of_decode_that_asks_after_the_others_were_told_is_told_at_once(s
     assert [type(message) for message in told] == [RoomReady]
 
 
-def test_what_decode_gives_up_before_it_has_pages_is_held_no_more(sides: Sides) -> None:  # noqa: F811
+def test_a_room_that_decode_gives_up_before_it_has_pages_is_released(sides: Sides) -> None:  # noqa: F811
     asked(sides)
     sides.open()
     sides.compute()
@@ -142,7 +142,7 @@ def test_what_decode_gives_up_before_it_has_pages_is_held_no_more(sides: Sides) 
     sides.check_hears(sides.prefill, "not read")
 
 
-def test_a_reason_of_any_length_is_told(sides: Sides) -> None:  # noqa: F811
+def test_a_reason_of_any_length_can_be_told(sides: Sides) -> None:  # noqa: F811
     asked(sides)
     sides.open()
     sides.leases[0].close(ROOM, "x" * 5000)

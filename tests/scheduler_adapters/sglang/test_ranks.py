@@ -42,13 +42,13 @@ def test_a_rank_that_comes_late_is_told_all_in_order_and_once(server: RoomServer
 @pytest.mark.parametrize(
     ("rank", "token"), [(1, b"u" * 16), (0, TOKEN), (2, TOKEN), (-1, TOKEN)], ids=["token", "0", "2", "-1"]
 )
-def test_what_is_of_no_rank_is_refused(server: RoomServer, rank: int, token: bytes) -> None:
+def test_messages_that_come_from_no_rank_are_refused(server: RoomServer, rank: int, token: bytes) -> None:
     output = RankOutput(rank=rank, token=token, output=msgspec.msgpack.encode(WorkerOutput()))
     with pytest.raises(MetadataError, match=f"rank {rank}"):
         RankLeader(server, 2, TOKEN).heard(b"peer", output)
 
 
-def test_an_output_that_is_none_names_its_rank(server: RoomServer) -> None:
+def test_an_invalid_output_names_its_rank(server: RoomServer) -> None:
     with pytest.raises(MetadataError, match="rank 1: "):
         RankLeader(server, 2, TOKEN).heard(b"peer", RankOutput(rank=1, token=TOKEN, output=b"\xff"))
 

@@ -173,7 +173,7 @@ def test_decode_without_pages_keeps_the_lease_until_it_has_some(sides: Sides) ->
     arrived(sides, [1, 4, 3])
 
 
-def test_what_decode_has_is_not_read(sides: Sides) -> None:
+def test_pages_that_decode_has_are_not_read(sides: Sides) -> None:
     sides.open()
     sides.pulls.want(ROOM, sides.address, PROMPT)
     sides.check_hears(sides.prefill, "room_wanted")
@@ -185,7 +185,7 @@ def test_what_decode_has_is_not_read(sides: Sides) -> None:
 
 
 @pytest.mark.parametrize("sides", [{"ranks": 1}, {"ranks": 2}], indirect=True)
-def test_a_room_that_prefill_closes_is_told_why_and_so_is_who_asks_later(sides: Sides) -> None:
+def test_a_reader_of_a_closed_room_is_told_why_even_if_it_asks_later(sides: Sides) -> None:
     sides.open()
     sides.pulls.want(ROOM, sides.address, PROMPT)
     sides.check_hears(sides.prefill, "room_wanted")
@@ -271,7 +271,7 @@ def test_a_decode_that_is_gone_costs_prefill_one_lease(sides: Sides) -> None:
     assert any("the pages were leased and not read" in heard for heard in sides.prefill.heard)
 
 
-def test_a_prefill_that_is_gone_fails_what_waits_for_it(sides: Sides) -> None:
+def test_a_prefill_that_is_gone_fails_the_rooms_that_wait_for_it(sides: Sides) -> None:
     sides.open()
     sides.pulls.want(ROOM, sides.address, PROMPT)
     sides.check_hears(sides.prefill, "room_wanted")
@@ -293,7 +293,7 @@ def test_an_address_outside_of_the_allowed_peers_is_not_asked(sides: Sides) -> N
     "message",
     [b"", b"\xff" * 100, msgspec.msgpack.encode({"type": "wanted", "room": -1}), msgspec.msgpack.encode({"type": "x"})],
 )
-def test_what_is_no_message_harms_nobody(sides: Sides, message: bytes) -> None:
+def test_bytes_that_are_no_message_do_no_harm(sides: Sides, message: bytes) -> None:
     socket = connect(sides.address, None)
     socket.send(message)
     sides.until(lambda: sides.server.malformed == 1)

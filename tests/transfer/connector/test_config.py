@@ -62,7 +62,7 @@ def group(**changes: Any) -> WorkerConfig:
         ),
     ],
 )
-def test_a_config_that_cannot_be_is_refused_with_its_value(bad: WorkerConfig, message: str) -> None:
+def test_an_impossible_config_is_refused_with_its_value(bad: WorkerConfig, message: str) -> None:
     with pytest.raises(InvalidEngineError, match="engine '.*' rank -?\\d+: ") as raised:
         check_config(bad)
     assert message in str(raised.value)

@@ -30,7 +30,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_is_read_is_what_the_tensor_has(layout: str, dtype: torch.dtype) -> None:
+def test_a_layer_view_reads_the_contents_of_the_tensor(layout: str, dtype: torch.dtype) -> None:
     contents = {name: torch.randn(PAGES, HEADS, TOKENS, 2 * DIM).to(dtype) for name in NAMES}
     caches: dict[str, Cache] = {name: LAYOUTS[layout](content) for name, content in contents.items()}
     group = GroupConfig(

@@ -111,7 +111,7 @@ def test_a_lease_that_params_name_is_given_back_once_with_the_reason(make: Any) 
     assert open_pages(answer(source, made, named.num_tokens).pages, "p", named.lease_id).block_ids == ((5, 6, 7),)
 
 
-def test_what_a_lease_holds_is_told_when_its_request_is_computed(make: Any) -> None:
+def test_the_pages_of_a_lease_are_told_when_its_request_is_computed(make: Any) -> None:
     scheduler = make()
     offered(scheduler, running=True)
     (lease_id,) = scheduler._by_lease
@@ -150,7 +150,7 @@ def test_a_lease_that_is_over_or_never_was_holds_nothing(make: Any) -> None:
     assert "it is being ended" in answer(scheduler, aborted).error
 
 
-def test_what_a_lease_holds_is_sealed_with_the_key_of_the_fleet(make: Any) -> None:
+def test_the_pages_of_a_lease_are_sealed_with_the_key_of_the_fleet(make: Any) -> None:
     scheduler = make(secret="known to all of a fleet")  # noqa: S106
     offered(scheduler)
     made = params(scheduler)
@@ -241,7 +241,7 @@ def loading(scheduler: NixlConnectorScheduler, read: Any, tokens: int = 21, comp
     return scheduler.build_metadata().reqs_to_recv["R"]
 
 
-def test_what_was_made_is_read_and_loaded(make: Any) -> None:
+def test_params_that_a_source_has_made_are_read_and_loaded(make: Any) -> None:
     source, reader = make(tp=2), make()
     offered(source)
     read = reader.read("R", params(source), PROMPT)
@@ -296,7 +296,7 @@ def test_a_load_fails_once_and_the_other_ranks_give_it_up(make: Any) -> None:
     assert scheduler.update(0, WorkerOutput(received={"R"})).received == {"R"}
 
 
-def test_what_was_not_written_is_told_when_every_rank_is_done_and_of_any_rank(make: Any) -> None:
+def test_unwritten_blocks_of_any_rank_are_reported_when_every_rank_is_done(make: Any) -> None:
     scheduler = make(FULL, WINDOW, tp=2)
     offered(scheduler)
     for fails in (False, True):
@@ -334,7 +334,7 @@ def test_a_source_is_held_until_there_are_blocks(make: Any) -> None:
     assert scheduler.update(1, WorkerOutput(received={"R"})).received == {"R"}
 
 
-def test_where_nothing_is_missing_after_all_a_held_source_is_waited_for(make: Any) -> None:
+def test_if_nothing_is_missing_in_the_end_a_held_source_is_still_waited_for(make: Any) -> None:
     scheduler = make()
     offered(scheduler)
     read = scheduler.read("R", params(scheduler), PROMPT)
@@ -404,7 +404,7 @@ def test_readers_are_told_the_name_they_can_reach(make: Any) -> None:
     assert params(scheduler)["remote_host"] == "prefill-3"
 
 
-def test_a_rank_that_there_is_not_is_refused(make: Any) -> None:
+def test_a_rank_that_does_not_exist_is_refused(make: Any) -> None:
     with pytest.raises(InvalidTransferError, match="got the output of rank 1; there are ranks 0 to 0"):
         make().update(1, WorkerOutput())
     with pytest.raises(InvalidEngineError, match="tp_rank is 0: 0 to -1 is needed"):

@@ -20,7 +20,7 @@ MADE = TransferParams(
 GOOD = params_of(MADE)
 
 
-def test_what_a_source_makes_is_what_a_reader_reads_also_through_json() -> None:
+def test_a_reader_reads_the_params_that_a_source_makes_also_through_json() -> None:
     assert read_params("r", GOOD) == MADE
     assert read_params("r", json.loads(json.dumps(GOOD))) == MADE
     assert GOOD["lease_id"] == "0xffffffffffffffff"  # a string, because a JavaScript proxy would round a number
@@ -41,7 +41,7 @@ def test_the_keys_are_those_that_other_connectors_and_proxies_know() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "wanted"), [(39, 39), (40, 40), (41, 40)])
-def test_what_is_wanted_are_the_pages_of_the_reader_s_own_prompt(tokens: int, wanted: int) -> None:
+def test_a_reader_asks_for_the_pages_of_its_own_prompt(tokens: int, wanted: int) -> None:
     prompt = Prompt(range(tokens), "salt")
     assert MADE.wanted(prompt) == ("tcp://10.0.0.7:5600", "p", (1 << 64) - 1, wanted, prompt.digest(wanted))
 
@@ -57,7 +57,7 @@ def test_params_that_ask_for_nothing_are_none(params: object) -> None:
     assert read_params("r", params) is None
 
 
-def test_what_says_where_the_pages_lie_decides_nothing() -> None:
+def test_params_that_say_where_the_pages_are_have_no_effect() -> None:
     """Params of other connectors also name blocks, ranks, slots and incarnations. A reader ignores these, because the
     source itself says where its pages are.
     """
@@ -148,7 +148,7 @@ def test_a_lease_can_be_given_back_by_params_that_name_it_whatever_else_they_say
 
 
 @pytest.mark.parametrize("missing", GOOD)
-def test_what_is_missing_names_a_lease_where_it_is_no_part_of_the_pointer(missing: str) -> None:
+def test_params_name_a_lease_unless_a_key_of_the_pointer_is_missing(missing: str) -> None:
     few = {key: value for key, value in GOOD.items() if key != missing}
     assert (pointer_in(few) is None) == (missing in POINTER | {"do_remote_prefill"})
 
@@ -156,12 +156,12 @@ def test_what_is_missing_names_a_lease_where_it_is_no_part_of_the_pointer(missin
 @pytest.mark.parametrize(
     "params", [None, {}, [], "text", {"do_remote_prefill": True}, GOOD | {"do_remote_prefill": False}, {1: 2}], ids=str
 )
-def test_what_asks_for_no_pages_names_no_lease(params: object) -> None:
+def test_params_that_ask_for_no_pages_name_no_lease(params: object) -> None:
     assert pointer_in(params) is None
 
 
 @pytest.mark.parametrize("params", [[], "text", 7, [("do_remote_prefill", True)], Strange()])
-def test_what_is_no_dict_is_refused(params: object) -> None:
+def test_params_that_are_no_dict_are_refused(params: object) -> None:
     with pytest.raises(TransferParamsError, match="request 'r': kv_transfer_params is .*; a dict is expected"):
         read_params("r", params)
 

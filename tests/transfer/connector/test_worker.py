@@ -102,7 +102,7 @@ def test_a_prefix_that_is_there_is_not_read_again(engine: Any) -> None:
     assert stats.num_bytes == 2 * 2 * 4 * 16 * 4 * 4  # 16 of 24 tokens: layers, sides, heads, tokens, dims, bytes
 
 
-def test_where_all_is_there_the_source_is_told_and_nobody_is_received(engine: Any) -> None:
+def test_if_everything_is_cached_the_source_is_notified_and_nothing_is_received(engine: Any) -> None:
     pair = a_pair(tokens=16, computed=16)
     source, reader = engine("p", side=Side(tp=2)), engine("d", side=Side(tp=2))
     transfer(pair, source, reader)
@@ -160,7 +160,7 @@ def test_a_failed_load_is_told_once_with_the_blocks_of_every_group(engine: Any) 
     assert list(reader.failed) == ["r"]
 
 
-def test_what_is_wrong_with_one_load_touches_no_other(engine: Any) -> None:
+def test_an_error_of_one_load_affects_no_other(engine: Any) -> None:
     source, reader = engine("p", side=Side(tp=2)), engine("d")
     pair = a_pair(source=Side(tp=2))
     wrong: dict[str, tuple[dict[str, Any], Prompt, str]] = {
@@ -316,7 +316,7 @@ def test_page_checks_find_a_page_that_changed_on_its_way(engine: Any) -> None:
     assert "1 pages still differ from their source" in reader.failed["r"]
 
 
-def test_what_is_being_sent_or_loaded_already_changes_nothing(engine: Any) -> None:
+def test_starting_a_lease_or_load_twice_is_refused_and_changes_nothing(engine: Any) -> None:
     source, reader = engine("p"), engine("d")
     pair = a_pair()
     params = offer(source, pair)
@@ -343,7 +343,7 @@ def test_only_leases_that_stand_are_started_or_ended() -> None:
     assert did == [("start_clock", 5), ("revoke", 5, "left")]
 
 
-def test_shutting_down_tells_of_what_was_open_and_can_be_done_twice(engine: Any) -> None:
+def test_shutting_down_reports_open_leases_and_loads_and_can_be_done_twice(engine: Any) -> None:
     source, reader = engine("p"), engine("d")
     hold(reader, offer(source, a_pair()))
     run_until(lambda: len(worker(reader)._rank.puller), source, reader)

@@ -94,7 +94,7 @@ def test_a_state_is_one_page_and_comes_with_the_last_tokens() -> None:
     assert (pages(full)[:2], pages(state)[:2]) == (([4, 5], (8, 20)), ([3], (8, 20)))
 
 
-def test_nothing_is_read_of_a_source_before_there_are_blocks() -> None:
+def test_nothing_is_read_from_a_source_before_the_reader_has_blocks() -> None:
     book = make(FULL)
     whole = asked(((4, 5),), (0, 16))
     load, found = add(book, "r", LoadRequest(wanted=whole.wanted))
@@ -122,7 +122,7 @@ def test_too_few_blocks_are_not_nothing() -> None:
         (asked(((1,),), (-8, 8)), "the load starts at token -8"),
     ],
 )
-def test_what_does_not_fit_is_an_error_of_its_request(request_: LoadRequest, message: str) -> None:
+def test_a_load_that_does_not_fit_is_an_error_of_its_request(request_: LoadRequest, message: str) -> None:
     book = make(FULL)
     load = book.begin("r")
     with pytest.raises(InvalidTransferError, match=f"request 'r'.*{message}"):
@@ -166,7 +166,7 @@ def test_a_failure_is_told_once_with_every_group_s_blocks_and_its_end_later() ->
     assert book.on_pull(PullEvent(load.key, "lost", safe=True)) is None
 
 
-def test_what_was_given_up_is_no_failure_and_what_was_silent_is_nothing() -> None:
+def test_a_load_that_was_given_up_is_not_reported_as_a_failure() -> None:
     book = make(FULL)
     load, _ = add(book, "r", asked(((4, 5),), (0, 16)))
     load.cancelled = True
@@ -191,7 +191,7 @@ def test_what_was_given_up_is_no_failure_and_what_was_silent_is_nothing() -> Non
         (asked(((4, 5), (4, 5)), (28, 40), first=(3, 3)), (28, 30), {1: 30}),
     ],
 )
-def test_what_the_source_had_given_up_is_told_by_group(
+def test_blocks_that_the_source_had_given_up_are_reported_by_group(
     asks: LoadRequest, read: tuple[int, int], unwritten: dict[int, int]
 ) -> None:
     book = make(FULL, WINDOW)
@@ -200,7 +200,7 @@ def test_what_the_source_had_given_up_is_told_by_group(
     assert (book.output.received, book.output.unwritten) == ({"r"}, {"r": unwritten} if unwritten else {})
 
 
-def test_a_group_of_which_nothing_is_read_has_nothing_written() -> None:
+def test_a_group_without_anything_to_read_has_unwritten_blocks() -> None:
     """With a window of one token, the next token needs no earlier one, so nothing is read."""
     book = make(FULL, msgspec.structs.replace(WINDOW, window=1), STATE)
     load, groups = add(book, "r", asked(((1, 2), (1, 2), (3,)), (0, 16), first=(0, 0, 0)))
@@ -209,7 +209,7 @@ def test_a_group_of_which_nothing_is_read_has_nothing_written() -> None:
     assert book.output.unwritten == {"r": {1: 16}}
 
 
-def test_of_a_load_that_failed_no_block_is_said_to_be_unwritten() -> None:
+def test_a_failed_load_reports_no_unwritten_blocks() -> None:
     book = make(WINDOW)
     load, _ = add(book, "r", asked(((1, 2, 3, 4, 5),), (0, 40)))
     book.on_pull(PullEvent(load.key, "lost", safe=True))

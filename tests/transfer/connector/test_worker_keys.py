@@ -24,7 +24,7 @@ def test_engines_of_one_secret_read_from_each_other(engine: Any) -> None:
         open_rank(source.ranks[0].host.worker.get_handshake_metadata())
 
 
-def test_of_another_secret_a_load_fails_and_says_so(engine: Any) -> None:
+def test_with_another_secret_a_load_fails_with_that_reason(engine: Any) -> None:
     source, reader = engine("p", secret=SECRET), engine("d", secret=OTHER)
     pair = a_pair()
     load(reader, pair, offer(source, pair))
@@ -34,7 +34,7 @@ def test_of_another_secret_a_load_fails_and_says_so(engine: Any) -> None:
 
 
 @pytest.mark.parametrize(("allowed", "said"), [((), "is not in allowed_peers"), (("10.2.0.0/16",), "no answer from")])
-def test_only_who_is_listed_is_contacted(engine: Any, allowed: tuple[str, ...], said: str) -> None:
+def test_only_listed_hosts_are_contacted(engine: Any, allowed: tuple[str, ...], said: str) -> None:
     source, reader = engine("p"), engine("d", allowed_peers=allowed)
     pair = a_pair()
     params = offer(source, pair) | {"remote_host": "10.2.255.1"}

@@ -558,7 +558,7 @@ def test_quarantine_of_a_dead_writer_ends_at_the_callers_word(pair: Any):
 
 
 @pytest.mark.parametrize("timeout", [-1, float("nan")])
-def test_a_time_out_that_is_none_is_refused(pair: Any, timeout: float):
+def test_an_invalid_time_out_is_refused(pair: Any, timeout: float):
     left, right = pair
     request = pull(left, right)
     with pytest.raises(InvalidTransferError, match="timeout_s is"):
@@ -583,7 +583,7 @@ def test_a_lost_peer_ends_its_own_transfers(pair: Any, monkeypatch: pytest.Monke
         right.cleanup_transfer(request)
 
 
-def test_abandoning_what_has_ended_holds_nothing(pair: Any, until: Any):
+def test_abandoning_a_transfer_that_has_ended_holds_nothing(pair: Any, until: Any):
     left, right = pair
     request = pull(left, right)
     until(lambda: left.is_complete(request) and right.is_complete(request))

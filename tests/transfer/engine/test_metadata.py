@@ -89,7 +89,7 @@ def test_every_cut_is_found():
         decode_metadata(data + b"\0")
 
 
-def test_documented_fields_alone_are_refused():
+def test_metadata_with_only_the_documented_fields_is_refused():
     bare = TensorAgentMetadata(agent_name="a", metadata=b"x", base_addr=1, device_id=0)
     documented = KVTransferEngineMetadata(
         name="a", total_num_pages=1, bytes_per_page=1, memory_type=MemoryType.DRAM, hostname="h", agents_meta=[[bare]]
@@ -123,7 +123,7 @@ def test_documented_fields_alone_are_refused():
         ({"agents_meta": [[agent(device_id=-1)]]}, r">= 0 - at .*device_id`"),
     ],
 )
-def test_what_does_not_add_up_is_refused(changes: dict[str, object], message: str):
+def test_inconsistent_metadata_is_refused(changes: dict[str, object], message: str):
     with pytest.raises(MetadataError, match=message):
         check_metadata(engine(**changes))
 

@@ -36,7 +36,7 @@ def test_peers_that_are_not_connected_open_no_entry():
     assert book.counts == {"unknown": 2}
 
 
-def test_disconnect_keeps_what_is_complete():
+def test_disconnect_keeps_complete_transfers():
     book = NotificationBook(2)
     book.connect("p")
     other = NAME[::-1]
@@ -50,7 +50,7 @@ def test_disconnect_keeps_what_is_complete():
     assert book.counts["late"] == 1
 
 
-def test_what_was_given_up_ends_with_its_last_notification():
+def test_a_transfer_that_was_given_up_ends_with_its_last_notification():
     book = NotificationBook(2)
     book.connect("p")
     book.given_up[NAME] = "the request"

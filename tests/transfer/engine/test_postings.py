@@ -40,7 +40,7 @@ def test_pages_of_one_replica_are_not_those_of_another(make_engine: Any, monkeyp
     until(lambda: right.poll() + left.poll() >= 0 and not left.quarantined_pages(1))
 
 
-def test_the_word_that_a_writer_is_gone_lets_go_of_its_own_transfers_alone(
+def test_forgetting_a_writer_ends_only_its_own_transfers(
     pair: Any, make_engine: Any, monkeypatch: pytest.MonkeyPatch, until: Any
 ):
     left, right = pair
@@ -58,7 +58,7 @@ def test_the_word_that_a_writer_is_gone_lets_go_of_its_own_transfers_alone(
     until(lambda: left.poll() + right.poll() >= 0 and right.quarantined_pages(0) == {5})
 
 
-def test_what_a_disconnect_leaves_in_flight_is_watched_until_it_has_ended(
+def test_transfers_in_flight_at_a_disconnect_are_watched_until_they_have_ended(
     pair: Any, monkeypatch: pytest.MonkeyPatch, until: Any
 ):
     """The transfer is watched even after its owner has cleaned it up. It may still move bytes, so the peer stays

@@ -236,7 +236,7 @@ def test_words_are_read_one_at_a_time_and_a_peer_takes_their_lists_with_it():
     assert not agent._words
 
 
-def test_what_nixl_refuses_of_a_word_is_an_agent_error():
+def test_a_read_of_a_word_that_nixl_refuses_is_an_agent_error():
     word = torch.zeros(1, dtype=torch.int64)
     agent = Agent("alone@8")
     with pytest.raises(AgentError, match="agent 'alone@8': READ of a word of 'nobody'"):
@@ -247,7 +247,7 @@ def test_what_nixl_refuses_of_a_word_is_an_agent_error():
     agent.close()
 
 
-def test_host_memory_is_no_vram():
+def test_host_memory_is_not_registered_as_vram():
     with pytest.raises(AgentError, match="agent 'alone@2': registering 1 regions"):
         TensorAgent.create_agent("alone@2", 0, torch.zeros(4, 8), 4, 8, MemoryType.VRAM)
 

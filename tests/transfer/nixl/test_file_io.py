@@ -46,7 +46,7 @@ def test_a_file_of_pages_is_the_same_by_either(io: NixlFileIO, memory: torch.Ten
     assert not taken[:3].any()
 
 
-def test_what_the_system_refuses_is_an_os_error(io: NixlFileIO, memory: torch.Tensor, tmp_path: Path) -> None:
+def test_a_refusal_of_the_system_is_an_os_error(io: NixlFileIO, memory: torch.Tensor, tmp_path: Path) -> None:
     path, rows = tmp_path / "file", memory.numpy()
     path.write_bytes(bytes(100))
     with path.open("rb") as file:

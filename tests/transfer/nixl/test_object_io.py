@@ -104,7 +104,7 @@ def test_a_process_ends_with_its_parent_whatever_it_does(io: Any, store: MotoSto
         store.go_on()
 
 
-def test_what_the_store_refuses_is_told(store: MotoStore) -> None:
+def test_a_refusal_of_the_store_is_an_error_with_its_reason(store: MotoStore) -> None:
     io = NixlObjects("not-there", store.url, settings={"access_key": "a", "secret_key": "b"})(1 << 16, 5.0)
     with pytest.raises(OSError, match="bucket 'not-there': write: RuntimeError: 1 of 1 objects could not be written"):
         io.write([ObjectRange("a", 0, 0, 10)])
@@ -141,7 +141,7 @@ def test_a_store_that_stops_is_an_error_in_time(store: MotoStore) -> None:
         ({"bucket": "b", "settings": {"num_threads": 4}}, "num_threads is 4: a string is needed"),
     ],
 )
-def test_what_no_bucket_can_be(given: dict[str, Any], message: str) -> None:
+def test_names_that_no_bucket_can_have(given: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidParamsError, match=re.escape(message)):
         NixlObjects(**given)
 

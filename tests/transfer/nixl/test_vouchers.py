@@ -40,14 +40,14 @@ def test_metadata_is_vouched_for_byte_by_byte_until_the_end(metadata: bytes, vou
     assert not is_vouched(metadata)
 
 
-def test_nobody_else_takes_the_name_of_one_that_is_there(metadata: bytes, voucher: Voucher) -> None:
+def test_the_name_of_a_living_voucher_cannot_be_taken(metadata: bytes, voucher: Voucher) -> None:
     with pytest.raises(AgentError, match="vouching for 300 bytes of metadata: .*in use"):
         Voucher(metadata)
     voucher.poll()
     assert is_vouched(metadata)
 
 
-def test_those_who_have_asked_leave_room_for_others(metadata: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_earlier_askers_leave_room_for_others(metadata: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vouchers, "_WAITING", 3)
     one = Voucher(metadata)
     while is_vouched(metadata):
@@ -78,7 +78,7 @@ def test_another_user_vouches_for_nothing(metadata: bytes) -> None:
         os.close(tell)
 
 
-def test_another_network_is_as_far_as_another_host(metadata: bytes) -> None:
+def test_a_process_in_another_network_namespace_counts_as_on_another_host(metadata: bytes) -> None:
     """A container may share our memory but have its own network.
 
     A peer could reach the container's agents through shared memory. It cannot reach the vouchers, because their sockets

@@ -110,7 +110,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED)
-def test_a_box_that_reaches_where_it_must_not_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_a_box_that_reaches_outside_of_its_page_or_region_is_refused(changes: dict[str, Any], message: str) -> None:
     check(good())
     with pytest.raises(MetadataError, match=re.escape(message)):
         check(good(**changes))
@@ -148,7 +148,7 @@ def test_groups_and_regions_out_of_range_are_refused() -> None:
             check(layout)
 
 
-def test_what_is_at_a_limit_is_taken() -> None:
+def test_values_at_a_limit_are_accepted() -> None:
     (group,) = good().groups
     replace = msgspec.structs.replace
     for layout in (

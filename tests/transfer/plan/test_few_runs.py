@@ -87,7 +87,7 @@ def test_the_runs_are_those_of_the_plan(local: ShardLayout, remote: ShardLayout)
         (range(65), range(65), (0, 1040)),  # these are not few pages
     ],
 )
-def test_what_is_unusual_or_wrong_is_left_to_the_plan(local: object, remote: object, tokens: tuple[int, int]) -> None:
+def test_unusual_and_wrong_pulls_are_left_to_the_plan(local: object, remote: object, tokens: tuple[int, int]) -> None:
     named: Any = [PageCopy(local, remote, tokens)]  # pyright: ignore[reportArgumentType]
     assert made_of(shard(), shard()).few(named) is None
 
@@ -125,7 +125,7 @@ def with_window(layout: ShardLayout, pages: int, block_pages: int = 1) -> ShardL
     return ShardLayout(groups, layout.region_bytes)
 
 
-def test_blocks_are_counted_in_the_source_s_pages_and_ours_in_ours() -> None:
+def test_blocks_of_the_source_are_converted_to_its_own_pages() -> None:
     """A block of the source has 64 tokens, and a page of the reader has 16. The source no longer has the window's first
     two blocks.
     """
@@ -148,7 +148,7 @@ def test_blocks_are_counted_in_the_source_s_pages_and_ours_in_ours() -> None:
     assert planned.pages([page, window])[0] is page
 
 
-def test_a_group_with_nothing_in_common_takes_what_we_have_named_and_begins_nowhere() -> None:
+def test_a_group_with_nothing_in_common_reads_nothing_and_begins_at_token_0() -> None:
     planned = made_of(with_window(shard(range(2)), 80), with_window(shard(range(2, 4)), 80))
     blocks, page = BlocksOfGroup([1], (16, 32), 16, [1], 32), PageCopy([1], [1], (16, 32))
     assert planned.pages([blocks, page]) == [NOTHING, page]

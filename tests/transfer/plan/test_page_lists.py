@@ -42,7 +42,7 @@ def test_a_whole_list_begins_with_the_first_token() -> None:
     )
 
 
-def test_only_the_rest_is_read_where_a_prefix_is_there() -> None:
+def test_behind_a_cached_prefix_only_the_rest_is_read() -> None:
     assert lists(pages_of("group 0", pages([3], [7, 8, 9], 10, (8, 10)), group(), group())) == ([3], [9], (8, 10))
     assert lists(pages_of("group 0", pages([3], [7, 8, 9], 10, (9, 10)), group(), group())) == ([3], [9], (9, 10))
 
@@ -65,7 +65,7 @@ def test_a_list_that_was_cut_at_the_front_is_counted_from_its_end() -> None:
     assert lists(pages_of("group 0", pages([2, 3], [8, 9], 12, (4, 12)), group(), group()))[1] == [8, 9]
 
 
-def test_what_no_window_reaches_need_not_be_there() -> None:
+def test_pages_that_no_window_reaches_may_be_missing() -> None:
     # Pages have 8 tokens at the reader and 4 at the source. Token 13 is needed, so the source has kept tokens 12 to 24,
     # and the reader's page begins at token 8.
     named = pages([1, 2], [5, 6, 7], 24, (8, 24), needed=13)
@@ -116,7 +116,7 @@ def test_logical_pages_become_the_kernels() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_each_token_is_read_from_where_the_source_has_it_to_where_we_want_it(seed: int) -> None:
+def test_each_token_is_copied_from_its_place_at_the_source_to_its_place_at_the_reader(seed: int) -> None:
     """Checks the place of each token. The page sizes of both sides are random, blocks may have several pages, and lists
     may lack their first blocks.
     """

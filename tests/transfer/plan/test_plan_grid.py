@@ -20,7 +20,7 @@ def test_a_sample_of_the_grid_copies_each_element(found: set[Triple], staged: bo
     assert sample(found, number, 11, staged=staged) == []
 
 
-def test_the_grid_is_what_it_says() -> None:
+def test_the_grid_has_the_documented_combinations() -> None:
     every = set(topologies())
     assert len(every) == 9 * 8 * 3 * 8 * 3
     assert (2, 2, 2, 1, 4, 1) in every  # 4 ranks to 2 with 2 heads: replicated heads, which other systems refuse

@@ -87,7 +87,7 @@ def pulled(
 @pytest.mark.parametrize("orders", [ORDERS, ORDERS[::-1], ORDERS[:1] * 2], ids=["to rows", "to heads", "alike"])
 @pytest.mark.parametrize("ranks", [(1, 1), (1, 2), (2, 1), (2, 8), (8, 2), (4, 2)])
 @pytest.mark.parametrize("sizes", [(4, 4), (4, 8), (12, 4), (8, 12)])
-def test_scales_of_tokens_come_with_them(
+def test_scales_of_tokens_move_with_their_tokens(
     sizes: tuple[int, int], ranks: tuple[int, int], orders: tuple[str, str], staged: bool
 ) -> None:
     ours, theirs = (
@@ -100,7 +100,7 @@ def test_scales_of_tokens_come_with_them(
 @pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
 @pytest.mark.parametrize("ranks", [(1, 1), (1, 2), (2, 1), (2, 8), (8, 2)])
 @pytest.mark.parametrize("scale_of", ["page and head", "page"])
-def test_scales_of_pages_come_with_them(scale_of: ScaleOf, ranks: tuple[int, int], staged: bool) -> None:
+def test_scales_of_pages_move_with_their_pages(scale_of: ScaleOf, ranks: tuple[int, int], staged: bool) -> None:
     ours, theirs = (layouts_of(tp, 4, scale_of, order) for tp, order in zip(ranks, ORDERS, strict=True))
     for memory, expected in pulled(ours, theirs, staged=staged):
         assert torch.equal(memory, expected)

@@ -131,14 +131,14 @@ def test_states_of_hybrids_arrive_element_by_element(theirs: int, ours: int, gro
         assert np.array_equal(pool, fill(local, [[1, 7], [1]], (0, 160)))
 
 
-def test_what_several_hold_comes_from_a_shard_that_is_read_from_anyway() -> None:
+def test_elements_that_several_shards_hold_come_from_a_shard_that_is_read_anyway() -> None:
     remotes = [mamba(rank, 4, 1) for rank in range(4)]
     # Only shard 3 has these channels of x. Shards 2 and 3 have this head, and all shards have B and C.
     assert chosen(mamba(3, 4, 1), remotes, 0) == [3]
     assert chosen(mamba(1, 2, 1), remotes, 0) == [2, 3]
 
 
-def test_what_nobody_holds_is_named() -> None:
+def test_elements_that_no_shard_holds_are_named() -> None:
     remotes = ranks(4, 2)
     with pytest.raises(MetadataError, match="group 0, 'kv': no remote shard holds layer 0, head 2 .side 0, dim 0."):
         sources(shard(range(1, 3)), remotes[:1], 0)

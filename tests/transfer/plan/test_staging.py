@@ -154,7 +154,7 @@ def test_neighbouring_remote_pages_are_staged_as_one_run() -> None:
     assert runs.length.tolist() == [3 * page, page]
 
 
-def test_what_lies_a_page_apart_is_not_staged_together() -> None:
+def test_runs_that_lie_a_page_apart_are_not_staged_together() -> None:
     local, remote = shard(range(2)), shard(range(2), order=PER_LAYER[0])
     staging = plan(local, remote).staging(0)
     page = 4 * 2 * 2 * ITEMSIZE  # the page of K or V in one layer; the bytes between the two belong to other pages

@@ -67,7 +67,7 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
     return Rig(monkeypatch)
 
 
-def test_not_yet_is_asked_again_after_pauses_that_double_and_never_past_the_time(rig: Rig) -> None:
+def test_after_not_yet_the_question_is_repeated_with_doubling_pauses_until_the_deadline(rig: Rig) -> None:
     rig.ask()
     begin, times = rig.now, [0.0]
     found = rig.polled()
@@ -90,7 +90,7 @@ def test_not_yet_is_asked_again_after_pauses_that_double_and_never_past_the_time
     assert not rig.polled(), "once"
 
 
-def test_the_first_question_alone_carries_the_digests_and_all_have_one_id(rig: Rig) -> None:
+def test_only_the_first_question_carries_the_digests_and_all_have_the_same_id(rig: Rig) -> None:
     rig.ask()
     for _ in range(2):
         rig.client.answer()
@@ -105,7 +105,7 @@ def test_the_first_question_alone_carries_the_digests_and_all_have_one_id(rig: R
     assert {query.reader for query in queries} == {"r of d"}
 
 
-def test_a_source_that_says_nothing_is_waited_for_and_not_asked_again(rig: Rig) -> None:
+def test_a_silent_source_is_waited_for_and_not_asked_again(rig: Rig) -> None:
     rig.ask()
     rig.ask("other", timeout_s=5.0)
     rig.now += 0.999
@@ -168,7 +168,7 @@ def test_a_lease_of_other_pages_is_given_back_once(rig: Rig, other: dict[str, An
     assert [ask.key for ask in rig.asks._open.values()] == ["open"]
 
 
-def test_a_source_is_listened_to_for_a_while_after_the_end_of_a_question(rig: Rig) -> None:
+def test_late_answers_of_a_source_are_read_for_a_while(rig: Rig) -> None:
     rig.ask()
     rig.now += 1.0
     assert len(rig.polled()) == 1
@@ -183,7 +183,7 @@ def test_a_source_is_listened_to_for_a_while_after_the_end_of_a_question(rig: Ri
 
 
 @pytest.mark.parametrize("late", [{"error": "too late"}, {"pages": sealed_pages(NO_PAGES)}, {"pages": b"rubbish"}])
-def test_what_is_said_after_the_end_of_a_question_says_nothing(rig: Rig, late: dict[str, Any]) -> None:
+def test_a_refusal_after_the_end_of_a_question_has_no_effect(rig: Rig, late: dict[str, Any]) -> None:
     rig.ask()
     rig.now += 1.0
     assert len(rig.polled()) == 1
@@ -194,7 +194,7 @@ def test_what_is_said_after_the_end_of_a_question_says_nothing(rig: Rig, late: d
     assert rig.given_back == []
 
 
-def test_errors_are_told_once_with_the_source_and_end_that_question_alone(rig: Rig) -> None:
+def test_an_error_is_reported_once_with_its_source_and_ends_only_that_question(rig: Rig) -> None:
     for key in ("a", "b", "c", "d"):
         rig.ask(key, timeout_s=9.0)
     answer_d, answer_c, answer_b, answer_a = reversed(rig.client.open)

@@ -39,7 +39,7 @@ def test_a_closed_bell_is_neither_rung_nor_heard() -> None:
     assert bell.fileno() == -1
 
 
-def test_what_is_put_down_before_a_ring_is_never_slept_over() -> None:
+def test_work_that_is_queued_before_a_ring_is_never_missed() -> None:
     bell, there, taken = Bell(), list[int](), 0
 
     def put() -> None:
@@ -62,7 +62,7 @@ def test_what_is_put_down_before_a_ring_is_never_slept_over() -> None:
 @pytest.mark.parametrize("call", ["eventfd_read", "eventfd_write"])
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("by", ["a thread", "a signal handler"])
-def test_a_ring_in_the_middle_of_a_call_silences_no_later_one(
+def test_a_ring_during_a_system_call_does_not_silence_later_rings(
     monkeypatch: pytest.MonkeyPatch, call: str, after: bool, by: str
 ) -> None:
     """While `hear` or `ring` makes its system call, another thread or a signal handler rings, either before or after
@@ -103,7 +103,7 @@ def test_a_ring_in_the_middle_of_a_call_silences_no_later_one(
     bell.close()
 
 
-def test_a_hearer_between_two_that_ring_at_once_silences_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hear_between_two_simultaneous_rings_silences_neither(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second thread reads the flag before the first thread rings. It writes to the bell after the hearer has heard
     the first ring.
     """
@@ -127,7 +127,7 @@ def test_a_hearer_between_two_that_ring_at_once_silences_neither(monkeypatch: py
     bell.close()
 
 
-def test_a_bell_that_is_closed_in_the_middle_of_a_ring_rings_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_a_bell_during_a_ring_does_not_write_to_a_reused_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of the bell's descriptor may be reused as soon as it is closed, so the close waits for the ring."""
     bell, real = Bell(), os.eventfd_write
     closing = threading.Thread(target=bell.close)

@@ -23,6 +23,6 @@ def test_every_page_arrives_and_a_kernel_reads_it_right_after_the_commit(
 
 
 @pytest.mark.parametrize(("source", "reader"), [ON_GPU[0]])
-def test_pages_of_another_order_arrive_in_ours(source: str, reader: str) -> None:
+def test_pages_with_another_element_order_arrive_in_ours(source: str, reader: str) -> None:
     found = between(source, reader, [1, 40], source=False)
     assert [(count, wrong) for count, _, wrong in found] == [(1, 0), (40, 0)]

@@ -35,7 +35,7 @@ def error_of(reader: Engine, key: str) -> str:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_who_answers_to_the_name_of_an_engine_that_lives_is_refused_with_both_addresses(engine: Any, tp: int) -> None:
+def test_a_second_engine_with_the_name_of_a_living_one_is_refused_with_both_addresses(engine: Any, tp: int) -> None:
     p, d, impostor = engine("p", tp), engine("d", tp), engine("p", tp, seed=50)
     d.blank()
     opened(d, p.source(p.offer()))
@@ -55,7 +55,7 @@ def test_who_answers_to_the_name_of_an_engine_that_lives_is_refused_with_both_ad
 
 
 @pytest.mark.parametrize("how", ["silent", "another start at its address", "not there any more"])
-def test_an_engine_that_comes_back_elsewhere_takes_its_place_once_that_is_empty(engine: Any, how: str) -> None:
+def test_an_engine_may_return_at_another_address_once_the_old_one_is_silent(engine: Any, how: str) -> None:
     p, d = engine("p"), engine("d", dead_after_s=0.5, heartbeat_s=100.0)
     opened(d, p.source(p.offer()))
     if how == "silent":
@@ -87,7 +87,7 @@ def test_an_engine_that_was_lost_may_come_back_elsewhere_at_once(engine: Any) ->
     assert len(d.replica.directory) == 1
 
 
-def test_who_has_copied_an_engine_s_metadata_cannot_end_its_pulls(engine: Any) -> None:
+def test_an_impostor_with_copied_metadata_cannot_end_the_pulls_of_an_engine(engine: Any) -> None:
     """The impostor answers at its own address. It claims that the engine has restarted, or it does not answer
     at all.
     """
@@ -107,7 +107,7 @@ def test_who_has_copied_an_engine_s_metadata_cannot_end_its_pulls(engine: Any) -
 
 @pytest.mark.parametrize("refusing", [0, 1, 2])
 @pytest.mark.parametrize("how", ["asked", "added"])
-def test_where_one_rank_cannot_load_an_engine_none_keeps_it(
+def test_an_engine_that_one_rank_cannot_load_is_kept_by_no_rank(
     engine: Any, monkeypatch: pytest.MonkeyPatch, refusing: int, how: str
 ) -> None:
     """If one rank cannot load an engine, the others must not keep it. Otherwise a later pull would read with only some
@@ -178,7 +178,7 @@ class Crowd:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(3))
-def test_whatever_a_request_names_it_touches_no_pull_of_another(engine: Any, seed: int) -> None:
+def test_no_address_that_a_request_names_affects_a_pull_of_another_request(engine: Any, seed: int) -> None:
     rng = random.Random(seed)
     crowd = Crowd(engine)
     d = crowd.reader
@@ -247,7 +247,9 @@ def test_without_a_key_a_source_on_this_host_vouches_for_itself(engine: Any, tp:
 
 
 @pytest.mark.parametrize("change", [lambda data: data.append(0), any_bytes(random.Random(1))])
-def test_metadata_of_nobody_on_this_host_is_refused_and_contacts_nobody(engine: Any, change: Any) -> None:
+def test_metadata_that_no_process_of_this_host_vouches_for_is_refused_without_any_contact(
+    engine: Any, change: Any
+) -> None:
     """The source runs in this process, which would crash if it loaded some of these bytes."""
     p, d = engine("p", key=b""), engine("d", key=b"")
     data = changed(p.card.ranks[0], change)
@@ -273,7 +275,7 @@ def test_a_source_on_another_host_is_refused_without_a_key(engine: Any, tp: int)
     thread.close()
 
 
-def test_one_rank_that_nobody_vouches_for_is_one_too_many(engine: Any) -> None:
+def test_an_engine_is_refused_if_nobody_vouches_for_one_of_its_ranks(engine: Any) -> None:
     p, d = engine("p", 2, key=b""), engine("d", key=b"")
     p.ranks[1]._agent._voucher.close()
     pull(d, p.source(p.offer()))
@@ -282,7 +284,7 @@ def test_one_rank_that_nobody_vouches_for_is_one_too_many(engine: Any) -> None:
 
 
 @pytest.mark.parametrize("how", ["asked", "added"])
-def test_with_a_key_nobody_is_asked_to_vouch(engine: Any, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_with_a_key_no_voucher_is_asked(engine: Any, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     monkeypatch.setattr(directory, "is_vouched", lambda _: pytest.fail("asked"))
     p, d = engine("p", key=b"k"), engine("d", key=b"k")
     if how == "added":
@@ -292,7 +294,7 @@ def test_with_a_key_nobody_is_asked_to_vouch(engine: Any, monkeypatch: pytest.Mo
     assert d.pulls[-1].error == ""
 
 
-def test_keys_of_the_sockets_authenticate_what_comes_over_them_and_nothing_else(engine: Any) -> None:
+def test_keys_of_the_sockets_authenticate_only_metadata_that_comes_over_these_sockets(engine: Any) -> None:
     p, d = unseen(engine("p", key=b"")), engine("d", key=b"")
     (keyring,) = make_keyrings(1)
     d.replica.directory._client = d.replica._client = HandshakeClient(keyring.secure_client)

@@ -39,7 +39,7 @@ def side() -> Iterator[Callable[..., Any]]:
         one.manager.close()
 
 
-def test_with_one_secret_sockets_and_metadata_have_keys_and_nobody_is_asked_to_vouch(
+def test_with_a_common_secret_sockets_and_metadata_have_keys_and_no_voucher_is_asked(
     side: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(directory, "is_vouched", lambda _: pytest.fail("asked, with keys"))
@@ -71,7 +71,7 @@ def test_with_one_secret_sockets_and_metadata_have_keys_and_nobody_is_asked_to_v
         (SECRET, "", "no answer from"),
     ],
 )
-def test_with_another_secret_or_on_one_side_alone_a_pull_fails_and_says_so(
+def test_if_the_secrets_differ_or_one_is_missing_a_pull_fails_with_that_reason(
     side: Any, source_s: str, reader_s: str, said: str
 ) -> None:
     source, reader = side(Side, "p", secret=source_s), side(Reader, "d", secret=reader_s)
@@ -86,7 +86,7 @@ def test_with_another_secret_or_on_one_side_alone_a_pull_fails_and_says_so(
 
 
 @pytest.mark.parametrize(("allowed", "said"), [((), "is not in allowed_peers"), (("10.2.0.0/16",), "no answer from")])
-def test_only_who_is_listed_is_contacted(side: Any, allowed: tuple[str, ...], said: str) -> None:
+def test_only_listed_hosts_are_contacted(side: Any, allowed: tuple[str, ...], said: str) -> None:
     source, reader = side(Side, "p"), side(Reader, "d", allowed_peers=allowed)
     offer, _, pending = leased(source, reader)
     reader.exchange.open_pull(0, "k", offer._replace(address="tcp://10.2.255.1:9"), 20.0)
@@ -106,12 +106,12 @@ def test_only_who_is_listed_is_contacted(side: Any, allowed: tuple[str, ...], sa
         ({"allowed_peers": ["10.0.0.0/33"]}, "allowed_peers"),
     ],
 )
-def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+def test_impossible_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidEngineError, match=message):
         PageExchange(manager_of(), "p", **options)
 
 
-def test_what_is_offered_goes_over_any_channel_and_comes_back_checked(side: Any) -> None:
+def test_an_offer_can_travel_as_bytes_and_is_checked_when_it_is_decoded(side: Any) -> None:
     source, reader = side(Side, "p"), side(Reader, "d")
     source.compute()
     offer = source.offer()
@@ -163,7 +163,7 @@ def test_an_offer_is_ended_by_its_own_exchange_alone(side: Any) -> None:
     source.until(lambda: source.of(LeaseOver))
 
 
-def test_a_pull_in_one_is_refused_before_it_takes_anything(side: Any) -> None:
+def test_a_pull_in_one_call_is_refused_before_it_takes_the_copier(side: Any) -> None:
     source, reader = side(Side, "p"), side(Reader, "d")
     offer, context, pending = leased(source, reader)
     reader.exchange.open_pull(0, "k", offer, 60.0)
@@ -178,7 +178,7 @@ def test_a_pull_in_one_is_refused_before_it_takes_anything(side: Any) -> None:
         reader.exchange.pull("k", offer, pending, 60.0)
 
 
-def test_what_is_cached_is_not_read_and_its_source_is_told(side: Any) -> None:
+def test_cached_pages_are_not_read_and_the_source_is_notified(side: Any) -> None:
     source, reader = side(Side, "p", caching=True), side(Reader, "d", caching=True)
     for key, needed in (("first", True), ("second", False)):
         offer, context, pending = leased(source, reader)
@@ -194,7 +194,7 @@ def test_what_is_cached_is_not_read_and_its_source_is_told(side: Any) -> None:
 
 
 @pytest.mark.parametrize("how", ["a duration that cannot be", "a thread that was closed", "no word is free"])
-def test_an_offer_that_does_not_come_about_holds_no_page(side: Any, how: str) -> None:
+def test_an_offer_that_fails_holds_no_page(side: Any, how: str) -> None:
     source = side(Side, "p")
     source.compute()
     free = source.exchange._slots[0]._free
@@ -231,7 +231,7 @@ def test_the_slot_of_a_lease_goes_back_to_where_it_was_taken(side: Any) -> None:
         assert sorted(slots._free) == [*slots.slots]
 
 
-def test_what_a_thread_may_still_use_when_it_cannot_be_ended_stays_held(
+def test_pages_stay_held_while_a_thread_that_cannot_be_ended_may_use_them(
     side: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, reader = side(Side, "p"), side(Reader, "d")

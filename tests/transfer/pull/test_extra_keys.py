@@ -67,7 +67,7 @@ def found(reader: Reader, **named: Any) -> int:
     return hit
 
 
-def test_what_was_pulled_is_found_up_to_the_first_other_key(pulled: Any) -> None:
+def test_pulled_pages_are_found_up_to_the_first_key_that_differs(pulled: Any) -> None:
     pull, reader = pulled
     pull([{}, {"extra_keys": [(9, b"other")]}, {**IMAGE, **SALT}], **IMAGE)
     assert found(reader, **IMAGE) == 16
@@ -76,7 +76,7 @@ def test_what_was_pulled_is_found_up_to_the_first_other_key(pulled: Any) -> None
     assert found(reader, **SALT) == 0  # the last check, because it evicts one of the found pages
 
 
-def test_what_was_pulled_for_a_tenant_is_found_by_that_tenant_alone(pulled: Any) -> None:
+def test_pages_pulled_for_a_tenant_are_found_only_by_that_tenant(pulled: Any) -> None:
     pull, reader = pulled
     pull([{}, {"cache_salt": "another"}, {**SALT, **IMAGE}], **SALT)
     assert found(reader, **SALT) == 16

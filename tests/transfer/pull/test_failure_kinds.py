@@ -136,7 +136,7 @@ def test_a_failure_is_counted_by_its_kind(
     assert dict(d.replica.stats.failures) == {kind: 1}
 
 
-def test_what_its_owner_gives_up_is_not_counted(engine: Any) -> None:
+def test_a_pull_that_its_owner_gives_up_is_not_counted_as_failed(engine: Any) -> None:
     p, d = engine("p"), engine("d")
     opened(p, d)
     d.replica.cancel("r", "timed out, was lost, no longer held the pages")

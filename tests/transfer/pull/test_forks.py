@@ -88,7 +88,7 @@ def reader() -> Iterator[Engine]:
     engine.close()
 
 
-def test_a_fork_sees_no_words_and_writes_none_of_its_parent_s(forking: Any) -> None:
+def test_a_fork_neither_sees_nor_writes_the_lease_words_of_its_parent(forking: Any) -> None:
     source = forking(reborn=False)
     child, (words, fences, has_pages) = source.fork()
     assert (words, fences, has_pages) == (0, 0, True)
@@ -100,7 +100,7 @@ def test_a_fork_sees_no_words_and_writes_none_of_its_parent_s(forking: Any) -> N
     assert source.told() == (True, True)
 
 
-def test_words_are_wiped_in_forks_whatever_their_number() -> None:
+def test_lease_words_are_wiped_in_forks_whatever_their_number() -> None:
     for count in (1, 511, 512, 513, 4096):
         words = make_words(count)
         words[:] = 7
@@ -111,7 +111,7 @@ def test_words_are_wiped_in_forks_whatever_their_number() -> None:
         assert (words == 7).all()
 
 
-def test_a_pull_from_a_fork_that_has_got_its_parent_s_pid_fails_at_the_fence(forking: Any, reader: Engine) -> None:
+def test_a_pull_from_a_fork_with_the_pid_of_its_parent_fails_at_the_fence(forking: Any, reader: Engine) -> None:
     if not fork_source.can_choose_pids():
         pytest.skip("the kernel lets this process choose no pid")
     source = forking(reborn=True)
@@ -134,14 +134,14 @@ def test_a_pull_from_a_fork_that_has_got_its_parent_s_pid_fails_at_the_fence(for
 
 
 @pytest.mark.parametrize("how", ["left", "closed", "dropped"])
-def test_a_fork_ends_as_any_process_does_and_its_parent_goes_on(how: str) -> None:
+def test_a_fork_ends_normally_and_its_parent_continues(how: str) -> None:
     parent, conn = start(fork_source.goes_on, how)
     conn.close()
     parent.join(100)
     assert parent.exitcode == 7
 
 
-def test_a_fork_closes_its_exchange_whatever_locks_threads_of_its_parent_held() -> None:
+def test_a_fork_can_close_its_exchange_while_threads_of_its_parent_hold_locks() -> None:
     parent, conn = start(fork_source.closes_while_locks_are_held)
     assert conn.poll(60), "the parent says nothing"
     held, status = conn.recv()

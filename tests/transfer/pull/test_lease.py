@@ -253,7 +253,7 @@ def test_an_owner_ends_its_lease_once(book: LeaseBook) -> None:
     assert book.find(6).request_id == "next"
 
 
-def test_what_is_remembered_of_ended_leases_is_bounded(book: LeaseBook, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_ended_leases_is_bounded(book: LeaseBook, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transfer.pull.lease._MAX_ENDED", 10)
     for lease_id in range(1, 101):
         book.grant(lease_id, "r", 0, 1.0)
@@ -276,7 +276,7 @@ def test_what_is_remembered_of_ended_leases_is_bounded(book: LeaseBook, monkeypa
         ("another's id", "request 'r': lease 0x0000000000000005 is recorded inconsistently"),
     ],
 )
-def test_check_finds_what_is_booked_wrongly(book: LeaseBook, damage: str, message: str) -> None:
+def test_check_finds_wrong_books(book: LeaseBook, damage: str, message: str) -> None:
     lease = book.grant(5, "r", 0, 10.0)
     other = book.grant(6, "s", 1, 10.0)
     book.check()
@@ -315,7 +315,7 @@ def test_the_times_of_a_lease_are_since_its_time_began_and_to_its_deadline(clock
     assert 105 + 30 <= clock.now < 105 + 34
 
 
-def test_ids_of_all_64_bits_are_granted_and_no_other() -> None:
+def test_only_ids_of_64_bits_are_granted() -> None:
     book = LeaseBook([make_words(8)])
     book.grant((1 << 64) - 1, "r", 7, 10.0)
     assert book.words[0][7] == (1 << 64) - 1

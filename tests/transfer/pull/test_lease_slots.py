@@ -14,7 +14,7 @@ def test_leases_have_ids_and_slots_of_their_own_until_all_words_are_taken() -> N
     assert slots.take(7.0) is None
 
 
-def test_what_is_given_back_is_taken_again_under_another_id() -> None:
+def test_a_slot_that_was_given_back_is_used_again_under_another_id() -> None:
     slots = LeaseSlots()
     leases = [slots.take(7.0) for _ in range(9)]
     slots.give_back(leases[5])

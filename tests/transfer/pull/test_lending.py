@@ -100,7 +100,7 @@ def all_given_back(source: Side) -> None:
     assert len(source.exchange._lent_slots[0]._free) == LENT_SLOTS
 
 
-def test_what_another_has_computed_is_found_pulled_and_published(side: Any) -> None:
+def test_pages_that_another_request_has_computed_are_found_pulled_and_published(side: Any) -> None:
     source, reader = side(Side, "p"), side(Reader, "d")
     computed(source)
     context = TextContext(LONGER, 32, "mine")
@@ -262,7 +262,7 @@ def copied_beside(monkeypatch: pytest.MonkeyPatch) -> Endless:
     return mark
 
 
-def test_what_a_source_has_in_host_memory_alone_is_lent(side: Any) -> None:
+def test_pages_that_a_source_has_only_in_host_memory_are_lent(side: Any) -> None:
     source, reader = below(side), side(Reader, "d")
     context = TextContext(LONGER, 32, "mine")
     lent = asked(reader, source, context)
@@ -273,7 +273,7 @@ def test_what_a_source_has_in_host_memory_alone_is_lent(side: Any) -> None:
     all_given_back(source)
 
 
-def test_a_bound_on_what_is_lent_is_one_on_what_is_loaded(side: Any) -> None:
+def test_the_limit_of_lent_pages_also_limits_loads_from_host_memory(side: Any) -> None:
     source, reader = below(side, exchange={"lend": 0.25}), side(Reader, "d")
     lent = asked(reader, source, TextContext(LONGER, 32, "mine"))
     assert lent.table is not None
@@ -346,7 +346,7 @@ def test_another_prompt_salt_or_image_has_nothing_there(side: Any, context: Text
     assert source.manager.num_leased_blocks == 0
 
 
-def test_a_bound_on_what_is_lent_at_a_time_leaves_the_rest_to_its_own_requests(side: Any) -> None:
+def test_the_limit_of_lent_pages_leaves_the_other_pages_to_the_source_s_own_requests(side: Any) -> None:
     source, reader = side(Side, "p", {"lend": 0.4}), side(Reader, "d")
     computed(source)
     context = TextContext(LONGER, 32, "mine")
@@ -395,7 +395,7 @@ def test_a_lease_that_nobody_reads_under_ends_by_itself(side: Any, monkeypatch: 
     assert context.start_idx == 0
 
 
-def test_where_leases_or_pages_do_not_compare_the_reader_hears_why(side: Any) -> None:
+def test_if_pages_cannot_be_compared_the_reader_is_told_why(side: Any) -> None:
     source, reader = side(Side, "p", {"compatibility": {"model": "a"}}), side(Reader, "d")
     context = TextContext(LONGER, 32, "mine")
     assert "is not compatible: model: 'a' at the source" in asked(reader, source, context).error
@@ -537,7 +537,7 @@ def test_a_source_that_lends_no_more_answers_so(side: Any) -> None:
     assert source.exchange.lending.num_leases == 0
 
 
-def test_a_question_that_comes_again_is_answered_alike_and_leases_once(side: Any) -> None:
+def test_a_repeated_question_gets_the_same_answer_and_one_lease(side: Any) -> None:
     source = side(Side, "p")
     computed(source)
     (lender,) = source.exchange.lending.of
@@ -557,7 +557,7 @@ def test_a_question_that_comes_again_is_answered_alike_and_leases_once(side: Any
         open_pages(first.pages, "p/0", pages.lease_id + 1)
 
 
-def test_as_many_questions_as_may_come_are_kept_and_no_more(side: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_most_the_allowed_number_of_questions_is_kept(side: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lending, "_KNOWN", 8)
     source = side(Side, "p")
     (lender,) = source.exchange.lending.of
@@ -587,7 +587,7 @@ def test_questions_that_come_while_the_loop_is_busy_take_little_memory(
     assert not lender.answer(question(0, 4, wanted)).error
 
 
-def test_a_manager_leases_by_content_what_it_has_and_says_what_it_cannot_compare(side: Any) -> None:
+def test_a_manager_leases_the_pages_that_it_has_by_content_and_refuses_what_it_cannot_compare(side: Any) -> None:
     source = side(Side, "p")
     computed(source)
     contents = source.manager.contents
@@ -654,7 +654,7 @@ def pool_of(side: Any, pages: int) -> Side:
     return source
 
 
-def test_readers_who_ask_take_no_lease_word_that_our_own_requests_need(side: Any) -> None:
+def test_questions_of_readers_take_no_lease_word_that_our_own_requests_need(side: Any) -> None:
     source = pool_of(side, 8000)
     computed(source)
     flood = Flood(source, source.manager.contents.digests(TextContext(LONGER, 32)))

@@ -191,7 +191,7 @@ def test_pages_and_the_state_behind_them_come_from_two_sources(
 
 
 @pytest.mark.parametrize("slabs", [False, True])
-def test_if_the_state_of_the_end_is_lost_with_its_source_nothing_is_kept(
+def test_if_the_state_at_the_end_is_lost_with_its_source_nothing_is_kept(
     three: Callable[..., Three], slabs: bool
 ) -> None:
     it = three(40, 20, slabs=slabs)
@@ -200,7 +200,7 @@ def test_if_the_state_of_the_end_is_lost_with_its_source_nothing_is_kept(
 
 
 @pytest.mark.parametrize("slabs", [False, True])
-def test_if_both_have_the_state_either_is_enough(three: Callable[..., Three], slabs: bool) -> None:
+def test_if_both_sources_have_the_state_one_of_them_is_enough(three: Callable[..., Three], slabs: bool) -> None:
     it = three(40, 40, slabs=slabs)
     assert not it.pull(revoked=0).error
     assert it.sides[2].serve([*prompt(100, 40), 7]) == 40

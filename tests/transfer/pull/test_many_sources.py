@@ -61,14 +61,14 @@ def rank_of() -> Any:
 Make = Callable[[int], tuple[RankTransfer, list[Known], Clock]]
 
 
-def test_a_few_sources_are_all_served_by_each_poll(rank_of: Make) -> None:
+def test_each_poll_serves_all_sources_if_they_are_few(rank_of: Make) -> None:
     rank, sources, _ = rank_of(8)
     for _ in range(3):
         rank.poll()
     assert {source.polls for source in sources} == {3}
 
 
-def test_of_many_that_nothing_is_read_from_some_are_served_in_turn(rank_of: Make) -> None:
+def test_of_many_idle_sources_some_are_polled_in_turn(rank_of: Make) -> None:
     rank, sources, _ = rank_of(40)
     rank.poll()
     assert sum(source.polls for source in sources) == 8
@@ -78,14 +78,14 @@ def test_of_many_that_nothing_is_read_from_some_are_served_in_turn(rank_of: Make
 
 
 @pytest.mark.parametrize("count", [41, 43, 47])
-def test_no_source_is_left_out_of_the_turns(rank_of: Make, count: int) -> None:
+def test_every_idle_source_gets_its_turn(rank_of: Make, count: int) -> None:
     rank, sources, _ = rank_of(count)
     for _ in range(20):
         rank.poll()
     assert min(source.polls for source in sources) >= 2
 
 
-def test_a_source_is_served_while_something_may_be_on_its_way_to_it(rank_of: Make) -> None:
+def test_a_source_is_polled_while_a_notification_to_it_may_be_in_flight(rank_of: Make) -> None:
     rank, sources, clock = rank_of(40)
     lease = LeaseRef(new_lease_id(), 0, 600.0)
     rank.puller.open("r", sources[39], lease, 600.0)  # type: ignore[arg-type]
@@ -101,7 +101,7 @@ def test_a_source_is_served_while_something_may_be_on_its_way_to_it(rank_of: Mak
     assert sources[39].polls == 5
 
 
-def test_a_source_that_something_is_read_from_is_served(rank_of: Make) -> None:
+def test_a_source_is_polled_while_it_is_read_from(rank_of: Make) -> None:
     rank, sources, clock = rank_of(40)
     pull = rank.puller.open("r", sources[39], LeaseRef(new_lease_id(), 0, 600.0), 600.0)  # type: ignore[arg-type]
     clock.now += LATELY_S
@@ -114,7 +114,7 @@ def test_a_source_that_something_is_read_from_is_served(rank_of: Make) -> None:
     pull.fencing.clear()
 
 
-def test_a_source_of_which_few_pages_were_read_at_once_is_served(rank_of: Make) -> None:
+def test_a_source_is_polled_after_a_pull_that_ended_as_it_was_posted(rank_of: Make) -> None:
     rank, sources, clock = rank_of(40)
     there, lease = sources[39], LeaseRef(new_lease_id(), 0, 600.0)
 
@@ -132,7 +132,7 @@ def test_a_source_of_which_few_pages_were_read_at_once_is_served(rank_of: Make) 
     assert there.polls == 3
 
 
-def test_one_that_is_not_known_any_more_is_not_served(rank_of: Make) -> None:
+def test_a_source_that_is_no_longer_known_is_not_polled(rank_of: Make) -> None:
     rank, sources, _ = rank_of(40)
     rank.puller.open("r", sources[39], LeaseRef(new_lease_id(), 0, 600.0), 600.0)  # type: ignore[arg-type]
     del rank._remotes["s39"]
@@ -140,7 +140,7 @@ def test_one_that_is_not_known_any_more_is_not_served(rank_of: Make) -> None:
     assert sources[39].polls == 0
 
 
-def test_a_client_that_knows_many_looks_for_answers_where_it_has_asked() -> None:
+def test_a_client_that_knows_many_sources_polls_only_those_that_it_has_asked() -> None:
     asking = HandshakeClient()
     with HandshakeServer([]) as one, HandshakeServer([]) as other:
         answers: list[Any] = []

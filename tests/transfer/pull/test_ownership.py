@@ -266,7 +266,7 @@ def test_a_lease_that_is_revoked_gives_its_pages_back_and_the_pull_fails(sides: 
     reader.manager.cancel_import(pending)
 
 
-def test_over_on_one_of_two_ranks(request: pytest.FixtureRequest) -> None:
+def test_a_lease_that_has_ended_on_one_of_two_ranks(request: pytest.FixtureRequest) -> None:
     source = Side("p", shards=2)
     request.addfinalizer(source.exchange.close)
     source.compute()
@@ -286,7 +286,7 @@ def test_over_on_one_of_two_ranks(request: pytest.FixtureRequest) -> None:
     assert source.idle
 
 
-def test_what_cannot_be_offered(sides: tuple[Side, Reader]) -> None:
+def test_offers_that_are_refused(sides: tuple[Side, Reader]) -> None:
     source, reader = sides
     with pytest.raises(UnknownRequestError, match="'r': lease: the request was never claimed"):
         source.exchange.offer("r", 30.0)
@@ -315,7 +315,7 @@ def test_an_offer_that_is_not_granted_holds_nothing(sides: tuple[Side, Reader]) 
     assert source.exchange._slots[0]._free[0] == 0  # the word is free again
 
 
-def test_as_many_leases_as_words(sides: tuple[Side, Reader]) -> None:
+def test_there_are_at_most_as_many_leases_as_words(sides: tuple[Side, Reader]) -> None:
     source, _ = sides
     source.compute()
     source.exchange._slots[0]._free = [0]
@@ -467,7 +467,7 @@ def test_the_copier_is_handed_out_once(sides: tuple[Side, Reader]) -> None:
     reader.manager.commit_import(context, pending, proof)
 
 
-def test_nothing_is_proven_before_the_last_was_taken_or_twice(sides: tuple[Side, Reader]) -> None:
+def test_a_proof_is_given_once_and_not_before_the_last_part_was_taken(sides: tuple[Side, Reader]) -> None:
     source, reader = sides
     source.compute()
     context, pending = reader.reserve(source.manager.block_table("r"))
@@ -504,7 +504,7 @@ def test_a_pull_reads_imports_of_its_own_manager_alone(sides: tuple[Side, Reader
     stranger.exchange.close()
 
 
-def test_of_one_pull_another_import_gets_no_proof(sides: tuple[Side, Reader]) -> None:
+def test_a_pull_of_one_import_gives_no_proof_to_another_import(sides: tuple[Side, Reader]) -> None:
     source, reader = sides
     offer, _, pending = leased(source, reader)
     _, second = reader.reserve(source_table(source), "s")
@@ -588,7 +588,7 @@ def test_a_foreign_manager_loses_nobody_s_pages(sides: tuple[Side, Reader], clai
     assert reader.idle
 
 
-def test_a_closed_exchange_takes_nothing_that_it_would_hold_for_ever(sides: tuple[Side, Reader]) -> None:
+def test_a_closed_exchange_accepts_nothing(sides: tuple[Side, Reader]) -> None:
     source, reader = sides
     offer, _, pending = leased(source, reader)
     source.compute("s")

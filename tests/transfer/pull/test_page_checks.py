@@ -37,7 +37,7 @@ def checks_of(pool: np.ndarray) -> PageChecks:
     return PageChecks(LAYOUT, [pool.ctypes.data])
 
 
-def test_pages_that_changed_are_named_by_their_places(pool: np.ndarray) -> None:
+def test_changed_pages_are_named_by_their_places(pool: np.ndarray) -> None:
     checks = checks_of(pool)
     checks.seal(0, [4, 1, 2])
     expected = checks.words[0][[1, 2, 4]].copy()
@@ -55,7 +55,7 @@ def test_pages_that_the_pool_does_not_have_are_refused(pool: np.ndarray, pages: 
         checks_of(pool).seal(0, pages)
 
 
-def test_a_page_that_never_comes_right_is_read_three_times() -> None:
+def test_a_page_that_stays_wrong_is_read_three_times() -> None:
     pool = np.ones(LAYOUT.region_bytes[0], np.uint8)
     checks = PageChecks(LAYOUT, [pool.ctypes.data])
     mine = rank(layout=LAYOUT, bases=(pool.ctypes.data,))
@@ -78,7 +78,7 @@ def test_a_page_that_never_comes_right_is_read_three_times() -> None:
 @pytest.mark.parametrize(
     ("span", "verified"), [((0, 16), 1), ((0, 17), 2), ((0, 31), 2), ((15, 17), 2), ((16, 32), 1), ((31, 33), 2)]
 )
-def test_every_page_of_a_pull_is_verified_those_at_its_ends_too(
+def test_every_page_of_a_pull_is_verified_including_the_first_and_the_last(
     pool: np.ndarray, span: tuple[int, int], verified: int
 ) -> None:
     """Pages have 16 tokens. A page is verified even if only one of its tokens is read. The page after the last token is
@@ -141,7 +141,7 @@ def test_every_byte_of_a_page_counts_and_no_byte_of_another(layout: ShardLayout)
         assert checks.bad(number, pages, checks.words[number]).tolist() == []
 
 
-def test_a_page_is_sealed_as_it_is_now_and_the_others_stay_as_they_were_sealed(pool: np.ndarray) -> None:
+def test_sealing_a_page_does_not_change_the_checksums_of_other_pages(pool: np.ndarray) -> None:
     checks = checks_of(pool)
     assert checks.bad(0, [], checks.words[0][[]]).tolist() == []
     checks.seal(0, [])
@@ -189,14 +189,14 @@ def changed(layout: ShardLayout, of_box: dict[str, object] | None = None, **of_g
         per_layer(SIZES, PAGES, PACKED_NHD),
     ],
 )
-def test_a_page_of_another_shape_or_of_other_elements_is_not_the_same(other: ShardLayout) -> None:
+def test_pages_of_another_shape_or_with_other_elements_are_not_comparable(other: ShardLayout) -> None:
     assert same_pages(other, other)
     for one in (LAYOUT, two_groups()):
         assert not same_pages(one, other)
         assert not same_pages(other, one)
 
 
-def test_where_a_pool_lies_and_how_many_pages_it_has_makes_no_other_page() -> None:
+def test_the_address_and_size_of_a_pool_do_not_matter_for_comparing_pages() -> None:
     elsewhere = changed(LAYOUT, {"region": 1, "offset": 64, "page_stride": 1 << 20}, num_pages=9, window=64)
     assert same_pages(LAYOUT, elsewhere)
 
@@ -240,7 +240,7 @@ def test_a_source_whose_pages_cannot_be_compared_is_refused(there: dict[str, Any
     assert agent.memory == []
 
 
-def test_the_words_of_exactly_the_pages_read_come_along_group_by_group() -> None:
+def test_a_pull_also_reads_the_checksums_of_its_pages_for_each_group() -> None:
     """A pull also reads the checksums of the source's pages into registered memory. A group without pages adds none."""
     checks, mine, there = pair(two_groups())
     agent: Any = Registered()
@@ -281,7 +281,7 @@ def arrived(part: Part | None) -> Part | None:
     return part.arrived()
 
 
-def test_only_what_differs_is_read_again_and_the_pull_goes_on_once_it_is_right() -> None:
+def test_only_pages_that_differ_are_read_again_and_the_pull_continues_once_they_are_right() -> None:
     checks, mine, there = pair(two_groups())
     agent: Any = Registered()
     verifier = Verifier(checks, mine, there, 1.0, agent)

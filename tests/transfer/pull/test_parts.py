@@ -38,7 +38,7 @@ def test_a_small_part_is_one_transfer(runs: int, length: int) -> None:
 
 
 @pytest.mark.parametrize(("runs", "length"), [(2048, 64 * KIB), (300, MIB), (100_000, 256), (200, 64), (70, 4 * MIB)])
-def test_who_posts_copies_few_runs_and_few_bytes_at_a_time(runs: int, length: int) -> None:
+def test_the_posting_thread_copies_few_runs_and_few_bytes_at_a_time(runs: int, length: int) -> None:
     for background in (False, True):
         found = cut(part_of(runs, length), background=background)
         assert sum(count for count, _ in found) == runs
@@ -52,7 +52,7 @@ def test_who_posts_copies_few_runs_and_few_bytes_at_a_time(runs: int, length: in
                 assert count == 1 or count * length <= FOREGROUND_BYTES
 
 
-def test_half_of_what_is_left_goes_to_the_background_while_that_is_worth_waking_it() -> None:
+def test_half_of_the_remaining_runs_go_to_the_background_thread_while_that_pays() -> None:
     assert cut(part_of(2048, 64 * KIB), background=True)[:3] == [(1024, True), (512, True), (256, True)]
     assert not any(behind for _, behind in cut(part_of(2 * BACKGROUND_RUNS - 1, 64 * KIB), background=True))
     assert not any(behind for _, behind in cut(part_of(1000, 4 * MIB), background=True))
@@ -95,7 +95,7 @@ class Handles:
 
 
 @pytest.mark.parametrize("fails", [None, AgentError("no such handle")])
-def test_the_handle_of_a_transfer_is_given_back_once_when_it_has_ended_however(fails: AgentError | None) -> None:
+def test_the_handle_of_a_transfer_is_released_once_however_the_transfer_ends(fails: AgentError | None) -> None:
     error = AgentError("it broke")
     moves, ended, broken = (Handles(state, release=fails) for state in (False, True, error))
     assert is_over(moves, 1) == (False, None)  # type: ignore[arg-type]

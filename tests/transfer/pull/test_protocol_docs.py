@@ -35,12 +35,12 @@ def test_the_page_names_tests():
 
 
 @pytest.mark.parametrize(("file", "test"), named_tests())
-def test_a_test_that_is_named_is_there(file: str, test: str):
+def test_every_named_test_exists(file: str, test: str):
     trees = [ast.parse(path.read_text()) for path in (ROOT / "tests").rglob(file)]
     assert test in {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
 
 
-def test_every_rule_is_told_with_its_harm():
+def test_every_rule_is_described_with_its_harm():
     told: dict[str, tuple[str, int]] = {}
     for harm, rules in re.findall(
         r"^- \*([^*]+)\*: ((?:assumption )?`[\w-]+` \(\d+\)(?:.|\n(?!\n|- ))*)", DOCS, re.MULTILINE

@@ -93,7 +93,7 @@ def test_without_a_rule_there_is_a_shortest_story_of_harm(rule: str):
         ("quarantine", "again from another source", "A again from Q0"),
     ],
 )
-def test_what_is_read_from_two_sources_needs_the_rules_for_each(rule: str, title: str, harmed: str):
+def test_an_import_from_two_sources_needs_the_rules_for_each_of_them(rule: str, title: str, harmed: str):
     cast = next(cast for cast in CASTS["small"] if cast.title == title)._replace(crashes=0)
     result = Explorer(cast, frozenset({rule})).run()
     assert STALE_PAGE in result.wrong
@@ -101,7 +101,7 @@ def test_what_is_read_from_two_sources_needs_the_rules_for_each(rule: str, title
 
 
 @pytest.mark.parametrize("rule", [*RULES, *ASSUMPTIONS])
-def test_it_is_the_missing_rule_that_does_harm(rule: str):
+def test_only_the_missing_rule_causes_the_harm(rule: str):
     assert not Explorer(SHOWN_BY[rule]).run().wrong
 
 

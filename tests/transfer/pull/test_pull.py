@@ -206,7 +206,7 @@ def test_what_a_fence_refuses_cannot_be_kept(rig: Rig) -> None:
     assert rig.polled()[-1].passed == 1
 
 
-def test_a_rank_that_is_not_read_from_is_told_on_its_own_after_the_fence(rig: Rig) -> None:
+def test_a_rank_that_is_not_read_from_is_notified_separately_after_the_fence(rig: Rig) -> None:
     rig.agent.auto = False
     rig.open()
     rig.add(part(1))
@@ -228,7 +228,7 @@ def test_parts_without_runs_are_not_posted(rig: Rig) -> None:
 
 @pytest.mark.parametrize("word", [0, 1, LEASE.lease_id + 1, None])
 def test_a_fence_that_does_not_bring_the_lease_s_id_fails_the_pull(rig: Rig, word: int | None) -> None:
-    # The words were left over from other fences. With `None`, a READ ends as "done" but delivers nothing.
+    # Earlier fences have left the expected id in every slot. With `None`, a READ ends as "done" but delivers nothing.
     rig.puller.words[:] = LEASE.lease_id
     rig.agent.word = word
     rig.open()
@@ -240,7 +240,7 @@ def test_a_fence_that_does_not_bring_the_lease_s_id_fails_the_pull(rig: Rig, wor
     assert rig.puller.events[-1] is event
 
 
-def test_fences_wait_for_each_other_where_words_are_few() -> None:
+def test_fences_wait_for_each_other_if_there_are_too_few_words() -> None:
     rig = Rig(slots=2)
     rig.agent.auto = False
     for key in "ab":
@@ -271,7 +271,7 @@ def test_reads_that_do_not_end_at_once_are_counted(rig: Rig) -> None:
     assert rig.polled() == [OK]
 
 
-def test_a_fence_of_two_ranks_waits_where_one_word_is_free() -> None:
+def test_a_fence_of_two_ranks_waits_if_only_one_word_is_free() -> None:
     rig = Rig(slots=3)
     rig.agent.auto = False
     for key in "ab":
@@ -288,7 +288,7 @@ def test_a_fence_of_two_ranks_waits_where_one_word_is_free() -> None:
 
 
 @pytest.mark.parametrize("at_once", [{0, 1}, {0}, set[int]()])
-def test_a_fence_that_brings_nothing_finds_no_word_of_an_earlier_pull_of_the_lease(at_once: set[int]) -> None:
+def test_a_fence_without_data_does_not_pass_because_of_a_word_left_over_from_an_earlier_pull(at_once: set[int]) -> None:
     """Before the pull, the slot already holds the lease's id, left over from another fence. The fence must fail however
     many of the transfers end at once.
     """
@@ -351,7 +351,7 @@ def settled(runs: int = 2, num_bytes: int = 100) -> Settled:
     return made
 
 
-def test_a_part_is_settled_once_whether_it_could_be_posted_or_not(rig: Rig) -> None:
+def test_a_part_is_settled_exactly_once_whether_it_was_posted_or_refused(rig: Rig) -> None:
     """Once a part is settled, its destination pages may be reused. A part must therefore not be settled while its READ
     is in flight, and it must be settled in the end.
     """
@@ -367,7 +367,7 @@ def test_a_part_is_settled_once_whether_it_could_be_posted_or_not(rig: Rig) -> N
     assert (posted.times, refused.times, unposted.times) == (1, 1, 0)
 
 
-def test_of_a_source_that_is_gone_the_reason_says_so_and_what_is_left_to_do(rig: Rig) -> None:
+def test_if_a_source_is_gone_the_reason_says_so_and_what_can_be_done(rig: Rig) -> None:
     rig.agent.raise_at = {0: AgentError("posting: NIXL_ERR_REMOTE_DISCONNECT", peer_lost=True)}
     rig.open()
     rig.add(part(0))
@@ -438,7 +438,7 @@ def test_a_waiting_pull_renews_its_lease_on_every_rank_three_times_a_duration(ri
     assert len(rig.said("renew")) == 6
 
 
-def test_what_is_waited_for_is_named_when_time_is_up(rig: Rig) -> None:
+def test_a_pull_that_times_out_names_what_it_was_waiting_for(rig: Rig) -> None:
     rig.agent.auto = False
     for key, parts in (("open", []), ("reading", [part(0), part(0)]), ("fence", [part(1)])):
         rig.open(key, timeout_s=10.0)
@@ -499,7 +499,7 @@ def test_a_pull_that_cannot_be_is_refused(rig: Rig, options: dict[str, Any], mes
     assert len(rig.puller) == 0
 
 
-def test_what_arrived_may_ask_for_more_before_the_fence_or_fail_the_pull(rig: Rig) -> None:
+def test_a_part_that_has_arrived_may_request_further_parts_or_fail_the_pull(rig: Rig) -> None:
     seen: list[str] = []
 
     def again() -> Part:
@@ -521,7 +521,7 @@ def test_what_arrived_may_ask_for_more_before_the_fence_or_fail_the_pull(rig: Ri
     assert rig.polled()[-1] == PullEvent("s", "page 7 is not what was sent", safe=True)
 
 
-def test_what_arrives_after_a_failure_is_not_used(rig: Rig) -> None:
+def test_a_part_that_arrives_after_a_failure_is_not_used(rig: Rig) -> None:
     seen: list[int] = []
     rig.agent.auto = False
     rig.open()
@@ -549,7 +549,7 @@ def test_an_engine_s_pulls_are_given_up_together_and_no_others(rig: Rig) -> None
         rig.open("t")
 
 
-def test_what_was_in_flight_of_an_abandoned_engine_is_given_back_once_its_agent_is_gone(rig: Rig) -> None:
+def test_pages_in_flight_from_an_abandoned_engine_are_given_back_once_its_agent_is_gone(rig: Rig) -> None:
     settled: list[int] = []
 
     class Slab(Part):
@@ -577,7 +577,7 @@ def test_what_was_in_flight_of_an_abandoned_engine_is_given_back_once_its_agent_
     assert len(rig.puller) == 0
 
 
-def test_who_withdraws_a_pull_sees_what_became_of_it_and_no_event_of_it_is_left(rig: Rig) -> None:
+def test_withdrawing_a_pull_returns_its_result_and_leaves_no_event(rig: Rig) -> None:
     for key, times in (("q", 2), ("r", 1)):
         pull = rig.open(key)
         for _ in range(times):
@@ -641,7 +641,7 @@ def test_pulls_that_wait_for_further_pages_cost_a_poll_nothing_and_are_renewed(
     assert all("timed out" in event.error for event in rig.puller.events)
 
 
-def test_a_deadline_is_over_when_it_comes_and_what_a_pull_is_can_be_looked_up(rig: Rig) -> None:
+def test_a_pull_fails_at_its_deadline_and_its_state_can_be_looked_up(rig: Rig) -> None:
     rig.open(timeout_s=10.0)
     pull = rig.puller.get("r")
     assert pull is not None
@@ -652,7 +652,7 @@ def test_a_deadline_is_over_when_it_comes_and_what_a_pull_is_can_be_looked_up(ri
 
 
 @pytest.mark.parametrize("timed", [True, False])
-def test_a_pull_that_is_over_as_it_is_posted_has_its_one_event_and_figures(timed: bool) -> None:
+def test_a_pull_that_ends_as_it_is_posted_has_one_event_and_its_figures(timed: bool) -> None:
     rig = Rig(ranks=1)
     rig.agent.at_once = {0, 1}
     rig.puller.timed = timed
@@ -679,7 +679,7 @@ def test_a_pull_that_is_over_as_it_is_posted_has_its_one_event_and_figures(timed
 
 
 @pytest.mark.parametrize("ended", [{0}, {1}, set()])
-def test_a_pull_that_is_not_over_as_it_is_posted_goes_on_as_any_other(ended: set[int]) -> None:
+def test_a_pull_that_does_not_end_as_it_is_posted_continues_like_any_other(ended: set[int]) -> None:
     """Either the READ of the pages or the fence after it is still in flight when the call returns."""
     rig = Rig(ranks=1)
     rig.agent.auto, rig.agent.at_once = False, ended
@@ -699,7 +699,7 @@ def test_a_pull_that_is_not_over_as_it_is_posted_goes_on_as_any_other(ended: set
 
 
 @pytest.mark.parametrize("refused", [0, 1])
-def test_a_pull_of_which_nothing_can_be_posted_fails_and_keeps_no_word(refused: int) -> None:
+def test_a_pull_that_cannot_be_posted_at_all_fails_and_keeps_no_word(refused: int) -> None:
     rig = Rig(ranks=1)
     rig.agent.at_once, rig.agent.raise_at = {0}, {refused: AgentError("no such address")}
     assert isinstance(rig.puller.pull_at_once("r", rig.engine, LEASE, 9.0, part()), RankPull)
@@ -710,7 +710,7 @@ def test_a_pull_of_which_nothing_can_be_posted_fails_and_keeps_no_word(refused: 
     assert not rig.puller.ended
 
 
-def test_a_word_that_is_another_fails_a_pull_at_once_too() -> None:
+def test_a_wrong_lease_word_also_fails_a_pull_that_ends_at_once() -> None:
     rig = Rig(ranks=1)
     rig.agent.at_once, rig.agent.word = {0, 1}, 77
     assert isinstance(rig.puller.pull_at_once("r", rig.engine, LEASE, 9.0, part()), RankPull)
@@ -720,7 +720,7 @@ def test_a_word_that_is_another_fails_a_pull_at_once_too() -> None:
     assert len(rig.puller._free) == 8
 
 
-def test_a_pull_at_once_waits_for_a_word_as_others_do() -> None:
+def test_a_pull_at_once_also_waits_for_a_free_word() -> None:
     rig = Rig(ranks=1, slots=1)
     rig.agent.auto = False
     rig.open("first")
@@ -752,7 +752,7 @@ def test_a_fence_whose_word_comes_later_does_not_hold_up_the_one_behind_it(rig: 
     assert len(rig.puller._free) == 8
 
 
-def test_of_two_fences_that_fail_both_words_are_given_back_and_the_first_reason_stays(rig: Rig) -> None:
+def test_if_two_fences_fail_both_words_are_given_back_and_the_first_reason_stays(rig: Rig) -> None:
     rig.agent.auto = False
     rig.open()
     rig.add(part(0), part(1))
@@ -867,7 +867,7 @@ def test_a_pull_has_eight_transfers_in_flight_and_nixls_thread_one_of_them(rig: 
     assert [len(one["local"]) for one in rig.agent.posted[17:]] == [128]
 
 
-def test_what_ends_as_it_is_posted_is_not_released_again_and_posting_stops_after_a_while(
+def test_transfers_that_end_as_they_are_posted_are_released_once_and_posting_stops_after_a_while(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig.agent.auto, rig.agent.at_once = False, set(range(100))
@@ -886,7 +886,7 @@ def test_what_ends_as_it_is_posted_is_not_released_again_and_posting_stops_after
     assert rig.puller.ended[0].num_runs == 160
 
 
-def test_a_part_that_is_posted_by_half_when_its_pull_fails_is_settled_once_all_of_that_has_ended(
+def test_a_half_posted_part_of_a_failed_pull_is_settled_when_its_posted_transfers_have_ended(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig.agent.auto = False
@@ -957,7 +957,7 @@ def test_an_engine_that_failed_keeps_its_first_reason_and_a_renewal_comes_at_a_t
 # ---- times of a pull
 
 
-def test_a_time_that_ends_before_the_first_renewal_is_kept_at_once_and_on_the_way(rig: Rig) -> None:
+def test_a_deadline_before_the_first_renewal_is_kept(rig: Rig) -> None:
     rig.agent.auto = False
     rig.open("opened", timeout_s=1.0)
     one = Rig(ranks=1)
@@ -989,7 +989,7 @@ def test_a_lease_is_renewed_each_third_of_its_time_and_never_for_a_pull_that_has
     assert len(rig.said("renew")) == 2 * len(told)
 
 
-def test_the_times_of_an_earlier_pull_of_a_name_are_not_the_next_one_s(rig: Rig) -> None:
+def test_the_times_of_an_earlier_pull_are_not_those_of_the_next_pull_of_that_name(rig: Rig) -> None:
     rig.open()
     rig.fail("r", why("over"))
     rig.polled()
@@ -1022,7 +1022,7 @@ def test_a_pull_that_is_timed_says_when_its_fence_was_posted_and_when_it_was_ove
 # # ---- what a fence has passed, and who is told
 
 
-def test_a_fence_marks_what_was_asked_for_before_it_and_is_not_posted_again_for_nothing(rig: Rig) -> None:
+def test_a_fence_covers_the_parts_before_it_and_is_not_posted_again_without_new_parts(rig: Rig) -> None:
     rig.agent.auto = False
     rig.open()
     rig.add(part(0), last=False)
@@ -1164,7 +1164,7 @@ def test_a_part_of_which_a_later_transfer_is_refused_is_settled_once_the_earlier
     assert asked.times == 1
 
 
-def test_what_arrived_asks_for_more_and_that_is_posted_in_the_same_poll(rig: Rig) -> None:
+def test_a_part_that_has_arrived_requests_another_part_which_is_posted_in_the_same_poll(rig: Rig) -> None:
     rig.agent.auto = False
     rig.open()
     rig.add(part(0, arrived=lambda: part(1)))
@@ -1176,7 +1176,7 @@ def test_what_arrived_asks_for_more_and_that_is_posted_in_the_same_poll(rig: Rig
 # ---- sources that are gone
 
 
-def test_of_several_pulls_that_lose_their_source_the_first_says_why(rig: Rig) -> None:
+def test_if_several_pulls_lose_their_source_the_first_one_says_why(rig: Rig) -> None:
     rig.agent.auto = False
     rig.open()
     rig.open("s")
@@ -1212,7 +1212,7 @@ def test_an_abandoned_engine_s_pulls_say_why_and_its_words_and_its_thread_are_fr
     assert not rig.puller.is_moving
 
 
-def test_an_engine_is_in_use_while_something_of_it_moves_and_for_a_second_after_a_word_to_it(rig: Rig) -> None:
+def test_an_engine_is_in_use_during_its_transfers_and_for_a_second_after_a_notification_to_it(rig: Rig) -> None:
     rig.agent.auto = False
     assert rig.puller.engines_in_use() == set()
     rig.open()

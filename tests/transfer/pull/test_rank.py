@@ -51,7 +51,7 @@ def test_copies_that_never_end_are_given_up_at_the_limit_with_the_agent_that_mak
     assert {*d.pulls[2:]} == {PullEvent("other", "", safe=True), PullEvent("again", "", safe=True)}
 
 
-def test_the_agent_of_an_engine_that_cannot_be_loaded_is_ready_for_the_next(
+def test_the_agent_of_an_engine_that_cannot_be_loaded_is_used_for_the_next_engine(
     engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     p, d = engine("p"), engine("d")
@@ -72,7 +72,7 @@ def test_the_agent_of_an_engine_that_cannot_be_loaded_is_ready_for_the_next(
 
 
 @pytest.mark.parametrize("verifies", [False, True])
-def test_an_agent_in_which_a_verifier_has_words_is_not_used_for_another_source(engine: Any, verifies: bool) -> None:
+def test_an_agent_with_memory_of_a_verifier_is_not_used_for_another_source(engine: Any, verifies: bool) -> None:
     p, d = engine("p"), engine("d")
     (mine,) = d.ranks
     remote = mine.load(mine.inspect([p.ranks[0].metadata]))
@@ -104,7 +104,7 @@ def test_leases_are_counted_by_how_they_ended(engine: Any) -> None:
     ("device", "expected"),
     [("cpu", (MemoryType.DRAM, 0)), ("cuda", (MemoryType.VRAM, 0)), ("cuda:3", (MemoryType.VRAM, 3))],
 )
-def test_a_rank_has_the_memory_of_its_device(device: str, expected: tuple[MemoryType, int]) -> None:
+def test_a_rank_uses_the_memory_of_its_device(device: str, expected: tuple[MemoryType, int]) -> None:
     kinds: list[MemoryType] = []
 
     def agent(_: str, memory_type: MemoryType) -> Any:
@@ -119,7 +119,7 @@ def test_a_rank_has_the_memory_of_its_device(device: str, expected: tuple[Memory
 
 
 @pytest.mark.parametrize("options", [{"checks": True}, {"verify": 0.01}])
-def test_page_checks_of_pages_on_a_gpu_are_refused_as_the_host_cannot_read_them(options: dict[str, Any]) -> None:
+def test_page_checks_are_refused_for_pages_on_a_gpu(options: dict[str, Any]) -> None:
     identity, layout = RankIdentity(engine_id="e", incarnation="i"), ShardLayout((), (64,))
     with pytest.raises(InvalidEngineError, match="engine 'e' rank 0: page checks .* these are in VRAM"):
         RankTransfer(identity, ShardMemory(layout, (4096,), torch.device("cuda")), **options)

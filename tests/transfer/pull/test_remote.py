@@ -26,7 +26,7 @@ def test_ranks_that_agree_are_an_engine() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_one_rank_alone_runs_with_is_compared_too(rank: int) -> None:
+def test_settings_are_compared_with_every_rank_of_an_engine(rank: int) -> None:
     where = f"engine 'p' rank {rank} "
     settings = MINE.settings | {"UCX_TLS": "tcp"}
     with pytest.raises(SettingsMismatchError, match=f"{where}has other UCX or NIXL settings: UCX_TLS: 'tcp'"):

@@ -64,7 +64,7 @@ def test_pages_arrive_and_the_lease_ends_when_every_rank_has_read(engine: Any, t
     assert not len(p.replica.leases)
 
 
-def test_what_is_there_already_is_not_written(engine: Any) -> None:
+def test_tokens_that_are_already_present_are_not_written(engine: Any) -> None:
     p, d = engine("p"), engine("d")
     d.blank()
     pull(d, p.source(p.offer()), groups=[PageCopy([7], [9], (2 * TOKENS, 3 * TOKENS))])
@@ -73,7 +73,7 @@ def test_what_is_there_already_is_not_written(engine: Any) -> None:
     assert (d.heads([1, 2, 3]) == 0x5A).all()
 
 
-def test_nothing_left_to_read_is_a_notification_alone(engine: Any) -> None:
+def test_a_pull_with_nothing_to_read_only_notifies_the_source(engine: Any) -> None:
     p, d = engine("p", 2), engine("d", 2)
     lease = p.offer()
     pull(d, p.source(lease), groups=[PageCopy([], [], (48, 48))])
@@ -175,7 +175,7 @@ def test_a_prefill_that_nobody_reads_ends_its_lease_after_it_has_computed(engine
     assert p.overs[0].reason.startswith("expired")
 
 
-def test_metadata_that_came_by_another_way_than_the_handshake_serves_as_well(engine: Any) -> None:
+def test_metadata_may_come_by_another_way_than_the_handshake(engine: Any) -> None:
     p, d = engine("p", 2), engine("d", 2, heartbeat_s=0.01)
     assert d.replica.directory.add(p.serve(), p.card.ranks) == "p"
     assert p.server.counts["answered"] == 0
@@ -364,7 +364,7 @@ def test_a_reader_does_not_wait_longer_than_its_own_time(engine: Any) -> None:
     assert 4 < len(asked) < 30, "each time after twice as long, not each millisecond: of 0.6 s about 10 questions"
 
 
-def test_a_lease_that_ends_while_a_reader_waits_for_it_says_for_what_and_how_long(engine: Any) -> None:
+def test_a_lease_that_ends_while_a_reader_waits_says_what_it_waited_for_and_how_long(engine: Any) -> None:
     p, d = engine("p"), engine("d")
     asked = answering(p, *[{"waits_for": "its request is still computed"}] * 3, {"error": "it has ended"})
     pull(d, wanted(p, p.offer()), groups=ASKED)
@@ -433,7 +433,7 @@ def test_pages_of_another_number_of_groups_fail_the_pull_and_end_the_lease(engin
     assert d.pulls[-1].error == "request 'r': the source has 2 groups, this engine has 1"
 
 
-def test_a_lease_of_another_start_of_the_source_is_not_read_under(engine: Any) -> None:
+def test_a_lease_of_another_incarnation_of_the_source_is_not_used(engine: Any) -> None:
     p, d = engine("p"), engine("d")
     lease = p.offer()
     answering(p, {"lease": lease, "incarnation": "before"})
@@ -442,7 +442,7 @@ def test_a_lease_of_another_start_of_the_source_is_not_read_under(engine: Any) -
     assert "has restarted since it granted the lease" in d.pulls[-1].error
 
 
-def test_a_source_that_is_lost_before_it_has_said_what_it_holds_is_looked_for_anew(engine: Any) -> None:
+def test_a_source_that_is_lost_before_it_has_named_its_pages_is_contacted_again(engine: Any) -> None:
     """The reader knew an earlier incarnation of the source. The params come from the current one."""
     p, d = engine("p"), engine("d")
     pull(d, p.source(p.offer("before")), key="before")
@@ -458,7 +458,7 @@ def test_a_source_that_is_lost_before_it_has_said_what_it_holds_is_looked_for_an
     assert d.pulls[-1].error == ""
 
 
-def test_a_source_that_has_not_said_what_it_holds_is_told_of_a_cancelled_pull_when_it_does(engine: Any) -> None:
+def test_a_source_learns_of_a_cancelled_pull_when_it_names_its_pages(engine: Any) -> None:
     p, d = engine("p", 2), engine("d", 2)
     lease = p.offer()
     asked = answering(p, {}, {}, {}, {"lease": lease})
@@ -472,14 +472,14 @@ def test_a_source_that_has_not_said_what_it_holds_is_told_of_a_cancelled_pull_wh
     assert d.replica.stats.snapshot().failed_pulls == 0, "who gave up has not failed"
 
 
-def test_an_engine_that_tells_readers_in_another_way_says_so(engine: Any) -> None:
+def test_an_engine_that_names_its_pages_in_another_way_says_so(engine: Any) -> None:
     p, d = engine("p"), engine("d")
     pull(d, wanted(p, p.offer()), groups=ASKED)
     run(p, d, until=settled(d))
     assert "engine 'p' answers no lease queries: its readers learn of leases in other messages" in d.pulls[-1].error
 
 
-def test_what_was_to_be_refused_is_forgotten_where_nobody_answers(engine: Any) -> None:
+def test_a_refusal_for_a_source_that_never_answers_is_forgotten(engine: Any) -> None:
     p, d = engine("p"), engine("d", handshake_timeout_s=0.2)
     source = p.source(p.offer())
     p.server.close()
@@ -517,7 +517,7 @@ def test_pages_that_do_not_fit_fail_their_request_and_no_other(engine: Any, grou
 
 
 @pytest.mark.parametrize(("lease_id", "slot"), [(0, 0), (1, 6000), (1, -1), (1 << 64, 0)])
-def test_a_lease_that_cannot_be_is_refused_before_anything_is_read(engine: Any, lease_id: int, slot: int) -> None:
+def test_an_impossible_lease_is_refused_before_anything_is_read(engine: Any, lease_id: int, slot: int) -> None:
     p, d = engine("p"), engine("d")
     pull(d, p.source(LeaseRef(lease_id, slot, 5.0)))
     run(p, d, until=settled(d))
@@ -583,7 +583,7 @@ def test_pages_go_when_the_words_of_all_ranks_are_cleared(engine: Any) -> None:
     assert seen == [[0, 0]]
 
 
-def test_a_pull_has_ended_when_every_rank_of_ours_has_its_part(engine: Any) -> None:
+def test_a_pull_has_ended_when_every_reading_rank_has_its_part(engine: Any) -> None:
     p, d = engine("p", 2), engine("d", 2)
     d.hindrances[1].held = True
     pull(d, p.source(p.offer()))
@@ -597,7 +597,7 @@ def test_a_pull_has_ended_when_every_rank_of_ours_has_its_part(engine: Any) -> N
     assert d.pulls == [PullEvent("r", "", safe=True)]
 
 
-def test_what_may_be_kept_is_what_every_rank_has_passed(engine: Any) -> None:
+def test_only_tokens_that_every_rank_has_passed_may_be_kept(engine: Any) -> None:
     p, d = engine("p", 2), engine("d", 2)
     d.hindrances[1].held = True
     d.replica.pull("r", p.source(p.offer()), 20.0)
@@ -632,7 +632,7 @@ def test_a_pull_does_not_wait_for_its_source_longer_than_its_own_time(engine: An
 @pytest.mark.parametrize(
     "address", ["nonsense", "tcp://", "tcp://no.such.host.invalid:1", "ipc://\0", "udp://1.1.1.1:1", "tcp://\ud800:1"]
 )
-def test_an_address_that_is_none_is_an_error_of_its_request(engine: Any, address: str) -> None:
+def test_an_invalid_address_is_an_error_of_its_request(engine: Any, address: str) -> None:
     p, d = engine("p"), engine("d", handshake_timeout_s=0.3)
     pull(d, Source(address, "q", LeaseRef(1, 0, 5.0)), key="bad")
     pull(d, p.source(p.offer()))
@@ -660,7 +660,7 @@ def test_a_server_that_tells_of_another_engine_does_not_take_its_place(engine: A
     assert d.pulls[-1] == PullEvent("r", "", safe=True)
 
 
-def test_what_is_not_compatible_is_refused_with_both_values(engine: Any) -> None:
+def test_incompatible_settings_are_refused_with_both_values(engine: Any) -> None:
     p, d = engine("p", compatibility={"model": "llama", "dtype": "bf16"}), engine("d", compatibility={"model": "qwen"})
     pull(d, p.source(p.offer()))
     run(p, d, until=settled(d))
@@ -798,7 +798,7 @@ def test_a_pull_under_way_when_its_engine_shuts_down_is_safe_once_the_agent_is_g
     assert [event.safe for event in d.pulls] == [False, True]
 
 
-def test_what_was_read_from_an_engine_that_is_connected_anew_fails(engine: Any) -> None:
+def test_pulls_from_an_engine_fail_if_it_is_connected_anew(engine: Any) -> None:
     p, d = engine("p"), engine("d")
     lease, rank = p.offer(), d.ranks[0]
     rank.puller.open("r", rank.load(rank.inspect(p.card.ranks)), lease, 20.0)

@@ -72,7 +72,7 @@ def pulled(side: ScaledSide, offer: Source, table: BlockTable) -> PullEvent:
 @pytest.mark.each_value
 @pytest.mark.parametrize("scale_of", KINDS)
 @pytest.mark.parametrize(("theirs", "ours"), [(2, 1), (1, 2)])
-def test_scales_come_with_their_pages(source: Any, reader: Any, theirs: int, ours: int, scale_of: ScaleOf) -> None:
+def test_scales_arrive_with_their_pages(source: Any, reader: Any, theirs: int, ours: int, scale_of: ScaleOf) -> None:
     offer, table = source(theirs, scale_of)
     side = reader(ours, scale_of)
     assert pulled(side, offer, table).error == ""
@@ -84,7 +84,7 @@ def test_scales_come_with_their_pages(source: Any, reader: Any, theirs: int, our
     side.manager.release("d")
 
 
-def test_scales_of_tokens_come_to_pages_of_another_size(source: Any, reader: Any) -> None:
+def test_scales_of_tokens_arrive_in_pages_of_another_size(source: Any, reader: Any) -> None:
     offer, table = source(1, "token and head", 8)
     side = reader(2, "token and head", 4)
     assert pulled(side, offer, table).error == ""
@@ -102,7 +102,9 @@ def test_scales_of_tokens_come_to_pages_of_another_size(source: Any, reader: Any
         (("page", 4), (None, 4), "scales: '[^']*of a page' "),
     ],
 )
-def test_other_scales_are_refused_by_name(source: Any, reader: Any, theirs: Any, ours: Any, told: str) -> None:
+def test_scales_of_another_kind_are_refused_by_name(
+    source: Any, reader: Any, theirs: Any, ours: Any, told: str
+) -> None:
     offer, table = source(1, *theirs)
     side = reader(1, *ours)
     assert re.search(told, pulled(side, offer, table).error)

@@ -319,7 +319,7 @@ def test_thousands_of_changed_tables_bring_no_byte_of_another_request(pair: Pair
     assert found.refused_by_seal > 600
 
 
-def test_a_table_of_one_lease_is_no_table_of_another(pair: Pair) -> None:
+def test_a_table_of_one_lease_is_refused_for_another_lease(pair: Pair) -> None:
     """A table of one lease is refused for a lease of another request, and for a later lease of the same request."""
     table = pair.source.manager.block_table("r")
     assert pair.pull(table, pair.theirs) == "refused by seal"

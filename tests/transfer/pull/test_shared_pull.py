@@ -161,7 +161,7 @@ def test_more_is_read_from_the_faster_source(lender: Any, reader: Any) -> None:
     d.all_given_back(p, q)
 
 
-def test_what_one_source_alone_holds_is_read_from_it(lender: Any, reader: Any) -> None:
+def test_pages_that_only_one_source_holds_are_read_from_it(lender: Any, reader: Any) -> None:
     p, q, d = lender("p"), lender("q", ALL // 4), reader()
     d.links.bytes_per_s |= {"p/0": 4e6, "q/0": 64e6}
     event = d.end(d.begin(d.ask(p, q)))
@@ -182,9 +182,7 @@ def test_windows_are_read_from_both(lender: Any, reader: Any) -> None:
     d.all_given_back(p, q)
 
 
-def test_a_source_of_a_shorter_prompt_has_other_windows_and_is_read_for_nothing_that_it_lacks(
-    lender: Any, reader: Any
-) -> None:
+def test_a_source_of_a_shorter_prompt_is_not_read_for_windows_that_it_lacks(lender: Any, reader: Any) -> None:
     p, q, d = lender("p", windows=True), lender("q", ALL // 2, windows=True), reader(windows=True)
     d.links.bytes_per_s |= {"p/0": 4e6, "q/0": 16e6}
     event = d.end(d.begin(d.ask(p, q)))
@@ -240,7 +238,7 @@ def test_a_source_that_forgets_leaves_its_pages_to_the_other(lender: Any, reader
     d.all_given_back(p, q)
 
 
-def test_where_the_only_source_of_a_page_forgets_the_import_ends_before_it(lender: Any, reader: Any) -> None:
+def test_if_the_only_source_of_a_page_forgets_it_the_import_ends_before_that_page(lender: Any, reader: Any) -> None:
     p, q, d = lender("p"), lender("q", ALL // 2), reader()
     d.links.bytes_per_s |= {"p/0": 1e6, "q/0": 1e6}
     pending = d.begin(d.ask(p, q))
@@ -336,7 +334,7 @@ def test_a_source_that_is_restarted_is_not_read(lender: Any, reader: Any) -> Non
     d.all_given_back(q)
 
 
-def test_sources_are_as_many_as_tables(lender: Any, reader: Any) -> None:
+def test_the_number_of_sources_must_equal_that_of_tables(lender: Any, reader: Any) -> None:
     p, q, d = lender("p"), lender("q"), reader()
     lent = d.ask(p, q)
     d.side.manager.external_claim("mine")

@@ -61,7 +61,7 @@ def test_a_small_pull_is_over_when_the_call_returns(engine: Any) -> None:
     assert d.pulls == [PullEvent("r", "", safe=True)]
 
 
-def test_one_that_is_timed_says_when_its_fence_was_posted(engine: Any) -> None:
+def test_a_timed_small_pull_says_when_its_fence_was_posted(engine: Any) -> None:
     p, d = pair(engine, timed=True)
     pull(p, d, p.offer())
     (event,) = d.pulls
@@ -70,7 +70,7 @@ def test_one_that_is_timed_says_when_its_fence_was_posted(engine: Any) -> None:
 
 
 @pytest.mark.parametrize("passed_on", [False, True])
-def test_a_lease_that_is_over_is_found_out(engine: Any, passed_on: bool) -> None:
+def test_a_small_pull_notices_that_its_lease_has_ended(engine: Any, passed_on: bool) -> None:
     p, d = pair(engine)
     lease, free = p.offer(slot=2), free_words(d)
     p.replica.revoke(lease.lease_id, "aborted")
@@ -83,7 +83,7 @@ def test_a_lease_that_is_over_is_found_out(engine: Any, passed_on: bool) -> None
 
 
 @pytest.mark.parametrize("held", ["data", "fence"])
-def test_what_does_not_end_as_it_is_posted_goes_on_as_any_other(engine: Any, held: str) -> None:
+def test_a_small_pull_that_does_not_end_as_it_is_posted_continues_like_any_other(engine: Any, held: str) -> None:
     p, d = pair(engine)
     lease, hindrance = p.offer(), d.hindrances[0]
     if held == "data":
@@ -107,7 +107,7 @@ def test_what_does_not_end_as_it_is_posted_goes_on_as_any_other(engine: Any, hel
     assert np.array_equal(d.heads(LOCAL), p.heads(REMOTE))
 
 
-def test_one_that_goes_on_can_be_cancelled_and_its_pages_come_back_when_nothing_is_in_flight(engine: Any) -> None:
+def test_a_small_pull_in_flight_can_be_cancelled_and_gives_its_pages_back_when_it_has_ended(engine: Any) -> None:
     p, d = pair(engine)
     lease, hindrance = p.offer(), d.hindrances[0]
     hindrance.held = True
@@ -121,7 +121,7 @@ def test_one_that_goes_on_can_be_cancelled_and_its_pages_come_back_when_nothing_
 
 
 @pytest.mark.parametrize("read", [0, 1])
-def test_a_read_that_is_refused_fails_it(engine: Any, read: int) -> None:
+def test_a_refused_read_fails_a_small_pull(engine: Any, read: int) -> None:
     p, d = pair(engine)
     lease, free = p.offer(), free_words(d)
     d.hindrances[0].refuse = {read}
@@ -132,7 +132,7 @@ def test_a_read_that_is_refused_fails_it(engine: Any, read: int) -> None:
     assert free_words(d) == free
 
 
-def test_all_fences_under_way_make_it_wait(engine: Any) -> None:
+def test_a_small_pull_waits_if_all_fence_words_are_in_use(engine: Any) -> None:
     p, d = pair(engine)
     puller = d.ranks[0].puller
     kept, puller._free = puller._free, []
@@ -144,7 +144,7 @@ def test_all_fences_under_way_make_it_wait(engine: Any) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["slot", "id", "pages"])
-def test_what_is_wrong_fails_it_in_the_words_of_any_other(engine: Any, wrong: str) -> None:
+def test_a_small_pull_fails_with_the_same_messages_as_any_other(engine: Any, wrong: str) -> None:
     p, d = pair(engine)
     lease, groups = p.offer(), GROUPS
     if wrong == "slot":
@@ -160,7 +160,7 @@ def test_what_is_wrong_fails_it_in_the_words_of_any_other(engine: Any, wrong: st
 
 
 @pytest.mark.parametrize("tp", [(1, 2), (2, 1)])
-def test_several_ranks_take_the_long_way(engine: Any, tp: tuple[int, int]) -> None:
+def test_a_pull_of_several_ranks_is_no_small_pull(engine: Any, tp: tuple[int, int]) -> None:
     p, d = pair(engine, tp)
     pull(p, d, p.offer())
     run(p, d, until=lambda: d.pulls and p.overs)
@@ -169,7 +169,7 @@ def test_several_ranks_take_the_long_way(engine: Any, tp: tuple[int, int]) -> No
     assert np.array_equal(d.heads(LOCAL), p.heads(REMOTE))
 
 
-def test_another_start_of_the_source_is_not_read(engine: Any) -> None:
+def test_pages_of_another_incarnation_of_the_source_are_not_read(engine: Any) -> None:
     p, d = pair(engine)
     d.replica.pull("r", p.source(p.offer())._replace(incarnation="another"), 20.0, GROUPS)
     run(p, d, until=lambda: d.pulls and d.pulls[-1].safe)
@@ -188,7 +188,7 @@ def test_pages_that_the_source_would_name_are_no_small_pull(engine: Any) -> None
     assert part.small_part(GROUPS) is None
 
 
-def test_one_that_goes_on_has_no_more_than_its_time(engine: Any) -> None:
+def test_a_small_pull_in_flight_ends_at_its_deadline(engine: Any) -> None:
     now = 100.0
     p, d = pair(engine, clock=lambda: now)
     d.hindrances[0].held = True
@@ -214,7 +214,7 @@ def test_a_source_of_which_pulls_end_at_once_is_not_forgotten_as_idle(engine: An
     assert d.ranks[0].remote("p") is known
 
 
-def test_a_fence_that_delivers_nothing_finds_no_older_word(engine: Any) -> None:
+def test_a_fence_without_data_does_not_pass_because_of_an_older_word(engine: Any) -> None:
     p, d = pair(engine)
     lease, rank = p.offer(), d.ranks[0]
     remote = rank.remote("p")

@@ -35,7 +35,7 @@ def answered(where: str, wanted: Wanted, data: bytes, key: bytes) -> tuple[Sourc
     return source, pages
 
 
-def test_the_source_says_where_and_what_to_read() -> None:
+def test_a_source_states_the_pages_to_read() -> None:
     source, pages = answered("request 'r'", WANTED, sealed_pages(PAGES, KEY), KEY)
     assert source == Source("tcp://10.0.0.7:5600", "p", LeaseRef(0xABC, 7, 30.0), "i")
     assert (pages.num_tokens, pages.block_ids) == (24, ((3, 4, 5), (9,)))
@@ -81,13 +81,13 @@ def test_an_answer_that_was_changed_or_has_another_key_is_refused(key: bytes) ->
     ],
     ids=str,
 )
-def test_values_that_cannot_be_are_refused(change: dict[str, Any], message: str) -> None:
+def test_impossible_values_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(MetadataError, match="cannot be read as the pages of a lease") as raised:
         answered("request 'r'", WANTED, sealed_pages(msgspec.structs.replace(PAGES, **change), KEY), KEY)
     assert message in str(raised.value)
 
 
-def test_what_is_no_answer_is_refused() -> None:
+def test_bytes_that_are_no_answer_are_refused() -> None:
     for data in (b"", b"\xc1", encode_message(PAGES)[:-3]):
         with pytest.raises(MetadataError, match="cannot be read as the pages of a lease of protocol 3"):
             answered("request 'r'", WANTED, data, KEY)

@@ -77,7 +77,9 @@ def pools(request: pytest.FixtureRequest) -> Iterator[tuple[Pool, Pool]]:
     ids=["to tokens first", "to heads first", "64 to 16", "8 to 32"],
 )
 @pytest.mark.parametrize("slab_bytes", [staging_area.SLAB_BYTES, 64 << 10])
-def test_what_is_staged_is_what_was_sent(pools: tuple[Pool, Pool], slab_bytes: int, monkeypatch: pytest.MonkeyPatch):
+def test_a_staged_pull_brings_the_bytes_of_the_source(
+    pools: tuple[Pool, Pool], slab_bytes: int, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(staging_area, "SLAB_BYTES", slab_bytes)
     source, reader = pools
     start, stop = 64, 64 * 4 + 5
@@ -131,7 +133,7 @@ def test_a_part_whose_first_read_cannot_be_posted_gives_its_slab_back() -> None:
     assert sorted(area._free) == [*range(staging_area.SLABS)]
 
 
-def test_a_slab_is_given_back_once_however_often_its_part_is_settled_and_whoever_has_it_next() -> None:
+def test_a_part_that_is_settled_again_does_not_give_back_a_slab_of_another_part() -> None:
     page = PageLayout("int16", 2, LAYERS, 2, 0, HEADS, 16, DIM, HEAD_MAJOR)
     theirs = PageLayout("int16", 2, LAYERS, 2, 0, HEADS, 32, DIM, TOKEN_MAJOR)
     local, remote = dense(page, PAGES), dense(theirs, PAGES)
@@ -158,7 +160,7 @@ def test_a_slab_is_given_back_once_however_often_its_part_is_settled_and_whoever
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(4, 8), (8, 4), (4, 4)])
-def test_each_piece_ends_with_a_page_of_either_side_however_the_pull_begins(ours: int, theirs: int) -> None:
+def test_every_piece_of_a_staged_pull_ends_at_a_page_end_of_both_sides(ours: int, theirs: int) -> None:
     """A slab has room only for whole pages, so no page may be divided between two pieces."""
     pieces = list(_cut((range(100, 110), range(200, 210), (5, 29)), ours, theirs, 8))
     assert [tokens for *_, tokens in pieces] == [(5, 8), (8, 16), (16, 24), (24, 29)]

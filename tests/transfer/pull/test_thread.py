@@ -140,7 +140,7 @@ def test_a_source_that_pulls_as_well_is_polled_for_its_readers(threaded: Callabl
     d.thread.call_soon(ReplicaTransfer.cancel, "r0", "test")
 
 
-def test_what_a_command_brings_is_told_before_the_next_poll(threaded: Callable[[str], Threaded]) -> None:
+def test_events_of_a_command_are_reported_before_the_next_poll(threaded: Callable[[str], Threaded]) -> None:
     p = threaded("p")
     at_rest(p)
     replica, untold = p.engine.replica, list[int]()
@@ -157,7 +157,7 @@ def test_what_a_command_brings_is_told_before_the_next_poll(threaded: Callable[[
     assert not any(untold)
 
 
-def test_a_lease_ends_in_time_after_any_rest(threaded: Callable[[str], Threaded]) -> None:
+def test_a_lease_ends_in_time_even_if_the_thread_was_at_rest(threaded: Callable[[str], Threaded]) -> None:
     p = threaded("p")
     at_rest(p)
     p.offer(0, duration_s=2 * IDLE_POLL_S)
@@ -166,7 +166,7 @@ def test_a_lease_ends_in_time_after_any_rest(threaded: Callable[[str], Threaded]
     at_rest(p)
 
 
-def test_the_last_lease_is_followed_by_a_while_at_the_same_pace(threaded: Callable[[str], Threaded]) -> None:
+def test_the_thread_keeps_its_pace_for_a_while_after_the_last_lease(threaded: Callable[[str], Threaded]) -> None:
     """A reader that has just sent its last notification may still wait for an answer within NIXL, so it needs more
     polls.
     """
@@ -203,7 +203,7 @@ def test_a_reader_whose_reads_need_polls_is_served_as_soon_as_it_may_read_and_fo
 
 
 @pytest.mark.parametrize("tls", ["tcp,self", "posix,sysv,cma"])
-def test_a_wait_for_a_peer_over_a_link_is_polled_the_more_often_the_shorter_it_is(
+def test_a_shorter_wait_for_a_distant_peer_is_polled_more_often(
     threaded: Callable[[str], Threaded], monkeypatch: pytest.MonkeyPatch, tls: str
 ) -> None:
     monkeypatch.setattr("transfer.pull.replica.effective_settings", lambda *_: {"UCX_TLS": tls})
@@ -272,7 +272,7 @@ def test_a_page_of_a_known_source_is_there_when_the_call_returns_unless_the_thre
     d.until(lambda: d.ended(50))
 
 
-def test_what_was_asked_for_before_runs_before(pair: tuple[Threaded, Threaded]) -> None:
+def test_commands_run_in_the_order_in_which_they_were_given(pair: tuple[Threaded, Threaded]) -> None:
     p, d = pair
     ran: list[str] = []
     pull = d.engine.replica.pull
@@ -285,7 +285,7 @@ def test_what_was_asked_for_before_runs_before(pair: tuple[Threaded, Threaded]) 
     assert ran == ["before", "pull"]
 
 
-def test_a_thread_at_rest_is_woken_by_what_the_caller_reads_itself(
+def test_a_thread_at_rest_is_woken_by_a_read_of_the_caller(
     pair: tuple[Threaded, Threaded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     p, d = pair
@@ -314,7 +314,7 @@ def test_a_failure_in_the_callers_thread_ends_the_engine_and_is_told_like_any(pa
         d.pull(p, 2)
 
 
-def test_what_ends_with_the_thread_is_told_all_the_same(threaded: Callable[[str], Threaded]) -> None:
+def test_leases_and_pulls_that_end_with_the_thread_are_reported(threaded: Callable[[str], Threaded]) -> None:
     """The owner of the thread holds the pages of each lease and pull until the thread reports the end of that lease or
     pull.
     """

@@ -54,7 +54,7 @@ def is_refused(peers: AllowedPeers, address: str) -> bool:
         "tcp://0x7f000001:1",
     ],
 )
-def test_whoever_else_is_refused_with_the_address_and_the_list(address: str) -> None:
+def test_other_hosts_are_refused_with_the_address_and_the_list(address: str) -> None:
     with pytest.raises(HandshakeError) as caught:
         LISTED.check(address)
     assert address in str(caught.value)
@@ -65,13 +65,13 @@ def test_whoever_else_is_refused_with_the_address_and_the_list(address: str) -> 
     "address",
     ["", "nonsense", "tcp://", "tcp://127.0.0.1", "udp://127.0.0.1:1", "tcp://127.0.0.1:1;10.9.9.9:2", "tcp://*:1"],
 )
-def test_what_is_no_plain_endpoint_is_refused(address: str) -> None:
+def test_an_address_that_is_no_plain_endpoint_is_refused(address: str) -> None:
     with pytest.raises(HandshakeError, match="is not an endpoint"):
         LISTED.check(address)
 
 
 @pytest.mark.parametrize("entry", ["", "10.0.0.0/33", "a b", "1.2.3", "*"])
-def test_an_entry_that_is_none_is_refused(entry: str) -> None:
+def test_an_invalid_entry_is_refused(entry: str) -> None:
     with pytest.raises(InvalidEngineError, match="allowed_peers"):
         AllowedPeers([entry])
 

@@ -188,13 +188,13 @@ def test_differences_name_what_either_side_has() -> None:
     assert found == "a: '3' at the source, '1' at the reader, b: None at the source, '2' at the reader"
 
 
-def test_of_long_values_only_the_properties_that_differ_are_named() -> None:
+def test_if_values_are_long_only_the_differing_properties_are_named() -> None:
     reader, source = {"g": "full, 4 layers, 2 heads, window 0"}, {"g": "full, 4 layers, 8 heads, window 9"}
     assert differences(reader, source) == "g: '8 heads, window 9' at the source, '2 heads, window 0' at the reader"
     assert differences({"g": "a, b"}, {"g": "a, b, c"}) == "g: 'a, b, c' at the source, 'a, b' at the reader"
 
 
-def test_an_address_that_cannot_be_asked_is_said_to_be_so(client: Any, answers: Answers) -> None:
+def test_an_address_that_cannot_be_asked_is_an_error(client: Any, answers: Answers) -> None:
     client.ask_metadata("ipc://" + "x" * 200, "p", SAME, answers.append)
     assert str(answers.wait(1)).startswith("cannot ask 'ipc://xxx")
 
@@ -276,7 +276,7 @@ def test_a_port_that_is_taken_is_an_error_that_names_it(server: HandshakeServer)
         HandshakeServer([CARD], server.endpoint)
 
 
-def test_it_binds_the_loopback_alone_unless_told_otherwise(server: HandshakeServer) -> None:
+def test_the_server_binds_only_the_loopback_by_default(server: HandshakeServer) -> None:
     assert server.endpoint.startswith("tcp://127.0.0.1:")
 
 
@@ -329,7 +329,7 @@ def test_a_peer_that_is_reached_may_be_busy_for_longer_than_one_that_is_not(
     assert isinstance(answers.wait(1), Pong)
 
 
-def test_what_is_lost_on_its_way_is_asked_for_again(
+def test_a_lost_message_is_asked_for_again(
     router: tuple[zmq.Socket[bytes], str], client: Any, answers: Answers
 ) -> None:
     socket, address = router
@@ -394,7 +394,7 @@ def test_a_question_is_answered_once_and_late_answers_are_dropped() -> None:
         router.close(0)
 
 
-def test_nobody_answers_a_question_that_another_was_asked(client: Any, answers: Answers) -> None:
+def test_an_answer_of_another_engine_is_not_accepted(client: Any, answers: Answers) -> None:
     asked, other = (zmq.Context.instance().socket(zmq.ROUTER) for _ in range(2))
     addresses = [f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}" for router in (asked, other)]
     wrong = Answers(client)
@@ -454,7 +454,7 @@ def test_many_questions_to_one_engine_are_all_answered(server: HandshakeServer, 
     assert len(client._sockets) == 1
 
 
-def test_what_a_lease_holds_is_asked_of_the_engine_that_has_it(
+def test_the_engine_that_has_a_lease_is_asked_for_its_pages(
     server: HandshakeServer, client: HandshakeClient, answers: Answers
 ) -> None:
     queries: list[LeaseQuery] = []
@@ -537,7 +537,7 @@ def test_a_question_for_pages_is_answered_when_there_is_more_to_say_than_what_is
     assert server.counts["answered"] == 1
 
 
-def test_who_asks_for_pages_is_told_what_is_waited_for_after_a_moment(
+def test_a_reader_that_asks_for_pages_soon_learns_what_is_waited_for(
     server: HandshakeServer, client: HandshakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handshake, "_HOLD_S", 0.01)
@@ -548,7 +548,7 @@ def test_who_asks_for_pages_is_told_what_is_waited_for_after_a_moment(
     assert not server._held
 
 
-def test_of_many_questions_for_pages_the_last_are_not_held(
+def test_of_many_questions_for_pages_only_the_first_are_held(
     server: HandshakeServer, client: HandshakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handshake, "_HOLD_S", 1e3)

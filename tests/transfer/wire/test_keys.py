@@ -102,7 +102,7 @@ def test_a_throttle_refills_and_bounds_everyone_together():
     assert len(throttle._buckets) == 4096
 
 
-def test_who_has_just_spoken_is_the_last_to_be_forgotten():
+def test_the_sender_that_was_heard_last_is_forgotten_last():
     """Otherwise a sender beyond its limit could flood the server with other names, and then get a full bucket again."""
     now = [0.0]
     throttle = Throttle(1, lambda: now[0])

@@ -153,7 +153,7 @@ def test_another_version_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("decode", [decode_query, decode_answer, open_rank])
-def test_bytes_that_are_nothing_are_an_error_of_ours(decode: Callable[[bytes], object]) -> None:
+def test_bytes_that_are_no_message_are_one_of_our_errors(decode: Callable[[bytes], object]) -> None:
     rng = random.Random(1)
     samples = [
         b"",
@@ -186,7 +186,7 @@ def test_bytes_that_are_nothing_are_an_error_of_ours(decode: Callable[[bytes], o
         msgspec.msgpack.encode(["note/1", 1, "d", 0, 1, "refused", "x" * MAX_NOTE_BYTES]),
     ],
 )
-def test_a_message_that_is_no_note_is_none(data: bytes) -> None:
+def test_a_message_that_is_no_note_is_read_as_none(data: bytes) -> None:
     assert decode_note(data) is None
 
 

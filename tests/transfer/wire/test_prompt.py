@@ -10,7 +10,7 @@ from transfer.wire.prompt import Prompt
 TOKENS = [5, 0, 2**31 - 1, 7, 7, 7, 1, 2]
 
 
-def test_it_is_the_same_everywhere_and_for_ever() -> None:
+def test_the_digest_never_changes() -> None:
     """The digest must stay the same, because the two sides may run on different machines and with different versions of
     everything else.
     """
@@ -19,7 +19,7 @@ def test_it_is_the_same_everywhere_and_for_ever() -> None:
     )
 
 
-def test_it_does_not_matter_in_what_the_tokens_are_kept() -> None:
+def test_the_type_that_holds_the_tokens_does_not_matter() -> None:
     kept = [TOKENS, tuple(TOKENS), np.array(TOKENS), np.array(TOKENS, np.int32), np.array(TOKENS, ">i4")]
     assert len({Prompt(one).digest(8) for one in kept}) == 1
     assert Prompt(range(9)).digest(9) == Prompt(list(range(9))).digest(9)
@@ -40,12 +40,12 @@ def test_the_order_of_keys_does_not_count() -> None:
 
 
 @pytest.mark.parametrize("at", range(8))
-def test_one_token_makes_another_digest(at: int) -> None:
+def test_one_different_token_changes_the_digest(at: int) -> None:
     changed = [*TOKENS[:at], 3, *TOKENS[at + 1 :]]
     assert Prompt(changed).digest(8) != Prompt(TOKENS).digest(8)
 
 
-def test_no_two_prompts_run_together() -> None:
+def test_no_two_different_prompts_have_the_same_bytes() -> None:
     """The digest includes the lengths of the parts, so moving a byte from one part to the next changes it."""
     prompts = [
         Prompt([1, 2]),
@@ -69,6 +69,6 @@ def test_a_salt_may_be_any_text_that_json_can_hold() -> None:
     assert Prompt(TOKENS, "\ud800").digest(8) != Prompt(TOKENS, "\ud801").digest(8)
 
 
-def test_what_is_no_token_is_refused() -> None:
+def test_values_that_are_no_tokens_are_refused() -> None:
     with pytest.raises(OverflowError, match="signed integer is greater than maximum"):
         Prompt([1 << 31]).digest(1)

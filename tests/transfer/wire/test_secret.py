@@ -68,7 +68,7 @@ def test_a_secret_is_read_from_a_file_or_a_variable(tmp_path: Path, monkeypatch:
         ("file:/no/such/file", "No such file"),
     ],
 )
-def test_a_secret_that_cannot_be_is_refused_and_not_shown(text: str, message: str) -> None:
+def test_an_invalid_secret_is_refused_and_not_shown(text: str, message: str) -> None:
     with pytest.raises(InvalidEngineError, match=message):
         read_secret(text)
     assert TEXT not in repr(Secret(TEXT.encode()))
@@ -82,7 +82,7 @@ def test_a_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
         read_secret(f"file:{path}")
 
 
-def test_keys_are_those_given_or_those_of_the_secret() -> None:
+def test_keys_come_from_the_options_or_from_the_secret() -> None:
     (keyring,) = make_keyrings(1)
     assert fleet_keys("e", "") == (b"", None)
     assert fleet_keys("e", "", b"k", keyring) == (b"k", keyring)
@@ -100,6 +100,6 @@ def test_keys_are_those_given_or_those_of_the_secret() -> None:
         (("short",), "has 5 bytes; at least 16"),
     ],
 )
-def test_a_secret_stands_alone(options: Any, message: str) -> None:
+def test_a_secret_excludes_other_options(options: Any, message: str) -> None:
     with pytest.raises(InvalidEngineError, match=message):
         fleet_keys("engine 'e'", *options)
