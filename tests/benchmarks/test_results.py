@@ -86,7 +86,7 @@ def test_a_result_older_than_the_code_is_marked_on_the_page_and_makes_no_test_fa
 def test_the_tables_of_the_pages_are_what_the_results_say() -> None:
     text = "".join(page.read_text() for page in readme.PAGES)
     made = readme.without_marks(readme.rendered(text))
-    assert made == readme.without_marks(text), "python -m benchmarks.readme writes them anew"
+    assert made == readme.without_marks(text), "run `python -m benchmarks.readme` to write the tables again"
     assert sorted(re.findall(r"<!-- figures: (\w+) -->", text)) == sorted(readme.TABLES)
 
 

@@ -80,7 +80,9 @@ def test_a_fetch_over_a_link_runs_in_turn_with_a_bare_socket() -> None:
     assert {row["program"] for row in rows} == {ours.ASKED, ours.PULLED, ours.FIRST, ours.SOCKET}
     assert {row["link"] for row in rows} == {"1gbit"}
     assert next(row["share"] for row in rows if row["program"] == ours.SOCKET) == 1
-    assert all(row["us_min"] > 768 * 1024 * 8 / 1e3 for row in rows), "1 MiB less the burst, at 1 Gbit/s"
+    assert all(row["us_min"] > 768 * 1024 * 8 / 1e3 for row in rows), (
+        "at 1 Gbit/s, 1 MiB without the burst takes at least this long"
+    )
 
 
 def test_a_link_that_cannot_be_made_is_said_in_one_line(

@@ -32,7 +32,7 @@ def in_the_middle(pair: Pair, timeout_s: float, lease_s: float) -> None:
     """
     name = f"cut {next(_numbers)}"
     _, error, _ = pair.reader("pull", f"before {name}", pair.offer(f"before {name}", 1), 30.0)
-    assert error == "", "the two know each other"
+    assert error == "", "the two sides must be connected"
     pair.shape("20mbit")
     offer = pair.offer(name, 64, lease_s)
     pair.until_received(1 << 20, lambda: pair.reader.say("pull", name, offer, timeout_s))

@@ -72,7 +72,7 @@ def test_a_link_that_loses_frames_costs_time_alone(
         seconds, error, right = pulled(far_pair, pages)
         record_property(f"{pages}_pages_s", seconds)
         assert (error, right) == ("", True)
-    assert relay("counted")["lost"] > before, "it has lost some"
+    assert relay("counted")["lost"] > before, "the relay must have lost frames"
     relay("lose", 0.0, 0)
     far_pair.assert_nothing_is_held()
 
@@ -90,7 +90,7 @@ def test_a_link_that_stands_still_for_a_while_costs_time_alone(
     seconds, error, right = far_pair.reader.answer()
     record_property("seconds", seconds)
     assert (error, right) == ("", True)
-    assert seconds > pause_s, "it was under way"
+    assert seconds > pause_s, "the pull must have been under way during the pause"
     far_pair.assert_nothing_is_held()
 
 

@@ -82,7 +82,7 @@ def test_a_link_that_is_cut_costs_no_right_token_and_no_page(
     back = time.monotonic()
     fleet.served.until_there(1, 1)
     record_property("there_s", time.monotonic() - back)
-    assert time.monotonic() - back < 15, "TCP alone would try again ever more seldom"
+    assert time.monotonic() - back < 15, "TCP alone would retry after longer and longer pauses"
     found = [one.result() for one in asked]
     for one in found:
         one.assert_right(tiny_model)

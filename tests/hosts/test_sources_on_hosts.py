@@ -52,7 +52,7 @@ def sources(tmp_path: Path) -> Iterator[Sources]:
         addresses = {name: side("compute", "theirs", PAGES)[0] for name, side in sides.items()}
         found = Sources(sides, hosts, Side(reader, "d", tmp_path), addresses)
         for name in sides:
-            assert found.pull(name)[1:3] == ["", True], "they know each other"
+            assert found.pull(name)[1:3] == ["", True], "the sources and the reader must be connected"
         yield found
 
 

@@ -75,7 +75,7 @@ def test_every_plot_of_the_committed_results_is_whole(saved: dict[str, list[str]
     benchmark_plots.draw(figures, tmp_path)
     pull_plots.draw(load("pull")["rows"], tmp_path / "pull.png")
     assert {name: faults for name, faults in saved.items() if faults} == {}
-    assert set(saved) == {path.name for path in RESULTS.glob("*.png")}, "a picture that nobody draws any more"
+    assert set(saved) == {path.name for path in RESULTS.glob("*.png")}, "a committed picture is no longer drawn"
 
 
 def test_a_cut_title_would_be_noticed(saved: dict[str, list[str]], tmp_path: Path) -> None:
@@ -107,10 +107,10 @@ def test_ticks_are_round_and_few() -> None:
         assert math.log10(value).is_integer() or round(value / 10 ** math.floor(math.log10(value))) in (2, 3, 5)
     assert len(other.get_yticks()) <= 10
     low, high = axes.get_ylim()
-    assert high / low == pytest.approx(20), "what is flat looks flat"
+    assert high / low == pytest.approx(20), "the axis of a flat curve must make it look flat"
     half, ((narrow, _),) = plots.figure(2)
     plots.draw_lines(narrow, [plots.Curve("a", sizes)], title="", along="", up="", in_bytes=True)
-    assert len(narrow.get_xticks()) <= 5, "half as wide has half as many"
+    assert len(narrow.get_xticks()) <= 5, "a figure of half the width must have half as many ticks"
     for one in (made, wide, half):
         plots.pyplot().close(one)
 

@@ -47,4 +47,4 @@ def test_a_terminal_gets_the_columns_in_parts_that_fit(width: int, monkeypatch: 
     if width >= least:
         assert max(map(len, lines)) <= width
     whole = 2 + sum(max(map(len, column)) + 3 for column in zip(COLUMNS, *ROWS, strict=True)) - 3
-    assert (len(found) == 1) == (width >= whole), "no more parts than are needed"
+    assert (len(found) == 1) == (width >= whole), "the table must not be divided into more parts than necessary"

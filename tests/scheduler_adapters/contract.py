@@ -191,14 +191,16 @@ class Case:
             assert begun, f"{request_id}: {outcome.tokens}, the model's own are {wanted}"
             assert outcome.finished, f"{request_id} has not ended"
             if request_id in self._most:
-                assert len(outcome.tokens) <= self._most[request_id], f"{request_id} went on: {outcome}"
+                assert len(outcome.tokens) <= self._most[request_id], (
+                    f"{request_id} generated tokens after its cancellation: {outcome}"
+                )
             elif outcome.finished == "error" and request_id in self._may_fail:
-                assert outcome.error, f"{request_id} failed, and nothing says why"
+                assert outcome.error, f"{request_id} failed without a reason"
             else:
                 assert outcome.finished in {"eos", "length"}, f"{request_id}: {outcome}"
                 assert len(outcome.tokens) == len(wanted), f"{request_id}: {outcome.tokens} of {wanted}"
         held = self.adapter.held_pages()
-        assert held == 0, f"{held} pages are held, and nobody runs"
+        assert held == 0, f"{held} pages are held, but no request is running"
         self.adapter.check()
 
 
@@ -292,7 +294,7 @@ class AdapterContract:
         for number in range(limits.rows):
             case.submit(f"r{number:02}", prompt_of(number, length), new)
         case.check_end()
-        assert case.adapter.counters().preemptions > before, "nobody gave way: this has shown nothing"
+        assert case.adapter.counters().preemptions > before, "no request was preempted, so this test has shown nothing"
 
     def test_cancel(self, case: Case, phase: str) -> None:
         """A cancelled request affects no other request, and leaves nothing behind."""
@@ -327,7 +329,7 @@ class AdapterContract:
         case.bring("victim", "pulling")
         case.adapter.fail_pull("victim", final=final)
         case.check_end(() if "pull" in case.adapter.survives and not final else {"victim"})
-        assert case.adapter.counters().failed_pulls > before, "no pull failed: this has shown nothing"
+        assert case.adapter.counters().failed_pulls > before, "no pull failed, so this test has shown nothing"
         case.again("victim", "next")
         case.check_end()
 

@@ -389,6 +389,6 @@ def test_the_contract_notices_a_loop_that_is_broken(model: Any, reference: Refer
 def test_the_contract_notices_pages_that_a_failed_pull_keeps(model: Any, reference: Reference, tmp_path: Path) -> None:
     driver = PairDriver(model, tmp_path)
     driver.service.loops["d0"].manager.cancel_import = lambda pending: None
-    with pytest.raises(AssertionError, match="pages are held, and nobody runs"):
+    with pytest.raises(AssertionError, match="pages are held, but no request is running"):
         AdapterContract().test_cancel(Case(driver, reference), "pulling")
     driver.close()

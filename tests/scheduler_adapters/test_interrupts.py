@@ -148,8 +148,8 @@ def test_a_process_ends_with_its_parent_from_its_first_moment_on(wait: float, st
             time.sleep(wait)
             parent.kill()
     status, used = end_of(pid)
-    assert status in (-signal.SIGKILL, PARENT_GONE), "it was not asked to end with its parent"
-    assert used < wait + 0.8, "what it imports takes longer: it was not asked before"
+    assert status in (-signal.SIGKILL, PARENT_GONE), "the process was not told to end with its parent"
+    assert used < wait + 0.8, "importing takes longer than this, so the process must end before it imports"
 
 
 def end_of(pid: int) -> tuple[int, float]:

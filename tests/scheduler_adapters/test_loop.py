@@ -356,5 +356,5 @@ def test_no_chunk_runs_into_pages_that_have_come(model: Any) -> None:
     while loop.has_work:
         loop.step()
         starts.append(context.start_idx)
-    assert starts[:4] == [40, 64, 104, 144], "a chunk ends there, and the next is as long as ever"
+    assert starts[:4] == [40, 64, 104, 144], "a chunk ends at the found pages, and the next one has the usual length"
     assert_nothing_held(loop.manager)

@@ -44,7 +44,7 @@ class Subscriber:
         """Reads events until a condition holds."""
         deadline = time.monotonic() + seconds
         while not for_what():
-            assert time.monotonic() < deadline, f"{len(self.held)} pages are told of, and no more comes"
+            assert time.monotonic() < deadline, f"{len(self.held)} pages were reported, and no further event arrives"
             self._hear()
 
     def close(self) -> None:
@@ -66,7 +66,7 @@ class Subscriber:
         if not self._socket.poll(50):
             return
         _, number, payload = self._socket.recv_multipart()
-        assert self._number in {None, int.from_bytes(number, "big") - 1}, "a batch is lost"
+        assert self._number in {None, int.from_bytes(number, "big") - 1}, "a batch of events was lost"
         self._number = int.from_bytes(number, "big")
         for event in msgspec.msgpack.decode(payload)[1]:
             getattr(self, f"_{event['type']}")(event)
@@ -98,4 +98,6 @@ class Subscriber:
         there = set(self.held.values())
         size = self._engine.page_size
         for salt, tokens in there:
-            assert len(tokens) == size or (salt, tokens[:-size]) in there, "a page is gone that another continues"
+            assert len(tokens) == size or (salt, tokens[:-size]) in there, (
+                "a page was removed although another cached page continues it"
+            )

@@ -64,7 +64,7 @@ def watcher(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watcher]:
     monkeypatch.setattr(endpoint, "_LEAST_S", 0.0)
     monkeypatch.setattr(endpoint, "_SHARE", 1e6)
     watch(engine.cache, read_settings({}))
-    assert engine.cache.watch is None, "it was not asked for"
+    assert engine.cache.watch is None, "no watch was requested"
     watch(engine.cache, read_settings({"PAGEWIRE_WATCH": "tcp://127.0.0.1:0"}))
     made = Watcher(engine)
     yield made
@@ -103,13 +103,13 @@ def test_the_tree_evictions_and_recounts_are_shown(watcher: Watcher, engine: Any
     engine.run()
     tree = watcher.look().tree
     assert sum(row.pages for row in tree) == engine.cache.total_size() // page_size
-    assert max(row.hits for row in tree) > 0, "the second time they were found"
+    assert max(row.hits for row in tree) > 0, "the pages must be found when the prompts come again"
     for number in range(20):
         engine.submit(f"new {number}", [number] * 60, 1)
         engine.run()
     look = watcher.look(check=True)
     assert look.evicted["LRU"][0] == engine.cache.pool.evictions > 0
-    assert look.check is None, "the loop has not come by"
+    assert look.check is None, "the loop must not have done the check yet"
     engine.submit("one more", [1, 2, 3], 1)
     engine.run()
     report = watcher.look().check
@@ -131,5 +131,5 @@ def test_after_a_flush_the_watch_continues_with_the_new_pool(watcher: Watcher, e
     engine.submit("again", PROMPTS[0], NEW)
     engine.run()
     assert watcher.compare()[PageState.IDLE] > 0
-    assert len(watcher.look().tree) > 0, "the new pool is written down"
+    assert len(watcher.look().tree) > 0, "the new pool must be recorded"
     assert np.flatnonzero(owners_of(watcher.followed.cells["0"])).size == 0

@@ -107,7 +107,9 @@ def goes_on(pipe: Connection, how: str) -> None:
     if not (fork := os.fork()):
         if how == "closed":
             _close(p, d, e, thread)
-            assert p.replica.leases.find(lease.lease_id), "a fork ends nothing: leases are its parent's"
+            assert p.replica.leases.find(lease.lease_id), (
+                "a fork must end no lease, because the leases belong to its parent"
+            )
         if how == "dropped":
             del p, d, e, thread
             gc.collect()

@@ -157,7 +157,7 @@ def test_a_cpus_columns_of_keys_are_moved_to_pages_of_any_kind(
     prompt = PROMPT[:length] if length < 100 else [*PROMPT, *PROMPT[: length - 100]]
     tokens = served([prefill, decode], "d", prompt, 3, prefilled(prefill, "p", prompt))
     assert tokens == expected_tokens(prompt, 3, decode.shape)
-    assert sum(sum(step.values()) for step in decode.scheduled) == 3, "decode computes nothing of the prompt"
+    assert sum(sum(step.values()) for step in decode.scheduled) == 3, "decode must not compute any token of the prompt"
     assert_empty(prefill, decode)
 
 

@@ -70,7 +70,9 @@ def test_decode_parks_pulls_and_goes_on_and_both_sides_release(
         assert decode.status("d") is RequestStatus.WAITING_FOR_REMOTE_KVS
     run_until([prefill, decode], lambda: decode.finish_reason("d"))
     assert decode.tokens("d") == expected_tokens(prompt, 5, decode.shape)
-    assert sum(sum(step.values()) for step in decode.scheduled) == 5, "decode runs one token for each it gives"
+    assert sum(sum(step.values()) for step in decode.scheduled) == 5, (
+        "decode must run one token for each token that it generates"
+    )
     assert_empty(prefill, decode)
 
 
@@ -164,7 +166,7 @@ def test_pages_that_nobody_reads_return_when_their_lease_is_over(make: Make) -> 
     assert_empty(prefill)
     decode.add("late", PROMPT, 2, params)
     run_until([prefill, decode], lambda: decode.finish_reason("late"))
-    assert decode.finish_reason("late") == "error", "the pages may be others' by now"
+    assert decode.finish_reason("late") == "error", "the pages may belong to other requests by now"
     assert_empty(prefill, decode)
 
 
@@ -195,7 +197,9 @@ def test_preempted_requests_of_both_sides_end_right(make: Make) -> None:
         decode.add(name, prompt, 40, params[name])
     run_until([prefill, decode], lambda: all(decode.finish_reason(name) for name in prompts))
     assert max(map(len, decode.scheduled)) == 2
-    assert any(max(step.values(), default=0) > 1 for step in decode.scheduled), "one was computed anew"
+    assert any(max(step.values(), default=0) > 1 for step in decode.scheduled), (
+        "at least one prompt must have been computed again"
+    )
     for name, prompt in prompts.items():
         assert decode.tokens(name) == expected_tokens(prompt, 40, decode.shape)
     assert_empty(prefill, decode)
@@ -282,7 +286,9 @@ def test_states_go_to_another_tensor_parallelism(
     monkeypatch.setattr(mamba_utils, "get_conv_state_layout", lambda: of_decode)
     decode = make("kv_consumer", Shape(states=states, tp_size=sides[1]))
     assert served([prefill, decode], "d", PROMPT, 5, params) == expected_tokens(PROMPT, 5, decode.shape)
-    assert sum(sum(step.values()) for step in decode.scheduled) == 5, "decode runs one token for each it gives"
+    assert sum(sum(step.values()) for step in decode.scheduled) == 5, (
+        "decode must run one token for each token that it generates"
+    )
     assert_empty(prefill, decode)
 
 

@@ -140,7 +140,7 @@ def test_vllms_settings_are_checked_where_they_are_used(
     config, _ = configs(tmp_path, {}, role)
     monkeypatch.setenv(f"VLLM_NIXL_SIDE_CHANNEL_{name}", value)
     if name == "HOST" and role == "kv_consumer":
-        assert read_options(config).host == value, "nobody is told it"
+        assert read_options(config).host == value, "the host is not told to readers"
         return
     with pytest.raises(InvalidEngineError, match=re.escape(message)):
         read_options(config)

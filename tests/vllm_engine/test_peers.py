@@ -72,7 +72,7 @@ def test_an_engine_with_the_same_secret_is_read_from(
     prefill, decode = make("kv_producer", shape(secret=named)), make("kv_consumer", shape(secret=f"file:{path}"))
     tokens = served([prefill, decode], "d", PROMPT, 3, prefilled(prefill, "p", PROMPT))
     assert tokens == expected_tokens(PROMPT, 3, decode.shape)
-    assert sum(sum(step.values()) for step in decode.scheduled) == 3, "decode computes nothing of the prompt"
+    assert sum(sum(step.values()) for step in decode.scheduled) == 3, "decode must not compute any token of the prompt"
     assert_empty(prefill, decode)
 
 

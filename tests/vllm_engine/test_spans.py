@@ -52,7 +52,7 @@ def test_each_load_of_a_traced_request_has_a_span_whose_parts_sum_to_it(traced: 
         decode.abort("left")
         run_until([prefill, decode], lambda: decode.finish_reason("bad"))
     found = {span.attributes["gen_ai.request.id"]: span for span in spans()}
-    assert found.keys() == {"loaded", "here", "left"}, "of what cannot be read as params there is no hand-over"
+    assert found.keys() == {"loaded", "here", "left"}, "params that cannot be read give no span"
     loaded = found["loaded"]
     parts = parts_of(loaded)
     assert [part for part in PARTS if parts[part] > 0] == ["room", "read", "fence", "commit"]

@@ -27,7 +27,7 @@ def test_the_transferred_bytes_reach_the_log_and_prometheus(make: Callable[..., 
         sent = pickle.loads(pickle.dumps(stats)).to_dict()  # noqa: S301 - as vLLM's processes do
         total = total.aggregate(PagewireConnector.build_kv_connector_stats(sent))
     line = total.reduce()
-    assert line["pulls"] == 2, "one of each rank"
+    assert line["pulls"] == 2, "there must be one pull for each rank"
     assert round(line["mean MB"], 6) == round(7 * 16 * 2 * 2 * 32 * 2 / 1e6, 3), (
         "half the heads of 7 blocks, of 2 layers"
     )
@@ -129,7 +129,7 @@ def test_a_request_that_cannot_be_loaded_counts_once_whatever_its_ranks(make: Ca
     total = PullStats()
     for reported in decode.reported:
         total.aggregate(PullStats(data=reported))
-    assert total.data["failed_pulls"] == 2, "who gave up has not failed"
+    assert total.data["failed_pulls"] == 2, "a pull that its owner gave up does not count as failed"
 
 
 def test_our_log_lines_go_where_vllms_go_by_default(monkeypatch: pytest.MonkeyPatch) -> None:

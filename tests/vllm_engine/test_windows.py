@@ -81,7 +81,9 @@ def test_a_prompt_that_begins_with_what_was_loaded_gets_its_own_tokens(
     is_long = request.node.get_closest_marker("long") is not None
     seen = check(make, sizes, windows, range(90, 138 if is_long else 90 + max(sizes), 1 if is_long else 3))
     there, here = sizes
-    assert (len(hidden) > 0) is (there % here > 0), "where prefill's first block may begin within decode's"
+    assert (len(hidden) > 0) is (there % here > 0), (
+        "blocks are kept out of the cache if prefill's first block may begin within a block of decode"
+    )
     assert seen["found"], seen
 
 

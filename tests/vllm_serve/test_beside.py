@@ -44,7 +44,7 @@ def test_tokens_are_those_of_plain_vllm(
     params = [pair.prefilled(prompt) for prompt in PROMPTS]
     assert all(params)
     again = ask_all(pair.prefill.url, PROMPTS, 8)
-    assert [answer.tokens for answer in again] == tokens, "as one that serves alone"
+    assert [answer.tokens for answer in again] == tokens, "the tokens must be those of a server that serves alone"
     late = ask(pair.decode.url, PROMPTS[-1], kv_transfer_params=params[-1] | {"remote_port": 1})
     assert (late.status == 200 and len(late.tokens) == TOKENS) or late.status == 500
     for server in pair.both:

@@ -47,12 +47,14 @@ def test_prefill_dies_and_comes_back(servers: Any, model: Model, expected: Expec
     pair.prefill.kill()
     start = time.monotonic()
     assert ask(pair.decode.url, PROMPT, kv_transfer_params=params).status == 500
-    assert time.monotonic() - start < 15, "it is known at once, or after a handshake's time"
+    assert time.monotonic() - start < 15, "the failure must be known at once, or after the time limit of a handshake"
     assert ask(pair.decode.url, PROMPT).tokens == tokens, "decode goes on"
     pair.decode.wait_empty()
     restarted(pair.prefill)
     pair.decode.forget()
-    assert ask(pair.decode.url, PROMPT, kv_transfer_params=params).status == 500, "a lease of its former life"
+    assert ask(pair.decode.url, PROMPT, kv_transfer_params=params).status == 500, (
+        "the lease is from before the restart, so the request must fail"
+    )
     check_works(pair, tokens)
 
 

@@ -63,7 +63,7 @@ def test_the_cpus_kernel_writes_columns_of_keys_and_rows_of_values(
     cache = random_cache(page_size, dtype)
     before, layer = cache.clone(), cpu_layer(cache, isa)
     assert prove(attention(page_size, dtype), {"0.attn": layer}, {"0.attn": COLUMNS.tensors("", cache)}, dtype) == 1
-    assert torch.equal(cache, before), "nothing of it stays"
+    assert torch.equal(cache, before), "the proof must leave the cache as it was"
 
 
 @pytest.mark.parametrize("kept", ["fp8_e4m3", "fp8_e5m2"])

@@ -146,7 +146,7 @@ def test_pages_that_no_reader_fetches(engines: Engines) -> None:
     start, expired = time.monotonic(), engines.pair.prefill.metrics()["vllm:nixl_num_kv_expired_reqs_total"]
     params = engines.pair.prefilled(PROMPTS[LONG])
     assert ask(engines.pair.prefill.url, PROMPTS[0], max_tokens=1).status == 200
-    assert engines.pair.prefill.usage > 0, "held for a reader"
+    assert engines.pair.prefill.usage > 0, "the blocks must be held for a reader"
     while engines.pair.prefill.usage:
         assert time.monotonic() < start + 3 * LEASE
         time.sleep(0.5)
@@ -170,7 +170,9 @@ def test_hanging_up_in_a_stream(engines: Engines, parts: int) -> None:
     answers = stream(engines.proxy.url, PROMPTS[LATER], max_tokens=1000)
     found = [token for _ in range(parts) for token in next(answers)]
     answers.close()
-    assert found[:TOKENS] == engines.expected[LATER][: len(found)], "a part has many tokens on a busy machine"
+    assert found[:TOKENS] == engines.expected[LATER][: len(found)], (
+        "on a busy machine a part of the stream may have several tokens"
+    )
 
 
 def test_hanging_up_among_others(engines: Engines) -> None:

@@ -29,7 +29,7 @@ def test_tables_and_json_say_the_same(
     assert "42,281" in printed
     assert [kind["token_bytes"] for kind in found["kinds"]] == [425_984, 81_920]
     assert "416 KiB" in printed
-    assert printed.count(" 16 x 128 ") == 2, "heads, and the dimension of one"
+    assert printed.count(" 16 x 128 ") == 2, "the table must show the number of heads and the dimension of a head"
     assert found["made_gbps"] == pytest.approx(5.07904)
     assert "5.08 GB/s" in printed
     assert "too late" in printed

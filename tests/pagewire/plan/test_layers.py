@@ -81,7 +81,7 @@ def test_chunks_windows_and_layers_that_share(tmp_path: Path) -> None:
     assert kinds["chunked"].window == 64
     shared = {**LLAMA, "model_type": "gemma3n_text", "num_kv_shared_layers": 2, "sliding_window": 16, "head_dim": 32}
     each = read_model(written(tmp_path, shared)).each
-    assert sum(one.layers for one in each) == 2, "those that read another layer's pages keep none"
+    assert sum(one.layers for one in each) == 2, "layers that read the pages of another layer keep none of their own"
 
 
 def test_recurrent_layers_keep_as_many_bytes_as_our_state_pages(tmp_path: Path) -> None:

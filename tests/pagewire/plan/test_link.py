@@ -50,7 +50,7 @@ def test_the_rate_that_is_asked_for_brings_every_chunk_in_time() -> None:
         assert worst <= seconds * (1 + 1e-9)
         assert pull.chunks_gbps <= pull.after_gbps * (1 + 1e-9)
         if length % chunk == 0 or chunk >= length:
-            assert worst == pytest.approx(seconds), "and no more than that"
+            assert worst == pytest.approx(seconds), "no chunk may come later than that"
 
 
 def test_a_prompt_that_takes_too_long_alone_has_no_rate() -> None:

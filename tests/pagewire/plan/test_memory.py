@@ -122,7 +122,9 @@ def test_groups_hold_what_a_real_manager_of_them_holds(tp: int) -> None:
     page = 10 * 2 * 32 * 2 * 4 // tp
     parts = [(part.kind, part.layers, part.tables, part.request_bytes[29] // page) for part in ours.parts]
     assert parts == [("window 6", 29, 3, 9), ("full", 10, 1, 8)]
-    assert ours.lost_bytes == dict.fromkeys((9, 29, 400), 3 * page // 10), "one place of thirty in each of three pages"
+    assert ours.lost_bytes == dict.fromkeys((9, 29, 400), 3 * page // 10), (
+        "of each of the three pages three tenths are lost"
+    )
 
 
 def test_only_models_with_windows_and_pages_of_one_size_have_groups() -> None:

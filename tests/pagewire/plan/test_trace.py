@@ -96,10 +96,12 @@ def test_with_recurrent_layers_the_managers_own_states_are_replayed() -> None:
     refs, found = sum(map(len, trace)), sweep(trace, asked)
     for point in [found.now, *found.others]:
         alone = replay(trace, point.blocks, point.hosts, host_blocks=point.tier_blocks)
-        assert point.optimum_pct >= 100 * alone.hits / refs > point.hit_pct > 0, "states take room that blocks had"
+        assert point.optimum_pct >= 100 * alone.hits / refs > point.hit_pct > 0, "states take room away from blocks"
     large = [point for point in found.others if point.memory == 4 * GIB]
     assert large[0].hit_pct > found.now.hit_pct + 5
-    assert max(point.hit_pct for point in found.others if point.tier) > found.now.hit_pct, "states come back, too"
+    assert max(point.hit_pct for point in found.others if point.tier) > found.now.hit_pct, (
+        "states must be found in the host tier, too"
+    )
 
 
 @pytest.mark.parametrize("divided", [BlockPages(1, 2), BlockPages(4, 3)])

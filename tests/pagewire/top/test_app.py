@@ -189,7 +189,7 @@ def test_a_filter_lights_the_pages_of_a_request_or_a_tenant_alone(
         await pilot.press("slash")
         app.query_one("#filter", Input).value = "colour=red"
         await pilot.press("enter")
-        assert app.view.filter == Filter(), "an unknown name is told, and changes nothing"
+        assert app.view.filter == Filter(), "an unknown name must be reported, and must change nothing"
         await pilot.press("escape")
         app._tables["requests"].focus()
         await pilot.press("enter")
@@ -259,7 +259,7 @@ def test_four_million_pages_are_summed_up() -> None:
         quarter = len(colours) // 4
         assert all(colour == held for colour in colours[: quarter - 2])
         assert all(colour == free for colour in colours[quarter + 2 :])
-        assert len([*app.map.render_line(1)]) == 1, "one segment, as all of its places look the same"
+        assert len([*app.map.render_line(1)]) == 1, "all places of the line look the same, so it must be one segment"
         assert "1,000,000" in "".join(rows_of(app, "requests")[0])
 
     drive(app, play)
@@ -290,7 +290,9 @@ def test_totals_are_shown_above_and_long_ids_are_shortened(
         assert "cmpl-a2001f…83fbb122" in shown
         app._tables["requests"].focus()
         await pilot.press("enter")
-        assert app.view.filter.request in (*long, *alike), "the whole id, not what is shown of it"
+        assert app.view.filter.request in (*long, *alike), (
+            "the filter must have the whole id, and not the shortened one"
+        )
 
     drive(app, play)
     assert panels.short_ids([*long, *alike, "chat-1"]) == [
@@ -464,7 +466,9 @@ def test_a_process_that_dies_while_it_is_watched_is_shown_as_gone_and_found_agai
         end(child)
         await until(pilot, lambda: any("GONE" in line for line in screen_of(app)), "it is gone")
         titles = [area.title for area in app.map._areas]
-        assert ["GONE" in title for title in titles] == [False, True], "what was seen of it stays, the other goes on"
+        assert ["GONE" in title for title in titles] == [False, True], (
+            "the last picture of the dead process stays, and the other process continues"
+        )
         await pilot.press("6")
         assert "GONE" in rows_of(app, "processes")[1][1]
         child, again = started(address)

@@ -82,7 +82,7 @@ class Top:
         time.
         """
         self.process.join(within_s)
-        assert self.process.exitcode is not None, f"it has not ended within {within_s:g} s"
+        assert self.process.exitcode is not None, f"the process has not ended within {within_s:g} s"
         return self.process.exitcode
 
     def cpu_s(self) -> float:

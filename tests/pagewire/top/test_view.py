@@ -19,7 +19,7 @@ def test_after_an_invalid_snapshot_the_whole_state_is_requested() -> None:
     process.take(Heard(12.5, "tcp://host:1", [b"rubbish", b"", b""]))
     assert "3 frames are not a snapshot" in process.error
     assert process.followed.ask == AskLook()
-    assert process.heard_at == 12.5, "it is there all the same"
+    assert process.heard_at == 12.5, "the process has answered, although the answer was invalid"
     assert process.name == "tcp://host:1"
 
 

@@ -74,7 +74,9 @@ def test_clients_that_go_away_while_they_send_are_counted_in_one_line(
     with caplog.at_level(logging.WARNING):
         unsent, answer = asyncio.run(run())
     assert unsent == GONE
-    assert answer.startswith(b"HTTP/1.1 503"), "the next client is answered: no process has joined"
+    assert answer.startswith(b"HTTP/1.1 503"), (
+        "the next client must get an answer, which says that no process has joined"
+    )
     lines = [record.getMessage() for record in caplog.records]
     assert lines == ["a client closed its connection while it sent a request (1 so far)"]
     assert not any(record.exc_info for record in caplog.records)

@@ -124,7 +124,9 @@ def test_a_process_with_more_of_a_prompt_than_the_chosen_one_is_named_as_a_sourc
     managers["d1"].reset_prefix_cache()
     until(lambda: holders.sources([*PROMPT, 7], None, "p2"), (p1,))
     holders.follow([*members[:2], msgspec.structs.replace(members[2], kv_events="")])
-    assert holders.sources([*PROMPT, 7], None, "p2") == (), "decode knows better, as one tells nothing"
+    assert holders.sources([*PROMPT, 7], None, "p2") == (), (
+        "one process publishes no events, so the front must leave the choice to decode"
+    )
 
 
 def test_a_process_that_goes_is_forgotten_and_one_that_is_back_is_followed_anew(

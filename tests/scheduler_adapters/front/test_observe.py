@@ -163,7 +163,7 @@ def check_spans(spans: Sequence[Any], answers: Sequence[dict[str, Any]]) -> None
     assert Counter(span.context.trace_id for span in spans) == Counter(range(1, COUNT + 1))
     asked = {one["id"] for one in answers}
     for span in spans:
-        assert span.parent.span_id == span.context.trace_id, "as the header says"
+        assert span.parent.span_id == span.context.trace_id, "the parent must be the one in the header"
         assert span.attributes["gen_ai.request.id"].partition(".")[0] in asked
         assert sum(parts_of(span).values()) == pytest.approx((span.end_time - span.start_time) * 1e-9, abs=2e-6)
 
@@ -185,6 +185,8 @@ def test_requests_are_counted_by_their_end_and_invalid_headers_do_no_harm(tmp_pa
             await frontend.drain(list(frontend.members))
             refused = await client.post("/v1/completions", json={"model": "tiny", "prompt": "x"})
             assert refused.status_code == 503
-            assert frontend.counts.ended == {"length": 3, "cancelled": 1}, "what was never taken never ended"
+            assert frontend.counts.ended == {"length": 3, "cancelled": 1}, (
+                "a request that was never accepted must not count as ended"
+            )
 
     asyncio.run(run())

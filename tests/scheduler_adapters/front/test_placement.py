@@ -77,7 +77,7 @@ def test_prompts_go_where_they_are_cached_while_that_process_is_there(
                 await placement.prefilled(f"{name}.{number}")
                 await placement.over(f"{name}.{number}")
                 await placement.over(f"{name}.{number}")
-        assert await placement.place("other", [*PROMPTS["p1"], 9], ["p2"]) == "p2", "p1 takes nothing now"
+        assert await placement.place("other", [*PROMPTS["p1"], 9], ["p2"]) == "p2", "p1 accepts no prompts now"
         await placement.over("other")
         await placement.follow(members[1:])
         assert await placement.place("gone", [*PROMPTS["p1"], 9], ["p1", "p2"]) == "p2"
@@ -101,14 +101,18 @@ def test_a_process_that_goes_takes_its_reservations_with_it_and_costs_no_request
         number, _ = placement._workers["p1"]
         await placement._service.delete_worker(number)  # as `follow` does, between the choice of a process and its end
         assert await placement.place("late", PROMPTS["p1"], ["p1"]) == "", "decode chooses"
-        assert await placement.place("late", PROMPTS["p2"], ["p2"]) == "p2", "what is refused may be asked for again"
+        assert await placement.place("late", PROMPTS["p2"], ["p2"]) == "p2", (
+            "a prompt that was refused may be placed again"
+        )
         for request_id in ("goes", "late", "stays"):
             await placement.prefilled(request_id)
             await placement.over(request_id)
             await placement.over(request_id)
         assert placement._reserved == set()
         assert await placement.place("goes", PROMPTS["p1"], ["p2"]) == "p2", "its name may be used again"
-        assert await placement.place("goes", PROMPTS["p1"], ["p2"]) == "", "not twice at once"
+        assert await placement.place("goes", PROMPTS["p1"], ["p2"]) == "", (
+            "a name must not be used twice at the same time"
+        )
         await placement.over("goes")  # the reservation is freed nevertheless
         assert await placement.place("goes", PROMPTS["p1"], ["p2"]) == "p2"
 

@@ -116,7 +116,9 @@ def test_a_request_runs_on_from_moved_pages_and_those_that_others_know_stay(mode
     manager.release("r")
     assert_nothing_held(manager)
     manager.external_claim("r")
-    assert not (pool.moves._runs | pool.moves._told)[rows.row_of["r"]], "a new request, which nobody was told of"
+    assert not (pool.moves._runs | pool.moves._told)[rows.row_of["r"]], (
+        "the request is new, so none of its pages was told to anyone"
+    )
 
 
 def claim_all(manager: Any) -> None:
@@ -168,12 +170,12 @@ def test_a_fork_that_is_refused_evicts_nothing(model: Any) -> None:
     found = manager.metrics.evictions, states.evictions, states.num_kept, pool.moved
     child = parent.fork("child")
     assert manager.states[0].pool.has_room
-    assert not manager.fork(parent, child), "pages are left for a state alone"
+    assert not manager.fork(parent, child), "there are enough pages only for a state"
     assert (manager.metrics.evictions, states.evictions, states.num_kept, pool.moved) == found
     assert not manager.contains("child")
     new = len(manager.get_req_blocks("parent")) - parent.start_idx // PAGE
     pool.release(others[: new - 1])
-    assert not manager.fork(parent, child), "a page is missing"
+    assert not manager.fork(parent, child), "one page is missing"
     pool.release(others[new - 1 : new])
     assert manager.fork(parent, child)
     pool.release(others[new:])

@@ -307,7 +307,7 @@ def test_tokens_equal_with_hits_from_the_host_and_from_files(form: str, name: st
         more = manager.metrics - before
         assert more.cache_tokens == sum(full(len(prompt) - 1) for prompt in prompts)
         if name in ALONE:
-            assert 3 <= more.h2d_blocks_copied <= 2 * 4, "the window's pages alone"
+            assert 3 <= more.h2d_blocks_copied <= 2 * 4, "only the pages of the window may be copied"
         else:
             assert more.h2d_blocks_copied > len(SYSTEM) // PAGE
         assert bool(more.h2d_states_copied) == bool(manager.states)

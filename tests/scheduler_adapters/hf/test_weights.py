@@ -41,7 +41,7 @@ def test_each_value_of_each_weight_is_part_of_the_name(make_model: Callable[...,
         found.add(model_name(model))
         change(model, name, at)
     assert len(found) == 1 + len(places)
-    assert model_name(model) in found, "it is the first one again"
+    assert model_name(model) in found, "the model has the first weights again, so it must have the first name"
 
 
 def test_the_name_depends_on_the_values_and_not_on_their_layout_in_memory(

@@ -107,7 +107,7 @@ def test_offers_wait_behind_requests_that_were_preempted() -> None:
     decode._loop = loop  # type: ignore[assignment]
     decode._arrived = [deque([(request, 1)])]  # belongs to an attempt that has ended
     decode._admit()
-    assert len(decode._arrived[0]) == 1, "not even looked at"
+    assert len(decode._arrived[0]) == 1, "the offer must not be looked at"
     loop.num_waiting = 0
     decode._admit()
     assert not decode._arrived[0]

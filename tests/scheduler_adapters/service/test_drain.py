@@ -50,7 +50,7 @@ def test_a_draining_prefill_process_finishes_its_prompts_and_gets_no_new_ones(
     service.until(lambda: len(service.ended) == 4, "all")
     names = ["r0", "r1", "more0", "more1"]
     assert [service.tokens[name] for name in names] == theirs(model, PROMPTS)
-    assert drained.stats().prompt_tokens <= max(before, len(PROMPTS[0])), "nothing new ran there"
+    assert drained.stats().prompt_tokens <= max(before, len(PROMPTS[0])), "no new prompt may run at a draining process"
     assert service.decode.counts["retries"] == 0
     service.assert_nothing_held()
 
@@ -82,7 +82,9 @@ def test_if_all_processes_drain_requests_wait_for_one_that_joins(start: Callable
     assert request.phase == "waiting"
     service.start_prefill("p1")
     service.decode.follow([f"ipc://{service.directory}/p1"])
-    assert [one.endpoint[-2:] for one in service.decode.connections] == ["p0", "p1"], "nobody is left that is there"
+    assert [one.endpoint[-2:] for one in service.decode.connections] == ["p0", "p1"], (
+        "the connections to both processes must remain"
+    )
     service.until(lambda: "r0" in service.ended, "the request")
     assert service.tokens["r0"] == theirs(model, PROMPTS[:1])[0]
     service.stop_prefill("p0")

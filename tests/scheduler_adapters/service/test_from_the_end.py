@@ -188,14 +188,14 @@ def test_stretches_come_from_the_end_and_get_shorter(
     paced = split(service)
     service.until(lambda: done(service), "the last stretch")
     (running,) = service.loops["p1"]._running.values()
-    assert running.meets == pulled[-1][0], "no chunk runs into pages that have come"
+    assert running.meets == pulled[-1][0], "no chunk may run into pages that have arrived"
     paced.go()
     finish(service, expected)
     assert pulled[0] == (SIZE * 20, SIZE * 40), "the later half"
     assert all(earlier[0] == later[1] for earlier, later in itertools.pairwise(pulled))
     lengths = [stop - first for first, stop in pulled]
     assert lengths == sorted(lengths, reverse=True)
-    assert pulled[-1][0] >= 64, "nothing is pulled that is computed by then"
+    assert pulled[-1][0] >= 64, "pages that are computed by then must not be pulled"
 
 
 def test_the_first_pull_begins_before_the_first_step(
@@ -259,7 +259,7 @@ def test_the_computation_does_not_wait_for_the_pull(
         patch.setattr(service.prefills["p0"], "poll", lambda: False)  # it answers nothing
         submit(service, "second", PROMPT, "p1")
         service.until(lambda: service.tokens["second"], "the first token")
-        assert not service.prefills["p1"].peers._open, "nobody waits for the answer any more"
+        assert not service.prefills["p1"].peers._open, "no question may be left open"
     assert finish(service, expected).pages_pulled == 0
 
 
@@ -327,7 +327,7 @@ def test_a_source_that_fails_costs_no_token_and_no_page(
     stats = finish(service, expected)
     if fault == "revoked":
         assert (stats.prefixes["split"], p1.totals()[1]) == (1, 1)
-        assert stats.pages_pulled == PAGES // 2, "what had come before stays"
+        assert stats.pages_pulled == PAGES // 2, "the pages that had arrived before must stay"
 
 
 @pytest.mark.parametrize("phase", ["asked", "pulling"])
@@ -448,7 +448,7 @@ def test_a_late_event_of_a_pull_finds_no_fetch(start: Callable[..., Service], ex
     def spied(happened: Any) -> Any:
         if isinstance(happened.event, PullEvent):
             heard.append(happened.event)
-        assert on_event(happened) is None, "a request that runs does not join again"
+        assert on_event(happened) is None, "a request that runs must not be admitted again"
 
     peers.on_event = spied  # type: ignore[method-assign]
     paced = split(service)

@@ -69,7 +69,7 @@ def test_tokens_are_the_models_own_and_windows_alone_are_pulled(
     assert stats.bytes_pulled == stats.pages_pulled * per_page or chunkwise
     assert service.serve(PROMPTS) == expected
     pulled_again = service.decode.stats().pages_pulled - stats.pages_pulled
-    assert pulled_again <= 4 * len(PROMPTS), "all but a page that is not full was here"
+    assert pulled_again <= 4 * len(PROMPTS), "everything except a page that is not full was already cached"
     service.assert_nothing_held()
 
 
@@ -99,7 +99,7 @@ def test_tokens_are_the_models_own_and_windows_and_a_state_are_pulled(
     assert stats.pages_pulled <= whole + (2 * 4 + 1) * len(PROMPTS) < 2 * whole
     assert service.serve(PROMPTS) == expected
     again = service.decode.stats().pages_pulled - stats.pages_pulled
-    assert again <= (3 + 1) * len(PROMPTS), "all but a page that is not full, and the state, was here"
+    assert again <= (3 + 1) * len(PROMPTS), "everything except a page that is not full and the state was already cached"
     service.assert_nothing_held()
 
 

@@ -172,7 +172,7 @@ def test_a_drain_waits_for_the_step_that_outlasts_the_last_request(start: Callab
 def assert_step_is_awaited(scheduler: Any) -> None:
     assert not scheduler.has_drained
     assert not scheduler.is_idle
-    assert scheduler.counters().pages_held > 0, "pages that the step may still write"
+    assert scheduler.counters().pages_held > 0, "the step may still write to these pages, so they must stay held"
     scheduler.poll()
     assert scheduler.has_drained
     assert scheduler.is_idle

@@ -155,7 +155,7 @@ def test_the_digest_of_a_whole_prompt_is_made_ahead() -> None:
 def test_only_the_youngest_names_are_remembered() -> None:
     recent: Recent[int] = Recent(3)
     assert [recent.add(name) for name in (1, 2, 3, 1)] == [True, True, True, False]
-    assert recent.add(4), "for which the oldest is forgotten"
+    assert recent.add(4), "4 is new, and the oldest name is forgotten for it"
     assert [recent.add(name) for name in (2, 3, 4)] == [False, False, False]
     assert recent.add(1)
     assert [recent.add(name) for name in (3, 4, 1)] == [False, False, False]

@@ -112,7 +112,7 @@ class Schedule:
         if end.finished == "cancelled":
             assert request_id in self.aborted
         else:
-            assert trouble, f"{request_id} failed for the delivery of messages alone: {end.error}"
+            assert trouble, f"{request_id} failed only because of how messages were delivered: {end.error}"
             assert "attempts: " in end.error
 
 

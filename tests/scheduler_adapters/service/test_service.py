@@ -136,9 +136,11 @@ def test_a_prompt_goes_where_its_head_was_computed_and_others_go_elsewhere(
         service.until(lambda name=name: name in service.ended, name)
         assert service.tokens[name] == own_tokens(model, prompt, NEW)
         computed.append(tuple(one.stats().cached_tokens for one in service.prefills.values()))
-    assert computed[1] == (0, 0), "neither of the first two was found anywhere"
-    assert all(sum(after) > sum(before) for before, after in itertools.pairwise(computed[1:])), "all the others were"
-    assert min(computed[-1]) > 0, "and both processes had their share"
+    assert computed[1] == (0, 0), "neither of the first two prompts may be found cached"
+    assert all(sum(after) > sum(before) for before, after in itertools.pairwise(computed[1:])), (
+        "all later prompts must be found cached"
+    )
+    assert min(computed[-1]) > 0, "both processes must have computed a share"
     service.assert_nothing_held()
 
 
@@ -300,6 +302,8 @@ def test_tenants_share_no_page_on_either_side(start: Callable[..., Service], exp
         assert service.tokens[request_id] == expected[0]
         seen.append((service.prefill.stats().cached_tokens, service.decode.stats().pages_pulled))
     full = len(PROMPTS[0]) // 16
-    assert seen[:3] == [(0, pages), (0, 2 * pages), (0, 3 * pages)], "nothing of one is found by another"
-    assert seen[4] == (2 * 16 * full, 3 * pages + 2 * (pages - full)), "each finds what is its own, on both sides"
+    assert seen[:3] == [(0, pages), (0, 2 * pages), (0, 3 * pages)], "no tenant may find pages of another one"
+    assert seen[4] == (2 * 16 * full, 3 * pages + 2 * (pages - full)), (
+        "each tenant must find its own pages, on both sides"
+    )
     service.assert_nothing_held()

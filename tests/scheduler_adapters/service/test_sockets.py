@@ -97,7 +97,7 @@ def test_a_stranger_at_a_port_without_keys_fills_no_memory_and_keeps_nobody(tmp_
                 assert [frames[1:] for frames in received(router)] == [[b"a request"]]
             assert rss() - before < 3 * MORE_RSS
         with closing(bind_router(context, f"ipc://{tmp_path}/p")) as private:
-            assert isinstance(private._gate, NoGate), "nobody else gets into a folder of our own"
+            assert isinstance(private._gate, NoGate), "in a private folder no gate is needed"
 
 
 @pytest.mark.slow
@@ -157,7 +157,9 @@ def test_the_pulse_reports_processes_that_stop_or_die_and_not_busy_ones(
     endpoint, process = peer
     context: zmq.Context[Any] = zmq.Context()
     pulse = Pulse(context, endpoint, None)
-    assert not pulse.socket.poll(4000), "nobody reads there, as a process that computes for long"
+    assert not pulse.socket.poll(4000), (
+        "the peer does not read, like a process that computes for long, and must not count as lost"
+    )
     process.send_signal(signal.SIGSTOP)
     assert pulse.socket.poll(30_000)
     assert pulse.is_over
@@ -211,7 +213,7 @@ def test_a_deaf_frontend_hears_again_when_it_has_read_half_of_its_limit() -> Non
 
     for _ in range(2):  # turns deaf twice
         while len(queue._unread) < 10:
-            assert not send(), "at the limit it is not deaf yet"
+            assert not send(), "at its limit the frontend is not deaf yet"
         assert not queue.is_deaf
         assert send()
         assert not send(), "said once"
@@ -220,7 +222,7 @@ def test_a_deaf_frontend_hears_again_when_it_has_read_half_of_its_limit() -> Non
             assert (len(queue._unread), queue.is_deaf) == (waiting, deaf)
     assert not read(0)
     assert not queue.is_behind
-    assert [*heard, *map(msg.decode, pipe.held)] == said, "in order, and each once"
+    assert [*heard, *map(msg.decode, pipe.held)] == said, "the messages must arrive in order, each of them once"
 
 
 def test_a_new_message_waits_behind_older_ones_even_if_there_is_room() -> None:

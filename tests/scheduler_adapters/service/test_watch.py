@@ -101,4 +101,4 @@ def test_processes_are_watched_with_keys_and_recount_when_they_are_asked(tiny_mo
             assert look.check is not None
             assert look.check.error == ""
             assert look.check.counts["0"] == look.pools[0].counts
-        assert stranger.answer(0.2) is None, "who has no key gets no answer"
+        assert stranger.answer(0.2) is None, "a client without a key must get no answer"

@@ -29,7 +29,7 @@ def check_serves(sides: Sides) -> None:  # noqa: F811
     sides.check_hears(sides.prefill, "room_read")
     for told in sides.followers_told:
         sides.check_hears(told, "room_read")
-    assert not sides.leases[0]._waiting, "it would be leased again"
+    assert not sides.leases[0]._waiting, "otherwise the room would be leased again"
     close(sides, "done")
 
 

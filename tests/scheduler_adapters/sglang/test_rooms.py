@@ -167,7 +167,7 @@ def test_decode_without_pages_keeps_the_lease_until_it_has_some(sides: Sides) ->
     sides.compute()
     end = time.monotonic() + 1.5
     sides.until(lambda: time.monotonic() > end)
-    assert sides.prefill.heard[-1] == "room_wanted", "the lease is not renewed"
+    assert sides.prefill.heard[-1] == "room_wanted", "the lease must not be renewed"
     sides.place([1, 4, 3])
     sides.check_hears(sides.decode, "room_loaded")
     arrived(sides, [1, 4, 3])

@@ -219,7 +219,9 @@ def test_blocks_are_those_of_the_tokens_and_of_the_window(make: Any) -> None:
     assert blocks(scheduler, later) == [[13, 14, 15, 16], [23, 24, 25, 26], [3]]
     window = [*range(1000, 2000)]
     long = scheduler.params("r", Prompt(range(8000)), [window, window, [3]], 8000)
-    assert blocks(scheduler, long, 8000)[1] == window[(8000 - 10 + 1 - 4096) // 8 :], "for blocks of 4,096 tokens, too"
+    assert blocks(scheduler, long, 8000)[1] == window[(8000 - 10 + 1 - 4096) // 8 :], (
+        "this must also hold for blocks of 4,096 tokens"
+    )
     with pytest.raises(InvalidTransferError, match="group 0: got blocks 0 to 8, but 65 tokens fill 9 blocks of 8"):
         scheduler.params("r", PROMPT, rows, 65)
     with pytest.raises(InvalidTransferError, match="got blocks for 2 groups; there are 3"):

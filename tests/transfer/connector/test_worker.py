@@ -300,7 +300,9 @@ def test_metadata_may_come_by_another_way_than_the_handshake(engine: Any) -> Non
     metadata = [worker(source, rank).get_handshake_metadata() for rank in range(2)]
     assert worker(reader).add_remote_agent(source.scheduler.address, metadata) == "p"
     transfer(a_pair(source=Side(tp=2)), source, reader)
-    assert source.scheduler._server.counts["answered"] == 1, "what the lease holds, and nothing of the source"
+    assert source.scheduler._server.counts["answered"] == 1, (
+        "the source answered for the pages of the lease, and not for its metadata"
+    )
 
 
 def test_page_checks_find_a_page_that_changed_on_its_way(engine: Any) -> None:

@@ -72,7 +72,7 @@ def test_the_settings_are_in_the_environment_while_an_agent_is_made_and_not_afte
     assert report["same"]
     assert report["pure"]
     assert report["restored"], "an agent leaves nothing in the environment for the program's other children"
-    assert report["not heard"] == [], "NIXL and UCX leave the program's own signals alone"
+    assert report["not heard"] == [], "NIXL and UCX must leave the program's own signal handlers alone"
     assert len(set(report["fingerprint"])) == 1
     assert report["told"] == agreed_settings(environ={})
     assert report["set"] == {

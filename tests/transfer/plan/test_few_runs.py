@@ -65,7 +65,7 @@ def test_the_runs_are_those_of_the_plan(local: ShardLayout, remote: ShardLayout)
         assert found[2] == runs.num_bytes
         expected = {*zip(runs.local.tolist(), runs.remote.tolist(), runs.length.tolist(), strict=True)}
         assert rows(found) == expected
-        assert planned.few([(here, there, tokens)]) == found, "any tuple of this shape will do"
+        assert planned.few([(here, there, tokens)]) == found, "a plain tuple of this shape must give the same runs"
     assert made or len(planned.runs(0, [7], [31], (0, 16))) > MOST_FEW
 
 
@@ -144,7 +144,7 @@ def test_blocks_of_the_source_are_converted_to_its_own_pages() -> None:
     assert second[2] == (128, 256)
     assert planned.begins([whole, window]) == [0, 128]
     page = PageCopy([1], [1], (16, 32))
-    assert planned.begins([page, window]) == [0, 128], "what we have named ourselves begins where we know"
+    assert planned.begins([page, window]) == [0, 128], "for pages that the reader has named, the first token is known"
     assert planned.pages([page, window])[0] is page
 
 

@@ -34,7 +34,7 @@ def test_a_transfer_plans_over_the_pages_between_any_numbers_of_shards(there: in
             ]
             bases = [[tensor.data_ptr() for tensor in tensors] for tensors in (to_tensors, of_tensors)]
             runs = plan(*sides, bases).runs(0, [1], [2], (0, 1))
-            assert len(runs.length) <= 4, "a kind is more than one run"
+            assert len(runs.length) <= 4, "a kind of state takes more than one run"
             for local, remote, length in zip(runs.local, runs.remote, runs.length, strict=True):
                 ctypes.memmove(int(local), int(remote), int(length))
     for layer, (conv, ssm) in enumerate(states):

@@ -136,7 +136,7 @@ def test_a_lease_that_is_granted_after_the_end_of_its_question_is_given_back(rig
     rig.client.answer(waits_for="the first page")
     rig.now += 0.06
     assert rig.polled() == []
-    assert len(rig.client.asked) == 2, "its source may still grant a lease"
+    assert len(rig.client.asked) == 2, "the source may still grant a lease, so the reader must ask again"
     rig.client.answer(pages=sealed_pages(TWO_PAGES))
     source = Source(*PLACE, LeaseRef(77, 3, 10.0), "i")
     assert rig.given_back == [(3, source, "r of d no longer waits for these pages")]

@@ -51,7 +51,7 @@ def test_work_that_is_queued_before_a_ring_is_never_missed() -> None:
     for thread in threads:
         thread.start()
     while taken < 40_000:
-        assert rings(bell, 20.0), f"asleep with {len(there) - taken} that nobody has looked at"
+        assert rings(bell, 20.0), f"asleep although {len(there) - taken} items were not taken"
         bell.hear()
         taken = len(there)
     for thread in threads:

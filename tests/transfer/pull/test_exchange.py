@@ -243,10 +243,10 @@ def test_pages_stay_held_while_a_thread_that_cannot_be_ended_may_use_them(
             stuck.setattr(thread, "close", lambda: None)
             one.exchange.close()
         assert not thread.is_closed
-    assert source.manager.num_leased_blocks > 0, "its lease word may still be read"
+    assert source.manager.num_leased_blocks > 0, "the lease word may still be read, so the pages must stay leased"
     reader.manager.release(context.request_id)
     reader.manager.cancel_import(pending)
-    assert not reader.idle, "a READ may still write there"
+    assert not reader.idle, "a READ may still write to the pages, so they must stay held"
     for one in (reader, source):
         one.exchange.close()
         assert one.idle

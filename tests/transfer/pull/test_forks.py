@@ -46,7 +46,7 @@ class Forking:
         self.address, self.ranks, self.lease, self.words, self.pages, self.fences = found
 
     def told(self) -> Any:
-        assert self.pipe.poll(15), "the source says nothing"
+        assert self.pipe.poll(15), "the source has sent no message"
         return self.pipe.recv()
 
     def fork(self) -> tuple[int, tuple[int, int, bool]]:
@@ -143,7 +143,7 @@ def test_a_fork_ends_normally_and_its_parent_continues(how: str) -> None:
 
 def test_a_fork_can_close_its_exchange_while_threads_of_its_parent_hold_locks() -> None:
     parent, conn = start(fork_source.closes_while_locks_are_held)
-    assert conn.poll(60), "the parent says nothing"
+    assert conn.poll(60), "the parent has sent no message"
     held, status = conn.recv()
     parent.join(20)
     assert held >= 4  # the locks of the thread, the bell and the lending

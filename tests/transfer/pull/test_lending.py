@@ -471,7 +471,7 @@ def test_a_lease_that_is_granted_too_late_is_given_back_at_once(side: Any) -> No
     source.until(lambda: source.exchange.lending.num_leases)
     both = lambda: reader.poll() or not source.exchange.lending.num_leases  # noqa: E731
     source.until(both)
-    assert time.monotonic() - begin < lending.LENT_S / 2, "it does not expire by itself"
+    assert time.monotonic() - begin < lending.LENT_S / 2, "the lease must be given back before it expires by itself"
     all_given_back(source)
     assert len(reader.of(Lent)) == 1
 

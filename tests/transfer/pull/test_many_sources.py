@@ -154,5 +154,5 @@ def test_a_client_that_knows_many_sources_polls_only_those_that_it_has_asked() -
         while len(answers) < 3:
             asking.poll()
         asking._sockets[one.endpoint] = untouched
-        assert len({type(answer) for answer in answers}) == 1, "the third is answered as the first two"
+        assert len({type(answer) for answer in answers}) == 1, "the third question must be answered like the first two"
     asking.close()

@@ -151,7 +151,9 @@ def test_sealing_a_page_does_not_change_the_checksums_of_other_pages(pool: np.nd
     checks.seal(0, [2])
     assert checks.bad(0, [1, 2], checks.words[0][[1, 2]]).tolist() == [0]
     pool[3] = pool[1]
-    assert checks.bad(0, [3], checks._sums(0, np.array([1]))).tolist() == [], "a checksum is of the bytes alone"
+    assert checks.bad(0, [3], checks._sums(0, np.array([1]))).tolist() == [], (
+        "a checksum depends only on the bytes of the page"
+    )
 
 
 def test_pages_with_gaps_are_not_checked() -> None:
@@ -298,7 +300,7 @@ def test_only_pages_that_differ_are_read_again_and_the_pull_continues_once_they_
     runs = planned.runs(0, [1, 3], [4, 2], (0, 32))
     assert np.asarray(again.remote)[: len(runs), 0].tolist() == runs.remote.tolist()
     assert np.asarray(again.local)[: len(runs), 0].tolist() == runs.local.tolist()
-    assert len(again.local) == len(runs) + 1, "and the words of one group"
+    assert len(again.local) == len(runs) + 1, "one more run reads the checksums of one group"
     assert verifier.repeated == 2
     tokens[4] ^= np.uint64(1)
     again = arrived(again)
@@ -329,9 +331,13 @@ def test_a_share_of_the_pages_is_compared(share: float, expected: int) -> None:
     remote = local[::-1]
     # no word has arrived, so all differ
     again = arrived(verifier.part("r", planned, [(local, remote, (0, 16 * 4000))]))
-    assert abs(verifier.repeated - expected) <= 250 * (0 < share < 1), "nine times the deviation of such a draw"
+    assert abs(verifier.repeated - expected) <= 250 * (0 < share < 1), (
+        "the tolerance is nine times the standard deviation of such a draw"
+    )
     if again is not None:
         pairs = [
             np.asarray(side)[:-1, 0] - base for side, base in ((again.local, mine.bases), (again.remote, there.bases))
         ]
-        assert (pairs[0] + pairs[1] == 3999 * SIZES.page_bytes).all(), "each page goes where it was asked for"
+        assert (pairs[0] + pairs[1] == 3999 * SIZES.page_bytes).all(), (
+            "each page must go to the place that was asked for"
+        )

@@ -1038,10 +1038,12 @@ def test_a_fence_covers_the_parts_before_it_and_is_not_posted_again_without_new_
     rig.agent.end(3)
     rig.polled(10)
     assert rig.passed("r") == 2
-    assert len(rig.agent.posted) == 4, "all that came has passed, and nothing more is to be fenced"
+    assert len(rig.agent.posted) == 4, "both parts have passed, so no further fence may be posted"
     assert not rig.puller.is_moving
     rig.fail("r", why("enough"))
-    assert rig.said("refused") == ["p/0", "p/1"], "who only served a mark has not been told that it is over"
+    assert rig.said("refused") == ["p/0", "p/1"], (
+        "every rank whose lease word was read must be told that the pull is over"
+    )
     assert rig.puller.events[-1] == PullEvent("r", "enough", safe=True, passed=2)
     assert rig.passed("r") == rig.passed("nobody") == 0
 
@@ -1145,7 +1147,7 @@ def test_a_part_in_several_transfers_is_read_once_and_counted_once(rig: Rig, run
     rig.add(asked, part(1, runs=3))
     assert rig.polled(10) == [OK]
     (figures,) = rig.puller.ended
-    assert rig.puller.ended.maxlen == 4096, "where nobody takes them"
+    assert rig.puller.ended.maxlen == 4096, "the list of ended pulls is bounded if nobody takes them"
     assert (figures.num_runs, figures.num_bytes) == (runs + 3, asked.num_bytes + 100)
     read = [one["local"] for one in rig.agent.posted if len(one["local"]) > 3]
     assert np.array_equal(np.concatenate(read), asked.local)
@@ -1202,7 +1204,7 @@ def test_an_abandoned_engine_s_pulls_say_why_and_its_words_and_its_thread_are_fr
     for number in range(len(rig.agent.posted) - 2, len(rig.agent.posted)):
         rig.agent.end(number)
     rig.polled()
-    assert rig.puller._behind, "NIXL's thread copies some of it"
+    assert rig.puller._behind, "NIXL's thread must copy a part of it"
     assert sorted(rig.puller._free) != [*range(8)]
     rig.engine.failure = why(failure) if failure else None
     rig.puller.conclude(rig.puller.abandon(rig.engine))
@@ -1223,7 +1225,9 @@ def test_an_engine_is_in_use_during_its_transfers_and_for_a_second_after_a_notif
     rig.agent.auto = True
     rig.polled()
     assert not rig.puller.is_moving
-    assert rig.puller.engines_in_use() == {rig.engine}, "the rank that was not read was told just now"
+    assert rig.puller.engines_in_use() == {rig.engine}, (
+        "the rank that was not read from was notified just now, so the engine is in use"
+    )
     rig.now += 0.99
     assert rig.puller.engines_in_use() == {rig.engine}
     rig.now += 0.02

@@ -290,7 +290,9 @@ def test_a_pull_that_is_cancelled_before_its_source_has_answered_is_refused_ther
     pull(d, p.source(p.offer()))
     d.replica.cancel("r", "the client left")
     d.take()
-    assert d.pulls == [PullEvent("r", "the client left", safe=True)], "its owner waits for nobody"
+    assert d.pulls == [PullEvent("r", "the client left", safe=True)], (
+        "the owner gets the event at once, without waiting for the source"
+    )
     pull(d, p.source(p.offer("other", 1)))  # the name is free again
     run(p, d, until=lambda: len(d.pulls) == 2 and len(p.overs) == 2)
     assert {over.request_id: over.reason for over in p.overs} == {"r": "the client left", "other": "read"}
@@ -361,7 +363,7 @@ def test_a_reader_does_not_wait_longer_than_its_own_time(engine: Any) -> None:
     run(p, d, until=settled(d))
     waited = r" \(asked for 0\.[3-6] s, last answer: ranks \[1\] have not granted it yet\)"
     assert re.fullmatch(f"timed out: engine 'p' did not confirm its lease{waited}", d.pulls[-1].error)
-    assert 4 < len(asked) < 30, "each time after twice as long, not each millisecond: of 0.6 s about 10 questions"
+    assert 4 < len(asked) < 30, "the pauses double, so about 10 questions fit into 0.6 s"
 
 
 def test_a_lease_that_ends_while_a_reader_waits_says_what_it_waited_for_and_how_long(engine: Any) -> None:
@@ -421,7 +423,7 @@ def test_a_lease_that_is_not_for_this_reader_is_not_touched_by_it(
     run(p, d, until=lambda: time.monotonic() > end)
     assert (p.overs, sum(p.replica.leases.counts.values())) == ([], 0)
     assert (d.heads(LOCAL) == 0x5A).all()
-    assert not d.replica._pulls, "a refusal that is refused is not repeated"
+    assert not d.replica._pulls, "the reader must not repeat a refusal that the source has refused"
 
 
 def test_pages_of_another_number_of_groups_fail_the_pull_and_end_the_lease(engine: Any) -> None:
@@ -469,7 +471,7 @@ def test_a_source_learns_of_a_cancelled_pull_when_it_names_its_pages(engine: Any
     assert d.pulls == [PullEvent("r", "the client left", safe=True)]
     run(p, d, until=lambda: p.overs and not d.replica._pulls)
     assert p.overs[0].reason == "the client left"
-    assert d.replica.stats.snapshot().failed_pulls == 0, "who gave up has not failed"
+    assert d.replica.stats.snapshot().failed_pulls == 0, "a pull that its owner gave up does not count as failed"
 
 
 def test_an_engine_that_names_its_pages_in_another_way_says_so(engine: Any) -> None:

@@ -56,7 +56,7 @@ def run(manager: PagedKVCacheManager, context: TextContext) -> None:
         values = kv_of(context.tokens.tolist(), (context.cache_salt, context.extra_keys), "state")
         for tensor in states.blocks[0]:
             wanted = int(values[context.start_idx - 1]) if context.start_idx else 0
-            assert (tensor[pages] == wanted).all(), f"another state after {context.start_idx} tokens"
+            assert (tensor[pages] == wanted).all(), f"the state after {context.start_idx} tokens is wrong"
             tensor[pages] = int(values[context.active_idx - 1])
         states.advance(pages, [context.active_idx])
     context.update(NEXT)

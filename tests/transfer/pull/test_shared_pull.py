@@ -219,7 +219,9 @@ def test_a_source_that_is_killed_leaves_its_pages_to_the_other(lender: Any, read
     assert (event.error, event.stop) == ("", 0)
     assert sum(shares(event).values()) == ALL
     found = {share.place[1]: share for share in event.shares}
-    assert bool(found["p/0"].error) == (phase != "before"), "nobody waits for the first contact with a dead source"
+    assert bool(found["p/0"].error) == (phase != "before"), (
+        "the import does not wait for the first contact with a dead source"
+    )
     d.all_given_back(q)
 
 
@@ -291,9 +293,9 @@ def test_a_source_that_hangs_ends_the_pull_at_its_deadline(lender: Any, reader: 
     event = d.side.pulls[0].event
     assert isinstance(event, PullEvent)
     assert "timed out" in event.error
-    assert not event.safe, "its READ is in flight"
+    assert not event.safe, "a READ is still in flight"
     d.side.manager.cancel_import(pending)
-    assert d.side.held[0] > 0, "which may write to these pages"
+    assert d.side.held[0] > 0, "the READ may write to these pages, so they must stay held"
     d.links.held.clear()
     assert d.end(pending).error
     assert d.cached() == 0

@@ -146,14 +146,14 @@ def test_a_part_that_is_settled_again_does_not_give_back_a_slab_of_another_part(
     slabs = [part._slab for part in parts[:-1]]
     assert sorted(slabs) == [*range(staging_area.SLABS)]
     ends = [int(part.local[-1, 0] + part.local[-1, 1]) - area.address for part in parts[:-1]]
-    assert [(end - 1) // staging_area.SLAB_BYTES for end in ends] == slabs, "each reads into its own"
+    assert [(end - 1) // staging_area.SLAB_BYTES for end in ends] == slabs, "each part must read into its own slab"
     parts[-1].settle()  # that part never had a slab
     assert area._free == []
     parts[0].settle()
     assert parts[-1].is_ready()
     for part in (parts[0], parts[0]):
         part.settle()
-    assert area._free == [], "the slab is another's by now"
+    assert area._free == [], "the slab belongs to another part now"
     for part in (*parts, *parts):
         part.settle()
     assert sorted(area._free) == [*range(staging_area.SLABS)]

@@ -92,7 +92,7 @@ def at_rest(one: Threaded) -> None:
     """Waits until the thread is idle. A busy machine can only delay polls, never add some."""
     deadline = time.monotonic() + 20
     while one.polls_within(2 * IDLE_POLL_S) > 6:
-        assert time.monotonic() < deadline, "an engine that nobody wants anything of goes on polling"
+        assert time.monotonic() < deadline, "an idle engine has not stopped polling"
 
 
 def test_a_thread_without_leases_and_pulls_comes_to_rest_and_polls_on_while_there_are_some(
@@ -121,8 +121,10 @@ def test_a_pull_that_waits_for_its_owner_to_name_pages_is_polled_seldom(threaded
     d.thread.pull("r0", p.engine.source(lease), None, 60.0)
     deadline = time.monotonic() + 20
     while d.polls_within(20 * AWAIT_POLL_S) > 25:  # a busy machine can only delay polls, and never adds some
-        assert time.monotonic() < deadline, "a pull of which no page is named yet is polled as often as any other"
-    assert d.polls_within(2 * IDLE_POLL_S) > 4, "it is renewed, and ends, in time"
+        assert time.monotonic() < deadline, "a pull without named pages is polled as often as any other"
+    assert d.polls_within(2 * IDLE_POLL_S) > 4, (
+        "there must be enough polls to renew the lease and to end the pull in time"
+    )
     d.thread.add_pages("r0", [PageCopy([1], [4], (0, TOKENS))], last=True)
     d.until(lambda: d.ended(0))
 
@@ -136,7 +138,7 @@ def test_a_source_that_pulls_as_well_is_polled_for_its_readers(threaded: Callabl
     d.offer(1)
     deadline = time.monotonic() + 20
     while d.polls_within(50 * AWAIT_POLL_S) <= 60:  # a pull alone causes at most 50
-        assert time.monotonic() < deadline, "a reader of ours waits for a poll as long as a pull of ours"
+        assert time.monotonic() < deadline, "the source is polled too rarely for its readers"
     d.thread.call_soon(ReplicaTransfer.cancel, "r0", "test")
 
 

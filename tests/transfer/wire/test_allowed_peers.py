@@ -28,7 +28,7 @@ LISTED = AllowedPeers(["10.1.0.0/16", "192.168.7.7", "Prefill-0.example", "fd00:
 def test_this_host_and_what_is_listed_may_be_contacted(address: str) -> None:
     LISTED.check(address)
     alone = address.startswith(("ipc:", "inproc:", "tcp://127.", "tcp://localhost", "tcp://[::1]"))
-    assert is_refused(AllowedPeers(), address) == (not alone), "without a list this host alone"
+    assert is_refused(AllowedPeers(), address) == (not alone), "without a list, only this host may be contacted"
 
 
 def is_refused(peers: AllowedPeers, address: str) -> bool:

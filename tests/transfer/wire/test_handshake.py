@@ -343,7 +343,9 @@ def test_a_lost_message_is_asked_for_again(
     client.ping(address, "p", answers.append, 0.3)
     answers_before = len(answers)
     received(socket, client)
-    assert len(answers) == answers_before, "the second answer to the first question was taken for this one's"
+    assert len(answers) == answers_before, (
+        "the second answer to the first question was taken for an answer to this question"
+    )
 
 
 def test_a_peer_that_is_reached_and_never_answers_is_given_up(
@@ -363,7 +365,7 @@ def test_a_peer_that_dies_with_a_question_is_given_up_in_the_time_of_one_out_of_
     start = time.monotonic()
     socket.close(0)
     assert isinstance(answers.wait(1), HandshakeError)
-    assert time.monotonic() < start + 2.0, "not six times 0.5 s"
+    assert time.monotonic() < start + 2.0, "the wait must not be six times 0.5 s"
 
 
 def test_a_question_is_answered_once_and_late_answers_are_dropped() -> None:
@@ -559,4 +561,6 @@ def test_of_many_questions_for_pages_only_the_first_are_held(
     lender.until(lambda: lender.answers)
     assert [answer.waits_for for answer in lender.answers] == ["its loop"]
     assert len(server._held) == 2
-    assert not any(held.query.digests for held in server._held.values()), "each may bring half a MiB"
+    assert not any(held.query.digests for held in server._held.values()), (
+        "digests must not be kept, because each question may bring half a MiB"
+    )
