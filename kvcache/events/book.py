@@ -286,7 +286,7 @@ class EventBook:
     def _stored(self, source: int, ids: Ids) -> Iterator[BlockStored]:
         """Returns events that report stored pages: one for each run of consecutive pages of a prompt.
 
-        Very long runs are split. Very long runs are split.
+        Very long runs are split.
         """
         size, most = self._page_size, max(1, _TOKENS_AN_EVENT // self._page_size)
         for start in range(0, len(ids), most):

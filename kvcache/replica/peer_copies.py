@@ -38,7 +38,7 @@ class PeerCopies:
         self.pages = self.states = 0
 
     def bring(self, replica_idx: int, row: int, context: SafeContext, num_steps: int) -> None:
-        """Copy the pages to the replica that the row's new request will look up, if other replicas have more of them.
+        """Copy pages of a row's new request to its replica, if other replicas have more of its prompt than this one.
 
         Reserves nothing. Copies only if the request fits afterwards, because a request that is refused must leave
         everything as it was. If even an empty pool is too small for the request, the call raises the errors of
@@ -109,7 +109,8 @@ class PeerCopies:
                 place.memory.copy_pages_of(other.memory, pages[taken], brought[taken])
                 missing &= ~taken
         mine.pool.index.tables[brought] = wanted.tables
-        # The allocation above may have brought pages from a lower tier. These are published already, and are not new.
+        # While pages were evicted to make room, some of the same contents may have arrived from a lower tier. The
+        # copies of these are not new.
         is_new = mine.pool.index.publish(brought, names) == brought
         mine.hints.brought(brought[is_new], salt, wanted.every[0, : wanted.pages, 0])
         mine.pool.release(brought)

@@ -272,8 +272,8 @@ class PromptCounter:
     def ahead(self, row: int, start: int, most: int) -> InvalidRequestError:
         """Returns the error for a context whose `start_idx` is beyond the tokens that can be computed."""
         return InvalidRequestError(
-            f"request {self._rows.request_ids[row]!r}: its start_idx is {start}, but {most} tokens at most are "
-            "computed: set it back, or release the request and claim it anew"
+            f"request {self._rows.request_ids[row]!r}: its start_idx is {start}, but at most {most} tokens are "
+            "computed: set start_idx back, or release the request and claim it again"
         )
 
     def computed(self, rows: Rows, tokens: Ints) -> None:

@@ -193,7 +193,7 @@ class Kept(NamedTuple):
     shard_bytes: Sequence[int]  # the bytes of one page or state on each shard
     slots: int  # the number of slots in host memory
     file_bytes: int  # the bytes in files
-    # Identifies everything on which the content depends, except tokens and salt. The digest covers these.
+    # Identifies everything on which the content depends, except tokens, salt and keys, which the digest covers.
     fingerprint: str
     windows: Sequence[bool] = (False,)  # for each block table, whether later queries see only some of its pages
     files_named: tuple[str, ...] = ()  # further fields of the namespace of files

@@ -114,7 +114,7 @@ class WatchBook:
         return any(one.pool is not one.watched.pool for one in self._pools)
 
     def forget(self) -> None:
-        """Stop to record, because no watcher is left."""
+        """Stop recording, because no watcher is left."""
         for pool in self._pools:
             pool.log.end()
 

@@ -1,10 +1,10 @@
 """A cell says what one page of a pool is doing.
 
-All cells are read in a few numpy operations over the loop's arrays, in another thread than the loop's. Reading in
-another thread is safe for three reasons: the arrays are never moved in memory; lists and dicts are copied in one step
-before they are read; and the state of a page follows from its own holders, writers and digest. So each cell is right
-for some moment during the snapshot. If the loop does nothing during the snapshot, all cells agree with the counts of
-`check`. numpy releases the interpreter lock, so the loop can run meanwhile.
+The watch's thread reads all cells in a few numpy operations over the loop's arrays. Reading in another thread is safe
+for three reasons: the arrays are never moved in memory; lists and dicts are copied in one step before they are read;
+and the state of a page follows from its own holders, writers and digest. So each cell is right for some moment during
+the snapshot. If the loop does nothing during the snapshot, all cells agree with the counts of `check`. numpy releases
+the interpreter lock, so the loop can run meanwhile.
 """
 
 from typing import NamedTuple

@@ -20,7 +20,7 @@ _ENTRIES = 1 << 15  # how many entries may wait for the watch's thread; if there
 _EVICTED = 1 << 16  # how many evicted pages are remembered, in order to notice when one is published again
 _SHOWN = 32
 _SPREAD_S = 0.25  # in seconds: evictions of a pool that have the same reason and lie within this time are shown as one
-_PUBLISHED = -1  # stands in place of the number of an eviction, for a publication
+_PUBLISHED = -1  # in place of the number of an eviction: marks a publication
 _NO_WORDS = np.zeros(0, np.uint64)
 REASONS = ("LRU", "hint", "quota", "reset")  # the index of a reason is its number in the journal
 
@@ -47,7 +47,7 @@ class PoolLog(PageReader):
         self._entries: deque[PoolEntry] = deque(maxlen=_ENTRIES)
 
     def begin(self) -> None:
-        """Begin to record."""
+        """Start recording."""
         self._pool.journal.read(self)
 
     def end(self) -> None:

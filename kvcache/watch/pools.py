@@ -19,7 +19,7 @@ OwnerColumns: TypeAlias = tuple[list[Any], ...]
 
 
 class WatchedPool(Protocol):
-    """A watched pool. It is read in another thread than the loop's."""
+    """A watched pool. The watch's own thread reads it, while the loop changes it."""
 
     @property
     def name(self) -> str:

@@ -175,7 +175,7 @@ def test_a_prompt_runs_from_no_token_that_was_not_computed(
         run(manager, context)
     metrics = manager.metrics
     context.set_token_indices(start_idx=ran + 3)
-    with pytest.raises(InvalidRequestError, match=f"'r': its start_idx is {ran + 3}, but {ran} tokens at most are"):
+    with pytest.raises(InvalidRequestError, match=f"'r': its start_idx is {ran + 3}, but at most {ran} tokens are"):
         CALLS[call](manager, context)
     assert manager.metrics == metrics
     context.set_token_indices(start_idx=ran)
@@ -283,7 +283,7 @@ def test_an_import_ends_with_what_was_imported(start: int) -> None:
     assert pending is not None
     proof = proven(manager, pending)
     context.set_token_indices(start_idx=start)
-    with pytest.raises(InvalidRequestError, match=f"'r': its start_idx is {start}, but 13 tokens at most are computed"):
+    with pytest.raises(InvalidRequestError, match=f"'r': its start_idx is {start}, but at most 13 tokens are computed"):
         manager.commit_import(context, pending, proof)
     assert not manager._replicas.each[0].pool.index.published.any()
     context.set_token_indices(start_idx=0)

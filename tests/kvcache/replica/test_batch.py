@@ -287,7 +287,7 @@ def test_a_step_past_the_pages_is_refused(make: Any) -> None:
     batch.update(np.array([1, 1]))
     with pytest.raises(NotReservedError, match="5 tokens computed, but its reserved pages hold 4"):
         manager.step(batch)
-    with pytest.raises(InvalidRequestError, match="'0': its start_idx is 5, but 4 tokens at most are computed"):
+    with pytest.raises(InvalidRequestError, match="'0': its start_idx is 5, but at most 4 tokens are computed"):
         manager.reserve_batch(batch)
     for context in batch:
         context.set_token_indices(start_idx=context.start_idx - 1)
