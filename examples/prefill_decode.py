@@ -44,7 +44,7 @@ def start(name: str) -> tuple[PagedKVCacheManager, PageExchange]:
 def next_events(exchange: PageExchange) -> list[ExchangeEvent]:
     """Waits for events and returns them.
 
-    `poll` returns the events of all requests, each only once, so handle every one.
+    `poll` returns the events of all requests, and returns each event only once. So every event must be handled.
     """
     while not (events := exchange.poll()):
         exchange.wait(replica=0, timeout_s=1.0)

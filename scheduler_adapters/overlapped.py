@@ -64,7 +64,7 @@ class PendingTokens(Protocol):
     """The tokens of a step that was launched and may still run."""
 
     def result(self) -> list[int]:
-        """Waits for the model. Returns the next token of each request, in the order of the replicas."""
+        """Waits for the model. Returns the next token of each request, in the order of the launched batches."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The inputs of an attention kernel: requests with keys and values in pages, and their new tokens.
+"""The inputs of an attention kernel: requests whose earlier keys and values are in pages, and their new tokens.
 
 The kernels beside this file attend over such a batch. It holds what a serving loop has when attention runs: the inputs
 that `fetch` returned, and the queries, keys and values that the model has just computed for the new tokens.

@@ -22,7 +22,8 @@ def attend(batch: PagedBatch, layer: int) -> torch.Tensor:
     if keys.stride(2) != keys.shape[3]:  # the kernels ignore this stride, and would give wrong results for another one
         raise SystemExit(f"the tokens of a head lie {keys.stride(2)} elements apart, {keys.shape[3]} are needed")
     heads, head_dim = batch.query.shape[1:]
-    isa = _get_attn_isa(keys.dtype, batch.page_size, head_dim)  # "amx" for bfloat16 where the processor has it
+    # the instruction set of the kernels: "amx" for bfloat16 if the processor has it
+    isa = _get_attn_isa(keys.dtype, batch.page_size, head_dim)
     schedule = ops.cpu_attn_get_scheduler_metadata(
         num_reqs=len(batch.counts),
         num_heads=heads,

@@ -1,6 +1,6 @@
 """vLLM's Triton attention over our pages: `unified_attention`, and the kernel that writes the new tokens.
 
-Without a GPU the kernels run in Triton's interpreter. Both take any strides, so every page order works.
+Without a GPU the kernels run in Triton's interpreter. Both kernels accept any strides, so every page order works.
 
     [TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES=] python examples/kernels/vllm_triton.py
 """

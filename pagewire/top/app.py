@@ -1,4 +1,4 @@
-"""`TopApp`: draws a `TopView` with Textual, and changes the view on keys and mouse events."""
+"""`TopApp`: draws a `TopView` with Textual, and changes the view when a key is pressed or the mouse is used."""
 
 from __future__ import annotations
 

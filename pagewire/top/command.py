@@ -165,7 +165,7 @@ def serve_web(options: TopOptions) -> None:
 
 
 def web_command(options: TopOptions) -> str:
-    """Returns the command that the server runs for each browser: the same options, in a terminal of the server."""
+    """Returns the command that the server runs for each browser, in a terminal of its own, with the same options."""
     named = {"updates": options.updates, "speed": options.speed, "play": options.play, "record": options.record}
     named |= {
         "theme": options.theme,

@@ -39,7 +39,7 @@ def print_looks(source: LiveSource | PlayedSource, *, until_interrupted: bool) -
 
 
 def one_look(source: LiveSource | PlayedSource) -> dict[str, object]:
-    """Returns a view with one snapshot of each process by address, or the last ones of a recording.
+    """Returns a snapshot of each process by address. For a recording, it is the last snapshot of the process.
 
     Raises as `print_looks` does.
     """

@@ -83,7 +83,7 @@ class LiveSource:
 
 
 class PlayedSource:
-    """Plays a recording at a speed. `position` is in seconds from its beginning, up to `length`."""
+    """Plays a recording at a chosen speed. `position` is in seconds from its beginning, up to `length`."""
 
     def __init__(self, path: Path, speed: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
         self.speed, self.position, self.paused = speed, 0.0, False

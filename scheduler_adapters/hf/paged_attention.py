@@ -276,11 +276,11 @@ class PagedLatents:
         return latent, rotated
 
     def get_query_offset(self, layer_idx: int) -> int:  # noqa: ARG002  (of the interface)
-        """Required by the interface of caches. Only a mask would use it, and no mask is made here."""
+        """Required by the interface of cache objects. The result serves only to make masks, and none are made here."""
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:  # noqa: ARG002
-        """Required by the interface of caches. Only a mask would use it, and no mask is made here."""
+        """Required by the interface of cache objects. The result serves only to make masks, and none are made here."""
         return query_length, 0
 
 

@@ -368,7 +368,7 @@ class DecodeScheduler:
     ) -> None:
         """Extends an import by the pages that `tables` name, and reads the import's tokens from `start` on.
 
-        With `last`, the last of these tables completes the prompt.
+        With `last`, the prompt has been computed completely, so no further table follows.
         """
         request.offers.imported()
         pending = importing.pending

@@ -220,7 +220,8 @@ class Stats(Message, frozen=True, kw_only=True, tag=True):
     pages_reused: int = 0  # pages of imported requests that were cached here and not pulled
     prefixes: dict[str, int] = {}  # number of prompts for which a source was named, by outcome (`peer_prefixes.py`)
     taken_s: dict[str, float] = {}  # total seconds taken to "pull" prefixes and to "compute" prompts
-    misjudged_s: dict[str, float] = {}  # for each of the two, the sum of the absolute errors of the time estimates
+    # for "pull" and for "compute": the sum of the absolute errors of the time estimates, in seconds
+    misjudged_s: dict[str, float] = {}
     bytes_pulled: int = 0  # bytes that READs brought here, over all shards
     pull_seconds: float = 0.0  # seconds in which at least one READ or first contact with a source was under way
     retries: int = 0  # attempts that failed and were followed by another
