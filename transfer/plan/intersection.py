@@ -1,6 +1,6 @@
 """Intersects two sets of boxes. The result is pairs of strided boxes.
 
-Pairs that differ only in where they start are stacked.
+Pairs that differ only in where they start are combined into one `Stack`.
 """
 
 from __future__ import annotations

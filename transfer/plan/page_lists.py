@@ -60,7 +60,8 @@ def with_blocks(where: str, groups: PageLists, block_ids: Sequence[Sequence[int]
 def pages_of(where: str, named: PageCopy | BlocksOfGroup, local: Group, remote: Group) -> PageCopy:
     """Returns the pages of both sides, starting at the first token that the source has.
 
-    A source may leave out the blocks that a sliding window does not reach, so its list is counted from the end.
+    A source may leave out its first blocks, which a sliding window no longer reaches. The position of a block is
+    therefore counted from the end of the source's list.
 
     Raises:
         InvalidTransferError: the blocks do not hold the tokens that are needed, or there are more blocks than the

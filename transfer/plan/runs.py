@@ -160,7 +160,7 @@ class PagePairs:
 
 @dataclass(frozen=True, slots=True)
 class PageRuns:
-    """Those runs of a page that have the same page stride on either side. Arrays are int64 `[runs]`, in bytes."""
+    """Runs of a page that share their local and their remote page stride. Arrays are int64 `[runs]`, in bytes."""
 
     local_region: Ints
     local_offset: Ints  # bytes from the start of the region, in page 0

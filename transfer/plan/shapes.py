@@ -116,7 +116,7 @@ def _box_of(layout: PageLayout, page_bytes: int, first_layer: int) -> Box:
 
 
 def with_states(layout: ShardLayout, kinds: Sequence[KindPages], num_pages: int) -> ShardLayout:
-    """Adds a group to the layout of a shard: the recurrent states of its requests, `num_pages` pages of each kind.
+    """Returns the layout with one more group: the recurrent states of requests, `num_pages` pages of each kind.
 
     `num_pages` includes page 0. State tensors in separate memory become regions after the existing ones.
     """
@@ -132,11 +132,11 @@ def with_states(layout: ShardLayout, kinds: Sequence[KindPages], num_pages: int)
 
 
 def of_tables(layout: ShardLayout, tables: LayerTables) -> ShardLayout:
-    """Returns a `dense` pool that several block tables share: one group for each table, over the same pages.
+    """Returns the layout of a `dense` pool that block tables share: a group for each table, over the same pages.
 
-    A layer's number is its place in the page, whichever table it belongs to; both sides have the same tables. If a
-    table has fewer layers than a page has places, the empty places are copied too, so that a page stays one run of
-    bytes.
+    In these groups, a layer's number is its place in the page, not its number in the model. That suffices because both
+    sides have the same tables. If a table has fewer layers than a page has places, the empty places are copied too, so
+    that a page stays one run of bytes.
     """
     windows = [table.group.window if table.group.kind == "window" else 0 for table in tables.tables]
     groups = tuple(msgspec.structs.replace(layout.groups[0], window=window) for window in windows)

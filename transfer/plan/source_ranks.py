@@ -67,7 +67,7 @@ def _with_boxes(layout: ShardLayout, boxes: list[list[Box]]) -> ShardLayout:
 
 
 class _Grid:
-    """The elements of one kind of one group, divided into cells: every box of every shard ends at a cell's edge."""
+    """The elements of one kind of one group, in cells. Every box of every shard begins and ends at a cell's edge."""
 
     def __init__(self, where: str, kind: str, local: Group, remotes: Sequence[Group]) -> None:
         held = [[box for box in group.boxes if box.kind == kind] for group in (local, *remotes)]

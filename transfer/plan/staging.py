@@ -62,7 +62,7 @@ class _Segment(NamedTuple):
 
 
 class _StridedCopy(NamedTuple):
-    """A pair of boxes, or a slice of one, whose remote side lies in one segment. Offsets are for page 0."""
+    """A pair of boxes, or a slice of such a pair, whose remote side lies in one segment. Offsets are for page 0."""
 
     stack: Stack
     inner: tuple[Axis, ...]

@@ -231,7 +231,7 @@ def check_opening(key: str, engine: RemoteEngine, lease: LeaseRef, timeout_s: fl
 
 
 def how_ended(lease: LeaseRef) -> str:
-    """Describes how a lease may have ended whose lease word no longer holds the lease's id.
+    """Describes how a lease may have ended, if its lease word no longer holds its id.
 
     Only the source's log has the real reason.
     """

@@ -388,8 +388,8 @@ class RankTransfer:
         agent = remote.agent
         remote.unload()
         if agent.is_open and self._readers is not None:
-            # The verifier's words were registered with this agent, and are freed with the verifier. The agent must then
-            # not be used again.
+            # The verifier's words were registered with this agent, and are freed with the verifier. Such an agent is
+            # therefore destroyed instead of being reused.
             self._readers.give_back(agent, reuse=remote.verifier is None)
 
     @property
@@ -400,7 +400,7 @@ class RankTransfer:
     def close(self, drain_s: float = 1.0) -> None:
         """Ends every pull, and destroys the agents: no byte moves afterwards. Safe to call twice.
 
-        The owner must end the leases before. In a forked child this call does nothing.
+        The owner must end the leases before this call. In a forked child, the call does nothing.
 
         Args:
             drain_s: seconds to wait for copies in flight before their agents are destroyed.

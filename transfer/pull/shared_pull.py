@@ -105,8 +105,8 @@ class _SourcePart:
         since: when this run began.
         runs: number of runs that were begun.
         num_bytes: bytes of the runs that have passed.
-        declined: the `version` of the pull when this part last found nothing to read for it. It is asked again only
-            after the version has changed.
+        declined: the `version` of the pull when this part last declined to read. The part is asked again only after
+            the version has changed.
         error: why the part failed; empty if it has not.
     """
 

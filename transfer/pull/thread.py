@@ -112,13 +112,13 @@ class TransferThread:
         self.is_closed = False
         self.pull_seconds = 0.0
         self._ring = ring
-        self._woken = 0.0  # when the first of the latest commands arrived
+        self._woken = 0.0  # when a command last woke this thread
         self._used = time.perf_counter()  # when there was last a lease or a pull
         self._leased = self._used  # when there was last a lease
         self._awaited = 0, -math.inf  # `ReplicaTransfer.reads_awaited`, and when it last grew
-        self._is_resting = False  # whether there was no lease or pull for a while
+        self._is_resting = False  # whether there was no lease or pull for `LINGER_S`
         self._busy, self._since = False, 0.0  # whether anything is under way, and since when
-        self._early = False  # whether events of commands were delivered before this round's poll, which is still due
+        self._early = False  # whether the last round only delivered events of commands, so that a poll is still due
         self.replica = replica
         self._turn = free_in_forks(threading.Lock())  # the thread that holds this may use the replica
         self._commands: deque[Callable[[], object]] = deque()
