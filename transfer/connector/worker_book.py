@@ -25,12 +25,13 @@ class OpenLoad:
     request_id: str
     key: str  # key of the load's pull; no other load has the same key
     pages: list[list[int]]  # for each group, the pages that the load writes to
-    # For each group, a pair: the first token of the group's blocks that this engine lacks, and the first token to be
+    # For each group, a pair: the first token in the group's blocks that this engine lacks, and the first token to be
     # read.
     begins: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     blocks: set[int] = field(default_factory=set[int])  # the blocks of all groups
     closed: bool = False  # whether the load has its blocks; before that, only the source's lease is renewed
-    silent: bool = True  # True if no page has to be read: the load then only tells the source so, and reports no event
+    # True if no page has to be read: the load only tells the source that it is done, and reports no event
+    silent: bool = True
     cancelled: bool = False  # whether the scheduler has cancelled the load
     error: str = ""
 
@@ -196,7 +197,7 @@ def _begins(group: GroupConfig, read: BlocksOfGroup, first: int, stop: int) -> t
 def _unwritten(load: OpenLoad, begins: Sequence[int]) -> dict[int, int]:
     """Returns the first token that the load wrote, by group.
 
-    A group is included only if its blocks also have earlier tokens that this engine lacks.
+    A group is included only if its blocks also cover earlier tokens that this engine lacks.
     """
     return {
         group: max(asked, read)
