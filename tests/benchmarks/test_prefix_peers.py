@@ -48,7 +48,7 @@ def test_ways_that_differ_by_less_than_their_noise_count_apart_and_their_regret_
     assert row["regret_total_ms"] == 2 * 2.0 + 0.5 + 20.0
 
 
-def test_a_choice_is_right_if_no_way_can_be_told_to_be_quicker_and_one_can_be_told_to_be_slower() -> None:
+def test_a_choice_is_right_if_no_way_is_clearly_quicker_and_one_is_clearly_slower() -> None:
     ways = {"pulled": Way(11.0, 1.0), "split": Way(10.0, 1.0), "computed": Way(30.0, 1.0)}
     row = shares([Judged(["pulled", "split", "computed"], ways)])
     assert (row["right"], row["apart"], row["right_apart"], row["right_clear"]) == (0.333, 3, 0.667, 0.667)

@@ -108,7 +108,7 @@ def test_vllm_is_run_as_shipped_and_with_our_settings() -> None:
     }
 
 
-def test_the_sources_processor_time_counts_for_ours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sources_processor_time_counts_only_for_our_program(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter(range(0, 10**9, 5000))
     source: Any = SimpleNamespace(cpu_ns=lambda: next(ticks))
     monkeypatch.setattr(rates.time, "process_time_ns", lambda: 0)

@@ -85,7 +85,7 @@ def test_a_fetch_over_a_link_runs_in_turn_with_a_bare_socket() -> None:
     )
 
 
-def test_a_link_that_cannot_be_made_is_said_in_one_line(
+def test_a_link_that_cannot_be_made_is_reported_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(hosts, "why_not", lambda: "there is no program 'ip'")

@@ -78,7 +78,9 @@ def test_a_router_whose_link_was_cut_learns_the_missed_events(
     record_property("seen", {name: after[name] - before[name] for name in after})
 
 
-def test_a_host_that_lost_power_and_came_back_is_known_anew(tmp_path: Path, record_property: Record) -> None:
+def test_the_events_of_a_host_that_lost_power_and_came_back_are_followed_again(
+    tmp_path: Path, record_property: Record
+) -> None:
     """A half-open connection brings no message. A router therefore reconnects after three seconds without a message."""
     with publisher_and_follower(tmp_path) as (pair, restarted):
         pair.source("compute", 20)

@@ -62,7 +62,7 @@ def test_pages_arrive_over_a_link_with_a_long_delay(
 
 
 @pytest.mark.parametrize("share", [0.01, pytest.param(0.05, marks=pytest.mark.long)])
-def test_a_link_that_loses_frames_costs_time_alone(
+def test_a_link_that_loses_frames_costs_only_time(
     far_pair: Pair, share: float, record_property: Callable[[str, object], None]
 ) -> None:
     relay = cable(far_pair.source_host)
@@ -78,7 +78,7 @@ def test_a_link_that_loses_frames_costs_time_alone(
 
 
 @pytest.mark.parametrize("pause_s", PAUSES_S)
-def test_a_link_that_stands_still_for_a_while_costs_time_alone(
+def test_a_link_that_pauses_costs_only_time(
     far_pair: Pair, pause_s: float, record_property: Callable[[str, object], None]
 ) -> None:
     relay = cable(far_pair.source_host)

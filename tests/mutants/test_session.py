@@ -92,7 +92,7 @@ def session(sessions: Callable[[], Session]) -> Session:
     return sessions()
 
 
-def test_a_function_is_changed_where_it_is_loaded_and_the_quickest_test_notices(session: Session) -> None:
+def test_a_loaded_function_is_changed_in_place_and_the_quickest_test_notices(session: Session) -> None:
     run = session.run(FILE, "limited", SOURCE, SOURCE.replace("min(count, MOST)", "0"))
     assert (run.outcome, run.by) == ("failed", f"{TEST}::test_few")
 
@@ -128,7 +128,7 @@ def test_a_test_that_fails_without_a_change_notices_nothing(session: Session) ->
     assert not set(session.failed) & set(session.tests_of(FILE, "limited"))
 
 
-def test_a_constant_is_changed_in_a_process_that_loads_everything_anew(session: Session) -> None:
+def test_a_constant_is_changed_in_a_new_process(session: Session) -> None:
     changed = SOURCE.replace("MOST = 3", "MOST = 1")
     assert session.run(FILE, "MOST", SOURCE, changed).outcome == "cold"
     session.close()

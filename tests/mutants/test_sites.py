@@ -46,7 +46,7 @@ def test_the_text_of_an_error_stays_and_the_error_may_be_dropped() -> None:
     }
 
 
-def test_an_error_that_alone_depends_on_a_condition_is_dropped_once() -> None:
+def test_an_error_that_is_the_only_statement_under_a_condition_is_dropped_once() -> None:
     found = of("def f():\n    if a:\n        raise E\n")
     assert [(one.operator, one.new) for one in found] == [
         ("condition", "False"),

@@ -269,7 +269,7 @@ def test_a_reader_that_goes_away_is_no_traceback(tmp_path: Path) -> None:
         assert process.wait(60) in (1, 141)
 
 
-def test_a_port_that_is_taken_is_said_before_anything_heavy_is_imported() -> None:
+def test_a_port_that_is_taken_is_reported_before_anything_heavy_is_imported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         program = (

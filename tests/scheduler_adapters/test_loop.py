@@ -135,7 +135,7 @@ def test_a_prompt_that_can_never_fit_is_refused_by_name_and_the_others_run(
     assert_nothing_held(loop.manager)
 
 
-def test_a_request_past_the_sequence_limit_fails_alone(model: Any, expected: list[list[int]]) -> None:
+def test_only_the_request_past_the_sequence_limit_fails(model: Any, expected: list[list[int]]) -> None:
     loop = new_loop(model, pages=600)  # room for 9,600 tokens, sequences of at most 4,096
     outputs = serve(loop, [Request("long", [1] * 4200, 2), Request("short", PROMPTS[1], NEW)])
     assert [(o.token, o.finished) for o in outputs["long"]] == [(None, "error")]
@@ -219,7 +219,7 @@ def test_an_end_token_ends_the_request_with_that_token(model: Any, expected: lis
     assert_nothing_held(loop.manager)
 
 
-def test_an_adopted_request_goes_on_where_another_manager_stopped(model: Any, expected: list[list[int]]) -> None:
+def test_an_adopted_request_continues_where_another_manager_stopped(model: Any, expected: list[list[int]]) -> None:
     source, target = new_loop(model), new_loop(model)
     request = Request("r", PROMPTS[0], NEW)
     serve(source, [Request("r", PROMPTS[0], 1, hold_pages=True)])

@@ -163,7 +163,7 @@ def test_a_late_token_of_an_aborted_request_does_not_go_to_the_next_request_of_i
     assert_nothing_held(loop.manager)
 
 
-def test_a_model_that_fails_ends_its_requests_and_the_loop_goes_on(
+def test_a_model_that_fails_ends_its_requests_and_the_loop_continues(
     new_loop: Callable[..., Loop], expected: list[list[int]]
 ) -> None:
     loop = new_loop(page_size=4)

@@ -13,7 +13,7 @@ from transfer.pull.remote import RemoteEngine
 from transfer.wire.messages import open_rank, sealed_rank
 
 
-def test_nothing_that_comes_in_ends_or_fills_a_process():
+def test_no_incoming_bytes_end_a_process_or_fill_its_memory():
     said: list[str] = []
     assert fuzz.run(6000, random.randrange(1 << 32), said.append) == []
     assert any(line.startswith("sealed metadata") and "'refused'" in line and "'taken'" in line for line in said), said

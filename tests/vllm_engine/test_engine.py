@@ -56,7 +56,7 @@ SIDES = {
 
 @pytest.mark.parametrize(("left", "right"), SIDES.values(), ids=SIDES)
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 97, 103, 112, 113])
-def test_decode_parks_pulls_and_goes_on_and_both_sides_release(
+def test_decode_waits_pulls_and_continues_and_both_sides_release_their_blocks(
     make: Make, left: dict[str, Any], right: dict[str, Any], length: int
 ) -> None:
     prefill, decode = make("kv_producer", Shape(**left)), make("kv_consumer", Shape(**right))
@@ -159,7 +159,7 @@ def test_an_abort_of_prefill_while_it_computes_frees_its_blocks(make: Make, step
     assert_empty(prefill)
 
 
-def test_pages_that_nobody_reads_return_when_their_lease_is_over(make: Make) -> None:
+def test_unread_pages_return_when_their_lease_is_over(make: Make) -> None:
     shape = Shape(extra={"host": "127.0.0.1", "port": 0, "kv_lease_duration": 0.4})
     prefill, decode = make("kv_producer", shape), make("kv_consumer")
     params = prefilled(prefill, "p", PROMPT)

@@ -114,7 +114,7 @@ def made(
     return request
 
 
-def test_a_lease_that_has_ended_is_read_by_nobody_though_its_blocks_are_there(make: Make) -> None:
+def test_a_lease_that_has_ended_cannot_be_read_although_its_blocks_are_still_there(make: Make) -> None:
     prefill, decode = make("kv_producer"), make("kv_consumer")
     params = prefilled(prefill, "p", PROMPT)
     served([prefill, decode], "first", PROMPT, 2, params)

@@ -134,7 +134,7 @@ def test_a_host_that_means_every_address_in_another_spelling_is_refused(host: st
         ("PORT", "many", "VLLM_NIXL_SIDE_CHANNEL_PORT is 'many': a whole number from 0 to 65535 is expected"),
     ],
 )
-def test_vllms_settings_are_checked_where_they_are_used(
+def test_vllms_settings_are_checked_only_in_the_role_that_uses_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str, name: str, value: str, message: str
 ) -> None:
     config, _ = configs(tmp_path, {}, role)
@@ -182,7 +182,7 @@ def test_options_are_checked_before_memory_is_measured(tmp_path: Path) -> None:
         get_kv_connector_cache_layout(config)
 
 
-def test_options_are_vllms_own_where_none_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_that_are_not_given_come_from_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "10.0.0.1")
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "7000")
     config, _ = configs(tmp_path, {})

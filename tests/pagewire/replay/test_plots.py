@@ -40,7 +40,7 @@ def test_both_pictures_are_drawn(tmp_path: Path) -> None:
     assert write_plots("mine", TRACE, 1, tmp_path / "none", noted.append, (2,), (1,)) == []
 
 
-def test_the_command_draws_where_it_is_told_to(
+def test_the_command_draws_into_the_given_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, asked = tmp_path / "mine.jsonl", list[tuple[object, ...]]()

@@ -8,7 +8,7 @@ from scheduler_adapters.errors import ReplayError
 TRACE = [[1, 2, 3, 4], [1, 9], [1, 2, 5, 6], [1, 2, 3, 4, 7], [8], [8]]
 
 
-def test_a_session_continues_where_half_of_its_blocks_come_again() -> None:
+def test_a_session_continues_if_a_later_prompt_has_half_of_its_blocks() -> None:
     # The second prompt shares half of its blocks with later prompts: a system prompt. The third prompt continues from
     # half of the first one.
     assert continues(TRACE) == [True, True, True, False, True, False]

@@ -85,7 +85,7 @@ def test_many_at_once_are_served_by_all(served: Served, tiny_model: Any) -> None
     assert all(stats[name]["pages_pulled"] for name in ("d1", "d2"))
 
 
-def test_a_request_that_ignores_the_end_goes_on_to_its_length(served: Served, tiny_model: Any) -> None:
+def test_with_ignore_eos_a_request_runs_to_its_length(served: Served, tiny_model: Any) -> None:
     prompt = "20 of those"
     ended = expected(tiny_model, prompt, 24)
     assert ended[-1] == EOS
@@ -114,7 +114,7 @@ def test_errors_have_openais_form(served: Served) -> None:
         client.chat.completions.create(model="pagewire", messages=[{"role": "user", "content": "x"}])
 
 
-def test_a_request_names_who_has_its_pages(served: Served, tiny_model: Any) -> None:
+def test_a_request_may_name_the_processes_that_have_its_pages(served: Served, tiny_model: Any) -> None:
     """A router sends the next turn of a conversation to processes that have none of its pages. The request itself names
     the processes that have them.
     """
@@ -200,7 +200,7 @@ def test_processes_that_die_or_drain_cost_no_request(tmp_path: Path, tiny_model:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_figures_are_written_by_the_front_alone(role: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_the_front_writes_the_figures(role: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "figures.json"
     assert main(["serve", role, "--front", "tcp://127.0.0.1:1", "--json", str(path)]) == 2
     assert capsys.readouterr().err == (

@@ -166,7 +166,7 @@ def test_panels_show_requests_transfers_the_tree_evictions_rates_and_processes(
     drive(app, play)
 
 
-def test_a_filter_lights_the_pages_of_a_request_or_a_tenant_alone(
+def test_a_filter_highlights_only_the_pages_of_a_request_or_a_tenant(
     watched: tuple[PagedKVCacheManager, ManagerWatch],
 ) -> None:
     app = live(watched[1])
@@ -423,7 +423,7 @@ time.sleep(600)
 """
 
 
-def test_a_browsers_program_ends_with_its_server_even_where_that_was_killed() -> None:
+def test_the_program_of_a_browser_ends_with_its_server_even_if_the_server_is_killed() -> None:
     with closing(busy_manager()) as manager, closing(ManagerWatch(manager)) as watch:
         child = subprocess.Popen(
             [*PROGRAM, watch.address],

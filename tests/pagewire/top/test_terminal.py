@@ -203,7 +203,7 @@ def test_without_a_terminal_one_look_is_printed(address: str) -> None:
 
 
 @pytest.mark.parametrize("others", [False, True], ids=["alone", "beside one that answers"])
-def test_without_a_terminal_an_address_where_nobody_answers_is_an_error(
+def test_without_a_terminal_an_address_without_an_answer_is_an_error(
     others: bool, address: str, start: Callable[..., Top]
 ) -> None:
     read, write = os.pipe()

@@ -163,7 +163,7 @@ def tokens_of(news: list[msg.Tokens]) -> list[int]:
 
 
 @pytest.mark.parametrize("how", ["dies", "stops", "is started anew", "has failed"])
-def test_another_decode_process_goes_on_after_the_tokens_that_the_client_has(
+def test_another_decode_process_continues_after_the_tokens_that_the_client_has(
     played: Callable[..., None], how: str
 ) -> None:
     async def story(all_of: Fronted) -> None:
@@ -256,7 +256,7 @@ def test_a_request_whose_client_is_gone_is_aborted(played: Callable[..., None]) 
     played(story)
 
 
-def test_each_process_is_told_which_prefill_processes_take_prompts(played: Callable[..., None]) -> None:
+def test_each_process_learns_which_prefill_processes_accept_prompts(played: Callable[..., None]) -> None:
     async def story(all_of: Fronted) -> None:
         (decode,) = all_of.join("d1")
         first, second = all_of.join("p1", "p2")

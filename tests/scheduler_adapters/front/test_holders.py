@@ -129,7 +129,7 @@ def test_a_process_with_more_of_a_prompt_than_the_chosen_one_is_named_as_a_sourc
     )
 
 
-def test_a_process_that_goes_is_forgotten_and_one_that_is_back_is_followed_anew(
+def test_a_process_that_leaves_is_forgotten_and_is_followed_again_when_it_returns(
     managers: dict[str, PagedKVCacheManager], holders: PageHolders
 ) -> None:
     compute(managers["d1"], PROMPT)
@@ -197,7 +197,7 @@ def test_windows_that_go_take_no_page_of_full_layers_along() -> None:
 
 
 @pytest.mark.slow
-def test_a_next_turn_at_other_processes_finds_the_answer_where_it_was_generated(
+def test_the_next_turn_at_other_processes_finds_the_answer_at_the_process_that_generated_it(
     tmp_path: Path, tiny_model: Any
 ) -> None:
     """The request names no source. The front knows which pages d1 has filled, and names d1 as a source itself."""

@@ -119,7 +119,7 @@ def test_a_process_that_goes_takes_its_reservations_with_it_and_costs_no_request
     asyncio.run(run())
 
 
-def test_a_process_that_was_started_anew_is_followed_where_it_is_now(managers: dict[str, PagedKVCacheManager]) -> None:
+def test_a_restarted_process_is_followed_at_its_new_endpoints(managers: dict[str, PagedKVCacheManager]) -> None:
     """The end of the first process was not noticed. The new process has the same name and other endpoints."""
 
     async def run() -> None:

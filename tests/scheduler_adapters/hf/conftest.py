@@ -23,9 +23,9 @@ FORMS = {
 EACH_MODEL_AT_HOME = {"test_tokens_are_the_models_own"}
 ONE_FORM_AT_HOME = {
     "test_a_host_tier_finds_what_a_device_with_room_for_all_does",
-    "test_another_machine_goes_on_from_a_store",
+    "test_another_machine_continues_from_an_object_store",
     "test_conversations_that_the_device_has_no_room_for_come_back_from_the_host",
-    "test_tokens_equal_when_requests_of_both_give_way",
+    "test_tokens_equal_when_requests_of_both_replicas_are_preempted",
 }
 """In `make test` these tests run with one form of cache, and in CI also with the others. Another test already brings
 each form back from files through host memory, so the other forms show little more here.

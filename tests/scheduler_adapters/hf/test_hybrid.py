@@ -102,7 +102,7 @@ def test_pages_and_states_that_held_anything_before_change_nothing(model: Any, e
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_a_request_goes_on_from_pages_and_a_state_page_that_were_copied(
+def test_a_request_continues_from_copied_pages_and_a_copied_state_page(
     model: Any, expected: list[list[int]], shards: int
 ) -> None:
     source, target = hybrid_loop(model, shards=shards), hybrid_loop(model, shards=shards)
@@ -245,7 +245,7 @@ def test_tables_that_do_not_fit_are_refused_and_nothing_is_taken(model: Any) -> 
     assert states_of(target).tokens_of("r0") == 0
 
 
-def test_a_fork_goes_on_with_a_copy_of_the_state(model: Any, expected: list[list[int]]) -> None:
+def test_a_fork_continues_with_a_copy_of_the_state(model: Any, expected: list[list[int]]) -> None:
     manager = hybrid_manager(model, rows=2)
     runner = HFRunner(model, manager.states)
     parent = TextContext(PROMPTS[0], 4096, "parent")

@@ -48,7 +48,7 @@ def full(tokens: int) -> int:
     return tokens - tokens % PAGE
 
 
-def test_a_request_that_gave_way_goes_on_from_its_newest_state(model: Any) -> None:
+def test_a_preempted_request_continues_from_its_newest_state(model: Any) -> None:
     loop = cached_loop(model)
     loop.add(Request("r", PROMPTS[0], NEW))
     outputs = [output for _ in range(NEW // 2) for output in loop.step()]

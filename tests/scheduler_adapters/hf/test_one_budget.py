@@ -133,7 +133,7 @@ def claim_all(manager: Any) -> None:
         manager.release(name)
 
 
-def test_a_fork_goes_on_in_a_slab_of_its_own(model: Any) -> None:
+def test_a_fork_continues_in_a_slab_of_its_own(model: Any) -> None:
     expected = own_tokens(model, PROMPTS[0], NEW)
     manager = one_budget(model, 3, 24)
     runner = HFRunner(model, manager.states)
@@ -185,7 +185,9 @@ def test_a_fork_that_is_refused_evicts_nothing(model: Any) -> None:
 
 
 @pytest.mark.parametrize("evicted", [False, True])
-def test_a_cancelled_import_goes_on_from_what_it_found_or_what_it_saved(model: Any, *, evicted: bool) -> None:
+def test_a_request_continues_after_a_cancelled_import_from_its_cached_or_saved_state(
+    model: Any, *, evicted: bool
+) -> None:
     expected = own_tokens(model, PROMPTS[0], NEW)
     source, target = (one_budget(model, 4, 24) for _ in range(2))
     giver, taker = loop_of(source, model), loop_of(target, model)

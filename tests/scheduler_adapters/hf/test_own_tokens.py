@@ -135,11 +135,9 @@ def full(tokens: int) -> int:
 
 
 @of_each_model((64, 1), (7, 2))
-def test_tokens_equal_and_prefixes_are_found_where_they_pay(form: str, model: Any, budget: int, shards: int) -> None:
+def test_tokens_equal_and_prefixes_are_found(form: str, model: Any, budget: int, shards: int) -> None:
     """No state was kept at the place where the second request diverges from the first. The third request finds a state
     there.
-
-    The third request finds one there.
     """
     expected = [own_tokens(model, prompt, NEW) for prompt in PROMPTS]
     turn = [*PROMPTS[0], *expected[0], 1, 2, 3]
@@ -160,7 +158,7 @@ def test_tokens_equal_and_prefixes_are_found_where_they_pay(form: str, model: An
 
 @pytest.mark.each_value
 @of_forms(caching=[True, False])
-def test_tokens_equal_when_requests_give_way(form: str, model: Any, caching: bool) -> None:
+def test_tokens_equal_when_requests_are_preempted(form: str, model: Any, caching: bool) -> None:
     manager = manager_of(model, form, *FORMS[form].few, copies=4, enable_prefix_caching=caching)
     loop = loop_of(manager, model, 16)
     expected = [own_tokens(model, prompt, NEW) for prompt in OTHERS]

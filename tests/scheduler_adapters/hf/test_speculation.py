@@ -48,7 +48,7 @@ def test_tokens_are_the_models_own_whatever_is_guessed(
     assert_nothing_held(engine.manager)
 
 
-def test_tokens_are_the_models_own_where_requests_give_way_in_the_middle(each_model: Any) -> None:
+def test_tokens_are_the_models_own_if_requests_are_preempted_while_they_guess(each_model: Any) -> None:
     engine = Engine(each_model, 0.6, budget=16, pages=24, copies=4)
     prompts = [[at, *prompt] for at, prompt in enumerate(PROMPTS)]
     answers = engine.knows(prompts)
@@ -95,7 +95,7 @@ def test_right_guesses_save_steps_and_copies_are_made_of_the_pages_they_fill(mod
     assert engine.manager.metrics.cache_tokens - before == (len(answer) - 1) // PAGE * PAGE
 
 
-def test_without_a_second_page_a_request_goes_on_without_guesses(model: Any) -> None:
+def test_without_a_second_page_a_request_continues_without_guesses(model: Any) -> None:
     engine = Engine(model, 0.7, rows=3, copies=0)
     answers = engine.knows(PROMPTS)
     assert_equal(model, answers, engine.serve(PROMPTS))

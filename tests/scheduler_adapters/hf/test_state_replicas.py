@@ -73,7 +73,7 @@ def test_tokens_equal_on_both_replicas_with_separate_hits(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_tokens_equal_when_requests_of_both_give_way(model: Any, way: str) -> None:
+def test_tokens_equal_when_requests_of_both_replicas_are_preempted(model: Any, way: str) -> None:
     prompts = [[at, *prompt] for at, prompt in enumerate(PROMPTS * 2)]
     # enough for two prompts on each replica
     manager = two_replicas(model, way, 17 * PAGE, states=2 if way == "shared" else 13)
@@ -153,7 +153,7 @@ def test_pages_of_one_replica_are_copied_to_the_other_with_their_state(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_states_that_give_way_are_counted_on_their_replica(model: Any, way: str) -> None:
+def test_evicted_states_are_counted_on_their_replica(model: Any, way: str) -> None:
     manager = two_replicas(model, way, 17 * PAGE, states=2 if way == "shared" else 13)
     runner = HFRunner(model, manager.states)
     for number in range(14):

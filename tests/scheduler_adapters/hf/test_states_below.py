@@ -65,7 +65,7 @@ def test_conversations_that_the_device_has_no_room_for_come_back_from_the_host(
 
 
 @pytest.mark.parametrize("slabs", [True, False])
-def test_another_process_goes_on_from_files(each_model: Any, slabs: bool, tmp_path: Path) -> None:
+def test_another_process_continues_from_files(each_model: Any, slabs: bool, tmp_path: Path) -> None:
     """A manager with one form of memory finds the pages and states that a manager with the other form has written."""
     first = below(each_model, slabs=slabs, folder=tmp_path)
     asked = list(turns_of(each_model, PROMPTS, 2, NEW))
@@ -85,7 +85,7 @@ def test_another_process_goes_on_from_files(each_model: Any, slabs: bool, tmp_pa
 
 
 @pytest.mark.parametrize("slabs", [True, False])
-def test_another_machine_goes_on_from_a_store(each_model: Any, slabs: bool) -> None:
+def test_another_machine_continues_from_an_object_store(each_model: Any, slabs: bool) -> None:
     """This also works if the hit ends within an object of pages. Damaged objects are no hits."""
     store = StoredObjects()
     over = {"object_tier_io": store, "file_tier_key": "a model", "object_tier_pages": 4}
@@ -117,7 +117,7 @@ def test_another_machine_goes_on_from_a_store(each_model: Any, slabs: bool) -> N
     assert store.open == 0
 
 
-def test_a_reservation_that_nobody_announced_waits_for_what_files_have(model: Any, tmp_path: Path) -> None:
+def test_a_reservation_without_an_announcement_waits_for_the_pages_in_files(model: Any, tmp_path: Path) -> None:
     first = below(model, folder=tmp_path)
     serve(loop_of(first, model), [Request("first", PROMPTS[1], NEW)])
     first.close()
@@ -279,7 +279,7 @@ def test_copies_that_pass_are_kept_below_once_they_stay(model: Any) -> None:
     assert_nothing_held(manager)
 
 
-def test_a_request_that_gave_way_goes_on_from_a_state_below(model: Any) -> None:
+def test_a_preempted_request_continues_from_a_state_in_a_lower_tier(model: Any) -> None:
     manager = below(model)
     loop = loop_of(manager, model)
     loop.add(Request("r", PROMPTS[1], 2 * NEW))

@@ -20,7 +20,7 @@ def test_a_small_vocabulary_still_gives_valid_tokens() -> None:
     assert ByteTokenizer(100).encode("") == [0]
 
 
-def test_the_seed_decides_the_weights_and_the_global_generator_is_left_alone() -> None:
+def test_the_seed_decides_the_weights_and_the_global_generator_is_unchanged() -> None:
     torch.manual_seed(3)
     before = torch.random.get_rng_state()
     a, b, other = tiny_llama(1), tiny_llama(1), tiny_llama(2)

@@ -58,7 +58,7 @@ OFFER = msg.PagesOffer(
 @pytest.mark.parametrize(
     ("attempt", "mine", "known"), [(1, True, True), (2, False, True), (2, True, False), (2, True, True)]
 )
-def test_an_offer_that_nobody_waits_for_is_cancelled_at_its_source(
+def test_an_unwanted_offer_is_cancelled_at_its_source(
     phase: str, attempt: int, mine: bool, known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cases: an offer of an earlier attempt, an offer of a process that was not asked, an offer for a request that is

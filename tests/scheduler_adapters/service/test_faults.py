@@ -436,7 +436,7 @@ class Stranger:
         return msg.decode(self.socket.recv())
 
 
-def test_rubbish_is_counted_and_answered_and_harms_nobody(
+def test_rubbish_is_counted_and_answered_and_does_no_harm(
     start: Callable[..., Service], expected: dict[str, list[int]]
 ) -> None:
     service = start()
@@ -469,7 +469,7 @@ def say_rubbish(service: Service, stranger: Stranger) -> None:
     service.until(lambda: not service.prefill.open_requests, "the end of what was asked for")
 
 
-def test_rubbish_from_prefill_is_counted_and_answered_and_harms_nobody(
+def test_rubbish_from_prefill_is_counted_and_answered_and_does_no_harm(
     start: Callable[..., Service], expected: dict[str, list[int]]
 ) -> None:
     service = start()
@@ -495,7 +495,7 @@ def test_the_same_id_may_come_again_while_its_first_pull_still_ends(
     assert_serves_on(service, expected)
 
 
-def test_a_token_that_the_model_does_not_know_fails_its_request_alone(
+def test_a_token_that_the_model_does_not_know_fails_only_its_request(
     start: Callable[..., Service], expected: dict[str, list[int]]
 ) -> None:
     service = start()

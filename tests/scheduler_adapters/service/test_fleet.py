@@ -61,7 +61,7 @@ def test_two_processes_serve_a_prompt_and_end_in_order(tiny_model: object) -> No
     assert_gone_soon(pids)
 
 
-def test_processes_that_nobody_asks_sleep() -> None:
+def test_idle_processes_sleep() -> None:
     """A loop that checks for work every millisecond would use a tenth of a core."""
     with forked.fleets(), Fleet(CONFIGS) as fleet:
         for name in ("first", "second"):  # both processes are asleep when the second request comes
@@ -130,7 +130,7 @@ def fill(fleet: Fleet) -> int:
     raise AssertionError("it takes whatever it is asked")
 
 
-def test_answers_that_nobody_has_read_do_not_keep_the_processes_from_ending() -> None:
+def test_unread_answers_do_not_keep_the_processes_from_ending() -> None:
     with forked.fleets(), Fleet(CONFIGS, send_timeout_s=0.5) as fleet:
         assert fill(fleet) > 1000
         fleet._send_timeout_s = 10.0  # a busy machine takes some time to read the messages

@@ -46,7 +46,7 @@ def flood(service: Service, socket: zmq.Socket[bytes], first: int, count: int) -
 
 
 @pytest.mark.slow
-def test_requests_are_served_while_readers_who_ask_keep_all_that_they_can_get(model: Any, tmp_path: Path) -> None:
+def test_requests_are_served_while_readers_keep_all_the_pages_that_they_can_get(model: Any, tmp_path: Path) -> None:
     service = Service(model, tmp_path, Side(pages=20_000, page_size=1), Side(pages=500, page_size=1))
     lending = service.exchanges["p0"].lending
     expected = {"before": PROMPT, "during": OTHER, "after": PROMPT[:-3]}

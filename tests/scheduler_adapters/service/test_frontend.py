@@ -101,7 +101,7 @@ def test_requests_of_a_deaf_front_fail_and_their_pages_come_back(
     service.close()
 
 
-def test_a_request_beyond_those_that_may_be_on_their_way_is_refused_alone(model: Any, tmp_path: Path) -> None:
+def test_only_a_request_beyond_the_limit_of_open_requests_is_refused(model: Any, tmp_path: Path) -> None:
     service = Service(model, tmp_path, Side(), Side(pages=20), max_open=3)
     prompts = [[number, *PROMPT] for number in range(7)]
     service.submit(prompts, 6)

@@ -49,7 +49,7 @@ def start(model: Any, tmp_path: Path) -> Iterator[Callable[..., Service]]:
     ("prefill", "decode", "chunkwise"),
     [({"tp": 2}, {}, False), ({"budget": 24, "page_size": 16, "pages": 50}, {"tp": 2}, True)],
 )
-def test_tokens_are_the_models_own_and_windows_alone_are_pulled(
+def test_tokens_are_the_models_own_and_only_windows_are_pulled(
     start: Callable[..., Service],
     expected: list[list[int]],
     prefill: dict[str, Any],
@@ -120,9 +120,7 @@ def test_with_only_windows_or_chunks_decode_pulls_the_pages_that_the_next_token_
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("model", [*GROUPED, "lfm3"], indirect=True)
-def test_a_decode_process_whose_requests_give_way_computes_them_itself(
-    start: Callable[..., Service], model: Any
-) -> None:
+def test_a_decode_process_computes_its_preempted_requests_itself(start: Callable[..., Service], model: Any) -> None:
     prompts = [[at, *prompt] for at, prompt in enumerate(PROMPTS)]
     # 72 tokens are enough for all requests to run at the same time, however quick they are
     wanted = [own_tokens(model, prompt, 72) for prompt in prompts]
@@ -132,7 +130,7 @@ def test_a_decode_process_whose_requests_give_way_computes_them_itself(
     service.assert_nothing_held()
 
 
-def test_a_request_that_does_not_fit_into_several_tables_fails_alone(
+def test_a_request_that_does_not_fit_into_several_tables_fails_without_affecting_others(
     start: Callable[..., Service], expected: Any
 ) -> None:
     service = start({}, {"pages": 16})  # 64 pages of one layer

@@ -179,7 +179,7 @@ def test_the_last_token_waits_for_an_offer_that_arrives_late(
     assert service.decode.counts["retries"] == 0
 
 
-def test_a_reader_that_is_gone_as_its_prompt_ends_costs_nobody_a_page(
+def test_no_page_is_lost_if_a_reader_disappears_as_its_prompt_ends(
     service: Service, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pulling(service)

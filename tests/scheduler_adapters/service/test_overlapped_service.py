@@ -191,7 +191,7 @@ def test_closing_a_loop_ends_its_step(start: Callable[..., Service]) -> None:
     service.assert_nothing_held()
 
 
-def test_a_process_plans_ahead_if_it_is_told_to() -> None:
+def test_a_process_plans_ahead_only_with_the_option() -> None:
     for overlap in (False, True):
         loop, _ = build_loop(server_config(overlap=overlap))
         assert isinstance(loop, OverlappedLoop) == overlap

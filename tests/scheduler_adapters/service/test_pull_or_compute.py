@@ -116,7 +116,7 @@ def measured(took: dict[int, float], *, rounds: int = 1) -> TimeByTokens:
     return made
 
 
-def test_nothing_is_known_before_anything_was_measured() -> None:
+def test_before_any_measurement_there_is_no_estimate() -> None:
     assert times().seconds(100) is None
     assert PullOrCompute().pays(0, 100, 1)
 
@@ -180,7 +180,7 @@ def test_a_change_at_one_length_applies_to_all_and_a_quick_time_is_believed_at_o
     assert (known.seconds(1000) or 1) < 0.03
 
 
-def test_a_length_that_changes_alone_is_learned() -> None:
+def test_a_change_that_concerns_only_one_length_is_learned() -> None:
     known = measured({100: 0.01, 1000: 0.02, 3000: 0.05}, rounds=5)
     for _ in range(12):
         for tokens, seconds in ((100, 0.01), (1000, 0.03), (3000, 0.07)):

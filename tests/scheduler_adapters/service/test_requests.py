@@ -81,7 +81,7 @@ def test_prefill_never_moves_back_and_decode_only_to_wait_before_its_first_token
     assert {phase for phase, moves in DECODE_MOVES.items() if "waiting" in moves} == {"asked", "offered", "pulling"}
 
 
-def test_a_request_that_asks_again_hashes_no_page_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_asks_again_hashes_no_page_a_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = list(range(70))
     request = DecodeRequest("r", 1, "waiting", 1.0, spec=Request("r", prompt, 20, cache_salt="s"))
     hashed = list[int]()

@@ -29,7 +29,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_folder_is_its_owner_s_alone_and_goes_with_the_run(root: Path) -> None:
+def test_a_run_folder_is_private_and_is_removed_at_the_end_of_the_run(root: Path) -> None:
     folder = RunFolder()
     assert folder.path.parent == root
     assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700

@@ -142,7 +142,9 @@ def schedule(
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_delivery_alone_costs_no_request_and_no_token(schedule: Callable[[int], Schedule], seed: int) -> None:
+def test_late_and_repeated_messages_cost_no_request_and_no_token(
+    schedule: Callable[[int], Schedule], seed: int
+) -> None:
     one = schedule(seed)
     one.run(20, trouble=False)
     happened = Counter(reached.how for reached in one.deliverer.reached.elements())

@@ -172,7 +172,7 @@ def test_a_poll_looks_at_no_request_that_has_no_news(start: Callable[..., Servic
     assert (service.prefill._untold, service.decode._unasked) == ({}, {})
 
 
-def test_requests_that_nobody_takes_are_not_looked_at_until_somebody_does(
+def test_requests_without_a_prefill_process_are_not_looked_at_until_one_accepts_them(
     start: Callable[..., Service], expected: list[list[int]]
 ) -> None:
     service = start()
@@ -258,7 +258,7 @@ def test_one_token_or_an_end_token_at_once_needs_no_decode(
 
 
 @pytest.mark.parametrize(("pages", "where"), [((100, 8), "decode"), ((8, 100), "prefill")])
-def test_a_prompt_that_fits_only_one_side_fails_alone(
+def test_a_prompt_that_fits_only_one_side_fails_without_affecting_others(
     start: Callable[..., Service], expected: list[list[int]], pages: tuple[int, int], where: str
 ) -> None:
     service = start(pages)

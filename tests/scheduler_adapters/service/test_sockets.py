@@ -84,7 +84,7 @@ def survive(conn: Connection, endpoint: str, kind: str) -> None:
     conn.send(sum(1 for _ in itertools.takewhile(bool, iter(lambda: sum(1 for _ in received(socket)), -1))))
 
 
-def test_a_stranger_at_a_port_without_keys_fills_no_memory_and_keeps_nobody(tmp_path: Path) -> None:
+def test_a_stranger_at_a_port_without_keys_fills_no_memory_and_delays_no_peer(tmp_path: Path) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
         peer.setsockopt(zmq.LINGER, 0)
         with closing(bind_router(context, "tcp://127.0.0.1:0")) as router:
@@ -118,7 +118,7 @@ def test_peers_that_fill_a_queue_and_die_do_no_harm(kind: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kind", _MADE)
-def test_sockets_that_carry_messages_are_kept_alive_by_tcp_alone(kind: str, tmp_path: Path) -> None:
+def test_sockets_for_messages_are_kept_alive_only_by_tcp(kind: str, tmp_path: Path) -> None:
     context: zmq.Context[Any] = zmq.Context()
     socket = _MADE[kind](context, f"ipc://{tmp_path}/s")
     kept = (

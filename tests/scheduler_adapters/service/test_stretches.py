@@ -254,7 +254,7 @@ def test_two_sources_of_the_whole_prompt_are_read_at_once_and_one_of_them_is_eno
     given_back(*(sources[:1] if fault == "killed" else sources))
 
 
-def test_a_tail_that_the_second_source_has_in_host_memory_alone(
+def test_a_tail_that_the_second_source_has_only_in_host_memory(
     start: Any, reader: StretchReader, expected: list[int]
 ) -> None:
     first, second = start("p"), start("q", "tcp://127.0.0.1:0", 8 << 20)

@@ -52,7 +52,7 @@ def test_evicted_prompts_are_restored(expected: tuple[Any, list[list[int]]], spl
     assert_nothing_held(loop.manager)
 
 
-def test_a_restarted_process_goes_on_from_files(expected: tuple[Any, list[list[int]]], tmp_path: Path) -> None:
+def test_a_restarted_process_continues_from_files(expected: tuple[Any, list[list[int]]], tmp_path: Path) -> None:
     model, tokens = expected
     files = {"file_tier_dir": str(tmp_path), "file_tier_max_gb": 1e-2, "file_tier_key": "tiny llama, seed 7"}
     for start in range(3):

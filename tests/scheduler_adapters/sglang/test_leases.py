@@ -119,7 +119,7 @@ def test_a_room_that_only_one_rank_has_computed_can_be_closed_and_its_number_reu
     check_serves(sides)
 
 
-def test_a_rank_of_decode_that_asks_after_the_others_were_told_is_told_at_once(sides: Sides) -> None:  # noqa: F811
+def test_a_decode_rank_that_asks_late_gets_the_answer_at_once(sides: Sides) -> None:  # noqa: F811
     asked(sides)
     sides.open()
     sides.compute()

@@ -19,7 +19,7 @@ def server() -> Iterator[RoomServer]:
     made.close()
 
 
-def test_a_rank_that_comes_late_is_told_all_in_order_and_once(server: RoomServer) -> None:
+def test_a_rank_that_connects_late_gets_all_messages_once_and_in_order(server: RoomServer) -> None:
     leader, told = RankLeader(server, 2, TOKEN), [ConnectorMetadata(reqs_computed=[name]) for name in "abc"]
     for metadata in told[:2]:
         leader.tell(metadata)

@@ -89,7 +89,7 @@ def test_a_rank_holds_its_heads_and_its_stage() -> None:
     assert box["first"] == (0, 0, 1, 0)
 
 
-def test_a_stage_without_a_group_s_layers_has_the_group_all_the_same() -> None:
+def test_a_stage_without_layers_of_a_group_still_has_the_group() -> None:
     stage = config(attention(layers={"a": 0}), attention(layers={"b": 1}), pp_size=2)
     found = cache_layout(stage, {"a": layer(2, N, H, T, D)})
     assert [len(group.boxes) for group in found.layout.groups] == [1, 0]

@@ -45,7 +45,7 @@ def group(**changes: Any) -> WorkerConfig:
         (group(block_size=0), "block_size is 0 and kernel_block_size 0"),
         (
             group(block_size=16, kernel_block_size=6),
-            "block_size is 16 and kernel_block_size 6: a positive size is needed",
+            "block_size is 16 and kernel_block_size 6: block_size must be positive, and a multiple of",
         ),
         (group(window=8), "window is 8 with kind 'full'"),
         (group(kind="sliding_window"), "window is 0 with kind 'sliding_window'"),
@@ -132,7 +132,7 @@ def test_ranks_count_stage_by_stage() -> None:
     assert config(tp_size=2, pp_size=3).ranks == 6
 
 
-def test_it_pickles_and_encodes() -> None:
+def test_a_config_can_be_pickled_and_encoded() -> None:
     whole = config(groups=(GROUP, STATE), key=b"k")
     assert pickle.loads(pickle.dumps(whole)) == whole  # noqa: S301 -- our own bytes
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(whole), type=WorkerConfig) == whole

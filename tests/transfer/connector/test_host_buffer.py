@@ -72,7 +72,7 @@ def test_heads_lie_before_tokens_whatever_the_device_has() -> None:
     assert host.caches["w"].is_contiguous()
 
 
-def test_the_platform_s_own_copy_is_used_where_there_is_one() -> None:
+def test_the_platform_s_own_copy_is_used_if_there_is_one() -> None:
     device = caches()
     host = HostBuffers(CONFIG, device)
     seen: list[tuple[Any, ...]] = []

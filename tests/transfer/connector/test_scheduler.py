@@ -181,7 +181,7 @@ def test_a_lease_that_one_rank_does_not_grant_ends_on_the_others(make: Any) -> N
     assert scheduler.update(0, WorkerOutput(sent={"r": "not granted by every rank"})).sent == {"r": "slot 0 is taken"}
 
 
-def test_an_aborted_request_is_told_of_no_more_and_its_pages_wait_for_the_ranks(make: Any) -> None:
+def test_an_aborted_request_is_no_longer_offered_and_its_pages_wait_for_the_ranks(make: Any) -> None:
     scheduler = make(tp=2)
     assert not scheduler.abort("r", "left")
     offered(scheduler)
@@ -311,7 +311,7 @@ def test_unwritten_blocks_of_any_rank_are_reported_when_every_rank_is_done(make:
         assert (last.received, last.unwritten) == ({"R"}, {} if fails else {"R": {1: 12}})
 
 
-def test_nothing_to_load_is_told_to_the_source_and_waited_for_by_nobody(make: Any) -> None:
+def test_with_nothing_to_load_the_source_is_notified_and_no_request_waits(make: Any) -> None:
     scheduler = make()
     offered(scheduler)
     asked = loading(scheduler, scheduler.read("R", params(scheduler), PROMPT), 20, 24)
@@ -400,7 +400,7 @@ def test_the_handshake_needs_every_rank_and_answers_for_the_last_said(make: Any)
         _ = scheduler.address
 
 
-def test_readers_are_told_the_name_they_can_reach(make: Any) -> None:
+def test_readers_get_a_host_name_that_they_can_reach(make: Any) -> None:
     scheduler = make(host="prefill-3")
     offered(scheduler)
     assert params(scheduler)["remote_host"] == "prefill-3"

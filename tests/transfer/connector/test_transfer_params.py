@@ -132,7 +132,7 @@ def test_a_bad_value_is_refused_with_the_request_the_key_and_the_value(key: str,
         "lease_id",
     ],
 )
-def test_a_missing_value_is_said_to_be_missing(key: str) -> None:
+def test_a_missing_value_is_reported_as_missing(key: str) -> None:
     few = {name: value for name, value in GOOD.items() if name != key}
     with pytest.raises(TransferParamsError, match=rf"request 'r': kv_transfer_params\['{key}'\] is missing: "):
         read_params("r", few)

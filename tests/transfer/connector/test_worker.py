@@ -143,7 +143,7 @@ def test_ids_are_reported_once_by_the_calls_of_the_documented_interface(engine: 
     assert theirs.get_kv_connector_stats().leases == {"read": 1}
 
 
-def test_a_failed_load_is_told_once_with_the_blocks_of_every_group(engine: Any) -> None:
+def test_a_failed_load_is_reported_once_with_the_blocks_of_every_group(engine: Any) -> None:
     pair = replace(a_pair(HYBRID, tokens=22), reader_blocks=((1, 2, 5), (12, 15), (9,)))
     source, reader = engine("p", HYBRID), engine("d", HYBRID)
     params = offer(source, pair)
@@ -210,7 +210,7 @@ def test_too_few_blocks_of_ours_are_an_error_of_their_request(engine: Any) -> No
     assert "local pages" in source.sent["r"]
 
 
-def test_blocks_that_cannot_be_resolved_fail_their_request_and_the_step_goes_on(engine: Any) -> None:
+def test_blocks_that_cannot_be_resolved_fail_their_request_and_the_step_continues(engine: Any) -> None:
     source, reader = engine("p"), engine("d")
     pair = a_pair()
     bad, good = offer(source, pair, "bad"), offer(source, pair, "good")
@@ -260,14 +260,14 @@ def test_a_held_source_is_let_go_when_its_reader_gives_up(engine: Any) -> None:
     assert (reader.failed, reader.bad_blocks, source.sent) == ({}, set(), {"r": "the client left"})
 
 
-def test_a_lease_that_nobody_reads_ends_by_itself(engine: Any) -> None:
+def test_an_unread_lease_ends_by_itself(engine: Any) -> None:
     source = engine("p", timing=Timing(lease=0.2))
     offer(source, a_pair())
     run_until(lambda: source.sent, source)
     assert source.sent["r"].startswith("expired after 0.2 s")
 
 
-def test_pages_go_through_host_buffers_where_a_device_cannot_be_registered(engine: Any) -> None:
+def test_pages_go_through_host_buffers_if_a_device_cannot_be_registered(engine: Any) -> None:
     side = Side(host_buffer=True, layout="NHD")
     source, reader = engine("p", HYBRID, side), engine("d", HYBRID, side)
     pair = replace(a_pair(HYBRID, side, side, 24), reader_blocks=((1, 2, 5), (5,), (9,)))

@@ -153,7 +153,7 @@ def test_a_load_that_has_its_pages_takes_no_more_until_it_has_ended() -> None:
     book.check_new(step)
 
 
-def test_a_failure_is_told_once_with_every_group_s_blocks_and_its_end_later() -> None:
+def test_a_failure_is_reported_once_with_the_blocks_of_every_group_and_its_end_later() -> None:
     book = make(FULL, WINDOW)
     load, _ = add(book, "r", asked(((4, 5), (14, 15)), (0, 16)))
     assert book.on_pull(PullEvent(load.key, "lost", safe=False)) is None

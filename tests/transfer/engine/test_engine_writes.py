@@ -118,7 +118,7 @@ def test_pages_whose_writer_is_given_up_are_nobodys_until_the_write_has_ended(si
     target.manager.check()
 
 
-def test_pages_of_a_released_request_are_nobodys_while_its_import_is_open(sides: tuple[Side, Side]):
+def test_pages_of_a_released_request_stay_reserved_while_its_import_is_open(sides: tuple[Side, Side]):
     source, target = sides
     context, pending = promised(source, target)
     target.manager.release(context.request_id)  # the client has disconnected, but the source still has the ids

@@ -100,11 +100,11 @@ def test_a_process_keeps_what_its_environment_says():
     assert report["fingerprint"][0] != settings_fingerprint(environ={})
 
 
-def test_nixl_takes_the_transports_of_host_memory_also_where_a_gpu_is():
+def test_nixl_uses_the_transports_of_host_memory_even_with_a_gpu():
     assert {"cuda_copy", "cuda", "all"} & {*effective_settings(environ={})["UCX_TLS"].split(",")}
 
 
-def test_shared_memory_reports_dead_peers_only_where_it_is_used():
+def test_dead_peers_are_reported_over_shared_memory_only_if_it_is_used():
     assert effective_settings(environ={}).keys() >= BOTH
     assert not effective_settings(environ={"UCX_TLS": "tcp,self"}).keys() & BOTH
     assert effective_settings(environ={"UCX_TLS": "posix,tcp"}).keys() & BOTH == {"UCX_POSIX_ERROR_HANDLING"}
@@ -147,7 +147,7 @@ def test_the_fingerprint_depends_on_what_must_agree(environ: dict[str, str]):
 
 
 @pytest.mark.parametrize("variable", ["UCX_TCP_TX_SEG_SIZE", "UCX_TCP_RX_SEG_SIZE"])
-def test_segments_of_tcp_are_the_users_where_one_is_set_and_both_sides_agree_in_them(variable: str):
+def test_tcp_segment_sizes_set_by_the_user_are_kept_and_must_agree_on_both_sides(variable: str):
     tcp = {"UCX_TLS": "tcp,self"}
     told = tcp | {variable: "32K"}
     segments = {key: value for key, value in effective_settings(environ=told).items() if "_SEG_SIZE" in key}
@@ -178,7 +178,7 @@ def test_an_agent_describes_its_tensor():
     assert not agent.agent.is_open
 
 
-def test_nobody_names_the_agent_of_the_bindings_once_it_is_closed():
+def test_a_closed_agent_is_no_longer_referenced():
     # An agent ends when its last reference goes. As long as one reference is left, its worker lives, and transfers in
     # flight continue to write.
     memory = torch.zeros(2, 4096, dtype=torch.uint8)

@@ -225,7 +225,9 @@ def test_objects_that_are_cut_to_nothing_or_short_are_replaced(store: MotoStore,
         assert {key: store.request("GET", f"{bucket}/{key}") for key in store.keys(bucket)} == right
 
 
-def test_requests_go_on_while_the_store_stops_and_goes_on(store: MotoStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_are_served_while_the_store_stops_and_continues(
+    store: MotoStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("kvcache.tiers.host_tier.PAUSE_S", 0.3)
     it, longest, hits = served(store.bucket("stopped"), timeout_s=0.5), 0.0, 0
     for first in range(6):
@@ -259,7 +261,7 @@ def test_requests_go_on_while_the_store_stops_and_goes_on(store: MotoStore, monk
     it.manager.close()
 
 
-def test_requests_go_on_over_a_link_that_becomes_slow(store: MotoStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_are_served_over_a_link_that_becomes_slow(store: MotoStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvcache.tiers.host_tier.PAUSE_S", 0.3)
     with slow_link(store.url) as link:
         objects = replace(store.bucket("slow"), endpoint=link.url)

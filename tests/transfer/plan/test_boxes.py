@@ -49,7 +49,7 @@ def test_a_layout_survives_the_wire() -> None:
 
 
 @pytest.mark.parametrize("order", [*ORDERS, *PER_LAYER])
-def test_a_part_of_a_box_lies_where_it_lay(order: str) -> None:
+def test_a_part_of_a_box_keeps_its_place_in_memory(order: str) -> None:
     boxes = shard(range(1, 5), order=order, layers=range(2, 4)).groups[0].boxes
     whole = {logical: place for box in boxes for logical, place in elements(box, 0, 3, [(1, 1)])}
     inside = sub_box(boxes[0], (2, 1, 2, 1), (3, 2, 4, 2))

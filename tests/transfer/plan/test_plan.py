@@ -115,7 +115,7 @@ def test_neighbours_join_in_each_tensor_of_its_own() -> None:
     assert runs.remote.tolist()[:4] == [4 * size, 0, (9 + 4) * size, 9 * size]
 
 
-def test_tokens_go_on_over_pages_of_another_size() -> None:
+def test_tokens_continue_over_pages_of_another_size() -> None:
     local = shard(range(2), order=SPLIT_NHD, pages=16, layers=range(1))
     remote = shard(range(2), order=SPLIT_NHD, page_size=16, pages=4, layers=range(1))
     token = 2 * 2 * 4
@@ -126,7 +126,7 @@ def test_tokens_go_on_over_pages_of_another_size() -> None:
     assert runs.length.tolist() == [16 * token, 14 * token] * 2
 
 
-def test_pages_of_one_token_go_on_too() -> None:
+def test_tokens_continue_over_pages_of_one_token() -> None:
     replace = msgspec.structs.replace
     local = shard(range(2), order=SPLIT_NHD, page_size=1, pages=40, layers=range(1))
     (box,) = local.groups[0].boxes
@@ -168,7 +168,7 @@ def test_a_group_with_nothing_to_load_reads_nothing() -> None:
         assert len(made.runs(0, [3], [5, 6], tokens)) == 0
 
 
-def test_a_reader_with_one_page_more_than_the_source_is_an_error_of_that_pull_alone() -> None:
+def test_a_reader_with_one_page_more_than_the_source_fails_only_that_pull() -> None:
     made = plan(shard(range(2)), shard(range(2)))
     with pytest.raises(InvalidTransferError, match="remote pages: got 2, but tokens 0 to 12 take 3 pages of 4 tokens"):
         made.runs(0, [0, 1, 2], [5, 6], (0, 12))

@@ -162,7 +162,7 @@ def test_runs_that_lie_a_page_apart_are_not_staged_together() -> None:
     assert staging.runs([1, 5], (0, 8), 0, [0, 0]).num_bytes == 2 * 2 * 2 * page
 
 
-def test_nothing_to_pull_stages_nothing() -> None:
+def test_a_pull_of_nothing_stages_nothing() -> None:
     made, local, _ = small()
     staging, pool = made.staging(0), empty_pool(local)
     assert staging.num_bytes((4, 4)) == 0

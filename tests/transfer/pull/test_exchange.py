@@ -150,7 +150,7 @@ def test_the_time_of_an_offer_runs_at_once_or_from_the_end_of_its_request(side: 
     assert source.idle
 
 
-def test_an_offer_is_ended_by_its_own_exchange_alone(side: Any) -> None:
+def test_an_offer_is_ended_only_by_its_own_exchange(side: Any) -> None:
     source, other = side(Side, "p"), side(Side, "q")
     source.compute()
     offer = source.offer()

@@ -381,7 +381,7 @@ def test_the_slab_of_a_lent_state_counts_as_lent(side: Any, monkeypatch: pytest.
     assert sorted(one.size for one in most._lent.values()) == [2 + 3, 2 + 3]
 
 
-def test_a_lease_that_nobody_reads_under_ends_by_itself(side: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unread_lease_ends_by_itself(side: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transfer.pull.exchange.LENT_S", 0.3)
     source, reader = side(Side, "p"), side(Reader, "d")
     computed(source)

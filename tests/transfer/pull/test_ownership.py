@@ -326,7 +326,7 @@ def test_there_are_at_most_as_many_leases_as_words(sides: tuple[Side, Reader]) -
     assert source.idle
 
 
-def test_a_lease_is_ended_by_its_own_manager_alone(sides: tuple[Side, Reader]) -> None:
+def test_a_lease_is_ended_only_by_its_own_manager(sides: tuple[Side, Reader]) -> None:
     source, reader = sides
     source.compute()
     lease = source.manager.lease("r")
@@ -485,7 +485,7 @@ def test_a_proof_is_given_once_and_not_before_the_last_part_was_taken(sides: tup
     source.manager.release("r")
 
 
-def test_a_pull_reads_imports_of_its_own_manager_alone(sides: tuple[Side, Reader]) -> None:
+def test_a_pull_only_reads_into_imports_of_its_own_manager(sides: tuple[Side, Reader]) -> None:
     """The page ids of another manager's import belong to other requests here.
 
     READs into these pages would overwrite the data of those requests.
@@ -563,7 +563,7 @@ def test_a_cancelled_import_s_request_does_not_run_while_a_read_may_write(sides:
 
 
 @pytest.mark.parametrize("claimed", [False, True])
-def test_a_foreign_manager_loses_nobody_s_pages(sides: tuple[Side, Reader], claimed: bool) -> None:
+def test_a_wrong_manager_loses_no_pages_of_another_one(sides: tuple[Side, Reader], claimed: bool) -> None:
     source, reader = sides
     _, context, pending = leased(source, reader)
     if claimed:

@@ -131,7 +131,7 @@ def pair() -> Iterator[tuple[Engine, Engine]]:
             engine.server.close()
 
 
-def test_a_pull_of_many_runs_goes_on_in_both_threads_and_between_polls(pair: tuple[Engine, Engine]) -> None:
+def test_a_pull_of_many_runs_progresses_in_both_threads_and_between_polls(pair: tuple[Engine, Engine]) -> None:
     p, d = pair
     pages = np.arange(0, 2048, 2)
     d.replica.pull("r", p.source(p.offer()), 20.0)

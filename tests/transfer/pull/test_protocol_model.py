@@ -141,7 +141,7 @@ def without(text: str) -> type[Protocol]:
         ("has answered", "waits for a READ"),
     ],
 )
-def test_a_party_that_cannot_go_on_is_found(monkeypatch: pytest.MonkeyPatch, text: str, wrong: str):
+def test_a_stuck_party_is_found(monkeypatch: pytest.MonkeyPatch, text: str, wrong: str):
     monkeypatch.setattr(protocol_model, "Protocol", without(text))
     assert wrong in Explorer(CASTS["small"][0]).run().wrong
 
@@ -150,7 +150,7 @@ def nobody_is_stuck(*_: object) -> str:
     return ""
 
 
-def test_pages_that_nobody_gives_back_are_found(monkeypatch: pytest.MonkeyPatch):
+def test_pages_that_are_never_given_back_are_found(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(protocol_model, "Protocol", without("has answered"))
     monkeypatch.setattr(protocol_promises, "stuck", nobody_is_stuck)
     result = Explorer(CASTS["small"][0]).run()

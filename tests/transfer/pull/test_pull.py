@@ -396,7 +396,7 @@ def test_a_fence_of_two_ranks_has_passed_when_both_words_match(rig: Rig) -> None
     assert event.passed == 0
 
 
-def test_a_rank_that_was_told_done_is_not_told_refused(rig: Rig) -> None:
+def test_a_rank_that_was_sent_done_is_not_sent_refused(rig: Rig) -> None:
     rig.agent.auto = False
     rig.open()
     rig.add(part(0), part(1))
@@ -471,7 +471,7 @@ def test_only_the_first_reason_counts(rig: Rig) -> None:
     assert {event.error for event in rig.polled()} == {"first"}
 
 
-def test_nothing_can_be_added_to_what_is_over(rig: Rig) -> None:
+def test_nothing_can_be_added_to_a_pull_that_is_over(rig: Rig) -> None:
     rig.agent.auto = False
     rig.open()
     rig.add(part())
@@ -1115,7 +1115,7 @@ def test_a_pull_that_is_opened_is_the_one_that_is_added_to(rig: Rig) -> None:
     assert rig.puller.get("s") is None
 
 
-def test_nothing_can_be_added_to_what_has_failed_and_is_in_flight_still(rig: Rig) -> None:
+def test_nothing_can_be_added_to_a_failed_pull_that_is_still_in_flight(rig: Rig) -> None:
     rig.agent.auto = False
     rig.open()
     rig.add(part(0), last=False)
@@ -1125,7 +1125,7 @@ def test_nothing_can_be_added_to_what_has_failed_and_is_in_flight_still(rig: Rig
     assert len(rig.agent.posted) == 1
 
 
-def test_a_note_that_cannot_be_sent_costs_nobody_anything(rig: Rig) -> None:
+def test_a_notification_that_cannot_be_sent_does_no_harm(rig: Rig) -> None:
     def lost(*_: object) -> None:
         raise AgentError("no such peer")
 

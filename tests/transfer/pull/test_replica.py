@@ -162,7 +162,7 @@ def test_a_prefill_s_chunks_are_read_while_it_computes_and_its_lease_does_not_ru
     assert (d.heads([2]) == 7).all()
 
 
-def test_a_prefill_that_nobody_reads_ends_its_lease_after_it_has_computed(engine: Any) -> None:
+def test_the_lease_of_an_unread_prefill_ends_after_the_prompt_is_computed(engine: Any) -> None:
     clock = Clock()
     p = engine("p", 2, clock=clock)
     lease = p.offer(running=True, duration_s=2.0)
@@ -527,7 +527,7 @@ def test_an_impossible_lease_is_refused_before_anything_is_read(engine: Any, lea
     assert d.hindrances[0].reads == []
 
 
-def test_a_name_can_be_used_once_at_a_time_and_the_first_goes_on(engine: Any) -> None:
+def test_a_second_pull_of_the_same_name_is_refused_and_the_first_continues(engine: Any) -> None:
     p, d = engine("p"), engine("d")
     source = p.source(p.offer())
     pull(d, source, groups=None)
@@ -611,7 +611,7 @@ def test_only_tokens_that_every_rank_has_passed_may_be_kept(engine: Any) -> None
     assert (d.pulls[-1].error, d.pulls[-1].passed) == ("enough", 0)
 
 
-def test_an_engine_that_one_rank_has_lost_is_asked_anew(engine: Any) -> None:
+def test_an_engine_that_one_rank_has_lost_is_asked_again(engine: Any) -> None:
     p, d = engine("p"), engine("d", 2)
     source = p.source(p.offer())
     pull(d, source)
@@ -800,7 +800,7 @@ def test_a_pull_under_way_when_its_engine_shuts_down_is_safe_once_the_agent_is_g
     assert [event.safe for event in d.pulls] == [False, True]
 
 
-def test_pulls_from_an_engine_fail_if_it_is_connected_anew(engine: Any) -> None:
+def test_pulls_from_an_engine_fail_if_it_is_connected_again(engine: Any) -> None:
     p, d = engine("p"), engine("d")
     lease, rank = p.offer(), d.ranks[0]
     rank.puller.open("r", rank.load(rank.inspect(p.card.ranks)), lease, 20.0)
@@ -861,7 +861,7 @@ def test_an_engine_has_as_many_lease_words_as_the_rank_with_the_fewest(engine: A
     assert RemoteEngine([one, msgspec.structs.replace(other, words=3)], mine, {"model": "m"}).words == 3
 
 
-def test_pages_of_all_ranks_are_read_where_a_rank_leaves_the_quick_way(engine: Any, monkeypatch: Any) -> None:
+def test_pages_of_all_ranks_are_read_even_if_one_rank_uses_the_general_plan(engine: Any, monkeypatch: Any) -> None:
     ranks = [open_rank(data, KEY) for data in engine("p", 2).card.ranks]
     remote = RemoteEngine(ranks, open_rank(engine("d").card.ranks[0], KEY), {"model": "m"})
     whole, few = sum(part.num_bytes for part in remote.parts("r", WHOLE)), Plan.few

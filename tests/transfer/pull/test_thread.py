@@ -299,7 +299,9 @@ def test_a_thread_at_rest_is_woken_by_a_read_of_the_caller(
     assert d.ended(1)
 
 
-def test_a_failure_in_the_callers_thread_ends_the_engine_and_is_told_like_any(pair: tuple[Threaded, Threaded]) -> None:
+def test_a_failure_in_the_callers_thread_ends_the_engine_and_is_reported_like_any_other(
+    pair: tuple[Threaded, Threaded],
+) -> None:
     p, d = pair
 
     def broken(*_: object, **__: object) -> None:

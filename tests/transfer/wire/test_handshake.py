@@ -76,7 +76,7 @@ def waits_of(server: HandshakeServer) -> int:
     return int(waits)
 
 
-def test_a_server_that_nobody_asks_sleeps_and_ends_at_once(client: HandshakeClient) -> None:
+def test_an_idle_server_sleeps_and_ends_at_once(client: HandshakeClient) -> None:
     server, answers = HandshakeServer([CARD]), list[Any]()
     client.ping(server.endpoint, "p", answers.append, 5.0)
     deadline = time.monotonic() + 10
@@ -199,7 +199,9 @@ def test_an_address_that_cannot_be_asked_is_an_error(client: Any, answers: Answe
     assert str(answers.wait(1)).startswith("cannot ask 'ipc://xxx")
 
 
-def test_nothing_received_ends_the_server(server: HandshakeServer, dealer: Any, client: Any, answers: Answers) -> None:
+def test_no_received_message_ends_the_server(
+    server: HandshakeServer, dealer: Any, client: Any, answers: Answers
+) -> None:
     rng = random.Random(5)
     query = encode_message(MetadataQuery(query_id=1, engine_id="p", compatibility=SAME))
     samples: list[list[bytes]] = [[], [b""], [b"", b""], [b"", b"", b""], [query, query], [b""] * 40, [b"\x91" * 5000]]
@@ -425,7 +427,7 @@ def test_an_engine_of_no_ranks_or_of_too_many_is_refused(
         assert f"answers for {len(ranks)} ranks; 1 to 4096 are allowed" in str(answers.wait(1))
 
 
-def test_errors_are_told_by_poll_and_never_from_within_the_call(client: Any, answers: Answers) -> None:
+def test_errors_are_reported_by_poll_and_never_from_within_the_call(client: Any, answers: Answers) -> None:
     client.ask_metadata("no address", "p", SAME, answers.append)
     assert not answers
     assert isinstance(answers.wait(1), HandshakeError)
