@@ -355,7 +355,7 @@ BROKEN: dict[str, tuple[Callable[[Any], Any], Callable[[AdapterContract, Case], 
     "a cancelled request runs on": (
         lambda driver: setattr(driver.loop, "abort", lambda request_id: False),
         lambda cases, case: cases.test_cancel(case, "decoding"),
-        "victim went on",
+        "victim generated tokens after its cancellation",
     ),
     "a request never ends": (
         lambda driver: setattr(driver.loop, "step", list),
@@ -372,7 +372,7 @@ BROKEN: dict[str, tuple[Callable[[Any], Any], Callable[[AdapterContract, Case], 
     "there is room for all": (
         lambda driver: driver.__init__(driver.loop.runner.model, LIMITS._replace(pages=100)),
         AdapterContract.test_preempt,
-        "nobody gave way",
+        "no request was preempted",
     ),
 }
 
