@@ -216,11 +216,11 @@ class PageMover:
     A GPU copies between pages and pinned slots on a separate stream, in order with `stream` (None: the current one).
     Every copy begins at once, and runs while the calling thread continues.
 
-    On the CPU the calling thread copies, at the rate of memcpy. A copy to pages begins only when it is needed, so it
-    costs nothing if its request is cancelled. A second thread was rejected. It releases the GIL while it copies, but
-    whenever it takes the GIL back, the loop may wait for a scheduler tick. One of a hundred steps of 0.2 ms then took
-    4.3 ms (two cores, decode steps of 64 and 1,024 requests). A thread also saves no work if the model runs on the same
-    cores.
+    On the CPU the calling thread copies, at the rate of memcpy. A copy to pages begins only when the pages are needed,
+    so it costs nothing if its request is cancelled first. A second thread for copies was tried and rejected. It
+    releases the GIL while it copies, but whenever it takes the GIL back, the loop may wait for a scheduler tick. One of
+    a hundred steps of 0.2 ms then took 4.3 ms (two cores, decode steps of 64 and 1,024 requests). A thread also saves
+    no work if the model runs on the same cores.
     """
 
     def __init__(self, shards: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Any) -> None:
@@ -253,8 +253,8 @@ class PageMover:
         self, sources: Sequence[torch.Tensor], taken: Ids, targets: Sequence[torch.Tensor], given: Ids
     ) -> list[_Mark]:
         mains = {device: partial(self._main, device) for device in self._sides}
-        # The copy is ordered after kernels that were launched earlier: they may still write the pages to copy, or read
-        # the pages to overwrite.
+        # The copy runs after all kernels that were launched earlier, because they may still write the pages to copy, or
+        # read the pages to overwrite.
         for device, side in self._sides.items():
             side.wait_stream(mains[device]())
         for pages, source, target in zip(self._pages, sources, targets, strict=True):

@@ -13,11 +13,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 Histogram = tuple[Sequence[float], Sequence[int], float]
-"""A histogram: the upper bounds; the number of values in each bucket, the last one being for values above all bounds;
-and the sum of all values.
+"""The data of a histogram.
+
+It has the upper bounds of the buckets, the number of values in each bucket, and the sum of all values. The last bucket
+is for values above all bounds.
 """
 Sample = tuple[Sequence[object], float | Histogram]
-"""The values of a family's own labels, and the measured value."""
+"""One measurement: the values of the family's own labels, and the measured value."""
 
 _log = logging.getLogger("pagewire")
 

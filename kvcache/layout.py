@@ -24,7 +24,7 @@ from_numpy = cast("Callable[[NDArray[Any]], torch.Tensor]", torch.from_numpy)  #
 
 
 class PageLayout(msgspec.Struct, frozen=True, omit_defaults=True, tag="page_layout/1"):
-    """The byte geometry of one page on one shard, and which part of the model's KV the page holds.
+    """How the bytes of one page lie in memory on one shard, and which part of the model's KV the page holds.
 
     A page is a dense box of `layers × sides × heads × page_size × head_dim` elements. `order` lists its axes in memory,
     outermost first. In the default order a page is one run of bytes, and so is any range of its heads. Therefore a
@@ -88,7 +88,7 @@ class PageLayout(msgspec.Struct, frozen=True, omit_defaults=True, tag="page_layo
         return (at["side"], at["layer"], at["token"], at["head"], at["dim"])
 
     def fingerprint(self) -> str:
-        """A digest of this geometry. Shards with the same fingerprint may exchange pages byte for byte."""
+        """Returns a digest of this layout. Shards with the same fingerprint may exchange pages byte for byte."""
         return hashlib.sha256(msgspec.msgpack.encode(self)).hexdigest()[:16]
 
 
@@ -139,7 +139,7 @@ def shard_layouts(params: KVCacheParams, num_layers: int, page_size: int) -> lis
 
 
 def replica_fingerprint(layouts: list[PageLayout], groups: str = "") -> str:
-    """Returns a digest of the geometry of all shards, and of the `groups` of layers if there are several."""
+    """Returns a digest of the layouts of all shards, and of the `groups` of layers if there are several."""
     joined = ",".join(layout.fingerprint() for layout in layouts) + groups
     return hashlib.sha256(joined.encode()).hexdigest()[:16]
 

@@ -316,7 +316,7 @@ class KVCacheParams:
     # evicted least recently used first (see `kvcache.pool.hinted_order`). With 0.0, hints are ignored.
     max_hint_share: float = 0.95
     # The share of a replica's pages, 0.0 to 1.0, that may be idle pages of one `cache_salt`. If a salt has more idle
-    # pages than that, its pages are evicted before those of other salts.
+    # pages than that, the surplus is evicted before all other pages.
     tenant_quota: float = 1.0
     # `tenant_quota` for individual salts.
     tenant_quotas: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)

@@ -15,12 +15,12 @@ _REPLICA = ("replica",)
 
 
 def _each(read: Callable[[Replica], float]) -> Callable[[Replicas], Iterator[Sample]]:
-    """Returns a reader of one figure for each replica."""
+    """Returns a function that reads one figure of each replica."""
     return lambda all_of: (((number,), read(replica)) for number, replica in enumerate(all_of.each))
 
 
 def _total(name: str) -> Callable[[Replicas], Iterator[Sample]]:
-    """Returns a reader of a counter of `KVCacheMetrics`, summed over all replicas."""
+    """Returns a function that reads one counter of `KVCacheMetrics`, summed over all replicas."""
     return lambda all_of: iter([((), getattr(all_of.metrics, name))])
 
 
@@ -55,7 +55,7 @@ def _states(all_of: Replicas) -> Iterator[Sample]:
 
 
 def _of_states(read: Callable[[StatePages], float]) -> Callable[[Replicas], Iterator[Sample]]:
-    """Returns a reader of one figure for each replica with recurrent states."""
+    """Returns a function that reads one figure of the states of each replica; no samples without recurrent layers."""
     return lambda all_of: (((number,), read(states.pages)) for number, states in enumerate(all_of.states))
 
 
@@ -64,7 +64,7 @@ def _quarantined(replica: Replica) -> int:
 
 
 def _host(read: Callable[[ReplicaTier], float]) -> Callable[[Replicas], Iterator[Sample]]:
-    """Returns a reader of one figure for each replica's side of the host tier; 0 without a host tier."""
+    """Returns a function that reads one figure of each replica's part of the host tier; 0 without a host tier."""
 
     def samples(all_of: Replicas) -> Iterator[Sample]:
         for number in range(len(all_of.each)):
@@ -74,7 +74,7 @@ def _host(read: Callable[[ReplicaTier], float]) -> Callable[[Replicas], Iterator
 
 
 def _host_pages(at: int) -> Callable[[Replicas], Iterator[Sample]]:
-    """Returns a reader of a figure of `Replicas.host_pages`."""
+    """Returns a function that reads one of the figures of `Replicas.host_pages`."""
     return lambda all_of: iter([((), all_of.host_pages[at])])
 
 

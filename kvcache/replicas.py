@@ -195,7 +195,7 @@ class Replicas:
     def take_up(self) -> None:
         """Handle copies from host memory that have ended, which may free pages.
 
-        The loop's steps do this anyway. It must be called only while the loop waits without steps.
+        The steps of a serving loop do the same. A loop that only waits, and runs no step, needs this call.
         """
         for tiers in self._all_tiers:
             tiers.take_up()

@@ -51,7 +51,7 @@ def owners_of(cells: Cells) -> Cells:
 
 
 def request_digest(request_id: str) -> str:
-    """Returns a substitute for a hidden request id.
+    """Returns a text that stands for a hidden request id.
 
     It is the same in every process, so that a request can be followed.
     """

@@ -1,17 +1,18 @@
-"""`HintedOrder`: wraps an eviction order and biases it by retention hints.
+"""`HintedOrder`: wraps another eviction order, and biases it by the retention hints of requests.
 
 A bounded share of the idle pages follows the hints. The other pages follow the wrapped order, usually plain LRU:
 
     release ──► recent: the newest (1 - share), LRU ──oldest──► older: one LRU order a kind of hint ──► evicted
 
-`older` evicts the page of the lowest rank. The rank of a page is its place in the LRU order plus the lead of its hint,
-which is measured in pool sizes. A page with a higher level lives longer by its lead, and is then evicted as if it had
-no hint. So a hint decays and never pins a page. Whatever the hints say, the cache keeps at least the pages that plain
-LRU would keep in a smaller pool, which lacks the share of pages that follow hints. Two designs were rejected. Strict
-classes would pin pages. Leads without a limited share would let wrong hints cost any number of hits.
+`older` evicts the page of the lowest rank. The rank of a page is its position in the LRU order plus the lead of its
+hint. The lead says how much longer a page is kept than a page without a hint (negative: how much shorter), and is
+measured in pool sizes. When that time is over, the page is evicted as if it had no hint. So a hint decays and never
+pins a page. Whatever the hints say, the cache keeps at least the pages that plain LRU would keep in a smaller pool,
+which lacks the share of pages that follow hints. Two designs were rejected. Strict classes would pin pages. Leads
+without a limited share would let wrong hints cost any number of hits.
 
-Hints have to earn their share (`HintShare`). To learn whether hints help, two caches are simulated: one is plain LRU,
-and the other trusts hints fully.
+Hints have to earn their share of the idle pages (`HintShare`). To learn whether hints help, two caches are simulated.
+One is plain LRU. In the other one, the largest allowed share of the idle pages follows hints.
 """
 
 import time
@@ -26,12 +27,12 @@ from kvcache.eviction_order import BY_HINT, EvictionOrder, Indices, Pages, Reaso
 from kvcache.pool.lru_order import LruOrder, OrderLog
 from kvcache.retention import LEVEL_OF, LEVELS, NEUTRAL, SHARED, PageHints, Times, merge_codes
 
-# The lead of one level, in pool sizes. On public traces, a lead twice as long changes the hits by at most 1 %, even if
-# every fifth hint is wrong. A lead half as long gives up to 4 % fewer hits.
+# The lead of one level above the neutral one, in pool sizes. On public traces, twice this lead changes the hits by at
+# most 1 %, even if every fifth hint is wrong. Half this lead gives up to 4 % fewer hits.
 _LEAD = 2
 _LAST = 1 << 62
 KINDS = SHARED + 1
-"""The number of kinds of hint. The pages of each kind have an LRU order of their own."""
+"""The number of kinds of hint (codes of `kvcache.retention`). The pages of each kind have an LRU order of their own."""
 
 Words = NDArray[np.uint64]
 """The first word of each page's digest, in logical order. It nearly always tells two pages apart."""
@@ -72,8 +73,8 @@ class HintedOrder(EvictionOrder):
         self._since = np.zeros(num_pages + 1, np.int64)  # the position of each page of `_older` in the LRU order
         self._expires: Times = np.zeros(num_pages + 1)  # read only for kinds with a time to live
         self._places = 0
-        # How many pages of `_older` were renewed and have not been replaced yet. Of the pages that move to `_older`
-        # next, this many do not advance `_places`, so that renewals do not age the other pages.
+        # How many pages of `_older` were renewed and have not been replaced yet. When pages move to `_older` next, this
+        # many of them do not advance `_places`, so that renewals do not age the other pages.
         self._renewed = 0
         self.count = recent.count
 

@@ -34,7 +34,7 @@ class PrefixIndex:
         self.digest_words = digest_words
         buckets = 1 << max(3, (num_pages - 1).bit_length())
         self._bucket_mask = buckets - 1
-        # Here and in `_firsts` an array, because numpy takes twice as long with a Python int.
+        # Here and in `_firsts`, an array is used, because numpy takes twice as long with a Python int.
         self._bucket_masks = np.array(self._bucket_mask)
         self._first = num_pages + 1  # the link of the first bucket
         self._firsts = np.array(self._first)

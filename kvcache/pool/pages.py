@@ -103,7 +103,8 @@ class PagePool:
             return np.array([self.allocate_one()], np.int32)
         evicted = count - self._fresh_count
         if evicted > 0:
-            # The fresh pages are taken first, because readers of an eviction may free pages, which then become fresh.
+            # The fresh pages are taken before the eviction, because its readers may free pages, which are then pushed
+            # onto the same stack.
             fresh, self._fresh_count = self._fresh[: self._fresh_count].copy(), 0
             pages = self._evict_next(evicted)
             if fresh.size:

@@ -7,9 +7,9 @@ a slab is given back, its pages are fresh again. So no memory is reserved for pa
 of a slab that its state does not fill.
 
 Cached slabs (`CachedSlabs`) and idle pages are evicted in the order of their last use. Without hints, a slab is evicted
-if it was last used before the page that was evicted last. With hints, the lead of its hint is added to the last use of
-each slab and page, as far as hints are trusted. A slab is then evicted before the next page if the slab's sum is
-smaller. Slabs and pages above a tenant's quota are evicted before all others.
+if it was last used before the page that was evicted last. With hints, each slab and each page has a sum: its last use
+plus the lead of its hint, which is multiplied by the share of idle pages that follow hints. A slab is then evicted
+before the next page if the slab's sum is smaller. Slabs and pages above a tenant's quota are evicted before all others.
 """
 
 import numpy as np

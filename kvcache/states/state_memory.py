@@ -107,7 +107,7 @@ def most_states(num_pages: int, slab_pages: int) -> int:
 
 
 class StateRoom(NamedTuple):
-    """The memory of one replica's states, and the pool of its pages.
+    """The memory for the states of one replica, and the pool of their state pages.
 
     Attributes:
         layouts: the page layout of each kind, per shard.
