@@ -61,7 +61,7 @@ class Needs(NamedTuple):
         return slab_pages_of(self.params, shard_layouts(self.params, self.tables.layers_per_page, self.page_size))
 
     def bytes_apart(self, requests: int) -> int:
-        """Returns the bytes of separate memory for the states of `requests` requests, including the null state page 0."""
+        """Returns the bytes of separate memory for the states of `requests` requests, including state page 0."""
         count = self.params.states_apart(requests)
         layouts = state_layouts(self.params.states, self.params.tensor_parallel_degree)
         return (count + 1) * state_bytes(layouts) if count else 0
@@ -74,9 +74,7 @@ class Needs(NamedTuple):
         return count * self.page_bytes + self.bytes_apart(requests)
 
     def longest(self, pages: int) -> int:
-        """Returns the length in tokens of the longest request that fits into `pages` pages, a multiple of the page
-        size.
-        """
+        """Returns the length in tokens, in whole pages, of the longest request that fits into `pages` pages."""
         size, most = self.page_size, self.tables.most_pages
         fits = bisect_right(range(pages + 1), pages, key=lambda columns: most(columns * size, size))
         return (fits - 1) * size
