@@ -35,8 +35,8 @@ RunBatch = tuple[Sequence[RunTokens], Sequence[RaggedKVCacheInputs]]
 class _Running:
     """The tokens that a request runs in a planned step.
 
-    They are copied from the request's context when the step is planned, because the context changes before the step has
-    run.
+    The start and the end are recorded when the step is planned, because the request's context changes before the step
+    has run.
     """
 
     request_id: RequestID

@@ -1,16 +1,17 @@
 """`PeerPrefixes`: pulls pages of a waiting prompt that other processes have cached. The rest of the prompt is computed.
 
-The request names the processes that may have pages. Such a process may have evicted them, be busy, or be gone. Then the
-prompt is computed as if no process had been named: at once if the process answers, otherwise after a time limit. Pulled
-pages are cached like any others, so the request finds them when its turn comes. If pulling takes about as long as
-computing, the request runs at once, and meanwhile pages are pulled from the end of the prompt
-(`scheduler_adapters.service.stretches`).
+The request names the processes that may have pages of its prompt. Such a process may have evicted the pages, or be
+busy, or be gone. The prompt is then computed as if no process had been named: at once if the process answers, and after
+a time limit if it does not. Pulled pages are cached like any others, so the request finds them when its turn comes. If
+pulling takes about as long as computing, the request runs at once, and meanwhile pages are pulled from the end of the
+prompt (`scheduler_adapters.service.stretches`).
 
 The pages are pulled in *stretches*: runs of consecutive pages of the prompt. A long stretch is read from several
-sources at once (`transfer.pull.shared_pull`), so all of these are asked at the same time. When the first one has lent
-its pages, the others get about the same time again to answer, because a longer wait costs more than another source
-saves. Pages that they lend later are given back. A short stretch is read from one source, so its sources are asked one
-after another. Otherwise the others would hold pages that nobody reads.
+sources at once (`transfer.pull.shared_pull`), so all of these are asked at the same time. When the first source has
+lent its pages, the other sources get about as much additional time as the first one took. A longer wait would cost more
+than another source saves. Pages that a source lends later are given back. A short stretch is read from a single source,
+so its sources are asked one after another. If they were asked at the same time, all but one would hold pages that
+nobody reads.
 
 Each stretch is published before the next one is asked for, so a stretch that fails leaves the earlier ones intact.
 """

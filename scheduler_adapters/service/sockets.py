@@ -87,8 +87,8 @@ class Pulse:
     """Detects within seconds that a connected process is dead, stopped or unreachable.
 
     It relies on ZMQ's heartbeats. A ZMQ thread answers them, so a process that is busy computing does not count as
-    stopped. The connection carries no messages, because of an assertion in libzmq 4.3.5: it kills a process that has
-    unread messages when the peer of that connection dies.
+    stopped. The connection carries no messages. In libzmq 4.3.5, an assertion kills a process that has unread messages
+    of such a connection when the connection's peer dies.
 
     Args:
         context: the context of its sockets.

@@ -1,10 +1,10 @@
 """Chooses and imports the next pages of a prompt to request from peers: from the prompt's front, or its end.
 
 A stretch is a run of consecutive pages that is requested and pulled at once. From the front, each stretch follows the
-pages that are cached by then, and the request waits for all stretches. From the end, the request computes its prompt at
-the same time, and each stretch ends where the previous one began. The pulled pages and the computed ones thus grow
-towards each other. The loop looks up cached pages before every chunk, so when the computation reaches the first pulled
-page, the request uses all pages from there on. Pages that have not arrived by then are computed.
+pages that are cached by then, and the request waits for all stretches. From the end, the request computes its prompt
+from the front at the same time, and each stretch ends where the previous one began. The pulled pages and the computed
+ones thus grow towards each other. The loop looks up cached pages before every chunk, so when the computation reaches
+the first pulled page, the request uses all pages from there on. Pages that have not arrived by then are computed.
 
 A stretch from the end has as many pages as can be pulled before the computation arrives there. If the pull is early,
 another, shorter stretch before it follows. If the pull is a little late, the request waits for it. If it is very late,
