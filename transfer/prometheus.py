@@ -72,7 +72,7 @@ FAMILIES = (
     Family(
         "pagewire_pull_post_seconds",
         "histogram",
-        "The part of pagewire_pull_seconds that posting took.",
+        "The part of pagewire_pull_seconds that was spent on posting READs.",
         _REPLICA,
         _buckets("post_s"),
     ),

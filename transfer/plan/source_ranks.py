@@ -122,7 +122,7 @@ class _Grid:
         self.owner[todo] = owners
 
     def parts(self) -> Iterator[list[tuple[int, Index, Index]]]:
-        """Yields the parts of each local box: owner, first position and end. Cuts straight, into few parts."""
+        """Yields, for each local box, its parts as (owner, first position, end). Straight cuts keep the parts few."""
         known: dict[tuple[bytes, tuple[int, ...]], list[Corners]] = {}
         for cells in self.cells:
             inside = self.owner[cells]

@@ -31,8 +31,9 @@ BACKGROUND_BYTES = 128 << 20
 A larger one would save only few wake-ups, and delay the end of a failed pull.
 """
 _FOR_TWO = 32 << 20
-"""In bytes: the runs of a part of at least this size are split, so that two threads can copy the part. A run costs 2
-µs, and these bytes take 2.5 ms.
+"""In bytes: the runs of a part of at least this size are split, so that two threads can copy the part.
+
+A run costs 2 µs, and copying these bytes takes 2.5 ms.
 """
 _SHORTEST_CUT = 128 << 10
 

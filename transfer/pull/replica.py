@@ -64,8 +64,8 @@ _REFUSED = "\0refused "  # prefix for the keys of pulls that only refuse a lease
 _PART = "\0part "  # prefix for the keys of the parts of a pull from several sources
 _MAX_PAUSE_S = 0.25  # in seconds: the longest pause before a source is asked again; see `ReplicaPull`
 _SMALL_BYTES = 1 << 20
-"""In bytes: a pull up to this size is small. It takes 0.1 to 0.3 ms. On a busy machine, waking a thread takes twice as
-long.
+"""In bytes: a pull up to this size counts as small. Such a pull takes 0.1 to 0.3 ms. On a busy machine, waking a thread
+takes twice as long.
 """
 Event = PullEvent | LeaseOver | Offered
 
