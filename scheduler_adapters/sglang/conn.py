@@ -175,7 +175,7 @@ class PagewireKVManager(CommonKVManager):
                     del pool[key]
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:  # noqa: ARG002  (only for backends that write)
-        """Returns whether nothing can write to the pages of a failed request any more."""
+        """Returns True once nothing can write to the pages of a failed request any more."""
         return self.pulls is None or self.pulls.is_over(bootstrap_room)
 
     def shutdown(self) -> None:

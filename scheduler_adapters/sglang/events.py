@@ -40,7 +40,7 @@ def record_stored(
     Args:
         recorder: SGLang's recorder.
         req: the request of the prompt.
-        tokens: tokens of all its pages, and possibly more.
+        tokens: the tokens of the prompt. They fill at least all of its pages.
         digests: digests of all its pages.
         new: bool `[pages]`, whether each page was published now.
     """

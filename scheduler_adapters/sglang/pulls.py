@@ -124,7 +124,7 @@ class RoomPulls:
         self.give_up(room, "given up")
 
     def is_over(self, room: int) -> bool:
-        """Returns whether nothing can write to the local pages of a room any more."""
+        """Returns True once nothing can write to the local pages of a room any more."""
         self.step()
         return not any(known.room == room and known.is_loading for known in self._open.values())
 

@@ -132,7 +132,7 @@ class RoomServer:
 
     Args:
         host: address to bind, on a port of the system's choice.
-        keyring: with keys, only processes of the fleet are admitted; with None, every process is.
+        keyring: keys of the fleet. Only processes of the fleet are then admitted. With None, every process is admitted.
 
     Attributes:
         port: the bound port.
@@ -169,7 +169,8 @@ class RoomClient:
     """Decode's end: a socket for each prefill process. Only the scheduler's thread may use it. No call waits.
 
     Args:
-        keyring: with keys, only processes of the fleet are contacted; with None, any process is.
+        keyring: keys of the fleet. Only processes of the fleet are then contacted. With None, any process may be
+            contacted.
         allowed: hosts that may be contacted. This must be checked, because the addresses come with requests.
     """
 

@@ -1,4 +1,4 @@
-"""Lets a NIXL agent prove to readers on its host that certain metadata is its own.
+"""Lets a NIXL agent prove to readers on its host that a piece of metadata is its own.
 
 NIXL metadata names the processes to contact, in bytes that only UCX can read. A single wrong byte can kill the process
 that is contacted, and that may be any process. Therefore, if no key authenticates its metadata, an agent listens on a
