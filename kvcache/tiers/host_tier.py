@@ -331,7 +331,7 @@ class ReplicaTier(PagesBelow, PageReader):
             self.waiting.append((pages, digests))
 
     def store(self, most: int) -> int:
-        """Begin to copy the `most` pages that have waited longest to the host.
+        """Copy the `most` pages that have waited longest to the host, or begin to copy them.
 
         Returns how many pages left the queue.
         """

@@ -195,7 +195,7 @@ def test_a_request_has_computed_no_more_than_its_pages_hold(
     while context.start_idx < room + more - 1:
         context.update(7)
     pages = manager.get_req_blocks("r")
-    with pytest.raises(InvalidRequestError, match=f"'r': its start_idx is {room + more - 1}, but {room} tokens at"):
+    with pytest.raises(InvalidRequestError, match=f"'r': its start_idx is {room + more - 1}, but at most {room} tokens"):
         CALLS[call](manager, context)
     with pytest.raises(NotReservedError, match="'r'"):
         manager.step([context])
@@ -307,7 +307,7 @@ def test_a_cancelled_import_adds_no_computed_tokens(found: int) -> None:
     manager.cancel_import(pending)
     context.set_token_indices(start_idx=17)
     for call in ("fetch", "fetch of a tuple"):
-        with pytest.raises(InvalidRequestError, match=f"'r': its start_idx is 17, but {found} tokens at most"):
+        with pytest.raises(InvalidRequestError, match=f"'r': its start_idx is 17, but at most {found} tokens"):
             CALLS[call](manager, context)
     context.set_token_indices(start_idx=found)
     run(manager, context, steps=4)
