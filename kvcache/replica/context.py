@@ -454,9 +454,7 @@ def chunk_end(indices: ContextIndices, start: int) -> int:
     """Returns the token at which a chunk that begins at token `start` ends.
 
     If a prefix hit moved the start beyond the end of the planned chunk, the chunk that runs instead has the same length
-    as the planned one.
-
-    `indices` are those of the context, before its start was moved to `start`.
+    as the planned one. `indices` are those of the context, before its start was moved to `start`.
     """
     before, active, end = indices
     return active if start < active else min(end, start + active - before)

@@ -38,9 +38,7 @@ from kvcache.replica.tables import RowTables
 from kvcache.states.state_pages import NO_STATE, StatePages
 
 Step = Callable[[Gathered, Callable[[], None] | None], None]
-"""Makes a step for the gathered requests. The second argument is called once their tokens are published; it may be
-None.
-"""
+"""Makes a step for the gathered requests. The second argument, if any, is called once their tokens are published."""
 
 
 class RowStates:
