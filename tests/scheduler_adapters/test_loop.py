@@ -148,7 +148,7 @@ def test_only_the_request_past_the_sequence_limit_fails(model: Any, expected: li
 @pytest.mark.parametrize(
     "request_", [Request("r", [], 1), Request("r", [1], 0), Request("r", [-1], 1), Request("r", [1 << 40], 1)]
 )
-def test_bad_requests_are_refused_at_the_door(model: Any, request_: Request) -> None:
+def test_bad_requests_are_refused_before_they_are_queued(model: Any, request_: Request) -> None:
     loop = new_loop(model)
     with pytest.raises(InvalidRequestError, match="'r'"):
         loop.add(request_)
@@ -166,7 +166,7 @@ def test_the_last_token_of_the_vocabulary_is_taken_and_the_one_after_it_is_not(m
     assert loop.num_waiting == 1
 
 
-def test_an_id_is_used_once_at_a_time(model: Any) -> None:
+def test_an_id_can_be_used_by_one_request_at_a_time(model: Any) -> None:
     loop = new_loop(model)
     loop.add(Request("r", [1, 2], 2, hold_pages=True))
     for _ in range(4):  # while it waits, while it runs, and while it holds its pages
@@ -259,7 +259,9 @@ def test_a_budget_below_one_is_refused(model: Any) -> None:
         ([10, 10], 100, [10, 10]),
     ],
 )
-def test_the_plan_runs_decodes_first_and_prompts_by_age(pending: list[int], budget: int, counts: list[int]) -> None:
+def test_a_step_runs_decodes_first_and_then_the_oldest_prompts(
+    pending: list[int], budget: int, counts: list[int]
+) -> None:
     assert plan_chunks(pending, budget) == counts
 
 
@@ -344,7 +346,7 @@ def test_with_windows_a_budget_of_one_token_still_finds_cached_prefixes(make_mod
     assert_nothing_held(loop.manager)
 
 
-def test_no_chunk_runs_into_pages_that_have_come(model: Any) -> None:
+def test_a_chunk_ends_where_found_pages_begin(model: Any) -> None:
     prompt = [at % 250 for at in range(16 * 12 + 3)]
     loop = new_loop(model, page_size=16, budget=40)
     loop.add(Request("r", prompt, 1))

@@ -26,7 +26,7 @@ def submit_all(engine: Any, prompts: list[list[int]], new: int = NEW, **fields: 
         engine.submit(f"r{place}", prompt, new, **fields)
 
 
-def test_the_cache_is_ours(engine: Any) -> None:
+def test_the_scheduler_uses_our_cache(engine: Any) -> None:
     from scheduler_adapters.sglang.cache import PagewireCache
 
     assert type(engine.cache) is PagewireCache
@@ -134,7 +134,7 @@ def test_a_request_of_more_weight_preempts_and_all_get_equal_tokens(engine: Any,
     assert list(outputs.values()) == [reference(prompt, 40) for prompt in prompts]
 
 
-def test_cached_pages_make_room_for_new_requests(engine: Any, reference: Any) -> None:
+def test_cached_pages_are_evicted_for_new_requests(engine: Any, reference: Any) -> None:
     prompts = [ByteTokenizer().encode(f"{number}: " + "so full a pool. " * 6) for number in range(16)]
     for place, prompt in enumerate(prompts):
         engine.submit(f"r{place}", prompt, NEW)

@@ -72,7 +72,7 @@ def test_unsampled_traces_are_not_exported() -> None:
     assert spans() == []
 
 
-def test_a_part_begins_no_earlier_than_the_one_before_it_and_not_in_the_future() -> None:
+def test_parts_of_a_span_begin_in_order_and_not_in_the_future() -> None:
     """Times come from several threads, and from hosts with other clocks."""
     clock = Clock()
     span = HandoverSpan({}, {}, clock)

@@ -169,7 +169,7 @@ def test_peers_may_be_those_of_the_list_and_the_own_host(tmp_path: Path, listed:
     assert config.allowed_peers == ("10.1.0.1", "10.0.0.0/8", "peer.example")
 
 
-def test_a_window_is_known(tmp_path: Path) -> None:
+def test_the_window_of_a_layer_is_read(tmp_path: Path) -> None:
     spec = SlidingWindowSpec(block_size=16, num_kv_heads=4, head_size=16, dtype=torch.float16, sliding_window=33)
     (group,) = groups_of(tmp_path, spec, ["layer.0"])
     assert (group.kind, group.window) == ("sliding_window", 33)

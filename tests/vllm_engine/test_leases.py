@@ -149,7 +149,9 @@ def slow_grants(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[], float]) -
     monkeypatch.setattr(TransferThread, "_run_here", lambda *_: False)
 
 
-def test_params_leave_when_the_lease_stands_on_every_rank(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_params_are_sent_only_when_every_rank_has_granted_the_lease(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An idle engine makes no further step, so it would never learn of a grant that comes later."""
     prefill = make("kv_producer", Shape(tp_size=2))
     slow_grants(monkeypatch, lambda: 0.3)

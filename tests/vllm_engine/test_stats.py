@@ -98,7 +98,7 @@ def test_the_metrics_of_vllms_own_connector_keep_their_names_buckets_and_meaning
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_stats_of_one_connector_among_several_come_out_of_plain_data() -> None:
+def test_stats_of_one_connector_among_several_can_be_read_back_from_plain_data() -> None:
     """In this form the stats travel from vLLM's engine to the process that serves metrics."""
     found = MultiConnector.build_kv_connector_stats({PagewireConnector.__name__: {"failed_pulls": 2}})
     assert found is not None

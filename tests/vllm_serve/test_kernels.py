@@ -14,7 +14,7 @@ def test_vllms_attention_equals_ours_if_heads_come_before_tokens() -> None:
     assert_within_tolerance(errors, orders=2)
 
 
-def test_the_order_in_which_tokens_come_first_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layout_with_tokens_before_heads_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels would not notice the wrong order, and would compute something else."""
     monkeypatch.syspath_prepend(str(ROOT / "examples/kernels"))
     import paged_batch

@@ -115,7 +115,7 @@ def test_a_format_that_only_the_kernel_knows_is_moved_as_whole_pages() -> None:
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
-def test_latents_are_rows(page_size: int) -> None:
+def test_latents_are_stored_as_rows(page_size: int) -> None:
     cache = torch.randn(PAGES, 1, page_size, 576)
     layer = SimpleNamespace(
         kv_cache=cache.squeeze(1), impl=impl_of(CPUMLAImpl), kv_lora_rank=512, kv_cache_dtype="auto", _k_scale=None

@@ -136,7 +136,7 @@ AS_THEIRS = {
 
 
 @pytest.mark.parametrize("after", [0.0, 0.02, 0.1, 0.3])
-def test_hanging_up_at_prefill(engines: Engines, after: float) -> None:
+def test_a_client_disconnects_at_prefill(engines: Engines, after: float) -> None:
     hang_up(engines.pair.prefill.url, PROMPTS[LONG], after, max_tokens=1, kv_transfer_params=FOR_A_READER)
     time.sleep(0.5)
     assert engines.pair.ask(PROMPTS[LONG]).tokens == engines.expected[LONG]
@@ -159,14 +159,14 @@ def test_pages_that_no_reader_fetches(engines: Engines) -> None:
 
 
 @pytest.mark.parametrize("after", [0.0, 0.01, 0.03, 0.06, 0.12, 0.3])
-def test_hanging_up_at_decode(engines: Engines, after: float) -> None:
+def test_a_client_disconnects_at_decode(engines: Engines, after: float) -> None:
     params = engines.pair.prefilled(PROMPTS[LONG])
     hang_up(engines.pair.decode.url, PROMPTS[LONG], after, max_tokens=400, kv_transfer_params=params)
     assert engines.pair.ask(PROMPTS[LONG]).tokens == engines.expected[LONG]
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-def test_hanging_up_in_a_stream(engines: Engines, parts: int) -> None:
+def test_a_client_disconnects_during_a_stream(engines: Engines, parts: int) -> None:
     answers = stream(engines.proxy.url, PROMPTS[LATER], max_tokens=1000)
     found = [token for _ in range(parts) for token in next(answers)]
     answers.close()
@@ -175,7 +175,7 @@ def test_hanging_up_in_a_stream(engines: Engines, parts: int) -> None:
     )
 
 
-def test_hanging_up_among_others(engines: Engines) -> None:
+def test_every_second_of_many_clients_disconnects(engines: Engines) -> None:
     """Sixteen clients at once; every second one disconnects at some time."""
     wanted = [at for at in range(len(PROMPTS)) if at % 2]
 

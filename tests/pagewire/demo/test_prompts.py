@@ -55,7 +55,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         read_prompts(tmp_path)
 
 
-def test_take_goes_round() -> None:
+def test_prompts_are_repeated_if_more_are_requested() -> None:
     assert take(["a", "b"], None) == ["a", "b"]
     assert take(["a", "b"], 1) == ["a"]
     assert take(["a", "b"], 5) == ["a", "b", "a", "b", "a"]

@@ -342,7 +342,7 @@ def test_a_light_theme_has_colours_of_its_own(watched: tuple[PagedKVCacheManager
     drive(app, play)
 
 
-def test_pause_holds_the_picture(watched: tuple[PagedKVCacheManager, ManagerWatch]) -> None:
+def test_a_pause_freezes_the_picture(watched: tuple[PagedKVCacheManager, ManagerWatch]) -> None:
     manager, watch = watched
     app = live(watch)
 

@@ -293,7 +293,7 @@ def test_a_process_that_drains_ends_and_leaves_nothing_held_or_it_is_an_error(pl
     played(story)
 
 
-def test_a_placement_books_a_prompt_until_its_pages_have_left(played: Callable[..., None]) -> None:
+def test_a_placement_counts_a_prompt_until_its_pages_were_pulled(played: Callable[..., None]) -> None:
     booked = Booked()
 
     async def story(all_of: Fronted) -> None:

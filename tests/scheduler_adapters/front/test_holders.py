@@ -25,7 +25,7 @@ PAGE = 16
 PROMPT = list(range(1, 201))
 
 
-def test_pages_come_and_go_as_in_a_set() -> None:
+def test_the_recorded_pages_equal_a_set() -> None:
     rng, pages, expected = random.Random(1), PageSet(), set[int]()
     gone: list[int] = []
     for _ in range(300):
@@ -45,7 +45,7 @@ def test_pages_come_and_go_as_in_a_set() -> None:
     assert not len(pages)
 
 
-def test_a_page_takes_at_most_16_bytes_and_there_is_a_most() -> None:
+def test_a_page_takes_at_most_16_bytes_and_the_number_of_pages_is_limited() -> None:
     rng, count = np.random.default_rng(1), 200_000
     tracemalloc.start()
     try:
@@ -177,7 +177,7 @@ def test_after_a_gap_nothing_is_known_until_all_pages_are_reported_again(holders
         context.destroy(linger=0)
 
 
-def test_windows_that_go_take_no_page_of_full_layers_along() -> None:
+def test_removed_windows_do_not_remove_pages_of_full_layers() -> None:
     context: zmq.Context[Any] = zmq.Context()
     member = msg.Ready(name="p", page_size=1, kv_events="inproc://p", pulse="at p", engines=("p/0",))
     known = _ProcessPages(context, member)

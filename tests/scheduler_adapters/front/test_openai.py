@@ -92,7 +92,7 @@ def test_a_request_fits_or_is_refused() -> None:
         room_for(asked(max_tokens=7), 10)
 
 
-def test_a_chat_needs_a_template_and_takes_what_room_there_is() -> None:
+def test_a_chat_needs_a_template_and_may_use_all_remaining_tokens() -> None:
     messages = [{"role": "user", "content": "hi"}]
     with pytest.raises(OpenAIError, match="no chat template"):
         asked("chat", messages=messages)
@@ -140,7 +140,7 @@ def test_answers_have_openais_form() -> None:
     assert whole["choices"][0]["token_ids"] == [97, 98, 99]
 
 
-def test_a_chat_is_answered_as_one() -> None:
+def test_a_chat_gets_a_chat_answer() -> None:
     served = ServedModel("tiny", ChatTokenizer(), VOCAB_SIZE)
     request = asked("chat", served, messages=[{"role": "user", "content": "hi"}], stream=True)
     answer = Answer(request, ByteTokenizer())

@@ -76,7 +76,7 @@ def test_the_state_of_unrecorded_drafts_is_not_told_to_readers(model: Any) -> No
 
 
 @pytest.mark.parametrize("wrong", [False, True])
-def test_a_leased_page_stays_the_requests(model: Any, wrong: bool) -> None:
+def test_a_request_keeps_its_leased_state_page(model: Any, wrong: bool) -> None:
     """A block table may name the leased page until the lease ends. The drafted state is therefore copied into that
     page.
     """

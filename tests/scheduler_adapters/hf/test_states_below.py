@@ -263,7 +263,7 @@ def test_a_page_and_a_slot_stay_with_a_slow_copy(model: Any, monkeypatch: pytest
     assert_nothing_held(manager)
 
 
-def test_copies_that_pass_are_kept_below_once_they_stay(model: Any) -> None:
+def test_only_the_last_state_of_an_answer_is_written_to_the_lower_tier(model: Any) -> None:
     """If an answer has several pages, only the state of its last page is written, after the request has been
     released.
     """

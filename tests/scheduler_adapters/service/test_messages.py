@@ -41,7 +41,7 @@ MESSAGES = [
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_a_message_comes_back_as_it_went(message: msg.AnyMessage) -> None:
+def test_a_decoded_message_equals_the_encoded_one(message: msg.AnyMessage) -> None:
     assert msg.decode(msg.encode(message)) == message
     if message.__struct_fields__:
         with pytest.raises(AttributeError, match="immutable type"):

@@ -80,7 +80,7 @@ def test_no_prefill_process_is_asked_before_it_has_answered(fleet: Fleet) -> Non
     )
 
 
-def test_load_is_booked_until_it_is_relieved_once(fleet: Fleet) -> None:
+def test_load_counts_until_it_is_removed_once(fleet: Fleet) -> None:
     connections, routers = fleet
     for router in routers:
         heard(connections, router, 1)

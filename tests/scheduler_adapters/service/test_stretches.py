@@ -171,7 +171,7 @@ def test_the_head_from_one_process_and_the_tail_from_another(
 @pytest.mark.each_value
 @pytest.mark.parametrize("when", ["asking", "pulling"])
 @pytest.mark.parametrize("fault", ["killed", "stopped", "restarted", "reset"])
-def test_what_happens_to_the_second_source_leaves_the_first_stretch(
+def test_a_fault_of_the_second_source_does_not_affect_the_first_stretch(
     start: Any, reader: StretchReader, expected: list[int], when: str, fault: str
 ) -> None:
     first, second = two(start)

@@ -127,7 +127,7 @@ def test_wrong_arguments_beside_the_config_are_refused(wrong: dict[str, Any], sa
         NixlConnectorWorker(config(), 7)  # type: ignore[arg-type]
 
 
-def test_ranks_count_stage_by_stage() -> None:
+def test_ranks_are_numbered_stage_by_stage() -> None:
     assert [config(tp_size=2, pp_size=3, tp_rank=t, pp_rank=p).rank for p in range(3) for t in range(2)] == [*range(6)]
     assert config(tp_size=2, pp_size=3).ranks == 6
 
@@ -149,7 +149,7 @@ def test_a_config_can_be_pickled_and_encoded() -> None:
         (2, 3, [[0], [0], [1]]),
     ],
 )
-def test_every_unit_is_held_by_someone(units: int, ranks: int, held: list[list[int]]) -> None:
+def test_every_unit_is_held_by_some_rank(units: int, ranks: int, held: list[list[int]]) -> None:
     assert [list(share(units, ranks, rank)) for rank in range(ranks)] == held
 
 
@@ -173,7 +173,7 @@ def test_layouts_pages_and_parallelism_need_not_agree_and_the_model_must() -> No
     assert len({*prints, tuple(sorted(base.items()))}) == len(others) + 1
 
 
-def test_a_block_is_so_many_pages_and_a_window_needs_so_many_tokens() -> None:
+def test_the_pages_of_a_block_and_the_tokens_of_a_window() -> None:
     small = msgspec.structs.replace(GROUP, block_size=64, kernel_block_size=16, kind="sliding_window", window=10)
     assert (small.page_size, small.block_pages) == (16, 4)
     assert (STATE.page_size, STATE.block_pages) == (1, 1)

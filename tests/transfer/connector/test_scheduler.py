@@ -262,7 +262,7 @@ def test_a_prompt_may_be_longer_or_shorter_than_what_the_source_computed(make: A
     assert loading(scheduler, read, 10).total_tokens == 10
 
 
-def test_a_state_after_more_tokens_than_the_request_has_is_of_no_use(make: Any) -> None:
+def test_a_state_that_covers_more_tokens_than_the_request_is_refused(make: Any) -> None:
     scheduler = make(FULL, STATE)
     offered(scheduler)
     assert scheduler.read("R", params(scheduler), Prompt(range(20))).num_tokens == 20
@@ -370,7 +370,7 @@ def test_a_load_is_given_up_on_every_rank(make: Any) -> None:
     assert scheduler.update(0, WorkerOutput(received={"R"})).received == {"R"}
 
 
-def test_a_step_s_work_is_handed_out_once_and_travels(make: Any) -> None:
+def test_the_work_of_a_step_is_handed_out_once_and_can_be_encoded(make: Any) -> None:
     scheduler = make()
     offered(scheduler)
     scheduler.save("r", [[1, 2]])
@@ -387,7 +387,7 @@ def test_a_step_s_work_is_handed_out_once_and_travels(make: Any) -> None:
     assert WorkerOutput(received={"r"})
 
 
-def test_the_handshake_needs_every_rank_and_answers_for_the_last_said(make: Any) -> None:
+def test_the_handshake_needs_the_metadata_of_every_rank(make: Any) -> None:
     scheduler = make(tp=2)
     assert scheduler.address.startswith("tcp://127.0.0.1:")
     with pytest.raises(HandshakeError, match=r"got the metadata of ranks \[0\]; all 2 ranks are needed"):

@@ -122,7 +122,7 @@ def test_a_second_request_needs_no_second_handshake(engine: Any) -> None:
     assert (source.sent, reader.received) == ({"r": "read", "s": "read", "t": "read"}, {"r", "s", "t"})
 
 
-def test_ids_are_reported_once_by_the_calls_of_the_documented_interface(engine: Any) -> None:
+def test_ids_are_reported_once_by_the_documented_calls(engine: Any) -> None:
     source, reader = engine("p"), engine("d")
     pair = a_pair()
     params = offer(source, pair)
@@ -287,7 +287,7 @@ def test_pages_go_through_host_buffers_if_a_device_cannot_be_registered(engine: 
     assert copies[0] == (["model.layers.0.mixer"], [1, 2, 5], "h2d")
 
 
-def test_a_device_that_cannot_be_registered_needs_the_host_s_leave() -> None:
+def test_a_device_that_cannot_be_registered_is_refused_without_the_host_buffer_option() -> None:
     config = worker_config(FULL, Side(), 0, "e", "i")
     strange = NixlConnectorWorker(msgspec.structs.replace(config, registrable=("cuda",)))
     with pytest.raises(InvalidEngineError, match="memory on 'cpu' cannot be registered.*kv_buffer_device is ''"):

@@ -50,7 +50,7 @@ def pages(found: BlocksOfGroup) -> tuple[list[int], tuple[int, int], int]:
     return [int(page) for page in found.local], found.tokens, found.needed
 
 
-def test_the_whole_of_a_request() -> None:
+def test_a_load_of_a_whole_request() -> None:
     load, (group,) = add(make(FULL), "r", asked(((4, 5, 6),), (0, 20)))
     assert pages(group) == ([4, 5, 6], (0, 20), 0)
     assert (load.closed, load.silent, load.blocks, load.pages) == (True, False, {4, 5, 6}, [[4, 5, 6]])
@@ -62,7 +62,7 @@ def test_a_prompt_may_be_longer_or_shorter_than_what_the_source_computed() -> No
         assert (load.closed, pages(group)[:2]) == (True, ([4, 5, 6], tokens))
 
 
-def test_blocks_beyond_the_tokens_are_left_alone() -> None:
+def test_blocks_beyond_the_last_token_are_not_written() -> None:
     _, (group,) = add(make(FULL), "r", asked(((4, 5, 6, 7),), (0, 20)))
     assert pages(group)[0] == [4, 5, 6]
 
@@ -109,7 +109,7 @@ def test_a_group_with_nothing_to_load_reads_nothing() -> None:
     assert load.silent
 
 
-def test_too_few_blocks_are_not_nothing() -> None:
+def test_an_empty_block_list_is_not_a_load_of_nothing() -> None:
     load, (group,) = add(make(FULL), "r", asked(((),), (0, 16)))
     assert group.tokens == (0, 16)
     assert not load.silent
@@ -139,7 +139,7 @@ def test_host_buffers_take_whole_pages() -> None:
     add(make(KERNEL, whole_pages=True), "r", asked(((3, 5),), (6, 11)))
 
 
-def test_a_load_that_has_its_pages_takes_no_more_until_it_has_ended() -> None:
+def test_a_load_that_has_its_pages_accepts_no_more() -> None:
     book = make(FULL)
     whole = asked(((4, 5, 6),), (0, 20))
     step = ConnectorMetadata(reqs_to_recv={"q": whole, "r": whole})
@@ -216,7 +216,7 @@ def test_a_failed_load_reports_no_unwritten_blocks() -> None:
     assert (book.output.received, book.output.unwritten) == ({"r"}, {})
 
 
-def test_names_of_pulls_are_not_used_twice() -> None:
+def test_each_pull_has_a_new_name() -> None:
     book = make(FULL)
     keys = set()
     for _ in range(3):

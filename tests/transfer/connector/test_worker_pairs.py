@@ -87,7 +87,7 @@ def test_the_comparison_sees_one_wrong_element() -> None:
             tensor[tuple(size - 1 for size in tensor.shape)] = kept
 
 
-def test_values_name_their_elements_and_no_other() -> None:
+def test_each_value_identifies_one_element() -> None:
     _, pair = draw(FAMILIES.index("hybrid of three kinds"))
     seen: Counter[int] = Counter()
     caches = RankCaches(pair.groups, Side(block_size=8), 0)

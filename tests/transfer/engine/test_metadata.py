@@ -54,7 +54,7 @@ REQUEST = TransferReqData(
 )
 
 
-def test_metadata_survives_the_wire():
+def test_decoded_metadata_equals_the_encoded_one():
     assert decode_metadata(encode(engine())) == engine()
     assert check_metadata(engine()) == engine()
 
@@ -142,12 +142,12 @@ def test_other_objects_are_refused(other: object):
         check_metadata(other)
 
 
-def test_values_beyond_the_wire_are_refused():
+def test_values_that_cannot_be_encoded_are_refused():
     with pytest.raises(MetadataError, match="cannot be encoded"):
         check_metadata(msgspec.structs.replace(engine(), total_num_pages=1 << 70))
 
 
-def test_requests_survive_the_wire():
+def test_decoded_requests_equal_the_encoded_ones():
     assert decode_request(encode(REQUEST)) == REQUEST
     read = msgspec.structs.replace(REQUEST, is_read=True, version=WIRE_VERSION)
     assert decode_request(encode(read)) == read

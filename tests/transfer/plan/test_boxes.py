@@ -43,7 +43,7 @@ def test_a_layers_tensor_lies_as_numpy_lays_it(axes: str) -> None:
                 assert tensor[tuple(at[axis] for axis in names)] == place
 
 
-def test_a_layout_survives_the_wire() -> None:
+def test_a_decoded_layout_equals_the_encoded_one() -> None:
     made = shard(range(3), order=SPLIT_NHD)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=ShardLayout) == made
 

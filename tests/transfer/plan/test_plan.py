@@ -222,7 +222,7 @@ def test_a_page_named_twice_is_found_among_equal_pages_too() -> None:
     assert len(made.runs(0, [3, 4, 5], [7, 7, 1], (0, 12))) == 3  # reading a page twice is harmless
 
 
-def test_pages_past_the_last_token_are_left_alone() -> None:
+def test_pages_beyond_the_last_token_are_not_written() -> None:
     made = plan(shard(range(2)), shard(range(2)))
     runs = made.runs(0, np.array([3, 3, 99], np.int32), np.array([5, -4], np.int32), (4, 8))
     assert len(runs) == 1

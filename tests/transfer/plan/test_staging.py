@@ -58,7 +58,7 @@ def check_staged_pull(local: ShardLayout, remotes: list[ShardLayout], tokens: tu
 @pytest.mark.each_value
 @pytest.mark.parametrize("remote_order", [*ORDERS, *PER_LAYER])
 @pytest.mark.parametrize("local_order", [*ORDERS, *PER_LAYER])
-def test_every_element_comes_home_whatever_the_two_orders(local_order: str, remote_order: str) -> None:
+def test_every_element_arrives_whatever_the_two_orders(local_order: str, remote_order: str) -> None:
     local, remote = shard(range(3), order=local_order), shard(range(1, 4), order=remote_order, pages=9)
     everything = shard(range(4), order=remote_order, pages=9)
     check_staged_pull(shard(range(1, 3), order=local_order), [remote], (0, 32))
@@ -85,7 +85,7 @@ def test_any_tensor_parallelism_and_stages_that_differ(ranks: tuple[int, int]) -
         check_staged_pull(shard(share(4, ours, rank), layers=range(4)), remotes, (4, 17), rank)
 
 
-def test_states_of_odd_sizes_come_home() -> None:
+def test_states_of_odd_sizes_arrive() -> None:
     def state(pages: int, page_stride: int, x: range) -> ShardLayout:
         parts = [
             mamba_boxes(

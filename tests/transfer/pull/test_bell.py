@@ -16,7 +16,7 @@ def rings(bell: Bell, within_s: float = 0.0) -> bool:
     return bool(select.select([bell], [], [], within_s)[0])
 
 
-def test_a_ring_is_there_until_it_is_heard() -> None:
+def test_a_ring_stays_until_it_is_heard() -> None:
     bell = Bell()
     assert not rings(bell)
     bell.ring()
@@ -29,7 +29,7 @@ def test_a_ring_is_there_until_it_is_heard() -> None:
     bell.close()
 
 
-def test_a_closed_bell_is_neither_rung_nor_heard() -> None:
+def test_a_closed_bell_can_be_neither_rung_nor_heard() -> None:
     bell = Bell()
     bell.ring()
     bell.close()

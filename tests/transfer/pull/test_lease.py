@@ -35,7 +35,7 @@ def note(lease_id: int, rank: int = 0, ranks: int = 1, verdict: str = "done", en
     return ReaderNote(lease_id, engine, rank, ranks, verdict, reason)
 
 
-def test_a_word_holds_the_id_while_the_lease_stands_and_nothing_after(book: LeaseBook) -> None:
+def test_a_lease_word_holds_the_id_while_the_lease_lasts_and_is_empty_afterwards(book: LeaseBook) -> None:
     book.grant(7, "r", 3, 10.0)
     assert book.words[0].tolist() == [0, 0, 0, 7, 0, 0, 0, 0]
     assert (len(book), book.ids()) == (1, [7])
@@ -85,7 +85,7 @@ def test_a_lease_that_cannot_be_granted_changes_nothing(book: LeaseBook, lease: 
     book.check()
 
 
-def test_no_engine_to_read_is_refused(book: LeaseBook) -> None:
+def test_a_lease_without_a_reading_engine_is_refused(book: LeaseBook) -> None:
     with pytest.raises(InvalidLeaseError, match="for 0 engines"):
         book.grant(1, "r", 0, 1.0, engines=0)
 
@@ -138,7 +138,7 @@ def test_notes_of_no_lease_and_of_one_that_is_over_are_told_apart_and_dropped(bo
     assert book.counts == {"accepted": 1, "unknown": 1, "late": 2}
 
 
-def test_a_reader_that_changes_its_number_of_ranks_is_not_believed(book: LeaseBook) -> None:
+def test_a_reader_that_changes_its_number_of_ranks_is_ignored(book: LeaseBook) -> None:
     book.grant(5, "r", 0, 10.0)
     assert book.hear(note(5, 0, 2)) is None
     assert book.hear(note(5, 0, 1)) is None
@@ -147,7 +147,7 @@ def test_a_reader_that_changes_its_number_of_ranks_is_not_believed(book: LeaseBo
     assert book.words[0][0] == 5
 
 
-def test_a_refusal_ends_as_a_reading_does_and_its_first_reason_is_kept(book: LeaseBook) -> None:
+def test_a_refusal_ends_a_lease_like_a_read_and_the_first_reason_is_kept(book: LeaseBook) -> None:
     book.grant(5, "r", 0, 10.0)
     assert book.hear(note(5, 0, 3, "refused", reason="no room")) is None
     assert book.hear(note(5, 1, 3, "refused", reason="because of rank 0")) is None
@@ -173,7 +173,7 @@ def test_a_renewal_extends_never_shortens_and_has_an_end(book: LeaseBook, clock:
     assert over.ended == "expired after 10.0 s without hearing from its readers"
 
 
-def test_a_rank_that_is_done_renews_nothing_for_the_others(book: LeaseBook, clock: Clock) -> None:
+def test_a_rank_that_is_done_does_not_renew_the_lease_for_the_others(book: LeaseBook, clock: Clock) -> None:
     lease = book.grant(5, "r", 0, 10.0)
     book.hear(note(5, 0, 2))
     clock.now = 105

@@ -66,7 +66,7 @@ def test_each_transfer_takes_as_much_as_it_may_from_where_the_last_one_ended() -
     ) + [(300 % (BACKGROUND_RUNS - 1), False)]
 
 
-def test_a_part_is_here_when_all_of_it_was_posted_and_has_ended() -> None:
+def test_a_part_has_arrived_when_all_of_its_transfers_were_posted_and_have_ended() -> None:
     part = part_of(4, 64)
     assert not part.is_here
     part.posted, part.in_flight = 4, 1

@@ -601,7 +601,7 @@ def test_withdrawing_a_pull_returns_its_result_and_leaves_no_event(rig: Rig) -> 
     assert rig.puller.events[-1] == PullEvent("r", "left", safe=False)
 
 
-def test_telemetry_of_a_pull_adds_up(rig: Rig) -> None:
+def test_the_telemetry_of_a_pull_is_consistent(rig: Rig) -> None:
     rig.open()
     rig.add(part(0, runs=3), last=False)
     rig.now += 2
@@ -612,7 +612,7 @@ def test_telemetry_of_a_pull_adds_up(rig: Rig) -> None:
     assert 0 < pull.post_s < 1
 
 
-def test_pulls_that_wait_for_further_pages_cost_a_poll_nothing_and_are_renewed(
+def test_pulls_that_wait_for_further_pages_are_not_polled_and_their_leases_are_renewed(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = [f"r{number}" for number in range(50)]
@@ -813,7 +813,7 @@ def long_part(runs: int, arrived: Any = None, length: int = 1 << 20) -> Settled:
     return made
 
 
-def test_a_part_of_many_transfers_is_read_once_whole_and_used_when_all_is_here(rig: Rig) -> None:
+def test_a_part_of_many_transfers_is_used_when_all_of_them_have_arrived(rig: Rig) -> None:
     seen: list[int] = []
     rig.agent.auto = False
     rig.open()
@@ -834,7 +834,7 @@ def test_a_part_of_many_transfers_is_read_once_whole_and_used_when_all_is_here(r
     assert len(rig.agent.posted) == 4  # the fence
 
 
-def test_a_part_of_which_a_transfer_fails_is_settled_when_the_others_have_ended(rig: Rig) -> None:
+def test_a_part_with_a_failed_transfer_is_settled_when_its_other_transfers_have_ended(rig: Rig) -> None:
     rig.agent.auto = False
     rig.open()
     asked = long_part(40)
@@ -850,7 +850,7 @@ def test_a_part_of_which_a_transfer_fails_is_settled_when_the_others_have_ended(
     assert asked.times == 1
 
 
-def test_a_pull_has_eight_transfers_in_flight_and_nixls_thread_one_of_them(rig: Rig) -> None:
+def test_a_pull_has_at_most_eight_transfers_in_flight_one_of_them_in_nixls_thread(rig: Rig) -> None:
     rig.agent.auto = False
     rig.open()
     rig.add(long_part(1000))
@@ -1048,7 +1048,7 @@ def test_a_fence_covers_the_parts_before_it_and_is_not_posted_again_without_new_
     assert rig.passed("r") == rig.passed("nobody") == 0
 
 
-def test_a_mark_that_waits_for_a_word_is_posted_once_another_pull_gives_one_back() -> None:
+def test_a_fence_that_waits_for_a_word_is_posted_once_another_pull_gives_one_back() -> None:
     rig = Rig(ranks=1, slots=1)
     rig.agent.auto = False
     rig.open("a")
@@ -1067,7 +1067,7 @@ def test_a_mark_that_waits_for_a_word_is_posted_once_another_pull_gives_one_back
     assert rig.passed("b") == 1
 
 
-def test_a_word_that_is_there_before_its_read_is_known_to_have_ended_does_not_end_the_pull() -> None:
+def test_a_pull_does_not_end_before_the_read_of_its_lease_word_is_known_to_have_ended() -> None:
     """NIXL still has the handle of the word's READ. The slot may not be reused before that handle is released."""
     rig = Rig(ranks=1)
     rig.agent.auto, rig.agent.at_once = False, {0}
@@ -1088,7 +1088,7 @@ def test_a_word_that_is_there_before_its_read_is_known_to_have_ended_does_not_en
     assert len(rig.puller._free) == 8
 
 
-def test_a_part_of_a_pull_at_once_is_settled_when_its_read_has_ended_and_not_when_the_pull_fails() -> None:
+def test_the_part_of_a_pull_at_once_is_settled_when_its_read_has_ended_even_if_the_pull_fails_earlier() -> None:
     settled: list[int] = []
 
     class Slab(Part):
@@ -1153,7 +1153,7 @@ def test_a_part_in_several_transfers_is_read_once_and_counted_once(rig: Rig, run
     assert np.array_equal(np.concatenate(read), asked.local)
 
 
-def test_a_part_of_which_a_later_transfer_is_refused_is_settled_once_the_earlier_ones_have_ended(rig: Rig) -> None:
+def test_a_part_with_a_refused_transfer_is_settled_when_its_earlier_transfers_have_ended(rig: Rig) -> None:
     rig.agent.auto, rig.agent.raise_at = False, {2: AgentError("no such address")}
     rig.open()
     asked = long_part(48, lambda: None)

@@ -21,7 +21,7 @@ def remote(rank: int, **changes: Any) -> RemoteEngine:
     return RemoteEngine(ranks, MINE, {})
 
 
-def test_ranks_that_agree_are_an_engine() -> None:
+def test_ranks_with_equal_settings_form_an_engine() -> None:
     assert remote(1).engine_id == "p"
 
 

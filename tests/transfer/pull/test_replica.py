@@ -121,7 +121,7 @@ def test_a_slot_that_has_passed_to_another_lease_fails_the_pull(engine: Any) -> 
     assert p.replica.leases.ids() == [second.lease_id]
 
 
-def test_pages_come_chunk_by_chunk_and_the_lease_is_renewed_meanwhile(engine: Any) -> None:
+def test_pages_arrive_chunk_by_chunk_and_the_lease_is_renewed_meanwhile(engine: Any) -> None:
     clock = Clock()
     p, d = engine("p", clock=clock), engine("d", 2, clock=clock, heartbeat_s=1000.0)
     d.blank()
@@ -144,7 +144,7 @@ def test_pages_come_chunk_by_chunk_and_the_lease_is_renewed_meanwhile(engine: An
     assert np.array_equal(d.heads(LOCAL), p.heads(REMOTE))
 
 
-def test_a_prefill_s_chunks_are_read_while_it_computes_and_its_lease_does_not_run_out(engine: Any) -> None:
+def test_chunks_are_read_while_prefill_computes_and_the_lease_does_not_run_out(engine: Any) -> None:
     clock = Clock()
     p, d = engine("p", clock=clock), engine("d", clock=clock, heartbeat_s=1e9)
     lease = p.offer(running=True, duration_s=2.0)
@@ -245,7 +245,7 @@ def test_a_failure_is_told_at_once_and_pages_come_back_when_nothing_is_in_flight
     assert len({event.error for event in d.pulls}) == 1
 
 
-def test_a_second_read_that_fails_leaves_the_first_one_s_pages_in_flight(engine: Any) -> None:
+def test_if_a_second_read_fails_the_pages_of_the_first_stay_in_flight(engine: Any) -> None:
     p, d = engine("p", 2), engine("d")
     d.hindrances[0].held, d.hindrances[0].refuse = True, {1}
     pull(d, p.source(p.offer()))
@@ -569,7 +569,7 @@ def test_an_engine_that_one_rank_cannot_load_is_loaded_by_none(engine: Any, monk
     assert [rank.remote("p") for rank in d.ranks] == [None, None]
 
 
-def test_pages_go_when_the_words_of_all_ranks_are_cleared(engine: Any) -> None:
+def test_pages_are_given_back_when_the_lease_words_of_all_ranks_are_cleared(engine: Any) -> None:
     p = engine("p", 2)
     lease = p.offer(slot=3)
     told, seen = p.replica._on_over, list[list[int]]()
@@ -642,14 +642,14 @@ def test_an_invalid_address_is_an_error_of_its_request(engine: Any, address: str
     assert {event.key: bool(event.error) for event in d.pulls} == {"bad": True, "r": False}
 
 
-def test_an_engine_of_another_name_is_not_read_from(engine: Any) -> None:
+def test_an_engine_with_another_name_is_not_read_from(engine: Any) -> None:
     p, d = engine("p"), engine("d")
     pull(d, p.source(p.offer())._replace(engine_id="q"))
     run(p, d, until=settled(d))
     assert "engine 'q' is not here: ['p']" in d.pulls[-1].error
 
 
-def test_a_server_that_tells_of_another_engine_does_not_take_its_place(engine: Any) -> None:
+def test_a_server_that_answers_for_another_engine_does_not_replace_it(engine: Any) -> None:
     p, d = engine("p"), engine("d")
     pull(d, p.source(p.offer()), groups=None)
     run(p, d, until=lambda: len(d.ranks[0].puller))
@@ -751,14 +751,14 @@ def test_a_silent_source_is_given_up(engine: Any) -> None:
     assert "engine 'p' is silent" in d.pulls[-1].error
 
 
-def test_a_source_that_lives_is_not_given_up_however_long_it_computes(engine: Any) -> None:
+def test_a_living_source_is_not_given_up_however_long_it_computes(engine: Any) -> None:
     p, d = engine("p"), engine("d", heartbeat_s=0.01, dead_after_s=0.2)
     pull(d, p.source(p.offer()), groups=None)
     run(p, d, until=lambda: p.server and p.server.counts["answered"] > 20)
     assert not d.pulls
 
 
-def test_engines_that_are_long_idle_are_forgotten(engine: Any) -> None:
+def test_engines_that_were_idle_for_long_are_forgotten(engine: Any) -> None:
     clock = Clock()
     p, d = engine("p"), engine("d", clock=clock, idle_s=100.0)
     pull(d, p.source(p.offer()))
@@ -790,7 +790,7 @@ def test_shutting_down_ends_what_is_open_and_can_be_done_twice(engine: Any) -> N
     assert p.overs == [LeaseOver("r", lease.lease_id, "this engine was shut down")]
 
 
-def test_a_pull_under_way_when_its_engine_shuts_down_is_safe_once_the_agent_is_gone(engine: Any) -> None:
+def test_a_pull_in_flight_at_the_shutdown_is_safe_once_the_agent_is_gone(engine: Any) -> None:
     p, d = engine("p"), engine("d")
     d.hindrances[0].held = True
     pull(d, p.source(p.offer()))
@@ -874,7 +874,7 @@ def test_pages_of_all_ranks_are_read_even_if_one_rank_uses_the_general_plan(engi
     assert remote.parts("r", WHOLE) == [checked, checked]
 
 
-def test_pulls_whose_source_has_not_answered_cost_a_poll_nothing(engine: Any) -> None:
+def test_pulls_whose_source_has_not_answered_are_not_polled(engine: Any) -> None:
     class Unwalked(dict[str, Any]):
         def refuse(self) -> Any:
             raise AssertionError("a poll walks over all pulls")

@@ -95,7 +95,7 @@ def at_rest(one: Threaded) -> None:
         assert time.monotonic() < deadline, "an idle engine has not stopped polling"
 
 
-def test_a_thread_without_leases_and_pulls_comes_to_rest_and_polls_on_while_there_are_some(
+def test_the_thread_rests_without_leases_and_pulls_and_polls_while_there_are_some(
     threaded: Callable[[str], Threaded],
 ) -> None:
     p, d = threaded("p"), threaded("d")
@@ -184,7 +184,7 @@ def test_the_thread_keeps_its_pace_for_a_while_after_the_last_lease(threaded: Ca
 
 
 @pytest.mark.parametrize("tls", ["tcp,self", "posix,sysv,cma"])
-def test_a_reader_whose_reads_need_polls_is_served_as_soon_as_it_may_read_and_for_a_while(
+def test_the_source_polls_often_while_a_reader_may_need_its_polls(
     threaded: Callable[[str], Threaded], monkeypatch: pytest.MonkeyPatch, tls: str
 ) -> None:
     monkeypatch.setattr("transfer.pull.replica.effective_settings", lambda *_: {"UCX_TLS": tls})
@@ -223,7 +223,7 @@ def test_a_shorter_wait_for_a_distant_peer_is_polled_more_often(
     assert (BUSY_POLL_S / 2 if tls == "tcp,self" else BUSY_POLL_S) <= later <= BUSY_POLL_S
 
 
-def test_a_lease_is_granted_when_the_call_returns_unless_the_thread_is_at_work(
+def test_a_lease_is_granted_when_the_call_returns_unless_the_thread_is_busy(
     threaded: Callable[[str], Threaded],
 ) -> None:
     p, at_once = threaded("p"), False
@@ -238,7 +238,7 @@ def test_a_lease_is_granted_when_the_call_returns_unless_the_thread_is_at_work(
     p.until(lambda: len(p.thread.events) > 50)
 
 
-def test_a_thread_that_sleeps_is_woken_by_a_grant(
+def test_a_sleeping_thread_is_woken_by_a_grant(
     threaded: Callable[[str], Threaded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("transfer.pull.thread.POLL_S", 60.0)  # longer than `until` waits
@@ -257,7 +257,7 @@ def pair(threaded: Callable[[str], Threaded]) -> tuple[Threaded, Threaded]:
     return p, d
 
 
-def test_a_page_of_a_known_source_is_there_when_the_call_returns_unless_the_thread_is_at_work(
+def test_a_page_of_a_known_source_has_arrived_when_the_call_returns_unless_the_thread_is_busy(
     pair: tuple[Threaded, Threaded],
 ) -> None:
     p, d = pair

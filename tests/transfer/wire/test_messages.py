@@ -58,13 +58,13 @@ def rank(**changes: object) -> RankMetadata:
     return RankMetadata(**(fields | changes))
 
 
-def test_a_rank_comes_back_as_it_was_sealed() -> None:
+def test_a_decoded_rank_equals_the_sealed_one() -> None:
     found = open_rank(sealed_rank(rank()))
     assert msgspec.structs.replace(found, digest=b"") == rank()
     assert len(found.digest) == 16
 
 
-def test_every_message_comes_back() -> None:
+def test_every_decoded_message_equals_the_encoded_one() -> None:
     queries = [MetadataQuery(query_id=3, engine_id="p", compatibility={"a": "b"}), Ping(query_id=4, engine_id="p")]
     answers = [
         MetadataReply(query_id=1, engine_id="p", incarnation="i", ranks=(b"x", b"")),
