@@ -74,7 +74,7 @@ class Follower:
         self._keys = load_keyring(keys)
         self.known = Known()
         self._expected: int | None = None
-        self._asked = 0.0  # when the open replay began; 0 if there is none
+        self._asked = 0.0  # the time at which the open replay began; 0 if there is none
         self.seen = {"messages": 0, "replays": 0, "connections": 0}
         self._sockets = ExitStack()
         self._connect()

@@ -82,7 +82,7 @@ def test_a_link_that_pauses_costs_only_time(
     far_pair: Pair, pause_s: float, record_property: Callable[[str, object], None]
 ) -> None:
     relay = cable(far_pair.source_host)
-    relay("delay", 0.005)  # so that 4 MiB take some time
+    relay("delay", 0.005)  # with this delay, 4 MiB take some time
     name = f"paused {next(_numbers)}"
     offer = far_pair.offer(name, 64)
     far_pair.until_received(1 << 18, lambda: far_pair.reader.say("pull", name, offer, 30.0))

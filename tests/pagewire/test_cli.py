@@ -233,7 +233,7 @@ def test_a_damaged_file_is_refused_in_one_line(
     path.write_bytes(BROKEN[name])
     try:
         assert cli.main(["demo", "--prompts", str(path)]) == 2
-    except Reached:  # lines that are no JSON objects count as prompts
+    except Reached:  # lines that are not JSON objects count as prompts
         return
     printed = capsys.readouterr().err
     assert printed.count("\n") == 1, printed

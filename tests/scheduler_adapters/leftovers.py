@@ -82,7 +82,7 @@ class Run:
             try:
                 return self.process.wait(60), self.stderr()
             finally:
-                self.process.kill()  # a process that does not end fails its test, but must not delay others
+                self.process.kill()  # a process that does not end makes its own test fail, but must not delay others
 
     def descendants(self) -> dict[int, str]:
         """The processes that carry the mark, by id, with their command lines."""

@@ -169,7 +169,7 @@ def test_the_last_token_of_the_vocabulary_is_taken_and_the_one_after_it_is_not(m
 def test_an_id_can_be_used_by_one_request_at_a_time(model: Any) -> None:
     loop = new_loop(model)
     loop.add(Request("r", [1, 2], 2, hold_pages=True))
-    for _ in range(4):  # while it waits, while it runs, and while it holds its pages
+    for _ in range(4):  # aborts the request while it waits, while it runs, and while it holds its pages
         with pytest.raises(AlreadyClaimedError, match="'r'"):
             loop.add(Request("r", [1, 2], 2))
         loop.step()

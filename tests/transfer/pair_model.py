@@ -13,7 +13,7 @@ from transfer.connector.config import GroupConfig, StatePart, WorkerConfig, shar
 
 UNTOUCHED = -1
 JUNK = -2
-"""The content of a source's pages that are not the request's. It must not arrive anywhere."""
+"""The value of all elements in the source's pages that do not belong to the request. It must not arrive anywhere."""
 
 _CANONICAL = ("page", "token", "layer", "side", "head", "dim")
 

@@ -75,7 +75,7 @@ class Held:
 
 @dataclass(frozen=True, order=True)
 class Triple:
-    """A reader's shard, the part of it that one remote shard fills, and that shard."""
+    """A reader's shard, a remote shard, and the part of the reader's shard that the remote shard fills."""
 
     local: Held
     part: Held
@@ -141,7 +141,7 @@ def filled(held: Held, order: str, page_size: int, side: int) -> Pool:
 
 @cache
 def places(held: Held, order: str, page_size: int) -> tuple[Pool, Pool, Pool]:
-    """The layer, head and token of each element of the reader's pool; -1 if it has none."""
+    """For each element of the reader's pool, its layer, head and token. These are -1 if the element belongs to none."""
     pool = filled(held, order, page_size, 0)
     layer, _, head, token, _ = logical_of(pool)
     return tuple(np.where(pool >= 0, axis, -1) for axis in (layer, head, token))
@@ -157,7 +157,7 @@ def expected(triple: Triple, local: tuple[str, int], tokens: tuple[int, int]) ->
 
 
 def part_of(layout: ShardLayout, held: Held) -> ShardLayout:
-    """A layout cut to ranges of layers and heads, which are one box or several."""
+    """A layout that is cut to ranges of layers and heads. The ranges are one box or several."""
 
     def kept(box: Box) -> Iterator[Box]:
         (first_layer, side, first_head, dim), (end_layer, end_side, end_head, end_dim) = box.first, box.end

@@ -74,7 +74,7 @@ def empty_pool(layout: ShardLayout, gap: int = 64) -> Pool:
 
 
 def elements(box: Box, start: int, page: int, tokens: Sequence[tuple[int, int]]) -> list[tuple[tuple[int, ...], int]]:
-    """The logical index and the index in the pool of each element of one page.
+    """For each element of one page, its logical index and its index in the pool.
 
     `tokens` has pairs (place in the page, token).
     """

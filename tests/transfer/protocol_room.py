@@ -215,7 +215,8 @@ class Protocol:
 
     def _hold(self, name: str, room: Room, view: View) -> Move:
         held = lowest(view.free_source, room.found)
-        kept = (1 << room.found) - 1 if self.has("take-what-is-held") else -1  # pages beyond these do not matter
+        # the number of pages beyond the leased ones does not matter
+        kept = (1 << room.found) - 1 if self.has("take-what-is-held") else -1
         intact = tuple(mask & kept for mask in room.intact)
         return Move(f"P holds {room.found} pages of {name}", room._replace(held=held, intact=intact, listed=0))
 

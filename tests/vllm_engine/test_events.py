@@ -21,7 +21,7 @@ def stored(name: str, batches: int) -> dict[int, tuple[int | None, tuple[int, ..
     socket.connect(f"inproc://{name}.replay")
     found: dict[int, tuple[int | None, tuple[int, ...]]] = {}
     end, heard = time.monotonic() + 20, 0
-    while heard < batches:  # vLLM's thread may not have sent all of them yet
+    while heard < batches:  # vLLM's thread may not have sent all batches yet
         assert time.monotonic() < end, f"{heard} of {batches} batches"
         socket.send_multipart([b"", (0).to_bytes(8, "big")])
         found, heard = {}, 0

@@ -99,7 +99,7 @@ def test_a_process_that_goes_takes_its_reservations_with_it_and_costs_no_request
         assert await placement.place("stays", PROMPTS["p2"], ["p2"]) == "p2"
         assert await placement.place("goes", PROMPTS["p1"], ["p1"]) == "p1"
         number, _ = placement._workers["p1"]
-        await placement._service.delete_worker(number)  # as `follow` does, between the choice of a process and its end
+        await placement._service.delete_worker(number)  # `follow` does this when it notices that a process has ended
         assert await placement.place("late", PROMPTS["p1"], ["p1"]) == "", "decode chooses"
         assert await placement.place("late", PROMPTS["p2"], ["p2"]) == "p2", (
             "a prompt that was refused may be placed again"

@@ -75,7 +75,7 @@ def check_prompts_find_pages(router: Router, fleets: list[Served]) -> None:
         return prompt
 
     def found(prompt: list[int]) -> int:
-        """The number of a prompt's tokens that were cached at the place that the router chose."""
+        """Returns how many tokens of a prompt were cached at the place that the router has chosen."""
         return router.complete([*prompt, 7])["usage"]["prompt_tokens_details"]["cached_tokens"]
 
     until_it_follows(router, at_one_of_them, found)
@@ -133,7 +133,7 @@ def check_follows_both(router: Router, apart: Served) -> None:
         return prompt
 
     def found(prompt: list[int]) -> int:
-        """The number of a prompt's tokens that were cached at the chosen prefill process.
+        """Returns how many tokens of a prompt were cached at the chosen prefill process.
 
         This is the process's own count, because the router passes on only the figures of its first answer.
         """

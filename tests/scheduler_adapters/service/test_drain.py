@@ -12,7 +12,7 @@ from tests.scheduler_adapters.serving import own_tokens
 
 PROMPTS = [
     [number, *range(60, 140), *range(60, 220), *range(14, 254)] for number in range(4)
-]  # many chunks, so that phases last long
+]  # the prompt has many chunks, so that each phase lasts long
 
 
 @pytest.fixture

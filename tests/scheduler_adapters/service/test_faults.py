@@ -97,7 +97,8 @@ def pulling(service: Service) -> DecodeRequest:
     """Prefill has computed the first chunk of the prompt and goes no further. Decode reads the pages of this chunk."""
     request = service.submit_one("r", PROMPT)
     with pytest.MonkeyPatch.context() as held:
-        for prefill in service.prefills.values():  # even if a busy machine delays the lease, it must cover one chunk
+        # even if a busy machine delays the lease, the lease must cover only one chunk
+        for prefill in service.prefills.values():
             held.setattr(prefill._loop, "step", partial(step_but_while_leasing, prefill, prefill._loop.step))
         service.until(lambda: phase_of_prefill(service) == "offered", "the first chunk")
     # Prefill is not polled from here on. Otherwise it might compute the rest of the prompt before it hears that decode
@@ -459,7 +460,7 @@ def say_rubbish(service: Service, stranger: Stranger) -> None:
     stranger.ask(msg.encode(msg.Hello(reader="x", incarnation="i")))
     offer = stranger.ask(msg.encode(asking))
     assert isinstance(offer, msg.PagesOffer)
-    stranger.socket.send(msg.encode(asking))  # repeated after it was served
+    stranger.socket.send(msg.encode(asking))  # repeats the request after it was served
     stranger.socket.send(msg.encode(msg.Cancel(request_id="nobody", attempt=1, reason="?")))
     service.until(lambda: service.prefill.counts["late"] == 2, "what is late")
     answer = stranger.ask(msg.encode(msg.Prefill(request_id="y", attempt=2, prompt=(1,) * 400, within_s=5.0)))

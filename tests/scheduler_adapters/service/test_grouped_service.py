@@ -133,7 +133,7 @@ def test_a_decode_process_computes_its_preempted_requests_itself(start: Callable
 def test_a_request_that_does_not_fit_into_several_tables_fails_without_affecting_others(
     start: Callable[..., Service], expected: Any
 ) -> None:
-    service = start({}, {"pages": 16})  # 64 pages of one layer
+    service = start({}, {"pages": 16})  # each of the 64 pages has only one layer
     assert service.serve([PROMPTS[0], [*HEAD, *HEAD, *HEAD]])[0] == expected[0]
     assert "as 4 block tables take" in service.ended["r1"].error
     service.assert_nothing_held()

@@ -260,7 +260,7 @@ def test_a_tail_that_the_second_source_has_only_in_host_memory(
     first, second = start("p"), start("q", "tcp://127.0.0.1:0", 8 << 20)
     first.told("run", HEAD)
     second.told("run", ALL)
-    for seed in (7, 11):  # other prompts take all of its pages
+    for seed in (7, 11):  # the other prompts take all pages of the source
         second.told("run", [seed + token % 200 for token in range(480)])
     assert reader.generate([first, second], lambda *_: None) == (expected, 23 * SIZE)
     given_back(first, second)

@@ -88,7 +88,7 @@ def test_what_a_lease_holds_is_told_when_it_stands_on_every_rank_and_not_before(
     scheduler.offer("r", running=True)
     lease = scheduler.build_metadata().reqs_to_send["r"].lease
     assert lease.duration_s == 7.0
-    made = params(scheduler)  # in the step that sends the lease to the workers
+    made = params(scheduler)  # the params are made in the step that sends the lease to the workers
     for rank, missing in ((1, [0, 2]), (0, [2])):
         assert not scheduler.update(rank, WorkerOutput(offered={"r": ""})).offered
         again = LeaseReply(query_id=7, waits_for=f"ranks {missing} have not granted it yet")
@@ -316,7 +316,8 @@ def test_with_nothing_to_load_the_source_is_notified_and_no_request_waits(make: 
     offered(scheduler)
     asked = loading(scheduler, scheduler.read("R", params(scheduler), PROMPT), 20, 24)
     assert asked.num_computed_tokens > asked.total_tokens == 20
-    scheduler.load("R", scheduler.read("R", params(scheduler), PROMPT), [[]], 20, 24)  # there is no open load
+    # no load is open any more, so this call raises nothing
+    scheduler.load("R", scheduler.read("R", params(scheduler), PROMPT), [[]], 20, 24)
 
 
 def test_a_source_is_held_until_there_are_blocks(make: Any) -> None:

@@ -195,7 +195,7 @@ def test_an_error_of_one_load_affects_no_other(engine: Any) -> None:
     run_until(lambda: set(source.sent) >= named, source, reader)
     assert set(source.sent) == named
     for tensor in reader.ranks[0].host.caches.tensors.values():
-        tensor[:, [11, 12, 13]] = -1  # data that was read before the fence failed
+        tensor[:, [11, 12, 13]] = -1  # overwrites the data that was read before the fence failed
     assert reader.call("compare", pair) == [[]]
 
 
@@ -312,7 +312,8 @@ def test_page_checks_find_a_page_that_changed_on_its_way(engine: Any) -> None:
     source.call("fill_source", pair)
     source.scheduler.offer("r", block_ids=pair.source_blocks)
     run_until(lambda: source.scheduler.is_offered("r"), source)
-    source.ranks[0].host.caches.tensors["model.layers.1.mixer"][8, 0, 0, 0, 0] ^= 1  # after its checksum was taken
+    # changes the page after its checksum was taken
+    source.ranks[0].host.caches.tensors["model.layers.1.mixer"][8, 0, 0, 0, 0] ^= 1
     load(reader, pair, source.scheduler.params("r", PROMPT, pair.source_blocks, 21))
     run_until(lambda: reader.received, source, reader)
     assert "1 pages still differ from their source" in reader.failed["r"]

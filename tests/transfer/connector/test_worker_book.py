@@ -184,7 +184,7 @@ def test_a_load_that_was_given_up_is_not_reported_as_a_failure() -> None:
         # Whole blocks. The window's first block begins at token 24, and its first needed token is 31.
         (asked(((1, 2, 3, 4, 5), (4, 5)), (0, 40), first=(0, 3)), (0, 24), {}),
         (asked(((1, 2, 3, 4, 5), (4, 5)), (0, 40), first=(0, 3)), (0, 28), {1: 28}),
-        # Nothing is written to the blocks before those that are read.
+        # The blocks before those that are read get no data.
         (asked(((1, 2, 3, 4, 5), (1, 2, 3, 4, 5)), (0, 40), first=(0, 0)), (0, 24), {1: 24}),
         # 28 tokens are local, including those at the beginning of the first block.
         (asked(((4, 5), (4, 5)), (28, 40), first=(3, 3)), (28, 28), {}),

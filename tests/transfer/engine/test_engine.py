@@ -263,7 +263,8 @@ def test_an_address_outside_of_the_registered_memory_is_refused(make_engine: Any
     wrong = sealed(msgspec.structs.replace(right.metadata, agents_meta=moved))
     left.connect(wrong)
     for kind in ("read", "send"):
-        pages = ([7], [0]) if kind == "read" else ([0], [7])  # the peer's page 7 would lie beyond its memory
+        # with the moved addresses, page 7 of the peer lies beyond its memory
+        pages = ([7], [0]) if kind == "read" else ([0], [7])
         with pytest.raises(TransferFailedError, match="of 1 runs of 'right"):
             getattr(left, f"initiate_{kind}_transfer")(wrong, *pages, 0, 0)
     left.disconnect("right")

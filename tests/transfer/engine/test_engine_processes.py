@@ -150,7 +150,7 @@ def test_a_dead_peer_fails_its_own_transfers_only(hire: Any, until: Any, transpo
     join(left, third)
     rng = np.random.default_rng(0)
     check_move(left, right, "read", rng, 4)
-    mortal.signal(signal.SIGSTOP)  # over TCP the READ cannot end now; over shared memory it can
+    mortal.signal(signal.SIGSTOP)  # over TCP the READ cannot end while the peer is stopped; over shared memory it can
     if transport == "shm":
         mortal.signal(signal.SIGKILL)
     request = None

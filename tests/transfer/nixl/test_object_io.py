@@ -38,7 +38,7 @@ def _io(store: MotoStore) -> Iterator[Any]:
 
 
 def served(objects: NixlObjects, key: str = "model", timeout_s: float = 2.0, **options: Any) -> Served:
-    """A manager with this bucket as its only lasting storage."""
+    """A manager whose only lasting storage is this bucket."""
     params = {
         "file_tier_key": key,
         "object_tier_io": objects,
@@ -190,7 +190,7 @@ def test_broken_objects_of_a_real_store_are_misses(store: MotoStore, rounds: int
         again = served(objects, timeout_s=10.0)
         for prompt in prompts[number % 2 :: 2] if rounds > 2 else prompts:
             again.fetch(prompt)
-            again.serve(prompt)  # this compares its KV
+            again.serve(prompt)  # `serve` also compares the KV of the cached tokens
         refused += again.manager.metrics.object_blocks_refused
         again.manager.check()
         assert again.manager.metrics.object_store_failures == 0
@@ -281,7 +281,7 @@ def test_requests_are_served_over_a_link_that_becomes_slow(store: MotoStore, mon
             began = time.monotonic()
             it.fetch([first, *PROMPT])
             longest[link.delay_s] = max(longest[link.delay_s], time.monotonic() - began)
-            assert it.serve([first, *PROMPT]) in {0, 32}  # this compares the found KV
+            assert it.serve([first, *PROMPT]) in {0, 32}  # `serve` also compares the KV of the tokens that it has found
             if link.delay_s < 1.0:
                 assert it.manager.metrics.object_store_failures == 0
         assert it.manager.metrics.object_store_failures > 0

@@ -153,7 +153,7 @@ def test_when_an_error_is_reported_nothing_is_in_flight(meet: Callable[[int], He
 def destroy_in_flight(conn: Connection, remote: Described) -> None:
     """Runs in a process of its own. Reports how many pages are missing when the agent is gone, and how many later."""
     here = Here(remote, MANY)
-    here.read(shuffled(FEW))  # the copying thread makes its own connection
+    here.read(shuffled(FEW))  # the thread that copies makes a connection of its own with this READ
     here.memory[:] = EMPTY
     handle, done = here.start(shuffled(MANY))
     assert not done

@@ -151,7 +151,7 @@ def test_a_pull_takes_one_run_a_page_whatever_its_last_token() -> None:
         assert len(runs) == 5
 
 
-# Cases that other systems' pulls got wrong.
+# # Cases in which the pulls of other systems gave wrong results.
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(8, 2), (2, 8), (8, 4), (4, 8), (8, 1), (1, 8), (3, 8), (8, 3)])
@@ -288,7 +288,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's allocator")
 def test_large_pulls_find_the_memory_of_the_last_one() -> None:
     done = subprocess.run([sys.executable, "-c", FAULTS], check=True, capture_output=True, text=True, cwd=ROOT)
-    assert int(done.stdout) < 100  # it would be 2,300 if each pull mapped its arrays anew
+    assert int(done.stdout) < 100  # if each pull mapped its arrays anew, there would be 2,300 page faults
 
 
 def test_a_window_is_pulled_from_its_first_page_on() -> None:

@@ -58,7 +58,7 @@ def carry_out(runs: Runs, local: torch.Tensor, remote: torch.Tensor) -> None:
 def pulled(
     ours: list[PageLayout], theirs: list[PageLayout], *, staged: bool
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The content of each of our ranks after a pull of `TOKENS` tokens, and the expected one."""
+    """The contents of each of our ranks after a pull of `TOKENS` tokens, and the contents that are expected."""
     remotes: list[ShardLayout] = [check(dense(layout, PAGES)) for layout in theirs]
     there = [torch.zeros(PAGES * layout.page_bytes, dtype=torch.uint8) for layout in theirs]
     sizes = ours[0].page_size, theirs[0].page_size

@@ -75,7 +75,7 @@ def test_a_ring_during_a_system_call_does_not_silence_later_rings(
         if by == "a thread":
             threads.append(threading.Thread(target=bell.ring))
             threads[-1].start()
-            threads[-1].join(0.05)  # it may wait until the call has ended
+            threads[-1].join(0.05)  # the thread may have to wait until the system call has ended
         else:
             bell.ring()
 

@@ -172,5 +172,5 @@ def test_wrong_arguments_of_a_call_change_nothing(
     assert not side.exchange.open_pulls
     assert not side.exchange._asks._open
     assert len(side.exchange._slots[0]._free) == len(side.exchange._slots[0].slots)
-    assert side.exchange.poll() == []  # its thread still runs
+    assert side.exchange.poll() == []  # the thread of the exchange still runs
     side.exchange.threads[0].snapshot()

@@ -110,7 +110,7 @@ def test_pages_that_another_request_has_computed_are_found_pulled_and_published(
     assert source.manager.num_leased_blocks == 4
     source.overwrite()  # no request gets the lent pages
     assert taken(reader, source, context, lent) == ""
-    assert context.start_idx == 16  # the rest of the prompt is computed here
+    assert context.start_idx == 16  # the rest of the prompt is computed by the reader
     reader.run(context, MINE)
     source.manager.release("other")
     all_given_back(source)
@@ -336,7 +336,8 @@ def test_what_is_refused_comes_back_at_once_and_is_no_failed_pull(side: Any, met
         TextContext([7, *LONGER[1:]], 32, "mine"),
         TextContext(LONGER, 32, "mine", cache_salt="a"),
         TextContext(LONGER, 32, "mine", extra_keys=[(0, b"image")]),
-        TextContext(PROMPT[:PAGE_SIZE], 32, "mine"),  # its last token runs here, so there is nothing to ask for
+        # the last token of a prompt always runs at the reader, so there is nothing to ask for
+        TextContext(PROMPT[:PAGE_SIZE], 32, "mine"),
     ],
 )
 def test_another_prompt_salt_or_image_has_nothing_there(side: Any, context: TextContext) -> None:
@@ -391,7 +392,7 @@ def test_an_unread_lease_ends_by_itself(side: Any, monkeypatch: pytest.MonkeyPat
     source.manager.reset_prefix_cache()
     source.overwrite()
     assert "lease" in taken(reader, source, context, lent)
-    assert reader.manager.maybe_reserve(context)  # it computes its tokens itself
+    assert reader.manager.maybe_reserve(context)  # the request computes its tokens itself
     assert context.start_idx == 0
 
 

@@ -89,7 +89,7 @@ def test_no_more_than_the_share_of_the_state_pages_is_lent(pair: Pair) -> None:
     assert first.table is not None
     assert [*map(len, first.table.groups)] == [5, 1]
     assert pair.lent(200) == (5, 1)
-    assert pair.lent(300) == ()  # there is room for its five pages, but not for a third state
+    assert pair.lent(300) == ()  # the request's five pages would fit, but a third state would exceed the limit
     pair.give_back(first)
     assert pair.lent(300) == (5, 1)
 

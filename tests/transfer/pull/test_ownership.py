@@ -395,7 +395,7 @@ def test_an_offer_that_a_closed_thread_never_took_holds_nothing(
     assert source.exchange.offer("r", 30.0) is not None
     source.manager.release("r")
     with monkeypatch.context() as stuck:
-        stuck.setattr(thread, "close", lambda: None)  # simulates a thread that does not end in time
+        stuck.setattr(thread, "close", lambda: None)  # simulates a thread that does not end when it is told to
         source.exchange.close()
         assert source.manager.num_leased_blocks == 4
     source.exchange.close()
@@ -530,7 +530,7 @@ def test_cancelled_then_committed(sides: tuple[Side, Reader]) -> None:
     reader.exchange.read(0, "k", pending, last=True)
     reader.manager.cancel_import(pending)
     free = reader.manager.num_free_blocks
-    reader.manager.release("r")  # READs may still write there
+    reader.manager.release("r")  # the READs of the pull may still write to these pages
     assert reader.manager.num_free_blocks == free + (5 - 4)
     reader.overwrite()
     _, proof = reader.end(source)

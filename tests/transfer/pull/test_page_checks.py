@@ -114,7 +114,7 @@ def checks_in(layout: ShardLayout, memory: list[np.ndarray]) -> PageChecks:
 
 
 def two_groups() -> ShardLayout:
-    """A token group, and after it in the same region a group with one state for each request."""
+    """A group of tokens, and in the same region a group with one state for each request."""
     (box,) = LAYOUT.groups[0].boxes
     begin = LAYOUT.region_bytes[0]
     state = Box("ssm", "bfloat16", 2, 0, begin + 32, 96, (0, 0, 0, 0), (1, 1, 4, 1, 8), (0, 0, 16, 0, 2))
@@ -169,7 +169,7 @@ def replaced(one: Any, **changes: object) -> Any:
 
 
 def changed(layout: ShardLayout, of_box: dict[str, object] | None = None, **of_group: object) -> ShardLayout:
-    """A layout with a change in its last group or its last box."""
+    """Returns the layout with a change in its last group or its last box."""
     *others, group = layout.groups
     *boxes, box = group.boxes
     group = replaced(group, boxes=(*boxes, replaced(box, **(of_box or {}))), **of_group)
@@ -271,7 +271,7 @@ def test_a_pull_also_reads_the_checksums_of_its_pages_for_each_group() -> None:
     assert read([nothing, ([3], [6], (0, 1))])[1] == [[(2 << 40) + 6 * WORD_BYTES, WORD_BYTES, 0]]
     assert read([([1], [1], (0, 1)), nothing])[1] == [[(1 << 40) + WORD_BYTES, WORD_BYTES, 0]]
     assert verifier.part("r", planned, [nothing, nothing]) is None
-    for empty in ((0, 0), (16, 16), (48, 16)):  # it does not matter which pages are named for no tokens
+    for empty in ((0, 0), (16, 16), (48, 16)):  # if no tokens are read, it does not matter which pages are named
         tokens = PageCopy([1, 2, 3, 4], [1, 2, 3, 4], empty)
         assert read([tokens, ([3], [6], (0, 1))])[1] == [[(2 << 40) + 6 * WORD_BYTES, WORD_BYTES, 0]]
         assert read([([1], [1], (0, 1)), ([3], [6], empty)])[1] == [[(1 << 40) + WORD_BYTES, WORD_BYTES, 0]]

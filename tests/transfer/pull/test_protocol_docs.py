@@ -1,4 +1,4 @@
-"""The tests that `docs/concepts/protocol.md` names exist, and its figures are right."""
+"""The tests that `docs/concepts/protocol.md` names exist, and the figures on that page are right."""
 
 from __future__ import annotations
 

@@ -1140,7 +1140,7 @@ def test_a_notification_that_cannot_be_sent_does_no_harm(rig: Rig) -> None:
     assert rig.puller.events[-1] == PullEvent("s", "enough", safe=True)
 
 
-@pytest.mark.parametrize("runs", [40, 48])  # transfers have 16 runs, so that 16 and 32 make 48
+@pytest.mark.parametrize("runs", [40, 48])  # a transfer has at most 16 runs
 def test_a_part_in_several_transfers_is_read_once_and_counted_once(rig: Rig, runs: int) -> None:
     rig.open()
     asked = long_part(runs, lambda: None)

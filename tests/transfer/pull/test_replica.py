@@ -128,7 +128,7 @@ def test_pages_arrive_chunk_by_chunk_and_the_lease_is_renewed_meanwhile(engine: 
     lease = p.offer(duration_s=3.0)
     pull(d, p.source(lease), groups=None, timeout_s=60.0)
     run(p, d, until=lambda: all(len(rank.puller) for rank in d.ranks))
-    run(p, d, until=lambda: all(len(rank.puller) for rank in d.ranks))  # from here on the lease is renewed
+    run(p, d, until=lambda: all(len(rank.puller) for rank in d.ranks))  # from here on the reader renews the lease
     for at, (local, remote) in enumerate(zip(LOCAL, REMOTE, strict=True)):
         tokens = (at * TOKENS, (at + 1) * TOKENS)
         d.replica.add_pages("r", [PageCopy([local], [remote], tokens)], last=at == 2)

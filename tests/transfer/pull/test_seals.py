@@ -192,7 +192,7 @@ def changed(rng: random.Random, table: BlockTable, other: BlockTable) -> tuple[s
     for name in names:
         try:
             table = CHANGES[name](rng, table, other)
-        except (ValueError, IndexError):  # the second change does not apply after the first one
+        except (ValueError, IndexError):  # the second change cannot be applied to the result of the first one
             continue
     return " and ".join(names), table
 
