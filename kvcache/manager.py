@@ -401,7 +401,7 @@ class PagedKVCacheManager:
         the model has run.
 
         With `full_pages`, a last page that is not full is left out. The pages before `first_page` are left out, too,
-        which is allowed only with a single table.
+        unless there are several block tables, in which case `first_page` is ignored.
         """
         self._mark.check("block_table")
         replica, _, row = place = self._claims.locate(request_id, "block_table")

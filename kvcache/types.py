@@ -47,8 +47,8 @@ class Admission(NamedTuple):
     # Whether a row and the missing pages are free now. If so, `external_claim` and `maybe_reserve` succeed, provided
     # that nothing else happens before. If not, the request must wait for a release: it fits on no replica (rule
     # `prefix`), or not on this one (other rules). If recurrent states share memory with token pages, the claim itself
-    # may evict cached pages that the lookup has found. The check then assumes that the request finds none, so `fits`
-    # may be False for a request that would fit.
+    # may evict cached pages that the lookup has found. The check then counts the most pages that the request can need,
+    # so `fits` may be False for a request that would fit.
     fits: bool
 
 
