@@ -49,7 +49,9 @@ def test_pages_are_leased_by_what_they_hold_in_all_tables(served: Make) -> None:
         it.manager.contents.lease("theirs", 0, wanted(it)._replace(first_page=3), 9)
 
 
-def test_what_lies_below_is_brought_for_whoever_asks(served: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_in_lower_tiers_are_loaded_for_any_reader_that_asks(
+    served: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     it = served(files=True)
     it.serve(PROMPT, chunk=8)
     it.manager.close()

@@ -45,7 +45,7 @@ def test_only_what_is_missing_comes_back(served: Make) -> None:
     assert it.manager.metrics.h2d_blocks_copied == 2  # no query sees the window's fifth page any more
 
 
-def test_a_hit_ends_where_some_table_has_nothing_to_go_on_with(served: Make) -> None:
+def test_a_hit_ends_where_one_table_cannot_continue(served: Make) -> None:
     it = served(40)
     it.serve(PROMPT, chunk=8)
     fill(it, 40)
@@ -174,7 +174,7 @@ def test_who_waits_finds_what_others_have_written_since(served: Make) -> None:
 
 
 @pytest.mark.parametrize("groups", [WINDOW, TWO])
-def test_pages_that_come_back_are_their_tables(served: Make, groups: tuple[LayerGroup, ...]) -> None:
+def test_pages_loaded_from_lower_tiers_belong_to_their_own_table(served: Make, groups: tuple[LayerGroup, ...]) -> None:
     it = served(80, files=True, groups=groups)
     it.serve(PROMPT, chunk=8)
     it.manager.close()

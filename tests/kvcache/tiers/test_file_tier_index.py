@@ -33,9 +33,7 @@ def index(*files: tuple[str, int, tuple[int, ...]], max_bytes: int = 100) -> Fil
 @pytest.mark.parametrize(
     ("size", "gone"), [(30, []), (31, ["a"]), (50, ["a"]), (51, ["a", "b"]), (200, ["a", "b", "c"])]
 )
-def test_a_file_that_fits_evicts_nothing_and_one_that_does_not_no_more_than_it_needs(
-    size: int, gone: list[str]
-) -> None:
+def test_a_new_file_evicts_no_more_files_than_it_needs(size: int, gone: list[str]) -> None:
     made = index(("a", 20, (1,)), ("b", 20, (2,)), ("c", 30, (3,)))
     assert made.room_for(size) == gone
     assert made.names == {"a", "b", "c"} - {*gone}
@@ -44,7 +42,7 @@ def test_a_file_that_fits_evicts_nothing_and_one_that_does_not_no_more_than_it_n
     made.check()
 
 
-def test_the_least_recently_used_goes_first_and_use_of_one_page_is_use_of_its_file() -> None:
+def test_the_least_recently_used_file_is_evicted_first_and_using_a_page_is_using_its_file() -> None:
     made = index(("a", 30, (1, 2, 3)), ("b", 30, (4,)), ("c", 30, (5,)))
     made.use(made.find(digests(2)))
     made.use(made.find(digests(4)))
@@ -53,7 +51,7 @@ def test_the_least_recently_used_goes_first_and_use_of_one_page_is_use_of_its_fi
     made.check()
 
 
-def test_pages_side_by_side_in_a_file_are_one_run_and_no_others() -> None:
+def test_only_adjacent_pages_of_a_file_are_read_in_one_run() -> None:
     made = index(("a", 40, (1, 2, 3, 4)), ("b", 40, (5, 6, 7)))
     entries = made.find(digests(1, 2, 4, 3, 5, 6, 7))
     runs = [(name, first, at.tolist()) for name, first, at in made.whereabouts(entries)]
@@ -61,7 +59,7 @@ def test_pages_side_by_side_in_a_file_are_one_run_and_no_others() -> None:
     assert made.whereabouts(entries[:0]) == []
 
 
-def test_a_page_of_two_files_is_found_in_the_first_and_goes_with_it() -> None:
+def test_a_page_in_two_files_is_found_in_the_first_one_and_is_lost_with_it() -> None:
     made = index(("a", 20, (1, 2)), ("b", 30, (2, 3)))
     assert [name for name, _, _ in made.whereabouts(made.find(digests(2)))] == ["a"]
     made.forget("a")
@@ -144,7 +142,7 @@ def test_a_page_of_several_tables_keeps_its_table_and_a_mark_ends_with_a_clear()
     assert not made.reading.any()
 
 
-def test_entries_that_files_give_back_are_used_again_until_every_byte_is() -> None:
+def test_entries_of_evicted_files_are_used_again() -> None:
     made = index(("a", 50, (1, 2, 3, 4, 5)))
     for turn in range(1, 30):
         pages = range(10 * turn, 10 * turn + 5)

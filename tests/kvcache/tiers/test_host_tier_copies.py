@@ -79,7 +79,7 @@ class Beside:
         return (self.host.pool.index.find(names(*pages)) != 0).tolist()
 
 
-def test_a_page_is_found_in_the_host_once_its_copy_is_over() -> None:
+def test_a_page_is_found_in_the_host_once_its_copy_has_ended() -> None:
     it = Beside()
     it.publish(11, 12)
     assert it.tier.store(8) == 2
@@ -90,7 +90,7 @@ def test_a_page_is_found_in_the_host_once_its_copy_is_over() -> None:
     assert (it.found(11, 12), it.tier.storing.any(), it.tier.stored) == ([True, True], False, 2)
 
 
-def test_pages_for_which_the_host_has_no_slot_are_not_copied_and_wait_for_nothing() -> None:
+def test_pages_without_a_free_host_slot_are_not_copied() -> None:
     it = Beside(slots=2)
     it.pool.index.tables = np.arange(9)
     pages = it.publish(11, 12, 13)
@@ -98,13 +98,13 @@ def test_pages_for_which_the_host_has_no_slot_are_not_copied_and_wait_for_nothin
     assert it.mover.begun == [("store", [1, 2], [1, 2])]
     assert it.host.pool.index.tables.tolist() == [0, 1, 2]
     assert it.tier.storing.nonzero()[0].tolist() == [1, 2]
-    it.tier.came(pages[2:], names(13))  # as if a fork publishes the page again while it is being copied
+    it.tier.came(pages[2:], names(13))  # as if a fork published the third page again, for which there was no slot
     it.mover.copies[0].ended = True
     it.tier.poll()
     assert it.tier.storing.nonzero()[0].tolist() == [3], "it waits"
 
 
-def test_a_page_that_is_about_to_be_written_over_waits_for_the_end_of_its_copy() -> None:
+def test_a_page_is_not_overwritten_before_its_copy_has_ended() -> None:
     it = Beside()
     pages = it.publish(11, 12)
     it.tier.store(1)
@@ -115,7 +115,7 @@ def test_a_page_that_is_about_to_be_written_over_waits_for_the_end_of_its_copy()
     assert it.found(11, 12) == [True, True]
 
 
-def test_a_use_that_was_noted_after_a_page_counts_after_its_copy() -> None:
+def test_a_use_of_a_page_that_is_being_copied_counts_after_the_copy() -> None:
     it = Beside()
     it.publish(11, 12)
     it.tier.store(8)
@@ -132,7 +132,7 @@ def test_a_use_that_was_noted_after_a_page_counts_after_its_copy() -> None:
 
 
 @pytest.mark.parametrize("left", [False, True])
-def test_pages_come_back_beside_the_model_and_are_kept_until_the_copy_is_over(left: bool) -> None:
+def test_pages_are_loaded_while_the_model_runs_and_are_held_until_the_copy_has_ended(left: bool) -> None:
     it = Beside()
     it.publish(11)
     it.tier.store_all()
@@ -180,7 +180,7 @@ def test_pages_that_a_copy_frees_while_others_are_allocated_are_not_allocated_tw
     assert it.pool.allocate(4).tolist() == [1, 3, 4, 5]
 
 
-def test_pages_that_are_brought_for_no_row_are_published_when_their_copy_is_over() -> None:
+def test_pages_loaded_for_no_row_are_published_when_their_copy_has_ended() -> None:
     it = Beside()
     it.publish(11, 12)
     it.tier.store_all()
@@ -200,7 +200,7 @@ def test_pages_that_are_brought_for_no_row_are_published_when_their_copy_is_over
     assert (it.pool.free_count, it.pool.idle.count, it.host.pool.idle.count) == (8, 2, 2)
 
 
-def test_a_copy_for_a_row_is_no_copy_that_is_brought() -> None:
+def test_loading_a_page_for_a_row_does_not_count_as_loading_for_no_row() -> None:
     it = Beside()
     it.publish(11, 12)
     it.tier.store_all()
@@ -214,7 +214,7 @@ def test_a_copy_for_a_row_is_no_copy_that_is_brought() -> None:
     assert it.tier.is_bringing
 
 
-def test_after_an_interrupt_what_is_published_is_queued_once_unless_it_is_copied_or_gone() -> None:
+def test_after_an_interrupt_each_published_page_is_queued_once_unless_the_host_has_it() -> None:
     it = Beside(slots=8)
     it.publish(11, 12, 13, 14)
     it.tier.store(1)

@@ -93,7 +93,7 @@ class Work:
         return self.host.pool.free_count
 
 
-def test_a_tier_begins_with_nothing_done_and_knows_of_no_store_to_ask() -> None:
+def test_a_new_tier_has_zero_counts_and_asks_nothing() -> None:
     tier = Work().tier
     assert (tier.written, tier.read, tier.refusals.total(), tier.held_slots) == (0, 0, 0, [])
     assert LowerTier.asks is False
@@ -116,7 +116,7 @@ def test_results_are_taken_in_the_order_in_which_the_work_began() -> None:
     assert (work.free, work.tier.held_slots) == (5, [])
 
 
-def test_work_that_holds_no_slot_gives_none_back() -> None:
+def test_work_without_slots_frees_none() -> None:
     work = Work()
     work.begin("looks up", 0).run()
     work.take_up()
@@ -130,7 +130,7 @@ def test_an_error_of_the_system_pauses_the_tier_and_frees_the_slots() -> None:
     assert (work.tier.noted, work.free) == ([("failed", "no device")], 5)
 
 
-def test_work_that_was_cancelled_is_passed_over() -> None:
+def test_cancelled_work_is_skipped() -> None:
     work = Work()
     assert work.begin("cancelled").job.work.cancel()
     work.begin("next").run()
@@ -139,7 +139,7 @@ def test_work_that_was_cancelled_is_passed_over() -> None:
 
 
 @pytest.mark.parametrize("error", [None, OSError("no device"), ValueError("of a thread")])
-def test_a_result_that_was_dropped_is_not_taken_and_its_slots_are_free(error: Exception | None) -> None:
+def test_a_dropped_result_is_not_taken_and_its_slots_are_free(error: Exception | None) -> None:
     work = Work()
     begun = work.begin("reads", 2, raises=error)
     begun.job.names = (b"object",)
@@ -149,7 +149,7 @@ def test_a_result_that_was_dropped_is_not_taken_and_its_slots_are_free(error: Ex
     assert (work.tier.noted, work.free, begun.job.names) == ([], 5, ())
 
 
-def test_work_is_waited_for_as_long_as_it_says() -> None:
+def test_waiting_for_work_ends_after_the_time_given() -> None:
     work = Work()
     begun = work.begin("reads")
     begun.job.wait(0.001)
@@ -160,7 +160,7 @@ def test_work_is_waited_for_as_long_as_it_says() -> None:
 
 
 @pytest.mark.parametrize("taking", [True, False])
-def test_any_other_error_reaches_the_caller_and_frees_the_slots(taking: bool) -> None:
+def test_other_errors_of_work_reach_the_caller_and_its_slots_are_free(taking: bool) -> None:
     """An `OSError` in the work of a thread pauses the tier. Any other error is raised to the caller, also an `OSError`
     that is raised while the result is taken.
     """
@@ -196,7 +196,7 @@ def test_after_an_interrupt_work_is_forgotten_and_stopping_needs_no_thread() -> 
     work.tier.stop()
 
 
-def test_a_slots_parts_are_the_memory_of_each_shard() -> None:
+def test_a_slot_has_one_part_in_the_memory_of_each_shard() -> None:
     host = Work().host
     slots: Slots = np.array([2, 5], np.int32)
     for slot, (first, second) in zip((2, 5), host.parts(slots), strict=True):

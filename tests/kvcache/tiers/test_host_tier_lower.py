@@ -91,7 +91,7 @@ class Below:
         self.tier.lower.extend([self.files, self.objects])  # the host's own list
 
 
-def test_a_page_is_looked_for_in_each_tier_that_is_below_those_without_it() -> None:
+def test_a_page_is_looked_up_tier_by_tier_until_one_has_it() -> None:
     below = Below()
     assert np.array_equal(below.tier.has(names(*EVERY), mask(*EVERY)), mask(HOST, FILE, OBJECT))
     assert below.files.looked == [[FILE, OBJECT, UNKNOWN, NOWHERE]]
@@ -102,7 +102,7 @@ def test_a_page_is_looked_for_in_each_tier_that_is_below_those_without_it() -> N
     assert np.array_equal(below.tier.host_has(names(*EVERY), mask(FILE)), mask())
 
 
-def test_only_a_store_is_asked_and_only_for_what_no_nearer_tier_has() -> None:
+def test_only_the_store_is_asked_and_only_for_pages_that_no_nearer_tier_has() -> None:
     below = Below()
     assert below.tier.ask(names(*EVERY), mask(HOST, FILE, UNKNOWN, NOWHERE))
     assert below.files.noted == []
@@ -114,7 +114,7 @@ def test_only_a_store_is_asked_and_only_for_what_no_nearer_tier_has() -> None:
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_each_tier_brings_what_it_has_and_no_nearer_one(wait: bool) -> None:
+def test_each_tier_loads_the_pages_that_it_has_and_no_nearer_tier_has(wait: bool) -> None:
     below = Below()
     assert below.tier.to_host(names(*EVERY), mask(HOST, FILE, OBJECT), 7, wait=wait)
     assert below.files.noted == [("fetch", [FILE], wait, 7)]
@@ -136,7 +136,7 @@ def test_pages_loaded_to_the_host_evict_no_page_that_is_needed_with_them() -> No
     assert pool.idle.pages().tolist() == [other, needed]
 
 
-def test_news_of_any_tier_change_what_a_waiting_request_may_find() -> None:
+def test_a_change_in_any_tier_makes_a_waiting_request_look_again() -> None:
     below = Below()
     assert below.tier.fetches
     assert below.tier.asks
@@ -153,7 +153,7 @@ def test_news_of_any_tier_change_what_a_waiting_request_may_find() -> None:
     assert not below.tier.fetches
 
 
-def test_uses_and_ends_are_told_to_every_tier_in_their_order() -> None:
+def test_every_tier_is_told_of_uses_and_ends_in_their_order() -> None:
     below = Below()
     below.tier.waiting.append((np.zeros(0, np.int32), names(FILE, OBJECT)))
     below.tier.used(names(HOST, FILE)[0])
@@ -165,7 +165,7 @@ def test_uses_and_ends_are_told_to_every_tier_in_their_order() -> None:
 @pytest.mark.parametrize(
     ("tail", "ends"), [(0, [[FILE, OBJECT, UNKNOWN]]), (2, [[FILE, OBJECT], [FILE, OBJECT, UNKNOWN]])]
 )
-def test_of_a_request_that_ends_every_tier_is_told_its_pages_and_with_tails_each_end(
+def test_a_tier_is_told_the_pages_of_a_request_that_ends_and_with_tails_each_end(
     tail: int, ends: list[list[int]]
 ) -> None:
     below = Below()

@@ -67,7 +67,7 @@ def test_a_new_machine_finds_what_was_written_of_every_table(
     again.manager.check()
 
 
-def test_of_a_window_the_objects_over_what_is_seen_next_are_read(served: Make, store: StoredObjects) -> None:
+def test_only_the_window_objects_that_the_next_query_sees_are_read(served: Make, store: StoredObjects) -> None:
     written(served, LONG)
     again = served(groups=LONG)
     del store.objects[key_of(again, 1, 0)]  # no query after page 12 sees it
@@ -102,7 +102,7 @@ def test_the_store_is_asked_in_few_rounds(served: Make, store: StoredObjects) ->
 
 
 @pytest.mark.parametrize("length", [51, 59])
-def test_nothing_of_windows_is_asked_for_a_prompt_that_nobody_has(
+def test_the_store_is_not_asked_for_window_objects_of_a_prompt_that_nobody_has(
     served: Make, store: StoredObjects, length: int
 ) -> None:
     """This also holds if the prompt has too few pages for an object. No process could have written an object of it."""
@@ -118,7 +118,7 @@ def test_nothing_of_windows_is_asked_for_a_prompt_that_nobody_has(
 
 
 @pytest.mark.parametrize(("table", "number", "found"), [(0, 2, 32), (0, 0, 0), (1, 2, 32), (1, 0, 48), (1, 1, 48)])
-def test_a_prefix_ends_where_some_table_has_nothing_to_go_on_with(
+def test_a_prefix_ends_where_one_table_cannot_continue(
     served: Make, store: StoredObjects, table: int, number: int, found: int
 ) -> None:
     written(served)
@@ -128,7 +128,7 @@ def test_a_prefix_ends_where_some_table_has_nothing_to_go_on_with(
     assert again.again(PROMPT) == found
 
 
-def test_pages_that_are_being_read_leave_the_window_that_a_request_resumes_with_meanwhile(
+def test_reading_pages_does_not_evict_the_window_with_which_the_request_resumes_meanwhile(
     served: Make, store: StoredObjects
 ) -> None:
     written(served)
@@ -143,7 +143,7 @@ def test_pages_that_are_being_read_leave_the_window_that_a_request_resumes_with_
     store.is_not_waited_for(lambda: again.serve(PROMPT) == 16)
 
 
-def test_one_tables_object_in_anothers_place_is_refused(served: Make, store: StoredObjects) -> None:
+def test_an_object_of_one_table_in_the_place_of_another_is_refused(served: Make, store: StoredObjects) -> None:
     written(served)
     again = served()
     settled(again)
@@ -161,7 +161,7 @@ def test_objects_of_another_grouping_are_not_found(served: Make, store: StoredOb
     assert store.read_bytes == 0
 
 
-def test_pages_that_come_up_are_their_tables(served: Make) -> None:
+def test_loaded_pages_belong_to_their_own_table(served: Make) -> None:
     written(served)
     again = served()
     again.fetch(PROMPT)
@@ -223,7 +223,7 @@ def test_an_answer_that_comes_between_two_looks_is_another_question(
     again.manager.release(context.request_id)
 
 
-def test_reading_is_weighed_against_the_tokens_that_need_not_be_computed(
+def test_the_time_to_read_pages_is_compared_with_the_time_to_compute_their_tokens(
     served: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written(served)
@@ -241,7 +241,7 @@ def test_reading_is_weighed_against_the_tokens_that_need_not_be_computed(
     assert set(weighed) == {(6 + 2, 6)}  # (pages to read, pages whose tokens need not be computed)
 
 
-def test_what_lies_in_a_store_is_brought_for_whoever_asks(served: Make) -> None:
+def test_pages_in_a_store_are_loaded_for_any_reader_that_asks(served: Make) -> None:
     written(served)
     again = served()
     wanted = again.manager.contents.digests(TextContext([*PROMPT], 256, "theirs"))

@@ -65,7 +65,9 @@ def test_objects_are_asked_for_once_and_written_once(served: Make, store: Stored
     assert store.calls == ["exist", "exist", "read"]
 
 
-def test_what_another_has_written_meanwhile_is_not_written_again(served: Make, store: StoredObjects) -> None:
+def test_an_object_that_another_process_has_written_meanwhile_is_not_written_again(
+    served: Make, store: StoredObjects
+) -> None:
     both = [served(), served()]
     for it in both:
         it.fetch(PROMPT)  # both processes have asked the store, and know that it is empty
@@ -76,7 +78,7 @@ def test_what_another_has_written_meanwhile_is_not_written_again(served: Make, s
     assert [it.manager.metrics.object_blocks_written for it in both] == [8, 0]
 
 
-def test_what_waits_to_be_written_is_given_up_with_a_store_that_fails(served: Make, store: StoredObjects) -> None:
+def test_objects_that_wait_to_be_written_are_given_up_if_the_store_fails(served: Make, store: StoredObjects) -> None:
     store.fails = True
     store.may.clear()
     it = served()
@@ -89,7 +91,7 @@ def test_what_waits_to_be_written_is_given_up_with_a_store_that_fails(served: Ma
     assert not objects_of(it)._queue
 
 
-def test_what_is_queued_behind_a_call_that_fails_is_not_tried(served: Make, store: StoredObjects) -> None:
+def test_calls_queued_after_a_failing_call_are_not_tried(served: Make, store: StoredObjects) -> None:
     store.fails = True
     store.may.clear()
     it = served()  # it asks for the epoch
@@ -100,7 +102,7 @@ def test_what_is_queued_behind_a_call_that_fails_is_not_tried(served: Make, stor
     assert (it.manager.metrics.object_store_failures, objects_of(it)._busy) == (1, {})
 
 
-def test_what_is_cut_short_is_not_taken_for_what_was_read_before(served: Make, store: StoredObjects) -> None:
+def test_a_short_read_is_not_filled_with_bytes_of_an_earlier_read(served: Make, store: StoredObjects) -> None:
     it = served()
     it.serve(PROMPT)
     it.manager.flush_tiers()
@@ -150,7 +152,9 @@ def test_an_object_has_the_pages_of_all_shards_side_by_side(served: Make) -> Non
 # In an object with extra bytes at its end every page is right: the pages are read, and the object stays.
 @pytest.mark.few(3)
 @pytest.mark.parametrize("how", DAMAGE)
-def test_who_wrote_an_object_replaces_it_when_it_finds_it_damaged(served: Make, store: StoredObjects, how: str) -> None:
+def test_the_writer_of_an_object_replaces_it_when_it_finds_it_damaged(
+    served: Make, store: StoredObjects, how: str
+) -> None:
     rng, prompts = np.random.default_rng(3), [[first, *range(33)] for first in range(15)]
     it = served(40, 40)
     for prompt in prompts:
@@ -175,7 +179,7 @@ def test_who_wrote_an_object_replaces_it_when_it_finds_it_damaged(served: Make, 
         assert again.again(prompt) == 32  # the KV is compared, too
 
 
-def test_an_object_found_damaged_while_it_is_not_written_over_stays_to_be_written(
+def test_a_damaged_object_stays_marked_until_it_is_overwritten(
     served: Make,
 ) -> None:
     """Between our check for the object and the end of our write, another process writes the object. So our process does
@@ -197,7 +201,7 @@ def test_an_object_found_damaged_while_it_is_not_written_over_stays_to_be_writte
     assert tier._known[name] is None
 
 
-def test_a_reset_drops_what_is_being_read(served: Make, store: StoredObjects) -> None:
+def test_a_reset_drops_pages_that_are_being_read(served: Make, store: StoredObjects) -> None:
     it = served()
     it.serve(PROMPT)
     it.manager.close()
@@ -222,7 +226,7 @@ def test_a_reset_drops_what_is_being_read(served: Make, store: StoredObjects) ->
     again.manager.release(context.request_id)
 
 
-def test_an_answer_from_before_a_reset_leaves_what_was_asked_after_it(served: Make, store: StoredObjects) -> None:
+def test_an_answer_from_before_a_reset_does_not_affect_questions_after_it(served: Make, store: StoredObjects) -> None:
     it = served()
     it.serve(PROMPT)
     it.manager.close()
@@ -253,7 +257,7 @@ def test_an_answer_from_before_a_reset_leaves_what_was_asked_after_it(served: Ma
     again.manager.release(context.request_id)
 
 
-def test_a_reset_is_told_when_the_store_answers_again(served: Make, store: StoredObjects) -> None:
+def test_a_reset_reaches_the_store_once_it_answers_again(served: Make, store: StoredObjects) -> None:
     it = served()
     it.serve(PROMPT)
     it.manager.flush_tiers()
@@ -291,7 +295,7 @@ def test_an_epoch_that_is_broken_is_a_miss_until_a_reset(served: Make, store: St
     assert served().manager.metrics.object_store_failures == 0
 
 
-def test_reading_is_done_where_it_pays() -> None:
+def test_objects_are_read_if_reading_pays() -> None:
     rates = ReadRates(0.010)
     assert rates.pays(100, 0, 100, 0.0)  # nothing is known yet
     rates.asked(0.020)
@@ -335,7 +339,7 @@ def test_a_store_is_not_flooded(served: Make, store: StoredObjects, monkeypatch:
     assert 1 <= len(store.pages) <= 5
 
 
-def test_check_recounts_what_is_asked_for(served: Make) -> None:
+def test_check_recounts_the_objects_that_are_looked_up_or_read(served: Make) -> None:
     it = served(checks=False)
     settled(it)
     objects_of(it)._busy[b"?"] = 0.0

@@ -112,9 +112,7 @@ def test_a_new_machine_goes_on_from_what_was_written(served: Make, kind: Kind) -
     assert again.kv.compared >= kind.found
 
 
-def test_a_store_that_is_slow_is_waited_for_no_longer_than_its_time(
-    served: Make, kind: Kind, store: StoredObjects
-) -> None:
+def test_a_slow_store_is_waited_for_no_longer_than_its_timeout(served: Make, kind: Kind, store: StoredObjects) -> None:
     written(served, kind.prompt)
     patient = served()
     settled(patient)
@@ -144,7 +142,9 @@ def test_a_store_that_is_slow_is_waited_for_no_longer_than_its_time(
     assert len(store.calls) > calls
 
 
-def test_a_manager_closes_while_an_answer_is_on_its_way(served: Make, kind: Kind, store: StoredObjects) -> None:
+def test_a_manager_can_be_closed_while_the_store_has_not_answered(
+    served: Make, kind: Kind, store: StoredObjects
+) -> None:
     written(served, kind.prompt)
     again = served()
     settled(again)
@@ -164,7 +164,7 @@ def test_a_manager_closes_while_an_answer_is_on_its_way(served: Make, kind: Kind
     [*((kind, known) for kind in PAGES for known in (True, False)), ("states", True)],
     indirect=["kind"],
 )
-def test_what_comes_too_late_is_there_for_the_next_request(
+def test_an_answer_that_comes_too_late_helps_the_next_request(
     served: Make, kind: Kind, store: StoredObjects, known: bool
 ) -> None:
     written(served, kind.prompt)
@@ -193,9 +193,7 @@ def test_what_comes_too_late_is_there_for_the_next_request(
 
 
 @pytest.mark.parametrize("failing", [True, False])
-def test_a_store_that_fails_costs_a_request_nothing(
-    served: Make, kind: Kind, store: StoredObjects, *, failing: bool
-) -> None:
+def test_a_failing_store_leads_only_to_misses(served: Make, kind: Kind, store: StoredObjects, *, failing: bool) -> None:
     store.fails = failing
     it = served()
     for first in range(5):
@@ -208,7 +206,7 @@ def test_a_store_that_fails_costs_a_request_nothing(
 
 
 @pytest.mark.parametrize("kind", PAGES, indirect=True)
-def test_a_store_that_fails_while_it_is_read_is_left_alone(served: Make, kind: Kind, store: StoredObjects) -> None:
+def test_a_store_that_fails_during_a_read_is_left_alone(served: Make, kind: Kind, store: StoredObjects) -> None:
     written(served, kind.prompt)
     again = served()
     again.fetch(kind.prompt)
@@ -222,7 +220,7 @@ def test_a_store_that_fails_while_it_is_read_is_left_alone(served: Make, kind: K
     assert again.manager.metrics.object_store_failures == 1
 
 
-def test_a_reset_finds_no_object_of_before_here_or_after_a_restart(
+def test_after_a_reset_no_earlier_object_is_found_even_after_a_restart(
     served: Make, kind: Kind, store: StoredObjects
 ) -> None:
     it = served()
@@ -241,7 +239,7 @@ def test_a_reset_finds_no_object_of_before_here_or_after_a_restart(
     assert served().again(kind.prompt) == 0
 
 
-def test_files_come_before_objects(served: Make, kind: Kind, tmp_path: Path) -> None:
+def test_pages_in_files_are_read_before_the_store_is_asked(served: Make, kind: Kind, tmp_path: Path) -> None:
     files = {"file_tier_dir": str(tmp_path), "file_tier_max_gb": 1e-3}
     written(served, kind.prompt[:19], params={**files, "object_tier_io": None})
     written(served, kind.prompt)
@@ -256,7 +254,7 @@ def test_files_come_before_objects(served: Make, kind: Kind, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("kind", "host_slots"), [("one table", 10), ("window", 28)], indirect=["kind"])
-def test_an_object_of_which_the_host_has_lost_a_page_is_not_written(
+def test_an_object_is_not_written_if_the_host_has_lost_one_of_its_pages(
     served: Make, kind: Kind, store: StoredObjects, host_slots: int
 ) -> None:
     store.may.clear()
@@ -274,7 +272,7 @@ def test_an_object_of_which_the_host_has_lost_a_page_is_not_written(
 
 
 @pytest.mark.parametrize("kind", PAGES, indirect=True)
-def test_only_what_the_host_lacks_is_read(served: Make, kind: Kind, store: StoredObjects) -> None:
+def test_only_pages_that_the_host_lacks_are_read(served: Make, kind: Kind, store: StoredObjects) -> None:
     written(served, kind.prompt)
     again = served()
     serve(again, kind.prompt[:27])  # six pages
@@ -291,9 +289,7 @@ def test_only_what_the_host_lacks_is_read(served: Make, kind: Kind, store: Store
     ("kind", "host_slots", "read"), [("one table", 10, 4), ("window", 20, 4 + 2)], indirect=["kind"]
 )
 @pytest.mark.usefixtures("kind")
-def test_a_prompt_larger_than_the_host_tier_is_not_read_again_and_again(
-    served: Make, host_slots: int, read: int
-) -> None:
+def test_a_prompt_larger_than_the_host_tier_is_not_read_repeatedly(served: Make, host_slots: int, read: int) -> None:
     prompt = KINDS["window"].prompt
     written(served, prompt, 60, 120)
     again = served(60, host_slots)
@@ -304,7 +300,7 @@ def test_a_prompt_larger_than_the_host_tier_is_not_read_again_and_again(
 
 
 @pytest.mark.parametrize("kind", PAGES, indirect=True)
-def test_what_is_being_read_is_not_read_twice_and_leaves_half_of_the_free_slots_to_writes(
+def test_pages_are_not_read_twice_at_a_time_and_reads_leave_half_of_the_free_slots_to_writes(
     served: Make, kind: Kind, store: StoredObjects
 ) -> None:
     written(served, kind.prompt)
@@ -331,7 +327,7 @@ def test_what_is_being_read_is_not_read_twice_and_leaves_half_of_the_free_slots_
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("how", DAMAGE)
-def test_a_damaged_object_is_a_shorter_prefix_and_replaced_by_the_next_write(
+def test_a_damaged_object_shortens_the_prefix_and_is_replaced_by_the_next_write(
     served: Make, kind: Kind, store: StoredObjects, how: str
 ) -> None:
     rng = np.random.default_rng(3)

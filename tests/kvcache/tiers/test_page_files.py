@@ -51,7 +51,7 @@ class Written:
         return right
 
 
-def test_what_was_written_is_read_back(tmp_path: Path) -> None:
+def test_written_pages_are_read_back(tmp_path: Path) -> None:
     it = Written(tmp_path)
     assert it.read().all()
     assert it.read(2, 2).all()
@@ -63,7 +63,7 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
     assert [*tmp_path.iterdir()] == [it.path]
 
 
-def test_every_byte_flipped(tmp_path: Path) -> None:
+def test_a_flipped_byte_makes_its_page_or_the_file_refused(tmp_path: Path) -> None:
     it = Written(tmp_path)
     rng = np.random.default_rng(1)
     table = COUNT * PAGE_BYTES
@@ -83,7 +83,7 @@ def test_every_byte_flipped(tmp_path: Path) -> None:
                 assert not right[(at - table) // LAYOUT.row_bytes]
 
 
-def test_every_length(tmp_path: Path) -> None:
+def test_a_file_of_another_length_is_refused(tmp_path: Path) -> None:
     it = Written(tmp_path)
     rng = np.random.default_rng(2)
     for length in range(it.size + 2 * PAGE_BYTES):
@@ -124,7 +124,7 @@ def test_random_damage(tmp_path: Path) -> None:
     assert refused > 6500
 
 
-def test_a_file_of_another_kind_is_no_file(tmp_path: Path) -> None:
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     others = {
         "namespace": FileFormat(bytes(16), PAGE_BYTES, 8 * WORDS),
         "page": FileFormat(LAYOUT.namespace, PAGE_BYTES // 2, 8 * WORDS),
@@ -138,7 +138,7 @@ def test_a_file_of_another_kind_is_no_file(tmp_path: Path) -> None:
             assert not it.read().any()
 
 
-def test_of_several_block_tables_a_row_names_the_one_of_its_page(tmp_path: Path) -> None:
+def test_a_row_names_the_block_table_of_its_page(tmp_path: Path) -> None:
     layout = FileFormat(LAYOUT.namespace, PAGE_BYTES, 8 * WORDS, 3)
     digests, tables = np.arange(2 * WORDS, dtype=np.uint64).reshape(2, WORDS), np.array([2, 1])
     pages = [[np.full(PAGE_BYTES, at, np.uint8)] for at in range(2)]
@@ -195,7 +195,7 @@ def test_two_rows_with_each_others_digests(tmp_path: Path, sealed: bool) -> None
         assert refused == {"corrupted": 2}
 
 
-def test_the_same_page_twice_makes_no_file(tmp_path: Path) -> None:
+def test_a_file_with_the_same_page_twice_is_refused(tmp_path: Path) -> None:
     rng = np.random.default_rng(5)
     page = rng.integers(0, 256, PAGE_BYTES, np.uint8)
     name, _ = write_pages(tmp_path, "t.tmp", LAYOUT, np.ones((2, WORDS), np.uint64), [[page], [page]], SystemIO())
@@ -203,7 +203,7 @@ def test_the_same_page_twice_makes_no_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "empty", "gone", "link to nothing"])
-def test_what_is_no_file_at_all(tmp_path: Path, kind: str) -> None:
+def test_something_that_is_not_a_page_file_is_refused(tmp_path: Path, kind: str) -> None:
     it = Written(tmp_path)
     it.path.unlink()
     if kind == "pipe":
@@ -251,7 +251,7 @@ def test_short_reads_and_writes_go_on_where_they_stopped(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("wide", [0o640, 0o620, 0o610, 0o604, 0o602, 0o601, 0o777])
-def test_a_file_that_others_may_use_is_made_its_owners_alone(tmp_path: Path, wide: int) -> None:
+def test_a_file_with_wider_rights_is_restricted_to_its_owner(tmp_path: Path, wide: int) -> None:
     it = Written(tmp_path)
     it.path.chmod(wide)
     assert not isinstance(read_rows(it.path, LAYOUT), FileRefusal)

@@ -49,7 +49,7 @@ def start(root: Path) -> PageFolder:
     return folder
 
 
-def test_the_next_start_removes_the_drafts_of_the_dead_and_of_nobody_else(tmp_path: Path) -> None:
+def test_the_next_start_removes_only_the_drafts_of_ended_processes(tmp_path: Path) -> None:
     folder = start(tmp_path)
     places = (folder.path, folder.path.parent)
     command = [sys.executable, "-c", WRITER, *map(str, places)]
@@ -70,7 +70,7 @@ def test_the_next_start_removes_the_drafts_of_the_dead_and_of_nobody_else(tmp_pa
     assert drafts_in(tmp_path) == []
 
 
-def test_other_names_are_nobodys_draft(tmp_path: Path) -> None:
+def test_files_with_other_names_are_not_taken_for_drafts(tmp_path: Path) -> None:
     names = ["README", "x.tmp", f"{'g' * 16}-1.tmp", f"{'0' * 16}-.tmp", f"{'0' * 16}-1.tmp.old"]
     for name in names:
         (tmp_path / name).touch()
@@ -82,7 +82,7 @@ def test_other_names_are_nobodys_draft(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names, link, "target"])
 
 
-def test_without_locks_age_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_file_locks_only_old_drafts_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def flock(*_: object) -> None:
         raise OSError(errno.ENOLCK, "no locks here")
 

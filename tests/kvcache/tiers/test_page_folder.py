@@ -17,7 +17,7 @@ LAYOUT = FileFormat(namespace_of("model"), 96, 16)
 
 
 @pytest.mark.parametrize("after", ["list_folder", "_read_epoch"])
-def test_a_folder_that_another_begins_while_old_ones_are_removed_stays(
+def test_a_folder_that_another_process_begins_during_a_reset_is_not_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: str
 ) -> None:
     """The other process resets the cache between the two moments at which our process looks at the folder."""
@@ -49,7 +49,7 @@ def test_a_folder_that_another_begins_while_old_ones_are_removed_stays(
     assert not old.exists()
 
 
-def test_a_reset_that_cannot_name_its_new_folder_leads_no_later_start_to_the_old_one(
+def test_after_a_reset_that_cannot_name_a_new_folder_no_later_start_uses_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = PageFolder(tmp_path, LAYOUT)
@@ -69,7 +69,7 @@ def test_a_reset_that_cannot_name_its_new_folder_leads_no_later_start_to_the_old
     assert not (later.path / "content").exists()
 
 
-def test_a_reset_names_a_new_folder_and_joins_one_that_another_has_begun(tmp_path: Path) -> None:
+def test_a_reset_names_a_new_folder_or_joins_the_one_of_another_reset(tmp_path: Path) -> None:
     mine, other = PageFolder(tmp_path, LAYOUT), PageFolder(tmp_path, LAYOUT)
     first = mine.path
     assert other.path == first

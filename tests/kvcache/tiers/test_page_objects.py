@@ -89,7 +89,7 @@ def parts_of(pages: np.ndarray) -> list[list[Part]]:
     return [[page[:10], page[10:]] for page in pages]
 
 
-def test_pages_are_read_back_each_from_its_own_part_of_the_object() -> None:
+def test_each_page_is_read_from_its_own_part_of_the_object() -> None:
     packed = Packed()
     assert packed.unpack() == [None] * COUNT
     record = packed.records.reshape(COUNT, -1)[1]
@@ -97,7 +97,7 @@ def test_pages_are_read_back_each_from_its_own_part_of_the_object() -> None:
     assert record[PAGE_BYTES:].tobytes() == PAGE.row(packed.digests[1].tobytes(), [packed.content[1]])
 
 
-def test_every_byte_that_is_flipped_refuses_its_page_and_no_other() -> None:
+def test_a_flipped_byte_makes_only_its_own_page_refused() -> None:
     packed = Packed()
     for at in range(FORMAT.object_bytes):
         packed.records[at] ^= 0x10
@@ -107,12 +107,12 @@ def test_every_byte_that_is_flipped_refuses_its_page_and_no_other() -> None:
         packed.records[at] ^= 0x10
 
 
-def test_a_page_under_anothers_digest_is_foreign() -> None:
+def test_a_page_under_another_digest_is_refused_as_foreign() -> None:
     packed = Packed()
     assert packed.unpack(packed.digests[[1, 0, 2]]) == [FileRefusal.FOREIGN, FileRefusal.FOREIGN, None]
 
 
-def test_a_page_that_a_read_left_out_is_cut() -> None:
+def test_a_page_missing_from_a_read_is_refused_as_cut() -> None:
     packed = Packed()
     written = packed.records.copy()
     FORMAT.blank(packed.records)

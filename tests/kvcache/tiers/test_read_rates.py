@@ -19,7 +19,7 @@ def rates(answer_s: float = 0.5, page_s: float = 0.125, compute_page_s: float = 
     return made
 
 
-def test_what_has_no_figures_yet_pays() -> None:
+def test_reading_pays_as_long_as_there_are_no_measurements() -> None:
     assert ReadRates(math.inf).pays(1, 0, 1, 0.0)
     assert ReadRates(1e-9).pays(1, 1 << 20, 1, 0.0), "nothing was read so far"
     always = rates(compute_page_s=math.inf)
@@ -38,13 +38,15 @@ def test_what_has_no_figures_yet_pays() -> None:
         (1, 0, 0, False),
     ],
 )
-def test_it_pays_where_all_are_here_sooner_than_computed(pages: int, before: int, gain: int, pays: bool) -> None:
+def test_reading_pays_if_all_pages_arrive_sooner_than_they_can_be_computed(
+    pages: int, before: int, gain: int, pays: bool
+) -> None:
     made = rates()
     made._tried = 0.0
     assert made.pays(pages, before, gain, 1.0) == pays
 
 
-def test_what_does_not_pay_is_tried_once_in_thirty_seconds() -> None:
+def test_a_read_that_does_not_pay_is_tried_once_in_thirty_seconds() -> None:
     made = rates()
     assert [made.pays(1, 0, 1, now) for now in (100.0, 101.0, 129.5, 130.0, 130.5, 159.5, 160.0)] == [
         *(True, False, False),
@@ -55,7 +57,7 @@ def test_what_does_not_pay_is_tried_once_in_thirty_seconds() -> None:
     assert made.pays(1, 0, 1, 190.0)
 
 
-def test_figures_follow_what_it_costs_now_a_quarter_at_a_time() -> None:
+def test_each_measurement_counts_for_a_quarter_of_the_estimate() -> None:
     made = ReadRates(1.0)
     assert (made.answer_s, made.page_s) == (0.0, 0.0)
     for seconds, mean in ((0.5, 0.5), (0.1, 0.4), (0.4, 0.4)):

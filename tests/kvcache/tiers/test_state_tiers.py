@@ -27,7 +27,7 @@ def tier_below(states: StatePages) -> StateTier:
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_a_passing_copy_that_another_request_lets_stay(together: bool) -> None:
+def test_a_passing_copy_that_another_request_makes_permanent_is_saved_to_the_host(together: bool) -> None:
     states = states_of(SHAPES[1], 5)
     states.below = tier_below(states)
     pages = torch.tensor([states.allocate(name) for name in "ab"])
@@ -74,7 +74,9 @@ class Lower:
         return False
 
 
-def test_a_state_saves_every_page_before_it_however_many_are_looked_at_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gain_of_a_state_is_all_pages_before_it_however_many_states_are_looked_up_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("kvcache.states.state_pages._LOOKED_AT", 4)
     states = states_of(SHAPES[1], 3)
     states.below = tier = tier_below(states)
@@ -84,7 +86,7 @@ def test_a_state_saves_every_page_before_it_however_many_are_looked_at_at_once(m
     assert lower.fetched == [(10, 10), (7, 7), (6, 6), (2, 2)]
 
 
-def test_files_are_asked_for_later_states_than_those_at_hand() -> None:
+def test_files_are_asked_only_for_states_later_than_the_available_ones() -> None:
     states = states_of(SHAPES[1], 3)
     states.below = tier = tier_below(states)
     tier.host.lower.append(lower := Lower(1, 2, 3))  # type: ignore[arg-type]
