@@ -57,7 +57,7 @@ def left(tmp_path: Path) -> list[int]:
     return told(tmp_path / "told")
 
 
-def test_who_has_escaped_is_a_child_again_and_is_ended(left: list[int]) -> None:
+def test_an_escaped_process_becomes_a_child_again_and_is_ended(left: list[int]) -> None:
     before = set(orphans.children()) - set(left)
     assert all(map(is_alive, left))
     ended = orphans.end_children(but=before)
@@ -66,7 +66,7 @@ def test_who_has_escaped_is_a_child_again_and_is_ended(left: list[int]) -> None:
     assert not any(map(is_alive, left))
 
 
-def test_who_is_to_stay_stays() -> None:
+def test_processes_that_are_to_stay_are_not_ended() -> None:
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
         assert orphans.end_children(but=set(orphans.children())) == []
         assert process.poll() is None

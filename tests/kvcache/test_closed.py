@@ -103,7 +103,7 @@ def test_every_public_call_is_refused_or_answered() -> None:
     assert public - listed == {*()}
 
 
-def test_what_is_held_is_given_back_and_what_there_is_is_shown(closed: Closed) -> None:
+def test_a_closed_manager_takes_back_what_is_held_and_shows_its_state(closed: Closed) -> None:
     manager = closed.manager
     manager.check()
     assert manager.contains("r0")

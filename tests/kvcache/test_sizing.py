@@ -129,7 +129,7 @@ def test_a_budget_of_fewer_pages_than_requests_is_warned_of(caplog: pytest.LogCa
 
 
 @pytest.mark.parametrize("call", ["estimated_memory_size", "infer_optimal_batch_size"])
-def test_what_no_size_can_be_computed_from_is_refused(call: str) -> None:
+def test_values_from_which_no_size_follows_are_refused(call: str) -> None:
     def ask(**changes: Any) -> object:
         asked: dict[str, Any] = {"params": params(), "max_seq_len": 33, "num_layers": 3, "devices": ["cpu"]}
         asked |= {"available_cache_memory": 1 << 20}

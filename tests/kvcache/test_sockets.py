@@ -19,7 +19,7 @@ def open_sockets() -> int:
     return sum(not each.closed for each in zmq.Context.instance()._sockets)  # pyright: ignore[reportPrivateUsage]
 
 
-def test_a_peer_is_bounded_and_one_that_goes_without_a_word_is_noticed() -> None:
+def test_peers_have_limits_and_a_peer_that_disappears_is_noticed() -> None:
     socket = bound_socket("watch", zmq.ROUTER, ANY, 7)
     try:
         options = (zmq.SNDHWM, zmq.LINGER, zmq.TCP_KEEPALIVE, zmq.TCP_KEEPALIVE_IDLE, zmq.TCP_KEEPALIVE_CNT)
@@ -41,7 +41,7 @@ def test_an_address_that_is_taken_is_refused_by_name_and_nothing_stays_open() ->
         taken.close()
 
 
-def test_what_secures_it_comes_before_it_is_bound_and_its_error_closes_it() -> None:
+def test_a_socket_is_secured_before_it_is_bound_and_closed_if_that_fails() -> None:
     before = open_sockets()
 
     def secure(socket: Any) -> None:

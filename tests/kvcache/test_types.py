@@ -11,7 +11,7 @@ from kvcache import KVCacheMetrics
 FIELDS = KVCacheMetrics.__struct_fields__
 
 
-def test_every_count_begins_at_nothing() -> None:
+def test_every_count_begins_at_zero() -> None:
     assert KVCacheMetrics() == KVCacheMetrics(*[0] * len(FIELDS))
 
 

@@ -42,7 +42,7 @@ def indices(context: TextContext) -> tuple[int, int, int, list[int]]:
     return context.start_idx, context.active_idx, context.end_idx, context.tokens.tolist()
 
 
-def test_a_batch_from_before_an_interrupt_is_looked_at_anew(make: Any) -> None:
+def test_a_batch_made_before_an_interrupt_is_checked_again(make: Any) -> None:
     manager = make(40, page_size=4, checks=False)
     batch = manager.batch(running(manager, [5, 6]))
     for _ in range(2):  # the second time, the batch already knows that its requests have room for these steps
@@ -105,7 +105,7 @@ def test_steps_ahead_are_reserved_and_fetched(make: Any) -> None:
         manager.step(batch)
 
 
-def test_pages_that_filled_at_different_tokens_are_booked_by_one_step(make: Any) -> None:
+def test_one_step_publishes_pages_that_became_full_at_different_tokens(make: Any) -> None:
     plain, batched = make(64, page_size=4), make(64, page_size=4)
     theirs, ours = running(plain, [5, 6, 7]), running(batched, [5, 6, 7])
     batch = batched.batch(ours)
@@ -139,7 +139,7 @@ def test_a_step_that_fills_no_page_asks_for_no_digest(make: Any, monkeypatch: py
 
 
 @pytest.mark.parametrize("dp", [1, 2])
-def test_those_are_looked_at_whose_newest_token_is_the_first_of_a_page(
+def test_only_requests_whose_newest_token_begins_a_page_are_examined(
     make: Any, dp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager, asked = make(96, page_size=4, dp=dp), dict[str, list[int]]()
@@ -183,7 +183,7 @@ def test_a_request_past_the_longest_is_refused_where_another_takes_a_page(make: 
 
 
 @pytest.mark.parametrize("dp", [1, 2])
-def test_the_longest_of_each_replica_is_told_as_they_grow(make: Any, dp: int) -> None:
+def test_the_longest_request_of_each_replica_is_known_as_requests_grow(make: Any, dp: int) -> None:
     manager = make(96, page_size=4, dp=dp)
     contexts = running(manager, [4, 5, 9, 13, 6, 7])
     batch = manager.batch(contexts)
@@ -199,7 +199,7 @@ def test_the_longest_of_each_replica_is_told_as_they_grow(make: Any, dp: int) ->
         manager.step(batch)
 
 
-def test_a_request_that_was_claimed_anew_is_looked_at_whatever_its_page(make: Any) -> None:
+def test_a_request_that_was_claimed_again_is_examined_wherever_its_newest_token_lies(make: Any) -> None:
     manager = make(64, page_size=4)
     contexts = running(manager, [5, 6, 7])
     batch = manager.batch(contexts)
@@ -259,7 +259,7 @@ def test_lengths_and_last_tokens_are_those_of_the_contexts(make: Any) -> None:
     expect()
 
 
-def test_one_request_is_fetched_as_many_are(make: Any) -> None:
+def test_a_batch_of_one_is_fetched_like_a_larger_batch(make: Any) -> None:
     manager = make(64, page_size=4)
     contexts = running(manager, [5, 9])
     assert manager.fetch(contexts)[0].max_lengths.tolist() == [[1, 10]]
@@ -296,7 +296,7 @@ def test_a_step_past_the_pages_is_refused(make: Any) -> None:
     manager.check()
 
 
-def test_a_context_that_others_move_is_read_anew(make: Any) -> None:
+def test_a_context_that_was_moved_outside_of_the_batch_is_read_again(make: Any) -> None:
     manager = make(64, page_size=4)
     contexts = running(manager, [4, 5, 6])
     batch, part = manager.batch(contexts), manager.batch(contexts[:2])
@@ -332,7 +332,7 @@ def test_prefill_decode_and_chunks_in_one_batch(make: Any) -> None:
     assert fresh.tokens.tolist() == [*range(100, 120), 2, 2, 2]
 
 
-def test_bad_tokens_touch_nothing(make: Any) -> None:
+def test_invalid_tokens_change_nothing(make: Any) -> None:
     manager = make(64, page_size=4)
     contexts = running(manager, [4, 5])
     batch = manager.batch(contexts)
@@ -387,7 +387,7 @@ def test_a_full_pool_refuses_those_that_cross_a_page_and_nobody_else(make: Any) 
         manager.fetch(batch)
 
 
-def test_it_is_a_sequence(make: Any) -> None:
+def test_a_batch_is_a_sequence(make: Any) -> None:
     manager = make(64)
     contexts = running(manager, [4, 5])
     batch = manager.batch(contexts)

@@ -27,7 +27,7 @@ def test_a_table_follows_one_that_ends_where_it_begins_or_later() -> None:
 
 
 @pytest.mark.parametrize(("num_tokens", "follows"), [(11, False), (12, True), (13, True)])
-def test_a_page_that_was_told_of_in_part_is_not_left_out(num_tokens: int, follows: bool) -> None:
+def test_a_page_that_was_named_in_part_is_not_left_out_of_the_next_table(num_tokens: int, follows: bool) -> None:
     assert table(3, 1).follows(table(0, 4, num_tokens=num_tokens)) == follows
 
 
@@ -133,6 +133,6 @@ def test_a_state_is_taken_when_all_tokens_have_run() -> None:
         assert [one.tokens for one in it.take(last=last)] == [(num_tokens - 8, num_tokens), (0, 16 if last else 0)]
 
 
-def test_tables_and_digests_begin_with_the_first_page_unless_they_say_otherwise() -> None:
+def test_tables_and_digests_begin_with_the_first_page_by_default() -> None:
     assert BlockTable("r", 0, 8, 4, ((1, 2),), "f").first_page == 0
     assert PageDigests(4, "sha256", b"").first_page == 0

@@ -32,7 +32,7 @@ def wanted(pages: bytes, size: int, seed: bytes = b"seed") -> bytes:
 
 
 @pytest.mark.parametrize("size", [1, 3, 8, 55, 56, 64, 100, 256, 512])
-def test_pages_of_any_size_after_a_seed_of_any(size: int) -> None:
+def test_chains_agree_with_hashlib_for_pages_and_seeds_of_any_size(size: int) -> None:
     pages = PAGES[: len(PAGES) // size * size]
     for seed in (b"", b"s", b"s" * 63, b"s" * 64, b"s" * 1000):
         one = compiled_chain()(seed)
@@ -63,7 +63,7 @@ def test_a_copy_goes_on_by_itself_and_known_is_one_object(chain: Any) -> None:
     assert chain.known[256 // 64 * 32 :] == hashlib.sha256(b"seed" + PAGES[:256] + b"keyx").digest()
 
 
-def test_no_pages_are_nothing(chain: Any) -> None:
+def test_hashing_no_pages_returns_no_digests(chain: Any) -> None:
     chain.extend(b"", 64)
     chain.update(b"")
     assert chain.known == b""
@@ -103,7 +103,7 @@ def test_no_pages_are_nothing(chain: Any) -> None:
         (lambda one: setattr(type(one), "known", 1), TypeError, "immutable type"),
     ],
 )
-def test_what_is_malformed_raises_and_changes_nothing(chain: Any, call: Any, error: type, message: str) -> None:
+def test_malformed_arguments_raise_and_change_nothing(chain: Any, call: Any, error: type, message: str) -> None:
     with pytest.raises(error, match=message or None):
         call(chain)
     assert chain.known == b""
@@ -123,7 +123,7 @@ def test_a_step_of_chains_that_are_elsewhere_changes_nothing(chain: Any) -> None
     assert chain.extend_each([chain], [1], PAGES[:64]) is None
 
 
-def test_digests_that_somebody_looks_at_cannot_grow_and_nothing_is_lost(chain: Any) -> None:
+def test_digests_with_an_open_buffer_cannot_grow_and_lose_nothing(chain: Any) -> None:
     chain.extend(PAGES[:64], 64)
     with memoryview(chain.known):
         with pytest.raises(BufferError, match="Existing exports of data"):
@@ -134,7 +134,7 @@ def test_digests_that_somebody_looks_at_cannot_grow_and_nothing_is_lost(chain: A
     assert chain.known == wanted(PAGES, 64)
 
 
-def test_nothing_is_kept_of_what_calls_were_given(chain: Any) -> None:
+def test_calls_keep_no_reference_to_their_arguments(chain: Any) -> None:
     kind, pages, chains, firsts = type(chain), bytearray(PAGES), [chain], [0]
     given = (kind, chain, chain.known, chains, firsts)
     before = list(map(sys.getrefcount, given))
@@ -181,7 +181,7 @@ def test_threads_hash_beside_each_other(chain: Any) -> None:
     assert shared.known == wanted(b"same" * 2000, 4)
 
 
-def test_what_was_compiled_is_used_unless_it_is_forbidden_missing_or_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compiled_module_is_used_unless_it_is_forbidden_missing_or_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     name, real = "kvcache.replica.chained", compiled_chain()
     monkeypatch.delenv(hashing.PLAIN, raising=False)
     monkeypatch.setitem(sys.modules, name, SimpleNamespace(Sha256Chain=real))
@@ -199,7 +199,7 @@ def test_what_was_compiled_is_used_unless_it_is_forbidden_missing_or_wrong(monke
 
 
 @pytest.mark.parametrize("forbidden", [True, pytest.param(False, marks=pytest.mark.ci)])
-def test_without_it_hashlib_computes_the_same_in_another_process(forbidden: bool) -> None:
+def test_without_the_compiled_module_hashlib_computes_the_same_digests(forbidden: bool) -> None:
     """The module is forbidden, or cannot be imported. The tokens have another integer dtype."""
     code = (
         "import sys; sys.modules['kvcache.replica.chained'] = None\n"
@@ -216,7 +216,7 @@ def test_without_it_hashlib_computes_the_same_in_another_process(forbidden: bool
     assert said.split()[-1] == hashing.PrefixHasher("sha256", 4, "s").digests(tokens, 0, 10).tobytes().hex()
 
 
-def test_who_has_no_compiler_is_told_so_and_an_older_one_made_is_gone(
+def test_without_a_compiler_the_build_says_so_and_an_older_module_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The compiled module is cached for all tests. It is made here, before this test changes the settings.

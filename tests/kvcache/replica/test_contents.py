@@ -68,7 +68,7 @@ def brought(it: Served, most: int = 100, first: int = 0) -> int:
     return pages
 
 
-def test_what_only_the_host_has_is_brought_and_is_right(served: Any) -> None:
+def test_pages_that_only_the_host_has_are_loaded_with_the_right_content(served: Any) -> None:
     it = served()
     evicted(it)
     assert brought(it) == PAGES
@@ -79,7 +79,7 @@ def test_what_only_the_host_has_is_brought_and_is_right(served: Any) -> None:
     assert it.manager.metrics.h2d_blocks_copied == PAGES  # from the device
 
 
-def test_what_files_have_is_brought_after_a_restart(served: Any) -> None:
+def test_pages_in_files_are_loaded_after_a_restart(served: Any) -> None:
     it = served(files=True)
     it.serve(PROMPT)
     it.manager.close()
@@ -90,7 +90,9 @@ def test_what_files_have_is_brought_after_a_restart(served: Any) -> None:
     assert again.kv.compared == PAGES * SIZE
 
 
-def test_what_has_come_in_this_moment_is_brought_in_the_next(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_that_have_just_arrived_in_the_host_are_loaded_by_the_next_call(
+    served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     it = served(files=True)
     it.serve(PROMPT)
     it.manager.close()
@@ -116,7 +118,7 @@ def test_a_run_begins_at_a_later_page_and_follows_what_the_device_has(served: An
     assert it.manager.metrics.h2d_blocks_copied <= PAGES + PAGES - 3
 
 
-def test_no_more_is_brought_than_is_lent(served: Any) -> None:
+def test_no_more_pages_are_loaded_than_may_be_lent(served: Any) -> None:
     it = served()
     evicted(it)
     assert brought(it, 0) == 0
@@ -125,7 +127,7 @@ def test_no_more_is_brought_than_is_lent(served: Any) -> None:
     assert it.manager.metrics.h2d_blocks_copied == 5
 
 
-def test_half_of_the_free_pages_stay_for_whoever_runs_here(served: Any) -> None:
+def test_half_of_the_free_pages_stay_free_for_the_manager_s_own_requests(served: Any) -> None:
     it = served()
     evicted(it)
     busy = it.claim(range(500, 500 + 6 * SIZE - 1))
@@ -137,7 +139,7 @@ def test_half_of_the_free_pages_stay_for_whoever_runs_here(served: Any) -> None:
     assert brought(it) == PAGES
 
 
-def test_what_makes_room_is_not_what_comes_before(served: Any) -> None:
+def test_loading_pages_does_not_evict_the_earlier_pages_of_the_prompt(served: Any) -> None:
     it = served()
     evicted(it)
     assert brought(it, 4) == 4
@@ -146,7 +148,7 @@ def test_what_makes_room_is_not_what_comes_before(served: Any) -> None:
     assert brought(it) == PAGES
 
 
-def test_few_at_a_time(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_pages_are_loaded_at_a_time(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_tier, "_BROUGHT_BYTES", 3 * 2 * SIZE * 2 * 8)  # three pages
     it = served()
     evicted(it)
@@ -207,7 +209,7 @@ def test_pages_that_are_on_their_way_are_found_by_nobody(served: Any, monkeypatc
 
 
 @pytest.mark.parametrize("asked", ["admission", "maybe_reserve"])
-def test_a_loop_that_only_waits_sees_that_copies_for_nobody_are_over(
+def test_a_loop_without_steps_notices_the_end_of_copies_for_no_request(
     served: Any, monkeypatch: pytest.MonkeyPatch, asked: str
 ) -> None:
     """No step runs, so no step can notice that the copies have ended. If waiting calls did not notice it either, the
@@ -229,7 +231,7 @@ def test_a_loop_that_only_waits_sees_that_copies_for_nobody_are_over(
     it.manager.check()
 
 
-def test_what_is_on_its_way_when_all_is_forgotten_is_forgotten(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reset_forgets_pages_that_are_being_loaded(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     it = served()
     evicted(it)
     copied_beside_us(it, monkeypatch)
@@ -241,7 +243,9 @@ def test_what_is_on_its_way_when_all_is_forgotten_is_forgotten(served: Any, monk
     assert it.manager.num_free_blocks == 16
 
 
-def test_what_a_request_has_computed_meanwhile_is_there_once(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_that_a_request_computes_while_it_is_loaded_is_published_once(
+    served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     it = served(24)
     it.serve(PROMPT)
     it.fill(24)
@@ -256,7 +260,7 @@ def test_what_a_request_has_computed_meanwhile_is_there_once(served: Any, monkey
     assert it.serve(PROMPT) == PAGES * SIZE
 
 
-def test_without_lower_tiers_nothing_is_brought_and_pages_must_compare(served: Any) -> None:
+def test_without_lower_tiers_no_page_is_loaded_and_another_page_size_is_refused(served: Any) -> None:
     it = served(host_slots=0)
     it.serve(PROMPT)
     contents = it.manager.contents

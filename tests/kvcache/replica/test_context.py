@@ -49,7 +49,7 @@ def test_reset_runs_every_known_token_again() -> None:
 @pytest.mark.parametrize(
     "tokens", [[], [[1, 2]], [1.5], ["a"], [-1], [1 << 31], None, [1, [2]], np.zeros(0, np.int64), [1 << 70]]
 )
-def test_tokens_that_are_none(tokens: Any) -> None:
+def test_values_that_are_no_tokens_are_refused(tokens: Any) -> None:
     with pytest.raises(InvalidRequestError, match="request 'bad'"):
         TextContext(tokens, 8, "bad")
 
@@ -69,7 +69,7 @@ def test_limits_are_named() -> None:
 @pytest.mark.parametrize(
     "bad", [{"start_idx": -1}, {"start_idx": 5}, {"active_idx": 6}, {"active_idx": 0}, {"end_idx": 6}, {"end_idx": 4}]
 )
-def test_indices_out_of_order_move_nothing(bad: dict[str, int]) -> None:
+def test_indices_out_of_order_are_refused_and_move_nothing(bad: dict[str, int]) -> None:
     context = TextContext(range(5), 8)
     with pytest.raises(InvalidRequestError, match="not ordered within its 5 tokens"):
         context.set_token_indices(**bad)
@@ -156,7 +156,7 @@ def read_of(own: Own) -> ReadContext:
 
 
 @pytest.mark.parametrize("hint", [None, "soon", Retention(True)])
-def test_a_snapshot_has_only_a_hint_that_is_one(hint: object) -> None:
+def test_a_snapshot_has_no_hint_if_the_context_s_hint_is_invalid(hint: object) -> None:
     assert read_of(Own(retention=hint)).hint == (hint if isinstance(hint, Retention) else None)
     assert read_of(Own()).hint is None
 
@@ -383,7 +383,7 @@ class Leading:
 
 
 @pytest.mark.parametrize("come", [0, 1, 2, 40])
-def test_who_follows_a_leader_knows_what_that_did_and_leaves_with_it(come: int) -> None:
+def test_a_context_catches_up_with_its_leader_and_leaves_with_these_updates(come: int) -> None:
     tokens = [*range(10, 12 + come)]
     leading, other = Leading({3: tokens}), Leading({0: tokens})
     context = TextContext(tokens[:2], 64, "r")
@@ -455,7 +455,7 @@ def test_an_earlier_chunk_has_no_token_to_come_and_is_computed_once_its_step_has
         pickle.dumps,
     ],
 )
-def test_nothing_else_comes_before_a_future_token_is_realized(call: Callable[[TextContext], object]) -> None:
+def test_no_other_update_is_accepted_before_a_future_token_is_realized(call: Callable[[TextContext], object]) -> None:
     context = TextContext(range(5), 20, "r")
     context.update_with_future_token()
     with pytest.raises(InvalidRequestError, match="request 'r': .*realize_future_token first"):
@@ -465,7 +465,7 @@ def test_nothing_else_comes_before_a_future_token_is_realized(call: Callable[[Te
     assert context.tokens.tolist() == [*range(5), 3]
 
 
-def test_no_token_is_realized_that_is_none_or_that_nobody_waits_for() -> None:
+def test_realizing_an_invalid_or_unexpected_token_is_refused() -> None:
     context = TextContext(range(5), 6, "r")
     with pytest.raises(
         InvalidRequestError, match="'r': realize_future_token was called, but no future token is outstanding"
@@ -480,7 +480,7 @@ def test_no_token_is_realized_that_is_none_or_that_nobody_waits_for() -> None:
     assert not context.has_future_token
 
 
-def test_a_fork_has_what_is_known_and_runs_from_what_is_computed() -> None:
+def test_a_fork_has_the_known_tokens_and_runs_from_the_computed_ones() -> None:
     context = TextContext(range(5), 20)
     context.update(5)
     context.update_with_future_token()
@@ -491,7 +491,7 @@ def test_a_fork_has_what_is_known_and_runs_from_what_is_computed() -> None:
     assert indices(context.fork()) == (6, 7, 7)
 
 
-def test_a_start_that_is_moved_back_is_all_that_is_computed() -> None:
+def test_moving_the_start_back_reduces_the_computed_tokens() -> None:
     context = TextContext(range(8), 20)
     context.update(5)
     context.update_with_future_token()

@@ -57,7 +57,7 @@ def test_a_page_is_copied_where_it_is_partly_filled_and_only_there(make: Any, mo
             manager.release(name)
 
 
-def test_forks_go_their_own_ways_and_meet_again(make: Any) -> None:
+def test_forks_diverge_and_later_share_equal_pages(make: Any) -> None:
     manager = make(32, page_size=4)
     parent = parent_of(manager)
     twin, other = parent.fork(), parent.fork()
@@ -81,7 +81,7 @@ def test_forks_go_their_own_ways_and_meet_again(make: Any) -> None:
     assert manager.num_free_blocks == 32
 
 
-def test_the_parent_may_go_first(make: Any) -> None:
+def test_a_parent_may_be_released_before_its_fork(make: Any) -> None:
     manager = make(32, page_size=4, caching=False)
     parent = parent_of(manager)
     child = parent.fork("child")
@@ -92,7 +92,7 @@ def test_the_parent_may_go_first(make: Any) -> None:
     assert manager.fetch([child])[0].cache_lengths.tolist() == [10]
 
 
-def test_too_few_pages_changes_nothing(make: Any) -> None:
+def test_a_fork_without_enough_free_pages_changes_nothing(make: Any) -> None:
     manager = make(4, page_size=4)
     parent = parent_of(manager)
     first, second = parent.fork("a"), parent.fork("b")
@@ -104,7 +104,7 @@ def test_too_few_pages_changes_nothing(make: Any) -> None:
     assert manager.fork(parent, second)
 
 
-def test_a_fork_that_is_none_is_refused_by_name(make: Any) -> None:
+def test_an_invalid_fork_is_refused_by_name(make: Any) -> None:
     manager = make(32, page_size=4, rows=2)
     parent = parent_of(manager, cache_salt="tenant")
     with pytest.raises(InvalidRequestError, match="'x', fork of 'parent': its first 10 tokens are not"):
@@ -149,7 +149,7 @@ def test_adapters_and_images_keep_pages_apart(make: Any) -> None:
         manager.release(context.request_id)
 
 
-def test_a_waiting_request_is_matched_anew_only_when_the_index_changed(
+def test_a_waiting_request_is_looked_up_again_only_if_the_index_changed(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = make(32, page_size=4, rows=16)

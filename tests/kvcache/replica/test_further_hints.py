@@ -57,7 +57,7 @@ def test_a_hint_holds_for_each_tables_pages_that_the_prefix_needs(groups: tuple[
     assert [found(manager, prompt(name, 4)) for name in range(8)] == [4, 0] * 4
 
 
-def test_a_range_holds_for_the_window_at_its_end_which_the_request_has_given_back() -> None:
+def test_the_hint_of_a_range_applies_to_window_pages_at_its_end_that_were_given_back() -> None:
     manager = trusting(make(60))
     head = prompt(1, 5)[:-1]
     system = Retention(session_continues=False, ranges=(RangeRetention(0, len(head), priority=100),))
@@ -100,7 +100,7 @@ def test_right_hints_earn_a_share_and_wrong_ones_lose_it(groups: tuple[LayerGrou
     assert misled.hint_share <= 0.2  # the share at the beginning
 
 
-def test_the_baselines_stand_for_the_first_tables_pages_alone() -> None:
+def test_the_baselines_cover_only_the_pages_of_the_first_table() -> None:
     manager = make(60)
     for name in range(7):
         serve(manager, prompt(name, 4))
@@ -114,7 +114,7 @@ def test_the_baselines_stand_for_the_first_tables_pages_alone() -> None:
     assert set(kept) == words
 
 
-def test_all_tables_pages_of_a_tenant_count() -> None:
+def test_the_quota_of_a_tenant_counts_its_pages_in_all_tables() -> None:
     manager = make(66, tenant_quota=0.25)
     for name in range(4):  # each prompt has 8 pages, and the window still has 4 of its pages at the end
         serve(manager, prompt(name, 4), cache_salt="a")
@@ -132,7 +132,7 @@ def test_all_tables_pages_of_a_tenant_count() -> None:
     assert replica.find(context).end == 4
 
 
-def test_what_decodes_gives_back_is_its_tenants() -> None:
+def test_pages_that_a_decoding_request_gives_back_belong_to_its_tenant() -> None:
     manager = make(100, tenant_quota=0.5)
     contexts = [TextContext(prompt(name, 1 + name), 64, f"r{name}", cache_salt=f"t{name}") for name in range(3)]
     for context in contexts:
@@ -154,7 +154,7 @@ def test_what_decodes_gives_back_is_its_tenants() -> None:
     assert {salt: quotas._orders[owner].count for salt, owner in quotas._ids.items()} == gone
 
 
-def test_random_hints_and_quotas_keep_the_books() -> None:
+def test_random_hints_and_quotas_leave_a_consistent_state() -> None:
     rng = random.Random(3)
     manager = make(70, FULL, tenant_quota=0.3, tenant_quotas={"b": 0.1})
     for _ in range(150):

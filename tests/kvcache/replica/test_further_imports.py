@@ -117,7 +117,7 @@ def test_a_table_names_of_a_window_what_the_next_token_sees() -> None:
     assert manager.block_table("p", first_page=3) == manager.block_table("p"), "several tables are told whole"
 
 
-def test_only_the_last_window_is_copied_and_held() -> None:
+def test_only_the_pages_of_the_last_window_are_copied_and_held() -> None:
     source, target = make(), make()
     context, counts = pulled(source, target, PROMPT, table_of(source, PROMPT))
     assert counts == [10, 10, 2]
@@ -126,7 +126,7 @@ def test_only_the_last_window_is_copied_and_held() -> None:
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [(False, True), (True, False), (False, False)])
-def test_without_digests_the_last_window_is_copied_and_held_as_well(*, theirs: bool, ours: bool) -> None:
+def test_without_digests_too_only_the_pages_of_the_last_window_are_copied_and_held(*, theirs: bool, ours: bool) -> None:
     source, target = make(caching=theirs), make(caching=ours)
     context, counts = pulled(source, target, PROMPT, table_of(source, PROMPT))
     assert counts == [10, 10, 2]
@@ -134,7 +134,7 @@ def test_without_digests_the_last_window_is_copied_and_held_as_well(*, theirs: b
 
 
 @pytest.mark.parametrize("lost", [8, 9])
-def test_where_the_window_was_evicted_its_pages_alone_are_copied(lost: int) -> None:
+def test_if_only_the_window_was_evicted_only_its_pages_are_copied(lost: int) -> None:
     source, target = make(), make()
     table = table_of(source, PROMPT)
     pulled(source, target, PROMPT, table)
@@ -156,7 +156,7 @@ def test_each_group_is_copied_from_its_own_first_missing_page_on() -> None:
 
 
 @pytest.mark.parametrize("covers", [21, 24, 38, 39])
-def test_a_table_shorter_than_what_is_here_copies_nothing_that_is_here(covers: int) -> None:
+def test_a_table_shorter_than_the_cached_prefix_copies_no_cached_page(covers: int) -> None:
     source, target = make(), make()
     pulled(source, target, PROMPT, table_of(source, PROMPT))
     part = table_of(source, PROMPT[:covers], "q")
@@ -165,7 +165,7 @@ def test_a_table_shorter_than_what_is_here_copies_nothing_that_is_here(covers: i
     assert longer.tokens[:40].tolist() == PROMPT
 
 
-def test_larger_pages_that_end_before_what_is_here_need_not_be_named() -> None:
+def test_a_source_with_larger_pages_need_not_name_those_before_the_end_of_the_cached_prefix() -> None:
     table = BlockTable(
         request_id="p",
         replica_idx=0,
@@ -264,7 +264,7 @@ def test_windows_give_back_while_a_prompt_is_leased_and_stay_once_readers_know()
     assert len(columns(manager, other, 1)) <= 3, "nobody reads any more"
 
 
-def test_a_page_in_part_that_a_reader_knows_stays_its_own_where_the_whole_page_is_found() -> None:
+def test_a_partial_page_that_a_reader_knows_is_not_replaced_by_the_full_page_found_elsewhere() -> None:
     manager = make()
     context = TextContext(PROMPT, 256, "p")
     manager.external_claim("p", 0)
@@ -296,7 +296,7 @@ def goes_on_without_comparing(manager: PagedKVCacheManager, context: TextContext
 
 
 @pytest.mark.parametrize("groups", [(), (LayerGroup("full", (0, 1)), LayerGroup("window", (2,), 30))])
-def test_what_leases_keep_is_no_room_for_a_request(groups: Any) -> None:
+def test_pages_that_leases_keep_do_not_count_as_room_for_a_request(groups: Any) -> None:
     """Another request has computed in full a page that this request has only begun. If this request now shares that
     full page, the page of its own row belongs to the lease, and is not free.
     """
@@ -384,7 +384,7 @@ def test_an_extension_says_the_same_pages_and_reaches_the_window() -> None:
     target.extend_import(context, pending, whole, last=True)
 
 
-def test_a_cancelled_import_is_released_and_nobody_gets_its_pages_before() -> None:
+def test_no_request_gets_the_pages_of_a_cancelled_import_before_its_copier_ends() -> None:
     source, target = make(), make()
     table = table_of(source, PROMPT)
     context = receiver(target, PROMPT)

@@ -77,7 +77,7 @@ def gone(manager: PagedKVCacheManager, tokens: Any, table: int, column: int) -> 
     replica.pool.release(page)
 
 
-def test_a_window_gives_back_what_fell_out_of_it() -> None:
+def test_a_request_gives_back_pages_that_left_its_window() -> None:
     manager = make()
     context = start(manager, range(40), "r")
     assert columns(manager, context) == list(range(10))
@@ -151,7 +151,7 @@ def test_a_hit_needs_the_last_window_and_nothing_before() -> None:
     decode(manager, context, 8)
 
 
-def test_a_hit_ends_where_a_window_is_left() -> None:
+def test_a_hit_ends_at_the_last_page_end_with_a_complete_window() -> None:
     """If pages of the window were evicted, the hit ends at the last page end whose window is complete."""
     manager = make(pages=24, max_seq_len=64)
     served(manager, range(40), "first")
@@ -166,7 +166,7 @@ def test_a_hit_ends_where_a_window_is_left() -> None:
 
 
 @pytest.mark.parametrize("groups", [WINDOW, (LayerGroup("full", (0, 1)), LayerGroup("window", (2,), 6))])
-def test_a_page_that_two_requests_compute_at_a_time_is_found_once_whatever_the_number_of_tables(
+def test_pages_that_two_requests_compute_at_a_time_are_shared_in_all_tables(
     groups: tuple[LayerGroup, ...],
 ) -> None:
     manager = make(groups, layers=sum(len(group.layers) for group in groups))
@@ -206,7 +206,7 @@ def test_fetch_gives_a_table_a_group_and_one_without() -> None:
     assert symbols.inputs.lookup_table.ndim == 2
 
 
-def test_a_request_that_goes_back_behind_its_window_is_refused() -> None:
+def test_a_request_that_is_set_back_beyond_its_window_is_refused() -> None:
     manager = make(caching=False)
     context = start(manager, range(40), "r")
     run(manager, context)
@@ -221,7 +221,7 @@ def test_a_request_that_goes_back_behind_its_window_is_refused() -> None:
     manager.fetch([context])
 
 
-def test_a_request_that_goes_back_runs_from_its_last_published_page() -> None:
+def test_a_request_that_is_set_back_runs_from_its_last_published_page() -> None:
     manager = make()
     context = start(manager, range(38), "r")
     run(manager, context)
@@ -250,7 +250,7 @@ def test_a_fork_shares_the_window_and_copies_the_page_that_is_written() -> None:
     assert manager.num_held_blocks == 0
 
 
-def test_without_caching_pages_go_back_too() -> None:
+def test_without_caching_pages_that_left_a_window_are_given_back_too() -> None:
     manager = make(caching=False, pages=16)
     context = start(manager, range(20), "r")
     run(manager, context)
@@ -317,7 +317,7 @@ def test_pages_that_were_not_published_yet_stay_for_the_step() -> None:
     assert manager.admission(TextContext([*range(20), 1], 99)).cached_pages == 5
 
 
-def test_a_request_without_pages_has_those_of_all_that_it_has_to_compute() -> None:
+def test_a_request_without_pages_gets_pages_for_all_tokens_that_it_has_to_compute() -> None:
     """The context claims a start within the prompt. That start does not count, because the request has no pages: the
     pages from its window on would not be enough.
     """
@@ -330,7 +330,7 @@ def test_a_request_without_pages_has_those_of_all_that_it_has_to_compute() -> No
     assert columns(manager, context) == [*range(10)]
 
 
-def test_a_batch_of_chunks_has_pages_for_them_alone() -> None:
+def test_a_batch_of_chunks_gets_pages_only_for_these_chunks() -> None:
     manager = make()
     context = start(manager, range(20), "r", chunk=8)
     run(manager, context)
@@ -365,12 +365,12 @@ def ages(*, together: bool) -> list[list[int]]:
     return pool.index.digests_of(pool.idle.pages()).tolist()
 
 
-def test_pages_of_a_batch_age_as_those_of_its_requests_one_by_one() -> None:
+def test_pages_age_alike_whether_they_are_reserved_for_a_batch_or_one_by_one() -> None:
     assert len(ages(together=True)) > 20
     assert ages(together=True) == ages(together=False)
 
 
-def test_sizing_counts_windows() -> None:
+def test_sizing_calls_count_the_pages_of_windows() -> None:
     manager = make()
     params = manager.params
     page = 2 * 2 * SIZE * 4  # sides × head_dim × tokens × bytes of float32, for one layer
@@ -398,7 +398,7 @@ def corrupt(manager: PagedKVCacheManager) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("number", range(6))
-def test_check_finds_what_is_wrong(number: int) -> None:
+def test_check_finds_each_fault_in_further_tables(number: int) -> None:
     manager = make(checks=False)
     context = start(manager, range(40), "r")
     run(manager, context)

@@ -115,7 +115,7 @@ def test_no_two_choices_of_keys_agree_and_none_looks_like_tokens() -> None:
     assert len(set(found)) == len(found)
 
 
-def test_keys_come_in_page_by_page_however_the_request_grows() -> None:
+def test_keys_are_hashed_page_by_page_however_the_request_grows() -> None:
     keys = ((9, b"late"), (0, b"lora"), (2, b"image"))
     whole = PrefixHasher("sha256", 4, None, keys).digests(tokens(20), 0, 5)
     grown = PrefixHasher("sha256", 4, None, keys)
@@ -124,7 +124,7 @@ def test_keys_come_in_page_by_page_however_the_request_grows() -> None:
     assert not grown.keys_left
 
 
-def test_a_key_behind_the_last_full_page_changes_no_digest_yet() -> None:
+def test_a_key_after_the_last_full_page_changes_no_digest_yet() -> None:
     waits = PrefixHasher("sha256", 4, None, ((30, b"late"),))
     assert (waits.digests(tokens(10), 0, 2) == PrefixHasher("sha256", 4, None).digests(tokens(10), 0, 2)).all()
     assert waits.num_tokens == 8
@@ -145,7 +145,7 @@ def test_a_copy_goes_on_by_itself() -> None:
     assert (twin.digests(other, 0, 3) == first.digests(tokens(16), 0, 3)).all()
 
 
-def test_one_page_more_of_every_request_is_one_call_where_no_key_is_to_come() -> None:
+def test_one_more_page_of_every_request_is_hashed_in_one_call_if_no_key_follows() -> None:
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, 1 << 31, (5, 20), dtype=np.int32)
     hashers = [PrefixHasher("sha256", 4, None, ((1, b"image"),)) for _ in prompts]
@@ -218,7 +218,7 @@ def check_walk(steps: list[tuple[str, int]], page_size: int, salt: str | None, k
     keys=st.lists(st.tuples(st.integers(0, 60), st.binary(max_size=4)), max_size=3).map(tuple),
     seed=st.integers(0, 1 << 20),
 )
-def test_whatever_hashers_take_in_whatever_way_agrees_with_hashlib(
+def test_hashers_agree_with_hashlib_however_tokens_arrive(
     steps: list[tuple[str, int]], page_size: int, salt: str | None, keys: ExtraKeys, seed: int
 ) -> None:
     check_walk(steps, page_size, salt, keys, seed)

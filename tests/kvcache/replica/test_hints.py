@@ -176,7 +176,7 @@ def test_the_plain_baseline_has_the_hits_of_plain_lru() -> None:
 
 
 @pytest.mark.parametrize("computed", range(5))
-def test_of_a_prompt_that_is_given_up_half_way_the_baseline_has_what_ran(computed: int) -> None:
+def test_the_baseline_has_only_the_computed_part_of_an_aborted_prompt(computed: int) -> None:
     """If the baseline also had the tokens that did not run, hints would be blamed for missing hits that no order could
     have had.
     """
@@ -201,7 +201,7 @@ def test_of_a_prompt_that_is_given_up_half_way_the_baseline_has_what_ran(compute
     manager.check()
 
 
-def test_a_forked_request_hands_its_hint_on() -> None:
+def test_a_fork_inherits_the_hint_of_its_parent() -> None:
     manager = trusting(manager_of(40, checks=False))
     parent = TextContext(prompt(1), 64)
     manager.external_claim(parent.request_id)
@@ -236,7 +236,7 @@ def test_a_tenant_above_its_quota_evicts_its_own_pages() -> None:
     assert held["small"] <= 8
 
 
-def test_a_sample_speaks_for_all_pages() -> None:
+def test_gains_of_a_sample_are_scaled_up_to_all_pages() -> None:
     """In a large pool the baselines watch only a sample of the pages. The gains and losses in this sample are scaled up
     to all pages.
     """
@@ -264,7 +264,7 @@ def owned(manager: PagedKVCacheManager, replica: int = 0) -> dict[str, int]:
     return {salt: quotas._orders[owner].count for salt, owner in quotas._ids.items() if quotas._orders[owner].count}
 
 
-def test_pages_are_the_tenants_who_computed_them_whatever_the_context_says_at_its_end() -> None:
+def test_pages_belong_to_the_tenant_that_computed_them_whatever_salt_the_context_has_at_its_release() -> None:
     manager = manager_of(40, params={"tenant_quota": 0.5})
     context = TextContext(prompt(1), 64, cache_salt="a")
     manager.external_claim(context.request_id)
@@ -277,7 +277,7 @@ def test_pages_are_the_tenants_who_computed_them_whatever_the_context_says_at_it
     assert owned(manager) == {"a": len(prompt(1)) // 4}
 
 
-def test_what_comes_into_an_evicted_page_is_not_its_tenants() -> None:
+def test_new_content_of_an_evicted_page_does_not_belong_to_the_former_tenant() -> None:
     manager = manager_of(12, host_slots=40, params={"tenant_quota": 0.9})
     serve(manager, prompt(1))
     wanted = manager.contents.digests(TextContext(prompt(1), 64), 0)
@@ -291,7 +291,7 @@ def test_what_comes_into_an_evicted_page_is_not_its_tenants() -> None:
     assert owned(manager) == {"a": before[0] - evicted}
 
 
-def test_pages_copied_from_a_replica_are_their_tenants_before_the_request_holds_them() -> None:
+def test_pages_copied_from_a_replica_belong_to_the_tenant_before_the_request_holds_them() -> None:
     """Copied pages are idle until their request holds them. They must count for the request's tenant already, because
     they stay idle if the request then resumes elsewhere.
     """
@@ -305,7 +305,7 @@ def test_pages_copied_from_a_replica_are_their_tenants_before_the_request_holds_
     assert owned(manager, 1) == {"a": 2}
 
 
-def test_what_a_quota_evicts_is_held_against_no_hint() -> None:
+def test_evictions_for_a_quota_are_not_counted_against_hints() -> None:
     manager = manager_of(40, checks=False, params={"tenant_quota": 0.2})
     rng = random.Random(0)
     serve(manager, prompt(0), Retention())
@@ -318,7 +318,7 @@ def test_what_a_quota_evicts_is_held_against_no_hint() -> None:
     manager.check()
 
 
-def test_the_baselines_keep_what_is_evicted_in_its_turn() -> None:
+def test_baselines_keep_pages_that_the_manager_evicts_by_age_or_hint_but_not_those_evicted_for_quotas() -> None:
     """The manager's evictions by age and by hints do not change what the baselines keep, because the baselines evict in
     their own order. An eviction for a quota also removes the page from the baselines.
     """
@@ -341,7 +341,7 @@ def test_the_baselines_keep_what_is_evicted_in_its_turn() -> None:
     assert kept() == [(False, False), (False, False)]
 
 
-def test_pages_of_another_replica_are_no_merit_of_a_hint() -> None:
+def test_pages_copied_from_another_replica_do_not_count_as_gains_of_hints() -> None:
     manager = manager_of(40, dp=2, params={"routing": Routing(copy_pages=True)})
     contexts = [TextContext(prompt(name), 64, retention=Retention()) for name in (0, 1, 1)]
     learned: list[int] = []
@@ -355,7 +355,7 @@ def test_pages_of_another_replica_are_no_merit_of_a_hint() -> None:
     assert learned == [0, 0]
 
 
-def test_what_two_requests_compute_at_a_time_is_found_by_the_second() -> None:
+def test_pages_that_two_requests_compute_at_a_time_count_as_found_by_the_second() -> None:
     manager = manager_of(40)
     serve(manager, prompt(0), Retention())
     learned = evidence(manager)
@@ -371,7 +371,7 @@ def test_what_two_requests_compute_at_a_time_is_found_by_the_second() -> None:
     assert learned == [0, 0, 0, 0]
 
 
-def test_what_is_found_chunk_by_chunk_is_counted_once_for_each_page() -> None:
+def test_pages_found_chunk_by_chunk_are_counted_once() -> None:
     manager = manager_of(40)
     serve(manager, prompt(1), Retention())
     learned = evidence(manager)
@@ -388,7 +388,7 @@ def test_what_is_found_chunk_by_chunk_is_counted_once_for_each_page() -> None:
     assert learned == [-2, 0, 2, 0]  # with the largest share, hints promise no more than plain LRU
 
 
-def test_a_reset_leaves_what_runs() -> None:
+def test_a_reset_leaves_pages_of_running_requests_in_the_baselines() -> None:
     manager = manager_of(40)
     serve(manager, prompt(0), Retention())
     learned = evidence(manager)
@@ -411,7 +411,7 @@ def test_a_reset_leaves_what_runs() -> None:
         ({"tenant_quotas": {"a": 2.0}}, r"tenant_quotas\['a'\] is 2.0"),
     ],
 )
-def test_shares_that_are_none_are_refused(values: dict[str, Any], message: str) -> None:
+def test_impossible_shares_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidParamsError, match=message):
         manager_of(4, params=values)
 
@@ -427,7 +427,7 @@ def some_hint(rng: random.Random) -> Retention | None:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(4))
-def test_whatever_is_said_every_page_is_accounted_for(seed: int) -> None:
+def test_with_random_hints_and_quotas_every_page_is_accounted_for(seed: int) -> None:
     """Random hints, quotas, copies between replicas, forks, refusals and resets. `check` runs after each of them."""
     rng = random.Random(seed)
     options = {"tenant_quota": 0.3, "routing": Routing(copy_pages=True), "max_hint_share": rng.choice([0.5, 1.0])}

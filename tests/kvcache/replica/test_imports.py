@@ -102,7 +102,7 @@ def test_pages_are_copied_committed_and_run(make: Any, caching: bool) -> None:
     assert again.start_idx == (16 if caching else 0)
 
 
-def test_what_is_cached_here_is_not_copied(make: Any) -> None:
+def test_pages_that_are_cached_at_the_target_are_not_copied(make: Any) -> None:
     table, target = imported(make)
     second = receiver(target, name="e")
     pending = target.import_block_table(second, table)
@@ -118,7 +118,7 @@ def test_what_is_cached_here_is_not_copied(make: Any) -> None:
     assert whole_source.contains("p")
 
 
-def test_what_was_imported_can_be_found_and_told_of_before_anything_runs(make: Any) -> None:
+def test_imported_pages_are_found_and_named_in_block_tables_before_the_request_runs(make: Any) -> None:
     _, table = prefilled(make, PROMPT[:12])
     target = make(16, page_size=4)
     first = receiver(target, PROMPT[:12])
@@ -135,7 +135,7 @@ def test_what_was_imported_can_be_found_and_told_of_before_anything_runs(make: A
 
 
 @pytest.mark.parametrize("covers", [4, 8, 12, 14, 16])
-def test_a_table_shorter_than_what_is_cached_here_takes_nothing_back(make: Any, covers: int) -> None:
+def test_a_table_shorter_than_the_cached_prefix_shortens_nothing(make: Any, covers: int) -> None:
     table, target = imported(make)
     second = receiver(target, name="e")
     part = beginning(table, covers)
@@ -156,7 +156,7 @@ def test_a_table_shorter_than_what_is_cached_here_takes_nothing_back(make: Any, 
 
 
 @pytest.mark.parametrize("last", [4, 8, 16])
-def test_an_import_that_ends_before_what_is_cached_here_is_whole(make: Any, last: int) -> None:
+def test_an_import_that_ends_within_the_cached_prefix_is_complete(make: Any, last: int) -> None:
     table, target = imported(make)
     second = receiver(target, name="e")
     pending = target.import_block_table(second, beginning(table, 4), partial=True)
@@ -167,7 +167,7 @@ def test_an_import_that_ends_before_what_is_cached_here_is_whole(make: Any, last
     assert (second.start_idx, second.active_idx) == (16, 19)
 
 
-def test_until_commit_the_pages_are_in_no_index(make: Any) -> None:
+def test_imported_pages_are_in_no_index_before_the_commit(make: Any) -> None:
     table, target, context = handed_over(make)
     pending = target.import_block_table(context, table)
     other = receiver(target, name="other")
@@ -180,7 +180,7 @@ def test_until_commit_the_pages_are_in_no_index(make: Any) -> None:
     assert late.start_idx == 16
 
 
-def test_too_few_pages_is_none_and_changes_nothing(make: Any) -> None:
+def test_an_import_without_enough_free_pages_returns_none_and_changes_nothing(make: Any) -> None:
     _, table = prefilled(make)
     target = make(8, page_size=4)
     hog = TextContext(range(16), 64, "hog")
@@ -275,7 +275,7 @@ OTHER_PAGES = [(4, 16), (16, 4), (4, 6), (8, 3)]
 
 @pytest.mark.parametrize(("theirs", "ours"), OTHER_PAGES)
 @pytest.mark.parametrize("hashes", [("sha256", "sha256"), ("sha256", "xxh3_128"), ("blake3", "sha256")])
-def test_a_table_of_another_page_size_names_what_is_lacking_in_both_sizes(
+def test_a_refused_table_of_another_page_size_is_described_in_pages_of_both_sizes(
     make: Any, theirs: int, ours: int, hashes: tuple[str, str]
 ) -> None:
     tokens = list(range(100, 170))
@@ -319,7 +319,7 @@ def beginning(table: BlockTable, tokens: int) -> BlockTable:
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [*OTHER_PAGES, (4, 4)])
-def test_an_import_that_grows_names_each_page_when_it_is_there(make: Any, theirs: int, ours: int) -> None:
+def test_a_growing_import_names_each_page_once_the_source_has_it(make: Any, theirs: int, ours: int) -> None:
     tokens = list(range(100, 170))
     _, table = prefilled(make, tokens, size=theirs)
     target = make(40, page_size=ours)
@@ -351,7 +351,7 @@ def from_page(table: BlockTable, first: int) -> BlockTable:
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [*OTHER_PAGES, (4, 4)])
-def test_a_run_of_pages_follows_what_is_here_already(make: Any, theirs: int, ours: int) -> None:
+def test_a_table_that_begins_later_follows_the_cached_pages(make: Any, theirs: int, ours: int) -> None:
     tokens = list(range(100, 170))
     _, table = prefilled(make, tokens, size=theirs)
     target = make(40, page_size=ours)
@@ -369,7 +369,7 @@ def test_a_run_of_pages_follows_what_is_here_already(make: Any, theirs: int, our
     assert context.start_idx == 70
 
 
-def test_a_run_behind_a_hole_is_refused_and_nothing_is_taken(make: Any) -> None:
+def test_a_table_that_leaves_a_gap_is_refused_and_takes_no_page(make: Any) -> None:
     table, target, context = handed_over(make)
     pending = target.import_block_table(context, beginning(table, 8))
     target.commit_import(context, pending, proven(target, pending))
@@ -447,7 +447,7 @@ def test_a_digest_that_differs_in_one_byte_is_another_one(make: Any) -> None:
             target.import_block_table(context, msgspec.structs.replace(table, digests=bytes(digests)))
 
 
-def test_import_comes_before_any_other_page(make: Any) -> None:
+def test_an_import_into_a_request_that_already_has_pages_is_refused(make: Any) -> None:
     table, target, context = handed_over(make)
     assert target.maybe_reserve(context)
     with pytest.raises(InvalidRequestError, match="'d': already holds 5 pages"):
@@ -464,7 +464,7 @@ def test_other_geometries_have_other_fingerprints(make: Any) -> None:
     assert len(set(prints)) == 4
 
 
-def test_of_a_prompt_that_still_runs_a_table_names_the_full_pages(make: Any) -> None:
+def test_the_table_of_a_prompt_that_still_runs_names_its_full_pages(make: Any) -> None:
     manager = make(16)
     context = TextContext(PROMPT, 256, "p")
     manager.external_claim("p")
@@ -558,7 +558,7 @@ def test_with_a_state_a_cancelled_import_is_followed_by_another(make: Any, share
     assert (target.num_held_blocks, target.states[0].num_held) == (0, 0)
 
 
-def test_what_has_run_after_a_cancelled_import_is_not_thrown_away(make: Any) -> None:
+def test_tokens_that_ran_after_a_cancelled_import_are_kept(make: Any) -> None:
     table, target, context = handed_over(make)
     target.cancel_import(target.import_block_table(context, table))
     assert target.maybe_reserve(context)
@@ -567,7 +567,7 @@ def test_what_has_run_after_a_cancelled_import_is_not_thrown_away(make: Any) -> 
         target.import_block_table(context, table)
 
 
-def test_an_import_again_that_gets_no_pages_leaves_a_request_without(make: Any) -> None:
+def test_a_repeated_import_that_gets_no_pages_leaves_the_request_without_pages(make: Any) -> None:
     _, table = prefilled(make)
     target = make(8, page_size=4)
     context = receiver(target)
@@ -593,7 +593,7 @@ def test_a_leased_request_keeps_the_pages_of_a_cancelled_import(make: Any) -> No
     assert target.import_block_table(context, table) is not None
 
 
-def test_a_copy_of_an_import_is_none(make: Any) -> None:
+def test_a_copied_import_object_is_refused(make: Any) -> None:
     table, target, context = handed_over(make)
     pending = target.import_block_table(context, table)
     with pytest.raises(InvalidRequestError, match="'d': got a copy of the import"):

@@ -82,7 +82,7 @@ def rest(it: Served, context: TextContext, chunk: int = 4) -> list[int]:
     return starts
 
 
-def test_a_running_prompt_goes_on_behind_pages_that_came_before_it_was_there(served: Any) -> None:
+def test_a_running_prompt_continues_after_imported_pages_once_it_reaches_them(served: Any) -> None:
     source, it = served(), served()
     source.serve(PROMPT)
     context = running(it, 8)
@@ -121,7 +121,7 @@ def test_pages_that_were_computed_meanwhile_are_published_once(served: Any) -> N
     assert it.manager.metrics.cache_tokens == 12
 
 
-def test_an_import_that_ends_early_publishes_what_it_has(served: Any) -> None:
+def test_an_import_that_ends_early_publishes_the_proven_pages(served: Any) -> None:
     source, it = served(), served()
     source.serve(PROMPT)
     context = running(it, 4)
@@ -155,7 +155,7 @@ def test_a_cancelled_import_publishes_nothing_and_keeps_its_pages_while_they_may
         it.manager.contents.commit_pages(pending, None)
 
 
-def test_half_of_the_free_pages_stay_for_whoever_runs_here(served: Any) -> None:
+def test_half_of_the_free_pages_stay_free_for_the_manager_s_own_requests(served: Any) -> None:
     source, it = served(), served(pages=15)
     source.serve(PROMPT)
     context, table = running(it, 4), lent(source, 4)
@@ -258,7 +258,7 @@ def test_a_replica_that_does_not_exist_is_named_with_the_request(served: Any, re
 
 
 @pytest.mark.parametrize("others", [5, None, "ab", [None], {1}, [b""]])
-def test_what_is_no_list_of_further_tables_is_refused_and_the_manager_goes_on(served: Any, others: Any) -> None:
+def test_an_invalid_list_of_further_tables_is_refused_and_the_manager_continues(served: Any, others: Any) -> None:
     source, it = served(), served()
     source.serve(PROMPT)
     context, table = it.claim(PROMPT), lent(source, 0)
@@ -339,7 +339,7 @@ def test_routers_learn_of_the_pages_and_their_order(served: Any) -> None:
         assert len(mirror.tree) == 8
 
 
-def test_routers_learn_the_tokens_of_the_pages_even_if_the_prompt_has_others_by_now(served: Any) -> None:
+def test_routers_learn_the_tokens_of_the_pages_even_if_the_prompt_has_changed(served: Any) -> None:
     source, it = served(), served(params={"kv_events": KVEvents("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")})
     source.serve(PROMPT)
     with Mirror(it.manager.kv_event_endpoints[0]).begin() as mirror:
@@ -356,7 +356,7 @@ def test_routers_learn_the_tokens_of_the_pages_even_if_the_prompt_has_others_by_
     assert it.serve(PROMPT) == 32
 
 
-def test_the_host_keeps_them_when_they_are_evicted(served: Any) -> None:
+def test_evicted_imported_pages_stay_in_the_host(served: Any) -> None:
     source, it = served(), served(host_slots=80)
     source.serve(PROMPT)
     context = running(it, 4)
@@ -371,7 +371,7 @@ def test_the_host_keeps_them_when_they_are_evicted(served: Any) -> None:
     assert it.manager.metrics.h2d_blocks_copied == 1 + 4
 
 
-def test_a_tenants_quota_counts_them(served: Any) -> None:
+def test_a_tenant_s_quota_counts_imported_pages(served: Any) -> None:
     source, it = served(), served(params={"tenant_quota": 0.25})
     source.serve(PROMPT, "a")
     context = running(it, 4, salt="a")

@@ -38,7 +38,7 @@ def test_a_table_of_new_pages_goes_on_from_those_before(make: Any, theirs: int, 
     assert context.start_idx == 70
 
 
-def test_what_is_here_already_is_neither_named_nor_copied(make: Any) -> None:
+def test_cached_pages_are_neither_named_nor_copied(make: Any) -> None:
     _, table = prefilled(make, TOKENS)
     target, context, pending = begun(make, table, 40)
     target.commit_import(context, pending, proven(target, pending))
@@ -56,7 +56,7 @@ def test_what_is_here_already_is_neither_named_nor_copied(make: Any) -> None:
     )
 
 
-def test_a_table_that_leaves_out_what_no_other_named_or_names_it_otherwise_is_refused(make: Any) -> None:
+def test_a_table_that_contradicts_the_pages_of_the_earlier_table_is_refused(make: Any) -> None:
     _, table = prefilled(make, TOKENS)
     target, context, pending = begun(make, table, 40)
     every = table.groups[0]

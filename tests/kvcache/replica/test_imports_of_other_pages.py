@@ -177,7 +177,7 @@ def _cells() -> list[Any]:
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize(("there", "here", "chunkwise"), _cells())
-def test_what_was_pulled_is_whole_wherever_its_windows_begin(there: int, here: int, *, chunkwise: bool) -> None:
+def test_imported_pages_are_complete_wherever_windows_begin(there: int, here: int, *, chunkwise: bool) -> None:
     """The chunks have 30 tokens. If the prompt ends where a chunk ends, the source has no page of a next chunk."""
     often = (there, here, chunkwise) in OFTEN
     seen = check(there, here, range(24, 36 if often else 64), chunkwise=chunkwise)

@@ -132,7 +132,7 @@ def test_leases_of_replicas_and_forks_are_apart(make: Any) -> None:
     assert manager.num_free_blocks == 16
 
 
-def test_a_page_that_was_told_is_kept_when_the_step_finds_its_content_elsewhere(make: Any) -> None:
+def test_a_page_known_to_readers_is_kept_when_step_finds_its_content_elsewhere(make: Any) -> None:
     """The request continues under its lease. Its last page was told to readers before it was full."""
     manager = make(8, page_size=4)
     manager.external_claim("r")
@@ -156,7 +156,7 @@ def test_a_page_that_was_told_is_kept_when_the_step_finds_its_content_elsewhere(
     assert manager.num_free_blocks == 8
 
 
-def test_a_duplicate_that_nobody_can_have_been_told_of_is_free_at_once(make: Any) -> None:
+def test_a_duplicate_page_that_no_reader_can_know_is_free_at_once(make: Any) -> None:
     manager = make(8, page_size=4)
     context, twin = TextContext([*range(9)], 64, "r"), TextContext([*range(9)], 64, "twin")
     for one in (context, twin):
@@ -172,7 +172,7 @@ def test_a_duplicate_that_nobody_can_have_been_told_of_is_free_at_once(make: Any
     manager.end_lease(lease)
 
 
-def test_a_page_that_was_told_is_kept_when_a_later_chunk_hits_the_cache(make: Any) -> None:
+def test_a_page_known_to_readers_is_kept_when_a_later_chunk_hits_the_cache(make: Any) -> None:
     manager = make(8, page_size=4)
     tokens = [*range(14)]
     manager.external_claim("r")
@@ -188,7 +188,7 @@ def test_a_page_that_was_told_is_kept_when_a_later_chunk_hits_the_cache(make: An
     assert manager.num_leased_blocks == 0
 
 
-def test_a_page_that_was_told_makes_no_room_when_a_later_chunk_hits_the_cache(make: Any) -> None:
+def test_a_page_known_to_readers_does_not_count_as_room_when_a_later_chunk_hits_the_cache(make: Any) -> None:
     manager = make(8, page_size=4)
     context, twin = TextContext(range(14), 64, "r"), TextContext(range(14), 64, "twin")
     for one in (context, twin):
@@ -233,7 +233,7 @@ def test_a_lease_waits_for_an_import_and_then_holds_its_pages(make: Any) -> None
     assert target.num_free_blocks == 8
 
 
-def test_pages_on_their_way_from_the_host_are_nobody_s_until_they_have_come(make: Any) -> None:
+def test_pages_being_loaded_from_the_host_are_not_free_before_they_have_arrived(make: Any) -> None:
     manager = make(8, page_size=4, host_slots=16)
     computed(manager, range(24), "first")
     manager.release("first")
@@ -327,7 +327,7 @@ def test_a_proof_that_is_older_than_the_last_table_is_refused(make: Any) -> None
     assert target.num_free_blocks == 8
 
 
-def test_of_a_cancelled_import_the_copier_s_end_frees_the_pages(make: Any) -> None:
+def test_the_pages_of_a_cancelled_import_are_free_when_its_copier_ends(make: Any) -> None:
     source, target = make(8, page_size=4), make(8, page_size=4)
     computed(source, range(8))
     context = TextContext([*range(8), 7], 64, "r")
@@ -376,7 +376,7 @@ def test_a_cancelled_import_that_is_written_keeps_its_pages_beyond_a_recovery(ma
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_what_is_read_under_a_lease_stays_as_it_was(make: Any, caching: bool) -> None:
+def test_pages_under_a_lease_are_not_overwritten(make: Any, caching: bool) -> None:
     manager = make(6, page_size=4, caching=caching)
     computed(manager, range(9))
     blocks = manager.device_tensors[0][0]
@@ -404,7 +404,7 @@ def other_tokens(context: TextContext, keep: int) -> None:
 
 @pytest.mark.parametrize("call", ["maybe_reserve", "reserve_batch", "fetch"])
 @pytest.mark.parametrize("told", ["by a table before the lease", "by a table under the lease"])
-def test_what_was_told_under_a_lease_is_not_computed_anew(make: Any, call: str, told: str) -> None:
+def test_tokens_told_under_a_lease_are_not_recomputed(make: Any, call: str, told: str) -> None:
     """The request drops tokens and adds others. If it ran, it would write their KV into pages that readers of its lease
     have already been told of.
     """
@@ -441,7 +441,7 @@ def test_what_was_told_under_a_lease_is_not_computed_anew(make: Any, call: str, 
     manager.check()
 
 
-def test_without_a_lease_tokens_may_be_computed_anew(make: Any) -> None:
+def test_without_a_lease_tokens_may_be_recomputed(make: Any) -> None:
     manager = make(8, page_size=4)
     context = computed(manager, range(10))
     lease = manager.lease("r")
@@ -480,7 +480,7 @@ class Books:
     ("cached", "told", "committed", "passed"),
     [(8, 0, 0, 2), (9, 0, 0, 3), (8, 13, 0, 4), (8, 4, 3, 3), (0, 0, 0, 0), (12, 16, 2, 4)],
 )
-def test_what_passes_to_a_lease_is_what_was_computed_or_told_or_published_whichever_is_most(
+def test_a_lease_takes_over_the_pages_computed_told_or_published_whichever_are_most(
     cached: int, told: int, committed: int, passed: int
 ) -> None:
     books = Books()
@@ -502,9 +502,7 @@ def test_what_passes_to_a_lease_is_what_was_computed_or_told_or_published_whiche
 @pytest.mark.parametrize(
     ("cached", "told", "kept"), [(5, 0, 0), (9, 0, 1), (0, 9, 1), (9, 17, 3), (32, 0, 3), (0, 0, 0)]
 )
-def test_of_pages_that_leave_a_row_its_leases_keep_those_in_which_something_is_computed(
-    cached: int, told: int, kept: int
-) -> None:
+def test_leases_keep_the_computed_or_told_pages_that_leave_their_row(cached: int, told: int, kept: int) -> None:
     """The row gets other pages in place of its own, from its third page on. The lease must keep the pages that were
     computed or told.
     """
@@ -535,7 +533,7 @@ def test_what_readers_were_told_only_grows_and_what_they_see_of_windows_only_shr
     books.leases.refuse_rewrite(np.array([1]), np.array([16]))
 
 
-def test_after_an_interrupt_leases_are_of_the_rows_that_their_requests_have() -> None:
+def test_after_an_interrupt_leases_belong_to_the_rows_of_their_requests() -> None:
     """The pages of a lease stay until the lease ends, whichever request has the row now."""
     books = Books()
     for row in range(3):
@@ -578,7 +576,7 @@ def test_a_request_is_leased_until_the_last_of_its_leases_has_ended() -> None:
     books.leases.check()
 
 
-def test_a_table_is_sealed_by_each_lease_that_says_something_of_it() -> None:
+def test_a_table_is_sealed_by_each_lease_with_a_seal() -> None:
     books = Books()
     books.claim(1, 8)
     table = BlockTable("r1", 0, 8, 4, ((1, 2),), "f")

@@ -48,7 +48,7 @@ class Books:
 
 
 @pytest.mark.parametrize("of_row", [True, False])
-def test_what_is_leased_beside_the_pages_counts_in_its_own_pool_and_ends_with_the_lease(of_row: bool) -> None:
+def test_a_leased_state_counts_in_its_own_pool_and_is_free_when_the_lease_ends(of_row: bool) -> None:
     books = Books()
     pages, state = books.cached(books.pages, 3), books.cached(books.states, 1)
     lease = books.lease()
@@ -81,7 +81,7 @@ def test_pages_that_several_lease_are_counted_once_and_held_by_each() -> None:
     assert sorted(books.pages.idle.pages().tolist()) == [2, 3]
 
 
-def test_a_lease_is_over_where_it_was_not_granted() -> None:
+def test_a_lease_has_ended_before_it_is_granted_and_for_other_managers() -> None:
     books = Books()
     lease = books.lease()
     assert lease.is_over, "it was not granted yet"

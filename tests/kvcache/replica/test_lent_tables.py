@@ -68,7 +68,7 @@ def test_pages_in_lower_tiers_are_loaded_for_any_reader_that_asks(
     assert again.serve(PROMPT) == 40
 
 
-def test_half_of_the_free_pages_stay_for_whoever_runs_here(served: Make) -> None:
+def test_half_of_the_free_pages_stay_free_for_the_manager_s_own_requests(served: Make) -> None:
     it = served(22)
     it.serve(PROMPT, chunk=8)
     fill(it, 22)
@@ -126,7 +126,7 @@ def test_a_copy_that_does_not_fit_changes_nothing(served: Make) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(2))
-def test_whatever_comes_from_anywhere_is_what_was_computed(served: Make, seed: int) -> None:
+def test_pages_from_every_tier_and_replica_have_the_computed_content(served: Make, seed: int) -> None:
     """Small pools with a host tier, files, quotas, and replicas that copy from each other. Whenever a request reads KV,
     it is compared.
     """

@@ -46,7 +46,7 @@ KNOWN: dict[str, Callable[[Rig, int], None]] = {
 
 
 @pytest.mark.parametrize("known", KNOWN)
-def test_what_was_known_of_an_earlier_request_holds_up_no_later_one_of_its_row(known: str) -> None:
+def test_known_pages_of_an_earlier_request_do_not_keep_the_pages_of_a_later_request_in_its_row(known: str) -> None:
     rig = Rig()
     _, row = rig.start("a")
     assert rig.staying("a") == [False] * 3
@@ -58,7 +58,7 @@ def test_what_was_known_of_an_earlier_request_holds_up_no_later_one_of_its_row(k
     assert rig.staying("b") == [False] * 3
 
 
-def test_a_model_reads_pages_until_its_step_and_who_was_told_until_the_release() -> None:
+def test_pages_can_be_moved_after_their_step_unless_readers_were_told_of_them() -> None:
     rig = Rig()
     _, row = rig.start("a")
     rig.moves.fetched([row])
@@ -70,7 +70,7 @@ def test_a_model_reads_pages_until_its_step_and_who_was_told_until_the_release()
     assert rig.staying("a") == [True] * 3
 
 
-def test_pages_under_a_lease_stay_and_free_ones_are_no_matter() -> None:
+def test_leased_pages_cannot_be_moved_and_free_pages_do_not_count() -> None:
     rig = Rig()
     context, _ = rig.start("a")
     assert rig.moves.staying().sum() == 0

@@ -16,7 +16,7 @@ from tests.kvcache.served import Served
 
 
 @pytest.mark.parametrize("groups", [WINDOW, TWO])
-def test_every_tables_pages_come_back_from_the_host(served: Make, groups: tuple[LayerGroup, ...]) -> None:
+def test_the_pages_of_every_table_are_loaded_from_the_host(served: Make, groups: tuple[LayerGroup, ...]) -> None:
     it = served(80, 200, groups)
     assert it.serve(PROMPT, chunk=8) == 0
     fill(it, 80)
@@ -28,7 +28,7 @@ def test_every_tables_pages_come_back_from_the_host(served: Make, groups: tuple[
     assert it.kv.compared > 40 * full
 
 
-def test_only_what_is_missing_comes_back(served: Make) -> None:
+def test_only_missing_pages_are_loaded(served: Make) -> None:
     it = served(40)
     it.serve(PROMPT, chunk=8)
     it.tiers.store_all()
@@ -104,7 +104,7 @@ def beside(it: Served, pages: int) -> TextContext:
     return context
 
 
-def test_what_just_fits_comes_back(served: Make) -> None:
+def test_a_prompt_that_just_fits_is_loaded(served: Make) -> None:
     it = served(22)
     it.serve(PROMPT, chunk=8)
     fill(it, 22)
@@ -115,7 +115,7 @@ def test_what_just_fits_comes_back(served: Make) -> None:
     it.run(context)
 
 
-def test_pages_that_nobody_holds_take_room_too_where_they_are_used(served: Make) -> None:
+def test_idle_pages_that_a_hit_uses_take_room_too(served: Make) -> None:
     it = served(22)
     it.serve(PROMPT, chunk=8)
     it.tiers.store_all()
@@ -129,7 +129,7 @@ def test_pages_that_nobody_holds_take_room_too_where_they_are_used(served: Make)
     assert pool.index.generation == before
 
 
-def test_what_a_request_says_to_have_behind_it_comes_back(served: Make) -> None:
+def test_a_request_without_pages_resumes_from_the_host_whatever_start_its_context_claims(served: Make) -> None:
     """The context claims that 42 tokens are computed. The request has no pages, so it continues from the tokens that
     are found in the host instead.
     """
@@ -144,7 +144,7 @@ def test_what_a_request_says_to_have_behind_it_comes_back(served: Make) -> None:
     assert it.manager.metrics.h2d_blocks_copied == 10 + 2
 
 
-def test_what_does_not_fit_into_the_host_is_not_waited_for(served: Make) -> None:
+def test_no_request_waits_for_pages_that_do_not_fit_into_the_host(served: Make) -> None:
     it = served(files=True)
     it.serve(PROMPT, chunk=8)
     it.manager.close()
@@ -154,7 +154,7 @@ def test_what_does_not_fit_into_the_host_is_not_waited_for(served: Make) -> None
     assert again.manager.metrics.h2d_blocks_copied == 0
 
 
-def test_who_waits_finds_what_others_have_written_since(served: Make) -> None:
+def test_a_waiting_request_finds_pages_that_others_have_written_since(served: Make) -> None:
     waiting = served(22, files=True)
     beside(waiting, 8)
     context = waiting.claim(PROMPT)
@@ -205,7 +205,7 @@ def test_files_outlive_the_manager_for_all_tables(served: Make) -> None:
     assert other.serve(PROMPT) == 0  # its window keeps different pages
 
 
-def test_what_the_host_has_in_part_the_files_complete(served: Make) -> None:
+def test_files_supply_the_pages_that_the_host_lacks(served: Make) -> None:
     it = served(40, 40, files=True)
     it.serve(PROMPT, chunk=8)
     it.tiers.flush()
@@ -218,7 +218,7 @@ def test_what_the_host_has_in_part_the_files_complete(served: Make) -> None:
     assert it.manager.metrics.file_blocks_read == 2
 
 
-def test_prefetch_brings_what_all_tables_need(served: Make) -> None:
+def test_prefetch_loads_the_pages_that_all_tables_need(served: Make) -> None:
     it = served(files=True)
     it.serve(PROMPT, chunk=8)
     it.manager.close()
@@ -242,7 +242,7 @@ def test_prefetch_brings_what_all_tables_need(served: Make) -> None:
     again.run(context)
 
 
-def test_what_a_request_used_of_all_tables_stays_longest_in_the_host(served: Make) -> None:
+def test_pages_of_all_tables_that_a_request_used_stay_longest_in_the_host(served: Make) -> None:
     it = served(60, 40)
     it.serve(PROMPT, chunk=8)  # 20 pages
     it.serve([7, *range(31)], chunk=8)  # 14 pages: 6 slots are left
@@ -254,7 +254,7 @@ def test_what_a_request_used_of_all_tables_stays_longest_in_the_host(served: Mak
     assert it.serve(PROMPT) == 40
 
 
-def test_an_import_copies_what_lies_nowhere_here() -> None:
+def test_an_import_copies_only_pages_that_no_tier_of_the_target_has() -> None:
     source, target = handed.make(), handed.make(host_slots=200)
     handed.computed(target, handed.PROMPT, "before", chunk=8)
     target.release("before")
@@ -267,7 +267,7 @@ def test_an_import_copies_what_lies_nowhere_here() -> None:
     assert target.metrics.h2d_blocks_copied == 10 + 10 + 2
 
 
-def test_a_reset_forgets_what_lies_below(served: Make) -> None:
+def test_a_reset_forgets_the_pages_in_lower_tiers(served: Make) -> None:
     it = served(files=True)
     it.serve(PROMPT)
     it.tiers.flush()
@@ -296,7 +296,7 @@ def one_of_window_lost(it: Served) -> None:
     replica.pool.release(page)
 
 
-def test_pages_found_behind_one_that_comes_back_are_shared(served: Make) -> None:
+def test_pages_found_after_a_page_that_is_being_loaded_are_shared(served: Make) -> None:
     it = served(40)
     one_of_window_lost(it)
     context, other = it.claim(PROMPT), it.claim(PROMPT)
@@ -315,7 +315,7 @@ def test_pages_found_behind_one_that_comes_back_are_shared(served: Make) -> None
     it.manager.check()
 
 
-def test_a_second_look_before_the_step_leaves_the_rows_own_pages(served: Make) -> None:
+def test_a_second_lookup_before_the_step_gives_back_only_the_row_s_own_copy(served: Make) -> None:
     """Between the two lookups, another request publishes the page that is being loaded.
 
     The row takes that published page, and gives back only its own copy.

@@ -25,7 +25,7 @@ GIVEN: dict[str, tuple[object, ...]] = {
 }
 
 
-def test_nothing_is_found_and_nothing_is_on_its_way() -> None:
+def test_a_replica_without_lower_tiers_finds_nothing_and_loads_nothing() -> None:
     below = PagesBelow()
     for asks in (below.has, below.may_have, below.host_has):
         assert np.array_equal(asks(DIGESTS, ASKED), np.zeros_like(ASKED))
@@ -40,7 +40,7 @@ def test_nothing_is_found_and_nothing_is_on_its_way() -> None:
     assert below.generation == below.answers == below.brought_at_once == below.longest_tail == 0
 
 
-def test_what_it_is_told_changes_nothing_and_no_call_is_forgotten_here() -> None:
+def test_a_replica_without_lower_tiers_ignores_every_call_about_its_pages() -> None:
     below = PagesBelow()
     for name, given in GIVEN.items():
         assert getattr(below, name)(*given) is None

@@ -99,7 +99,7 @@ def test_of_several_tables_the_page_is_copied_in_each(groups: tuple[LayerGroup, 
     manager.check()
 
 
-def test_where_one_table_lost_the_page_nothing_is_copied() -> None:
+def test_no_partial_page_is_copied_if_one_table_has_lost_it() -> None:
     told = {"partial_reuse_min_tokens": 1, "groups": (FULL, WINDOW)}
     manager = manager_of(64, layers=2, checks=False, params=told)
     served_in_tables(manager, [*range(21)])
@@ -127,7 +127,7 @@ def test_an_exact_page_is_shared_and_not_copied(make: Any) -> None:
 
 
 @pytest.mark.parametrize(("least", "found"), [(0, 4), (1, 6), (2, 6), (3, 4)])
-def test_too_few_tokens_are_not_worth_a_copy(make: Any, least: int, found: int) -> None:
+def test_too_few_common_tokens_are_not_copied(make: Any, least: int, found: int) -> None:
     manager = made(make, least=least)
     served(manager, range(12))
     assert served(manager, [*range(6), 90, 91, 92]) == found
@@ -140,7 +140,7 @@ def test_the_longest_of_several_pages_is_copied(make: Any) -> None:
     assert served(manager, range(9)) == 7
 
 
-def test_of_very_many_pages_after_one_prefix_the_latest_are_compared(make: Any) -> None:
+def test_of_many_pages_after_one_prefix_only_the_latest_are_compared(make: Any) -> None:
     manager = made(make, pages=200)
     for other in range(100, 170):
         served(manager, [0, 1, 2, 3, other, 5, 6, 7, 99])
@@ -204,7 +204,7 @@ def test_a_failed_reserve_copies_nothing(make: Any) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12 if "PAGEWIRE_LONG_TESTS" in os.environ else 4))
-def test_whatever_is_said_to_be_cached_is_there(make: Any, seed: int) -> None:
+def test_every_token_that_counts_as_cached_is_present(make: Any, seed: int) -> None:
     rng = random.Random(seed)
     manager = made(make, pages=rng.choice([12, 30]), least=rng.choice([0, 1, 3]), dp=rng.choice([1, 2]), rows=4)
     past, live = [[1, 2, 3]], list[TextContext]()
@@ -236,7 +236,7 @@ def test_whatever_is_said_to_be_cached_is_there(make: Any, seed: int) -> None:
     assert manager.metrics.cache_tokens > 0, "nothing was found: this has shown nothing"
 
 
-def test_bad_values_are_named() -> None:
+def test_invalid_options_are_named() -> None:
     with pytest.raises(InvalidParamsError, match="partial_reuse_min_tokens is -1"):
         params(partial_reuse_min_tokens=-1)
     with pytest.raises(InvalidParamsError, match="partial_reuse_min_tokens needs enable_prefix_caching"):

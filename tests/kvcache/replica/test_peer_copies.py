@@ -103,7 +103,7 @@ def forget(manager: PagedKVCacheManager, replica: int, prompt: list[int], which:
     manager.check()
 
 
-def test_it_is_off_unless_asked_for_and_salts_stay_apart() -> None:
+def test_copying_from_replicas_is_off_by_default_and_keeps_salts_apart() -> None:
     manager = manager_of(20, dp=2, tp=2, layers=2)
     serve(manager, [*range(1, 30)], 1)
     assert serve(manager, [*range(1, 30)], 0) == 0
@@ -113,7 +113,7 @@ def test_it_is_off_unless_asked_for_and_salts_stay_apart() -> None:
     assert serve(manager, [*range(1, 30)], 0, cache_salt="a") == 28
 
 
-def test_where_the_request_does_not_fit_nothing_is_changed() -> None:
+def test_a_request_that_does_not_fit_changes_no_replica() -> None:
     manager = of(8)
     serve(manager, [*range(1, 29)], 1)
     serve(manager, [*range(101, 113)], 0)

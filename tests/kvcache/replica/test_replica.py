@@ -10,7 +10,7 @@ from kvcache import TextContext
 from tests.kvcache.build import run_once
 
 
-def test_a_longest_request_takes_no_short_cut(make: Any) -> None:
+def test_the_fast_path_leaves_requests_beyond_max_seq_len_to_the_slow_path(make: Any) -> None:
     """If the sequence is longer than `max_seq_len`, the fast path takes no page and reports no success. So the slow
     path of `reserve` can raise the right error.
     """
@@ -25,7 +25,7 @@ def test_a_longest_request_takes_no_short_cut(make: Any) -> None:
             assert replica.rows.num_pages[0] == before + (length == 6)
 
 
-def test_a_request_that_was_never_reserved_takes_no_short_cut(make: Any) -> None:
+def test_the_fast_path_leaves_requests_without_a_reservation_to_the_slow_path(make: Any) -> None:
     """The first reservation of a request looks up its prompt in the cache and counts its tokens. The fast path does
     neither, so it must leave such a request to the slow path.
     """
@@ -56,7 +56,7 @@ def test_pages_that_hits_replace_count_as_free(make: Any) -> None:
     assert manager.num_free_blocks == 2
 
 
-def test_after_an_interrupt_a_page_that_its_row_does_not_count_as_published_is_found_by_nobody(make: Any) -> None:
+def test_after_an_interrupt_a_page_that_its_row_does_not_count_as_published_is_not_found(make: Any) -> None:
     """`step` first publishes pages and then counts them as published. If it was interrupted in between, a page that is
     not counted may be published only in part.
     """

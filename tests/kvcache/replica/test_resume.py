@@ -49,7 +49,7 @@ def by_hand(there: np.ndarray, groups: Sequence[TableGroup], first: int, ends: n
 
 
 @pytest.mark.parametrize("name", GROUPS)
-def test_random_pages_give_the_end_that_a_look_at_each_query_gives(name: str) -> None:
+def test_the_last_end_agrees_with_a_check_of_each_query_for_random_pages(name: str) -> None:
     rng, found = np.random.default_rng(0), set[int]()
     groups = layer_tables(GROUPS[name], 2).groups
     for _ in range(400):
@@ -65,18 +65,18 @@ def test_random_pages_give_the_end_that_a_look_at_each_query_gives(name: str) ->
     assert len(found) > 5
 
 
-def test_the_last_end_of_none_is_none() -> None:
+def test_the_last_end_is_zero_if_there_is_none() -> None:
     assert last_end(np.zeros(3, np.bool_)) == 0
     assert last_end(np.zeros(0, np.bool_)) == 0
     assert last_end(np.array([True, True, False])) == 2
 
 
-def test_columns_that_were_a_requests_own_before_are_not_found() -> None:
+def test_columns_that_a_request_already_had_do_not_count_as_found() -> None:
     assert Found(first=3, end=8, pages=(), reached=9).num_columns == 5
     assert Found(first=3, end=3, pages=(), reached=3).num_columns == 0
 
 
-def test_what_only_a_lower_tier_has_is_named_column_by_column() -> None:
+def test_pages_that_only_a_lower_tier_has_are_named_column_by_column() -> None:
     every = np.arange(6, dtype=np.uint64).reshape(2, 3, 1)
     lacking = np.array([[True, False, True], [False, True, True]])
     wanted = FromBelow(3, 3, every, lacking, (), np.zeros(0, np.int32))
