@@ -26,9 +26,9 @@ def public_classes(package: ModuleType) -> list[type]:
 
 
 def forged(kind: type) -> Iterator[tuple[object, object]]:
-    """The wrong value is passed for every parameter, and then only for the required ones.
+    """Yields two equal objects for each wrong value.
 
-    The value is passed for every parameter, or for the required ones.
+    The wrong value is passed for every parameter, and then only for the required ones.
     """
     parameters = inspect.signature(kind).parameters.values()
     named = [one for one in parameters if one.kind not in {one.VAR_POSITIONAL, one.VAR_KEYWORD}]

@@ -313,11 +313,11 @@ def test_a_cancelled_import_adds_no_computed_tokens(found: int) -> None:
     run(manager, context, steps=4)
 
 
-# A context that does not take new indices: it raises an error, or returns without having set them.
+# ---- contexts that refuse new indices
 
 
 class Stubborn(TextContext):
-    """A context that refuses new indices: it raises, or only pretends to have set them."""
+    """A context that refuses new indices: it raises an error, or returns without having set them."""
 
     raises = True
 

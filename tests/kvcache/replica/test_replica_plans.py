@@ -1,6 +1,7 @@
 """A reservation is decided before anything changes.
 
-After that, only the context can refuse: it may refuse to set its indices.
+The only thing that can still refuse a reservation afterwards is the request's context, which may refuse to set its
+indices.
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ def test_a_plan_changes_nothing_and_the_move_of_the_context_comes_first(
 def test_a_context_that_refuses_to_be_moved_leaves_everything_as_it_was(
     states: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The only thing that can still refuse a reservation afterwards is the request's context, which may refuse to set
-    its indices.
+    """The context of a request first refuses each reservation that would change it. Then the reservation is made again,
+    and succeeds as if it had never been tried.
     """
     seen: Counter[str] = Counter()
     reserved, moved, refuses = Replica.act, TextContext.run_from, [False]

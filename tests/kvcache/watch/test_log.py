@@ -30,7 +30,7 @@ def entry(rng: random.Random, at: float) -> PoolEntry:
 
 
 def batches(rng: random.Random, count: int) -> list[tuple[str, list[PoolEntry]]]:
-    """Yields entries of two pools in batches, as they arrive in snapshots."""
+    """Returns entries of two pools in batches, as they arrive in snapshots."""
     clock, found = 100.0, list[tuple[str, list[PoolEntry]]]()
     for _ in range(count):
         clock += rng.choice((0.0, 0.1, 1.0))
