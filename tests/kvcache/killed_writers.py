@@ -101,14 +101,14 @@ def kill_one(folder: Path, after_s: float, tally: Tally) -> None:
             os.waitid(os.P_PID, writer.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
             left = [draft for draft in drafts_in(folder) if is_written(draft)]
             served(folder).manager.close()
-            assert drafts_in(folder) == left, "their writer lives"
+            assert drafts_in(folder) == left, "a draft of a living writer was removed"
             tally.drafts_kept += len(left)
         finally:
             writer.kill()  # a stopped process ends only by SIGKILL
     again = served(folder)
     tally.rounds += 1
     tally.in_a_write += bool(left)
-    assert not drafts_in(folder), "their writer is dead"
+    assert not drafts_in(folder), "a draft of a killed writer was kept"
     tally.files += len([*folder.rglob("*.pages")])
     for number in range(PROMPTS):
         again.serve(prompt_of(number))  # raises at the first wrong byte

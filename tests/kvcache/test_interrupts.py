@@ -33,7 +33,7 @@ def interrupt_within(manager: PagedKVCacheManager, call: Callable[[], object]) -
     at = 1
     while manager._mark.call is None:
         _, _, done = interrupted(call, at, KeyboardInterrupt)
-        assert done, "the call is over, and changed nothing"
+        assert done, "the call has ended without changing anything"
         at += 1
 
 

@@ -169,7 +169,7 @@ def test_a_recovery_of_a_right_state_changes_nothing_and_reports_what_is_held() 
     other = Two()
     proven(other.manager, other.pending)
     found = other.manager.recover()
-    assert (found.imports, found.copiers) == ((other.pending,), ()), "its copier has ended"
+    assert (found.imports, found.copiers) == ((other.pending,), ()), "the copier of this import has ended"
     other.manager.close()
     copier = it.manager.copier(it.pending)
     assert it.manager.recover().copiers == (copier,)

@@ -191,7 +191,7 @@ def test_an_endless_message_is_dropped_and_neither_fills_memory_nor_delays_other
     served.ask()
     assert rss() - before < MORE_RSS
     if most > 1 << 17:
-        assert sent < most, "it was dropped"
+        assert sent < most, "the message was dropped"
 
 
 def test_a_message_of_many_frames_from_a_real_peer_asks_for_no_reset(tmp_path: Path) -> None:

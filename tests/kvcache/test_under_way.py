@@ -65,7 +65,7 @@ def test_a_close_hides_no_interruption_and_a_recovery_opens_nothing_that_was_clo
     mark.close()
     mark.close()
     assert mark.is_interrupted
-    assert mark.call == ("fork", "child"), "recover has to know whose books are half done"
+    assert mark.call == ("fork", "child"), "recover has to know which requests were being changed"
     with pytest.raises(InterruptedCallError, match="^release: fork was interrupted"):
         mark.check_books("release")
     mark.end()  # recovered

@@ -82,7 +82,9 @@ class Known:
             while before in gpu:
                 way.append(before)
                 before = gpu[before][1]
-            assert (block in self.tree) == (before is None), f"block {block} of a way of {len(way)}"
+            assert (block in self.tree) == (before is None), (
+                f"block {block}, the last of {len(way)} blocks of its prompt"
+            )
 
 
 class Reader(Known):
@@ -193,7 +195,7 @@ class Mirror(Known):
     def until(self, done: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while not done():
-            assert time.monotonic() < deadline, "the stream did not come to it"
+            assert time.monotonic() < deadline, "the stream did not bring the expected messages in time"
             self.take(20)
 
     def settle(self, manager: PagedKVCacheManager, rank: int) -> None:
@@ -227,7 +229,7 @@ class Mirror(Known):
                 sizes[medium] = len(want)
                 known.whole()
         told = {medium for medium, blocks in self.there.items() if blocks}
-        assert told <= sizes.keys(), f"rank {rank}: nobody has blocks of {told - sizes.keys()}"
+        assert told <= sizes.keys(), f"rank {rank}: no medium has these reported blocks: {told - sizes.keys()}"
 
 
 def parked(worker: Any) -> None:
@@ -255,7 +257,7 @@ def settled(manager: PagedKVCacheManager) -> list[int]:
         with worker._applying:
             if not (worker._log.entries or worker._behind or worker._untold or worker._lost):
                 return [stream.sequence - 1 for stream in worker.streams]
-        assert time.monotonic() < deadline, "the publisher does not come to it"
+        assert time.monotonic() < deadline, "the publisher's thread has not sent everything in time"
         time.sleep(0.001)
 
 

@@ -35,7 +35,7 @@ def refuse_what_is_not_hashed_yet(manager: PagedKVCacheManager) -> None:
 
     def described(entry: Described) -> None:
         for hasher, last in zip(entry[0], entry[2], strict=True):
-            assert len(hasher.known) >= last * hasher.width, "the other thread may read it now"
+            assert len(hasher.known) >= last * hasher.width, "the log must be free for the other thread"
         log.entries.append(entry)
 
     log.describe = described

@@ -308,7 +308,7 @@ def test_one_answer_is_sent_at_a_time() -> None:
     got: list[bytes] = []
     for number in (1, 2):
         assert worker._answer({stream.replay})
-        assert not worker._answer({stream.replay}), "the other one waits"
+        assert not worker._answer({stream.replay}), "the other peer has to wait"
         while worker._is_answering():
             worker._reply()
             got += [one for peer in peers for one in read(peer)]
@@ -335,7 +335,9 @@ def test_changes_that_could_not_be_sent_are_replaced_by_the_whole_state(
             waited(lambda: "a turn of the publisher thread failed" in caplog.text)
         mirror.settle(manager, 0)
         mirror.check_same(manager, 0)
-        assert mirror.events[0] == {"type": "AllBlocksCleared"}, "the whole state, not what came after the failure"
+        assert mirror.events[0] == {"type": "AllBlocksCleared"}, (
+            "the whole state is sent, not only the changes after the failure"
+        )
 
 
 def test_after_an_error_in_the_events_all_pages_are_reported_as_gone_and_the_loop_continues(
@@ -471,7 +473,7 @@ def test_a_late_subscriber_that_cannot_ask_gets_the_whole_state() -> None:
             told.append(len(mirror.there["GPU"]))
         run(made, 201 + 100 * number)
     made.close()
-    assert told == sorted(told), "each knows what was there before it came"
+    assert told == sorted(told), "each follower knows the pages that were cached before it came"
     assert told[0] > 0
 
 
@@ -543,7 +545,7 @@ def test_an_outdated_replay_request_causes_a_whole_state_while_a_peer_reconnects
                 mirror.until(lambda: {"type": "AllBlocksCleared"} in mirror.events)
         mirror.settle(manager, 0)
         mirror.check_same(manager, 0)
-        assert mirror.replays == replays, "it was told without asking"
+        assert mirror.replays == replays, "the follower got the state without asking for a replay"
 
 
 def test_followers_that_return_one_after_another_get_the_state_without_waiting(
@@ -577,7 +579,7 @@ def test_followers_that_return_one_after_another_get_the_state_without_waiting(
             while len(one.there.get("GPU", ())) < 14:
                 assert socket.poll(int(PATIENCE_S * 1000))
                 one.take_up(msgspec.msgpack.decode(socket.recv_multipart()[2])[1])
-        assert time.monotonic() - began < 8, "the first of them has not used up the second one's"
+        assert time.monotonic() - began < 8, "the first follower has not used up the time for the second one"
         assert known[0].there == known[1].there
     made.close()
 

@@ -34,7 +34,7 @@ def test_events_are_the_bytes_that_vllm_sends() -> None:
     before = encode(chunked)
     chunked.kv_cache_spec_attention_chunk_size = 8
     ours = b"\xd9\x22kv_cache_spec_attention_chunk_size\x08"
-    assert encode(chunked) == b"\xde\x00\x0c" + before[3:] + ours, "what is not vLLM's comes last"
+    assert encode(chunked) == b"\xde\x00\x0c" + before[3:] + ours, "fields that vLLM does not have come last"
     assert encode(EventBatch(1.5, [], 0)).hex() == "93cb3ff80000000000009000"
 
 

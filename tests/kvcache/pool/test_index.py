@@ -229,7 +229,7 @@ def test_what_is_found_elsewhere_has_neither_come_nor_gone() -> None:
     generation = index.generation
     index.rename(np.array([2, 3], np.int32), np.array([7, 5], np.int32))
     assert index.find(digests).tolist() == [1, 7, 5]
-    assert index.generation > generation, "who remembers what was found looks again"
+    assert index.generation > generation, "a caller with a remembered match has to look it up again"
     assert told == []
     index.check()
     index.withdraw_one(7)
@@ -246,7 +246,7 @@ def test_after_an_interrupt_all_published_pages_are_linked_again() -> None:
     index.check()
     assert index.find(digests(0, 1, 2, bucket=1)).tolist() == [1, 2, 3]
     assert index.find(digests(3, 4, 5)).tolist() == [4, 5, 0]
-    assert index.generation > generation, "who remembers what was found looks again"
+    assert index.generation > generation, "a caller with a remembered match has to look it up again"
     index.withdraw(pages(2, 4))
     index.check()
     assert index.find(digests(0, 1, 2, bucket=1)).tolist() == [1, 0, 3]

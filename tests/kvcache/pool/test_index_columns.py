@@ -40,7 +40,7 @@ def test_after_a_clear_nothing_is_found_and_everything_can_be_published_again() 
     index = index_of(pages(5, 2, 7))
     before = index.generation
     index.clear()
-    assert index.generation > before, "a match made before is not used again"
+    assert index.generation > before, "an earlier match must not be used again"
     assert not index.published.any()
     assert index.find(DIGESTS).tolist() == [0] * 4
     index.check()

@@ -370,7 +370,7 @@ def test_a_page_whose_content_is_replaced_loses_the_hint_and_the_tenant_of_the_o
         found.append((written.tolist(), pool.index.find(digests([1])).tolist()))
 
     pool.rewrite(held[:1], digests([3]), write)
-    assert found == [(held[:1].tolist(), [0])], "nobody finds it while it is written"
+    assert found == [(held[:1].tolist(), [0])], "no lookup finds the page while it is written"
     assert pool.index.find(digests([3, 2])).tolist() == held.tolist()
     assert hinted.codes[held].tolist() == [NEUTRAL, NEUTRAL - 1]
     assert quotas.ownerless(held).tolist() == [True, False]
@@ -381,15 +381,15 @@ def test_the_page_that_goes_next_is_named_while_no_page_is_fresh() -> None:
     held = pool.allocate(2)
     pool.index.publish(held, digests([1, 2]))
     pool.release(held)
-    assert pool.next_evicted() == 0, "one is fresh"
+    assert pool.next_evicted() == 0, "one page is fresh"
     last = pool.allocate_one()
     for _ in range(2):
         named = pool.next_evicted()
         assert named
         assert pool.allocate_one() == named
-    assert pool.next_evicted() == 0, "none is idle"
+    assert pool.next_evicted() == 0, "no page is idle"
     pool.release(pages(last))
-    assert pool.next_evicted() == 0, "one is fresh again"
+    assert pool.next_evicted() == 0, "one page is fresh again"
 
 
 @pytest.mark.parametrize("wrong", ["as they were", "holders", "writers", "idle", "fresh", "index"])

@@ -162,7 +162,7 @@ def test_of_pages_and_kept_slabs_the_one_that_was_used_first_is_evicted() -> Non
     pages = pool.allocate(11)
     publish(pool, pages)
     pool.release(pages[3:])
-    assert pool.take_slab() == 0, "the pages are younger than what is kept"
+    assert pool.take_slab() == 0, "the pages were used later than the kept slab"
     assert (kept.keep(), first) == (0, 3)
     kept.slabs = [(3, pool.clock + 1)]
     assert pool.take_slab() in (1, 2)
@@ -181,7 +181,7 @@ def test_nothing_is_evicted_for_a_slab_that_fresh_pages_can_form_not_even_conten
     pool.release(pages)
     assert pool.take_slab() == 2
     assert (pool.evictions, kept.num_idle) == (0, 1)
-    assert pool.take_slab() == 1, "what is above its quota goes before what is kept"
+    assert pool.take_slab() == 1, "content above its quota is evicted before the kept slab"
     assert (pool.evictions, kept.num_idle) == (3, 1)
 
 
@@ -213,7 +213,7 @@ def test_pages_of_a_tenant_above_its_quota_make_room_for_a_slab() -> None:
     pool.release(pages[7:])
     pool.release(pages[3:7])
     pool.journal.read(told := Told())
-    assert pool.take_slab() == 3, "one page of the tenant's stays, and keeps its slab as young as it is"
+    assert pool.take_slab() == 3, "one page of the tenant stays, and its slab counts as used when that page was used"
     assert told.saved[:3] == [[7], [6], [5]]
     assert told.gone_for[:3] == [(BY_QUOTA, [7]), (BY_QUOTA, [6]), (BY_QUOTA, [5])]
     assert not pool.index.published[5:8].any()
@@ -279,7 +279,7 @@ def test_the_hint_and_the_tenant_of_a_page_move_with_it_and_end_with_it() -> Non
     assert (order.codes[8:12] == NEUTRAL).all()
     assert not quotas._owner[8:12].any()
     pool.give_back(2)
-    assert pool.take_slab() == 2, "fresh ones go before idle ones"
+    assert pool.take_slab() == 2, "fresh pages are taken before idle ones"
     pool.release(np.array([1, 2, 3, 4], np.int32))
     assert pool.take_slab() == 3
     ((sources, (target,)),) = pool.moves.moved  # type: ignore[union-attr]
@@ -331,7 +331,7 @@ def test_pages_of_a_returned_slab_are_fresh_whatever_hints_they_had() -> None:
     pool.give_back(6)
     recount(pool, pages[:3])
     kept.slabs = [(7, 1)]
-    assert pool.take_slab() == 6, "fresh pages go before what is kept, however old this is"
+    assert pool.take_slab() == 6, "fresh pages are taken before the kept slab, however old it is"
 
 
 def test_an_expired_hint_makes_a_page_no_younger() -> None:
@@ -345,7 +345,7 @@ def test_with_hints_a_kept_slab_is_compared_with_the_next_eviction_and_not_with_
     pool, kept, _ = hinted(4)
     kept.slabs = [(3, pool.clock + 1)]
     pool.allocate(1)
-    assert kept.num_idle == 0, "it was used later than the pages, but these are to stay"
+    assert kept.num_idle == 0, "the kept slab was used later than the pages, but their hint says that they stay"
     pool, kept, _ = hinted(0)
     kept.slabs = [(3, 2)]
     pool._last_evicted = pool.clock

@@ -96,7 +96,7 @@ def test_a_cached_slab_is_evicted_once_a_page_with_as_late_a_use_was_evicted(cou
     pool.allocate(2)  # the other pages are as old as the slab
     assert cached.num_idle == 1
     pool.allocate(count)
-    assert cached.num_idle == 1, "nothing that went was younger"
+    assert cached.num_idle == 1, "no evicted page was used later than the slab"
     pool.allocate(count)
     assert cached.num_idle == 0
 
@@ -176,7 +176,7 @@ def test_states_say_whether_there_is_room_for_one_more_and_whether_it_may_cost_p
     states.index.publish(ids(one), np.array([[7]], np.uint64))
     states.release(ids(one))
     assert (states.num_held, states.has_room, states.room_may_cost) == (0, True, True)
-    assert states.next_evicted() == 0, "pages and states compete, so that nobody can say"
+    assert states.next_evicted() == 0, "pages and states compete for the same memory, so the answer is not known"
 
 
 def test_states_move_pages_only_where_they_may() -> None:

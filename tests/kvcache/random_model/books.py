@@ -170,7 +170,7 @@ class Books:
             self.orders.begin_anew(replica, seam.idle(self.manager, at))
         elif reset:
             kept = {digest for digest, page in was.items() if page in held or page in replica.beside}
-            assert now.keys() == kept, "a reset forgets what nobody holds, and nothing else"
+            assert now.keys() == kept, "a reset must forget exactly the contents that no request holds"
             replica.order.clear()
             self.not_below |= now.keys()
         else:
@@ -209,7 +209,7 @@ class Books:
         else:
             idle.sort(key=lambda one: before.get(page_of[one], (1 << 30,)))
         for digest in idle:
-            assert digest not in gone or digest in was, "evicted, and never found"
+            assert digest not in gone or digest in was, "a page was evicted that no lookup has found before"
             order.append(digest)
         full = replica.num_pages == len(held) + len({*now.values()} - held)
         assert not gone or replica.slab_pages or full or "late copies" in self.features, (
@@ -218,7 +218,7 @@ class Books:
         left = {*gone}
         for _ in gone:
             digest = first_in_order(order) if self.orders.is_exact(at) and self.foretold else next(iter(left))
-            assert digest in left, f"{self._said(left)} went, and {self._said([digest])} was to go"
+            assert digest in left, f"{self._said(left)} was evicted, but {self._said([digest])} comes first"
             left.remove(digest)
             order.remove(digest)
             self.orders.forget(replica, digest)
@@ -242,8 +242,10 @@ class Books:
                     else:
                         # After an interrupt, rows may share pages that no lookup finds any more.
                         alone = holders[page] == 1 or one.unsure or not replica.caching
-                        assert alone, f"{one.name}: page {page} is another's, too"
-                        assert column >= full, f"{one.name}: page {column} of table {number} is full, and not found"
+                        assert alone, f"{one.name}: page {page} is held by another request, too"
+                        assert column >= full, (
+                            f"{one.name}: page {column} of table {number} is full, but no lookup finds it"
+                        )
 
     def same_bytes(self, at: int, page: int, what: Content) -> None:
         """Checks on each shard that a page has the bytes of its tokens."""
@@ -281,7 +283,7 @@ class Books:
             if not self.orders.hinted:
                 lent = seam.lent_states(self.manager, at)
                 oldest = [one for one in was if one in evicted or not (one in gone or was[one] in lent)]
-                assert {*oldest[:more]} == evicted, "the newest went"
+                assert {*oldest[:more]} == evicted, "the newest state was evicted"
         # Pages that are copied from another replica may evict the state copy that comes with them.
         least = -1 if "peer copies" in self.features else 0
         assert len(mine) > 1 or least <= len(gone) - more <= len(mine), f"{more} states evicted, {len(gone)} are gone"
@@ -345,7 +347,7 @@ class Books:
         if gone and self.host_foretold and not reset and not self.lenient:
             stays = [one for one, slot in now.items() if slot not in held]
             early = {one for one in gone if any(self._leaves_before(other, one) for other in stays)}
-            assert not early, f"{self._said(early)} left the host before what is older"
+            assert not early, f"{self._said(early)} was evicted from the host before an older page"
         self.host = now
 
     def _leaves_before(self, one: Digest, other: Digest) -> bool:

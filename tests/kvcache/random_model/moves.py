@@ -229,11 +229,11 @@ class Moves:
         try:
             self.call("external_claim", lambda: self.manager.external_claim(context.request_id, at))
         except NoFreeStatePageError:
-            assert room is not True, "the replica has as much free as a state takes"
+            assert room is not True, "the claim was refused, but the replica has room for a state"
             self.seen["no state"] += 1
             self.books.learn()
             return None
-        assert room is not False, "a state has a page that is not there"
+        assert room is not False, "the request got a state page, but the replica has no room for one"
         tables = len(replica.tables)
         self.made += 1
         one = Request(context, at, self.made, context.tokens.tolist(), [{} for _ in range(tables)], [0] * tables)
@@ -396,7 +396,7 @@ class Moves:
             one.shared = run * PAGE_SIZE
         there = self.call("maybe_reserve", lambda: self.manager.maybe_reserve(context, steps))
         if not looks and length + steps - 1 <= one.room:
-            assert there, f"{one.name}: refused pages that it has"
+            assert there, f"{one.name}: was refused pages that it already has"
             self.books.learn()
             return True
         if not there:
@@ -406,7 +406,7 @@ class Moves:
             if not self.exact:
                 found = [*range(committed, high + 1)]
             left = min(self.surplus_at(one, (before, start, steps), committed, end) for end in found)
-            assert left < 0, f"{one.name}: refused, and {left} pages would be left"
+            assert left < 0, f"{one.name}: refused, but {left} pages would be left"
             self.seen["refused"] += 1
             context.set_token_indices(active_idx=was)  # it may run the range for which it was reserved earlier
             self.books.learn()
@@ -555,7 +555,7 @@ class Moves:
         if not {"files", "objects"} & self.features:
             return
         while self.call("prefetch", lambda: self.manager.prefetch(context)):
-            assert time.monotonic() < end, "pages do not come"
+            assert time.monotonic() < end, "pages from lower tiers do not arrive"
             time.sleep(0.0005)
         self.books.learn()
 
@@ -707,13 +707,13 @@ class Moves:
                 assert [sorted(row) for row in one.rows] == [[*columns] for columns in plan.columns], one.name
                 one.first = [columns.start for columns in plan.columns]
             else:
-                assert [{*row} for row in one.rows] == before, f"{one.name}: refused, and its pages are others"
+                assert [{*row} for row in one.rows] == before, f"{one.name}: was refused, and its pages have changed"
                 assert is_there == enough
             replica = self.replica(one)
             if not is_there and len(replica.tables) == 1:
                 freed = not self.is_leased(one) and not self.steps_are_in_flight
                 left = replica.surplus(one, plan, plan.found, freed=freed)
-                assert left < 0, f"{one.name}: refused, and there are pages"
+                assert left < 0, f"{one.name}: was refused, but there are enough pages"
         return all(there)
 
     def committed(self, one: Request) -> int:
@@ -759,7 +759,7 @@ class Moves:
         )
         there = self.call("draft", lambda: states.draft(one.name))
         assert there if room and not self.slabs else room is not False or not there
-        assert seam.moved(self.manager) == moved, "a page was moved whose place the model knows"
+        assert seam.moved(self.manager) == moved, "a page was moved although the model expects it to stay"
         self.books.learn()
         return there
 
@@ -856,7 +856,7 @@ class Moves:
             self.books.learn()
             shared = [{column: page for column, page in row.items() if column < full} for row in one.rows]
             rows = [{column: page for column, page in row.items() if column < full} for row in parent.rows]
-            assert shared == rows, f"{one.name}: does not share what its parent has"
+            assert shared == rows, f"{one.name}: does not share the pages of its parent"
             own = [{*row} - {*before} for row, before in zip(one.rows, rows, strict=True)]
             assert own == [{*range(full, needed)}] * len(own)
         else:
@@ -959,7 +959,7 @@ class Moves:
             first = min(columns, max(one.first[number], of.seen(table.num_tokens)))
             pages = [*table.groups[number]]
             assert pages == [row[column] for column in range(first, columns)], (
-                f"{one.name}: table {number} is told wrong"
+                f"{one.name}: table {number} of the block table is wrong"
             )
             tokens = table.num_tokens - first * PAGE_SIZE
             if pages:
@@ -999,20 +999,20 @@ class Moves:
             needs_none = end == first or (
                 not states and all(table.seen(end * PAGE_SIZE) == end for table in replica.tables)
             )
-            assert needs_none or most < 1 << 20, f"{end} pages are there, and none is lent"
+            assert needs_none or most < 1 << 20, f"{end} pages are cached, but none is lent"
             return False
         ours, table = found
         assert table.num_tokens == end * PAGE_SIZE or (most < 1 << 20 and table.num_tokens < end * PAGE_SIZE)
         end, lease = table.num_tokens // PAGE_SIZE, Lease(ours, None)
         if states:
             after = names.digest_of[content(0, asked.tokens, asked.named, end - 1)]
-            assert table.groups[-1] == (replica.kept[after],), "another state is lent"
+            assert table.groups[-1] == (replica.kept[after],), "the lent state is not the one after these pages"
             self.books.touch_state(at, after)
             lease.state = replica.kept[after], after
         for number, (of, pages) in enumerate(zip(replica.tables, table.groups, strict=not states)):
             columns = range(max(first, of.seen(table.num_tokens)), end)
             whats = [content(number, asked.tokens, asked.named, column) for column in columns]
-            assert [*pages] == [replica.page_of(what) for what in whats], "other pages are lent"
+            assert [*pages] == [replica.page_of(what) for what in whats], "the lent pages are not those of the prompt"
             if pages:
                 tokens = len(pages) * PAGE_SIZE
                 lease.told.append(([*pages], tokens, self.bytes_of(lease, [*pages], tokens)))
@@ -1047,7 +1047,7 @@ class Moves:
         held = replica.holders().keys() | replica.beside
         for pages, tokens, before in lease.told:
             assert torch.equal(self.bytes_of(lease, pages, tokens), before), f"{lease.ours}: pages were rewritten"
-            assert {*pages} <= held, f"{lease.ours}: pages are free that readers know"
+            assert {*pages} <= held, f"{lease.ours}: pages that readers know are free"
         if lease.state is not None:
             self.books.same_state(lease.ours.replica_idx, *lease.state)
 

@@ -22,7 +22,7 @@ def _found(index: Any) -> dict[Digest, int]:
     """Returns the page of each digest in an index."""
     pages = np.flatnonzero(index.published).astype(np.int32)
     digests = index.digests_of(pages)
-    assert len(pages) == 0 or (index.find(digests) == pages).all(), "a page is published, and not found"
+    assert len(pages) == 0 or (index.find(digests) == pages).all(), "a published page is not found"
     return {digest.tobytes(): page for digest, page in zip(digests, pages.tolist(), strict=True)}
 
 

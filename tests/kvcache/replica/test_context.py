@@ -402,7 +402,7 @@ def test_a_context_catches_up_with_its_leader_and_leaves_with_these_updates(come
     tokens.append(100)
     context.leave()
     context.catch_up(leading, 3)
-    assert leading.lost == [(3, 2 + come)], "it left once"
+    assert leading.lost == [(3, 2 + come)], "the context has left the batch once"
     assert context.tokens.tolist() == tokens[:-1]
 
 

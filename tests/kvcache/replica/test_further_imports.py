@@ -248,10 +248,10 @@ def test_windows_give_back_while_a_prompt_is_leased_and_stay_once_readers_know()
         manager.block_table("p", full_pages=True)
     table = manager.block_table("p")
     goes_on_without_comparing(manager, context, 20)
-    assert columns(manager, context, 1) == [12, 13, 14], "it needs no more than without a lease"
+    assert columns(manager, context, 1) == [12, 13, 14], "the request needs no more pages than without a lease"
     assert manager._replicas.each[0].pool.holders[list(table.groups[2])].tolist() == [1, 1]
     assert manager.num_leased_blocks == 2
-    assert manager.block_table("p").groups[2] != table.groups[2], "what is told now is another window"
+    assert manager.block_table("p").groups[2] != table.groups[2], "the table now names another window"
     manager.release("p")
     assert manager.num_leased_blocks == 15 + 15 + 2 + 3
     manager.reset_prefix_cache()
@@ -261,7 +261,7 @@ def test_windows_give_back_while_a_prompt_is_leased_and_stay_once_readers_know()
     manager.block_table("o")
     manager.end_lease(lease)
     goes_on_without_comparing(manager, other, 20)
-    assert len(columns(manager, other, 1)) <= 3, "nobody reads any more"
+    assert len(columns(manager, other, 1)) <= 3, "no reader is left"
 
 
 def test_a_partial_page_that_a_reader_knows_is_not_replaced_by_the_full_page_found_elsewhere() -> None:
@@ -277,7 +277,7 @@ def test_a_partial_page_that_a_reader_knows_is_not_replaced_by_the_full_page_fou
     told = [group[0] for group in manager.block_table("p").groups]
     computed(manager, PROMPT, "o")
     assert manager.maybe_reserve(context)
-    assert context.start_idx > SIZE, "found: computed by the other one"
+    assert context.start_idx > SIZE, "the page that the other request has computed was found"
     holders = manager._replicas.each[0].pool.holders
     assert holders[told].tolist() == [1, 1, 1], "the lease holds the page of each table"
     manager.end_lease(lease)

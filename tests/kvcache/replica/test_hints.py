@@ -554,5 +554,5 @@ def test_a_quota_holds_before_an_order_of_the_callers_own() -> None:
     for name in range(10, 26):
         serve(manager, prompt(name, 2))
     found = [serve(manager, prompt(name, 2)) for name in range(10, 26)]
-    assert found.count(8) == 16, "what has no tenant stays, and four pages of the tenant's"
+    assert found.count(8) == 16, "pages without a tenant stay, and so do four pages of the tenant"
     manager.check()

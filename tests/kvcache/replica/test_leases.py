@@ -559,7 +559,7 @@ def test_after_an_interrupt_leases_belong_to_the_rows_of_their_requests() -> Non
     for lease in (kept, gone, over):
         books.leases.end(lease)
     books.leases.check()
-    assert books.pool.free_count == free + 2, "what the one that was over holds is the recount's"
+    assert books.pool.free_count == free + 2, "the recount counts the pages of the lease that had ended"
 
 
 def test_a_request_is_leased_until_the_last_of_its_leases_has_ended() -> None:

@@ -84,7 +84,7 @@ def test_pages_that_several_lease_are_counted_once_and_held_by_each() -> None:
 def test_a_lease_has_ended_before_it_is_granted_and_for_other_managers() -> None:
     books = Books()
     lease = books.lease()
-    assert lease.is_over, "it was not granted yet"
+    assert lease.is_over, "the lease was not granted yet"
     books.leases.grant_pages(lease, books.cached(books.pages, 1).pages)
     assert not lease.is_over
     lease.owner = Books().leases

@@ -233,7 +233,7 @@ def test_every_token_that_counts_as_cached_is_present(make: Any, seed: int) -> N
             context = live.pop(rng.randrange(len(live)))
             past = [*past[-6:], context.tokens.tolist()]
             manager.release(context.request_id)
-    assert manager.metrics.cache_tokens > 0, "nothing was found: this has shown nothing"
+    assert manager.metrics.cache_tokens > 0, "no page was found, so this test has shown nothing"
 
 
 def test_invalid_options_are_named() -> None:

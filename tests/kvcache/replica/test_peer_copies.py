@@ -285,7 +285,7 @@ class BroughtMeanwhile(PageReader):
             self.page = self.page[:0]
 
     def came(self, pages: Any, digests: Any) -> None:
-        assert (self.pool.index.find(digests) == pages).all(), "a page is to be stored that is not published"
+        assert (self.pool.index.find(digests) == pages).all(), "a page that is not published is about to be stored"
 
 
 def test_a_page_that_arrives_while_room_is_made_for_its_copy_is_not_stored_twice() -> None:

@@ -242,7 +242,7 @@ def test_window_pages_are_moved_to_make_room_for_a_state_unless_others_know_thei
     for number, pages in enumerate(own()):
         of_tables = pool.index.tables[pages][pool.index.published[pages]]
         assert of_tables.size
-        assert (of_tables == number).all(), "who follows the events knows whose they are"
+        assert (of_tables == number).all(), "followers of the events know which table the pages belong to"
     for number in range(claimed):
         manager.release(f"other {number}")
     if lease is not None:

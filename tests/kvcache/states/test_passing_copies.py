@@ -63,11 +63,11 @@ def test_each_passing_copy_is_replaced_in_its_place_by_the_next_one() -> None:
     assert (states.num_kept, states.evictions) == (3, 0)
     states.check(NAMES)
     on(states, 24)
-    assert states.keep_passing(NAMES, digests(21, 22, 23), np.array([24, 24, 24])), "they pass on from these, too"
+    assert states.keep_passing(NAMES, digests(21, 22, 23), np.array([24, 24, 24])), "these copies are passed along, too"
     assert states.num_kept == 3
     states.allocate("d")
     states.allocate("e")
-    assert kept(states, 21, 22, 23) == [0, 0, 12], "the copy of the first request goes first"
+    assert kept(states, 21, 22, 23) == [0, 0, 12], "the copy of the first request is evicted first"
 
 
 def test_new_passing_copies_count_as_used_last() -> None:

@@ -53,7 +53,7 @@ def test_a_step_that_is_refused_leaves_requests_with_drafted_tokens_where_they_w
 
     with pytest.raises(InvalidRequestError, match="refused"):
         step_drafted(manager._replicas.states, manager._claims.gather([context], "step"), refuses)
-    assert seen == [6], "the state of the tokens that stay is gone: they run again"
+    assert seen == [6], "the state of the remaining tokens is gone, so they have to run again"
     assert (context.start_idx, context.end_idx) == (8, 9)
     assert set(states.drafts.page_of) == {"r"}
     manager.step([context])

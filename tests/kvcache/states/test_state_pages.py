@@ -99,7 +99,7 @@ def test_a_page_released_while_it_is_written_waits_for_the_transfer() -> None:
     states.release("a")
     states.check([], [page])
     assert (states.pool.free_count, states.num_held) == (1, 1)
-    assert states.allocate("a") == 2, "the page being written was given out"
+    assert states.allocate("a") == 2, "the page that is being written was allocated"
     with pytest.raises(NoFreeRowError, match="request 'b': all 2 state pages are held"):
         states.allocate("b")
     states.cancel_import(page)
@@ -257,7 +257,7 @@ def test_the_last_passing_copy_of_a_request_is_stored_in_lower_tiers_when_the_re
     page = states.allocate("b")
     states.advance(torch.tensor([page]), [8])
     states.keep("b", digest(3), 8, passing=False)
-    assert came.words == [2, 3], "one that stays goes there at once"
+    assert came.words == [2, 3], "a permanent copy is stored in the lower tiers at once"
     states.release("b")
     assert came.words == [2, 3]
     states.check([])

@@ -600,7 +600,7 @@ def test_open_reads_are_waited_for_and_a_reset_forgets_their_pages(served: Make,
     later.start()
     getattr(again.manager, call)()
     later.join()
-    assert again.manager.metrics.file_blocks_read == 4, "it was open"
+    assert again.manager.metrics.file_blocks_read == 4, "the read was already open"
     again.manager.check()
     if call == "reset_prefix_cache":
         assert not again.manager.prefetch(context)

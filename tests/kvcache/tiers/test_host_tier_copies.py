@@ -101,7 +101,7 @@ def test_pages_without_a_free_host_slot_are_not_copied() -> None:
     it.tier.came(pages[2:], names(13))  # as if a fork published the third page again, for which there was no slot
     it.mover.copies[0].ended = True
     it.tier.poll()
-    assert it.tier.storing.nonzero()[0].tolist() == [3], "it waits"
+    assert it.tier.storing.nonzero()[0].tolist() == [3], "the page waits to be copied"
 
 
 def test_a_page_is_not_overwritten_before_its_copy_has_ended() -> None:
@@ -109,7 +109,7 @@ def test_a_page_is_not_overwritten_before_its_copy_has_ended() -> None:
     pages = it.publish(11, 12)
     it.tier.store(1)
     it.tier.going(pages[:1])
-    assert it.mover.copies[0].ended, "it was waited for"
+    assert it.mover.copies[0].ended, "the copy was waited for"
     assert (it.found(11, 12), len(it.mover.begun)) == ([True, False], 1)
     it.tier.going(pages[1:])
     assert it.found(11, 12) == [True, True]
@@ -125,7 +125,7 @@ def test_a_use_of_a_page_that_is_being_copied_counts_after_the_copy() -> None:
     it.publish(13)
     it.tier.store(8)
     it.tier.used(names(12))
-    assert it.host.pool.idle.pages().tolist() == [2, 1], "a copy runs"
+    assert it.host.pool.idle.pages().tolist() == [2, 1], "a copy is still running"
     it.tier.store_all()
     assert it.host.pool.idle.pages().tolist() == [1, 3, 2]
     assert not it.tier.waiting
@@ -139,14 +139,14 @@ def test_pages_are_loaded_while_the_model_runs_and_are_held_until_the_copy_has_e
     own, slots = it.pool.allocate(1), it.tier.slots(names(11))
     it.tier.hold(slots)
     it.tier.restore(3, own, slots)
-    assert it.mover.begun[-1] == ("load", [2], [1]), "it begins at once"
+    assert it.mover.begun[-1] == ("load", [2], [1]), "the copy begins at once"
     assert (it.pool.writers[2], [pages.tolist() for pages in it.tier.coming(3)]) == (1, [[2]])
     assert not it.tier.is_loading
     if left:
         it.tier.leave(3, ids(), names(), lambda found: np.zeros(len(found), np.bool_))
     else:
         it.tier.arrive(slice(2, 4))
-        assert it.mover.copies[-1].ordered, "what reads it runs after the copy"
+        assert it.mover.copies[-1].ordered, "the kernel that reads the page runs after the copy"
     assert it.tier.is_loading
     assert (it.tier.coming(3), [pages.tolist() for pages in it.tier.coming()]) == ([], [[2]])
     it.pool.release(own)

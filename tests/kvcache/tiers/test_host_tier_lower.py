@@ -98,7 +98,9 @@ def test_a_page_is_looked_up_tier_by_tier_until_one_has_it() -> None:
     assert below.objects.looked == [[OBJECT, UNKNOWN, NOWHERE]]
     assert np.array_equal(below.tier.may_have(names(*EVERY), mask(*EVERY)), mask(HOST, FILE, OBJECT, UNKNOWN))
     assert np.array_equal(below.tier.host_has(names(*EVERY), mask(*EVERY)), mask(HOST))
-    assert np.array_equal(below.tier.has(names(*EVERY), mask(FILE, NOWHERE)), mask(FILE)), "no other was asked for"
+    assert np.array_equal(below.tier.has(names(*EVERY), mask(FILE, NOWHERE)), mask(FILE)), (
+        "the store was asked for no other page"
+    )
     assert np.array_equal(below.tier.host_has(names(*EVERY), mask(FILE)), mask())
 
 

@@ -195,7 +195,9 @@ def test_a_damaged_object_stays_marked_until_it_is_overwritten(
     tier._know(name, tier._clock() + 10)  # what a read does that has found the damage
     tier._take_written({name: it.digests(PROMPT)[:COUNT]}, [])
     assert name in tier._broken
-    assert tier._known[name] is not None, "the write that found it there does not make it whole"
+    assert tier._known[name] is not None, (
+        "a write that was skipped because the object exists does not repair the object"
+    )
     tier._take_written({name: it.digests(PROMPT)[:COUNT]}, [name])
     assert name not in tier._broken
     assert tier._known[name] is None

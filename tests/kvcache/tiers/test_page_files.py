@@ -47,7 +47,7 @@ class Written:
         if refusals is not None:
             refusals.update(refusal for refusal in found if refusal)
         right = np.array([refusal is None for refusal in found])
-        assert (filled[right] == self.content[first : first + count][right]).all(), "a wrong byte was given back"
+        assert (filled[right] == self.content[first : first + count][right]).all(), "a wrong byte was returned"
         return right
 
 

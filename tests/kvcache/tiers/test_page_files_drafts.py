@@ -64,7 +64,7 @@ def test_the_next_start_removes_only_the_drafts_of_ended_processes(tmp_path: Pat
         assert len(drafts_in(tmp_path)) == 3, "each of them is being written"
         writer.kill()
     start(tmp_path)
-    assert [path.parent for path in drafts_in(tmp_path)] == [folder.path], "the living one is ours"
+    assert [path.parent for path in drafts_in(tmp_path)] == [folder.path], "the draft that is left must be ours"
     mine.close()
     start(tmp_path)
     assert drafts_in(tmp_path) == []

@@ -53,7 +53,7 @@ def test_a_read_that_does_not_pay_is_tried_once_in_thirty_seconds() -> None:
         *(True, False, False),
         True,
     ]
-    assert made.pays(5, 0, 5, 160.5), "what pays is no try"
+    assert made.pays(5, 0, 5, 160.5), "a read that pays does not count as a trial"
     assert made.pays(1, 0, 1, 190.0)
 
 

@@ -140,7 +140,7 @@ def test_nothing_is_recorded_before_the_first_look_and_after_the_last_one(
     served(manager, "a", [1, 2, 3, 4, 5])
     again = watcher.look()
     assert first is not None
-    assert again.base == 0, "who comes again is told everything"
+    assert again.base == 0, "a client that returns gets a whole snapshot"
     assert again.incarnation != first.incarnation
     assert_same(watcher.followed, manager)
     watcher.close()
@@ -193,7 +193,9 @@ def test_the_tree_has_shared_prefixes_with_their_sizes_and_hits() -> None:
     manager = manager_of(64)
     served(manager, "before", [*range(16), 7])
     watcher = Watcher(manager)
-    assert [(row.pages, row.below, row.hits) for row in watcher.look().tree] == [(4, 4, 0)], "what a row has is known"
+    assert [(row.pages, row.below, row.hits) for row in watcher.look().tree] == [(4, 4, 0)], (
+        "the pages in the rows are known from the beginning"
+    )
     for number in range(3):
         served(manager, f"r{number}", [*range(16), *[50 + number] * 9])
     tree = watcher.look().tree
@@ -230,7 +232,7 @@ def test_the_serving_loop_makes_the_recount_and_it_names_what_is_wrong() -> None
     manager = manager_of(checks=False)
     served(manager, "a", list(range(33)))
     watcher = Watcher(manager)
-    assert watcher.look(check=True).check is None, "the loop has not come by"
+    assert watcher.look(check=True).check is None, "the serving loop has not made the recount yet"
     watcher.watch.attend()
     report = watcher.look().check
     assert report is not None
@@ -340,11 +342,15 @@ def test_a_pool_that_was_replaced_is_watched_anew(monkeypatch: pytest.MonkeyPatc
 def test_a_look_waits_as_long_as_a_loop_that_never_rests_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     pause = endpoint._pause
-    assert pause(0.001, 0.001, 0.0) == 0.05, "nobody runs: as often as anybody may ask"
+    assert pause(0.001, 0.001, 0.0) == 0.05, "no loop runs, so the least pause applies"
     assert pause(0.010, 0.010, 0.5) == pytest.approx(0.5), "a hundredth of half of the time"
     assert pause(0.010, 0.010, 8.0) == pytest.approx(1.0), "more than one thread needs the interpreter at a time"
-    assert pause(0.138, 0.010, 0.1) == pytest.approx(3 * 0.138), "what numpy does without the interpreter is in no way"
-    assert pause(0.100, 0.100, 1.0) == 2.0, "who looks takes a process for gone after three"
+    assert pause(0.138, 0.010, 0.1) == pytest.approx(3 * 0.138), (
+        "work that numpy does without holding the interpreter does not count"
+    )
+    assert pause(0.100, 0.100, 1.0) == 2.0, (
+        "the pause has a limit, because a client takes a process for gone after three seconds"
+    )
     monkeypatch.setattr(endpoint, "_LOOP_SHARE", 1e-6)
     monkeypatch.setattr(endpoint, "_MOST_S", 1.0)
     with closing(manager_of()) as manager, closing(Watcher(manager)) as watcher:
@@ -362,7 +368,7 @@ def test_a_look_waits_as_long_as_a_loop_that_never_rests_needs(monkeypatch: pyte
         watcher.client.ask(watcher.followed.ask)
         started = time.process_time()
         watcher.watch.close()
-        assert not watcher.watch._thread.is_alive(), "a look that waits keeps nobody"
+        assert not watcher.watch._thread.is_alive(), "a look that waits keeps no other client waiting"
         assert time.process_time() - started < 0.5
 
 
@@ -383,7 +389,7 @@ def test_a_look_that_fails_costs_its_answer_and_neither_the_watch_nor_the_loop(
     with closing(manager_of(16, rows=4, dp=1)) as manager, closing(Watcher(manager, beside=beside)) as watcher:
         watcher.client.ask(AskLook())
         assert watcher.client.answer(0.3) is None
-        assert not manager._replicas.each[0].pool.journal.readers, "nothing is written down for a look that is not made"
+        assert not manager._replicas.each[0].pool.journal.readers, "nothing is recorded for a look that has failed"
         fails.clear()
         assert watcher.look().pools[0].num_pages == 16
     assert "a snapshot could not be made" in caplog.text
@@ -428,7 +434,7 @@ def test_without_keys_neither_salts_nor_request_ids_are_sent() -> None:
     look, told = told_of(manager, clear_names=None, beside=beside)
     assert not any(secret in told for secret in (b"chat", b"acme", b"globex"))
     rows = dict(zip(look.owners.request_ids, zip(look.owners.tenants, look.owners.phases, strict=True), strict=True))
-    assert rows[request_digest("chat-1")] == (tenant_name("acme"), "pulling"), "it can still be followed"
+    assert rows[request_digest("chat-1")] == (tenant_name("acme"), "pulling"), "the pool can still be followed"
     assert rows[request_digest("chat-2")][0] == tenant_name("acme") != rows[request_digest("chat-3")][0]
     assert rows[request_digest("chat-4")][0] == ""
     assert request_digest("chat-7") in rows
@@ -436,7 +442,7 @@ def test_without_keys_neither_salts_nor_request_ids_are_sent() -> None:
     assert look.pulls[0].key == request_digest("chat-8")
     look, told = told_of(manager, beside=beside)
     assert "chat-1" in look.owners.request_ids
-    assert not any(salt in told for salt in (b"acme", b"globex")), "a salt is told to nobody"
+    assert not any(salt in told for salt in (b"acme", b"globex")), "no client is told a salt"
 
 
 def test_what_a_recount_finds_names_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -543,7 +549,7 @@ def test_one_snapshot_answers_all_waiting_clients_and_a_new_client_comes_first(m
 
         everybody = list(zip(crowd, followed, strict=True))
         asked_by(*everybody)
-        assert sorted(numbers.values()) == [20], "one look for all"
+        assert sorted(numbers.values()) == [20], "one snapshot answers all clients"
         known = set(order)
         monkeypatch.setattr(endpoint, "_TURN_S", 0.0)  # one answer in each turn
         asked_by(*everybody)
@@ -551,5 +557,5 @@ def test_one_snapshot_answers_all_waiting_clients_and_a_new_client_comes_first(m
         first = list(order)
         with closing(WatchClient(watcher.watch.address)) as late:
             asked_by(*everybody, (late, Followed()))
-        assert order[0] not in known, "who has had no look yet is first"
-        assert order[1:] == first, "then who has waited longest"
+        assert order[0] not in known, "a client without a snapshot comes first"
+        assert order[1:] == first, "then the client that has waited longest"

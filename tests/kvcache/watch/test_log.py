@@ -82,7 +82,7 @@ def test_applying_entries_together_gives_the_evictions_of_applying_each(
         assert (book.pages, book.again) == (wanted.pages, wanted.again)
         rows = {(row.pool, row.reason, row.pages, row.again) for row in book.rows()}
         assert rows == {(pool, reason, *counts) for _, pool, reason, counts in wanted.groups}
-    assert sum(wanted.again.values()) > 20, "or the states are too tame"
+    assert sum(wanted.again.values()) > 20, "the random entries do not lead to enough different states"
 
 
 def test_the_return_of_pages_is_not_noticed_if_their_eviction_was_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,4 +118,4 @@ def test_applying_entries_together_gives_the_tree_of_applying_each(seed: int) ->
         assert tree._parent.tolist() == parent
         assert tree._hits.tolist() == hits
         assert [max(0, born - 1) for born in tree._born.tolist()] == order
-    assert any(hits), "or the states are too tame"
+    assert any(hits), "the random entries do not lead to enough different states"
