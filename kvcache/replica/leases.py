@@ -86,7 +86,7 @@ class PageLeases:
     def grant_pages(self, lease: PageLease, pages: Pages, besides: Sequence[HeldPages] = ()) -> None:
         """Open a lease of published pages, no matter which request computed them.
 
-        It also holds `besides`, the pages of their states.
+        The lease also holds `besides`, the pages of the states that belong to them.
         """
         self._held[lease] = []
         for held in (HeldPages(self._pool, pages), *besides):
