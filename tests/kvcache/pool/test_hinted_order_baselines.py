@@ -146,7 +146,7 @@ def test_the_hinted_baseline_keeps_hinted_pages() -> None:
     assert baseline.visit(words(1, 2, 3, 4), 10) == 3
 
 
-def test_of_a_prompt_longer_than_the_room_the_first_pages_are_kept() -> None:
+def test_the_first_pages_of_a_prompt_longer_than_the_room_are_kept() -> None:
     baseline = baseline_of(10, 0.0)
     assert baseline.visit(words(*range(30)), 6) == 0
     assert baseline.visit(words(*range(30)), 6) == 6

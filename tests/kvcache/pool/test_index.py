@@ -47,7 +47,7 @@ def test_may_have_answers_by_the_first_word() -> None:
     assert [index.may_have(digest) for digest in everything] == [at in (0, 1, 2, 9) for at in range(12)]
 
 
-def test_of_two_pages_with_the_same_content_the_one_published_first_stays() -> None:
+def test_the_page_published_first_stays_if_two_have_the_same_content() -> None:
     index = PrefixIndex(20, 4)
     index.publish(pages(3), digests(0))
     assert index.publish(pages(7, 8), digests(0, 1)).tolist() == [3, 8]
@@ -216,7 +216,7 @@ def test_a_page_that_is_not_published_cannot_be_withdrawn() -> None:
         index.withdraw(behind)  # more pages than are removed one by one
 
 
-def test_what_is_found_elsewhere_has_neither_come_nor_gone() -> None:
+def test_a_renamed_page_counts_neither_as_added_nor_as_removed() -> None:
     index, told = PrefixIndex(8, 1), list[object]()
 
     class Reader(PageReader):

@@ -50,7 +50,7 @@ def test_held_pages_do_not_count_towards_a_quota() -> None:
     order.check()
 
 
-def test_of_a_tenants_pages_and_slabs_those_go_that_are_older_than_its_first_of_the_other_kind() -> None:
+def test_a_tenant_s_pages_are_evicted_up_to_its_oldest_slab_and_its_slabs_up_to_its_oldest_page() -> None:
     quotas = TenantQuotas(POOL, 0.0, {})
     quotas.own(pages(1, 2, 3), "a")
     quotas.own(pages(8), "a")

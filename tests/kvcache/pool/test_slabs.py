@@ -156,7 +156,7 @@ def test_the_slab_whose_pages_were_used_longest_ago_is_taken_and_they_are_evicte
     recount(pool, pages[:3])
 
 
-def test_of_pages_and_kept_slabs_the_one_that_was_used_first_is_evicted() -> None:
+def test_a_page_or_a_kept_slab_is_evicted_whichever_was_used_first() -> None:
     pool, kept, _ = made()
     first = kept.keep()
     pages = pool.allocate(11)

@@ -191,7 +191,7 @@ def test_states_move_pages_only_where_they_may() -> None:
 
 
 @pytest.mark.parametrize("backwards", [False, True])
-def test_of_slabs_that_come_back_together_the_last_is_handed_out_last(backwards: bool) -> None:
+def test_the_highest_of_several_slabs_released_together_is_handed_out_last(backwards: bool) -> None:
     pool = SlabPool(15, 1, 4)
     states = SlabStates(pool)
     both = sorted(states.allocate_one() for _ in range(2) if states.make_room(moving=False))

@@ -80,7 +80,7 @@ def started(manager: PagedKVCacheManager, lengths: dict[int, list[int]], steps: 
     return made
 
 
-def test_what_a_model_reads_are_the_pages_of_each_request_and_the_longest_of_all(make: Any) -> None:
+def test_fetch_returns_the_pages_of_each_request_and_the_longest_lengths(make: Any) -> None:
     manager = make(32, page_size=4)
     contexts = started(manager, {0: [9, 3]}, steps=4)
     pages = [list(manager.get_req_blocks(context.request_id)) for context in contexts]
@@ -142,7 +142,7 @@ def test_lengths_go_on_by_what_ran_and_the_tables_stay(make: Any, kind: Any) -> 
         ([0, 9, 12, 17], None, 2, "increment_cache_lengths of "),
     ],
 )
-def test_what_does_not_fit_the_batch_is_refused_and_changes_nothing(
+def test_arguments_that_do_not_fit_the_batch_are_refused_and_change_nothing(
     make: Any, offsets: Any, splits: Any, count: int, message: str
 ) -> None:
     manager = make(32, page_size=4, dp=2)

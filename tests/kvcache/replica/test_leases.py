@@ -516,7 +516,7 @@ def test_leases_keep_the_computed_or_told_pages_that_leave_their_row(cached: int
     assert books.held_by(lease) == pages[:kept].tolist()
 
 
-def test_what_readers_were_told_only_grows_and_what_they_see_of_windows_only_shrinks() -> None:
+def test_the_tokens_told_to_readers_only_grow_and_the_window_pages_they_see_only_shrink() -> None:
     books = Books()
     books.claim(1, 6)
     books.leases.tell(1, 6)  # while the row has no lease, no reader counts as told

@@ -91,7 +91,7 @@ def served_in_tables(manager: PagedKVCacheManager, tokens: list[int], chunk: int
 
 @pytest.mark.parametrize("groups", [(FULL, WINDOW), (FULL, CHUNKED), (LayerGroup("window", (0, 1), 6),)], ids=str)
 @pytest.mark.parametrize("chunk", [3, 64])
-def test_of_several_tables_the_page_is_copied_in_each(groups: tuple[LayerGroup, ...], chunk: int) -> None:
+def test_a_partial_page_is_copied_in_each_of_several_tables(groups: tuple[LayerGroup, ...], chunk: int) -> None:
     manager = manager_of(64, layers=2, params={"partial_reuse_min_tokens": 1, "groups": groups})
     assert served_in_tables(manager, [*range(21)], chunk) == 0
     assert served_in_tables(manager, [*range(18), 90, 91, 92], chunk) == 18
@@ -140,7 +140,7 @@ def test_the_longest_of_several_pages_is_copied(make: Any) -> None:
     assert served(manager, range(9)) == 7
 
 
-def test_of_many_pages_after_one_prefix_only_the_latest_are_compared(make: Any) -> None:
+def test_only_the_latest_of_many_pages_after_one_prefix_are_compared(make: Any) -> None:
     manager = made(make, pages=200)
     for other in range(100, 170):
         served(manager, [0, 1, 2, 3, other, 5, 6, 7, 99])

@@ -145,7 +145,7 @@ def test_passing_copies_in_slabs_are_as_young_as_the_page_released_last() -> Non
     states.check(NAMES)
 
 
-def test_of_many_requests_the_one_that_may_not_run_is_named() -> None:
+def test_the_request_that_may_not_run_is_named_among_many() -> None:
     states = made()
     with pytest.raises(StatePageError, match="'b' would run from token 7"):
         states.pages_at(NAMES, [8, 7, 8])

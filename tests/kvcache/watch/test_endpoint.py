@@ -445,7 +445,7 @@ def test_without_keys_neither_salts_nor_request_ids_are_sent() -> None:
     assert not any(salt in told for salt in (b"acme", b"globex")), "no client is told a salt"
 
 
-def test_what_a_recount_finds_names_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_of_a_recount_names_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(manager_of(checks=False)) as manager:
         served(manager, "chat-1", [*range(9)])
 
