@@ -368,7 +368,7 @@ def test_a_look_waits_as_long_as_a_loop_that_never_rests_needs(monkeypatch: pyte
         watcher.client.ask(watcher.followed.ask)
         started = time.process_time()
         watcher.watch.close()
-        assert not watcher.watch._thread.is_alive(), "a look that waits keeps no other client waiting"
+        assert not watcher.watch._thread.is_alive(), "a look that waits does not keep the thread from ending"
         assert time.process_time() - started < 0.5
 
 
@@ -434,7 +434,9 @@ def test_without_keys_neither_salts_nor_request_ids_are_sent() -> None:
     look, told = told_of(manager, clear_names=None, beside=beside)
     assert not any(secret in told for secret in (b"chat", b"acme", b"globex"))
     rows = dict(zip(look.owners.request_ids, zip(look.owners.tenants, look.owners.phases, strict=True), strict=True))
-    assert rows[request_digest("chat-1")] == (tenant_name("acme"), "pulling"), "the pool can still be followed"
+    assert rows[request_digest("chat-1")] == (tenant_name("acme"), "pulling"), (
+        "the request can still be followed by its digest"
+    )
     assert rows[request_digest("chat-2")][0] == tenant_name("acme") != rows[request_digest("chat-3")][0]
     assert rows[request_digest("chat-4")][0] == ""
     assert request_digest("chat-7") in rows
