@@ -290,14 +290,17 @@ def test_documents_name_files_that_are_there() -> None:
         assert missing == [], path.name
 
 
-@pytest.mark.parametrize("name", ["concepts/architecture.md", "glossary.md", "guides/layers.md", "guides/routers.md"])
+@pytest.mark.parametrize(
+    "name", ["../CONTRIBUTING.md", "concepts/architecture.md", "glossary.md", "guides/layers.md", "guides/routers.md"]
+)
 def test_documents_that_map_the_code_name_what_is_there(name: str) -> None:
     """Checks each file that a document names, and each word in it that looks like one of our identifiers. So outdated
     names are found.
     """
     code = " ".join(re.findall(r"`([^`\n]+)`", (ROOT / "docs" / name).read_text()))
     named = {word for word in re.findall(r"[A-Za-z_]\w*", code) if "_" in word.strip("_") or word.lower() != word}
-    known = {word for path in files().values() for word in re.findall(r"[A-Za-z_]\w*", path.read_text())}
+    texts = [path.read_text() for path in (*files().values(), ROOT / "Makefile")]
+    known = {word for text in texts for word in re.findall(r"[A-Za-z_]\w*", text)}
     outside = {path.stem for folder in ("tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")}
     assert sorted(named - known - outside - set(files())) == []
     ours = {
@@ -313,7 +316,7 @@ def test_documents_that_map_the_code_name_what_is_there(name: str) -> None:
 
 
 def test_the_map_has_every_room_and_the_glossary_each_term_once() -> None:
-    mapped = re.findall(r"^- `([\w/]+)/`: ", (ROOT / "docs/concepts/architecture.md").read_text(), re.MULTILINE)
+    mapped = re.findall(r"^- `([\w/]+)/`: ", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
     assert sorted(mapped) == sorted(name.replace(".", "/") for name in ROOMS if " " not in name)
     rows = re.findall(r"^- \*\*([^*]+)\*\*: .+ \(`([\w/.]+)`\)$", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE)
     terms = [term for names, _ in rows for term in names.split(", ")]
