@@ -81,7 +81,11 @@ def options(description: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats")
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the rows, with the command, the machine and the code"
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write the rows to this file, together with the command line, a description of the machine and the "
+        "version of the code",
     )
     return parser.parse_args()
 

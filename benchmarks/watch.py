@@ -200,7 +200,11 @@ def _rows(shape: Row, times: Sequence[Sequence[float]], cpu: Sequence[tuple[floa
 def _watched(
     loop: Loop, address: str, away: set[int], seconds: float, model_s: float
 ) -> tuple[list[float], tuple[float, float]]:
-    """Runs a turn while the program watches. Returns its share of a core, and its updates per second."""
+    """Runs a turn of the loop while a second process, the watching program, shows the manager at `address`.
+
+    Returns the microseconds of each step of the loop. Also returns two figures of the watching program: the share of a
+    core that it used, and how often per second it redrew its display.
+    """
     program = subprocess.Popen(  # noqa: S603  (our own)
         [sys.executable, "-m", "benchmarks.watch", "--view", address, str(seconds + 2)],
         stdout=subprocess.PIPE,

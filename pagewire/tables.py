@@ -9,7 +9,9 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
-_WIDEST = 1 << 16  # in characters: the widest table; rich would cut cells to fit a smaller width
+# The width given to `rich`, in characters. It is large enough for any table. If a table did not fit the width, `rich`
+# would cut its cells.
+_WIDEST = 1 << 16
 _GAP = 3  # characters between two columns
 
 

@@ -19,7 +19,8 @@ os.setsid()
 if os.fork():
     os._exit(0)
 os.fork()
-os.write(1, b"%d\\n" % os.getpid())  # at once: what is printed comes in parts where nothing is buffered
+# in a single write: with unbuffered stdout, `print` may write the text and the newline separately
+os.write(1, b"%d\\n" % os.getpid())
 time.sleep(60)
 """
 # Continues after both processes have reported their ids, because a process that is ended earlier reports nothing.

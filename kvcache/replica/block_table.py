@@ -195,7 +195,10 @@ class PendingImport:
 
     @property
     def written(self) -> Pages:
-        """This manager's pages that the copy overwrites, in all block tables: int32 `[pages]`."""
+        """The pages of this manager that the copy overwrites, collected over all block tables: int32 `[pages]`.
+
+        The page of a recurrent state is not among them.
+        """
         pages = [part.dst_pages for part in self.parts if not part.is_state]
         return pages[0] if len(pages) == 1 else np.concatenate(pages)
 

@@ -341,7 +341,8 @@ class ReplicaTier(PagesBelow, PageReader):
             return 0
         pool = self.host.pool
         absent = (pool.index.find(digests) == NO_PAGE).nonzero()[0]
-        # if copies hold all other slots, the remaining pages are not copied to the host
+        # Copy only as many pages as there are free slots. All other slots are held by copies that have not ended yet.
+        # The pages that find no slot have left the queue, and are not copied to the host.
         fits = absent[: pool.free_count]
         self.storing[pages] = False
         if fits.size:

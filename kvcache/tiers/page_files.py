@@ -316,7 +316,10 @@ def open_draft(path: Path) -> Generator[int]:
 
 
 def remove_abandoned(folder: Path, names: list[str]) -> None:
-    """Remove those of these drafts in a folder whose writers have ended. Never raises."""
+    """Remove each draft among the files `names` in `folder` whose writer process has ended. Never raises.
+
+    A writer keeps its draft locked. On a file system without locks, a draft is removed if it is older than an hour.
+    """
     for path in [folder / name for name in names if _DRAFT.fullmatch(name)]:
         with contextlib.suppress(OSError), opened(path, _TO_LOCK) as file:
             locked = _lock(file)

@@ -54,7 +54,8 @@ FETCH_OUTCOMES: tuple[FetchOutcome, ...] = get_args(FetchOutcome)
 # in seconds: how long the sources of one stretch may take to answer, all together; a source may be busy with a step
 _ASK_S = 1.0
 _AT_ONCE = 4  # the most sources that are asked at the same time
-# in seconds: once a source has lent pages, the other sources get at least and at most this much more time to answer
+# In seconds: the minimum and the maximum extra time that the other sources get to answer once a source has lent pages.
+# Between these limits, the extra time is as long as that source took to answer.
 _LEAST_WAIT_S, _MOST_WAIT_S = 5e-3, 0.05
 _PULL_S = 5.0  # in seconds: the time limit for pulling one stretch
 # In seconds. If a running prompt is the only request of the loop, the loop runs no step for this long after a source

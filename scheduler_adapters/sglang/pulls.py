@@ -196,8 +196,9 @@ class RoomPulls:
             firsts.append(end - len(blocks) if first is None else first)
             if firsts[-1] + len(blocks) != end or firsts[-1] < 0:
                 raise TransferError(
-                    f"room {known.room}: prefill has {total} tokens, which end in page {end - 1} (of "
-                    f"{group.block_size} tokens), but SGLang named {len(blocks)} local pages from page {firsts[-1]} on"
+                    f"room {known.room}: prefill has {total} tokens, which end in page {end - 1} (page "
+                    f"size {group.block_size}), but SGLang named {len(blocks)} local pages, starting at page "
+                    f"{firsts[-1]}"
                 )
         self._scheduler.load(known.key, wanted, destination.block_ids, total, done, first_blocks=tuple(firsts))
         self._told.room_loading(known.room)

@@ -328,7 +328,7 @@ class World:
                 raise ViolationError(f"{side.engine_id}: {len(leases)} leases, {pulls} pulls left")
         for side in self.readers:
             if any((pool != FREE).any() for pool in side.pools):
-                raise ViolationError(f"{side.engine_id}: a page that no pull has was written")
+                raise ViolationError(f"{side.engine_id}: a page was written that belongs to no pull")
 
     def close(self) -> None:
         for side in (self.source, *self.readers):

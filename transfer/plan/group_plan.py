@@ -86,7 +86,10 @@ class GroupPlan:
         self._num_kept = 0
 
     def page_runs(self, kind: PieceKind, *, flowing: bool = True) -> tuple[PageRuns, ...]:
-        """Returns the runs of one piece of a kind. `flowing` includes the stacks that flow (`Stack.flows`). Cached."""
+        """Returns the runs that make up one piece of the given kind. The result is cached.
+
+        With `flowing`, the runs of stacks that flow (`Stack.flows`) are included. Without it, they are left out.
+        """
         key = (kind.local_token, kind.remote_token, kind.num_tokens, flowing)
         found = self._kept.get(key)
         if found is None:

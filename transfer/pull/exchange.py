@@ -526,7 +526,11 @@ class PageExchange:
         return found
 
     def _end_copy(self, replica: int, event: PullEvent) -> Any:
-        """Ends the copy of a pull that has nothing in flight any more. Returns its proof if the pull has passed."""
+        """Ends the page copy that a pull made. `event` is the pull's last event: nothing of it is in flight any more.
+
+        Returns the pull's proof if its fence showed that the lease held. Returns None if the pull failed or has no
+        copier.
+        """
         copier = self._pulls.pop((replica, event.key), None)
         if copier is None:
             return None

@@ -99,5 +99,8 @@ class PageOwner(Protocol):
         """Ends a hold whose pages no reader reads any more."""
 
     def copier(self, pending: Any) -> Any:
-        """Returns the only writer to the pages of an import. It can prove that it has written them."""
+        """Returns the copier of the import `pending`: the only object that may write to the pages of this import.
+
+        After the copy, the copier's `prove` returns a proof that the pages were copied while their source held them.
+        """
         ...

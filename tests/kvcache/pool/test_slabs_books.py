@@ -93,7 +93,9 @@ def test_a_cached_slab_is_evicted_once_a_page_with_as_late_a_use_was_evicted(cou
     cached = Cached(pool, pool.clock + 1)
     assert cached.slab == 3
     pool.release(pages[:9])
-    pool.allocate(2)  # the other pages are as old as the slab
+    # Evicts pages 10 and 11, the only idle pages that were last used before the slab. The remaining idle pages were
+    # last used after it.
+    pool.allocate(2)
     assert cached.num_idle == 1
     pool.allocate(count)
     assert cached.num_idle == 1, "no evicted page was used later than the slab"

@@ -163,7 +163,9 @@ def test_a_state_after_the_last_end_of_all_tables_is_not_read(tmp_path: Path) ->
         of_host.host.pool.forget_idle()
     for pages in (2, 4, 6, 8, 9):
         without_state_at(manager, pages)
-    gone(manager, PROMPT, 0, 8)  # the window's page that a query after page 9 sees
+    # The layers with a window lose page 8, counted from 0. The first query after nine pages would see this page, so the
+    # prompt can be resumed after eight pages at most, and the state after nine pages is useless.
+    gone(manager, PROMPT, 0, 8)
     assert start(manager, PROMPT, "again").start_idx == 8 * SIZE
     assert manager.metrics.file_states_read == 1
     manager.close()

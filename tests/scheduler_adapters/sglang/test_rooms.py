@@ -244,7 +244,7 @@ def test_pages_that_do_not_fit_are_not_read(sides: Sides) -> None:
     sides.check_hears(sides.prefill, "room_wanted")
     sides.place([1, 4])
     sides.compute()
-    sides.check_hears(sides.decode, "but SGLang named 2 local pages from page 0 on")
+    sides.check_hears(sides.decode, "but SGLang named 2 local pages, starting at page 0")
     assert not sides.here.any()
 
 

@@ -224,7 +224,10 @@ def any_bytes(rng: random.Random) -> Callable[[bytearray], None]:
 
 
 def unseen(source: Engine) -> Engine:
-    """A source that cannot vouch for its metadata here, like one on another host."""
+    """Makes a source appear as if it ran on another host: no process on this host confirms its metadata any more.
+
+    Returns the source.
+    """
     for rank in source.ranks:
         rank._agent._voucher.close()  # pyright: ignore[reportOptionalMemberAccess]
     return source

@@ -1,4 +1,4 @@
-"""Each way in which a pull really fails is counted by its kind."""
+"""Makes a pull fail in each way that occurs in practice, and checks that the failure is counted under its kind."""
 
 from __future__ import annotations
 

@@ -186,7 +186,9 @@ def test_pages_and_the_state_behind_them_come_from_two_sources(
     assert not it.pull().error
     mine = it.sides[2]
     compared = mine.compared
-    assert mine.serve([*prompt(100, 40), 7]) == 40  # this compares all KV and the state
+    # `serve` finds 40 cached tokens. When it runs the remaining ones, it compares the KV of the cached tokens and their
+    # state with the expected values, and fails if any of them differs.
+    assert mine.serve([*prompt(100, 40), 7]) == 40
     assert mine.compared > compared
 
 
