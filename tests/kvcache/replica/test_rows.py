@@ -66,3 +66,16 @@ def test_whatever_a_request_does_each_token_of_its_prompt_is_counted_once(seed: 
         if len(mine) == prompt and step > 6:
             break
     assert not count.open
+
+
+def test_a_row_has_no_room_for_more_tokens_than_max_seq_len_although_its_last_page_has() -> None:
+    every = AllRows(1, 3, 4)
+    rows = BlockRows(every, slice(0, 3), 10, 4, layer_tables((), 1).groups, pinned=False)
+    rows.grow(0, 2)
+    assert every.capacity.tolist() == [8, 0, 0]
+    rows.grow(0, 3)
+    for _ in range(3):
+        rows.append(np.array([1]), np.array([7], np.int32))
+    rows.num_pages[2] = 3
+    rows.measure(2)
+    assert every.capacity.tolist() == [10, 10, 10]
