@@ -54,7 +54,8 @@ class PrefixIndex:
         # the number of changes so far; the result of a lookup is valid while this number stays the same
         self.generation = 0
         self.journal = Journal()  # shared with the pool
-        self.tables = np.zeros(num_pages + 1, np.intp)  # by page: the number of its block table, set before `publish`
+        # By page: the number of its block table, set before `publish`. Small, because a tier writes it for every page.
+        self.tables = np.zeros(num_pages + 1, np.int16)
 
     def find(self, digests: Digests) -> Pages:
         """Returns the published page of each digest, or `NO_PAGE`: int32 `[len(digests)]`."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -352,7 +353,7 @@ class FileTier(LowerTier):
         entries: Entries,
         slots: Slots,
         digests: Digests,
-        tables: NDArray[np.intp],
+        tables: NDArray[np.integer[Any]],
         refusals: list[FileRefusal | None],
     ) -> None:
         """Handle the end of a read of a file into `slots`.

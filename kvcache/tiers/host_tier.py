@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -247,7 +247,7 @@ class LowerTier:
                 self._host.pool.release(job.slots)
 
     def _publish(
-        self, slots: Slots, digests: Digests, tables: NDArray[np.intp], refusals: Sequence[FileRefusal | None]
+        self, slots: Slots, digests: Digests, tables: NDArray[np.integer[Any]], refusals: Sequence[FileRefusal | None]
     ) -> NDArray[np.bool_]:
         """Publish the pages that were read into `slots`, except the refused ones.
 

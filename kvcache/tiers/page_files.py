@@ -35,7 +35,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import xxhash
@@ -124,7 +124,7 @@ class FileFormat:
     def row_bytes(self) -> int:
         return self.name_bytes + _SUM_BYTES
 
-    def names(self, digests: Digests, tables: NDArray[np.intp]) -> Digests:
+    def names(self, digests: Digests, tables: NDArray[np.integer[Any]]) -> Digests:
         """Returns names of pages, uint64 `[pages, words]`, given their digests and block tables."""
         return digests if self.tables == 1 else np.column_stack((digests, tables.astype(np.uint64)))
 
