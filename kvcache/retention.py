@@ -54,7 +54,7 @@ class RangeRetention(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Retention(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a client knows about the future use of a request's pages. It biases the eviction order, and pins no page.
+    """A client's knowledge about the future use of a request's pages. It biases the eviction order, and pins no page.
 
     The hints are read when the request is admitted, and again when it is released; the second reading counts for its
     pages. A wrong hint costs little (see `kvcache.pool.hinted_order`). A correct `session_continues` can be worth as

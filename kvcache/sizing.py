@@ -1,6 +1,6 @@
 """Computes how many pages, tokens and requests a memory budget holds, and whether the host can hold them.
 
-Nothing is allocated. The page size is that of the params, or else of the argument, as in the manager. With groups of
+No memory is allocated. The page size is that of the params, or else of the argument, as in the manager. With groups of
 layers, the pages of a request are counted as if it ran one token at a time. A request that runs a longer chunk of its
 prompt needs more pages in tables of windows. The documented API has keywords that only other kinds of managers use.
 They are refused, because they would have no effect here.

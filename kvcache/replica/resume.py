@@ -57,7 +57,7 @@ class FromBelow(NamedTuple):
     pages: int  # the number of columns of the prefix
     reach: int  # how many columns all tables of full attention have, even if pages of windows are missing
     every: Digests  # the digest of each page in each table, `[tables, pages, words]`
-    lacking: Asked  # a mask, `[tables, pages]`, of the needed pages that only the tier has
+    lacking: Asked  # marks the needed pages that only the tier has, `[tables, pages]`
     # by group of tables: the needed pages, with `NO_PAGE` in place of a page that only the tier has
     found: tuple[Pages, ...]
     here: Pages  # the needed pages that the device has, by column

@@ -42,7 +42,7 @@ _log = logging.getLogger("pagewire")
 
 
 class Scan(NamedTuple):
-    """What has changed in the folder since the last scan.
+    """The changes in the folder since the last scan.
 
     `found` has the new files as `(name, size, digests)`, the least recently used file first. `gone` has the names of
     the files that were removed.

@@ -187,7 +187,7 @@ def _check_queue(tier: ReplicaTier, number: int) -> None:
 
 
 class Kept(NamedTuple):
-    """What tiers keep (token pages or recurrent states), and how much of it."""
+    """The kind of content that tiers keep (token pages or recurrent states), and how much of it they keep."""
 
     noun: str  # what metrics call it: "blocks" or "states"
     shard_bytes: Sequence[int]  # the bytes of one page or state on each shard

@@ -41,7 +41,7 @@ from transfer.pull.pull_state import PullEvent, PullShare
 from transfer.pull.source import Place, Source
 
 FetchOutcome = Literal["pulled", "split", "computed", "stale", "unanswered", "no_room", "failed"]
-"""What became of a prompt for which at least one source of pages was named.
+"""The outcome for a prompt for which at least one source of pages was named.
 
 "pulled": at least one stretch was pulled while the request waited. "split": at least one stretch was pulled while the
 prompt was being computed. "computed": computing was estimated to be quicker, so no source was asked. The other outcomes

@@ -104,8 +104,8 @@ def test_layouts_with_different_scales_have_different_fingerprints_and_those_wit
 def test_scales_move_with_their_page(scale_of: ScaleOf) -> None:
     """Pages are shared, copied, forked, evicted and loaded from the host.
 
-    Whenever a page is read, its scales are compared, too. Of the KV of a token, a value has one byte, and the scale has
-    52 bits.
+    Whenever a page is read, its scales are compared, too. In the KV of a token, each value has one byte, and the
+    scale has 52 bits.
     """
     seen: Counter[str] = Counter()
     for number in range(18):

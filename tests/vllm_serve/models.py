@@ -1,4 +1,4 @@
-"""Small models with random weights, one folder each. Nothing is downloaded."""
+"""Small models with random weights, one folder each. No file is downloaded."""
 
 from __future__ import annotations
 

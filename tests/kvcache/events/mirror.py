@@ -25,7 +25,7 @@ MEDIA = {HOST: "CPU", FILES: "STORAGE"}
 
 
 class Known:
-    """What a subscriber knows from the events of one rank.
+    """The pages that a subscriber knows from the events of one rank.
 
     `there` maps medium and hash to tokens and parent. `tree` has the GPU's pages as Dynamo's index keeps them: a page
     whose parent is missing is ignored, and the removal of a page removes all pages that continue it.
@@ -128,7 +128,7 @@ def _decoded(events: Sequence[KVEvent]) -> list[dict[str, Any]]:
 
 
 class Mirror(Known):
-    """What a subscriber of one rank knows. `lose` chooses messages that never arrive."""
+    """The pages that a subscriber of one rank knows. `lose` chooses messages that never arrive."""
 
     def __init__(self, endpoints: tuple[str, str | None], lose: Callable[[int], bool] = lambda _: False) -> None:
         super().__init__()

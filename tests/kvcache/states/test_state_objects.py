@@ -1,4 +1,7 @@
-"""Recurrent states over an object store. Each state is an object. Of a prompt, pages are found up to the last state."""
+"""Recurrent states over an object store.
+
+Each state is an object. A request finds the pages of its prompt up to the last state.
+"""
 
 from __future__ import annotations
 
@@ -279,9 +282,7 @@ def test_files_serve_while_the_store_is_dead(served: Make, store: StoredObjects,
 def test_reading_a_state_does_not_evict_the_state_from_which_the_request_resumes_meanwhile(
     served: Make, store: StoredObjects
 ) -> None:
-    """The host has room for two states. Of the two states in it, the one from which the request resumes is the older
-    one.
-    """
+    """The host has room for two states. The request resumes from the older one."""
     early, other = PROMPT[:21], [99, *PROMPT]
     written(served, early, PROMPT, other)
     again = served(80, 120, 2)

@@ -1,4 +1,4 @@
-"""What the doctor finds on this host and on other, simulated hosts."""
+"""The doctor's findings on this host and on simulated hosts."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""What the views contain, without how it is drawn."""
+"""The contents of the views, apart from how they are drawn."""
 
 from __future__ import annotations
 
