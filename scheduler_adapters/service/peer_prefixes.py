@@ -234,9 +234,20 @@ class PeerPrefixes:
         """Reports that computing `tokens` tokens of a prompt, after `cached` cached ones, took `seconds` seconds.
 
         The measurement is discarded if pages of the prompt were pulled meanwhile.
+
+        If a pull of the prompt's pages is still in progress, the computation was quicker. The time until now is then
+        recorded as the time of that pull, if it exceeds the estimate. The pull would have taken even longer. Without
+        this record, a link that has become slower would never be noticed, and pages would be requested in vain for
+        each further prompt.
         """
         if key not in self._split:
             self.estimate.compute.add(tokens, seconds, cached)
+        fetch = self._open.get(key)
+        if fetch is not None and fetch.pending is not None and self._has_met_all(fetch):
+            begin, end = fetch.pending.tokens
+            took_s, estimated_s = self._clock() - fetch.since, self.estimate.pull.seconds(end - begin)
+            if estimated_s is not None and took_s > estimated_s:
+                self.estimate.pull.add(end - begin, took_s)
         self.drop(key)
 
     def on_event(self, happened: ExchangeEvent) -> Waiting | None:
@@ -360,9 +371,8 @@ class PeerPrefixes:
         failed = [share.place for share in shares if share.error]
         if proof is not None:
             self.pages_pulled += (end - begin) // self._manager.page_size
-            are_new = [self._met.add(lent.source.incarnation) for lent in fetch.lent]
             # A pull is not measured if it was the first contact with a source or if a source failed.
-            if not any(are_new) and not failed:
+            if self._has_met_all(fetch) and not failed:
                 self.estimate.pull.add(end - begin, self._took_s(fetch))
         if not fetch.pulled:
             self.counts[fetch.stretches.outcome] += 1
@@ -374,6 +384,11 @@ class PeerPrefixes:
         left_out.update(question.place for question in self._questions.values() if question.fetch is fetch)
         fetch.to_ask = deque(place for place in fetch.places if place not in left_out)
         return self._go_on(fetch, "pulled")
+
+    def _has_met_all(self, fetch: _Fetch) -> bool:
+        """Returns whether pages were pulled before from all sources of this pull. From now on, they were."""
+        are_new = [self._met.add(lent.source.incarnation) for lent in fetch.lent]
+        return not any(are_new)
 
     def _took_s(self, fetch: _Fetch) -> float:
         """Returns the duration of a pull that has just ended, in seconds, including the time for asking the source.

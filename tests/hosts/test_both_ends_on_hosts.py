@@ -18,6 +18,9 @@ from tests.scheduler_adapters.serving import own_tokens
 pytestmark = pytest.mark.hosts
 NEW, LENGTH = 4, 2048
 _WITHIN_S = 60.0
+# The link has become slower than the one that was measured. Until the server has measured the slower link, it asks for
+# too many pages, and the computation overtakes the pull.
+_PROMPTS = 10
 
 
 class Both:
@@ -79,15 +82,19 @@ def both() -> Iterator[Both]:
 def test_both_ends_meet_over_a_slow_link(both: Both, tiny_model: Any, rate: str) -> None:
     for host in both.fleet.hosts.values():
         host.shape(rate)
-    head = both.head()
-    both.served(f"first {rate}", "p0", [*head, 1])
-    before = both.p1()
-    assert both.served(f"{SPLIT}{rate}", "p1", [*head, 2]) == own_tokens(tiny_model, [*head, 2], NEW)
-    now = both.p1()
-    assert now.prefixes["split"] == before.prefixes.get("split", 0) + 1
+    for number in range(_PROMPTS):
+        head = both.head()
+        both.served(f"first {rate} {number}", "p0", [*head, 1])
+        before = both.p1()
+        assert both.served(f"{SPLIT}{rate} {number}", "p1", [*head, 2]) == own_tokens(tiny_model, [*head, 2], NEW)
+        now = both.p1()
+        both.assert_nothing_is_held()
+        if now.prefixes.get("split", 0) > before.prefixes.get("split", 0):
+            break
+    else:
+        pytest.fail(f"no pull of {_PROMPTS} prompts was quicker than computing: {now.prefixes}, {now.misjudged_s}")
     assert 0 < now.pages_pulled - before.pages_pulled < LENGTH // PAIR_CONFIG.page_size
     assert 0 < now.cached_tokens - before.cached_tokens < LENGTH
-    both.assert_nothing_is_held()
 
 
 @pytest.mark.parametrize("seconds", [1, pytest.param(10, marks=pytest.mark.long)])

@@ -18,6 +18,7 @@ from scheduler_adapters.loop import Output, Request
 from scheduler_adapters.overlapped import ThreadedRunner
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.pull_or_compute import PullOrCompute
+from scheduler_adapters.service.requests import Recent
 from scheduler_adapters.service.stretches import FromTheEnd
 from tests.scheduler_adapters.service import processes
 from tests.scheduler_adapters.service.processes import NEW, Service, Side
@@ -437,6 +438,42 @@ def test_the_time_of_a_pull_leaves_out_the_step_in_which_it_ended(
     assert took[0] < 1.0
     paced.go()
     finish(service, expected)
+
+
+@pytest.mark.parametrize(("estimated_s", "was_met"), [(1e-3, True), (60.0, True), (1e-3, False)])
+def test_a_pull_that_the_computation_has_overtaken_is_measured_if_it_was_slower_than_estimated(
+    start: Callable[..., Service],
+    expected: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    estimated_s: float,
+    was_met: bool,
+) -> None:
+    monkeypatch.setattr("scheduler_adapters.service.stretches._MOST_S", 100.0)
+    monkeypatch.setattr("scheduler_adapters.service.peer_prefixes._PATIENCE", 0.0)
+    service = start()
+    peers, exchange = service.prefills["p1"].peers, service.exchanges["p1"]
+    for tokens in (SIZE * PAGES // 2, SIZE * PAGES):
+        peers.estimate.pull.add(tokens, estimated_s)
+    if not was_met:
+        peers._met = Recent()
+    measured, begun = list[tuple[int, float]](), list[tuple[Any, ...]]()
+    peers.estimate.pull.add = lambda tokens, seconds, cached=0: measured.append((tokens, seconds))  # type: ignore[method-assign]
+    monkeypatch.setattr(exchange, "pull", lambda *arguments: begun.append(arguments))
+    since = time.monotonic()
+    submit(service, "second", PROMPT, "p1")
+    service.until(lambda: begun, "the pull")
+    service.until(lambda: done(service), "the end of the computation")
+    took_s = time.monotonic() - since
+    ((_, sources, _, _),) = begun
+    for source in sources:
+        exchange.refuse(0, source, "the pull has never begun")
+    assert finish(service, expected).pages_pulled == 0
+    if was_met and estimated_s < took_s:
+        ((tokens, seconds),) = measured
+        assert tokens == SIZE * PAGES // 2
+        assert estimated_s < seconds <= took_s
+    else:
+        assert not measured
 
 
 def test_a_late_event_of_a_pull_finds_no_fetch(start: Callable[..., Service], expected: list[int]) -> None:
