@@ -137,7 +137,7 @@ def fleets() -> Generator[None]:
     from scheduler_adapters.service.fleet import Fleet
 
     def spawn(fleet: Fleet, log: IO[bytes]) -> ForkedProgram:
-        return ForkedProgram(fleet._program, log, {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+        return ForkedProgram(fleet._program, log, fleet._environment)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Fleet, "_spawn", spawn)

@@ -25,7 +25,7 @@ from scheduler_adapters.front.frontend import Frontend, log
 from scheduler_adapters.front.openai import ServedModel
 from scheduler_adapters.front.placement import InTurns, Selected
 from scheduler_adapters.hf.runner import load_tokenizer, vocab_size_of
-from scheduler_adapters.service.fleet import Fleet, RunFolder
+from scheduler_adapters.service.fleet import MEMORY_VARIABLE, Fleet, RunFolder, memory_root
 from scheduler_adapters.service.messages import Role
 from scheduler_adapters.service.server import ServerConfig, keys_of, run
 from scheduler_adapters.service.sockets import Context, bind_router
@@ -59,7 +59,9 @@ def run_serve(options: ServeOptions, listening: sockets.socket | None) -> int:
             raise ServiceError(
                 f"--json {str(options.json)!r}: a {options.what} process writes no file; give --json to the front"
             )
-        return run(_server_config(options, options.what), (signal.SIGTERM, signal.SIGINT))
+        with closing(RunFolder(memory_root())) as memory:
+            os.environ[MEMORY_VARIABLE] = str(memory.path)
+            return run(_server_config(options, options.what), (signal.SIGTERM, signal.SIGINT))
     if listening is None:
         raise ServiceError(f"serve {options.what}: pass a listening socket for HTTP")
     with ExitStack() as made:

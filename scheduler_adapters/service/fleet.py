@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 PROGRAM = (sys.executable, "-m", "scheduler_adapters.service.program")
 PREFIX = "pagewire-run-"  # prefix of the names of run folders
+MEMORY_VARIABLE = "UCX_POSIX_DIR"  # UCX makes the files of its shared memory in this folder
 _TRIES = 10
 _START_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 10.0
@@ -222,6 +223,8 @@ class Fleet:
         with held():
             self._folder = RunFolder()
             self._made.callback(self._folder.close)
+            self._memory = RunFolder(memory_root())
+            self._made.callback(self._memory.close)
             self._context: Context = zmq.Context()
             self._made.callback(self._context.destroy, linger=0)
             self._socket = self._context.socket(zmq.ROUTER)
@@ -272,11 +275,19 @@ class Fleet:
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
-            # The child gets the parent's module search path, so it can import the same modules however the parent was
-            # started.
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env=self._environment,
             start_new_session=True,  # Ctrl-C must reach only us
         )
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        """The environment of a child process.
+
+        The child gets the parent's module search path, so it can import the same modules however the parent was
+        started.
+        """
+        path = os.pathsep.join(filter(None, sys.path))
+        return {**os.environ, "PYTHONPATH": path, MEMORY_VARIABLE: str(self._memory.path)}
 
     def _check_alive(self) -> None:
         for name in self.running:
@@ -357,23 +368,40 @@ class Fleet:
             self._made.close()
 
 
+def memory_root() -> Path:
+    """Returns the folder in which UCX makes shared memory: `UCX_POSIX_DIR` if that is set, or else `/dev/shm`.
+
+    A process that is killed while it makes shared memory leaves the file there, and nobody removes the file. A server
+    therefore makes its shared memory in a `RunFolder` below this folder. Processes find each other's shared memory
+    through `/proc`, so the processes of two runs can connect.
+
+    Returns the folder for temporary files if the folder of UCX cannot be written.
+    """
+    root = os.environ.get(MEMORY_VARIABLE, "/dev/shm")  # noqa: S108  (UCX's own default)
+    return Path(root if os.access(root, os.W_OK) else tempfile.gettempdir())
+
+
 class RunFolder:
-    """A new folder for the sockets, key files and logs of one run.
+    """A new folder for the files of one run: sockets, key files and logs, or shared memory.
 
     Only its owner can read it, and the run removes it at the end.
 
     The run holds a lock on its folder, which the kernel releases however the run ends. So if no process holds the lock
     of a folder, the run that made the folder was killed. Each new run removes such folders of the same user.
 
+    Args:
+        root: the folder in which the new folder is made; by default the folder for temporary files.
+
     Raises:
         ServiceError: no folder can be made.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, root: Path | None = None) -> None:
+        root = root or Path(tempfile.gettempdir())
         try:
-            _remove_abandoned(Path(tempfile.gettempdir()))
+            _remove_abandoned(root)
             for _ in range(_TRIES):
-                self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+                self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
                 lock = _lock(self.path)
                 if lock is not None:
                     self._lock = lock

@@ -1,5 +1,6 @@
 """Finds what a command leaves behind (processes, files, shared memory), and runs commands that are to be ended."""
 
+import hashlib
 import os
 import secrets
 import subprocess
@@ -15,6 +16,15 @@ COMMAND = (sys.executable, "-m", "pagewire")
 STAGES = {"start": "starting ", "serving": "serving ", "checking": "checking "}
 """Maps each stage of the demo to the beginning of the line that the demo prints when the stage begins."""
 
+KILLED_IN_SHARED_MEMORY = """
+import resource, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+"""
+"""The beginning of a program. The kernel kills the program while UCX fills the first file of its shared memory, because
+the file exceeds 64 KiB.
+"""
+
 
 class Run:
     """A command with a folder of its own for temporary files. All of its descendants carry a mark in their environment.
@@ -28,8 +38,9 @@ class Run:
         self.folder = folder
         folder.mkdir(exist_ok=True)
         self._mark = secrets.token_hex(8)
-        self._memory = Path("/dev/shm", f"test-{self._mark}")  # noqa: S108  (UCX wants a file system in memory)
-        self._memory.mkdir(mode=0o700)
+        name = hashlib.sha256(bytes(folder)).hexdigest()[:16]  # the same for all runs with this folder
+        self.memory = Path("/dev/shm", f"test-{name}")  # noqa: S108  (UCX wants a file system in memory)
+        self.memory.mkdir(mode=0o700, exist_ok=True)
         self._seen = 0
         self.lines: list[str] = []
         self._shared: set[str] = set()
@@ -40,7 +51,7 @@ class Run:
             "OMP_NUM_THREADS": "1",
             "TMPDIR": str(folder),
             "TORCHINDUCTOR_CACHE_DIR": str(folder.parent / "torch"),  # torch's own folder, made at its import
-            "UCX_POSIX_DIR": str(self._memory),
+            "UCX_POSIX_DIR": str(self.memory),
             MARK: self._mark,
         }
         self.process = subprocess.Popen(
@@ -99,11 +110,10 @@ class Run:
     def leftovers(self, *, files: bool = True) -> list[str]:
         """Returns what the command has left: processes, files, and shared memory that no process has mapped."""
         left = [f"process {pid}: {line}" for pid, line in self.descendants().items()]
-        left += [f"file {path}" for path in self.folder.rglob("*") if files]
+        left += [f"file {path}" for root in (self.folder, self.memory) for path in root.rglob("*") if files]
         for line in Path("/proc/sysvipc/shm").read_text().splitlines()[1:]:
             if line.split()[4] in self._shared:  # the id of the process that made this shared memory
                 left.append(f"shared memory: {line}")
-        left += [f"shared memory: {path}" for path in self._memory.glob("*")]
         return left
 
     def assert_nothing_left(self, *, files: bool = True, within_s: float = 5.0) -> None:
@@ -111,7 +121,8 @@ class Run:
         while left := self.leftovers(files=files):
             assert time.monotonic() < deadline, left
             time.sleep(0.02)
-        self._memory.rmdir()
+        if files:
+            self.memory.rmdir()
 
 
 def wait_for_work(pid: int, seconds: float) -> None:

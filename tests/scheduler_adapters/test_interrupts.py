@@ -46,11 +46,11 @@ def assert_ended(run: Run, number: int) -> None:
     if number == signal.SIGKILL:
         assert status == -signal.SIGKILL
         run.assert_nothing_left(files=False)
-        # The only remains are the folder of the run, which the next start removes.
-        assert all(path.name.startswith(PREFIX) for path in run.folder.iterdir())
+        # The only remains are the two folders of the run, which the next start removes.
+        assert all(path.name.startswith(PREFIX) for root in (run.folder, run.memory) for path in root.iterdir())
         following = Run(run.folder, "demo", "--requests", "2000")
         following.wait_for(STAGES["serving"])
-        assert len(list(run.folder.iterdir())) == 1
+        assert [len(list(root.iterdir())) for root in (run.folder, run.memory)] == [1, 1]
         assert following.end(signal.SIGTERM)[0] == 128 + signal.SIGTERM
         following.assert_nothing_left()
     else:

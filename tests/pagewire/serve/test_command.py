@@ -1,10 +1,12 @@
 """The whole of `pagewire serve` in separate processes, over TCP with keys, with OpenAI's own client."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,8 +21,11 @@ import torch
 
 from pagewire.cli import main
 from scheduler_adapters.hf.tiny import EOS
-from tests.scheduler_adapters.front.served import COMMON, Served, complete, encoded, streamed, tokens_of
+from scheduler_adapters.service.fleet import PREFIX, RunFolder
+from tests.forked import ForkedProgram
+from tests.scheduler_adapters.front.served import COMMON, WITHIN_S, Served, complete, encoded, streamed, tokens_of
 from tests.scheduler_adapters.hf.test_groups import MODELS as GROUPED
+from tests.scheduler_adapters.leftovers import KILLED_IN_SHARED_MEMORY
 from tests.scheduler_adapters.serving import own_tokens
 
 pytestmark = pytest.mark.slow
@@ -377,6 +382,20 @@ def test_a_signal_that_follows_at_once_when_the_front_says_that_it_serves_drains
     )
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
     assert json.loads(figures.read_text())["processes"] == {}
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_the_next_run_removes_shared_memory_that_a_killed_process_left(tmp_path: Path, role: str) -> None:
+    code = f"{KILLED_IN_SHARED_MEMORY}\nfrom pagewire.cli import main\nmain()"
+    command = [sys.executable, "-c", code, "serve", role, "--front", "tcp://127.0.0.1:1", *COMMON]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "UCX_POSIX_DIR": str(tmp_path)}
+    with tempfile.TemporaryFile() as log:
+        process = ForkedProgram(command, log, environment)
+        assert process.wait(WITHIN_S) == -signal.SIGXFSZ
+        process.stdin.close()
+    assert list(tmp_path.glob(f"{PREFIX}*/ucx_shm_posix_*"))
+    RunFolder(tmp_path).close()
+    assert not list(tmp_path.iterdir())
 
 
 def test_serving_other_hosts_needs_keys(tmp_path: Path) -> None:

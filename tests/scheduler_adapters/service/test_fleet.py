@@ -1,6 +1,7 @@
 import contextlib
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from scheduler_adapters.errors import ServiceError
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.fleet import Fleet
 from tests import forked
+from tests.scheduler_adapters.leftovers import KILLED_IN_SHARED_MEMORY
 from tests.scheduler_adapters.server_config import server_config
 from tests.scheduler_adapters.serving import own_tokens
 
@@ -178,3 +180,16 @@ def test_an_error_inside_the_with_block_ends_both_processes() -> None:
         raise ZeroDivisionError
     assert len(fleet.pids) == 2
     assert_gone_soon(list(fleet.pids.values()))
+
+
+def test_a_server_that_is_killed_while_it_makes_shared_memory_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UCX_POSIX_DIR", str(tmp_path))
+    program = f"{KILLED_IN_SHARED_MEMORY}\nfrom scheduler_adapters.service.program import main\nmain()"
+    fleet, left = Fleet(CONFIGS, (sys.executable, "-c", program)), list[Path]()
+    monkeypatch.setattr(fleet, "_stop", lambda: (left.extend(tmp_path.rglob("ucx_shm_posix_*")), Fleet._stop(fleet)))
+    with forked.fleets(), pytest.raises(ServiceError, match=rf"process died \(signal {int(signal.SIGXFSZ)}\)"), fleet:
+        pass
+    assert left, "the kernel killed no server while the file existed"
+    assert not list(tmp_path.iterdir())

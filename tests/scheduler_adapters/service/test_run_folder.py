@@ -11,7 +11,7 @@ import pytest
 
 from scheduler_adapters.errors import ServiceError
 from scheduler_adapters.service import fleet
-from scheduler_adapters.service.fleet import PREFIX, RunFolder
+from scheduler_adapters.service.fleet import PREFIX, RunFolder, memory_root
 
 HOLDER = """
 import sys, time
@@ -122,6 +122,16 @@ def test_runs_that_start_at_once_never_take_each_other_s(root: Path) -> None:
         thread.join()
     assert not lost
     assert not list(root.iterdir())
+
+
+def test_shared_memory_is_made_where_ucx_would_make_it(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (root / "memory").mkdir()
+    monkeypatch.setenv("UCX_POSIX_DIR", str(root / "memory"))
+    assert memory_root() == root / "memory"
+    monkeypatch.setenv("UCX_POSIX_DIR", str(root / "none"))
+    assert memory_root() == root
+    monkeypatch.delenv("UCX_POSIX_DIR")
+    assert memory_root() == Path("/dev/shm")  # noqa: S108  (UCX's default)
 
 
 @pytest.mark.parametrize("reason", ["no place", "no locks"])
