@@ -231,14 +231,14 @@ class LeaseBook:
         """Returns the ids of all open leases."""
         return list(self._by_id)
 
-    def hear(self, note: ReaderNote | None, at: int = 0) -> Lease | None:
-        """Records a note from a reading engine to our rank `at`. `note` is None if the message could not be read.
+    def hear(self, note: ReaderNote, at: int = 0) -> Lease | None:
+        """Records a note from a reading engine to our rank `at`.
 
         Returns the lease if the note ended it. Its words are then cleared, and its pages may be freed.
         """
-        verdict = "malformed" if note is None else self._verdict(note, at)
+        verdict = self._verdict(note, at)
         self.counts[verdict] += 1
-        if note is None or verdict != "accepted":
+        if verdict != "accepted":
             return None
         lease = self._by_id[note.lease_id]
         if note.verdict == "renew":

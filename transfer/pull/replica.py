@@ -405,7 +405,9 @@ class ReplicaTransfer:
         self._client.poll()
         for at, rank in enumerate(self.ranks):
             for note in rank.poll():
-                if (lease := self.leases.hear(note, at)) is not None:
+                if note is None:
+                    self.leases.counts["malformed"] += 1
+                elif (lease := self.leases.hear(note, at)) is not None:
                     self._on_over(lease)
         for lease in self.leases.expire():
             self._on_over(lease)

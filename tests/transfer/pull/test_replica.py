@@ -121,6 +121,21 @@ def test_a_slot_that_has_passed_to_another_lease_fails_the_pull(engine: Any) -> 
     assert p.replica.leases.ids() == [second.lease_id]
 
 
+def test_a_note_that_cannot_be_read_is_counted_and_the_next_note_is_heard(engine: Any) -> None:
+    p, d = engine("p"), engine("d")
+    lease = p.offer()
+    pull(d, p.source(lease), groups=None)
+    run(p, d, until=lambda: len(d.ranks[0].puller))
+    source = d.ranks[0].remote("p")
+    source.agent.notify(source.ranks[0].agent_name, b"not a note")
+    run(p, d, until=lambda: p.replica.leases.counts["malformed"])
+    assert p.replica.leases.ids() == [lease.lease_id]
+    d.replica.add_pages("r", WHOLE, last=True)
+    run(p, d, until=lambda: settled(d)() and p.overs)
+    assert p.overs == [LeaseOver("r", lease.lease_id, "read")]
+    assert p.replica.leases.counts == {"malformed": 1, "accepted": 1}
+
+
 def test_pages_arrive_chunk_by_chunk_and_the_lease_is_renewed_meanwhile(engine: Any) -> None:
     clock = Clock()
     p, d = engine("p", clock=clock), engine("d", 2, clock=clock, heartbeat_s=1000.0)
