@@ -37,7 +37,7 @@ from benchmarks.pulls.rates import measure as rates_of
 from kvcache.replica.block_table import PageCopy
 from transfer.pull.lease import LeaseRef, new_lease_id
 from transfer.pull.pull_state import PullEvent
-from transfer.pull.replica import LeaseOver, ReplicaTransfer
+from transfer.pull.replica import LeaseOffer, LeaseOver, ReplicaTransfer
 from transfer.pull.source import Source
 from transfer.wire.handshake import HandshakeServer
 
@@ -144,7 +144,7 @@ def _main(pipe: Connection) -> None:
             else:
                 refs = [LeaseRef(new_lease_id(), 0, 60.0) for _ in given]
                 for number, ref in zip(given, refs, strict=True):
-                    engines[number].replica.offer("request", ref)
+                    engines[number].replica.offer(LeaseOffer("request", ref))
                 standing.update(given)
                 pipe.send(refs)
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 from benchmarks.pools import expect
 from benchmarks.pulls.engines import Spec, fill, make
 from transfer.pull.lease import LeaseRef, new_lease_id
-from transfer.pull.replica import LeaseOver, ReplicaTransfer
+from transfer.pull.replica import LeaseOffer, LeaseOver, ReplicaTransfer
 from transfer.wire.handshake import HandshakeServer
 
 _POLL_S = 1e-3
@@ -102,7 +102,7 @@ def _serve(pipe: Connection, replica: ReplicaTransfer) -> None:
             standing = wanted.pop()
             refs = [LeaseRef(new_lease_id(), slot, _DURATION_S) for slot in range(standing)]
             for ref in refs:
-                replica.offer("request", ref)
+                replica.offer(LeaseOffer("request", ref))
             pipe.send(refs)
         if pipe.poll(_POLL_S):
             wanted.append(pipe.recv())

@@ -29,7 +29,7 @@ from transfer.plan.shapes import dense
 from transfer.pull.lease import LeaseRef, new_lease_id
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.rank import RankIdentity, RankTransfer, ShardMemory, new_incarnation
-from transfer.pull.replica import LeaseOver, Offered, ReplicaTransfer
+from transfer.pull.replica import LeaseOffer, LeaseOver, Offered, ReplicaTransfer
 from transfer.pull.source import Source
 from transfer.wire.handshake import EngineCard, HandshakeClient, HandshakeServer
 
@@ -170,7 +170,7 @@ class World:
         held = Held(LeaseRef(new_lease_id(), slot, LEASE_S), pages, content, self.source.card.incarnation)
         self.held[held.lease.lease_id] = held
         self.source.replica.offer(
-            str(held.lease.lease_id), held.lease, engines=self._random.choice((1, 2, 2)), pages=[pages]
+            LeaseOffer(str(held.lease.lease_id), held.lease, engines=self._random.choice((1, 2, 2)), pages=[pages])
         )
         self.take_source_events()
 

@@ -18,7 +18,7 @@ from transfer.plan.shapes import dense
 from transfer.pull.lease import LeaseRef, new_lease_id
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.rank import RankIdentity, RankTransfer, ShardMemory, new_incarnation
-from transfer.pull.replica import LeaseOver, Offered, ReplicaTransfer
+from transfer.pull.replica import LeaseOffer, LeaseOver, Offered, ReplicaTransfer
 from transfer.pull.source import Source
 from transfer.wire.handshake import EngineCard, HandshakeClient, HandshakeServer
 from transfer.wire.messages import Wanted
@@ -169,7 +169,7 @@ class Engine:
     def offer(self, request_id: str = "r", slot: int = 0, duration_s: float = 30.0, **options: Any) -> LeaseRef:
         """Returns an open lease."""
         lease = LeaseRef(new_lease_id(), slot, duration_s)
-        self.replica.offer(request_id, lease, **options)
+        self.replica.offer(LeaseOffer(request_id, lease, **options))
         self.take()
         assert self.of(Offered)[-1] == Offered(request_id, lease.lease_id, "")
         return lease

@@ -24,7 +24,7 @@ from transfer.errors import EngineClosedError, InvalidEngineError, InvalidTransf
 from transfer.plan.page_lists import kernel_pages
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.rank import RankIdentity, RankTransfer, ShardMemory
-from transfer.pull.replica import Event, ReplicaTransfer
+from transfer.pull.replica import Event, LeaseOffer, ReplicaTransfer
 from transfer.pull.thread import TransferThread, start_thread
 from transfer.stats import StatsSnapshot
 from transfer.wire.allowed_peers import AllowedPeers
@@ -198,7 +198,7 @@ class NixlConnectorWorker:
         for request_id, send in metadata.reqs_to_send.items():
             self._book.lease(request_id, send.lease.lease_id)
             pages = [self._pages(*group) for group in enumerate(send.block_ids)] if self.config.page_checks else None
-            thread.offer(request_id, send.lease, engines=send.engines, pages=pages, running=send.running)
+            thread.offer(LeaseOffer(request_id, send.lease, send.engines, pages, send.running))
         for request_id in metadata.reqs_computed:
             if request_id in leases:
                 thread.call_soon(ReplicaTransfer.start_clock, leases[request_id])

@@ -31,7 +31,7 @@ from transfer.pull.lease import LEASE_SLOTS, LENT_SLOTS, LeaseRef, LeaseSlots, n
 from transfer.pull.lending import LENT_S, PageLending
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.rank import RankIdentity, RankTransfer, ShardMemory, new_incarnation
-from transfer.pull.replica import LeaseOver, Offered, ReplicaTransfer
+from transfer.pull.replica import LeaseOffer, LeaseOver, Offered, ReplicaTransfer
 from transfer.pull.seals import TableSeals, new_table_key
 from transfer.pull.shared_pull import SourcePages, shares
 from transfer.pull.source import Source
@@ -287,7 +287,7 @@ class PageExchange:
         try:
             lease = slots[replica].take(duration_s, lease_id)
             if lease is not None:
-                self.threads[replica].offer(name, lease, pages=pages, running=running)
+                self.threads[replica].offer(LeaseOffer(name, lease, pages=pages, running=running))
         except BaseException:
             if lease is not None:
                 slots[replica].give_back(lease)

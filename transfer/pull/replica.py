@@ -60,6 +60,25 @@ class Offered(NamedTuple):
     error: str
 
 
+class LeaseOffer(NamedTuple):
+    """A lease that is to be granted.
+
+    Attributes:
+        request_id: the request whose pages are leased.
+        lease: the lease to grant, with a new id, a free slot, and the duration that it has without a renewal.
+        engines: how many reading engines must finish before the lease ends.
+        pages: the leased pages of each group, so that readers can verify them. None if no reader does.
+        running: True if the request is still being computed, chunk by chunk. The duration of the lease then counts from
+            `start_clock` on.
+    """
+
+    request_id: str
+    lease: LeaseRef
+    engines: int = 1
+    pages: Sequence[ArrayLike] | None = None
+    running: bool = False
+
+
 _REFUSED = "\0refused "  # prefix for the keys of pulls that only refuse a lease; no caller's key begins with it
 _PART = "\0part "  # prefix for the keys of the parts of a pull from several sources
 _MAX_PAUSE_S = 0.25  # in seconds: the longest pause before a source is asked again; see `ReplicaPull`
@@ -133,29 +152,14 @@ class ReplicaTransfer:
         for rank in self.ranks:
             rank.puller.timed = value
 
-    def offer(
-        self,
-        request_id: str,
-        lease: LeaseRef,
-        *,
-        engines: int = 1,
-        pages: Sequence[ArrayLike] | None = None,
-        running: bool = False,
-    ) -> None:
+    def offer(self, offer: LeaseOffer) -> None:
         """Grants a lease on every rank, or on none. An `Offered` event reports the outcome.
 
         The caller owns the pages, and holds them until `LeaseOver` or a failed `Offered`. For the vLLM connector, the
         engine's block manager does that. For pages of a `PagedKVCacheManager`, use `PageExchange.offer`; the manager
         itself then holds them.
-
-        Args:
-            request_id: the request whose pages are leased.
-            lease: the lease to grant, with a new id, a free slot, and the duration that it has without a renewal.
-            engines: how many reading engines must finish before the lease ends.
-            pages: the leased pages of each group, so that readers can verify them. None if no reader does.
-            running: True if the request is still being computed, chunk by chunk. The duration of the lease then counts
-                from `start_clock` on.
         """
+        request_id, lease, engines, pages, running = offer
         try:
             if pages is not None:
                 for rank in self.ranks:

@@ -25,15 +25,13 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 from weakref import WeakSet
 
 import torch
-from numpy.typing import ArrayLike
 
 from transfer.errors import EngineClosedError
 from transfer.memory import MemoryType
 from transfer.plan.page_lists import PageLists
 from transfer.pull.bell import Alarm, free_in_forks
-from transfer.pull.lease import LeaseRef
 from transfer.pull.pull_state import PullEvent
-from transfer.pull.replica import Event, ReplicaTransfer
+from transfer.pull.replica import Event, LeaseOffer, ReplicaTransfer
 from transfer.pull.source import Source
 from transfer.stats import StatsSnapshot
 from transfer.wire.messages import Wanted
@@ -149,21 +147,13 @@ class TransferThread:
         """Calls a method of `ReplicaTransfer` on the thread, without waiting. Its events report the outcome."""
         self._hand_over(lambda: method(self.replica, *args, **options))
 
-    def offer(
-        self,
-        request_id: str,
-        lease: LeaseRef,
-        *,
-        engines: int = 1,
-        pages: Sequence[ArrayLike] | None = None,
-        running: bool = False,
-    ) -> None:
+    def offer(self, offer: LeaseOffer) -> None:
         """Grants a lease; see `ReplicaTransfer.offer`. Page checks (`pages`) are made on the thread."""
 
         def run() -> None:
-            self.replica.offer(request_id, lease, engines=engines, pages=pages, running=running)
+            self.replica.offer(offer)
 
-        if pages is not None or not self._run_here(lambda: True, run):
+        if offer.pages is not None or not self._run_here(lambda: True, run):
             self._hand_over(run)
 
     def pull(

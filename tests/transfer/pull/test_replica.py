@@ -22,7 +22,7 @@ from transfer.plan.plan import Plan
 from transfer.pull.lease import Lease, LeaseRef, new_lease_id
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.remote import RemoteEngine
-from transfer.pull.replica import LeaseOver, Offered
+from transfer.pull.replica import LeaseOffer, LeaseOver, Offered
 from transfer.pull.source import Source
 from transfer.wire.handshake import EngineCard, HandshakeServer
 from transfer.wire.messages import LeasedPages, LeaseQuery, LeaseReply, Wanted, open_rank, sealed_pages
@@ -219,7 +219,7 @@ def test_a_lease_expires_on_the_source_s_own_clock(engine: Any) -> None:
 def test_a_lease_is_granted_by_every_rank_or_by_none(engine: Any) -> None:
     p = engine("p", 2)
     p.replica.leases.grant(99, "other", 4, 10.0)
-    p.replica.offer("r", LeaseRef(new_lease_id(), 4, 10.0))
+    p.replica.offer(LeaseOffer("r", LeaseRef(new_lease_id(), 4, 10.0)))
     p.take()
     (offered,) = p.of(Offered)
     assert "slot 4 is taken" in offered.error
@@ -365,7 +365,7 @@ def test_a_reader_waits_until_the_lease_stands_on_every_rank(engine: Any) -> Non
     pull(d, wanted(p, lease), groups=ASKED)
     run(p, d, until=lambda: len(asked) == 6)
     assert d.pulls == []
-    p.replica.offer("r", lease)
+    p.replica.offer(LeaseOffer("r", lease))
     run(p, d, until=lambda: settled(d)() and p.overs)
     assert d.pulls[-1].error == ""
     assert np.array_equal(d.heads(LOCAL), p.heads(REMOTE))

@@ -19,7 +19,7 @@ from transfer.pull import staging_area
 from transfer.pull.lease import LeaseRef, new_lease_id
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.rank import RankIdentity, RankTransfer, ShardMemory, new_incarnation
-from transfer.pull.replica import LeaseOver, ReplicaTransfer
+from transfer.pull.replica import LeaseOffer, LeaseOver, ReplicaTransfer
 from transfer.pull.source import Source
 from transfer.pull.staging_area import _cut
 from transfer.wire.handshake import EngineCard, HandshakeClient, HandshakeServer
@@ -87,7 +87,7 @@ def test_a_staged_pull_brings_the_bytes_of_the_source(
     theirs, ours = (rng.permutation(PAGES)[: -(-stop // pool.page_size)].tolist() for pool in pools)
     before = reader.tokens(ours, 0, start)
     lease = LeaseRef(new_lease_id(), 0, 30.0)
-    source.replica.offer("r", lease)
+    source.replica.offer(LeaseOffer("r", lease))
     read: list[int] = []
     area = reader.rank._staging
     assert area is not None

@@ -15,7 +15,7 @@ from transfer.errors import EngineClosedError
 from transfer.pull.bell import Alarm
 from transfer.pull.lease import LeaseRef, new_lease_id
 from transfer.pull.pull_state import PullEvent
-from transfer.pull.replica import LeaseOver, Offered, ReplicaTransfer
+from transfer.pull.replica import LeaseOffer, LeaseOver, Offered, ReplicaTransfer
 from transfer.pull.thread import (
     AWAIT_POLL_S,
     BUSY_POLL_S,
@@ -51,7 +51,7 @@ class Threaded:
 
     def offer(self, slot: int, duration_s: float = 30.0) -> LeaseRef:
         lease = LeaseRef(new_lease_id(), slot, duration_s)
-        self.thread.offer(f"r{slot}", lease)
+        self.thread.offer(LeaseOffer(f"r{slot}", lease))
         return lease
 
     def pull(self, p: Threaded, slot: int) -> None:
@@ -195,8 +195,8 @@ def test_the_source_polls_often_while_a_reader_may_need_its_polls(
         return p.thread.call(lambda replica: (act(replica), p.thread._pause())[1])
 
     running, lease = (LeaseRef(new_lease_id(), slot, 30.0) for slot in (0, 1))
-    assert pause_after(lambda replica: replica.offer("r0", running, running=True)) == POLL_S
-    assert soon[0] <= pause_after(lambda replica: replica.offer("r1", lease)) <= soon[1]
+    assert pause_after(lambda replica: replica.offer(LeaseOffer("r0", running, running=True))) == POLL_S
+    assert soon[0] <= pause_after(lambda replica: replica.offer(LeaseOffer("r1", lease))) <= soon[1]
     p.until(lambda: pause_after(lambda _: None) == POLL_S)
     assert soon[0] <= pause_after(lambda replica: replica.start_clock(running.lease_id)) <= soon[1]
     for one in (running, lease):
