@@ -45,8 +45,7 @@ def _leases(pool: str, thread: TransferThread) -> list[LeaseRow]:
 def _pulls(pool: str, thread: TransferThread) -> list[PullRow]:
     rows: list[PullRow] = []
     now = time.monotonic()
-    every = thread.replica._pulls  # noqa: SLF001  # pyright: ignore[reportPrivateUsage] - only read
-    for key, pull in [(key, pull) for key, pull in list(every.items()) if not pull.refusal]:
+    for key, pull in thread.replica.pulls.items():
         parts = list(pull.reads)
         began = min((part.started for part in parts), default=None)
         row = PullRow(

@@ -26,7 +26,6 @@ from scheduler_adapters.service.requests import (
     DecodeTimes,
     Importing,
     Recent,
-    phases_of,
     span_of,
     spec_of,
 )
@@ -126,6 +125,11 @@ class DecodeScheduler:
         """The number of open requests, unfinished pulls, and leases that peers got by asking for pages by content."""
         keys = {request.key for request in list(self._requests.values())} | self._exchange.open_pulls
         return len(keys) + self._exchange.lending.num_leases
+
+    @property
+    def phases(self) -> dict[str, str]:
+        """The phase of each open request. Safe from any thread."""
+        return {key: request.phase for key, request in list(self._requests.items())}
 
     @property
     def is_idle(self) -> bool:
@@ -237,7 +241,7 @@ class DecodeScheduler:
             role="decode",
             pages_held=self._manager.num_held_blocks,
             open_requests=self.open_requests,
-            phases=phases_of(self._requests),
+            phases=Counter(self.phases.values()),
             running=self._loop.num_running,
             waiting=self._loop.num_waiting,
             preemptions=self._loop.preemptions,

@@ -24,7 +24,7 @@ from scheduler_adapters.errors import MessageError, ServiceError
 from scheduler_adapters.loop import Output, Request, ServingLoop
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.peer_prefixes import PeerPrefixes
-from scheduler_adapters.service.requests import PrefillRequest, PrefillTimes, Recent, phases_of, prompt_of
+from scheduler_adapters.service.requests import PrefillRequest, PrefillTimes, Recent, prompt_of
 from scheduler_adapters.service.sockets import Awaited, Socket, received
 from transfer.pull.exchange import ExchangeEvent, PageExchange
 from transfer.pull.lease import LEASE_SLOTS
@@ -111,6 +111,11 @@ class PrefillScheduler:
         return len({*list(self._requests)} | self._exchange.open_pulls) + self._exchange.lending.num_leases
 
     @property
+    def phases(self) -> dict[str, str]:
+        """The phase of each open request. Safe from any thread."""
+        return {key: request.phase for key, request in list(self._requests.items())}
+
+    @property
     def is_idle(self) -> bool:
         """Whether the process has nothing to do until a message arrives.
 
@@ -181,7 +186,7 @@ class PrefillScheduler:
             role="prefill",
             pages_held=manager.num_held_blocks,
             open_requests=self.open_requests,
-            phases=phases_of(self._requests),
+            phases=Counter(self.phases.values()),
             running=self._loop.num_running,
             waiting=self._loop.num_waiting,
             prompt_tokens=manager.metrics.prompt_tokens,

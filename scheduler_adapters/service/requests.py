@@ -35,7 +35,7 @@ messages to the other side carry durations. If several reasons for a failure are
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, TypeVar
@@ -185,11 +185,6 @@ class TrackedRequest:
         """Records `reason` unless an earlier one is known. Returns the first reason."""
         self.reason = self.reason or reason
         return self.reason
-
-
-def phases_of(requests: Mapping[str, TrackedRequest]) -> dict[str, int]:
-    """Counts the requests in each phase. Safe from any thread."""
-    return Counter(request.phase for request in list(requests.values()))
 
 
 @dataclass(slots=True, eq=False)

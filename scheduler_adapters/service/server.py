@@ -298,10 +298,9 @@ def service_beside(scheduler: PrefillScheduler | DecodeScheduler, exchange: Page
 
     def read() -> Beside:
         stats, found = scheduler.counters(), transfers()
-        every = scheduler._requests  # noqa: SLF001  # pyright: ignore[reportPrivateUsage] - read, and nothing else
-        phases = {key: request.phase for key, request in list(every.items())}
         told = {"running": stats.running, "queued": stats.waiting, "failed": stats.failed, "retries": stats.retries}
-        return found._replace(phases=phases, figures={**found.figures, **{name: float(n) for name, n in told.items()}})
+        figures = found.figures | {name: float(count) for name, count in told.items()}
+        return found._replace(phases=scheduler.phases, figures=figures)
 
     return read
 

@@ -441,12 +441,17 @@ class ReplicaTransfer:
         return not (len(self.leases) or self._pulls or self._client.is_waiting)
 
     @property
+    def pulls(self) -> dict[str, ReplicaPull]:
+        """The open pulls by key, without those that only refuse a lease. Safe from any thread."""
+        return {key: pull for key, pull in list(self._pulls.items()) if not pull.refusal}
+
+    @property
     def num_pulls(self) -> tuple[int, int]:
         """The number of active pulls, and the number of failed pulls whose READs may still write.
 
         Safe from any thread, like the length of `leases`.
         """
-        pulls = [pull for key, pull in list(self._pulls.items()) if not (pull.refusal or key.startswith(_PART))]
+        pulls = [pull for key, pull in self.pulls.items() if not key.startswith(_PART)]
         failed = sum(bool(pull.error) for pull in pulls)
         return len(pulls) - failed + len(self._shared), failed
 
