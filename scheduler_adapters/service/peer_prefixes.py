@@ -198,18 +198,19 @@ class PeerPrefixes:
         self._ask(fetch, wanted)
         return waiting is not None
 
-    @property
-    def awaited_until(self) -> float:
-        """The time until which a running prompt should wait for an answer or for pages, rather than be computed.
+    def begin_waiting(self) -> bool:
+        """Returns whether a running prompt must now wait for an answer or for pages, rather than be computed.
 
-        It is 0 if no running prompt should wait.
+        A prompt waits for pages once it has been computed up to them. Its speed is measured before that wait, so that
+        the wait does not count as computing.
         """
-        return max((self._awaited_until(fetch) for fetch in self._open.values() if fetch.waiting is None), default=0.0)
+        now, running = self._clock(), (fetch for fetch in self._open.values() if fetch.waiting is None)
+        return any(now < self._awaited_until(fetch) for fetch in running)
 
     def _awaited_until(self, fetch: _Fetch) -> float:
         if fetch.asked:
             return fetch.asked_at + _ANSWER_S
-        if fetch.pending is None or not fetch.stretches.has_met(fetch.pending):
+        if fetch.pending is None or not fetch.stretches.meet(fetch.pending):
             return 0.0
         begin, end = fetch.pending.tokens
         return fetch.pull_at + _PATIENCE * (self.estimate.pull.seconds(end - begin) or 0.0)

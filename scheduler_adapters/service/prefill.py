@@ -150,7 +150,7 @@ class PrefillScheduler:
             busy = True
         busy |= self._take_events()
         self._expire()
-        if self._loop.num_running + self._loop.num_waiting == 1 and self._clock() < self.peers.awaited_until:
+        if self._loop.num_running + self._loop.num_waiting == 1 and self.peers.begin_waiting():
             return busy
         for output in self._loop.step():
             self._on_output(output)

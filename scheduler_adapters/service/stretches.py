@@ -58,8 +58,11 @@ class Stretches(Protocol):
         """
         ...
 
-    def has_met(self, pending: PendingImport) -> bool:
-        """Returns whether the request has computed everything before the stretch that is being pulled."""
+    def meet(self, pending: PendingImport) -> bool:
+        """Returns whether the request has computed everything before the stretch that is being pulled.
+
+        The first time that this is so, the speed of computing is measured.
+        """
         ...
 
     def skip(self) -> bool:
@@ -131,7 +134,7 @@ class FromTheFront:
             return None
         return NextPages(self._manager.contents.digests(context, cached // self._manager.page_size), missing)
 
-    def has_met(self, pending: PendingImport) -> bool:  # noqa: ARG002
+    def meet(self, pending: PendingImport) -> bool:  # noqa: ARG002
         """False: the request does not run."""
         return False
 
@@ -214,8 +217,8 @@ class FromTheEnd:
         width = len(every.digests) // ((self._context.current_length - 1) // size - every.first_page)
         return NextPages(every._replace(digests=every.digests[: tokens // size * width]), tokens)
 
-    def has_met(self, pending: PendingImport) -> bool:
-        """See `Stretches`. The first time, it measures how quickly the prompt was computed up to here."""
+    def meet(self, pending: PendingImport) -> bool:
+        """See `Stretches`."""
         if self._context.start_idx < pending.tokens[0]:
             return False
         self._measure()
