@@ -42,7 +42,7 @@ Words = NDArray[np.uint64]
 # unsampled LRU; with 4,096 pages they were within 0.2 points.
 _LEAST_SAMPLE = 1024
 _FIRST_SHARE = 0.2
-_LEAST_SHARE = 0.02  # not 0, because hints without any pages could never earn a larger share
+_LEAST_SHARE = 0.02  # above 0, because a share of 0 could never grow: without pages, hints gain no hits
 _STEP = 8.0
 _CREDIT = 0.25  # the initial credit (see `HintShare`), as a share of the pool's pages
 _CREDIT_OF_LOOKUPS = 0.01
@@ -71,7 +71,8 @@ class HintedOrder(EvictionOrder):
         self._older: dict[int, LruOrder] = {}  # by kind of hint
         self._settled = np.zeros(num_pages + 1, np.bool_)  # by page: whether it is in `_older`
         self._since = np.zeros(num_pages + 1, np.int64)  # the position of each page of `_older` in the LRU order
-        self._expires: Times = np.zeros(num_pages + 1)  # read only for kinds with a time to live
+        # By page: the time at which its hint expires. Read only for kinds of hints with a time to live.
+        self._expires: Times = np.zeros(num_pages + 1)
         self._places = 0
         # How many pages of `_older` were renewed and have not been replaced yet. When pages move to `_older` next, this
         # many of them do not advance `_places`, so that renewals do not age the other pages.
@@ -82,7 +83,10 @@ class HintedOrder(EvictionOrder):
         self.share = share
 
     def lead_by(self, pages: int) -> None:
-        """Set a level's lead to `_LEAD` times `pages`. By default, `pages` is the size of the pool."""
+        """Set the size in pages of which `_LEAD` is a part: one level keeps a page longer by `_LEAD` times `pages`.
+
+        The default is the size of the pool.
+        """
         self._lead_pages = pages
 
     def hint(self, pages: Pages, hints: PageHints | None) -> None:
@@ -93,7 +97,7 @@ class HintedOrder(EvictionOrder):
     def forget(self, pages: Pages) -> None:
         self.codes[pages] = NEUTRAL
 
-    def renew(self, pages: Pages) -> None:  # renewed pages keep their hints
+    def renew(self, pages: Pages) -> None:  # `codes` stays unchanged, so each page keeps its hint
         self._renewed += int(np.count_nonzero(self._settled[pages]))
 
     def moved(self, sources: Pages, targets: Pages) -> None:
@@ -135,10 +139,10 @@ class HintedOrder(EvictionOrder):
         return gone, reasons
 
     def leads(self, pages: Pages | Indices) -> NDArray[np.float64]:
-        """See the base class. The lead of a page's level is multiplied by `share`.
+        """Returns the lead of each page in pool sizes: a constant lead for each level of the hint, times `share`.
 
-        `HintShare` raises `share` while hints gain hits, and lowers it while they lose hits. So hints that were often
-        wrong have a small lead.
+        `HintShare` raises `share` while hints gain hits, and lowers `share` while hints lose hits. So if hints were
+        often wrong, all leads are small.
         """
         return (LEVEL_OF[self.codes[pages]].astype(np.float64) - NEUTRAL) * (_LEAD * self.share)
 
@@ -157,7 +161,7 @@ class HintedOrder(EvictionOrder):
         return np.concatenate([*(order.pages() for order in self._older.values()), self._recent.pages()])
 
     def mend(self, pages: Indices) -> None:
-        """See the base class. Pages that followed hints before still come first."""
+        """Make the order contain exactly `pages`. Pages that followed hints before the interrupt come first."""
         settled = self._settled[pages]
         older = pages[settled]
         self._recent.mend(pages[~settled])
@@ -192,7 +196,7 @@ class HintedOrder(EvictionOrder):
         return taken[0] if len(taken) == 1 else np.concatenate(taken) if taken else np.zeros(0, np.int32)
 
     def _settle(self, pages: Pages) -> None:
-        """Move `pages`, the oldest of `recent`, to the orders for their kinds of hints."""
+        """Move `pages` from `recent`, whose oldest pages they are, to the order of each page's kind of hint."""
         renewed = min(self._renewed, len(pages))
         self._renewed -= renewed
         self._since[pages] = self._places + np.maximum(0, np.arange(len(pages)) - renewed)
@@ -205,9 +209,9 @@ class HintedOrder(EvictionOrder):
             self._older[code].append(pages[codes == code])
 
     def _pop_older(self, most: int) -> Pages:
-        """Pop up to `most` pages of the lowest rank.
+        """Pop up to `most` pages of the lowest ranks.
 
-        All of them are of one kind, and rank below every page of the other kinds.
+        All popped pages have one kind of hint. Each of them ranks below every page of every other kind.
         """
         chosen, bound, now = self._lowest()
         order = self._older[chosen]
@@ -239,10 +243,10 @@ class HintedOrder(EvictionOrder):
         return (int(LEVEL_OF[code]) - NEUTRAL) * _LEAD * self._lead_pages
 
     def _expired(self, code: int, pages: Pages, now: float) -> tuple[bool, int]:
-        """Returns whether the hint of the first page has expired, and for how many of the first pages this is the same.
+        """Returns whether the hint of the first page has expired, and how many pages begin `pages` with equal answers.
 
-        All `pages` are of kind `code`, oldest first. All hints of a kind have similar times to live, so a page never
-        waits long behind a page whose hint lives longer.
+        All `pages` have hints of kind `code`, and are sorted, oldest first. All hints of a kind have similar times to
+        live. So a page whose hint has expired never waits long behind a page whose hint still holds.
         """
         if code == SHARED or code < LEVELS:
             return False, len(pages)
@@ -338,11 +342,10 @@ class HintedBaseline:
         return found
 
     def widen(self, width: float) -> None:
-        """Set the length of a lead for a pool that also caches states.
+        """Adjust the leads to a pool that also caches states.
 
-        A lead is measured in pages of the pool's memory.
-
-        On average, each published page stands for `width` pages of memory (see `PagePool.width`).
+        On average, each published page stands for `width` pages of memory (see `PagePool.width`). A lead is measured
+        in pages of memory. The baseline holds only published pages, so the baseline divides the lead by `width`.
         """
         self._order.lead_by(max(1, int(self._most / width)))
 
@@ -350,7 +353,7 @@ class HintedBaseline:
         self._append(self._take(words[self._sampled(words)].tolist()))
 
     def leave(self, words: Words, hints: PageHints | None) -> None:
-        """Record that a request releases these pages, and its hints for them (None if it has no hints)."""
+        """Record that a request releases these pages. `hints` are the request's hints for these pages, or None."""
         at = self._sampled(words)
         pages = self._take(words[at].tolist())
         if hints is not None:  # `_take` may have dropped the last pages
@@ -373,10 +376,10 @@ class HintedBaseline:
         return np.flatnonzero(words & self.mask == 0)
 
     def _take(self, words: list[int]) -> Pages:
-        """Take the pages with these words out of the order, and return their ids. A new word gets an id.
+        """Remove the simulated pages with these words from the order, and return the ids of the pages.
 
-        New pages evict others if the baseline is full. If there are more words than the baseline may keep, the last
-        ones are dropped.
+        A page without an id gets a new id. If the baseline is full, the new pages evict other pages. If there are more
+        words than the baseline may keep, the last words are dropped.
         """
         del words[self._room :]
         if len(set(words)) < len(words):  # several pages have the same first word, which only an attacker achieves
@@ -435,10 +438,10 @@ class HintShare:
         self.value = min(most, _FIRST_SHARE)
 
     def learn(self, gained: int, promised: int, looked: int) -> None:
-        """Adjust the share after `looked` pages were looked up.
+        """Adjust the share after requests have looked up `looked` pages.
 
-        `gained` is the number of hits of the cache, minus those of plain LRU. `promised` is the number of hits that the
-        largest share would have had, minus those of plain LRU.
+        `gained` is the number of page hits of the real cache, minus the page hits of plain LRU. `promised` is the
+        number of page hits that the largest share would have had, minus the page hits of plain LRU.
         """
         learned = promised if self._promise > 0 and self._credit > 0 else gained
         most = self._num_pages / _STEP

@@ -99,8 +99,8 @@ class PrefixIndex:
 
     def _unlink_pages(self, at: Buckets) -> None:
         before = self._before[at]
-        # If two neighbours in a chain are removed, the second one waits for the next round. Otherwise each of them
-        # would rewrite a link that the other has already read.
+        # If two neighbours in a chain are removed, the second page waits for the next round. If both pages were removed
+        # in one round, each removal would rewrite a link that the other removal has already read.
         while (first := np.count_nonzero(linked := self._linked[link := before.astype(INDEX)])) < len(link):
             others = at[~linked]
             if first and len(others) > _FEW:
@@ -145,7 +145,7 @@ class PrefixIndex:
         return self._words[pages]
 
     def published_words(self, mask: np.uint64) -> Buckets:
-        """Returns the first words of published pages that have no bit of `mask` set."""
+        """Returns the first word of the digest of each published page, if the word has none of the bits of `mask`."""
         return np.flatnonzero(self.published & ((self._words & mask) == 0))
 
     def mend(self) -> None:
@@ -160,7 +160,7 @@ class PrefixIndex:
         stays[pages] = True
         self._links[:] = NO_PAGE
         self.generation += 1
-        self.published[:] = stays  # a single assignment, so that an interrupt loses no published page
+        self.published[:] = stays  # one assignment, because an interrupt between two could lose published pages
         self._link(pages, self._buckets(self.digests_of(pages)))
 
     def clear(self) -> None:
@@ -214,13 +214,19 @@ class PrefixIndex:
         return found
 
     def _follow(self, page: int, word: int) -> int:
-        """Returns the first page of a chain, from `page` on, whose digest has this first word; or `NO_PAGE`."""
+        """Returns the first page in a chain whose digest begins with `word`. Returns `NO_PAGE` if there is none.
+
+        The search begins at `page`.
+        """
         while page != NO_PAGE and self._words.item(page) != word:
             page = self._links.item(page)
         return page
 
     def _find_exactly(self, found: Pages, digests: Digests, buckets: Buckets) -> None:
-        """Correct `found` where digests share their first word: compares whole digests along the chains, one by one."""
+        """Replace each page in `found` by the page in the same chain whose whole digest is equal.
+
+        Called if the first words of digests are equal, but the digests differ. Compares page by page.
+        """
         for at in np.flatnonzero(found):
             page = self._heads[buckets[at]]
             while page != NO_PAGE and not np.array_equal(self._digests[page], digests[at]):
@@ -264,9 +270,9 @@ class PrefixIndex:
                 tell(pages, come, digests)
 
     def _unlink(self, at: Buckets, before: Pages, link: Buckets) -> None:
-        """Remove pages `at` from their chains. `before` has the link that points to each page.
+        """Remove pages `at` from their chains. `before` has the index of the link that points to each page.
 
-        `link` has the same numbers in the type `INDEX`.
+        `link` is a copy of `before` in the type `INDEX`.
         """
         # For few pages this takes a third of the time of comparing arrays.
         if self._links[link].astype(INDEX).tobytes() != at.tobytes():

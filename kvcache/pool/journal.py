@@ -48,7 +48,7 @@ class PageReader:
         """A request reuses the published `pages`."""
 
     def left(self, rows: NDArray[np.int64], pages: Pages) -> None:
-        """`pages` are about to leave these rows, because no later query sees them."""
+        """`pages` are about to be removed from the block tables of `rows`, because no later query sees these pages."""
 
     def changed(self, pages: Indices | int, come: bool, digests: Digests | int) -> None:
         """`pages` were published if `come`, else withdrawn.
@@ -58,14 +58,17 @@ class PageReader:
 
 
 class Journal:
-    """The readers of one pool's journal, listed by report."""
+    """The readers of one pool's journal. For each kind of report, it has the methods to call."""
 
     def __init__(self) -> None:
         self.readers: tuple[PageReader, ...] = ()
         self._sort()
 
     def read(self, reader: PageReader, *, saves: bool = False) -> None:
-        """Add `reader`. With `saves`, it is called before all others. Any thread may call this, and `end`."""
+        """Add `reader`. With `saves`, `reader` is called before all other readers.
+
+        Any thread may call `read` and `end`.
+        """
         self.readers = (reader, *self.readers) if saves else (*self.readers, reader)
         self._sort()
 

@@ -61,7 +61,7 @@ class LruOrder(EvictionOrder):
         """Empty the order. One spare chunk of the log is kept for it."""
         self.chunks.clear()
         self._head = 0  # index of the next entry to test in the oldest chunk; earlier ones are invalid
-        self._filled = CHUNK  # how many entries of the newest chunk are used
+        self._filled = CHUNK  # how many entries of the newest chunk are written
         self._open_chunk()
         self.count = 0
 
@@ -185,8 +185,8 @@ class LruOrder(EvictionOrder):
         counts = sum(order.count for order in self._family)
         if not len(found) == counts == self._live.sum() or not np.array_equal(np.sort(found), stamped):
             raise InvariantError(
-                f"idle order: {len(found)} live entries, {len(stamped)} stamped pages, count {counts}, "
-                f"{self._live.sum()} by chunk"
+                f"idle order: its entries name {len(found)} pages, {len(stamped)} pages name an entry, the orders "
+                f"count {counts} pages and the chunks {self._live.sum()}: all four must be the same pages"
             )
         used = [chunk for order in self._family for chunk in order.chunks]
         if sorted(used + self._spare) != list(range(len(self._live))):

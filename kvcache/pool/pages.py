@@ -38,13 +38,16 @@ class PageMoves:
         """Record that a new request has claimed the row."""
 
     def fetched(self, rows: NDArray[np.int64] | slice) -> None:
-        """Record that a model reads the pages of these rows until their `step`."""
+        """Record that a model reads the pages of `rows` until `step` is called for these rows."""
 
     def stepped(self, rows: NDArray[np.int64] | slice) -> None:
         """Record that the model has run these rows."""
 
     def told(self, row: int) -> None:
-        """Record that another process knows the row's pages. They are not moved while the row is claimed."""
+        """Record that another process knows the ids of the row's pages.
+
+        These pages are not moved while the row is claimed.
+        """
 
     def staying(self) -> NDArray[np.bool_] | np.bool_:
         """Returns which pages cannot be moved while they are held, bool `[num_pages + 1]`.
@@ -148,7 +151,7 @@ class PagePool:
 
     @property
     def has_room(self) -> bool:
-        """Whether `make_room` would find a page if it may move pages."""
+        """Whether `make_room(moving=True)` would return True."""
         return self.free_count > 0
 
     @property
@@ -157,9 +160,9 @@ class PagePool:
         return False
 
     def make_room(self, *, moving: bool) -> bool:  # noqa: ARG002 - all pages are here
-        """Returns whether a page can be allocated now. Evicts one if necessary.
+        """Returns whether a page can be allocated now. A pool that takes its memory from another pool takes it now.
 
-        `moving` allows held pages of that other pool to be moved. It has no meaning for a pool with its own memory.
+        `moving` allows held pages of the other pool to be moved. A pool with its own memory ignores `moving`.
         """
         return self.has_room
 
@@ -236,10 +239,10 @@ class PagePool:
         self.parked.append([])
 
     def end_step(self, at: int) -> None:
-        """Record that the step at index `at` of those in flight has ended.
+        """Record that the step with the index `at` among the steps in flight has ended.
 
-        The pages that were parked for it become free. If an older step is in flight, they are parked for that step
-        instead, because it may read them, too.
+        The pages that were parked for this step become free. If an older step is still in flight, these pages are
+        parked for the older step instead, because the older step may also read them.
         """
         parked = self.parked.pop(at)
         if at:
@@ -274,7 +277,10 @@ class PagePool:
         return len(pages)
 
     def check(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
-        """Compare the state with these recounts, `[num_pages + 1]`. Raises `InvariantError` at the first difference."""
+        """Compare the pool with a recount of each page's holders and writers, `[num_pages + 1]`.
+
+        Raises `InvariantError` at the first difference.
+        """
         for name, have, want in (("holders", self.holders, holders), ("writers", self.writers, writers)):
             for page in np.flatnonzero(have != want)[:1]:
                 raise InvariantError(f"page {page} has {have[page]} {name}, but {want[page]} are counted")
@@ -297,9 +303,10 @@ class PagePool:
         self.index.check()
 
     def mend(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
-        """Replace the counts by these recounts, `[num_pages + 1]`. Derive the fresh and the idle pages from them.
+        """Repair the pool after an interrupt, from a recount of each page's holders and writers, `[num_pages + 1]`.
 
-        Published pages stay published. No other state is trusted after an interrupt.
+        The recount replaces the pool's own counts, and decides which pages are fresh or idle. Published pages stay
+        published. No other state of the pool is trusted.
         """
         self.holders[:], self.writers[:] = holders, writers
         self._writing = int(writers.sum())
@@ -357,7 +364,7 @@ class PagePool:
 
 
 class HeldPages(NamedTuple):
-    """Pages held in one pool: the pool of token pages of a replica, or that of its states."""
+    """Pages that the caller holds in one pool: a replica's pool of token pages, or its pool of state pages."""
 
     pool: PagePool
     pages: Pages

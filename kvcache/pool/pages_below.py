@@ -50,7 +50,7 @@ class PagesBelow:
         return self.has(digests, asked)
 
     def host_has(self, digests: Digests, asked: Asked) -> Asked:
-        """Returns which of the `asked` pages the host has, so that they can be copied now."""
+        """Returns which of the `asked` pages host memory has. Only these pages can be copied to the device at once."""
         return self.has(digests, asked)
 
     def ask(self, digests: Digests, perhaps: Asked) -> bool:  # noqa: ARG002 - as above
@@ -61,33 +61,40 @@ class PagesBelow:
         return False
 
     def to_host(self, digests: Digests, wanted: Asked, gain: int, *, wait: bool) -> bool:  # noqa: ARG002 - as above
-        """Load the `wanted` pages, which lower tiers have, to the host. Returns whether some are on their way.
+        """Load the `wanted` pages from lower tiers into host memory. Returns whether any pages are on their way.
 
-        `gain` is the number of pages whose tokens then need not be computed. With `wait`, waits a while for the pages.
+        `gain` is the number of pages whose tokens need not be computed once the `wanted` pages are loaded. With
+        `wait`, the call waits a limited time for the pages.
         """
         return False
 
     def bring(self, pages: Pages, slots: Slots, digests: Digests) -> None:
-        """Copy held `slots` to held `pages` that belong to no row. The pages are published when the copy is over."""
+        """Copy host `slots` to device `pages`. The caller holds the slots and the pages, and no row has the pages.
+
+        The pages are published when the copy is over.
+        """
 
     def slots(self, digests: Digests) -> Slots:
         """Returns the host slot of each of these pages; 0 if there is none."""
         return np.zeros(len(digests), np.int32)
 
     def touch(self, digests: Digests) -> None:
-        """Mark the host's copies of these pages, in logical order, as just used. Lower tiers do not learn of it."""
+        """Mark the host's copies of these pages, in logical order, as just used.
+
+        The tiers below the host do not count this as a use.
+        """
 
     def hold(self, slots: Slots) -> None:
-        """Hold `slots` until `restore` or `bring` takes over the hold, or until `drop`."""
+        """Hold host `slots`, so that they are not evicted. `restore` or `bring` takes over the hold; `drop` ends it."""
 
     def drop(self, slots: Slots) -> None:
-        """Give up the hold of `slots` that are not copied to the device."""
+        """End the hold of host `slots` without copying them to the device."""
 
     def restore(self, row: int, pages: Pages, slots: Slots) -> None:
         """Copy held `slots` to `pages`, which only the row holds. The pages may be read after `arrive`."""
 
     def arrive(self, rows: NDArray[np.int64] | slice) -> None:
-        """Make later reads of the pages of `rows` see the restored data."""
+        """Ensure that later reads of the pages of `rows` see the content that was copied from host memory."""
 
     def load_all(self) -> None:
         """Wait for all copies to the device."""
@@ -97,7 +104,7 @@ class PagesBelow:
         return []
 
     def mend(self, rows: Iterable[int]) -> None:
-        """Rebuild the state after an interrupt, for these claimed rows. No copy is in flight any more."""
+        """Rebuild the tier's records after an interrupt. `rows` are the claimed rows. No copy may be in flight."""
 
     def used(self, digests: Digests) -> None:
         """Record that a request has just used these pages, in logical order, whichever tier has them."""

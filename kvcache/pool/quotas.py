@@ -138,7 +138,10 @@ class TenantQuotas(NoQuotas):
         return np.concatenate(taken) if taken else np.zeros(0, np.int32)
 
     def _pop_each(self, owner: int, most: int, *, slabs: bool) -> list[Pages]:
-        """Pop entries of a tenant that has both pages and slabs. Stops before the first entry of the other kind."""
+        """Pop up to `most` surplus entries of a tenant that has both pages and slabs.
+
+        Pops slabs with `slabs`, otherwise pages. Stops before the first entry of the other kind.
+        """
         order, taken = self._orders[owner], list[Pages]()
         while len(taken) < most and self._surplus(owner) > 0 and self._is_slab[order.first()] == slabs:
             taken.append(order.pop(1))
@@ -146,7 +149,10 @@ class TenantQuotas(NoQuotas):
         return taken
 
     def first(self, *, slabs: bool = False) -> int:
-        """Returns the page (or with `slabs` the slab) that `pop_surplus` would take first. 0 if there is none."""
+        """Returns the page that `pop_surplus` would take first. With `slabs`, returns the first page of a slab.
+
+        Returns 0 if no tenant is above its quota.
+        """
         firsts = (self._orders[owner].first() for owner in sorted(self._over))
         return next((page for page in firsts if self._is_slab[page] == slabs), 0)
 
@@ -180,7 +186,7 @@ class TenantQuotas(NoQuotas):
         return self._orders[owner].count + self._slabs[owner] * (self.slab_pages - 1) - self._quotas[owner]
 
     def _forget_slabs(self, owner: int, gone: Pages | Indices) -> None:
-        """Stop counting the tenant's slabs that are in `gone`."""
+        """Remove the slabs among the entries `gone` from the tenant's count of slabs."""
         if self._slabs[owner]:
             self._slabs[owner] -= int(np.count_nonzero(self._is_slab[gone]))
             self._is_slab[gone] = False
@@ -280,7 +286,10 @@ class QuotaOrder(OverOrder):
         self._quotas.check(self._named(self.pages()), slabs=self._of_slabs)
 
     def _named(self, pages: Pages | Indices) -> NDArray[Any]:
-        """Returns the numbers of these entries in the quotas. A slab has the number of its first page."""
+        """Returns the numbers that stand for `pages` in the records of quotas.
+
+        If the entries of this order are slabs, the number of the slab's first page stands for the slab.
+        """
         return pages * self._unit
 
     def _pop_surplus(self, count: int) -> Pages:
@@ -294,7 +303,10 @@ class QuotaOrder(OverOrder):
         return surplus
 
     def _with(self, surplus: Pages, rest: Pages) -> Pages:
-        """Join the popped pages: `surplus`, then `rest`, which comes from the wrapped order."""
+        """Returns the pages `surplus` and then the pages `rest`. Removes `rest` from the records of quotas.
+
+        The wrapped order has popped `rest`.
+        """
         self._quotas.remove(self._named(rest))
         self._quotas.disown(self._named(rest))
         self.count = self._order.count

@@ -39,7 +39,7 @@ class CachedSlabs:
         return _HELD
 
     def give_up_oldest(self) -> None:
-        """Evict the state in the oldest slab, and give the slab back."""
+        """Evict the cached state in the slab that was used least recently, and give the slab back to the pool."""
 
 
 def num_slabs(num_pages: int, slab_pages: int) -> int:
@@ -114,7 +114,7 @@ class SlabPool(PagePool):
     def take_slab(self, *, moving: bool = True) -> int:
         """Take a slab and return its number. Returns 0 if there is none, or if a cached slab has to be evicted first.
 
-        If every slab has held pages, `moving` allows those of one slab to be moved elsewhere.
+        If every slab has held pages, `moving` allows the held pages of one slab to be moved elsewhere.
         """
         chosen, age = self._oldest_slab()
         if age and self._evict_due():
@@ -139,10 +139,10 @@ class SlabPool(PagePool):
         return not self._oldest_slab()[1]
 
     def use_of(self, order: EvictionOrder, used: Indices) -> int:
-        """Returns the last use of the entry that `order` evicts next, plus the lead of its hint.
+        """Returns when the page or slab that `order` evicts next was last used, plus the lead of its hint.
 
-        The result is negative if the entry is above its tenant's quota. `used` has the last use of each entry, as a
-        value of `clock`. The hint's current lead counts, unless the hint has expired.
+        Times are values of `clock`. `used` has the last use of each page or slab. The result is negative if the page or
+        slab is above its tenant's quota. An expired hint has no lead.
         """
         if due := order.due():
             return int(used[due]) - _HELD
@@ -188,7 +188,9 @@ class SlabPool(PagePool):
             )
         for slab in range(1, self.num_slabs + 1):
             if self._ages[slab] > self._age_of(slab):
-                raise InvariantError(f"slab {slab} was last used at {self._age_of(slab)}, before the recorded time")
+                raise InvariantError(
+                    f"slab {slab} was last used at {self._age_of(slab)}, before its recorded bound {self._ages[slab]}"
+                )
 
     def mend(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
         """See the base class. `taken` must already mark the slabs in use. Their pages must have no other holder."""
@@ -219,12 +221,15 @@ class SlabPool(PagePool):
         super()._push_fresh(pages)
 
     def _lie_from(self, bottom: int, count: int) -> None:
-        """Set the section of fresh pages: `count` pages from `bottom` on."""
+        """Let the section of fresh pages in `_stack` begin at the index `bottom` and have `count` pages."""
         self._bottom, self._fresh_count = bottom, count
         self._fresh = self._stack[bottom:]
 
     def _take_fresh(self, pages: Pages) -> None:
-        """Remove `pages` from the fresh ones. Fresh pages from the bottom of the section fill their places."""
+        """Remove `pages` from the section of fresh pages in `_stack`.
+
+        Fresh pages from the lower end of the section fill the gaps.
+        """
         at, above = self._place[pages], self._bottom + len(pages)
         lower = np.zeros(len(pages), np.bool_)
         lower[at[at < above] - self._bottom] = True
@@ -262,7 +267,7 @@ class SlabPool(PagePool):
             self._ages[slab] = age
 
     def _age_of(self, slab: int) -> int:
-        """Returns the latest use of any page of the slab. `_HELD` if one of its pages is held."""
+        """Returns the time of the latest use of a page of the slab. Returns `_HELD` if a page of the slab is held."""
         pages = slice(slab * self.slab_pages, (slab + 1) * self.slab_pages)
         if np.count_nonzero(self.holders[pages]) or np.count_nonzero(self.writers[pages]):
             return _HELD
@@ -380,14 +385,17 @@ class SlabStates(PagePool, CachedSlabs):
         return 0
 
     def make_room(self, *, moving: bool) -> bool:
-        """See the base class. Takes a slab from the token pages, unless a cached state has to be evicted first."""
+        """Returns whether a state page can be allocated now. Takes a slab from the token pages if possible.
+
+        No slab is taken if a cached state must be evicted first.
+        """
         if slab := self._slabs.take_slab(moving=moving):
             self.holders[slab] = 0
             super()._push_fresh(np.array([slab], np.int32))
         return self.free_count > 0
 
     def check(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
-        """See the base class, for the taken slabs. Also checks that none of them is fresh."""
+        """Compare the pool of the taken slabs with a recount. Also check that no taken slab is fresh."""
         self._hold_others(holders)
         super().check(holders, writers)
         if self._fresh_count:

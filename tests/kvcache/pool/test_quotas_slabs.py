@@ -141,5 +141,5 @@ def test_an_inconsistency_in_the_wrapped_order_is_named() -> None:
     order = QuotaOrder(below, TenantQuotas(PAGES, 1.0, QUOTAS), SLAB_PAGES)
     order.append(ids(3))
     below.log.live[:] = 0
-    with pytest.raises(InvariantError, match="1 live entries, 1 stamped pages, count 1, 0 by chunk"):
+    with pytest.raises(InvariantError, match="1 pages name an entry, the orders count 1 pages and the chunks 0"):
         order.check()

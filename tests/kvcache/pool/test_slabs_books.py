@@ -233,7 +233,7 @@ def test_after_an_interrupt_slabs_that_are_held_or_found_are_taken_and_no_others
     ("column", "at", "value", "message"),
     [
         ("_place", 5, 3, "page 5 is fresh, but the stack does not have it at its place 3"),
-        ("_ages", 2, 9, "slab 2 was last used at 0, before the recorded time"),
+        ("_ages", 2, 9, "slab 2 was last used at 0, before its recorded bound 9"),
     ],
 )
 def test_check_names_a_broken_column(column: str, at: int, value: int, message: str) -> None:
