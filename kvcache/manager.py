@@ -221,7 +221,7 @@ class PagedKVCacheManager:
 
     # ---- a step of the serving loop
 
-    def maybe_reserve(self, data: Context, num_steps: int = 1) -> bool:  # noqa: C901 - the usual steps make no call
+    def maybe_reserve(self, data: Context, num_steps: int = 1) -> bool:
         """Give the request pages for all its known tokens and `num_steps` steps. Matching cached pages are used.
 
         `start_idx` of the context moves to the end of a prefix hit. A request without pages has computed nothing: it
@@ -253,8 +253,7 @@ class PagedKVCacheManager:
         else:
             num_steps = arguments.steps(num_steps)
         replica, replica_idx, row = self._claims.own(data, "maybe_reserve")
-        if self._reset_endpoint.is_asked and (place < 0 or data.active_length > 1):
-            self._look_for_reset()
+        self._look_for_reset()
         context = read_context(data)
         mark.call, mark.context = ("maybe_reserve", context.request_id), context
         try:
@@ -278,8 +277,7 @@ class PagedKVCacheManager:
         self._mark.check("reserve_batch")
         num_steps = arguments.steps(num_steps)
         gathered = self._claims.gather(batch, "reserve_batch")
-        if self._reset_endpoint.is_asked and gathered.slack < 0 and gathered.looks_up:
-            self._look_for_reset()
+        self._look_for_reset()
         return self._replicas.reserve_batch(gathered, num_steps, self._claims.bind)
 
     def fork(self, parent: Context, child: Context, num_steps: int = 1) -> bool:

@@ -94,11 +94,6 @@ class Gathered:
         """Whether some requests have a step in flight."""
         return False
 
-    @property
-    def looks_up(self) -> bool:
-        """Whether some requests need a prefix lookup. A request that has pages and only one token to run needs none."""
-        return self.unbound or bool((self.actives - self.starts > 1).any())
-
     def split(self, count: int) -> list[Share]:
         """Returns the share of each of the `count` replicas in the batch."""
         if not self._shares:

@@ -13,6 +13,7 @@ from kvcache.layer_groups import LayerGroup
 from kvcache.params import RoutingRule, StateShape
 from kvcache.replica.hashing import PrefixHasher
 from tests.kvcache.build import manager_of, run_once
+from tests.kvcache.random_model.seam import end_copies_late
 
 
 def running(manager: PagedKVCacheManager, tokens: Any, replica: int) -> TextContext:
@@ -68,6 +69,23 @@ def test_idle_pages_of_a_hit_do_not_count_as_room() -> None:
     # Nine pages are free, and seven of them are its own. It needs three more.
     assert manager.admission(TextContext(range(40), 64)) == Admission(0, 7, 3, False)
     manager.release(blocker.request_id)
+
+
+def test_pages_count_as_room_as_soon_as_their_copies_from_the_host_have_ended() -> None:
+    """The loop only waits and runs no step, so `admission` has to notice that the copies have ended."""
+    manager, copies_end = manager_of(8, host_slots=16), True
+    end_copies_late(manager, lambda: copies_end)
+    run_once(manager, range(24))
+    manager.flush_tiers()
+    run_once(manager, range(100, 131))  # evicts the prompt from the device
+    copies_end = False
+    context = running(manager, range(24), 0)
+    assert context.start_idx == 20
+    manager.release(context.request_id)
+    waiting = TextContext(range(200, 232), 64)
+    assert manager.admission(waiting) == Admission(0, 0, 8, False)
+    copies_end = True
+    assert manager.admission(waiting) == Admission(0, 0, 8, True)
 
 
 def test_a_replica_without_a_row_is_full() -> None:

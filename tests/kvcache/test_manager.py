@@ -22,6 +22,7 @@ from kvcache import (
     PoolTooSmallError,
     PromptTooLongError,
     SequenceTooLongError,
+    StateShape,
     TextContext,
     UnknownRequestError,
 )
@@ -131,6 +132,16 @@ def test_an_unclaimed_request_is_a_key_error_that_names_it(make: Any, call: str)
     assert isinstance(caught.value, (KVCacheError, UnknownRequestError))
 
 
+@pytest.mark.parametrize("wrong", [5, None, ["a"]])
+def test_a_call_that_only_asks_also_refuses_what_is_no_request(make: Any, wrong: Any) -> None:
+    manager = make(8)
+    with pytest.raises(InvalidRequestError, match="contains: request_id is .*: a string is needed"):
+        manager.contains(wrong)
+    for call in ("get_replica", "get_or_recommend_replica", "admission", "prefetch", "maybe_reserve"):
+        with pytest.raises(InvalidRequestError, match=f"^{call} of .*: request_id is None: a string is needed"):
+            getattr(manager, call)(wrong)
+
+
 @pytest.mark.parametrize("call", ["fetch", "step", "reserve_batch", "batch", "get_data_parallel_splits"])
 def test_a_batch_with_an_unclaimed_or_repeated_request_is_refused(make: Any, call: str) -> None:
     manager = make(8)
@@ -140,6 +151,20 @@ def test_a_batch_with_an_unclaimed_or_repeated_request_is_refused(make: Any, cal
     with pytest.raises(InvalidRequestError, match="named twice"):
         getattr(manager, call)([known, known])
     assert manager.num_free_blocks == 8
+
+
+@pytest.mark.parametrize("call", ["fetch", "step", "reserve_batch", "batch", "get_data_parallel_splits"])
+def test_a_batch_that_is_no_sequence_of_requests_is_refused_and_a_repeated_request_is_named(
+    make: Any, call: str
+) -> None:
+    manager = make(8)
+    first, twice = claimed(manager, [1], request_id="first"), claimed(manager, [2], request_id="twice")
+    with pytest.raises(InvalidRequestError, match=f"^{call} got 5: a sequence of request contexts is needed"):
+        getattr(manager, call)(5)
+    with pytest.raises(InvalidRequestError, match=f"^{call} of None: request_id is None: a string is needed"):
+        getattr(manager, call)([first, None])
+    with pytest.raises(InvalidRequestError, match=f"^request 'twice': is named twice in one {call}"):
+        getattr(manager, call)([first, twice, twice])
 
 
 def test_claim_as_a_context_manager_releases_at_the_end(make: Any) -> None:
@@ -683,6 +708,26 @@ def test_shares_are_fractions_over_replicas(make: Any) -> None:
 # ---- construction
 
 
+@pytest.mark.parametrize("checks", [True, False])
+def test_runtime_checks_recount_before_and_after_a_call_that_changes_something_even_if_it_is_refused(
+    make: Any, checks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recounts, check = list[bool](), PagedKVCacheManager.check
+
+    def recount(manager: PagedKVCacheManager) -> None:
+        recounts.append(manager.contains("a"))
+        check(manager)
+
+    monkeypatch.setattr(PagedKVCacheManager, "check", recount)
+    manager = make(8, checks=checks)
+    manager.external_claim("a")
+    assert recounts == [False, True] * checks
+    with pytest.raises(AlreadyClaimedError):
+        manager.external_claim("a")
+    manager.contains("a")
+    assert recounts == [False, True, True, True] * checks
+
+
 def test_attributes(make: Any) -> None:
     manager = make(8, page_size=4, dp=2, tp=2)
     assert manager.page_size == 4
@@ -690,6 +735,21 @@ def test_attributes(make: Any) -> None:
     assert manager.enable_prefix_caching
     assert not manager.enable_kvcache_swapping_to_host
     assert manager.devices_per_replica == [[torch.device("cpu")] * 2] * 2
+
+
+def test_further_groups_are_the_state_pages_of_each_replica(make: Any) -> None:
+    assert make(8, dp=2).further_groups == [(), ()]
+    shape = StateShape(1, 1, 1, 1, 1, 2, torch.float32)
+    manager = make(16, dp=2, rows=2, params={"states": shape})
+    assert manager.further_groups == [(pages,) for pages in manager.states]
+    assert len(manager.states) == 2
+
+
+def test_input_symbols_have_the_shapes_of_fetch(make: Any) -> None:
+    manager = make(8, page_size=4, dp=2)
+    symbols = manager.input_symbols()
+    assert [each.inputs.blocks.shape for each in symbols] == [each.blocks.shape for each in manager.fetch([])]
+    assert [each.inputs.blocks.shape[2] for each in manager.input_symbols(num_layers=3)] == [3, 3]
 
 
 def params(**changes: Any) -> KVCacheParams:

@@ -99,6 +99,27 @@ class Equal:
         return getattr(self.own, name)
 
 
+class Rehashed(Equal):
+    """A caller's own context class whose hash changes with its tokens."""
+
+    __eq__ = object.__eq__
+
+    def __hash__(self) -> int:
+        return self.own.end_idx
+
+
+def test_a_context_whose_hash_changes_stays_the_context_of_its_request(make: Any) -> None:
+    manager = make(16)
+    context: Any = Rehashed("r", TextContext(range(9), 64, "r"))
+    manager.external_claim("r")
+    for _ in range(3):
+        assert manager.maybe_reserve(context)
+        assert len(manager.fetch([context])) == 1
+        context.update(1)
+        manager.step([context])
+    manager.release("r")
+
+
 def test_contexts_that_compare_equal_are_told_apart(make: Any) -> None:
     manager = make(16)
     own = TextContext(range(9), 64, "r")
@@ -236,7 +257,7 @@ def test_options_without_effect_cause_a_warning(caplog: pytest.LogCaptureFixture
         assert name in caplog.text
 
 
-@pytest.mark.parametrize("call", ["maybe_reserve", "reserve_batch", "recommend", "import_block_table"])
+@pytest.mark.parametrize("call", ["maybe_reserve", "reserve_batch", "recommend", "prefetch", "import_block_table"])
 def test_a_reset_comes_before_the_next_lookup(make: Any, tmp_path: Path, call: str) -> None:
     manager, source = make(16, zmq_endpoint_base=f"ipc://{tmp_path}/pw"), make(16)
     tables = []
@@ -261,6 +282,7 @@ def test_a_reset_comes_before_the_next_lookup(make: Any, tmp_path: Path, call: s
             "maybe_reserve": lambda: manager.maybe_reserve(probe),
             "reserve_batch": lambda: manager.reserve_batch([probe]),
             "recommend": lambda: manager.get_or_recommend_replica(TextContext(range(9), 64)),
+            "prefetch": lambda: manager.prefetch(TextContext(range(9), 64)),
             "import_block_table": lambda: manager.import_block_table(probe, tables[1]),
         }
         pending = calls[call]()

@@ -50,6 +50,41 @@ def test_params_that_cannot_work_are_named(changes: dict[str, Any], message: str
     assert isinstance(caught.value, InvalidParamsError)
 
 
+@pytest.mark.parametrize(
+    ("make", "changes", "message"),
+    [
+        (KVEvents, {"topic": 5}, "kv_events: topic is 5: text is needed"),
+        (KVEvents, {"endpoint": "tcp://127.0.0.1\0:5557"}, "kv_events: endpoint is .*: an address of tcp://"),
+        (KVEvents, {"replay_endpoint": "udp://a:1"}, "kv_events: replay_endpoint is 'udp://a:1': an address of tcp://"),
+        (KVEvents, {"endpoint": "tcp://a:b"}, "kv_events: endpoint is 'tcp://a:b': an address with a port"),
+        (KVEvents, {"buffer_steps": 0}, "kv_events: buffer_steps is 0"),
+        (KVEvents, {"hwm": 0}, "kv_events: hwm is 0"),
+        (Routing, {"load_weight": -1}, "load_weight is -1"),
+        (Routing, {"load_decay": 1.0}, "load_decay is 1.0: a number from 0.0 to 0.9"),
+        (Routing, {"load_decay": -0.1}, "load_decay is -0.1"),
+        (Routing, {"copy_pages": 2}, "copy_pages is 2: True or False"),
+    ],
+)
+def test_params_of_events_and_routing_that_cannot_work_are_named(
+    make: type[KVEvents | Routing], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidParamsError, match=message):
+        make(**changes)
+
+
+def test_each_replica_has_the_port_or_the_name_after_that_of_the_replica_before() -> None:
+    plain = KVEvents()
+    assert [plain.addresses(rank) for rank in (0, 2)] == [
+        ("tcp://127.0.0.1:5557", None),
+        ("tcp://127.0.0.1:5559", None),
+    ]
+    both = KVEvents("ipc:///run/kv", "tcp://[::1]:0")
+    assert [both.addresses(rank) for rank in (0, 2)] == [
+        ("ipc:///run/kv", "tcp://[::1]:0"),
+        ("ipc:///run/kv_dp2", "tcp://[::1]:0"),
+    ]
+
+
 def test_a_hash_whose_package_is_not_installed_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     assert params(hash_algorithm="blake3").hash_algorithm == "blake3"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -9,8 +9,13 @@ import pytest
 
 from kvcache import PagedKVCacheManager, TextContext
 from kvcache.claims import Claims
+from kvcache.errors import InterruptedCallError
+from kvcache.replica import imports
 from kvcache.replica.copier import ImportBook
+from kvcache.replica.leases import PageLeases
+from kvcache.replica.replica import Replica
 from kvcache.replicas import Replicas
+from kvcache.steps_in_flight import StepsInFlight
 from tests.kvcache.build import manager_of, proven
 from tests.kvcache.random_model.interrupts import interrupted
 
@@ -125,6 +130,60 @@ def test_recover_releases_requests_that_no_caller_was_told_of_and_all_others_con
         manager.release(name)
     assert manager.num_free_blocks == 40
     manager.close()
+
+
+class Held:
+    """A manager with a request that is leased and whose step is in flight, and a request that imports page by page."""
+
+    def __init__(self) -> None:
+        self.manager = manager_of(40, page_size=4, host_slots=40)
+        context = computed(self.manager, "a")
+        assert self.manager.maybe_reserve(context)
+        self.lease, self.step = self.manager.lease("a"), self.manager.fetch_ahead([context])
+        source = manager_of(40, page_size=4)
+        computed(source, "r", 200)
+        self.table = source.block_table("r", full_pages=True)
+        self.reader = TextContext([*range(200, 211)], 64, "r")
+        self.manager.external_claim("r", 0)
+        pending = self.manager.import_block_table(self.reader, self.table, partial=True)
+        assert pending is not None
+        self.pending = pending
+
+
+NAMED: dict[str, tuple[Any, str, Callable[[Held], object]]] = {
+    "lease": (Replica, "grant", lambda it: it.manager.lease("a")),
+    "end_lease": (PageLeases, "end", lambda it: it.manager.end_lease(it.lease)),
+    "end_step": (StepsInFlight, "end", lambda it: it.manager.end_step(it.step)),
+    "extend_import": (
+        imports,
+        "extend_import",
+        lambda it: it.manager.extend_import(it.reader, it.pending, it.table, last=False),
+    ),
+    "cancel_import": (ImportBook, "cancel", lambda it: it.manager.cancel_import(it.pending)),
+    "reset_prefix_cache": (Replicas, "forget_idle", lambda it: it.manager.reset_prefix_cache()),
+    "flush_tiers": (Replicas, "flush", lambda it: it.manager.flush_tiers()),
+    "close": (Replicas, "close", lambda it: it.manager.close()),
+}
+
+
+@pytest.mark.parametrize("call", NAMED)
+def test_an_interrupted_call_keeps_all_others_out_until_the_repair_which_names_it(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = Held()
+    owner, method, interrupted = NAMED[call]
+    with monkeypatch.context() as patched:
+        after(patched, owner, method)
+        with pytest.raises(Ctrl):
+            interrupted(it)
+    with pytest.raises(InterruptedCallError, match=f"^contains: {call} was interrupted"):
+        it.manager.contains("a")
+    found = it.manager.recover()
+    assert found.call == call
+    assert "a" in found.claimed
+    assert (found.leases, found.steps) == ((it.lease,) * (call != "end_lease"), (it.step,) * (call != "end_step"))
+    it.manager.check()
+    it.manager.close()
 
 
 class Own:

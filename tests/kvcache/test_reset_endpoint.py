@@ -29,6 +29,7 @@ def test_a_reset_message_makes_the_next_fetch_forget_cached_pages(make: Any, tmp
     manager.external_claim(probe.request_id)
     assert manager.maybe_reserve(probe)
     assert probe.start_idx == 0
+    assert [run_once(manager, range(20, 29)) for _ in range(2)] == [0, 8], "one message causes one reset"
 
 
 def test_an_address_that_cannot_be_bound_is_named(make: Any) -> None:

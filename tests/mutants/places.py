@@ -16,12 +16,15 @@ PACKAGES = ("kvcache", "transfer", "scheduler_adapters", "pagewire")
 # Maps source files to the test files through which they are tested. The names lack the package and "test_".
 _DOORS: dict[str, dict[str, str]] = {
     "kvcache": {
-        "claims": "misuse replicas manager replica/batch",
+        "claims": "misuse replicas manager recovery replica/batch replica/fork replica/imports",
         "copies": "quantization layout",
         "errors": "under_way",
         "events/log": "events/grouped_events events/events",
         "families": "prometheus",
         "layout": "layout quantization",
+        "manager": "manager admission closed interrupts misuse prometheus recovery reset_endpoint steps_in_flight "
+        "replica/fork replica/imports replica/further_imports replica/leases replica/hints states/lent_states "
+        "tiers/host_tier",
         "params": "params quantization states/state_memory",
         "pool/index": "pool/pages",
         "pool/hinted_order": "eviction_order",
@@ -42,7 +45,7 @@ _DOORS: dict[str, dict[str, str]] = {
         "replica/rows": "replica/batch replica/fork handover million_moves",
         "replica/row_states": "million_moves states/row_states states/grouped_states",
         "replica/tables": "replica/further_tables replica/further_imports manager million_moves replica/leases",
-        "replicas": "replicas manager admission handover replica/batch million_moves",
+        "replicas": "replicas manager admission handover replica/batch replica/fork tiers/file_tier million_moves",
         "sizing": "sizing params devices",
         "states/state_pages": "million_moves states/kept_states_hints states/state_pages",
         "states/state_memory": "million_moves states/state_pages",

@@ -46,6 +46,25 @@ def test_full_pages_are_shared_and_the_last_one_is_copied(make: Any, caching: bo
     assert manager.num_free_blocks == free - 3
 
 
+def test_a_fork_on_another_replica_copies_the_page_there(make: Any) -> None:
+    manager = make(32, page_size=4, dp=2)
+    parent = TextContext(range(10), 256, "parent")
+    manager.external_claim("parent", 1)
+    assert manager.maybe_reserve(parent)
+    manager.fetch([parent])
+    parent.update(50)
+    manager.step([parent])
+    for (blocks,) in manager.device_tensors:
+        blocks.copy_(torch.rand(blocks.shape))
+    child = parent.fork()
+    assert manager.fork(parent, child)
+    mine, its = manager.get_req_blocks("parent"), manager.get_req_blocks(child.request_id)
+    assert manager.get_replica(child) == 1
+    blocks = manager.device_tensors[1][0]
+    assert torch.equal(blocks[mine], blocks[its])
+    assert mine[2] != its[2]
+
+
 def test_a_page_is_copied_where_it_is_partly_filled_and_only_there(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     manager, copied = make(32, page_size=4), list[tuple[int, int]]()
     monkeypatch.setattr(manager._replicas.placed[0].memory, "copy_page", lambda *pages: copied.append(pages))

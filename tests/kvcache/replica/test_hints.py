@@ -107,6 +107,14 @@ def test_the_share_grows_while_hints_are_right_and_shrinks_while_they_are_wrong(
     manager.check()
 
 
+def test_the_share_of_a_manager_is_the_mean_over_its_replicas() -> None:
+    manager = manager_of(40, dp=2)
+    serve(manager, prompt(1), LAST, replica=1)
+    trust(manager._replicas.each[1].hints, 0.5)
+    assert manager.hint_share == 0.25
+    manager.close()
+
+
 def test_hints_that_are_all_wrong_cost_next_to_nothing() -> None:
     plain, misled = manager_of(60, checks=False), manager_of(60, checks=False)
     wanted = rounds(plain, None, None)
