@@ -103,7 +103,7 @@ class Claims:
         return row, context
 
     def gather(self, batch: Sequence[Context], call: str) -> Gathered:
-        """Returns the requests of a call as arrays. A `Batch` is refreshed and returned itself."""
+        """Returns the requests of a call as arrays. If `batch` is a `Batch`, refreshes `batch` and returns it."""
         if isinstance(batch, Batch):
             if batch.checked_at != self._releases or batch.unbound or batch.owner is not self:
                 self._refuse_stale(batch, call)
@@ -172,7 +172,7 @@ class Claims:
         self._releases += 1
 
     def context_at(self, place: int) -> Context | None:
-        """Returns the context to which the place is bound. None if it is not bound."""
+        """Returns the context to which the row at `place` is bound. Returns None if the row is not bound."""
         return self._contexts.get(place)
 
     def names_at(self, places: Iterable[int]) -> list[RequestID]:
@@ -225,7 +225,10 @@ class Claims:
         return place
 
     def _bind(self, batch: Sequence[Context], call: str) -> tuple[Sequence[Context], Ints, Ints, Ints, bool]:
-        """Returns the contexts; the replica, row and place of each; and whether some are not bound to a row yet."""
+        """Returns the contexts of a call, and the replica, the row and the place of each context.
+
+        The last item of the result says whether some of the contexts are not bound to a row yet.
+        """
         # checked exactly, because a subclass could return another item at each access
         is_listed = type(batch) in (list, tuple)
         contexts = batch if is_listed else _listed(batch, call)

@@ -32,9 +32,9 @@ def page_rows(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _as_words(blocks: torch.Tensor, elements: int) -> torch.Tensor:
-    """Returns a view of the first `elements` of each page, `[pages, words]`, int64.
+    """Returns a view of the first `elements` elements of each page, `[pages, words]`.
 
-    The view is uint8 if their size is not a multiple of 8.
+    The words are int64, or uint8 if the size of `elements` elements is not a multiple of 8 bytes.
     """
     rows = blocks.as_strided((blocks.shape[0], elements), (blocks.stride(0), 1)).view(torch.uint8)
     # A kernel that gathers single bytes takes several times as long as one that gathers words.
@@ -57,7 +57,7 @@ def copy_pages(source: torch.Tensor, taken: Ids, target: torch.Tensor, given: Id
 
 def copy_rows(source: NDArray[Any], taken: Ids, target: NDArray[Any], given: Ids) -> None:
     """Do the same as `copy_pages` within host memory."""
-    if not source.flags.c_contiguous:  # otherwise `take` would first copy the whole array, whose rows are large
+    if not source.flags.c_contiguous:  # `take` would first copy the whole array, whose rows are large
         for row, place in zip(taken.tolist(), given.tolist(), strict=True):
             target[place] = source[row]
         return
@@ -75,7 +75,10 @@ def runs(ids: Ids) -> Iterator[tuple[int, int]]:
 
 
 def _gather(rows: torch.Tensor, ids: Ids, device: torch.device) -> torch.Tensor:
-    """Returns these rows as a dense buffer in device memory. Host rows go to `device`, device rows stay on theirs."""
+    """Returns a copy of the rows `ids` in a dense buffer in device memory.
+
+    If `rows` are in host memory, the buffer is on `device`, otherwise it is on the device of `rows`.
+    """
     if rows.device.type != "cpu":
         return rows.index_select(0, _upload(ids, rows.device))
     staged = torch.empty((len(ids), rows.shape[1]), dtype=rows.dtype, device=device)
@@ -171,8 +174,8 @@ class _Mark:
 class Copy:
     """A copy of pages from one memory to another. If a GPU makes the copy, the calling thread continues meanwhile.
 
-    `make` copies the pages, or launches the copy on devices. It returns a mark for each device that copies. If an
-    exception interrupts `make`, the copy counts as not begun.
+    `make` copies the pages, or launches the copy on devices. `make` returns a `_Mark` for each device that copies,
+    which tells when the copy has ended. If an exception interrupts `make`, the copy counts as not begun.
     """
 
     def __init__(self, make: Callable[[], Sequence[_Mark]]) -> None:

@@ -55,7 +55,7 @@ class EvictionOrder(Protocol):
 
     @abstractmethod
     def remove(self, pages: Pages | Indices) -> None:
-        """Remove `pages`, which are in the order and are used again. They may be appended again later."""
+        """Remove `pages` from the order, because requests use them again. `pages` may be appended again later."""
 
     @abstractmethod
     def pop(self, count: int) -> Pages:
@@ -105,29 +105,28 @@ class EvictionOrder(Protocol):
         """
 
     def moved(self, sources: Pages, targets: Pages) -> None:
-        """Record that the content of each of `sources` was moved to the page at the same index of `targets`.
+        """Record that the content of each page of `sources` was moved to the page at the same index of `targets`.
 
-        What is known about a source is now known about its target.
-
-        No page of either list is in the order.
+        The order applies its records about a source, such as hints and tenant, to the target. No page of `sources` or
+        `targets` is in the order.
         """
 
     def renew(self, pages: Pages) -> None:
         """Record that `pages`, which are in the order, are about to be removed, each to be replaced by a newer page."""
 
     def hint(self, pages: Pages, hints: PageHints | None) -> None:
-        """Record the hints of a request for `pages`, which it is about to release. None: it has no hints for them.
+        """Record a request's hints for `pages`, which the request is about to release.
 
-        The pages are not in the order.
+        `hints` is None if the request has no hints. The pages are not in the order.
         """
 
     def own(self, pages: Pages, salt: str | None) -> None:
         """Assign `pages`, which are not in the order, to the tenant of `salt`. None means no tenant."""
 
     def trust(self, share: float) -> None:
-        """From now on, let this share of the idle pages (0.0 to 1.0) follow hints.
+        """Set the share of the idle pages that are evicted according to hints, from 0.0 to 1.0.
 
-        The others follow the order without hints.
+        The other idle pages are evicted as if there were no hints.
         """
 
     # ---- to compare pages with those of another order
@@ -145,7 +144,10 @@ class EvictionOrder(Protocol):
         return np.zeros(len(pages))
 
     def first_lead(self) -> float:
-        """Returns the value of `leads` for the page that is evicted next."""
+        """Returns for how long its hint delays the eviction of the page that is evicted next, in pool sizes.
+
+        Returns 0.0 if the hint has expired.
+        """
         return 0.0
 
     def positions(self, pages: Indices) -> Indices:

@@ -97,7 +97,7 @@ class KindPages(NamedTuple):
 
     kind: str  # the name of the logical tensor, such as "ssm"
     layout: PageLayout  # the layout of one page
-    # the index of their tensor among the tensors of these kinds; None if they lie in the token pages
+    # the index of the tensor of these pages among the tensors of all such kinds; None if they lie in token pages
     region: int | None
     offset: int  # bytes from the start of the tensor to page 0
     stride: int  # bytes from one page to the next
@@ -192,13 +192,12 @@ def _aligned(num_bytes: int) -> int:
 def allocate_blocks(layout: PageLayout, num_pages: int, device: torch.device) -> torch.Tensor:
     """Returns zeroed pages of one shard, `[num_pages, sides, layers, page_size, heads, head_dim]`.
 
-    The strides are those of `layout`.
+    The tensor has the strides of `layout`. If pages have scales, the scales follow the values in the same memory
+    (`scales_of`).
 
-    If pages have scales, these follow the values in the same memory (`scales_of`).
-
-    On the CPU the memory is private and anonymous, lies in huge pages, and is written to here. Transfers are much
-    slower if memory was never touched, or if its pages have only 4 KiB (measured: 0.4 to 8 GB/s instead of 15). Raises
-    `PoolTooSmallError` if the memory cannot be allocated.
+    CPU memory is private and anonymous, lies in huge pages, and has been written to when this function returns. A
+    transfer is much slower from memory that was never written to, or in pages of 4 KiB (measured: 0.4 to 8 GB/s instead
+    of 15). Raises `PoolTooSmallError` if the memory cannot be allocated.
     """
     elements = num_pages * layout.page_bytes // layout.itemsize
     dtype: torch.dtype = getattr(torch, layout.dtype)
@@ -241,7 +240,8 @@ def _unpin(cudart: Any, memory: torch.Tensor) -> None:
 def _huge_pages(num_bytes: int) -> torch.Tensor:
     """Returns at least `num_bytes` of zeroed memory in huge pages, as uint8. The tensor keeps the mapping alive."""
     size = -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-    # Private, because shared mappings get no huge pages. One more huge page allows the start to be aligned.
+    # The mapping is private, because shared mappings get no huge pages. It has one more huge page than needed, so that
+    # the tensor can begin at a multiple of the huge page size.
     mapping = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)

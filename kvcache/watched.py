@@ -32,7 +32,7 @@ class PageState(IntEnum):
     HELD = 2  # a request holds it
     LEASED = 3  # no request holds it, but a lease keeps it for a reader
     WRITTEN = 4  # a transfer, or a copy from a lower tier, writes it
-    QUARANTINED = 5  # its import was cancelled, and a write in flight may still reach it
+    QUARANTINED = 5  # the page's import was cancelled, but a write in flight may still reach the page
 
 
 def states_of(cells: Cells) -> NDArray[np.uint8]:
@@ -46,7 +46,7 @@ def ages_of(cells: Cells) -> NDArray[np.uint8]:
 
 
 def owners_of(cells: Cells) -> Cells:
-    """Returns the number of each cell's owner (`Owners.numbers`), or 0."""
+    """Returns the number of each cell's owner, as in `Owners.numbers`. The number is 0 if a page has no owner."""
     return cells >> np.uint32(OWNER_SHIFT)
 
 
@@ -85,7 +85,7 @@ class AskLook(msgspec.Struct, frozen=True, kw_only=True, tag="ask_look/1"):
     # the number of the last snapshot that the watcher received; 0 if there was none, so that the answer is complete
     known: Count = 0
     incarnation: Label = ""  # the incarnation of the watch that sent that snapshot
-    # whether the loop should recount all pages; this blocks the loop meanwhile, and `CheckReport` has the result
+    # Whether the loop should recount all pages. The loop runs no step during the recount. `CheckReport` has the result.
     check: bool = False
 
 
@@ -104,9 +104,10 @@ class PoolLook(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Owners(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests and other holders of pages, in columns. An owner keeps its number while it exists."""
+    """Requests, leases and imports that own pages. Each field has one item for each owner, in the same order."""
 
-    numbers: tuple[Count, ...] = ()  # 0 if the request has no pages here
+    # the number by which cells name the owner, the same as long as the owner exists; 0 for a request without pages
+    numbers: tuple[Count, ...] = ()
     request_ids: tuple[Label, ...] = ()  # the ids, or the `request_digest` of each
     tenants: tuple[Label, ...] = ()  # a digest of `cache_salt`; empty without one
     phases: tuple[Label, ...] = ()
@@ -133,7 +134,7 @@ class PullRow(msgspec.Struct, frozen=True, kw_only=True):
     pool: Label
     source: Label
     stage: Label
-    num_bytes: Count  # bytes that were read or are on their way
+    num_bytes: Count  # the bytes that the pull has read or is reading
     age_s: float | None  # seconds since the pull began; None if it has not begun
     left_s: float
 
@@ -156,7 +157,7 @@ class EvictionRow(msgspec.Struct, frozen=True, kw_only=True):
     pool: Label
     reason: Label  # "LRU", "hint", "quota" or "reset"
     pages: Count
-    again: Count  # how many of these pages were computed or copied again later
+    again: Count  # how many of the evicted pages were published again later
     first: Label  # the beginning of the digest of one page
 
 
@@ -166,7 +167,7 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     age_s: float
     seconds: float  # how long the recount took
     error: str  # the first discrepancy; empty if there was none
-    counts: dict[Label, tuple[Count, ...]]  # by pool: the number of pages in each `PageState` when it ran
+    counts: dict[Label, tuple[Count, ...]]  # by pool: the number of pages in each `PageState` at the recount
 
 
 class Look(msgspec.Struct, frozen=True, kw_only=True, tag="look/1"):
@@ -175,7 +176,7 @@ class Look(msgspec.Struct, frozen=True, kw_only=True, tag="look/1"):
     name: Label  # the name of the process
     incarnation: Label  # a random id of the watch
     number: Count  # the number of this snapshot
-    base: Count  # the snapshot since which changes are listed; 0 if this one is complete
+    base: Count  # the number of the earlier snapshot to which changes are listed; 0 for a complete snapshot
     at: float  # seconds since 1970
     cost_s: float  # how many seconds of processor time the last snapshot took
     page_size: Count
@@ -194,7 +195,7 @@ class Look(msgspec.Struct, frozen=True, kw_only=True, tag="look/1"):
 
 
 class Beside(NamedTuple):
-    """Data of components outside the manager: phases by request id, leases, pulls, totals."""
+    """Data of components outside the manager: the phase of each request, leases, pulls, and totals in `figures`."""
 
     phases: dict[str, str] = {}  # noqa: RUF012  (these defaults are never changed)
     leases: tuple[LeaseRow, ...] = ()

@@ -217,7 +217,10 @@ class EventBook:
     # ---- contents
 
     def _ids(self, hashes: Hashes) -> Ids:
-        """Returns the contents with these hashes. Adds those that are new, for which only the hash is known so far."""
+        """Returns the contents with these hashes.
+
+        Adds a content for each unknown hash. Only the hash of a new content is known so far.
+        """
         ids = self._index.find(hashes[:, None])
         if (ids == NO_PAGE).any():
             new = np.unique(hashes[ids == NO_PAGE])

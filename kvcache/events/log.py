@@ -59,7 +59,7 @@ class Watched(NamedTuple):
     """An index whose changes are reported as events."""
 
     pages: PrefixIndex
-    source: int  # the number of the source for its first block table; further tables have the following numbers
+    source: int  # the number of the source of the first block table; the next tables' sources have the next numbers
     tables: int  # the number of its block tables
 
 
@@ -86,7 +86,7 @@ class EventLog:
     def __init__(self) -> None:
         self.entries: deque[Entry] = deque()
         self.describe: Callable[[Described], None] = self.entries.append
-        self.full: Callable[[], None] | None = None  # the loop calls this if the publisher's thread falls behind
+        self.full: Callable[[], None] | None = None  # called by the loop if the publisher's thread falls behind
 
     def watch(self, watched: Watched) -> None:
         """From now on, record every change of the index.

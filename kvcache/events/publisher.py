@@ -47,7 +47,8 @@ _RING_BYTES = 64 << 20
 _TOKENS_A_BATCH = 1 << 16
 _REPLAYED = 1000  # the largest number of batches in a replay; a subscriber that lacks more batches gets the whole state
 _REPLAY_SHARE = 0.2  # the share of the thread's time that replays may take
-# In bytes: how much of an answer is sent in one turn. Each message adds a fixed cost. The next turns send the rest.
+# In bytes: how much of the answer to a replay request is sent in one turn. Each message counts as its bytes and
+# `_MESSAGE_COST`. The next turns send the rest of the answer.
 _BYTES_A_TURN = 1 << 18
 _MESSAGE_COST = 1 << 12
 # How many messages of an answer may wait in the socket for a peer. The rest of the answer waits in `_unsent`.
@@ -88,7 +89,7 @@ class _Stream:
             except InvalidParamsError:
                 self.pub.close()
                 raise
-            # with this option, sending fails if the peer's queue is full or the peer is gone
+            # with ROUTER_MANDATORY, sending fails if the peer's queue is full or the peer is gone
             self.replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.joins = self.pub.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 
@@ -110,7 +111,7 @@ class _Stream:
 
     @property
     def is_answering(self) -> bool:
-        """Whether some of the current answer is not sent yet."""
+        """Whether the answer to the last replay request is not completely sent yet."""
         return bool(self._unsent)
 
     def answer(self, book: EventBook) -> bool:
@@ -264,7 +265,7 @@ class _Worker:
                 self._applying.release()
         elif len(entries) > _LOST_AT:
             entries.clear()
-            self._lost = True  # set last, so that none of the dropped entries can get into the new book
+            self._lost = True  # set after the entries are dropped, so that no dropped entry gets into the new book
 
     def agree(self, indexes: Sequence[Watched]) -> None:
         """Apply the whole log. Then apply the differences between the book and the indexes. The loop calls this."""
@@ -305,7 +306,7 @@ class _Worker:
         return bool(self._owed) and now >= max(self._owed[0], self._paid_at - _ANEW_AHEAD * self._anew_s)
 
     def _owe(self, at: float) -> None:
-        """Plan to announce the whole state at the time `at`, in addition to earlier plans."""
+        """Plan an announcement of the whole state at the time `at`. Announcements planned earlier stay planned."""
         # rounded to hundredths of a second, so that at most 100 announcements are planned for a second
         if (at := math.ceil(at * 100) / 100) not in self._owed:
             bisect.insort(self._owed, at)
@@ -351,7 +352,7 @@ class _Worker:
         if self._reply() or asked:
             now = time.monotonic()
             self._replay_at = now + (now - started) * (1 / _REPLAY_SHARE - 1)
-        elif self._is_answering():  # the peer takes its answer slowly
+        elif self._is_answering():  # the peer did not take any part of its answer in this turn
             time.sleep(timeout_ms / 1000)
 
     def _answer(self, ready: Container[object]) -> bool:
@@ -363,8 +364,8 @@ class _Worker:
         for stream in asked:
             with self._applying:  # the loop also uses the book, when it calls `catch_up`
                 # If the answer is the whole state, the state is also announced to all subscribers. The reason is vLLM's
-                # router: it uses a replay only if its numbers follow, without a gap, those of the batches that the
-                # router has received.
+                # router. It uses a replay only if the first number of the replay directly follows the number of the
+                # last batch that the router has received.
                 if not stream.answer(self._book):
                     # the new connection of this subscriber also plans an announcement at about this time, and one
                     # announcement is enough

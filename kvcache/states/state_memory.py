@@ -154,9 +154,10 @@ def room_apart(
 
 
 def room_in_slabs(shape: StateShape | None, slabs: SlabPool, rows: Sequence[torch.Tensor]) -> StateRoom:
-    """Returns the slabs of a pool as the memory of states. `rows` has the token pages by shard, `[pages, words]`.
+    """Returns the memory for states in the slabs of a pool of token pages.
 
-    Raises the errors of `room_apart`, and `PoolTooSmallError` if the pool has no slab.
+    `rows` has the token pages of each shard, `[pages, words]`. Raises the errors of `room_apart`, and
+    `PoolTooSmallError` if the pool has no slab.
     """
     if slabs.num_slabs < 1:
         raise PoolTooSmallError(
@@ -176,7 +177,7 @@ def room_in_slabs(shape: StateShape | None, slabs: SlabPool, rows: Sequence[torc
 
 
 def kind_offsets(kinds: Mapping[str, PageLayout]) -> list[int]:
-    """Returns the byte offset of each kind within a state, and then the end of the last kind."""
+    """Returns the byte offset of each kind within a state. The last item is the end of the last kind in bytes."""
     at = [0]
     for page in kinds.values():
         at.append(-(-(at[-1] + page.page_bytes) // _ALIGNED) * _ALIGNED)

@@ -40,21 +40,21 @@ class DraftedPages:
     a second page. `StatePages.settle` then decides with which of the two pages the request continues. A speculating
     engine does this in each step:
 
-    1. Reserve as usual, for one step and one more for each possible guess: `maybe_reserve(context, 1 + guesses)`.
+    1. Reserve pages for one token and for each possible guess: `maybe_reserve(context, 1 + guesses)`.
     2. If all known tokens are active and `HFRunner.draft` returns True, append the guesses (`update`), and set
        `start_idx` back to its former value. Otherwise the request runs without guesses.
     3. `fetch`, then `HFRunner.verify`, which returns the model's own token for the position of each guess, and for the
        position after the last guess.
     4. Remove the wrong guesses (`set_token_indices(active_idx=..., end_idx=...)`), and `update` with the token after
        the right ones.
-    5. `step`. If guesses were wrong, `start_idx` is then before all tokens that ran; those that stay run again next
-       time.
+    5. `step`. If a guess was wrong, `step` sets `start_idx` back to before all tokens that ran. The tokens that stay
+       run again in the next step.
 
-    Guesses up to the end of the request's last page need no further page of the pool, and leave the copies of states
-    unchanged. If each step has a wrong guess, more and more tokens have to run again. An occasional step without
+    Guesses up to the end of the request's last page need no additional page of the pool, and leave the cached copies of
+    states unchanged. If each step has a wrong guess, more and more tokens have to run again. An occasional step without
     guesses brings the state up to date.
 
-    `tokens` has, by state page, the number of tokens that its state includes.
+    `tokens` has the number of tokens that the state in each state page includes.
     """
 
     def __init__(self, tokens: NDArray[np.int64]) -> None:
@@ -65,8 +65,9 @@ class DraftedPages:
         """Returns the position from which a request with a second page runs next, if its first `start` tokens stay.
 
         The request has two states: one after `before` tokens, and one after all drafted tokens. If all drafted tokens
-        stay, or if they did not run, the request continues at `start`. If some of them are removed, it continues at
-        `before`, and those that stay run again. Raises `StatePageError` if `start` is not between the two states.
+        stay, or if they did not run, the request continues at `start`. If some drafted tokens are removed, the request
+        continues at `before`, and the drafted tokens that stay run again. Raises `StatePageError` if `start` is not
+        between the two states.
         """
         after = int(self._tokens[self.page_of[request_id]])
         if not after:  # the drafted tokens did not run
@@ -101,7 +102,10 @@ class DraftedPages:
             raise StatePageError(f"request {request_id!r}: its drafted tokens ran, but step was not called for them")
 
     def check(self, request_ids: Iterable[str]) -> None:
-        """Raise `InvariantError` if a request has a second page but is not in `request_ids`, which have a first one."""
+        """Raise `InvariantError` if a request has a second page but no first page.
+
+        `request_ids` are the requests that have a first page.
+        """
         if odd := self.page_of.keys() - set(request_ids):
             raise InvariantError(f"{sorted(odd)} have a second state page but no first one")
 
@@ -158,12 +162,12 @@ class StatePages:
 
     @property
     def num_idle(self) -> int:
-        """The number of copies without a holder."""
+        """The number of cached copies of states that no request and no lease holds."""
         return self.pool.idle.count
 
     @property
     def num_kept(self) -> int:
-        """The number of copies that can be found."""
+        """The number of cached copies of states from which a request can resume."""
         return int(np.count_nonzero(self.pool.index.published))
 
     @property
@@ -220,9 +224,9 @@ class StatePages:
     # ---- lookups, on the device and below
 
     def kept_after(self, digests: Digests, *, but: int = NO_PAGE) -> NDArray[np.bool_]:
-        """Returns for each digest whether the device or the host has a copy of the state after that page.
+        """Returns whether the device or the host has the state after the page with each digest: bool `[digests]`.
 
-        The result is bool `[digests]`. A copy in the device page `but` does not count.
+        A copy of a state in the device page `but` does not count.
         """
         pages = self.pool.index.find(digests)
         return ((pages != NO_PAGE) & (pages != but)) | (self.below.slots(digests) != NO_PAGE)
@@ -233,7 +237,7 @@ class StatePages:
         return self.pool.index.generation + self.below.generation
 
     def there(self, digests: Digests) -> NDArray[np.bool_]:
-        """Do the same as `kept_after`, and also count copies that are known to be in files or objects."""
+        """Do the same as `kept_after`, and also count states that files or objects are known to have."""
         found = self.kept_after(digests)
         return found | self.below.has(digests[None], ~found[None])[0]
 
@@ -247,9 +251,9 @@ class StatePages:
         for _, some, there in self._below_host(digests):
             if self._ask_later(some, there):
                 return True
-            if there.any():  # if a later state is known, earlier ones do not matter
+            if there.any():  # a lower tier is known to have a later state, so earlier states do not matter
                 break
-        return self.below.answers != before  # an answer came during this call: the caller should ask again
+        return self.below.answers != before  # an answer came during this call, so the caller should ask again
 
     def bring_newest(self, digests: Digests, *, wait: bool) -> bool:
         """Load the latest state that a tier below the host has into the host.
@@ -269,13 +273,13 @@ class StatePages:
                     return True
                 if self.below.slots(some[0, at : at + 1]).all():
                     return False
-        return self.below.answers != before  # an answer came during this call: the caller should ask again
+        return self.below.answers != before  # an answer came during this call, so the caller should ask again
 
     def _below_host(self, digests: Digests) -> Iterator[tuple[int, Digests, Asked]]:
-        """Yield the digests after the last state on the device or the host, in chunks, the last chunk first.
+        """Yield the digests of the pages after the last state on the device or the host, in chunks of digests.
 
-        A chunk is a tuple: the index of its first digest, counted from that state; its digests `[1, digests, words]`;
-        and a mask of the states that lower tiers are known to have.
+        The last chunk comes first. A chunk is a tuple: the number of pages between the last state and the chunk; the
+        chunk's digests `[1, digests, words]`; and a mask of the states that lower tiers are known to have.
         """
         digests = digests[last_end(self.kept_after(digests)) :]
         for end in range(len(digests), 0, -_LOOKED_AT):
@@ -284,7 +288,7 @@ class StatePages:
             yield first, some, self.below.has(some, np.ones(some.shape[:2], np.bool_))
 
     def _ask_later(self, digests: Digests, there: Asked) -> bool:
-        """Ask lower tiers for those states of `digests` that are later than the last one that `there` marks.
+        """Ask the lower tiers for the states of `digests` that come after the last state that `there` marks.
 
         Returns whether an answer is on its way.
         """
@@ -421,7 +425,8 @@ class StatePages:
         if request_id in self.drafts.page_of:
             return True
         self._mark.call = ("draft", request_id)
-        there = self.pool.make_room(moving=False)  # after a fetch, token pages must not be moved
+        # `fetch` has given the ids of token pages to the model, so these pages must not be moved.
+        there = self.pool.make_room(moving=False)
         if there:
             page = self.pool.allocate_one()
             self._tokens[page] = self._told[page] = 0
@@ -436,7 +441,7 @@ class StatePages:
         """
         drafted, page = self.drafts.page_of[request_id], self._page_of[request_id]
         if self._tokens[drafted] == start:
-            if self.pool.holders[page] > 1:  # True if leases hold the state in this page
+            if self.pool.holders[page] > 1:  # a lease also holds this page
                 self._copy(drafted, page)
             else:
                 self._page_of[request_id], self.drafts.page_of[request_id] = drafted, page
@@ -451,8 +456,8 @@ class StatePages:
     def begin_import(self, request_id: str, digest: Digests = NO_STATE) -> int:
         """Hand the request's page to a transfer. The request cannot run until the import ends.
 
-        `digest` is that of the cached state from which the request had resumed; empty if there is none. That state is
-        held as long as the transfer may write to the request's page.
+        `digest` is the digest of the cached state from which the request had resumed; empty if there is no such state.
+        The cached state is held as long as the transfer may write to the request's page.
         """
         page = self.page_of(request_id)
         self._drop_drafted(request_id)
@@ -473,9 +478,9 @@ class StatePages:
         self._tokens[page] = tokens
 
     def cancel_import(self, page: int) -> None:
-        """End an import that has brought no state.
+        """End a cancelled import of a state. The request's page gets back the content that it had before the import.
 
-        The page gets its former content, or is freed if its request was released.
+        If the request was released, the page becomes free.
         """
         if copy := self._before.get(page):
             self._copy(copy, page)
@@ -503,7 +508,10 @@ class StatePages:
         return HeldPages(self.pool, one_page(self._found(digest)))
 
     def tell(self, request_id: str) -> None:
-        """Record that a block table has named the request's current state. It must not change while it is leased."""
+        """Record that a block table has named the request's current state.
+
+        From now on, this state must not be overwritten while the request is leased.
+        """
         self._told[self.page_of(request_id)] = self.tokens_of(request_id)
 
     def is_promised(self, request_id: str) -> bool:
@@ -528,7 +536,7 @@ class StatePages:
         return from_numpy(pages).to(self.blocks[0][0].device)
 
     def _refuse_run(self, request_id: str, start: int) -> None:
-        """Raise if the request cannot run from token `start`: see `pages_at`."""
+        """Raise an error of `pages_at` if the request cannot run from token `start`."""
         self.drafts.check_booked(request_id)
         if (has := self.tokens_of(request_id)) != start:
             raise StatePageError(
@@ -542,7 +550,7 @@ class StatePages:
             )
 
     def _all_run_on(self, pages: NDArray[np.int64], tokens: Sequence[int]) -> bool:
-        """Whether `pages_at` certainly accepts all of these requests: a quick test for steps of many requests."""
+        """Whether it is certain that `pages_at` accepts all requests. A quick test for steps of many requests."""
         has = self._tokens[pages]
         # Leases may forbid overwriting these states. They are rare, so they are tested one by one.
         told = (has > 0) & (has == self._told[pages])
@@ -559,9 +567,10 @@ class StatePages:
         return self._room.kinds[shard]
 
     def mend(self, request_ids: Iterable[str], written: Sequence[int], leased: Counts) -> None:
-        """Rebuild the holders after an interrupt, from the claimed requests, pages in transfer, and open leases.
+        """Count the holders of each state page again, after an interrupt.
 
-        `leased` is the number of leases on each page. Intact copies stay.
+        `request_ids` are the claimed requests, `written` are the pages to which transfers write, and `leased` is the
+        number of leases on each page. Cached copies stay cached if their content is complete.
         """
         claimed = {*request_ids}
         for of_requests in (self._page_of, self.drafts.page_of, self._passing):
@@ -642,7 +651,7 @@ class StatePages:
         copy = int(self.pool.index.find(digest)[0])
         if copy != NO_PAGE:
             self.pool.hold(one_page(copy))
-            self.pool.idle.hint(one_page(copy), None)  # if a hint said to evict it first, that hint was wrong
+            self.pool.idle.hint(one_page(copy), None)  # the state is used again, so a hint to evict it first was wrong
             self._let_go(copy)
         return copy
 
@@ -665,7 +674,10 @@ class StatePages:
                 tell(one_page(copy), digest)
 
     def _spare(self, copies: Pages) -> None:
-        """Finish pending copies of these states to the lower tiers, because the pages are about to be overwritten."""
+        """Finish all pending copies of the states in the pages `copies` to the lower tiers.
+
+        These pages are about to be overwritten.
+        """
         for save in self.pool.journal.going:
             save(copies)
 

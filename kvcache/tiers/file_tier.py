@@ -35,7 +35,7 @@ MakeIO = Callable[[Sequence[torch.Tensor]], PageIO]
 """Makes the object with which one thread moves bytes between files and the given host memory."""
 
 FILE_BYTES = 16 << 20
-# In seconds: after at most this time queued pages are written, even if they do not fill a file.
+# In seconds: the longest time that pages wait to be written, if there are not enough of them to fill a file.
 _LONGEST_QUEUED_S = 1.0
 _LONGEST_WAIT_S = 0.1  # in seconds: the longest time that a reservation waits for pages that are being read from files
 _RESCAN_S = 5.0
@@ -113,15 +113,14 @@ class FileIndex:
         return names
 
     def add(self, name: str, size: int, digests: Digests, tables: NDArray[np.intp]) -> None:
-        """Add a file of pages with these digests.
+        """Add a file. `digests` has the distinct digests of its pages, and `tables` has the block table of each page.
 
-        They are distinct, and there must be room for the file. A known file of the same name is replaced. `tables` has
-        the block table of each page.
+        There must be room for the file. A known file of the same name is replaced.
         """
         self.forget(name)
         entries = self._pool.allocate(len(digests))
         self.pages.tables[entries] = tables
-        known = self.pages.publish(entries, digests) != entries  # pages that a known file already has
+        known = self.pages.publish(entries, digests) != entries  # the pages that another known file has, too
         self._pool.release(entries[known])
         self._numbers += 1
         self._file_of[entries], self._place_of[entries] = self._numbers, np.arange(len(entries))
@@ -158,7 +157,11 @@ class FileIndex:
         listed = [file.entries[file.entries != NO_ENTRY] for file in self._files.values()]
         entries = np.concatenate([*listed, np.zeros(0, np.int32)])
         if not np.array_equal(np.sort(entries), np.flatnonzero(self.pages.published)):
-            raise InvariantError(f"file tier: the {len(entries)} entries of its files are not those that can be found")
+            found = np.count_nonzero(self.pages.published)
+            raise InvariantError(
+                f"file tier: its files have {len(entries)} entries, but the index has {found} entries: both must have "
+                "the same entries"
+            )
         holders = np.bincount(entries, minlength=len(self.reading))
         try:
             self._pool.check(holders, np.zeros_like(holders))
@@ -175,7 +178,7 @@ class FileIndex:
             if self._names.get(file.number) != name or (self._file_of[mine] != file.number).any():
                 raise InvariantError(f"file tier: {name} and its entries do not refer to each other")
             if not np.array_equal(self._place_of[mine], there):
-                raise InvariantError(f"file tier: {name} has its pages in other places than its entries say")
+                raise InvariantError(f"file tier: the entries of {name} have wrong positions of pages in the file")
 
     def _let_go(self, entries: Entries) -> None:
         self.pages.withdraw(entries)
@@ -210,7 +213,7 @@ class FileTier(LowerTier):
         self._scanned = self._clock()
         self._take_up_scan(folder.scan(frozenset(), first=True))
 
-    # ---- up: from files to host slots
+    # ---- reads from files into host slots
 
     def has_of(self, digests: Digests, asked: Asked, *, perhaps: bool) -> Asked:  # noqa: ARG002 - all is known here
         self._take_up(self._reader)
@@ -292,7 +295,7 @@ class FileTier(LowerTier):
     def close(self) -> None:
         """Finish all work that has begun, and end the threads. Safe to call twice."""
         self._reader.shutdown()
-        self._take_up(self._reader)  # this frees the slots of the last reads
+        self._take_up(self._reader)  # frees the slots into which the last reads have read
         self._writer.shutdown()
 
     def counts(self, noun: str) -> Mapping[str, int]:

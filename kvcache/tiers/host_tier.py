@@ -70,7 +70,8 @@ class HostCopy:
 
     pages: Pages
     slots: Slots
-    # the pages are published under these when the copy is over; empty for pages that are copied to the device for a row
+    # The pages are published under these digests when the copy is over. Empty if the pages are copied to the device for
+    # a row, because these pages are not published by the copy.
     digests: Digests
     copy: Copy
 
@@ -80,16 +81,16 @@ class Job:
     """A read, a write, or a question to a store. It runs in a thread of a lower tier."""
 
     work: Future[Callable[[], None]]  # returns a function, with which the loop's thread handles the result
-    slots: Slots  # held until the work has ended
+    slots: Slots  # the host slots that the work reads or writes; they are held until the work has ended
     names: Sequence[bytes] = ()  # the names of the objects that are looked up or read
-    dropped: bool = False  # whether nobody wants the result any more
+    dropped: bool = False  # whether the result is not needed any more, and will not be handled
 
     def wait(self, seconds: float | None = None) -> None:
         """Wait until the work has ended, for at most `seconds`; None means without limit."""
         wait([self.work], seconds)
 
     def drop(self) -> None:
-        """Record that nobody wants the result any more."""
+        """Record that the result is not needed any more, so that it is not handled."""
         self.names, self.dropped = (), True
 
 
@@ -126,7 +127,7 @@ class LowerTier:
     def counts(self, noun: str) -> Mapping[str, int]:
         """Returns the tier's fields of `KVCacheMetrics`. `noun` is what the tier keeps: "blocks" or "states"."""
 
-    # ---- up, to host slots
+    # ---- reads into host slots
 
     @property
     @abstractmethod
@@ -141,25 +142,26 @@ class LowerTier:
         """
 
     def ask(self, digests: Digests, perhaps: Asked) -> bool:  # noqa: ARG002 - everything is known
-        """Ask the store about those pages in the mask `perhaps` of which it is not known whether the tier has them.
+        """Ask the store which of the pages in the mask `perhaps` it has. Pages with a known answer are not asked again.
 
-        Returns whether an answer is on its way for which it is worth waiting.
+        Returns whether an answer is on its way and is worth waiting for.
         """
         return False
 
     @abstractmethod
     def fetch(self, digests: Digests, wanted: Asked, *, wait: bool, gain: int) -> None:
-        """Begin to read the `wanted` pages, which the tier has.
+        """Begin to read the `wanted` pages, which the tier has, into host memory.
 
-        They are read column by column, as far as the host has room. `gain` is the number of pages whose tokens then
-        need not be computed. With `wait`, waits for the pages for a while.
+        The pages at the beginning of the prompt are read first, as far as the host has room. `gain` is the number of
+        pages whose tokens need not be computed once the `wanted` pages are read. With `wait`, the call waits a limited
+        time for the pages.
         """
 
     @abstractmethod
     def brings(self, digests: Digests, wanted: Asked) -> bool:
         """Whether some of the `wanted` pages are being read, and are still worth waiting for."""
 
-    # ---- down, from host slots
+    # ---- writes from host slots
 
     def offer(self, digests: Digests) -> None:
         """Record that the host tier now has the pages with these digests."""
@@ -196,7 +198,7 @@ class LowerTier:
     def stop(self) -> None:
         """Wait until both threads have done all work that was given to them."""
         for thread in (self._reader, self._writer):
-            with suppress(RuntimeError):  # raised if the thread was ended by `close`
+            with suppress(RuntimeError):  # `submit` raises this error after `close` has ended the thread
                 thread.submit(nothing).result()
 
     def mend(self) -> None:
@@ -211,7 +213,7 @@ class LowerTier:
     # ---- inside
 
     def _take_up(self, *threads: TierThread) -> None:
-        """Handle the results of the jobs of these threads that have ended."""
+        """Handle the result of each job of these `threads`, if the job has ended."""
         for thread in threads:
             while thread.jobs and thread.jobs[0].work.done():
                 self._end(thread.jobs.popleft())
@@ -294,9 +296,10 @@ class ReplicaTier(PagesBelow, PageReader):
         mover: PageMover,
         every: Callable[[Digests], Digests] = _of_one_table,
     ) -> None:
-        """`every` takes the digests of tokens.
+        """Connect a replica to the host tier.
 
-        It returns the digests of the pages with these tokens in all block tables.
+        `every` is a function that takes the digests of tokens. It returns the digests of the pages with these tokens in
+        all block tables.
         """
         self.host = host
         self.pool = pool
@@ -312,7 +315,7 @@ class ReplicaTier(PagesBelow, PageReader):
         self.waiting: deque[tuple[Pages, Digests]] = deque()
         # By row: the copies of its pages to the device that have not begun or not ended.
         self._loads: dict[int, list[HostCopy]] = {}
-        # copies to the device whose end was not handled yet, and which belong to no row any more
+        # copies to the device that belong to no row any more; a copy stays here until `poll` sees that it has ended
         self._left: list[HostCopy] = []
         self.stores: deque[HostCopy] = deque()  # copies to the host that have not ended, oldest first
         self.stored = self.loaded = 0  # the number of pages copied to the host, and to the device, so far
@@ -335,7 +338,7 @@ class ReplicaTier(PagesBelow, PageReader):
 
         Returns how many pages left the queue.
         """
-        self._pass_uses()  # apply uses that had to wait until asynchronous copies had ended
+        self._pass_uses()  # some copies may have ended, so uses that waited for these copies can be applied
         pages, digests = self._take(most)
         if not pages.size:
             return 0
@@ -364,7 +367,7 @@ class ReplicaTier(PagesBelow, PageReader):
 
     @property
     def is_loading(self) -> bool:
-        """Whether asynchronous copies to the device were begun whose end was not handled yet."""
+        """Whether there are asynchronous copies to the device whose end `poll` has not handled yet."""
         return bool(self._left)
 
     def poll(self) -> None:
@@ -387,11 +390,12 @@ class ReplicaTier(PagesBelow, PageReader):
             self._end(load)
 
     def leave(self, row: int, pages: Pages, names: Digests, ends: Callable[[Digests], Asked]) -> None:
-        """Called when the row is released. Pages that are copied to the device for it are then no longer needed.
+        """Called when the row is released. The copies to the device for this row are then not needed any more.
 
-        A running copy keeps its pages until it is over. `pages` are the row's published pages. That the request used
-        them is recorded only after the last of them is copied to the host. Otherwise the host would evict the first
-        pages before the last ones, although the last ones are useless without the first.
+        A running copy holds its pages until the copy is over. `pages` are the row's published pages. The request's use
+        of these pages is queued behind their copies to the host. If the use were recorded earlier, the host would
+        evict the first pages of the prompt before the last pages, although the last pages are useless without the
+        first pages.
         """
         for load in self._loads.pop(row, ()):
             if load.copy.begun:
@@ -502,14 +506,14 @@ class ReplicaTier(PagesBelow, PageReader):
         load = HostCopy(pages, slots, digests, self._mover.load(slots, pages))
         load.copy.begin()
         self._left.append(load)
-        self.poll()  # if the calling thread itself makes the copies, this copy is already over
+        self.poll()  # if the CPU makes the copies, this copy is already over
 
     def arrive(self, rows: Rows) -> None:
         asked = as_rows(rows) if self._loads else np.zeros(0, np.int64)
         for row in [row for row in self._loads if (asked == row).any()]:
             for load in self._loads[row]:
                 load.copy.order()
-            self._left += self._loads.pop(row)  # last: if an interrupt comes before this line, the copy begins again
+            self._left += self._loads.pop(row)  # last, so that after an interrupt `arrive` orders the copies again
         self.poll()
 
     def coming(self, row: int | None = None) -> list[Pages]:
@@ -545,7 +549,7 @@ class ReplicaTier(PagesBelow, PageReader):
     def mend(self, rows: Iterable[int]) -> None:
         claimed = {*rows}
         self._loads = {row: loads for row, loads in self._loads.items() if row in claimed}
-        self._left.clear()  # all these copies have ended by now
+        self._left.clear()  # no copy is in flight when `mend` is called
         self.storing[:] = False
         for store in self.stores:
             self.storing[store.pages] = True
@@ -556,7 +560,7 @@ class ReplicaTier(PagesBelow, PageReader):
         digests = self.pool.index.digests_of(published)
         absent = self.host.pool.index.find(digests) == NO_PAGE
         self.came(published[absent], digests[absent])
-        self.waiting += uses  # last, because a use counts only after the pages before it in the queue are copied
+        self.waiting += uses  # behind the pages, because a use is applied only after all pages before it are copied
 
     # ---- inside
 
@@ -577,7 +581,7 @@ class ReplicaTier(PagesBelow, PageReader):
         return len(self.waiting[0][0]) if self.waiting else 0
 
     def _pass_uses(self) -> None:
-        """Apply the uses at the head of the queue, before which no page waits."""
+        """Apply the uses at the head of the queue: no page before them in the queue waits to be copied to the host."""
         while self.waiting and not self.waiting[0][0].size and not self.stores:
             _, digests = self.waiting.popleft()
             if digests.ndim > 2:
@@ -598,7 +602,7 @@ class ReplicaTier(PagesBelow, PageReader):
         self.host.pool.release(load.slots)
 
     def _keep(self, pages: Pages) -> None:
-        """Keep `pages` from being allocated or read, until `_let_go` is called."""
+        """Add a writer to `pages`, so that they are neither allocated nor read until `_let_go` drops the writer."""
         self.pool.add_writer(pages)
 
     def _let_go(self, pages: Pages) -> None:

@@ -48,7 +48,7 @@ MEMORY_BYTES = 16 << 20  # in bytes: how much a thread moves in one call, unless
 _FIRST_EPOCH = "0" * 16  # the epoch of a namespace that was never reset
 _ABSENT_S = 10.0  # in seconds: how long an object is assumed to be absent after the store has said so
 _LONGEST_FLUSH_S = 10.0
-_MOST_KNOWN = 1 << 16  # the largest number of objects of which it is remembered whether they exist
+_MOST_KNOWN = 1 << 16  # the largest number of objects for which the tier remembers whether they exist
 MOST_ASKED = 256  # the largest number of objects of one block table in a question to the store
 MOST_QUEUED = 256  # the largest number of objects of one block table that wait to be written
 _PRESENT, _UNKNOWN, _ABSENT = 1, 0, -1
@@ -62,15 +62,15 @@ class ObjectPiece(NamedTuple):
     """Consecutive pages to read from one object."""
 
     name: bytes
-    skip: int  # how many pages of the object come before these
+    skip: int  # how many pages of the object come before the pages to read
     digests: Digests
     table: int  # the block table to which these pages belong
 
 
 class ReadRates:
-    """How long reads from the store have taken recently.
+    """How long recent reads from the store have taken, as measured by the read thread.
 
-    This decides whether reading is faster than computing. The read thread measures it.
+    These times decide whether reading a prompt's pages is faster than computing its tokens.
     """
 
     def __init__(self, compute_page_s: float) -> None:
@@ -151,7 +151,7 @@ class ObjectTier(LowerTier):
         self.failures = 0  # the number of calls of the store that failed or timed out
         self._ask([])
 
-    # ---- up: from objects to host slots
+    # ---- reads from objects into host slots
 
     @property
     def generation(self) -> int:
@@ -201,18 +201,21 @@ class ObjectTier(LowerTier):
     def brings(self, digests: Digests, wanted: Asked) -> bool:
         return self._waits(digests, self._over(wanted))
 
-    # ---- down: from host slots to objects
+    # ---- writes from host slots to objects
 
     def offer(self, digests: Digests) -> None:
         """Record that the host tier now has the pages with these digests.
 
-        States are queued to be written now. Pages are queued when their request ends.
+        Recurrent states are queued to be written at once. Token pages are queued when their request ends.
         """
         if self._apart:
             self.ended(digests[None])
 
     def used(self, digests: Digests) -> None:
-        """Record that a request has used the pages with these digests. States are queued again, as by `offer`."""
+        """Record that a request has used the pages with these digests.
+
+        Recurrent states are queued again, because the store may have lost them.
+        """
         self.offer(digests)
 
     def ended(self, digests: Digests) -> None:
@@ -300,7 +303,10 @@ class ObjectTier(LowerTier):
     # ---- inside
 
     def _work(self, work: Callable[[], _T], take: Callable[[_T], None]) -> Callable[[], None]:
-        """See the base class. During the pause after a failure of the store, queued work is skipped."""
+        """Run `work` in a thread of the tier, unless a call of the store has failed in the last `PAUSE_S` seconds.
+
+        Returns a function, with which the loop's thread handles the result.
+        """
         return nothing if self._clock() < self._paused_until else super()._work(work, take)
 
     def _end(self, job: Job) -> None:
@@ -475,7 +481,10 @@ class ObjectTier(LowerTier):
     def _write(
         self, epoch: str, batch: dict[bytes, Digests], pages: list[list[list[Part]]], broken: frozenset[bytes]
     ) -> list[bytes]:
-        """Write those objects of the batch that are absent or broken. Returns their names. Runs in the write thread."""
+        """Write each object of the batch that is absent from the store or broken. Returns the names of these objects.
+
+        Runs in the write thread.
+        """
         io, size, ranges, written = self._write_io, self._layout.object_bytes, list[ObjectRange](), list[bytes]()
         keys = [self._layout.key(epoch, name) for name in batch]
         there = io.exist(keys)

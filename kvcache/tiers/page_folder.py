@@ -53,7 +53,7 @@ class Scan(NamedTuple):
 
 
 def namespace_of(*fields: str) -> bytes:
-    """Returns 16 bytes that identify these fields. They differ if any field differs."""
+    """Returns 16 bytes that identify `fields`. If any field differs, the bytes differ."""
     joined = b"".join(struct.pack("<I", len(field.encode())) + field.encode() for field in ("files/1", *fields))
     return hashlib.sha256(joined).digest()[:16]
 

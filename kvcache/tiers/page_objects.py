@@ -104,7 +104,7 @@ class ObjectFormat:
     def _records(
         self, records: Part, digests: Digests, pages: Sequence[Sequence[Part]]
     ) -> list[tuple[bytes, Sequence[Part], Part, Part]]:
-        """Yields for each page its digest, its parts in `pages`, and the parts of `records` that belong to it."""
+        """Returns a tuple for each page: its digest, its parts in `pages`, its bytes in `records`, and its record."""
         rows = records.reshape(-1, self.record_bytes)
         cut = self.page.page_bytes
         return [

@@ -56,7 +56,7 @@ class Tiers:
         self.host = host
         self.replicas: list[ReplicaTier] = []  # the host tier as each replica uses it
         self.files = files
-        self.lower = host.lower  # the same list object that the replicas have
+        self.lower = host.lower  # the tiers below the host, in the same list object that each `ReplicaTier` uses
         self._noun = noun  # what metrics call the contents of the tiers: "blocks" or "states"
         self._counted = [*self.lower]  # a list of its own, for metrics that are read after `close`
         self._batch = max(1, _BATCH_BYTES // sum(memory.shape[1] for memory in host.memory))
@@ -76,7 +76,10 @@ class Tiers:
         return KVCacheMetrics(**counts)
 
     def tick(self) -> None:
-        """Called when a step is about to run. Makes as many copies as their share of the time allows."""
+        """Copy some published pages to the host. Called when a step is about to run.
+
+        The copies take at most the part `share` of the time.
+        """
         now = self._clock()
         self._credit = min(self._credit + self.share * (now - self._seen), _MOST_CREDIT_S)
         self._seen = now
@@ -90,7 +93,7 @@ class Tiers:
 
     @property
     def is_loading(self) -> bool:
-        """Whether copies to the device were begun whose end was not handled yet."""
+        """Whether there are asynchronous copies to the device whose end `take_up` has not handled yet."""
         return any(tier.is_loading for tier in self.replicas)
 
     def take_up(self) -> None:
@@ -158,7 +161,10 @@ class Tiers:
         return holders
 
     def check(self) -> None:
-        """Count the holders of all slots again. Raises `InvariantError` at the first slot or mark that differs."""
+        """Count the holders of all host slots again, and check the queues of pages that wait to be copied.
+
+        Raises `InvariantError` at the first discrepancy.
+        """
         for lower in self.lower:
             lower.check()
         holders = self._holders()
@@ -189,7 +195,7 @@ def _check_queue(tier: ReplicaTier, number: int) -> None:
 class Kept(NamedTuple):
     """The kind of content that tiers keep (token pages or recurrent states), and how much of it they keep."""
 
-    noun: str  # what metrics call it: "blocks" or "states"
+    noun: str  # what metrics call the content: "blocks" or "states"
     shard_bytes: Sequence[int]  # the bytes of one page or state on each shard
     slots: int  # the number of slots in host memory
     file_bytes: int  # the bytes in files

@@ -96,8 +96,8 @@ class WatchBook:
         self.incarnation = secrets.token_hex(8)
         self.number = 0
         self.cost_s = 0.0  # in seconds: the processor time that the last snapshot took
-        # In seconds: the part of `cost_s` in which numpy reads whole pools. For most of it, the interpreter lock is
-        # free.
+        # In seconds: the part of `cost_s` in which numpy reads whole pools. numpy releases the interpreter lock for
+        # most of this time.
         self.beside_s = 0.0
         self.check: tuple[float, CheckReport] | None = None  # the time of the last `check`, and its result
         self._name, self._sizes, self._beside = name, sizes, beside

@@ -22,7 +22,7 @@ _BECOMES = ((PageState.HELD, PageState.LEASED), (PageState.WRITTEN, PageState.QU
 
 
 class Holding(NamedTuple):
-    """Pages of no row: a lease holds them, or a cancelled import may still write to them."""
+    """Pages that are in no row, because a lease holds them or a cancelled import may still write to them."""
 
     what: object
     request_id: str
@@ -41,7 +41,10 @@ class OwnerNumbers:
         self._known: dict[int, tuple[object, int]] = {}
 
     def of(self, holdings: list[Holding]) -> list[int]:
-        """Returns a number for each holding. Holders that are not in this list are forgotten."""
+        """Returns the number of the lease or import of each holding.
+
+        A lease or import that is not in the list loses its number.
+        """
         known = self._known
         self._known = {id(one.what): known.get(id(one.what)) or (one.what, self._new()) for one in holdings}
         return [self._known[id(one.what)][1] for one in holdings]

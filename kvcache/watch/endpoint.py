@@ -1,8 +1,9 @@
 """`Watch` answers watchers of some pools, in a thread of its own. `ManagerWatch` does so for the pools of a manager.
 
-A snapshot is made when a watcher asks, in this thread instead of the loop's. To copy the arrays of 4 million pages
-takes milliseconds, which is too long for a step. To read them in another thread costs the loop nothing (`cells.py` says
-why this is safe). A recount (`check`) must run in the loop's thread. So it waits until the loop calls `attend`.
+This thread makes a snapshot when a watcher asks. The loop makes no snapshots, because copying the arrays of 4 million
+pages takes milliseconds, which is too long for a step. Reading the arrays in another thread costs the loop nothing
+(`cells.py` says why this is safe). A recount (`check`) must run in the loop's thread. So a recount waits until the loop
+calls `attend`.
 """
 
 import logging
@@ -59,9 +60,9 @@ _HERE = ("tcp://127.", "tcp://[::1]:", "tcp://localhost:", "ipc://", "inproc://"
 class _Watcher:
     """A watcher that has asked before and may ask again."""
 
-    asked: AskLook | None = None  # its last question, if that is not answered yet
+    asked: AskLook | None = None  # the watcher's last question; None if the question is answered
     asked_at: float = 0.0
-    answered_at: float = 0.0  # when it was last answered; 0 if never
+    answered_at: float = 0.0  # when the watcher got its last answer; 0 if it has not got any
 
 
 class _WatchThread:
@@ -183,7 +184,7 @@ class _WatchThread:
             # The frames need not be copied: each snapshot makes new arrays, and these are never changed.
             self._socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
-            return error.errno == zmq.EAGAIN  # in this case the watcher is there, and only its queue is full
+            return error.errno == zmq.EAGAIN  # EAGAIN means that the watcher is there, but its queue is full
         return True
 
 

@@ -20,16 +20,16 @@ _ENTRIES = 1 << 15  # how many entries may wait for the watch's thread; if there
 _EVICTED = 1 << 16  # how many evicted pages are remembered, in order to notice when one is published again
 _SHOWN = 32
 _SPREAD_S = 0.25  # in seconds: evictions of a pool that have the same reason and lie within this time are shown as one
-_PUBLISHED = -1  # in place of the number of an eviction: marks a publication
+_PUBLISHED = -1  # marks a publication in arrays that have the number of each eviction
 _NO_WORDS = np.zeros(0, np.uint64)
 REASONS = ("LRU", "hint", "quota", "reset")  # the index of a reason is its number in the journal
 
 
 class PoolEntry(NamedTuple):
-    """One entry of the record. It reports something about some pages. `words` identify the content of the pages.
+    """One entry of the record: `what` happened to `pages` at the time `at`. `words` identify the pages' content.
 
-    `more` has the reasons if the pages were evicted, and the pages before them if they were published. If pages were
-    found, `words` and `more` are empty, because nothing reads them.
+    If the pages were evicted, `more` has the reasons. If they were published, `more` has the page before each page in
+    its prompt. If a request has found the pages, `words` and `more` are empty, because nothing reads them.
     """
 
     what: str
@@ -133,11 +133,11 @@ class EvictionBook:
         return one.number
 
     def _count_again(self, words: Words, numbers: NDArray[np.int64]) -> None:
-        """Find the evicted pages that were published again.
+        """Find the evicted pages that were published again, and count them for their evictions.
 
-        `words` are in order of time. `numbers` has for each the number of its eviction, or `_PUBLISHED`. The new words
-        come after those that are already known. A stable sort by word then puts each event right after the previous
-        event of the same content.
+        Each item of `words` is the content of a page that was evicted or published, in order of time. `numbers` has the
+        number of the eviction, or `_PUBLISHED`. The known evictions come before the new items. A stable sort by word
+        then puts each item right after the previous item with the same content.
         """
         words, numbers = np.concatenate((self._words, words)), np.concatenate((self._numbers, numbers))
         order = np.argsort(words, kind="stable")
@@ -173,7 +173,10 @@ class EvictionBook:
 
 
 def _by_reason(entry: PoolEntry) -> list[tuple[str, Words]]:
-    """Returns the words of evicted pages, grouped by reason. There is nearly always only one reason."""
+    """Returns the words of the evicted pages of an entry, grouped by the reason of the eviction.
+
+    An entry nearly always has only one reason.
+    """
     if not entry.words.size:
         return []
     codes = set(entry.more.reshape(-1).tolist())
@@ -240,7 +243,8 @@ class PrefixTree:
         branches = np.bincount(up[known], minlength=len(up))
         is_head = (up[known] == 0) | (branches[up[known]] > 1)
         heads = known[is_head]
-        # By page: the first page of its part. Each round of the loop below doubles the distance that it looks back.
+        # By page: the first page of its part of the tree. In round n, the loop below replaces each page by the page
+        # 2**n pages before it, but by no page before the first page of the part.
         first = up.copy()
         first[heads] = heads
         while not np.array_equal(further := first[first], first):
@@ -258,14 +262,15 @@ class PrefixTree:
 
 
 def _each(clocks: list[int], pages: list[NDArray[np.int32]]) -> NDArray[np.uint32]:
-    """Returns one number for each page: the item of `clocks` that belongs to the page's entry."""
+    """Returns the time of each page's entry. `clocks` and `pages` have one item for each entry."""
     return np.repeat(np.array(clocks, np.uint32), [len(some) for some in pages])
 
 
 def _with_below(heads: NDArray[np.intp], before: NDArray[np.int32], own: NDArray[np.intp]) -> NDArray[np.intp]:
-    """Returns, for each part, the number of its own pages and of all pages below it.
+    """Returns the number of pages in each part of the prefix tree and in all parts below it.
 
-    The sums are made level by level, from the deepest level up.
+    A part is named by its first page. `own` has the number of pages in each part, `heads` has the first pages, and
+    `before` has the first page of the part above each of them. Adds up level by level, the deepest level first.
     """
     level, reached = np.zeros(len(own), np.int32), before == 0
     levels = [reached]

@@ -28,7 +28,7 @@ class WatchedPool(Protocol):
 
     @property
     def pool(self) -> PagePool:
-        """The pool itself. If it is replaced by another object, the watch begins anew."""
+        """The pool that is watched. If another `PagePool` object takes its place, the watch records anew."""
         ...
 
     def cells(self) -> Cells:

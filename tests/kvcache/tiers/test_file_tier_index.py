@@ -104,7 +104,7 @@ def test_check_names_bytes_that_do_not_add_up() -> None:
     [
         ("_names", 1, "b", "a and its entries do not refer to each other"),
         ("_file_of", 2, 7, "and its entries do not refer to each other"),
-        ("_place_of", slice(None), 1, "a has its pages in other places"),
+        ("_place_of", slice(None), 1, "the entries of a have wrong positions of pages"),
         ("_max_bytes", None, 49, "its files have 50 bytes; 50 are counted and 49 allowed"),
     ],
 )
@@ -128,7 +128,7 @@ def test_check_names_an_entry_that_no_file_holds() -> None:
 def test_check_names_a_page_of_a_file_that_cannot_be_found() -> None:
     made = index(("a", 30, (1, 2, 3)))
     made.pages.withdraw_one(2)
-    with pytest.raises(InvariantError, match="the 3 entries of its files are not those that can be found"):
+    with pytest.raises(InvariantError, match="its files have 3 entries, but the index has 2 entries"):
         made.check()
 
 
