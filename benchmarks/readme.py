@@ -82,10 +82,10 @@ def one(rows: Sequence[Row], **wanted: object) -> Row:
 HASHES = ("sha256", "xxh3_128")
 MANAGER = (
     ("decode step, 1,024 running requests, `Batch`", ("decode step, 1,024 requests, Batch",)),
-    ("the same, and every context read after it", ("the same, every context read after it",)),
-    ("the same through the plain per-request calls", ("the same, plain calls",)),
+    ("the same, then every context is read", ("the same, every context read after it",)),
+    ("decode step, 1,024 running requests, one call per request", ("the same, plain calls",)),
     ("decode step, 1 request, `Batch`", ("decode step, 1 request, Batch",)),
-    ("the same through the plain calls", ("decode step, 1 request, plain calls",)),
+    ("decode step, 1 request, one call per request", ("decode step, 1 request, plain calls",)),
     *(
         (
             f"{what} of {length} tokens, {' / '.join(HASHES)}",
@@ -106,8 +106,8 @@ MANAGER = (
         for page in (16, 128)
     ),
     ("a conversation's next turn at 32,768 tokens, context kept", ("next turn at 32,768 tokens, context kept",)),
-    ("the same, new context", ("next turn at 32,768 tokens, new context, sha256",)),
-    ("the same, from a list of tokens", ("next turn at 32,768 tokens, from a list",)),
+    ("the same turn, new context", ("next turn at 32,768 tokens, new context, sha256",)),
+    ("the same turn, new context from a list of tokens", ("next turn at 32,768 tokens, from a list",)),
     ("release 2,048 pages", ("release 2,048 pages",)),
     (
         "evict, per page, 2,048 at a time, pool of 32 k / 4 M pages",
@@ -139,7 +139,7 @@ def manager_table() -> list[str]:
         ratio = min(others) / found[0]["ours_min"] if others else None
         cells = [_together(each) for each in best]
         made.append([what, some(*(row["ours_min"] for row in found)), *cells, number(ratio)])
-    heading = f"Minima of {_rounds(result)} rounds in microseconds, pages of 16 tokens where nothing else is said:"
+    heading = f"Minima of {_rounds(result)} rounds in microseconds, pages of 16 tokens unless a row says otherwise:"
     return [heading, "", *table(made), "", origin(["peers"])]
 
 
@@ -269,7 +269,8 @@ def asked(pages: int) -> Callable[[Row], str]:
 
 PROCESSES = (
     Line(
-        "cached prompt tokens with two prefill processes: one shared cache / by decode's guess / by Dynamo / in turns",
+        "share of prompt tokens that two prefill processes had cached: one shared cache / placement `guess` / "
+        "`dynamo` / `in-turns`",
         "count",
         "placement",
         placed,
@@ -282,37 +283,40 @@ PROCESSES = (
     ),
     Line("the same, pulled after the whole prompt has run", "minimum", "handover", handed("whole")),
     Line(
-        "time that two processes in place of one add to the first token: in all / in the hand-over",
+        "time that a separate decode process adds to the first token: in total / in the hand-over",
         "median",
         "first_token",
         added_to("first token", "hand-over"),
     ),
     Line(
-        "the same for the second token: in all / in the pull", "median", "first_token", added_to("second token", "pull")
+        "time that it adds to the second token: in total / in the pull",
+        "median",
+        "first_token",
+        added_to("second token", "pull"),
     ),
     Line(
-        "first token if another prefill process has cached 256 tokens of the prompt: computed / pulled",
+        "time to first token if another prefill process has cached 256 tokens of the prompt: computed / pulled",
         "median",
         "prefix_peers",
         from_a_peer(256),
     ),
     Line("the same for 3,072 tokens", "median", "prefix_peers", from_a_peer(3072)),
     Line(
-        "the same over 100 Mbit/s: pulled / computed / both at once / both without loss",
+        "3,072 tokens over 100 Mbit/s: pulled / computed / both at once / both at once without any loss",
         "median",
         "both_ends",
         both_ways("100mbit"),
     ),
-    Line("the same over 1 Gbit/s", "median", "both_ends", both_ways("1gbit")),
+    Line("3,072 tokens over 1 Gbit/s", "median", "both_ends", both_ways("1gbit")),
     Line(
-        "pull or compute: right choices, right ones of the clear choices, mean loss",
+        "choice to pull or to compute: right choices, right choices if the times differ clearly, mean loss of time",
         "share",
         "prefix_peers",
         chosen_ways("2 + 2"),
     ),
-    Line("the same over 100 Mbit/s", "share", "prefix_peers", chosen_ways("2 + 1, 100mbit")),
+    Line("the same choice over 100 Mbit/s", "share", "prefix_peers", chosen_ways("2 + 1, 100mbit")),
     Line(
-        "question for 128 pages by content: processor time of the source's loop / of the asker's loop",
+        "question for 128 pages by content: processor time of the source's loop / of the reader's loop",
         "median",
         "asking",
         asked(128),
@@ -326,29 +330,28 @@ PROCESSES = (
         lambda result: f"{len(result['wrong'])} / {result['pages_held']}",
     ),
     Line(
-        "rate of our two threads for 2,048 random pages of 64 / 256 KiB, as a multiple of one thread with "
-        "`process_vm_readv`",
+        "rate of a pull of 2,048 random pages of 64 / 256 KiB, divided by the baseline's rate",
         "minimum",
         "pull",
         columns_of("pagewire", "ratio", *_LARGE),
     ),
-    Line("the same per second of processor time", "mean", "pull", columns_of("pagewire", "cpu_ratio", *_LARGE)),
+    Line("the same, bytes per second of processor time", "mean", "pull", columns_of("pagewire", "cpu_ratio", *_LARGE)),
     Line(
-        "rate for 256 / 16 pages of 64 KiB, as the same multiple",
+        "rate of a pull of 256 / 16 pages of 64 KiB, divided by the baseline's rate",
         "minimum",
         "pull",
         columns_of("pagewire", "ratio", *_SMALL),
     ),
-    Line("the same per second of processor time", "mean", "pull", columns_of("pagewire", "cpu_ratio", *_SMALL)),
+    Line("the same, bytes per second of processor time", "mean", "pull", columns_of("pagewire", "cpu_ratio", *_SMALL)),
     Line(
         "rate of NIXL alone (default settings, no lease, no fence) for 2,048 pages of 64 / 256 KiB, "
-        "as the same multiple",
+        "divided by the baseline's rate",
         "minimum",
         "pull",
         columns_of("nixl as shipped", "ratio", *_LARGE),
     ),
     Line(
-        "the same with our settings",
+        "rate of NIXL alone with our settings, divided by the baseline's rate",
         "minimum",
         "pull",
         columns_of("nixl as ours", "ratio", *_LARGE),
@@ -363,7 +366,7 @@ PROCESSES = (
         ),
     ),
     Line(
-        "share that the fence adds to a pull of 2,048 pages",
+        "share of time that the fence adds to a pull of 2,048 pages",
         "minimum",
         "pull",
         lambda result: f"{figure(result, 'fence of 2,048 pages of 64 KiB'):.1f} %",
@@ -446,7 +449,12 @@ ALONE = (
         "trace_routing",
         routed,
     ),
-    Line("first token if the prompts need three times the pool: without / with a host tier", "median", "tiers", served),
+    Line(
+        "time to first token if the prompts need three times the pool: without / with a host tier",
+        "median",
+        "tiers",
+        served,
+    ),
 )
 
 
@@ -491,7 +499,7 @@ def engines_table() -> list[str]:
         for name in ("first", "second"):
             shares = ("p50", "p90", "p99")
             cells = [some(*(row[f"{name} {share}"] for share in shares)) for row in each]
-            made.append([f"{name} token of {size:,} tokens, median / p90 / p99 ms", *cells])
+            made.append([f"{name} token, {size:,} prompt tokens, median / p90 / p99 ms", *cells])
     each = [next(row for row in rows if row["connector"] == way and "requests/s" in row) for way in ways]
     made.append(["requests a second, 16 at a time", *(number(row["requests/s"]) for row in each)])
     made.append(["of these failed", *(f"{row['failed']} of {row['requests']}" for row in each)])
@@ -576,7 +584,7 @@ FIGURES = (
         "ms",
     ),
     Figure(
-        "first token of 500 under `vllm serve`, prefill and decode apart",
+        "time to first token, 500 prompt tokens, separate prefill and decode under `vllm serve`",
         lambda: _first_token("ours"),
         lambda: {"vLLM's connector": _first_token("theirs")},
         "ms",
