@@ -406,12 +406,13 @@ class Replicas:
             self._computed(gathered)
         if self._partial:
             _learn(self._partial, gathered, full)
-        if gathered.has_futures:
-            gathered.due = UNKNOWN
-        elif full:
-            gathered.due = 1  # among many requests, one of them probably fills a page with its next token
-        elif isinstance(gathered, Batch):
-            gathered.due = self._rows.due(gathered.places, computed) if self.each[0].caching else NEVER
+        if isinstance(gathered, Batch):  # the requests of a plain sequence are gathered again at the next step
+            if gathered.has_futures:
+                gathered.due = UNKNOWN
+            elif full:
+                gathered.due = 1  # among many requests, one of them probably fills a page with its next token
+            else:
+                gathered.due = self._rows.due(gathered.places, computed) if self.each[0].caching else NEVER
         self._log.end_call()
 
     def publish_events(self, options: KVEvents, params: KVCacheParams, tables: LayerTables) -> None:

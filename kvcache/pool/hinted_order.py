@@ -270,7 +270,7 @@ class LruBaseline:
         # A digest is in the sample if its first word has none of these bits set. The prefix index uses other bits for
         # its buckets.
         self.mask = np.uint64((self.rate - 1) << 32)
-        self._room = max(1, num_pages // self.rate)  # how many pages the sample may keep, as of the last visit
+        self._room = num_pages // self.rate  # how many pages the sample may keep, as of the last visit
         self._kept: OrderedDict[int, None] = OrderedDict()  # least recently used first
 
     def count(self, words: Words) -> int:
@@ -325,7 +325,7 @@ class HintedBaseline:
     """
 
     def __init__(self, num_pages: int, rate: int, mask: np.uint64, share: float) -> None:
-        most = max(1, num_pages // rate)
+        most = num_pages // rate
         self.rate, self.mask = rate, mask
         self._order = HintedOrder(most, LruOrder(most), share=share)
         self._most = most
@@ -393,8 +393,7 @@ class HintedBaseline:
         return np.array([self._page_of(word) for word in words], np.int32)
 
     def _append(self, pages: Pages) -> None:
-        if pages.size:
-            self._order.append(pages[::-1])  # reversed, because a pool frees a request's last page first
+        self._order.append(pages[::-1])  # reversed, because a pool frees a request's last page first
 
     def _page_of(self, word: int) -> int:
         page = self._ids.get(word)

@@ -41,7 +41,7 @@ class BatchState(NamedTuple):
 
 
 UNKNOWN = -(1 << 62)
-_UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
+_UNSIGNED = {np.dtype(f"{kind}{size}"): np.dtype(f"u{size}") for kind in "iu" for size in (4, 8)}
 _STEPS_KEPT = 256  # how many updates a batch keeps before it passes them to the contexts
 
 
@@ -88,11 +88,6 @@ class Gathered:
         """
         contexts = self.contexts
         self.computed = np.fromiter([computed_of(context) for context in contexts], np.int64, len(contexts))
-
-    @property
-    def has_futures(self) -> bool:
-        """Whether some requests have a step in flight."""
-        return False
 
     def split(self, count: int) -> list[Share]:
         """Returns the share of each of the `count` replicas in the batch."""
@@ -297,6 +292,7 @@ class Batch(Gathered, Sequence[Context]):
 
     @property
     def has_futures(self) -> bool:
+        """Whether some requests have a step in flight."""
         return self._futures > 0
 
     def refresh(self) -> None:
@@ -520,8 +516,10 @@ class Batch(Gathered, Sequence[Context]):
                 f"batch of {len(self.contexts)} requests: got tokens of shape {array.shape} and dtype {array.dtype}; "
                 "one integer for each request is needed"
             )
+        if array.size and array.dtype not in _UNSIGNED:  # fewer bytes, or in another order than this machine's
+            array = array.astype(np.int64)
         # Read as unsigned, a negative token is a huge number. So one comparison finds both kinds of error.
-        if array.size and array.view(_UNSIGNED[array.itemsize]).max() >= 1 << 31:
+        if array.size and array.view(_UNSIGNED[array.dtype]).max() >= 1 << 31:
             at = int(np.flatnonzero((array < 0) | (array >= 1 << 31))[0])
             raise InvalidRequestError(
                 f"request {self.contexts[at].request_id!r}: token {array[at]} is not within 0 to 2**31 - 1"

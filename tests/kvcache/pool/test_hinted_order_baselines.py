@@ -197,6 +197,28 @@ def test_any_sequence_of_calls_leaves_the_hinted_baseline_consistent() -> None:
         ]
 
 
+def test_both_baselines_of_a_sampled_pool_keep_one_page_in_rate() -> None:
+    plain = LruBaseline(4099)
+    assert plain.rate == 4
+    for baseline in (plain, HintedBaseline(4099, plain.rate, plain.mask, 0.5)):
+        baseline.touch(words(*range(2000)))  # small numbers: each is in the sample
+        assert baseline.visit(words(*range(2000)), 4099) == 1024
+        baseline.visit(words(*range(10)), 15)
+        assert baseline.visit(words(*range(10)), 15) == 3
+
+
+@pytest.mark.parametrize(("width", "longer"), [(1.0, 20), (2.0, 10), (4.0, 4), (100.0, 2)])
+def test_a_lead_is_shorter_if_each_page_stands_for_more_memory(width: float, longer: int) -> None:
+    """Plain LRU evicts a page after ten other pages. The hint keeps the page while `longer` further pages come."""
+    for others, found in ((9 + longer, 1), (10 + longer, 0)):
+        baseline = baseline_of(10, 1.0)
+        baseline.widen(width)
+        baseline.leave(words(1), said(NEUTRAL + 1, 1))
+        for other in range(100, 100 + others):
+            baseline.leave(words(other), None)
+        assert baseline.visit(words(1), 10) == found
+
+
 # ---- over pool sizes, through the manager
 
 

@@ -23,6 +23,7 @@ from kvcache import (
 from kvcache.replica.batch import _STEPS_KEPT, Batch, Gathered
 from kvcache.replica.replica import Replica
 from tests.kvcache.random_model.interrupts import interrupted
+from tests.kvcache.random_model.moves import OwnContext
 
 
 def running(manager: PagedKVCacheManager, lengths: list[int], longest: int = 4096, name: str = "") -> list[TextContext]:
@@ -220,6 +221,19 @@ def test_a_request_that_was_claimed_again_is_examined_wherever_its_newest_token_
     assert rows.committed[0] == contexts[0].start_idx // 4 == 2
 
 
+def test_a_request_that_was_claimed_again_for_another_context_is_refused(make: Any) -> None:
+    manager = make(64, page_size=4)
+    contexts = running(manager, [5, 6])
+    batch = manager.batch(contexts)
+    manager.release("0")
+    manager.external_claim("0")
+    with pytest.raises(NotReservedError, match="'0'"):
+        manager.fetch(batch)
+    assert manager.maybe_reserve(TextContext(contexts[0].tokens, 64, "0"))
+    with pytest.raises(InvalidRequestError, match="'0'.*another context"):
+        manager.fetch(batch)
+
+
 def test_contexts_catch_up_when_they_are_read(make: Any) -> None:
     manager = make(64, page_size=4)
     contexts = running(manager, [4, 5])
@@ -252,6 +266,7 @@ def test_lengths_and_last_tokens_are_those_of_the_contexts(make: Any) -> None:
         assert batch.lengths.tolist() == [token - 4, token - 3, token - 1]
         manager.step(batch)
     contexts[0].update(7)
+    assert contexts[0].tokens.tolist()[-4:] == [10, 11, 12, 7]
     assert batch.last_tokens.tolist()[0] == 7
     contexts[1].set_token_indices(start_idx=5, active_idx=6)  # changed outside of the batch, to run a chunk of it again
     expect()
@@ -323,10 +338,11 @@ def test_prefill_decode_and_chunks_in_one_batch(make: Any) -> None:
     manager.external_claim(fresh.request_id)
     batch = manager.batch([*decoding, fresh])
     fresh.set_token_indices(active_idx=9)
-    for start in (0, 9, 20, 21):
+    for start, run in ((0, 9), (9, 11), (20, 1), (21, 1)):
         assert manager.reserve_batch(batch).all()
         (entry,) = manager.fetch(batch)
         assert entry.cache_lengths.tolist()[1] == fresh.start_idx == start
+        assert entry.max_lengths.tolist() == [[run, fresh.active_idx]]
         batch.update([1, 2])
         manager.step(batch)
     assert fresh.tokens.tolist() == [*range(100, 120), 2, 2, 2]
@@ -347,6 +363,60 @@ def test_invalid_tokens_change_nothing(make: Any) -> None:
         with pytest.raises(InvalidRequestError, match=message):
             batch.update(bad)
     assert [indices(context) for context in contexts] == before
+
+
+@pytest.mark.parametrize("dtype", ["i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", ">i2", ">i4", ">i8"])
+def test_tokens_may_be_integers_of_any_size_and_byte_order(make: Any, dtype: str) -> None:
+    manager = make(64, page_size=4)
+    contexts = running(manager, [4, 5])
+    batch = manager.batch(contexts)
+    batch.update(np.array([101, 102], dtype))
+    assert [int(one.tokens[-1]) for one in contexts] == [101, 102]
+    if "i" in dtype:
+        with pytest.raises(InvalidRequestError, match="'1': token -100 is not within"):
+            batch.update(np.array([101, -100], dtype))
+
+
+def test_a_batch_with_a_context_of_another_class_equals_the_plain_calls(make: Any) -> None:
+    plain, batched = make(64, page_size=4), make(64, page_size=4)
+    theirs, ours = running(plain, [9, 5]), running(batched, [9, 5])
+    for manager, contexts in ((plain, theirs), (batched, ours)):
+        for at, length in ((2, 3), (3, 6)):
+            own: Any = OwnContext(TextContext(range(20, 20 + length), 64, f"{at}"))
+            manager.external_claim(own.request_id)
+            contexts.insert(0, own)
+    batch = batched.batch(ours)
+    for step in range(9):
+        assert batched.reserve_batch(batch).all()
+        assert plain.reserve_batch(theirs).all()
+        same_inputs(batched.fetch(batch), plain.fetch(theirs))
+        tokens = [step, step + 1, step + 2, step + 3]
+        batch.update(tokens)
+        for context, token in zip(theirs, tokens, strict=True):
+            context.update(token)
+        assert batch.last_tokens.tolist() == tokens
+        batched.step(batch)
+        plain.step(theirs)
+        assert [indices(context) for context in ours] == [indices(context) for context in theirs]
+    for mine, wanted in zip(ours, theirs, strict=True):
+        assert batched.block_table(mine.request_id).digests == plain.block_table(wanted.request_id).digests
+    with pytest.raises(InvalidRequestError, match="'3': update_with_future_tokens needs a TextContext.* a OwnContext"):
+        batch.update_with_future_tokens()
+
+
+def test_a_context_of_another_class_may_have_run_all_tokens_that_are_known(make: Any) -> None:
+    manager = make(64, page_size=4)
+    own: Any = OwnContext(TextContext(range(8), 64, "own"))
+    own.set_token_indices(active_idx=4)
+    manager.external_claim("own")
+    batch = manager.batch([own])
+    assert manager.reserve_batch(batch).all()
+    batch.update([0])
+    manager.step(batch)
+    vars(own).update(start_idx=8, active_length=0)
+    manager.step(batch)
+    wanted = manager.contents.digests(TextContext(range(9), 64)).digests
+    assert manager.block_table("own").digests == wanted
 
 
 def test_the_longest_request_is_refused_by_name_and_nobody_moves(make: Any) -> None:
@@ -474,17 +544,18 @@ def same_inputs(ours: Any, theirs: Any) -> None:
 
 
 @pytest.mark.parametrize("dp", [1, 2])
-@pytest.mark.parametrize("kind", ["batch", "contexts"])
+@pytest.mark.parametrize("kind", ["batch", "contexts", "one request, one token a page"])
 @pytest.mark.parametrize("early", [False, True], ids=["stepped when realized", "stepped in flight"])
 def test_steps_that_are_planned_ahead_compute_and_publish_what_plain_ones_do(
     make: Any, dp: int, kind: str, early: bool
 ) -> None:
-    options = {"page_size": 4, "max_seq_len": 1024, "dp": dp, "checks": False}
+    lengths, size = ([3, 9, 4, 17, 9, 8], 4) if not kind.startswith("one") else ([3], 1)
+    options = {"page_size": size, "max_seq_len": 1024, "dp": dp, "checks": False}
     plain, ahead = make(2000, **options), make(2000, **options)
-    ours, theirs = (running(manager, [3, 9, 4, 17, 9, 8]) for manager in (ahead, plain))
-    batch = ahead.batch(ours) if kind == "batch" else OneByOne(ours)
+    ours, theirs = (running(manager, lengths) for manager in (ahead, plain))
+    batch = OneByOne(ours) if kind == "contexts" else ahead.batch(ours)
     usual, rng = plain.batch(theirs), np.random.default_rng(0)
-    before, tokens = None, np.zeros(6, np.int64)
+    before, tokens = None, np.zeros(len(lengths), np.int64)
     for at in range(_STEPS_KEPT + 60):
         assert ahead.reserve_batch(batch).all()
         assert plain.reserve_batch(usual).all()
@@ -492,7 +563,7 @@ def test_steps_that_are_planned_ahead_compute_and_publish_what_plain_ones_do(
         same_inputs(step.inputs, plain.fetch(usual))
         if before is not None:
             if at % 7 == 0:  # some contexts are read while tokens are still missing in them
-                assert [int(ours[place].tokens[-1]) for place in (0, at % 6)] == [FUTURE_TOKEN] * 2
+                assert [int(ours[place].tokens[-1]) for place in (0, at % len(ours))] == [FUTURE_TOKEN] * 2
             batch.realize_future_tokens(tokens)
             ahead.end_step(before)
             if not early:
@@ -501,7 +572,7 @@ def test_steps_that_are_planned_ahead_compute_and_publish_what_plain_ones_do(
         if early:
             ahead.step(batch)
         assert [ahead.block_table(one.request_id).num_tokens for one in ours] == usual.starts.tolist()
-        before, tokens = step, rng.integers(0, 3, 6)
+        before, tokens = step, rng.integers(0, 3, len(lengths))
         usual.update(tokens)
         plain.step(usual)
     assert before is not None
@@ -529,6 +600,16 @@ def test_a_new_batch_of_requests_whose_tokens_are_to_come_goes_on(make: Any) -> 
     fewer.realize_future_tokens([8, 9])
     fewer.update([1, 2])
     assert [one.tokens[-3:].tolist() for one in contexts] == [[2, 3, 4], [5, 8, 1], [6, 9, 2]]
+
+
+def test_tokens_are_known_as_soon_as_they_are_realized(make: Any) -> None:
+    manager = make(64, page_size=1)
+    contexts = running(manager, [3, 9])
+    batch = manager.batch(contexts)
+    for token in range(4, 8):
+        batch.update_with_future_tokens()
+        batch.realize_future_tokens([token, token + 1])
+        assert [int(one.tokens[-1]) for one in contexts] == [token, token + 1]
 
 
 def test_a_batch_of_prompts_is_run_ahead(make: Any) -> None:
@@ -563,6 +644,11 @@ def test_future_tokens_are_refused_by_name_and_nobody_moves(make: Any) -> None:
     with pytest.raises(InvalidRequestError, match="token -4 is not within"):
         batch.realize_future_tokens([1, -4])
     batch.realize_future_tokens([1, 2])
+    contexts[1].update_with_future_token()
+    with pytest.raises(InvalidRequestError, match="'1': update was called, but it already has a future token"):
+        batch.update([1, 2])
+    contexts[1].realize_future_token(3)
+    contexts[1].set_token_indices(end_idx=11, active_idx=11, start_idx=10)
     batch.update([1, 2])
     with pytest.raises(SequenceTooLongError, match="request '1': token 13 is past its max_length 12"):
         batch.update_with_future_tokens()

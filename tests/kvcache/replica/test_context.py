@@ -55,6 +55,9 @@ def test_values_that_are_no_tokens_are_refused(tokens: Any) -> None:
 
 
 def test_limits_are_named() -> None:
+    assert TextContext([5], 1).max_length == 1
+    with pytest.raises(InvalidRequestError, match="'a': max_length is 0"):
+        TextContext([5], 0, "a")
     with pytest.raises(SequenceTooLongError, match="'a': has 9 tokens, but its max_length is 8"):
         TextContext(range(9), 8, "a")
     context = TextContext(range(7), 8, "a")
@@ -404,6 +407,65 @@ def test_a_context_catches_up_with_its_leader_and_leaves_with_these_updates(come
     context.catch_up(leading, 3)
     assert leading.lost == [(3, 2 + come)], "the context has left the batch once"
     assert context.tokens.tolist() == tokens[:-1]
+
+
+READS: dict[str, tuple[Callable[[TextContext], object], object]] = {
+    "tokens": (lambda context: context.tokens.tolist(), [1, 2, FUTURE_TOKEN]),
+    "start_idx": (lambda context: context.start_idx, 2),
+    "computed_idx": (lambda context: context.computed_idx, 1),
+    "has_future_token": (lambda context: context.has_future_token, True),
+    "active_idx": (lambda context: context.active_idx, 3),
+    "end_idx": (lambda context: context.end_idx, 3),
+    "active_length": (lambda context: context.active_length, 1),
+    "indices": (lambda context: context.indices, (2, 3, 3)),
+    "decodes_within": (lambda context: [context.decodes_within(most) for most in (2, 3)], [False, True]),
+}
+
+
+@pytest.mark.parametrize("first", READS)
+def test_whatever_is_read_first_is_as_new_as_the_leader(first: str) -> None:
+    class Ahead(Leading):
+        def catch_up(self, place: int, end: int) -> None:
+            if end == 2:
+                self.contexts[place].append_future(1, 3)
+
+    leading, context = Ahead({}), TextContext([1, 2], 64, "r")
+    leading.contexts[5] = context
+    context.follow(leading, 5)
+    read, wanted = READS[first]
+    assert read(context) == wanted
+
+
+def test_a_request_decodes_if_exactly_one_token_runs() -> None:
+    context = TextContext(range(3), 9)
+    assert not context.decodes_within(9)
+    context.update(3)
+    assert [context.decodes_within(most) for most in (3, 4, 5)] == [False, True, True]
+    assert TextContext([7], 9).decodes_within(1)
+
+
+def test_a_batch_reads_the_salt_and_the_keys_of_a_request_again_after_a_change(make: Any) -> None:
+    manager = make(40, page_size=4)
+    context = TextContext(range(10), 100, "r")
+    manager.external_claim("r")
+    assert manager.maybe_reserve(context)
+    batch = manager.batch([context])
+    for token in range(7):  # enough to fill a page, so that the batch knows the hasher
+        batch.update([token])
+        manager.step(batch)
+        assert manager.reserve_batch(batch).all()
+    for change in ({"cache_salt": "other"}, {"extra_keys": [(0, b"other")]}):
+        before = {name: getattr(context, name) for name in change}
+        for name, value in change.items():
+            setattr(context, name, value)
+        with pytest.raises(InvalidRequestError, match="'r'"):
+            for token in range(4):
+                batch.update([token])
+                assert manager.reserve_batch(batch).all()
+                manager.step(batch)
+        for name, value in before.items():
+            setattr(context, name, value)
+        manager.step(batch)
 
 
 def test_a_context_has_one_leader_at_a_time() -> None:
