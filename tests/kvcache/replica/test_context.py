@@ -65,8 +65,9 @@ def test_limits_are_named() -> None:
     with pytest.raises(SequenceTooLongError, match="'a': token 9 is past its max_length 8"):
         context.update(1)
     assert indices(context) == (7, 8, 8)
-    with pytest.raises(InvalidRequestError, match="token -1"):
-        TextContext([1], 8, "a").update(-1)
+    for token, message in ((-1, "token -1"), (1 << 31, "token 2147483648"), ("x", "token is 'x': an integer is needed")):
+        with pytest.raises(InvalidRequestError, match=f"'a': {message}"):
+            TextContext([1], 8, "a").update(token)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -434,6 +435,25 @@ def test_whatever_is_read_first_is_as_new_as_the_leader(first: str) -> None:
     context.follow(leading, 5)
     read, wanted = READS[first]
     assert read(context) == wanted
+
+
+CHANGES: dict[str, Callable[[TextContext], None]] = {
+    "update": lambda context: context.update(9),
+    "update_with_future_token": lambda context: context.update_with_future_token(),
+    "set_token_indices": lambda context: context.set_token_indices(start_idx=1),
+    "reset": lambda context: context.reset(),
+    "run_from": lambda context: context.run_from(1, 3),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_context_that_is_changed_has_caught_up_and_left_its_leader(change: str) -> None:
+    leading, context = Leading({5: [1, 2, 3]}), TextContext([1, 2], 64, "r")
+    leading.contexts[5] = context
+    context.follow(leading, 5)
+    CHANGES[change](context)
+    assert leading.lost == [(5, 2)]
+    assert context.tokens.tolist()[:3] == [1, 2, 3]
 
 
 def test_a_request_decodes_if_exactly_one_token_runs() -> None:
