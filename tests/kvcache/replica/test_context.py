@@ -65,7 +65,13 @@ def test_limits_are_named() -> None:
     with pytest.raises(SequenceTooLongError, match="'a': token 9 is past its max_length 8"):
         context.update(1)
     assert indices(context) == (7, 8, 8)
-    for token, message in ((-1, "token -1"), (1 << 31, "token 2147483648"), ("x", "token is 'x': an integer is needed")):
+    with pytest.raises(InvalidRequestError, match=f"'a': token {FUTURE_TOKEN} is not within"):
+        TextContext([1, FUTURE_TOKEN], 8, "a")
+    for token, message in (
+        (-1, "token -1"),
+        (1 << 31, "token 2147483648"),
+        ("x", "token is 'x': an integer is needed"),
+    ):
         with pytest.raises(InvalidRequestError, match=f"'a': {message}"):
             TextContext([1], 8, "a").update(token)  # type: ignore[arg-type]
 
@@ -470,21 +476,20 @@ def test_a_batch_reads_the_salt_and_the_keys_of_a_request_again_after_a_change(m
     manager.external_claim("r")
     assert manager.maybe_reserve(context)
     batch = manager.batch([context])
-    for token in range(7):  # enough to fill a page, so that the batch knows the hasher
-        batch.update([token])
-        manager.step(batch)
-        assert manager.reserve_batch(batch).all()
-    for change in ({"cache_salt": "other"}, {"extra_keys": [(0, b"other")]}):
-        before = {name: getattr(context, name) for name in change}
-        for name, value in change.items():
-            setattr(context, name, value)
+
+    def fill_a_page() -> None:
+        for token in range(4):
+            batch.update([token])
+            assert manager.reserve_batch(batch).all()
+            manager.step(batch)
+
+    fill_a_page()  # from here on the batch knows the hasher
+    for name, other in (("cache_salt", "other"), ("extra_keys", [(0, b"other")])):
+        before = getattr(context, name)
+        setattr(context, name, other)
         with pytest.raises(InvalidRequestError, match="'r'"):
-            for token in range(4):
-                batch.update([token])
-                assert manager.reserve_batch(batch).all()
-                manager.step(batch)
-        for name, value in before.items():
-            setattr(context, name, value)
+            fill_a_page()
+        setattr(context, name, before)
         manager.step(batch)
 
 
