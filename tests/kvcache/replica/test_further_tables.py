@@ -201,6 +201,8 @@ def test_fetch_gives_a_table_a_group_and_one_without() -> None:
     assert manager.device_tensors[0][0].shape[2] == 1  # each page has the KV of one layer
     (symbols,) = manager.input_symbols()
     assert symbols.inputs.lookup_table.ndim == 3
+    dimensions: Any = symbols.dynamic_shapes.lookup_table
+    assert {axis: one.__name__ for axis, one in dimensions.items()} == {1: "batch_size", 2: "max_num_pages"}
     assert symbols.inputs.blocks.shape[2] == 1
     (symbols,) = manager_of(layers=2).input_symbols()
     assert symbols.inputs.lookup_table.ndim == 2

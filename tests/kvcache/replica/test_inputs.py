@@ -69,6 +69,15 @@ def test_symbols_for_other_devices_and_layers(make: Any) -> None:
         manager.input_symbols(devices=["cpu", "cpu"])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_symbols_have_the_dtypes_and_sizes_of_pages_that_fetch_gives(make: Any, dtype: torch.dtype) -> None:
+    manager = make(16, page_size=4, layers=2, heads=2, dtype=dtype)
+    for symbols, inputs in zip(manager.input_symbols(), manager.fetch([]), strict=True):
+        assert symbols.inputs.blocks.dtype == inputs.blocks.dtype == dtype
+        assert symbols.inputs.blocks.shape == inputs.blocks.shape
+        assert symbols.inputs.blocks.stride() == inputs.blocks.stride()
+
+
 def started(manager: PagedKVCacheManager, lengths: dict[int, list[int]], steps: int = 1) -> list[TextContext]:
     """Returns requests with these numbers of tokens on each replica. Their pages are reserved."""
     made: list[TextContext] = []
