@@ -293,19 +293,6 @@ def test_a_reset_comes_before_the_next_lookup(make: Any, tmp_path: Path, call: s
         manager.cancel_import(pending)  # type: ignore[arg-type]
 
 
-def test_a_reset_comes_before_the_next_chunk_of_a_prompt_and_not_before_a_decoded_token(make: Any) -> None:
-    manager = make(16, page_size=4)
-    context = TextContext(range(12), 64, "r")
-    context.set_token_indices(active_idx=4)
-    manager.external_claim("r")
-    for waits in (False, False, True):
-        manager._reset_endpoint.is_asked = True
-        assert manager.reserve_batch([context]).all()
-        assert manager._reset_endpoint.is_asked == waits
-        context.update(3)
-        manager.step([context])
-
-
 @pytest.mark.parametrize("wrong", [b"x", None, 1.5, object()])
 def test_objects_that_are_no_block_tables_are_refused_also_with_states(wrong: Any) -> None:
     shape = StateShape(2, 2, 1, 1, 1, 2, torch.int64, torch.int64)

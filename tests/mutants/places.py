@@ -37,7 +37,7 @@ _DOORS: dict[str, dict[str, str]] = {
         "replica/page_moves": "million_moves states/grouped_states",
         "replica/peer_copies": "replica/peer_copies states/copied_states replica/lent_tables",
         "pool/pages_below": "replica/pages_below tiers/host_tier tiers/object_tables states/grouped_states_below",
-        "replica/batch": "replica/batch events/events misuse",
+        "replica/batch": "replica/batch events/events",
         "replica/contents": "replica/contents replica/imports_for_nobody",
         "replica/context": "replica/batch replica/fork steps_in_flight",
         "replica/hashing": "replica/chained",
