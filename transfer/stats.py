@@ -65,7 +65,8 @@ class StatsSnapshot(msgspec.Struct, frozen=True, kw_only=True):
         num_bytes: bytes read in total.
         num_runs: NIXL descriptors posted in total, one for each run of bytes.
         interval_pulls: number of successful pulls since the last snapshot, at most 4,096.
-        records: the record of each of these pulls. The next three fields are computed from the records.
+        records: the `PullRecord` of each pull that `interval_pulls` counts. The next three fields summarise these
+            records.
         total_ms: p50 and p90 of the duration of a pull, in milliseconds.
         post_ms: p50 and p90 of the time that posting a pull took, in milliseconds.
         mb_per_s: bytes of all pulls divided by the sum of their durations, in 1e6 bytes a second.
@@ -136,7 +137,7 @@ class TransferStats:
             self.failures[kind] += 1
 
     def record_lease(self, reason: str) -> None:
-        """Counts a lease that has ended, under the outcome to which its reason belongs."""
+        """Counts a lease that has ended. The reason decides whether it counts as "read", "expired" or "other"."""
         self.leases[reason if reason == "read" else "expired" if reason.startswith("expired") else "other"] += 1
 
     def snapshot(self) -> StatsSnapshot:

@@ -125,7 +125,7 @@ def _layer_run(label: str, group: GroupConfig, names: Sequence[str]) -> tuple[in
 class _Layer:
     """Makes the boxes of one layer, or of several layers that share a tensor.
 
-    Both methods also add the number of pages in each tensor to `sizes`.
+    Both methods also add the number of pages of each tensor to the set `sizes`.
     """
 
     label: str
@@ -162,7 +162,7 @@ class _Layer:
     def state(self, tensors: tuple[torch.Tensor, ...], sizes: set[int]) -> list[Box]:
         """Returns the boxes of a recurrent state.
 
-        If several parts lie in one tensor, each part has the channels that follow those of the part before it.
+        If several parts lie in one tensor, the channels of each part follow the channels of the previous part.
         """
         boxes: list[Box] = []
         taken, channels = [0] * len(tensors), [0] * len(tensors)
@@ -262,7 +262,7 @@ def _split_sides(tensor: torch.Tensor, names: list[str]) -> tuple[list[int], lis
 def _merge_last(label: str, tensor: torch.Tensor, dimensions: int) -> tuple[list[int], list[int]]:
     """Returns the size of each dimension, and its stride in bytes.
 
-    All dimensions beyond the first `dimensions` are merged into the last of these.
+    The dimension with index `dimensions - 1` and all later dimensions are merged into one.
     """
     shape, strides = list(tensor.shape), _bytes(tensor)
     for axis in range(len(shape) - 1, dimensions - 1, -1):
@@ -281,7 +281,7 @@ _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class _BoxView(NamedTuple):
     """The elements of a box as integers `[pages, sides, heads, tokens, dims]`.
 
-    A head keeps `LayerView.content` elements for each token. `first` is the index of the first of them in this box.
+    A head keeps `LayerView.content` elements for each token. This box has the elements from index `first` on.
     """
 
     first: int
@@ -331,7 +331,7 @@ class LayerView:
         return found
 
     def write(self, pages: Sequence[int], found: torch.Tensor) -> None:
-        """Writes the integers that `read` has returned back to the same pages."""
+        """Writes elements to pages. `found` has integers in the shape that `read` returns."""
         for first, elements in self._boxes:
             _, sides, heads, tokens, dims = elements.shape
             held = found[..., first : first + sides * dims].reshape(len(pages), tokens, heads, sides, dims)

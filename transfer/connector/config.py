@@ -38,7 +38,8 @@ LAYOUTS = {
     "packed": PACKED_HND,
     "packed-NHD": PACKED_NHD,
     "mla": LATENT,
-    # vLLM 0.33's names for layouts: layers, blocks, heads, tokens, content of both sides, in memory order.
+    # vLLM 0.33's names for layouts: the axes in memory order. L is layers, B blocks, H heads, N tokens, and C the
+    # content of keys and values.
     "LBHNC": PACKED_HND,
     "LBNHC": PACKED_NHD,
     "LHBNC": "head,page,token,side,dim",
@@ -146,7 +147,7 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def block_pages(self) -> int:
-        """The number of pages of the tensors that form one block."""
+        """The number of tensor pages that one block of the scheduler spans."""
         return 1 if self.is_state else self.block_size // self.page_size
 
     def needed(self, num_tokens: int) -> int:

@@ -29,7 +29,7 @@ _ORDER = ("page", "layer", "head", "side", "token", "dim")
 def needs_host_buffer(config: WorkerConfig, device: torch.device) -> bool:
     """Returns whether the pages of caches on this device must go through host memory.
 
-    Raises `InvalidEngineError` if they must, but `kv_buffer_device` is not "cpu".
+    Raises `InvalidEngineError` if NIXL cannot register the device's memory and `kv_buffer_device` is not "cpu".
     """
     registrable = device.type in config.registrable and device.type in {"cpu", "cuda"}
     if not registrable and config.kv_buffer_device != "cpu":
@@ -41,10 +41,10 @@ def needs_host_buffer(config: WorkerConfig, device: torch.device) -> bool:
 
 
 class HostBuffers:
-    """One host tensor for each registered tensor, of the same shape. Copies pages between the two.
+    """One host tensor for each registered tensor, of the same shape. Copies pages between the host and the device.
 
-    `caches` maps the name of each device cache to its host tensor. The strides of the two may differ. `copy` is the
-    function that copies pages, and may be replaced.
+    `caches` maps the name of each device cache to its host tensor, whose strides may differ. `copy` is the function
+    that copies pages, and may be replaced.
     """
 
     def __init__(self, config: WorkerConfig, caches: Mapping[str, Cache]) -> None:
@@ -94,7 +94,7 @@ class HostBuffers:
 def _names(tensor: torch.Tensor, group: GroupConfig) -> list[str]:
     """Returns the names of a tensor's dimensions, or an empty list for a state.
 
-    "side" is left out if the tensor has no dimension of its own for it.
+    "side" is left out if the tensor has no dimension for keys and values.
     """
     if group.is_state:
         return []

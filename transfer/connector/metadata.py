@@ -94,8 +94,8 @@ class WorkerOutput(msgspec.Struct, kw_only=True):
         times: for each successful load, if loads are timed, the time when its last fence was posted and the time when
             that fence passed.
         unwritten: by request and group, the first token that a successful load wrote. A group is listed only if its
-            blocks also cover earlier tokens that this engine lacks. The load did not write those tokens. The request is
-            in `received` at the same time.
+            blocks also hold earlier tokens that this engine lacks and that the load did not write. The request is in
+            `received` at the same time.
     """
 
     offered: dict[str, str] = {}
@@ -122,9 +122,9 @@ class Progress(msgspec.Struct, kw_only=True):
         failed: the requests whose load has failed, with the reason. They are in `received` now or later.
         block_ids_with_errors: blocks of failed loads, in all groups.
         unwritten: by request and group, the first token that a successful load wrote. A group is listed only if its
-            blocks also cover earlier tokens that this engine lacks. The load did not write those tokens, and the
-            request itself does not need them. But other requests must not find the group's blocks in the prefix cache,
-            up to the block that holds the listed token, because these blocks are incomplete.
+            blocks also hold earlier tokens that this engine lacks and that the load did not write. The request does not
+            need those tokens. But the group's blocks, up to the block that holds the listed token, are incomplete.
+            Other requests must therefore not find these blocks in the prefix cache.
     """
 
     offered: set[str] = set()

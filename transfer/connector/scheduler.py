@@ -63,14 +63,14 @@ class Offer:
 
     @property
     def ended(self) -> str:
-        """Why nothing can be read under the lease any more. Empty while it is open or still being granted."""
+        """Why the lease can no longer be read. Empty while the lease is open or still being granted."""
         if self.aborted:
             return "it is being ended"
         return f"it has ended on ranks {sorted(self.over)[:16]}: {self.reason}" if self.over else ""
 
     @property
     def missing(self) -> str:
-        """Why the lease is not open on every rank; empty if it is."""
+        """Why the lease is not open on every rank. Empty if the lease is open on every rank."""
         left = sorted(set(range(self.ranks)) - self.offered)
         return self.ended or (f"ranks {left[:16]} have not granted it yet" if left else "")
 
@@ -111,7 +111,7 @@ class _Load:
     asked: LoadRequest
     received: set[int] = field(default_factory=set[int])
     failed: bool = False
-    # as in `Progress`, from those ranks on which the load has ended
+    # as in `Progress`, collected from the ranks on which the load has ended
     unwritten: dict[int, int] = field(default_factory=dict[int, int])
 
 
@@ -253,8 +253,8 @@ class NixlConnectorScheduler:
         """Returns the `kv_transfer_params` for the reader of a leased request, and records which pages are leased.
 
         The parameters only point to the lease. A reader sends the lease's id back to this engine to ask which pages the
-        lease holds. It gets the answer once every rank has granted the lease. Blocks that are too far before the
-        sliding window for any reader to need them are left out.
+        lease holds. The reader gets the answer once every rank has granted the lease. Blocks that lie far before the
+        sliding window are left out, because no reader needs them.
 
         Args:
             request_id: the request.
@@ -323,8 +323,8 @@ class NixlConnectorScheduler:
         found, count = read_params(request_id, params), len(prompt.token_ids)
         if found is not None and found.num_tokens > count and any(group.is_state for group in self.config.groups):
             raise TransferParamsError(
-                f"request {request_id!r}: kv_transfer_params['remote_num_tokens'] is {found.num_tokens}: the request "
-                f"has {count} tokens, and a state after more tokens cannot be used"
+                f"request {request_id!r}: kv_transfer_params['remote_num_tokens'] is {found.num_tokens}, but the "
+                f"request has {count} tokens: a state of more tokens cannot be used"
             )
         return None if found is None else found.wanted(prompt)
 
@@ -338,7 +338,7 @@ class NixlConnectorScheduler:
             self._metadata.to_give_back.append((wanted, reason))
 
     def hold(self, request_id: str, wanted: Wanted) -> None:
-        """Has a source's lease renewed for a request that has no blocks yet.
+        """Makes every rank renew a source's lease for a request that has no blocks yet.
 
         The time limit of the load starts now. A later call of `load` names the blocks and starts to read. A call of
         `cancel` gives the load up and tells the source.
@@ -467,8 +467,8 @@ class NixlConnectorScheduler:
     def _book_loads(self, rank: int, output: WorkerOutput, progress: Progress) -> None:
         """Records the loads that have failed or ended on a rank.
 
-        A load counts as failed as soon as it has failed on one rank, and the other ranks are then told to give it up.
-        It counts as ended only when it has ended on every rank.
+        A load counts as failed as soon as it has failed on one rank. The other ranks are then told to give the load up.
+        A load counts as ended only when it has ended on every rank.
         """
         for request_id, reason in output.failed.items():
             load = self._loads.get(request_id)
@@ -497,9 +497,9 @@ class NixlConnectorScheduler:
 
 
 def _kept(where: str, group: GroupConfig, blocks: Sequence[int], first: int, num_tokens: int) -> list[int]:
-    """Returns those of `blocks` that a reader may need, up to the block that holds the last token.
+    """Returns the blocks that a reader may need, up to the block that holds the last token.
 
-    For a state, this is the last block.
+    For a state, returns only the last block.
     """
     if group.is_state:
         return list(blocks[-1:])

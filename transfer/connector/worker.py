@@ -297,9 +297,9 @@ class NixlConnectorWorker:
         """Returns the requests that have finished on this rank since the last call, each once.
 
         Returns:
-            Two sets of requests. The first set has the requests whose lease has ended; their pages may be freed when
-                all ranks have reported them. The second set has the requests whose load has ended, successfully or not,
-                and of whose transfers none is in flight any more.
+            Two sets of requests. The first set has the requests whose lease has ended. Their pages may be freed when
+                all ranks have reported them. The second set has the requests whose load has ended, successfully or not.
+                No transfer of such a load is in flight any more.
 
         Raises:
             EngineClosedError: the transfer thread has died.
@@ -313,8 +313,7 @@ class NixlConnectorWorker:
     def get_failed_loads(self) -> dict[str, str]:
         """Returns the loads that have failed since the last call, each once, with the reason.
 
-        `get_finished` returns such a request as received, then or later. Until it does, the request's pages must not be
-        reused.
+        The pages of such a request must not be reused before `get_finished` has returned the request as received.
         """
         output = self._output()
         failed, output.failed = output.failed, {}

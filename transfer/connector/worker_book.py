@@ -67,8 +67,8 @@ class WorkerBook:
     def check_new(self, step: ConnectorMetadata) -> None:
         """Raises `InvalidTransferError` if a request in `step` still has an earlier lease or load.
 
-        A load without blocks does not count, because the step may supply its blocks. A failed or cancelled load does
-        not count either.
+        A load that waits for its blocks does not count, because `step` may name its blocks. A failed or cancelled load
+        does not count either.
         """
         for request_id in step.reqs_to_send:
             if request_id in self.leases:
@@ -89,7 +89,7 @@ class WorkerBook:
         return load
 
     def ask(self, load: OpenLoad, asked: LoadRequest) -> list[BlocksOfGroup] | None:
-        """Records the blocks of a load. Returns what to read in each group, or None if the load has no blocks yet.
+        """Records the blocks of a load. Returns the tokens to read in each group; None if it has no blocks yet.
 
         Raises:
             InvalidTransferError: the blocks do not fit the groups or the tokens.
@@ -146,9 +146,9 @@ class WorkerBook:
         return BlocksOfGroup(pages, (begin, stop), needed)
 
     def fail(self, load: OpenLoad, reason: str, *, safe: bool) -> None:
-        """Records that a load has failed. `safe` says that none of the load's transfers is in flight.
+        """Records that a load has failed.
 
-        If so, the load has also ended.
+        `safe` is True if none of the load's transfers is in flight. The load has then also ended.
         """
         load.silent = False
         self.on_pull(PullEvent(load.key, reason, safe))
@@ -195,9 +195,9 @@ def _begins(group: GroupConfig, read: BlocksOfGroup, first: int, stop: int) -> t
 
 
 def _unwritten(load: OpenLoad, begins: Sequence[int]) -> dict[int, int]:
-    """Returns the first token that the load wrote, by group.
+    """Returns, for each group, the first token that the load wrote.
 
-    A group is included only if its blocks also cover earlier tokens that this engine lacks.
+    A group is left out unless its blocks also hold earlier tokens that this engine lacks.
     """
     return {
         group: max(asked, read)

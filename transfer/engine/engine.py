@@ -147,7 +147,7 @@ class KVTransferEngine:
 
     @property
     def completed_recv_transfers(self) -> dict[str, dict[str, set[int]]]:
-        """`[engine name][transfer name]`: the shards that have ended, for each transfer that a peer started."""
+        """The shards whose copies have ended, `[engine name][transfer name]`, for each transfer that a peer started."""
         return self._notifications.completed
 
     @property
@@ -241,7 +241,7 @@ class KVTransferEngine:
         src_replica_idx: int,
         dst_replica_idx: int,
     ) -> TransferReqData:
-        """Starts to read pages of a peer, `src_idxs` of its `src_replica_idx`, into local pages. Returns at once.
+        """Starts to read the pages `src_idxs` of a peer's replica into local pages. Returns at once.
 
         The peer is notified when its pages have been read. Returns and raises as `initiate_send_transfer` does.
         """

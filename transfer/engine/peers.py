@@ -112,7 +112,10 @@ class Peers:
         return connection
 
     def disconnect(self, name: str) -> LoadedPeer:
-        """Forgets a peer, and returns its connection, which `reap` unloads when no copy is in flight over it."""
+        """Forgets a peer and returns its connection.
+
+        `reap` unloads the connection when none of its copies is in flight any more.
+        """
         connection = self.connected.pop(name, None)
         if connection is None:
             raise UnknownPeerError(f"{self._here} is not connected to engine {name!r}")
@@ -192,7 +195,8 @@ class NotificationBook:
     def accept(self, peer: str | None, shard: int, message: bytes) -> None:
         """Records a notification that our agent of `shard` has received.
 
-        If a transfer was given up, the notification about its last shard ends it. Its pages then leave the quarantine.
+        If this engine has given up a transfer, the notification about the last shard ends the transfer. The pages of
+        the transfer then leave the quarantine.
 
         `peer` is None if the sending agent belongs to no connected engine on this shard.
         """

@@ -59,7 +59,7 @@ class Posting:
     pending: list[tuple[Agent, Handle]] = field(default_factory=list["tuple[Agent, Handle]"])
 
     def post(self, shards: Sequence[TensorAgent], runs: Runs) -> None:
-        """Starts every shard. If NIXL refuses one (`AgentError`), the shards before it are still in flight."""
+        """Starts the copy of every shard. If NIXL refuses one (`AgentError`), the copies that were started continue."""
         request, note = self.request, self.request.transfer_name.encode()
         replica = request.src_replica_idx if request.is_read else request.dst_replica_idx
         for ours, theirs in zip(shards, self.connection.metadata.agents_meta[replica], strict=True):
@@ -83,7 +83,7 @@ class Posting:
                 self.pending.append((ours.agent, handle))
 
     def poll(self) -> None:
-        """Advances every shard, and releases those that have ended. If shards fail, raises the first `AgentError`."""
+        """Advances every copy, and releases the handles of ended copies. Raises the first `AgentError`, if any."""
         first: AgentError | None = None
         for agent, handle in list(self.pending):
             try:
@@ -106,7 +106,7 @@ class Posting:
         return bool(self.pending)
 
     def drop(self) -> set[Agent]:
-        """Releases the handles of shards in flight. Called just before their agents are destroyed.
+        """Releases the handles of all copies in flight. Call this just before their agents are destroyed.
 
         The copies continue until the agents are destroyed. Returns these agents.
         """

@@ -49,7 +49,7 @@ _making = [threading.Lock()]  # the lock is held while `os.environ` has the sett
 def _keep_in_fork() -> None:
     """Keeps every agent alive in a forked child.
 
-    NIXL's destructor would wait there for a thread that the child does not have.
+    In the child, NIXL's destructor would wait for a thread that only the parent has.
     """
     _making[0] = threading.Lock()  # a thread of the parent may have held the old lock
     for agent in _agents:
@@ -63,7 +63,7 @@ os.register_at_fork(after_in_child=_keep_in_fork)
 def _errors() -> tuple[type[Exception], ...]:
     """Returns the exceptions that NIXL raises.
 
-    They have no common base class, and its bindings also raise built-in ones.
+    NIXL's own exceptions have no common base class, and its bindings also raise built-in exceptions.
     """
     bindings = importlib.import_module("nixl._bindings")
     found = [value for name, value in vars(bindings).items() if name.startswith("nixl") and name.endswith("Error")]
@@ -172,7 +172,7 @@ class Agent:
         self._handle: Any = api.nixl_xfer_handle
 
     def register(self, regions: Sequence[tuple[int, int, int]], memory_type: MemoryType | None = None) -> Any:
-        """Registers (address, bytes, device) of regions. Returns NIXL's record of the registration.
+        """Registers regions, each given as (address, bytes, device). Returns NIXL's record of the registration.
 
         The regions must stay mapped until `close`, and also while a peer that may read them is alive. `memory_type`
         defaults to the agent's own.
@@ -279,7 +279,7 @@ class Agent:
         return self._posted(bound, made)
 
     def read_word(self, peer: str, local: int, remote: int, note: bytes) -> Handle | None:
-        """Like `read`, for a single word: 8 bytes of host memory, from an address of the peer to one of ours.
+        """Like `read`, for 8 bytes from the address `remote` of a peer to the address `local` in our host memory.
 
         The peer gets the note when the word has arrived.
         """

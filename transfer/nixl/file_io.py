@@ -75,7 +75,7 @@ class _FileAgent(Agent):
     ) -> None:
         """Copies runs between memory and a file.
 
-        `file` is the range that all runs lie in: its start, its bytes, and the file's descriptor.
+        `file` describes a range of the file that contains all runs: start, length in bytes, and file descriptor.
 
         Blocks until the copy has ended.
         """

@@ -25,7 +25,10 @@ _NAME = "objects"
 
 
 class _Plugin:
-    """An agent with the OBJ plugin, which uses the shared memory. NIXL's exceptions are passed on."""
+    """An agent with NIXL's OBJ plugin, which moves bytes between objects and the shared memory.
+
+    Exceptions of NIXL reach the caller.
+    """
 
     def __init__(self, settings: dict[str, str], memory: mmap.mmap) -> None:
         api, self._agent = _make_agent(settings)

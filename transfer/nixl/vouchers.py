@@ -1,10 +1,11 @@
 """Lets a NIXL agent prove to readers on its host that a piece of metadata is its own.
 
-NIXL metadata names the processes to contact, in bytes that only UCX can read. A single wrong byte can kill the process
-that is contacted, and that may be any process. Therefore, if no key authenticates its metadata, an agent listens on a
-socket whose name is the digest of that metadata. The kernel tells a reader which user owns the listener. This suffices:
-agents reach each other through shared memory only if they run as one user, and a process of that user could kill ours
-anyway. The socket name is abstract, so it disappears with the process and leaves no file.
+NIXL metadata names the processes to contact, in bytes that only UCX can read. A single wrong byte can make
+UCX contact, and thereby kill, any other process. Therefore, if no key authenticates its metadata, an agent listens
+on a socket whose name is the digest of that metadata. The kernel tells a reader which user owns the listener. Knowing
+the user suffices: agents reach each other through shared memory only if they run as one user. A process of the same
+user could kill our process without NIXL, too. The socket name is abstract, so it disappears with the process and leaves
+no file.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def _socket() -> socket.socket:
 class Voucher:
     """Proves that metadata is an agent's own, until `close` or the end of the process.
 
-    Raises `AgentError` if it cannot listen.
+    Raises `AgentError` if the operating system refuses the listening socket.
     """
 
     def __init__(self, metadata: bytes) -> None:

@@ -52,8 +52,8 @@ class Box(msgspec.Struct, frozen=True, omit_defaults=True):
         extent: how many layers, sides, heads, tokens and dims the box has.
         strides: bytes between neighbours along layer, side, head, token and dim. Ignored along an axis whose extent is
             1.
-        of_page: True if each element belongs to all tokens of a page, as one scale for the whole page does. The extent
-            then has one token, and both sides need equal page sizes.
+        of_page: True if each element belongs to all tokens of a page, for example one scale for a whole page. `extent`
+            then counts one token, and the page sizes of both sides must be equal.
     """
 
     kind: str
@@ -69,7 +69,7 @@ class Box(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def end(self) -> Index:
-        """The layer, side, head and dim after the last ones in the box."""
+        """The index after the last one in the box, for each of layer, side, head and dim."""
         layer, side, head, dim = self.first
         layers, sides, heads, _, dims = self.extent
         return (layer + layers, side + sides, head + heads, dim + dims)
@@ -123,7 +123,7 @@ def sub_box(box: Box, first: Index, end: Index) -> Box:
     (layer, side, head, dim), (layer_end, side_end, head_end, dim_end) = first, end
     first_layer, first_side, first_head, first_dim = box.first
     by_layer, by_side, by_head, _, by_dim = box.strides
-    # Written out for speed, because at first contact there is a part for each layer of each rank.
+    # Written without loops for speed, because this function runs for each layer of each rank at first contact.
     skipped = (layer - first_layer) * by_layer + (side - first_side) * by_side
     skipped += (head - first_head) * by_head + (dim - first_dim) * by_dim
     return Box(

@@ -1,6 +1,7 @@
-"""Plans one group: cuts a pull at the page ends of both sides. The pieces of one kind share their runs.
+"""Plans the pull of one layer group. The pull is cut into pieces: a piece ends where a local or a remote page ends.
 
-Pieces are of one kind if they lie at the same place in their local pages, and at the same place in their remote pages.
+Pieces are of one kind if they cover the same positions of their local pages, and the same positions of their remote
+pages. The runs are computed once for each kind.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ the two pages have tokens together.
 
 
 class PieceKind(NamedTuple):
-    """The pieces of a pull that lie at the same place in their two pages.
+    """The pieces of a pull that have the same position in their local page and the same position in their remote page.
 
-    A piece ends where a page of either side ends.
+    A piece ends where a local or a remote page ends, so it lies within one page on each side.
     """
 
     local_token: int  # where the piece begins in its local page, in tokens
@@ -72,7 +73,7 @@ def cut(tokens: tuple[int, int], local_size: int, remote_size: int) -> list[Piec
 
 
 class GroupPlan:
-    """The plan of one group. `stacks` are the pairs of local and remote boxes that have elements in common."""
+    """The plan of one layer group. `stacks` has the pairs of a local and a remote box that have elements in common."""
 
     def __init__(self, where: str, local: Group, remote: Group, stacks: tuple[Stack, ...]) -> None:
         self.where = where
@@ -102,7 +103,7 @@ class GroupPlan:
         return found
 
     def tokens(self, tokens: tuple[int, int]) -> tuple[int, int]:
-        """Returns the range of tokens to copy: `tokens`, extended to the nearer page end of the two sides.
+        """Returns the tokens to copy: `tokens`, extended to the next end of a local or remote page, whichever is first.
 
         The range is empty if there is nothing to copy.
 
@@ -132,22 +133,25 @@ class GroupPlan:
         return _pages_of(f"{self.where}: local", pages, tokens, self.local)
 
     def remote_pages(self, pages: ArrayLike, tokens: tuple[int, int]) -> Ints:
-        """Returns the remote pages that hold `tokens`, int64 `[pages]`. Raises as `local_pages`."""
+        """Returns the remote pages that hold `tokens`, int64 `[pages]`.
+
+        Raises `InvalidTransferError` if a page is missing.
+        """
         return _pages_of(f"{self.where}: remote", pages, tokens, self.remote)
 
     def refuse_repeated(self, pairs: PagePairs) -> None:
-        """Raises `InvalidTransferError` if a local page is named twice: two pages of the request would share it."""
+        """Raises `InvalidTransferError` if two pages of the request would be copied to the same local page."""
         if pairs.repeated is not None:
             raise InvalidTransferError(f"{self.where}: local page {pairs.repeated} is named twice")
 
     def size(self, tokens: tuple[int, int]) -> tuple[int, int]:
-        """Returns the number of runs and of bytes of a pull of `tokens`, if no two of its pages are neighbours."""
+        """Returns the number of runs and of bytes in a pull of `tokens` if no two of its pages are neighbours."""
         found = self._lengths(cut(tokens, self.local.page_size, self.remote.page_size))
         num_bytes = sum(places * int(length.sum()) for places, length in found)
         return sum(places * len(length) for places, length in found), num_bytes
 
     def _lengths(self, kinds: list[PieceKind]) -> list[tuple[int, Ints]]:
-        """Returns pairs: a number of pieces, and the lengths in bytes of the runs that each of these pieces has."""
+        """Returns pairs: a number of pieces, and the length in bytes of each run that one such piece has."""
         found: list[tuple[int, Ints]] = []
         for kind in kinds:
             found += [(len(kind.local), runs.length) for runs in self.page_runs(kind, flowing=len(kinds) == 1)]
@@ -165,7 +169,7 @@ class GroupPlan:
         local_pages, remote_pages = self.local_pages(local, tokens), self.remote_pages(remote, tokens)
         kinds = cut(tokens, self.local.page_size, self.remote.page_size)
         alike = len(kinds) == 1
-        if not alike:  # with several kinds, the check of each kind below would miss a page that another kind repeats
+        if not alike:  # a check within each kind would miss a page that occurs in two kinds
             self.refuse_repeated(PagePairs(local_pages, local_pages))
         count = sum(places * len(length) for places, length in self._lengths(kinds))
         if count > MAX_RUNS:
@@ -187,9 +191,9 @@ class GroupPlan:
     def _flow(
         self, kinds: list[PieceKind], local_pages: Ints, remote_pages: Ints, local_bases: Ints, remote_bases: Ints
     ) -> Iterator[Runs]:
-        """Yields the runs of the stacks that flow, in which a run can continue from one piece into the next.
+        """Yields the runs of the stacks in which a run can continue from one piece into the next (`Stack.flows`).
 
-        The places of the pieces are joined first. The joined runs are then repeated for each pair of boxes.
+        The method first joins adjacent pieces, and then repeats the joined runs for each pair of boxes.
         """
         local_page = np.concatenate([local_pages[kind.local] for kind in kinds])
         remote_page = np.concatenate([remote_pages[kind.remote] for kind in kinds])

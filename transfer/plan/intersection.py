@@ -21,13 +21,14 @@ Axis: TypeAlias = tuple[int, int, int]
 
 _FOUR = [0, 1, 2, DIM]
 """All axes except the token axis, whose range comes with each pull."""
-# Columns of a table of boxes. The first and the end have four axes, the strides five.
+# Columns of a table of boxes. `_FIRST` and `_END` have one column for each of four axes, and `_STRIDES` for each of
+# five axes.
 _KIND, _REGION, _OFFSET, _PAGE, _FIRST, _END, _STRIDES = 0, 1, 2, 3, slice(4, 8), slice(8, 12), slice(12, 17)
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Pairs of boxes that differ only in where they start. Each box is cut to what both sides hold.
+    """Pairs of boxes that differ only in where they start. Each box is cut to the elements that both sides hold.
 
     Attributes:
         local_region: for each pair, the index of the local region, int64 `[pairs]`. The next three fields have the same
@@ -35,7 +36,7 @@ class Stack:
         local_offset: for each pair, the bytes from the region's start to the first common element of page 0.
         axes: those axes among layer, side, head and dim that have more than one common element.
         token: bytes between neighbouring tokens, local and remote; 0 if each element belongs to all tokens of a page.
-        local_page: bytes between neighbouring local pages. `remote_page` is the same for remote ones.
+        local_page: bytes from one local page to the next. `remote_page` has the bytes from one remote page to the next.
     """
 
     local_region: Ints
@@ -51,15 +52,15 @@ class Stack:
     def tokens(self, num_tokens: int) -> tuple[Axis, ...]:
         """Returns the token axis for `num_tokens` tokens of a page.
 
-        Empty for one token, or if all tokens share each element.
+        Returns an empty tuple for one token, or if each element belongs to all tokens of a page.
         """
         return ((num_tokens, *self.token),) if num_tokens > 1 and any(self.token) else ()
 
     def flows(self, local_page_size: int, remote_page_size: int) -> bool:
         """Whether a run can continue from one piece of a pull into the next.
 
-        That is so if the common bytes of a token are contiguous, if the next token follows them directly on both sides,
-        and if on at least one side the first token of the next page does so too.
+        There are three conditions. The common bytes of a token are contiguous. On both sides, the next token follows
+        directly. On at least one side, the next page follows directly.
         """
         run, _ = merged(self.itemsize, self.axes)
         local_token, remote_token = self.token

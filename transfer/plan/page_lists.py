@@ -15,7 +15,7 @@ from transfer.plan.intersection import Ints
 
 
 class BlocksOfGroup(NamedTuple):
-    """What a pull reads of one group of layers, if the source names its pages by the blocks of its scheduler.
+    """The tokens to read of one layer group, from a source that names its pages by the blocks of its scheduler.
 
     Attributes:
         local: the local pages that hold the tokens, in our page size.
@@ -42,7 +42,7 @@ NOTHING = PageCopy((), (), (0, 0))
 
 
 def with_blocks(where: str, groups: PageLists, block_ids: Sequence[Sequence[int]], num_tokens: int) -> PageLists:
-    """Returns `groups` with the source's blocks filled in, for each group that asks by blocks.
+    """Returns `groups` with the source's blocks filled into each `BlocksOfGroup`.
 
     `num_tokens` is the number of tokens that the source has computed.
 
@@ -101,7 +101,10 @@ def pages_of(where: str, named: PageCopy | BlocksOfGroup, local: Group, remote: 
 
 
 def first_read(named: BlocksOfGroup, remote: Group) -> int:
-    """Returns the first token that `pages_of` reads: the later of the starts of `tokens` and of the source's blocks."""
+    """Returns the first token that `pages_of` reads.
+
+    This is the start of `tokens`, or the first token of the source's blocks if they start later.
+    """
     start, stop = named.tokens
     if start >= stop or remote.state:
         return start

@@ -30,7 +30,7 @@ RunRows: TypeAlias = list[tuple[int, int, int]]
 
 
 class _Run(NamedTuple):
-    """A run of page 0 on both sides: addresses, length in bytes, and bytes from one page to the next."""
+    """A run of bytes in page 0: its local and remote address, its length, and the stride between pages on each side."""
 
     local: int
     remote: int
@@ -60,9 +60,9 @@ class Plan:
         self._runs_of_page: list[tuple[_Run, ...]] | None = None
 
     def pages(self, named: PageLists) -> list[PageCopy]:
-        """Returns the page lists of a pull, in which `pages_of` has turned blocks into pages.
+        """Returns the local and remote pages of each group of a pull. `pages_of` turns a source's blocks into pages.
 
-        If a group is named by blocks and has nothing in common with this remote shard, it gets no pages.
+        A group that is named by blocks gets no pages if it has no element in common with this remote shard.
         """
         return [
             NOTHING
@@ -72,10 +72,7 @@ class Plan:
         ]
 
     def begins(self, named: PageLists) -> list[int]:
-        """Returns, for each group whose source has named its blocks, the first token that is read.
-
-        0 for other groups.
-        """
+        """Returns the first token to read for each group whose source has named its blocks, and 0 for other groups."""
         return [
             first_read(one, group.remote) if isinstance(one, BlocksOfGroup) and group.stacks else 0
             for group, one in zip(self.groups, named, strict=True)
@@ -84,10 +81,10 @@ class Plan:
     def runs(self, group: int, local_pages: ArrayLike, remote_pages: ArrayLike, tokens: tuple[int, int]) -> Runs:
         """Returns the runs that copy `tokens` of one request from the remote pages to the local ones.
 
-        Memory before the first token is not written, because other requests may share the tokens that lie there. After
-        the last token, the rest of its page is copied too, up to the nearer page end of the two sides. A state group
-        has one page on each side and accepts any non-empty range of tokens. The pages of a side are integers,
-        preferably an array, and start with the page that holds the first token. Surplus pages are ignored.
+        Memory before the first token is not written, because other requests may share the tokens that lie there. The
+        rest of the last token's page is copied too, up to the end of the local or the remote page, whichever is first.
+        A state group has one page on each side and accepts any non-empty range of tokens. The page ids of a side are
+        integers, preferably an array. They start with the page that holds the first token. Surplus pages are ignored.
 
         Raises:
             InvalidTransferError: too few pages for the tokens, a page that the pool does not have, a local page named
@@ -99,11 +96,11 @@ class Plan:
     def few(self, named: PageLists) -> tuple[RunRows, RunRows, int] | None:
         """Returns the descriptors of both sides, and their total bytes, for the runs of all groups.
 
-        This is plain Python for a page or two, for which calls into numpy would take eight times as long as the
-        arithmetic. Returns None if there are many runs, or if only `runs` handles the case. Those cases are: page sizes
-        that differ, tokens within a page, states, blocks of a source, and invalid input.
+        This method is plain Python for one or two pages: calls into numpy would take eight times as long as the
+        arithmetic. Returns None if there are many runs, and in the cases that only `runs` handles: page sizes that
+        differ, a first token that does not begin a page, states, blocks of a source, and invalid input.
         """
-        if self._runs_of_page is None:  # made on first use, because first contact would otherwise wait for it
+        if self._runs_of_page is None:  # made on first use, so that first contact does not wait for it
             self._runs_of_page = [self._of_page_0(group) for group in self.groups]
         here: RunRows = []
         there: RunRows = []
@@ -130,7 +127,7 @@ class Plan:
         return (here, there, num_bytes) if len(here) <= MOST_FEW else None
 
     def _of_page_0(self, group: GroupPlan) -> tuple[_Run, ...]:
-        """Returns the runs of page 0 of a group. Empty if `few` does not handle the group."""
+        """Returns the runs of page 0 of a group. Empty if `few` cannot handle the group."""
         size, (ours, theirs) = group.local.page_size, (bases.tolist() for bases in self.bases)
         if group.local.state or size != group.remote.page_size:
             return ()
@@ -184,7 +181,8 @@ def plan(
     shape matters. `devices` are the device indices of the two sides, and `rank` is the rank of the remote shard.
 
     Raises:
-        MetadataError: the sides have another number or other kinds of groups, or common elements of different types.
+        MetadataError: the two sides differ in the number or the kinds of their groups, or in the type of an element
+            that both hold.
     """
     keep_memory()
     if len(local.groups) != len(remote.groups):
@@ -224,7 +222,7 @@ def _check_of_page(where: str, local: Group, remote: Group) -> None:
 
 
 def _few_pages(group: GroupPlan, num_runs: int, named: PageCopy | BlocksOfGroup) -> tuple[list[int], list[int]] | None:
-    """Returns the local and the remote pages, paired, if they are few and valid; else None."""
+    """Returns the local pages and the remote pages of a group. None unless they are few and valid."""
     if not num_runs or isinstance(named, BlocksOfGroup):
         return None
     local, remote, (start, stop) = named
@@ -239,7 +237,7 @@ def _few_pages(group: GroupPlan, num_runs: int, named: PageCopy | BlocksOfGroup)
 
 
 def _listed(pages: Any, count: int, pool: int) -> list[int] | None:
-    """Returns the first `count` pages as a list. None if there are too few, or one is not below `pool`."""
+    """Returns the first `count` pages as a list. None if there are fewer pages, or if a page is not in the pool."""
     try:
         found = _integers(pages[:count])
         least, most = (found[0], found[0]) if len(found) == 1 else (min(found), max(found))

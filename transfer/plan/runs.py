@@ -1,4 +1,4 @@
-"""Runs of bytes. The runs of one page are made once, from strided boxes. They are repeated for all pages of a pull.
+"""Computes runs of bytes. The runs of one page are computed once, from strided boxes, and repeated for all pages.
 
 For each pull, numpy works on all pages at once. No Python code loops over pages or runs.
 """
@@ -20,7 +20,7 @@ LONGEST_RUN = 512 << 10
 UCX copies this many bytes in one system call.
 """
 _BOTH_STEP = (1 << 32) + 1
-# In bytes: the largest block that raises glibc's threshold (see `keep_memory`), less glibc's own overhead.
+# In bytes: the largest block that raises glibc's threshold (see `keep_memory`), minus glibc's own overhead.
 _LARGEST_BLOCK = (32 << 20) - (64 << 10)
 _NEXT_LOCAL = 1 << 31
 """The least difference between two sorted keys of page pairs whose local pages differ."""
@@ -121,9 +121,9 @@ def joined(runs: Runs) -> Runs:
 
 
 class PagePairs:
-    """Pairs of a local and a remote page, sorted by the local one.
+    """Pairs of a local page and a remote page, sorted by the local page.
 
-    `repeated` is a local page that is named twice, or None.
+    `repeated` is the id of a local page that is named twice, or None.
     """
 
     __slots__ = ("_local", "_remote", "_steps", "repeated")
@@ -143,7 +143,7 @@ class PagePairs:
         self._local, self._remote, self._steps = local, remote, steps
 
     def single(self) -> tuple[Ints, Ints, None]:
-        """Returns the local and the remote page of each pair, and None in place of the lengths of chains."""
+        """Returns the local page and the remote page of each pair. The third value is None: no chain was formed."""
         return self._local, self._remote, None
 
     def chained(self) -> tuple[Ints, Ints, Ints | None]:
@@ -172,13 +172,13 @@ class PageRuns:
     chains: bool  # whether each run fills its page on both sides, so that runs of neighbouring pages can be joined
 
     def over(self, pages: PagePairs, local_bases: Ints, remote_bases: Ints) -> Runs:
-        """Returns the runs of all pairs of pages."""
+        """Returns the runs that copy all of the page pairs."""
         local, remote, counts = pages.chained() if self.chains else pages.single()
         length = self.length[:, None] if counts is None else self.length[:, None] * counts
         return self.spread(local * self.local_page, remote * self.remote_page, length, local_bases, remote_bases)
 
     def spread(self, local: Ints, remote: Ints, length: Ints, local_bases: Ints, remote_bases: Ints) -> Runs:
-        """Returns the runs that result if each run is repeated at each place.
+        """Returns a copy of each run at each place. A place is a pair of a local and a remote offset.
 
         `local` and `remote` are the offsets of the places in bytes from page 0, int64 `[places]`. `length` must
         broadcast to `[runs, places]`.
@@ -200,7 +200,7 @@ def page_runs(stacks: Iterable[Stack], local_token: int, remote_token: int, num_
 
 
 def runs_of_table(table: Ints) -> tuple[PageRuns, ...]:
-    """Groups the runs of a table by page strides.
+    """Returns the runs of a table, grouped by their local and remote page strides.
 
     `table` is int64 `[7, runs]`, with the fields of `PageRuns` as rows.
     """
@@ -213,7 +213,7 @@ def runs_of_table(table: Ints) -> tuple[PageRuns, ...]:
 
 
 def token_runs(stack: Stack) -> PageRuns:
-    """Returns the runs that copy the first token of a pair of pages. The runs of the following tokens continue them."""
+    """Returns the runs that copy the first token of a pair of pages. Further tokens only lengthen these runs."""
     return _of_table(_expanded(stack, 0, 0, 1), chains=False)
 
 
@@ -223,7 +223,7 @@ def _of_table(table: Ints, chains: bool) -> PageRuns:
 
 
 def _expanded(stack: Stack, local_token: int, remote_token: int, num_tokens: int) -> Ints:
-    """Returns the table of the runs of all pairs of boxes in a stack, as `runs_of_table` takes it."""
+    """Returns the runs of all pairs of boxes in a stack, as a table for `runs_of_table`."""
     local_step, remote_step = stack.token
     run, left = merged(stack.itemsize, (*stack.axes, *stack.tokens(num_tokens)))
     local = stack.local_offset + local_token * local_step

@@ -134,9 +134,9 @@ def with_states(layout: ShardLayout, kinds: Sequence[KindPages], num_pages: int)
 def of_tables(layout: ShardLayout, tables: LayerTables) -> ShardLayout:
     """Returns the layout of a `dense` pool that block tables share: a group for each table, over the same pages.
 
-    In these groups, a layer's number is its place in the page, not its number in the model. That suffices because both
-    sides have the same tables. If a table has fewer layers than a page has places, the empty places are copied too, so
-    that a page stays one run of bytes.
+    In these groups, a layer's index is its position in the page, not its index in the model. The position suffices,
+    because both sides have the same block tables. A table may have fewer layers than a page has positions. The unused
+    positions are copied too, so that a page stays one run of bytes.
     """
     windows = [table.group.window if table.group.kind == "window" else 0 for table in tables.tables]
     groups = tuple(msgspec.structs.replace(layout.groups[0], window=window) for window in windows)

@@ -67,7 +67,10 @@ def _with_boxes(layout: ShardLayout, boxes: list[list[Box]]) -> ShardLayout:
 
 
 class _Grid:
-    """The elements of one kind of one group, in cells. Every box of every shard begins and ends at a cell's edge."""
+    """The elements of one kind of one group, divided into cells.
+
+    Every box of every shard begins and ends at the edge of a cell.
+    """
 
     def __init__(self, where: str, kind: str, local: Group, remotes: Sequence[Group]) -> None:
         held = [[box for box in group.boxes if box.kind == kind] for group in (local, *remotes)]
@@ -103,10 +106,10 @@ class _Grid:
         self.owner = np.full(self.needed.shape, _NOBODY, np.int64)
 
     def choose(self, used: NDArray[np.bool_], local_rank: int, *, forced: bool) -> None:
-        """Assigns an owner to each cell, and marks the owner in `used`.
+        """Chooses the shard that each cell is read from, and marks this shard in `used`.
 
-        With `forced`, assigns only the cells that exactly one shard holds; otherwise only those that several shards
-        hold.
+        With `forced`, chooses only for the cells that exactly one shard holds. Without `forced`, chooses only for the
+        cells that several shards hold.
         """
         count = self.holders.sum(axis=-1)
         todo = self.needed & ((count == 1) if forced else (count > 1))
@@ -122,7 +125,10 @@ class _Grid:
         self.owner[todo] = owners
 
     def parts(self) -> Iterator[list[tuple[int, Index, Index]]]:
-        """Yields, for each local box, its parts as (owner, first position, end). Straight cuts keep the parts few."""
+        """Yields a list for each local box: the parts of the box, each as (owner, first position, end).
+
+        The cuts through a box are straight, so that it has few parts.
+        """
         known: dict[tuple[bytes, tuple[int, ...]], list[Corners]] = {}
         for cells in self.cells:
             inside = self.owner[cells]
@@ -145,7 +151,10 @@ class _Grid:
 
 
 def _uniform(owner: NDArray[np.int64], at: Index) -> Iterator[Corners]:
-    """Cuts an array of owners, whose first cell is `at`, into boxes that have one owner each. Yields their corners."""
+    """Cuts an array of owners into boxes that have one owner each. Yields the corners of each box.
+
+    `at` is the index of the array's first cell.
+    """
     for axis in range(owner.ndim):
         along = np.moveaxis(owner, axis, 0).reshape(owner.shape[axis], -1)
         changes = (np.flatnonzero((along[1:] != along[:-1]).any(axis=1)) + 1).tolist()

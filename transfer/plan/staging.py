@@ -1,9 +1,9 @@
 """Pulls whole remote pages into a staging area, and copies their elements from there to the local pages.
 
-This is for layouts whose runs are too short for the wire. Between tokens-first and heads-first pages, a run is one head
-of one token. It has only a few hundred bytes, and costs a system call. Staged pages arrive as they lie on the remote
-side, and strided numpy copies rearrange them. This works only in host memory. Measured costs decide which way is
-cheaper.
+Staging is for layouts whose runs are too short for the wire. For example, between tokens-first and heads-first pages, a
+run is one head of one token. Such a run has only a few hundred bytes, and each run costs a system call. Staged pages
+arrive in the remote layout, and strided numpy copies rearrange them. Staging works only in host memory. Measured costs
+decide whether staging or direct runs are cheaper.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_COPIES = 1 << 14
 If each layer has its own tensor, with K apart from V and heads as an outer axis, a pull takes thousands. Only a layout
 that scatters its elements takes more than the limit.
 """
-_LINE = 64  # bytes of a cache line; each segment of the staging area begins at one
+_LINE = 64  # bytes of a cache line; each segment of the staging area begins at the start of a cache line
 _NEVER = 1 << 63  # stands for the page stride of a pool that has only one page
 
 
@@ -52,7 +52,7 @@ def copy_us(runs: int, num_bytes: int) -> float:
 
 
 class _Segment(NamedTuple):
-    """A range of bytes that is pulled from each remote page as one run, and the page stride with which it is staged."""
+    """A range of bytes of each remote page, pulled as one run. `staged_page` is its page stride in the staging area."""
 
     region: int
     offset: int
@@ -78,19 +78,19 @@ class _StridedCopy(NamedTuple):
 
 
 def copies_of(plan: GroupPlan) -> int:
-    """Returns the number of strided copies for each kind of pieces if a group is staged."""
+    """Returns the number of strided copies that staging a group takes, for each kind of pieces."""
     pages = [_NEVER if plan.remote.num_pages == 1 else stack.remote_page for stack in plan.stacks]
     outer = [[n for n, _, step in stack.axes if step >= page] for stack, page in zip(plan.stacks, pages, strict=True)]
     return sum(len(stack.local_region) * prod(steps) for stack, steps in zip(plan.stacks, outer, strict=True))
 
 
 class StagingPlan:
-    """The staged pull of one group. Made by `Plan.staging`.
+    """The plan that pulls one group through a staging area. `Plan.staging` makes it.
 
-    Raises `InvalidTransferError` for more than `MAX_COPIES` copies.
+    Raises `InvalidTransferError` if staging takes more than `MAX_COPIES` strided copies.
 
-    The staging area holds one segment after another. A segment has the same range of bytes of every remote page, in the
-    order in which the request names the pages.
+    The staging area is divided into segments. A segment holds one range of bytes of every remote page. Its pages are in
+    the order in which the request names them.
     """
 
     def __init__(self, plan: GroupPlan) -> None:
@@ -131,12 +131,14 @@ class StagingPlan:
     def permute(
         self, local_pages: ArrayLike, tokens: tuple[int, int], staging: Bytes, regions: Sequence[Bytes]
     ) -> None:
-        """Copies the staged elements into the local pages. The result is the same as that of direct runs.
+        """Copies the staged elements into the local pages. Direct runs would have written the same bytes.
 
-        `staging` is uint8 `[num_bytes(tokens)]` or longer, `regions` uint8 over each local region, all contiguous.
+        `staging` is uint8 `[num_bytes(tokens)]` or longer. `regions` has a uint8 array over each local region. All of
+        these arrays are contiguous.
 
         Raises:
-            InvalidTransferError: as `Plan.runs`, or the staging area or a region is too small.
+            InvalidTransferError: for the same reasons as `Plan.runs`; also if the staging area or a region is too
+                small.
         """
         tokens = self._plan.tokens(tokens)
         if tokens[0] == tokens[1]:
@@ -162,7 +164,7 @@ class StagingPlan:
     def _views(
         self, copy: _StridedCopy, kind: PieceKind, regions: Sequence[Bytes], staging: Bytes, at: int, staged_page: int
     ) -> tuple[NDArray[np.void], NDArray[np.void]]:
-        """Returns views of the same elements in all local pages and in all staged pages, one item for each run."""
+        """Returns two views of the same elements: in all local pages, and in all staged pages. An item is one run."""
         local_step, remote_step = copy.stack.token
         run, left = merged(copy.stack.itemsize, (*copy.inner, *copy.stack.tokens(kind.num_tokens)))
         sizes = [n for n, _, _ in left]
@@ -192,16 +194,20 @@ class StagingPlan:
         return np.cumsum(sizes) - sizes, int(sizes.sum())
 
     def size(self, tokens: tuple[int, int]) -> tuple[int, int]:
-        """Returns the number of runs and of bytes on the wire for a rounded range of tokens.
+        """Returns how many runs and bytes the pull of a rounded range of tokens moves over the wire.
 
-        This assumes that no two pages are neighbours.
+        The numbers assume that no two pages are neighbours.
         """
         pages = self._num_pages(tokens)
         return pages * len(self._segments), pages * sum(segment.length for segment in self._segments)
 
 
 def _copies(stack: Stack, remote_page: int) -> list[_StridedCopy]:
-    """Returns the pairs of boxes of a stack, cut along axes that step over whole remote pages (K and V apart)."""
+    """Returns the strided copies of a stack, at least one for each pair of boxes.
+
+    A pair is cut along each axis whose stride is a remote page or more, for example if all K pages lie before all V
+    pages.
+    """
     inner = tuple(axis for axis in stack.axes if axis[2] < remote_page)
     outer = [axis for axis in stack.axes if axis[2] >= remote_page]
     found: list[_StridedCopy] = []
@@ -215,10 +221,10 @@ def _copies(stack: Stack, remote_page: int) -> list[_StridedCopy]:
 
 
 def _segments(copies: Sequence[_StridedCopy], page_size: int, *, single: bool) -> tuple[list[_Segment], list[int]]:
-    """Returns the segments of a remote page that hold all of `copies` (sorted), and the segment of each copy.
+    """Returns the segments of a remote page that hold all `copies`, and the index of the segment of each copy.
 
-    A gap between two copies is pulled too if that costs less than a separate run. No segment is longer than a page,
-    because the bytes of the next page would then be pulled twice.
+    `copies` must be sorted. A gap between two copies is pulled too if pulling the gap costs less than a separate run.
+    No segment is longer than a page, because the bytes of the next page would then be pulled twice.
     """
     worth = int(_RUN_US * _WIRE_GBPS * 1e3)
     found: list[_Segment] = []

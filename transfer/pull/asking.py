@@ -45,8 +45,8 @@ class Lent(NamedTuple):
         source: the source, with the lease under which the pages can be pulled. None if the source has none of the
             pages, if it may lend no more of them, or if there is an error.
         table: block table of the leased pages, for `import_block_table`; None without a source.
-        error: why the question failed: the source has not answered, has refused, or has named unusable pages. Empty if
-            it has answered properly, even without pages.
+        error: why the question failed: the source has not answered, has refused, or has named unusable pages. Empty
+            after a valid answer, even if the answer has no pages.
     """
 
     key: str
@@ -68,12 +68,13 @@ class _Question:
     at: float = -math.inf  # when to ask again; inf while an answer is awaited
     pause_s: float = _PAUSE_S
     waits_for: str = ""
-    # whether the owner was told that the question has timed out; a lease that is granted after that is given back
+    # Whether the time-out of the question was reported to its owner. A lease that is granted after the report is given
+    # back.
     is_told: bool = False
 
 
 class PageAsks:
-    """The open questions of a process. Only the serving loop's thread may use them. No call blocks.
+    """Asks sources for pages by digest. Only the serving loop's thread may use this object. No call blocks.
 
     Args:
         client: sends the questions. No other object may use it.
@@ -83,10 +84,10 @@ class PageAsks:
         kind: what the cache stores for a token (`kvcache.layout.kv_kind`). It must be equal at the source, too.
         tables: number of block tables of a request.
         kinds: kind of each block table, as in a `BlockTable`.
-        beside: number of further groups that a block table has after those of the tokens. Each has one page, which
-            holds a state of the request.
-        give_back: called with the asking replica, the source whose lease cannot be used, and the reason. Such a lease
-            was granted too late, or holds other pages than those asked for.
+        beside: number of groups that follow the groups of token pages in a block table. Each of them has one page,
+            which holds a state of the request.
+        give_back: called with the asking replica, a source whose lease cannot be used, and the reason. The lease was
+            granted too late, or does not hold the requested pages.
     """
 
     def __init__(
@@ -198,7 +199,7 @@ class PageAsks:
             self._end(ask, source, self._table(ask, pages))
 
     def _fault(self, ask: _Question, pages: LeasedPages) -> str:
-        """Describes how the leased pages differ from the requested pages; empty if they do not."""
+        """Returns how the leased pages differ from the requested pages. The text is empty if they do not differ."""
         count, rest = divmod(pages.num_tokens, ask.query.page_size)
         groups, beside = pages.block_ids[: self._tables], pages.block_ids[self._tables :]
         most = max(map(len, groups), default=0)
@@ -214,7 +215,7 @@ class PageAsks:
         return ""
 
     def _digests(self, ask: _Question, pages: LeasedPages) -> bytes:
-        """Returns the digests of the question's first pages, as many as were leased. Empty if there are not so many."""
+        """Returns the digests of the leased pages. Empty if more pages were leased than the question has digests."""
         size = pages.num_tokens // ask.query.page_size * len(pages.prompt_digest)
         return ask.digests[:size] if size <= len(ask.digests) else b""
 

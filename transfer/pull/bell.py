@@ -49,16 +49,16 @@ class Alarm:
             self._quiet.release()
 
     def sleep(self, seconds: float) -> bool:
-        """Sleeps until a ring, but at most `seconds`. Returns whether it was rung since the last sleep."""
+        """Sleeps until a ring, but at most `seconds`. Returns whether the alarm was rung since the last sleep."""
         return self._quiet.acquire(timeout=seconds)
 
 
 class Bell:
-    """Any thread may ring the bell, and one thread hears it. Its descriptor is readable from a ring until `hear`.
+    """A bell that any thread may ring and one thread hears. A ring makes its descriptor readable until `hear`.
 
     The flag `_rung` says whether the descriptor is readable. The flag and the descriptor change together, under the
     lock. If the flag stayed set while the descriptor is not readable, every later ring would do nothing. A signal
-    handler may also ring, even while its thread is within a call that holds the lock.
+    handler may also ring, even if the signal interrupts a call that holds the lock.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Bell:
         self._lock = free_in_forks(threading.RLock())
 
     def fileno(self) -> int:
-        """Returns the descriptor, which is readable from a ring until `hear`."""
+        """Returns the file descriptor. It becomes readable at a ring and stays readable until `hear`."""
         return self._fd
 
     def ring(self) -> None:

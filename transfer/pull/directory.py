@@ -105,7 +105,10 @@ class Directory:
         return peer if peer is not None and self._is_connected(peer) else None
 
     def use(self, place: Place) -> Peer | None:
-        """Like `ready`, and also marks the engine as used, so that it is not forgotten as idle."""
+        """Returns the engine at a place if all local ranks have loaded it; otherwise None.
+
+        Also records the current time as the engine's last use, so that the engine is not forgotten as idle.
+        """
         peer = self.ready(place)
         if peer is not None:
             peer.used = self._clock()
@@ -169,7 +172,7 @@ class Directory:
         return bool(peer.incarnation) and self._is_loaded(peer.place[1], peer.incarnation)
 
     def _is_loaded(self, engine_id: str, incarnation: str) -> bool:
-        for rank in self._ranks:  # each pull calls this several times, and a generator would take twice as long
+        for rank in self._ranks:  # each pull calls this method several times, and a generator would take twice as long
             remote = rank.remote(engine_id)
             if remote is None or remote.incarnation != incarnation:
                 return False
@@ -188,7 +191,7 @@ class Directory:
         self._admit(peer, _Candidate(answer.incarnation, remotes))
 
     def _admit(self, peer: Peer, candidate: _Candidate) -> None:
-        """Loads a candidate. If another incarnation of its engine is loaded, pings that one first."""
+        """Loads a candidate. If another incarnation of its engine is loaded, pings the loaded incarnation instead."""
         peer.candidate = candidate
         try:
             if not self._is_loaded(peer.place[1], candidate.incarnation):
@@ -216,7 +219,7 @@ class Directory:
         return [(peer, peer.candidate) for peer in same if peer.candidate is not None]
 
     def _on_alive(self, peer: Peer) -> None:
-        """Reports that an engine is ready, and refuses the candidates that have its id but another incarnation."""
+        """Reports that an engine is ready. Refuses candidates that have its id but another incarnation."""
         self._on_ready(peer)
         address, engine_id = peer.place
         for other, candidate in self._candidates(engine_id):
@@ -272,7 +275,7 @@ class Directory:
                 self._ping(peer)
 
     def check(self, place: Place) -> None:
-        """Pings the engine at a place, if it is known, to see whether it is alive and still the loaded incarnation."""
+        """Pings the engine at a place, if any. The answer shows whether the loaded incarnation is still alive."""
         if (peer := self._peers.get(place)) is not None:
             self._ping(peer)
 

@@ -68,8 +68,8 @@ class ExchangeEvent(NamedTuple):
     Attributes:
         replica: index of the replica.
         event: the event.
-        proof: the proof that `commit_import` needs, if this is the last event of a pull that passed. None for other
-            events, and for a pull that was opened by `open_pull` and never read.
+        proof: the proof that `commit_import` needs. Only the last event of a successful pull has it; otherwise None. It
+            is also None if the pull was opened by `open_pull` and never read.
     """
 
     replica: int
@@ -103,16 +103,16 @@ class PageExchange:
             both.
         allowed_peers: addresses, networks and host names of the sources that may be contacted, in addition to this
             host.
-        lend: the share of a replica's pages, 0.0 to 1.0, that may be lent at the same time to readers that `ask`.
-            Readers get no pages beyond it, because this process's own requests come first.
+        lend: the fraction of a replica's pages, 0.0 to 1.0, that may be leased at the same time to readers that call
+            `ask`. The limit leaves the other pages to the requests of this process.
 
     Attributes:
         address: the bound endpoint of the handshake server.
         incarnation: a random name, new with each start.
         cards: the description of each replica for peers.
-        bell: has a descriptor that is readable when `poll` has events or work. Answers to `ask` do not ring it: see
-            `sockets`.
-        lending: the pages lent to readers that asked for them by content.
+        bell: has a descriptor that is readable when `poll` has events or work. Answers to `ask` do not ring the bell;
+            they arrive on `sockets`.
+        lending: the pages leased to readers that asked for them by digest.
         threads: the transfer thread of each replica, with its statistics.
         queries: counts of peers' questions, by outcome.
 
@@ -342,11 +342,11 @@ class PageExchange:
     ) -> None:
         """Asks a source for pages by content, whichever request computed them. `poll` returns the answer as `Lent`.
 
-        The source leases consecutive pages, starting with the first one, as far as it has them and may lend them. It is
-        not an error if these are few pages or none, and the same question may later get fewer pages. Import and pull
-        the table of a `Lent` like the table of any offer. All pages before the table's first page must already be
-        cached here. A prompt can therefore be pulled in several parts, from different sources. `refuse` gives back a
-        lease that will not be pulled. Without `refuse`, such a lease expires within seconds.
+        The source leases consecutive pages, starting with the first page. It stops at the first page that it lacks or
+        may not lease. An answer with few or no pages is not an error, and a repeated question may get fewer pages.
+        Import and pull the table of a `Lent` like the table of any offer. All pages before the table's first page must
+        already be cached here. A prompt can therefore be pulled in several parts, from different sources. `refuse`
+        gives back a lease that will not be pulled. Without `refuse`, such a lease expires within seconds.
 
         Args:
             replica: the asking replica, which the event names again.
@@ -378,14 +378,14 @@ class PageExchange:
         """Pulls all pages that an import lacks. The event that ends the pull carries the proof for `commit_import`.
 
         If several sources are given, the pull reads from all of them at the same time. If several sources hold a page,
-        a faster source is more likely to deliver it. If a source fails, the pull reads from the others instead. If no
-        source has a certain page any more, and the cache has a single block table, the pull still passes with the pages
-        before that page. The event that ends the pull then has `stop`, and the import covers fewer tokens.
+        a faster source is more likely to deliver it. If a source fails, the pull reads from the other sources
+        instead. If no source has a certain page any more, a pull for a single block table still succeeds, with the
+        pages before that page. The event that ends the pull then has `stop`, and the import covers fewer tokens.
 
         Args:
             key: name of the pull. No other open pull on the import's replica may have it.
-            source: the source, as it was offered. A list of sources is in the order of the import's block tables: first
-                the source of its `table`, then the sources of its `others`.
+            source: the source, as it was offered; or a list with one source for each block table of the import: for its
+                `table` first, then for its `others`.
             pending: an open import of the manager that no other pull writes.
             timeout_s: seconds until the pull fails. This includes the first contact with the source.
 
@@ -393,8 +393,8 @@ class PageExchange:
             InvalidRequestError: (a ValueError) a pull of this name is open, or the list of sources does not have one
                 source for each block table of the import. Also if the import is closed, belongs to another manager, or
                 is written by another pull.
-            EngineClosedError: the transfer thread has died, or was closed. All calls except `poll` and `close` raise it
-                then.
+            EngineClosedError: the transfer thread has died, or was closed. From then on, all calls except `poll` and
+                `close` raise this error.
         """
         check_pull(key, source, pending, timeout_s, len(self.threads))
         replica = pending.replica_idx
@@ -416,8 +416,8 @@ class PageExchange:
         named = [(copies, copier.tables), *((copies, (table,)) for table, copies in copier.from_others())]
         if len(sources) != len(named):
             raise InvalidRequestError(
-                f"request {pending.request_id!r}: got {len(sources)} sources, but its import has block tables of "
-                f"{len(named)} sources"
+                f"request {pending.request_id!r}: got {len(sources)} sources, but the block tables of its import come "
+                f"from {len(named)} sources"
             )
         thread = self.threads[int(pending.replica_idx)]
         if len(sources) == 1:
@@ -428,11 +428,11 @@ class PageExchange:
         thread.call_soon(shared, key, holdings, sizes, timeout_s, can_shorten=pending.can_shorten)
 
     def reads_several(self, num_tokens: int) -> bool:
-        """Whether a pull of `num_tokens` tokens would read from more than one source, if it is given several."""
+        """Whether a pull of `num_tokens` tokens is large enough to read from several sources."""
         return shares(sum(num_tokens // layout.page_size * layout.page_bytes for layout in self._manager.layouts))
 
     def open_pull(self, replica: int, key: str, source: Source, timeout_s: float) -> None:
-        """Opens a pull whose pages `read` names later. Its lease is renewed from now on.
+        """Opens a pull whose pages `read` names later. The source's lease is renewed from now on.
 
         Raises:
             InvalidRequestError: (a ValueError) a pull of this name is open.
@@ -485,7 +485,7 @@ class PageExchange:
 
     @property
     def sockets(self) -> list[zmq.Socket[bytes] | Bell]:
-        """The objects on which `zmq.zmq_poll` can sleep: one of them is readable when `poll` has events or work.
+        """The objects for `zmq.zmq_poll` to sleep on. At least one is readable when `poll` has events or work.
 
         Read this property again before each sleep, because the sockets change with the open questions.
         """
@@ -504,7 +504,7 @@ class PageExchange:
             thread.raise_failure()
         found += self._take_all()
         self.lending.poll()
-        found += self._take_all()  # events of leases that `lending.poll` has requested and that were granted at once
+        found += self._take_all()  # events of leases that were granted at once within `lending.poll`
         if self.lending.take_answers():
             self._server.look_again()
         return found + [ExchangeEvent(*answered) for answered in self._asks.poll()]
@@ -526,7 +526,7 @@ class PageExchange:
         return found
 
     def _end_copy(self, replica: int, event: PullEvent) -> Any:
-        """Ends the page copy that a pull made. `event` is the pull's last event: nothing of it is in flight any more.
+        """Ends the page copy that a pull made. `event` is the pull's last event, so none of its READs is in flight.
 
         Returns the pull's proof if its fence showed that the lease held. Returns None if the pull failed or has no
         copier.

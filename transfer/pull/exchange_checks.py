@@ -45,7 +45,7 @@ def check_exchange(owner: object, given: object, options: Mapping[str, Any]) -> 
     _check_replica_options(f"{where}replica_options", options["replica_options"])
     flag(f"{where}verify", options["verify"], InvalidEngineError)
     if not callable(options["agent"]):
-        raise InvalidEngineError(f"{where}agent is {shown(options['agent'])}: a function that makes one is needed")
+        raise InvalidEngineError(f"{where}agent is {shown(options['agent'])}: a function that makes an agent is needed")
     if not _are_texts(options["allowed_peers"]):
         raise InvalidEngineError(
             f"{where}allowed_peers is {shown(options['allowed_peers'])}: a list of strings is needed"

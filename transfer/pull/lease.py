@@ -49,11 +49,11 @@ Verdict = Literal["accepted", "unknown", "late", "duplicate", "malformed"]
 
 
 def make_words(count: int) -> NDArray[np.uint64]:
-    """Returns `count` zeroed words, uint64, in memory pages of their own.
+    """Returns `count` zeroed words, uint64, which fill separate pages of memory.
 
-    These memory pages hold nothing else that a peer could read. The memory is private to this process. A forked child
-    finds zeros at its address, and the child's writes are not shared. If a reader reads a lease word in the child, for
-    example because the child now has our pid, it finds no lease.
+    These pages of memory hold no other data that a peer could read. The memory is private to this process. A forked
+    child finds zeros at the same address, and the parent does not see the child's writes. If a reader reads a lease
+    word in the child, for example because the child now has our pid, the reader finds no lease.
     """
     size = count * WORD_BYTES
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # freed with the last view of it
@@ -115,7 +115,7 @@ class Lease:
     # For each reading engine, the notes by which its ranks have said that they have finished, as pairs: the local rank
     # that got the note, and the reading rank that sent it.
     heard: dict[str, set[tuple[int, int]]] = field(default_factory=dict[str, set[tuple[int, int]]])
-    # for each reading engine that has sent such a note: its number of ranks
+    # for each reading engine in `heard`: its number of ranks
     ranks: dict[str, int] = field(default_factory=dict[str, int])
     refusal: str = ""  # the reason given by the first reader that gave up
     ended: str = ""  # why the lease has ended; empty while it is open
@@ -131,7 +131,7 @@ class Lease:
 
 
 class LeaseBook:
-    """The leases of a replica. Only `_end` clears words, and it does so before the end of the lease is reported.
+    """The leases of a replica. Only `_end` clears a lease word. The end of a lease is reported afterwards.
 
     Unless it expires or is ended early, a lease ends as soon as each local rank has heard from all readers of the
     lease. It ends on all local ranks at once.
@@ -143,7 +143,7 @@ class LeaseBook:
         longest: the longest life of a lease with renewals, as a multiple of its duration.
 
     Attributes:
-        words: as given.
+        words: the argument `words`.
         counts: number of readers' notes, by verdict.
     """
 
@@ -232,7 +232,7 @@ class LeaseBook:
         return list(self._by_id)
 
     def hear(self, note: ReaderNote, at: int = 0) -> Lease | None:
-        """Records a note from a reading engine to our rank `at`.
+        """Records a note that a reading engine has sent to the local rank with index `at`.
 
         Returns the lease if the note ended it. Its words are then cleared, and its pages may be freed.
         """

@@ -1,4 +1,4 @@
-"""The source's side of a pull by content: readers ask for pages by digest, and get a lease of the pages that are here.
+"""The source's side of a pull by content: readers ask for pages by digest, and this process leases its pages to them.
 
 A question arrives on the handshake server's thread. That thread has no access to the pages, so the question waits for
 the serving loop. The loop looks up the pages, holds them, and requests a lease for them. The server keeps the question
@@ -52,8 +52,7 @@ class _LentPages(NamedTuple):
         ask_id: id of the question.
         asker: id of the reading process.
         pages: the ids of the token pages, and the negated ids of the state pages.
-        size: how many pages count towards the lending limit: the token pages, and the pages of the slab that a state
-            takes.
+        size: how many pages count towards the lending limit: the token pages, and for a state the pages of its slab.
         answer: the sealed answer.
     """
 
@@ -69,9 +68,10 @@ class PageLender:
 
     Any thread may call `answer`. Only the serving loop may make the other calls.
 
-    This process's own requests come first. At most a `share` of the pages is lent at the same time, and at most the
-    same share of the pages for recurrent states. Beyond this limit, a reader gets fewer pages than it asks for. These
-    leases use separate lease words. A reader gets each page under only one lease at a time.
+    Requests of this process take precedence over readers. Therefore at most the fraction `share` of the token pages is
+    leased to readers at the same time, and at most this fraction of the pages for recurrent states. Beyond the limit, a
+    reader gets fewer pages than it asks for. Leases by digest have lease words of their own. A reader gets each page
+    under only one lease at a time.
 
     Attributes:
         pages_lent: number of pages leased so far, including state pages. A page counts each time that it is leased.
@@ -107,8 +107,8 @@ class PageLender:
         self._granting: set[int] = set()  # leases that are not granted yet
         self._lock = threading.Lock()  # protects the next three fields
         self._asked: deque[ContentQuery] = deque()
-        # Questions whose pages must first come from a lower tier, or are still leased to the same reader, each with its
-        # time limit.
+        # Questions whose pages must be loaded from a lower tier first, or are still leased to the same reader. Each
+        # question has a time limit.
         self._loading: list[tuple[ContentQuery, float]] = []
         self._answers: OrderedDict[int, LeaseReply] = OrderedDict()  # the latest answers, by question
 
@@ -143,9 +143,9 @@ class PageLender:
         return LeaseReply(query_id=query.query_id, pages=known.pages, error=known.error, waits_for=known.waits_for)
 
     def _too_many(self, query: ContentQuery) -> int:
-        """Returns the limit that this question would exceed: that of all readers together, or that of one reader.
+        """Returns the limit on waiting questions that this question would exceed, or 0.
 
-        Returns 0 if the question would exceed neither.
+        One limit applies to the questions of all readers together, and another limit to the questions of each reader.
         """
         waiting = [*self._asked, *(loading for loading, _ in self._loading)]
         if len(waiting) >= _MOST_ASKED:
@@ -153,7 +153,7 @@ class PageLender:
         return _MOST_OF_ONE if sum(_asker(one) == _asker(query) for one in waiting) >= _MOST_OF_ONE else 0
 
     def poll(self) -> None:
-        """Looks up the pages of the questions since the last call, and requests leases for them."""
+        """Looks up the pages that readers have asked for since the last call, and requests leases for them."""
         now, looked_for = time.monotonic(), self._loading
         self._loading = []
         while self._asked:
@@ -166,7 +166,7 @@ class PageLender:
                 self._say(query.ask_id, LeaseReply(query_id=0, error=str(error)))
 
     def settle(self, event: LeaseOver | Offered) -> bool:
-        """Handles an event of a lease. Returns True if it is a lease of lent pages; the loop ignores such events."""
+        """Handles an event of a lease. Returns True for a lease by digest; the loop ignores such events."""
         lent = self._lent.get(event.lease_id)
         if lent is None:
             return False
@@ -222,7 +222,7 @@ class PageLender:
         self._say(query.ask_id, _GRANTING)
 
     def _sealed(self, query: ContentQuery, source: Source | None, table: BlockTable | None) -> bytes:
-        """Returns the sealed answer for the pages of a table, or for no pages."""
+        """Returns the sealed answer that leases the pages of `table`. Without a table, the answer leases no pages."""
         pages = 0 if table is None else table.num_tokens // query.page_size - query.first_page
         digests = b"" if table is None else table.digests
         leased = LeasedPages(
@@ -260,8 +260,8 @@ class PageLending:
     Args:
         manager: the manager whose pages are lent.
         grant: requests a lease.
-        ring: called for each question, on the handshake server's thread, so that the loop calls `poll`.
-        share: the share of each replica's pages that may be lent at the same time.
+        ring: called for each question, on the handshake server's thread. It must make the serving loop call `poll`.
+        share: the fraction of each replica's pages that may be leased at the same time.
         key: key of the digests that authenticate the answers.
         seals: makes the seals of lent tables.
 
@@ -291,7 +291,7 @@ class PageLending:
 
     @property
     def num_leases(self) -> int:
-        """The number of leases, granted or requested, to readers that asked by content."""
+        """The number of leases, granted or requested, for readers that asked for pages by digest."""
         return sum(one.num_leases for one in self.of)
 
     @property
@@ -312,6 +312,6 @@ class PageLending:
             one.stop()
 
     def poll(self) -> None:
-        """Looks up the pages of the questions since the last call."""
+        """Looks up the pages that readers have asked for since the last call."""
         for one in self.of:
             one.poll()

@@ -41,8 +41,8 @@ class PageChecks:
     """The checksums of one shard's pages, and the words that hold them. Each box of a page must be one run of bytes.
 
     Attributes:
-        words: uint64 `[num_pages]` for each group: each page's checksum when the page was last sealed. They must be
-            registered.
+        words: uint64 `[num_pages]` for each group: the checksum of each page at the last call of `seal` for that page.
+            The words must be registered.
 
     Raises:
         InvalidEngineError: the pages of a box have gaps.
@@ -60,7 +60,7 @@ class PageChecks:
         self.words[group][ids] = self._sums(group, ids)
 
     def bad(self, group: int, pages: ArrayLike, expected: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Returns the indices in `pages` (local pages that have arrived) whose checksum is not the expected one."""
+        """Returns the index in `pages` of each arrived page whose checksum differs from `expected`."""
         return np.flatnonzero(self._sums(group, self._ids(group, pages)) != expected)
 
     def _ids(self, group: int, pages: ArrayLike) -> NDArray[np.int64]:
@@ -101,7 +101,7 @@ def _view(number: int, box: Box, group: Group, bases: Sequence[int]) -> NDArray[
 
 
 def same_pages(local: ShardLayout, remote: ShardLayout) -> bool:
-    """Whether the pages of two shards have exactly the same layout, which a comparison of checksums requires."""
+    """Returns whether two shards lay out their pages identically. Only such shards can compare checksums."""
 
     def shape(layout: ShardLayout) -> list[object]:
         return [
@@ -119,9 +119,9 @@ def same_pages(local: ShardLayout, remote: ShardLayout) -> bool:
 class Verifier:
     """Compares pages that came from one rank with that rank's checksums.
 
-    All pulls share one local copy of the source's checksum words. That is safe: the word of a page does not change
+    All pulls share one local copy of the source's checksum words. Sharing is safe: the word of a page does not change
     while a lease of the page is open, and once the lease has ended, the fence fails the pull. `share` is the fraction
-    of the pages, drawn at random, that is compared. `repeated` counts the pages that were read again.
+    of the pages that is compared; these pages are drawn at random. `repeated` counts the pages that were read again.
 
     Raises:
         HandshakeError: the source makes no checksums, or its pages have another layout.
@@ -145,7 +145,7 @@ class Verifier:
         agent.register([(words.ctypes.data, words.nbytes, 0) for words in self._words], MemoryType.DRAM)
 
     def part(self, key: str, plan: Plan, groups: Sequence[PageCopy]) -> Part | None:
-        """Returns the part that reads these pages and their checksums. None if nothing is to be read."""
+        """Returns a `Part` that reads the pages of `groups` and their checksums, or None if no page is to be read."""
         read: list[PageCopy] = []
         for group, (local, remote, (start, stop)) in zip(self._groups, groups, strict=True):
             count = max(0, math.ceil(stop / group.page_size) - start // group.page_size)
@@ -155,7 +155,7 @@ class Verifier:
         return self._part(key, plan, read, ATTEMPTS)
 
     def _part(self, key: str, plan: Plan, groups: list[PageCopy], attempts: int) -> Part | None:
-        """Like `part`, but the arrays in `groups` hold only the pages to read."""
+        """Like `part`, but the page arrays in `groups` must have no surplus pages."""
         runs = concatenated([plan.runs(group, *pages) for group, pages in enumerate(groups)])
         if not len(runs):
             return None
@@ -170,8 +170,8 @@ class Verifier:
         )
 
     def _span(self, group: int, pages: PageCopy) -> tuple[int, int, int, int]:
-        # All words from the first page to the last one, as one run, because selecting them would take a run for each
-        # page.
+        # One run has the words of all pages from the first to the last. Selecting only the needed words would take a
+        # run for each page.
         first, last = int(np.min(pages.src_pages)), int(np.max(pages.src_pages))
         here, there = self._words[group].ctypes.data, self._there.checks_addrs[group]
         return here + WORD_BYTES * first, there + WORD_BYTES * first, WORD_BYTES * (last - first + 1), 0

@@ -22,9 +22,9 @@ class PendingPages(Protocol):
 
 
 class FurtherPages(Protocol):
-    """Pages that a request has besides its token pages, such as its state.
+    """Pages of requests that are not token pages, such as recurrent states.
 
-    In the request's block table, they form one more group.
+    In the block table of a request, these pages form an additional group.
     """
 
     @property
@@ -80,23 +80,26 @@ class PageOwner(Protocol):
 
     @property
     def further_groups(self) -> Sequence[Sequence[FurtherPages]]:
-        """The pages besides token pages, `[replica][group]`. The groups follow the token pages in a block table."""
+        """The pages of requests that are not token pages, `[replica][group]`, such as recurrent states.
+
+        In a block table, these groups follow the groups of token pages.
+        """
         ...
 
     def lease(self, request_id: str, *, seal: Callable[[BlockTable], bytes]) -> Any:
         """Holds the pages that a claimed request computes, until `end_lease`. The returned object names its replica.
 
-        From now on, each block table of the request carries the result of `seal` in its `seals`.
+        Each block table that the manager makes for the request from now on has the result of `seal` among its `seals`.
         """
         ...
 
     @property
     def contents(self) -> Any:
-        """The pages by content: a `kvcache.replica.contents.PageContents`."""
+        """The index of pages by content: a `kvcache.replica.contents.PageContents`."""
         ...
 
     def end_lease(self, lease: Any) -> None:
-        """Ends a hold whose pages no reader reads any more."""
+        """Releases the pages of a lease that `lease` returned. No reader may still read them."""
 
     def copier(self, pending: Any) -> Any:
         """Returns the copier of the import `pending`: the only object that may write to the pages of this import.

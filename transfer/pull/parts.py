@@ -1,10 +1,11 @@
 """Parts of a pull: the runs from one rank of the source, and the transfers that they are split into.
 
-Between processes of one host, the processor copies a READ. A transfer of few runs is copied by the posting thread, and
-a larger one by a NIXL thread. That thread takes 50 µs to wake and handles one transfer at a time: the next post waits
-until it is free. So each source has at most one transfer in the background, with at most half of the remaining runs.
-Meanwhile the polling thread copies the rest in small pieces, and serves peers and other pulls in between. After an
-error or a cancellation, the pull ends when its transfers in flight have ended.
+Between processes of one host, the processor copies the bytes of a READ. The thread that posts a transfer copies it if
+it has few runs. A NIXL thread copies a transfer with more runs. The NIXL thread takes 50 µs to wake and copies one
+transfer at a time: a second post waits until the NIXL thread is free. Therefore each source has at most one transfer on
+the NIXL thread, with at most half of the remaining runs. Meanwhile the polling thread copies the other runs in small
+pieces. Between two pieces, it serves peers and other pulls. After an error or a cancellation, the pull ends when its
+transfers in flight have ended.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ class Part:
         local: local side of the runs.
         remote: remote side of the runs.
         num_bytes: bytes of all runs.
-        arrived: called when all runs have arrived, to compare or move their data; None if that is not needed. It
-            returns a part that must be read next, if any, and raises `PullFailedError` if the data is unusable.
+        arrived: a function that compares or moves the data when all runs have arrived; None if the data needs neither.
+            The function returns a part that must be read next, or None. It raises `PullFailedError` if the data is
+            unusable.
     """
 
     rank: int
@@ -66,7 +68,7 @@ class Part:
         return not self.in_flight and self.posted == len(self.local)
 
     def runs(self, last: int) -> tuple[RunList, RunList]:
-        """Returns both sides of the runs that are not posted yet, up to index `last`."""
+        """Returns the local and the remote sides of the unposted runs up to, but not including, index `last`."""
         if not self.posted and last == len(self.local):
             return self.local, self.remote
         return self.local[self.posted : last], self.remote[self.posted : last]
@@ -74,7 +76,7 @@ class Part:
     def is_ready(self) -> bool:
         """Whether the part can be posted now.
 
-        This method is called until it returns True. The first transfer is posted immediately afterwards.
+        The caller repeats this call until it returns True, and then posts the part's first transfer at once.
         """
         return True
 
@@ -84,7 +86,7 @@ class Part:
     def next_transfer(self, *, background: bool) -> tuple[int, bool]:
         """Returns the end index of the next transfer's runs, and whether the NIXL thread copies that transfer.
 
-        `background` says that the NIXL thread is free.
+        `background` is True if the NIXL thread is free.
         """
         first, runs = self.posted, len(self.local)
         left = runs - first
@@ -103,14 +105,17 @@ class Part:
 
 
 def longest_run(num_bytes: int) -> int:
-    """Returns the longest run, in bytes, that a part of this size may have. A large part has runs for two threads."""
+    """Returns the longest run, in bytes, for a part of this size. A large part is cut into runs for two threads."""
     if num_bytes < _FOR_TWO:
         return LONGEST_RUN
     return min(LONGEST_RUN, max(num_bytes // (2 * BACKGROUND_RUNS), _SHORTEST_CUT))
 
 
 def is_over(agent: Agent, handle: Handle) -> tuple[bool, AgentError | None]:
-    """Returns whether a transfer has ended, and its error if it failed. Releases the handle of one that has ended."""
+    """Returns whether a transfer has ended, and its error if the transfer failed.
+
+    Releases the handle if the transfer has ended.
+    """
     failed: AgentError | None = None
     try:
         if not agent.done(handle):

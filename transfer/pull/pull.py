@@ -39,17 +39,17 @@ Together they have 32 MiB on the wire, besides the background transfer.
 class Puller:
     """The pulls of one rank. Single-threaded: the thread that owns the agents makes all calls.
 
-    `identity` is the engine id, the rank and the number of ranks, as notes to sources state them. `slots` is the
+    `identity` is the engine id, the rank and the number of ranks. Notes to sources carry these values. `slots` is the
     largest number of lease words that can be read at the same time.
 
     Attributes:
         words: uint64 `[slots]`, the buffer into which fences read lease words. It must be registered with every agent.
         events: outcomes of pulls. The owner removes them.
         ended: records of successful pulls. The owner removes them.
-        num_posted: number of READs, of pages or of lease words, that were still in flight after their post had
-            returned.
-        is_copying: whether more is left to copy, so that the next poll should follow at once.
-        timed: whether events of pulls that passed carry the times of their fence.
+        num_posted: number of READs (of pages or of lease words) that were still in flight when the call that posted
+            them returned.
+        is_copying: whether a pull has more bytes to copy, so that the next poll should follow at once.
+        timed: whether the events of successful pulls carry the times of their last fence.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Puller:
         # A heap of times and keys: when the lease of a pull must be renewed, or when the pull times out. A pull may
         # have ended before its time.
         self._due: list[tuple[float, str]] = []
-        # by `id` of the source's `RemoteEngine`: the transfer that NIXL's thread copies
+        # For each source, by `id` of its `RemoteEngine`: the transfer that NIXL's thread copies.
         self._behind: dict[int, Handle] = {}
         self.num_posted = 0
         self.is_copying = self.timed = False
@@ -83,7 +83,10 @@ class Puller:
 
     @property
     def is_reading(self) -> bool:
-        """Whether a READ is in flight or about to be posted. Pulls whose owner has yet to name pages do not count."""
+        """Whether a READ is in flight or about to be posted.
+
+        A pull that waits until its owner names pages does not count.
+        """
         return any(pull.in_flight or pull.waiting for pull in self._moving.values())
 
     @property
@@ -92,7 +95,7 @@ class Puller:
         return bool(self._moving)
 
     def engines_in_use(self) -> set[RemoteEngine]:
-        """Returns the engines whose agents need polls: something is in flight, or a message was sent recently."""
+        """Returns the engines whose agents need polls: a pull from them may advance, or they got a message recently."""
         before = self._clock() - LATELY_S
         for engine in [engine for engine, at in self._spoken.items() if at <= before]:
             del self._spoken[engine]
@@ -125,10 +128,10 @@ class Puller:
     def pull_at_once(
         self, key: str, engine: RemoteEngine, lease: LeaseRef, timeout_s: float, part: Part
     ) -> PullEvent | RankPull:
-        """Makes a pull that has a single part, from an engine with one rank, and if possible ends it within this call.
+        """Makes a pull of a single part from an engine with one rank. Ends the pull within this call if possible.
 
-        The pull is complete if its READ and its fence have ended as soon as they were posted, and the word holds the
-        lease's id. Otherwise it continues as a normal pull from its current state. Raises as `open`.
+        The pull has ended if its READ and its fence ended as soon as they were posted, and the lease word held the
+        lease's id. Otherwise the pull continues as a normal pull. Raises as `open`.
 
         Returns:
             The event of a successful pull, which is not added to `events`. Otherwise the pull.
@@ -171,7 +174,7 @@ class Puller:
         return self._pulls.get(key)
 
     def add(self, pull: RankPull, parts: list[Part], *, last: bool) -> None:
-        """Reads further parts of a pull, and then a fence. The fence after the `last` parts ends the pull.
+        """Adds parts that a pull must read, and a fence after them. With `last`, this fence ends the pull.
 
         Raises:
             PullFailedError: the pull has failed, or its last part was already added.
@@ -193,8 +196,8 @@ class Puller:
     def withdraw(self, pull: RankPull, failure: Failure) -> None:
         """Gives up a pull for an owner that watches the pull's state directly and needs no event.
 
-        If the pull has ended by now, its event is removed. Otherwise the event could be taken for one of the next pull
-        with this key.
+        If the pull has ended by now, its event is removed, because it could be taken for an event of a later pull with
+        the same key.
         """
         self.fail(pull, failure)
         if pull.is_over:
@@ -312,7 +315,7 @@ class Puller:
             self._came(pull, part)
 
     def _came(self, pull: RankPull, part: Part) -> None:
-        """Handles the end of one of a part's transfers. The transfer's handle was already released."""
+        """Handles the end of one transfer of a part. The transfer's handle was already released."""
         if part.in_flight:
             return
         if part.is_here and part.arrived and not pull.error:
@@ -358,20 +361,23 @@ class Puller:
             self._passed(pull)
 
     def _cleared(self) -> int:
-        """Takes a free word of the buffer and clears it, so that a fence that delivers nothing finds no lease."""
+        """Takes a free word of the buffer and clears it.
+
+        If the READ of a lease word then delivers nothing, the cleared word holds no lease id, and the pull fails.
+        """
         slot = self._free.pop()
         self.words[slot] = CLEARED
         return slot
 
     def _word(self, slot: int, there: RankMetadata, lease: LeaseRef) -> tuple[int, int]:
-        """Returns the address of a word of the buffer, and that of the lease word on a rank of the source."""
+        """Returns the address of the word `slot` of our buffer, and the address of the lease word at the source."""
         return self._address + slot * WORD_BYTES, there.words_addr + lease.slot * WORD_BYTES
 
     def _done(self, lease: LeaseRef) -> bytes:
         return encode_message(self._note(lease, "done"))
 
     def _passed(self, pull: RankPull) -> None:
-        """Records that everything read before the fence was under the lease."""
+        """Records that a fence has passed: all pages that were read before it were copied while the lease was open."""
         pull.passed = pull.marking or pull.added
         pull.fenced = not pull.marking
 
@@ -389,7 +395,7 @@ class Puller:
                 self._passed(pull)
 
     def _holds(self, pull: RankPull, rank: int, slot: int) -> bool:
-        """Whether the word that was read from a rank holds the lease's id. If not, the pull fails."""
+        """Returns whether the lease word that was read from a rank holds the lease's id. If not, fails the pull."""
         word = self.words.item(slot)
         self._free.append(slot)
         if not pull.marking:
@@ -454,7 +460,7 @@ class Puller:
         return pulls
 
     def conclude(self, pulls: list[RankPull]) -> None:
-        """Ends abandoned pulls. Their agent is destroyed, so nothing writes to their pages any more."""
+        """Ends the pulls that `abandon` returned. Their agent is destroyed, so no copy writes to their pages."""
         for pull in pulls:
             for _, part in pull.reading:
                 part.settle()

@@ -1,4 +1,4 @@
-"""The state of a pull, by one rank and by all ranks of a replica: what is in flight, what waits, and the outcome."""
+"""The state of a pull, for one rank and for all ranks of a replica: READs in flight, waiting pages, and the outcome."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PullTimes(NamedTuple):
 
 
 class PullShare(NamedTuple):
-    """The part that one source has contributed to a pull from several.
+    """What one source has contributed to a pull from several sources.
 
     Attributes:
         place: address and engine id of the source.
@@ -64,14 +64,14 @@ class PullEvent(NamedTuple):
             used.
         passed: for a pull that failed: how many of its reads, counted from the first, copied pages while the lease was
             open. Each call of `PageExchange.read` counts as one read, and so does `PageExchange.pull`. The pages of
-            these reads may be kept, so that only the rest is pulled from elsewhere.
-        times: the times of the last fence of a pull that passed, if pulls are timed (see `ReplicaTransfer`). None for
-            other pulls, and if nothing had to be read.
-        begins: for each group, the first token that was read, if the pull passed and its source has named its blocks.
-            This may be a later token than the first one asked for, because a source whose sliding window has moved on
-            may have freed earlier blocks. Empty for other pulls.
-        stop: the end of the tokens that were read, if a pull from several sources passed without the later tokens
-            because no source had them any more. 0 for other pulls.
+            these reads may be kept, so that only the other pages must be pulled from another source.
+        times: the times of the last fence of a successful pull, if pulls are timed (see `ReplicaTransfer`). None for
+            other pulls, and if no page had to be read.
+        begins: for each group, the first token that was read, if the pull was successful and its source has named its
+            blocks. This may be a later token than the first one asked for, because a source whose sliding window has
+            moved on may have freed earlier blocks. Empty for other pulls.
+        stop: the end of the tokens that were read, if a pull from several sources succeeded without the later tokens.
+            No source had the later tokens any more. 0 for other pulls.
         shares: for a pull from several sources, what each source has contributed; empty for other pulls.
     """
 
@@ -87,23 +87,23 @@ class PullEvent(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RankPull:
-    """The part of a pull that one local rank reads, from every rank of the source that holds some of it."""
+    """The part of a pull that one local rank reads, from one or more ranks of the source."""
 
     key: str
     engine: RemoteEngine
     agent: Agent  # the agent that reads from the source
     lease: LeaseRef
-    deadline: float  # on the puller's clock, like the next two fields and `failed_at`
+    deadline: float  # `deadline`, `started`, `renew_at` and `failed_at` are times of the puller's clock
     started: float
     renew_at: float
-    more: bool = True  # whether further parts may be added, so that the last fence must wait
+    more: bool = True  # whether more parts may be added; the last fence is not posted before all parts were added
     error: Failure | None = None
     failed_at: float = 0.0
     fence_at: float = 0.0  # when the last fence was posted, if pulls are timed
     num_bytes: int = 0  # bytes posted so far
     num_runs: int = 0
     post_s: float = 0.0  # seconds spent posting
-    added: int = 0  # number of `add` calls so far
+    added: int = 0  # number of calls of `Puller.add` so far
     passed: int = 0  # number of `add` calls whose parts a fence has confirmed
     marking: int = 0  # number of `add` calls that the fence in flight covers; 0 if it is the last fence
     waiting: list[Part] = field(default_factory=_LIST)
@@ -140,8 +140,8 @@ class Reading(NamedTuple):
     Attributes:
         groups: for each group of the layout, the local and remote pages and their tokens.
         last: whether this is the last reading of the pull.
-        tables: the source's block tables that name these pages, without those of earlier readings. The seals of these
-            tables are checked before the pages are read.
+        tables: the source's block tables that name these pages, except tables that an earlier `Reading` of the pull
+            has. Their seals are checked before the pages are read.
     """
 
     groups: PageLists
@@ -151,12 +151,13 @@ class Reading(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class ReplicaPull:
-    """A pull by all ranks: the readings that wait for its source, and the pull of each rank.
+    """A pull by all ranks: the pages that wait to be read, and the pull of each rank.
 
     Attributes:
         source: the source to read from; a `Wanted` as long as the source has not named the pages of its lease.
         deadline: the time limit, on the replica's clock.
-        pages: the source's answer to a `Wanted`. None until it arrives, and if the owner of the pull names the pages.
+        pages: the source's answer to a `Wanted`. None before the answer arrives. Always None if the owner of the pull
+            names the pages.
         ask_at: when to ask the source again, on the replica's clock; inf if no question is due.
         waits_for: what the source's last answer named as missing, and when an answer first named anything as missing.
         pause_s: the pause before the next question.
@@ -164,8 +165,8 @@ class ReplicaPull:
         reads: the `RankPull` of each local rank, once the source is known.
         started: whether the ranks' pulls were opened.
         error: why the pull failed; None if it has not.
-        told: whether the owner knows that the pull has failed.
-        refusal: the reason, for a pull that was opened only to refuse the source's lease. Such a pull has no events.
+        told: whether the failure of the pull was reported to its owner.
+        refusal: why the source's lease is refused, if the pull was opened only to refuse it. Such a pull has no events.
         begins: for each group, the first token that is read, if the source has named its blocks.
     """
 
@@ -200,7 +201,7 @@ class ReplicaPull:
         return PullTimes(fence_at, max(one.over_at for one in self.reads)) if fence_at else None
 
     def next_pages(self, key: str) -> Reading:
-        """Removes the first waiting reading and returns it, with the blocks that the source has named."""
+        """Removes and returns the first waiting `Reading`. Fills in the source's blocks if the source named them."""
         reading = self.waiting.popleft()
         if self.pages is None:
             return reading
@@ -220,8 +221,8 @@ def check_opening(key: str, engine: RemoteEngine, lease: LeaseRef, timeout_s: fl
         raise PullFailedError(lost, FailureKind.SOURCE_GONE)
     if not 0 <= lease.slot < engine.words or not CLEARED < lease.lease_id < 1 << 64:
         raise InvalidTransferError(
-            f"request {key!r}: lease {lease.lease_id:#x} in slot {lease.slot} is impossible; engine "
-            f"{engine.engine_id!r} has {engine.words} slots"
+            f"request {key!r}: lease {lease.lease_id:#x} in slot {lease.slot} is invalid: a 64-bit id above 0 is "
+            f"needed, and engine {engine.engine_id!r} has {engine.words} slots"
         )
     if not 0 < timeout_s < math.inf or not 0 < lease.duration_s < math.inf:
         raise InvalidTransferError(

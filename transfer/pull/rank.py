@@ -86,7 +86,7 @@ class ShardMemory(NamedTuple):
 
 
 class ReaderAgents:
-    """Makes agents, assigns each to one source, and takes it back when no copy is in flight over it any more.
+    """Makes agents and assigns each to one source. Takes an agent back when none of its copies is in flight any more.
 
     A NIXL copy can be stopped only by destroying its agent. Each source therefore has a separate reading agent, which
     is not the agent that serves peers, so that giving up one source disturbs no other. One agent is kept ready, because
@@ -116,7 +116,10 @@ class ReaderAgents:
                 self._spare.append(self._make(next(self._names)))
 
     def give_back(self, agent: Agent, *, reuse: bool = True) -> None:
-        """Takes back an agent without peers or transfers in flight. Without `reuse`, the agent is destroyed."""
+        """Takes back an agent that has no peer and no transfer in flight.
+
+        Keeps the agent for the next source if `reuse` is True and no other agent is kept; otherwise destroys it.
+        """
         if self._spare or not reuse:
             _close(agent)
         else:
@@ -179,7 +182,7 @@ class RankTransfer:
         if (checks or verify) and memory_type is not MemoryType.DRAM:
             raise InvalidEngineError(
                 f"engine {identity.engine_id!r} rank {identity.rank}: page checks (verify) need pages in host memory, "
-                f"these are in {memory_type.value}"
+                f"but these pages are in {memory_type.value}"
             )
         self.identity = identity
         self.layout = layout
@@ -204,7 +207,7 @@ class RankTransfer:
             self._register_own(self._agent)
             self._readers = ReaderAgents(name, self._make_reader)
             self.metadata = sealed_rank(self._describe(name, self._agent.metadata), identity.key)
-            # our own metadata is checked in the same way as peers will check it
+            # decodes our own metadata with the checks that peers will make
             self._mine = open_rank(self.metadata, identity.key)
             if not identity.key:
                 self._agent.vouch(self._mine.agent_metadata)
@@ -264,7 +267,7 @@ class RankTransfer:
         return None if remote is None or remote.failure else remote
 
     def inspect(self, ranks: Sequence[bytes], expected: tuple[str, str] | None = None) -> RemoteEngine:
-        """Checks an engine's metadata as far as that is possible without NIXL, and makes a plan. Loads nothing.
+        """Checks an engine's metadata without NIXL, and makes the transfer plan. Loads nothing.
 
         `ranks` has the sealed metadata of each rank of the engine. `expected` is the id and the incarnation that the
         engine must have.
@@ -324,13 +327,13 @@ class RankTransfer:
             self._retiring.append(remote)
 
     def seal(self, pages: Sequence[ArrayLike]) -> None:
-        """Records the checksums of pages, a list for each group, before they are leased."""
+        """Records the checksums of pages, before they are leased. `pages` has the page ids of each group."""
         if self._checks is not None and self._shows_checks:
             for group, ids in enumerate(pages):
                 self._checks.seal(group, ids)
 
     def poll(self) -> list[ReaderNote | None]:
-        """Serves peers and advances pulls. Returns the notes of readers; None for each that could not be read.
+        """Serves peers and advances pulls. Returns the notes of readers, with None for each malformed note.
 
         Raises:
             AgentError: NIXL fails.
@@ -353,7 +356,7 @@ class RankTransfer:
         return notes
 
     def _to_poll(self) -> set[RemoteEngine]:
-        """Returns the sources whose agents are polled now: all that are in use, and a few of the others, in turn."""
+        """Returns the sources whose agents are polled now: all sources in use, and a few unused sources in turn."""
         known = list(self._remotes.values())
         if len(known) <= _IN_TURN:
             return {*known, *self._retiring}

@@ -1,4 +1,4 @@
-"""An engine that this rank reads from: all its ranks, the parts that they hold, and the plan for each of them."""
+"""An engine that this rank reads from: all ranks of the engine, and a transfer plan for each rank."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RemoteEngine:
         read_ranks: the ranks that are read from. The other ranks only get notes.
         staging: staging area for pulls whose runs are too short for the wire. None if all pulls are direct.
         seals: checks the seals of the engine's block tables. None if the engine makes none.
-        verifier: compares arrived pages with the source's checksums. None if that is not wanted.
+        verifier: compares arrived pages with the source's checksums. None if pages are not verified.
 
     Raises:
         MetadataError: the metadata is not that of the ranks of one engine, or no rank holds a part that we need.
@@ -108,7 +108,7 @@ class RemoteEngine:
                 agent.remove_peer(name)
 
     def parts(self, key: str, groups: PageLists) -> list[Part]:
-        """Returns the parts to read, in order, from each rank that holds some of the pages.
+        """Returns the parts of a pull, in order: the runs to read from each rank that holds some of the pages.
 
         Raises:
             InvalidTransferError: the pages or tokens do not fit the layouts.
@@ -150,14 +150,18 @@ class RemoteEngine:
                 )
 
     def begins(self, groups: PageLists) -> tuple[int, ...]:
-        """Returns, for each group whose source has named its blocks, the first token that is read. 0 for other groups.
+        """Returns the first token to read for each group whose source has named its blocks, and 0 for other groups.
 
-        `parts` must have accepted the same lists before.
+        Call `parts` with the same `groups` first, because `parts` checks them.
         """
         return tuple(map(max, zip(*(planned.begins(groups) for planned in self._plans), strict=True)))
 
     def small_part(self, groups: PageLists) -> Part | None:
-        """Returns the part for few pages if one rank holds all of them and one transfer suffices; otherwise None."""
+        """Returns a single part that reads a small pull in one transfer.
+
+        Returns None if the source has several ranks, if the pull is too large for one transfer, or if pages are
+        verified.
+        """
         if self.verifier is not None or len(self.ranks) > 1 or len(groups) != len(self._mine.layout.groups):
             return None
         (planned,) = self._plans

@@ -1,4 +1,4 @@
-"""Drives the local ranks of one engine together. A lease is granted, and a pull made, by all of them or by none.
+"""Drives the local ranks of one engine together. All ranks grant a lease, or none does. The same applies to a pull.
 
 Single-threaded: `transfer.pull.thread` runs it. `transfer.pull.directory` finds and watches the sources.
 """
@@ -99,7 +99,7 @@ class ReplicaTransfer:
         heartbeat_s: interval between pings to a source that is being read.
         dead_after_s: how long a source may be silent after a ping.
         idle_s: how long a source is remembered without a pull.
-        timed: whether events of pulls that passed carry the times of their fence.
+        timed: whether the events of successful pulls carry the times of their last fence.
         clock: a monotonic clock, in seconds.
 
     Attributes:
@@ -144,7 +144,7 @@ class ReplicaTransfer:
 
     @property
     def timed(self) -> bool:
-        """Whether events of pulls that passed carry the times at which their fence was posted and passed."""
+        """Whether the events of successful pulls carry the times at which their last fence was posted and passed."""
         return any(rank.puller.timed for rank in self.ranks)
 
     @timed.setter
@@ -174,7 +174,10 @@ class ReplicaTransfer:
         self.events.append(Offered(request_id, lease.lease_id, ""))
 
     def start_clock(self, lease_id: int) -> None:
-        """Starts the clock of a lease whose request is computed. A no-op if it already runs or the lease is over."""
+        """Starts the clock of a lease whose request is computed.
+
+        Does nothing if the clock already runs, or if the lease has ended.
+        """
         self._reads_expected += 1
         self.leases.start_clock(lease_id)
 
@@ -197,13 +200,12 @@ class ReplicaTransfer:
         tables: Sequence[BlockTable] = (),
         refusal: str = "",
     ) -> None:
-        """Begins a pull by all ranks, of all pages in `groups`. None means that `add_pages` names them later.
+        """Begins a pull of the pages in `groups` by all ranks. If `groups` is None, `add_pages` names the pages later.
 
         `PullEvent`s report the outcome, and also invalid input. If a pull of this name is open, an event says so, and
         the open pull continues. If `source` is a `Wanted`, the source is asked which pages its lease holds. If these
-        pages belong to other tokens than the wanted ones, or to too few of them, the pull fails and gives back the
-        useless lease. If block `tables` name the pages, the pull fails unless the source has sealed each table under
-        this lease.
+        pages hold other tokens than the wanted ones, or too few tokens, the pull fails and gives the lease back. If
+        block `tables` name the pages, the pull fails unless the source has sealed each table under this lease.
         """
         if self._is_taken(key):
             return
@@ -233,11 +235,11 @@ class ReplicaTransfer:
 
         Args:
             key: names the pull.
-            holdings: the sources, each with the pages as that source names them. The first one has all pages.
+            holdings: for each source, the pages that it has leased. The first source has all pages.
             page_sizes: tokens of our pages, and of the sources' pages.
             timeout_s: seconds until the pull fails.
-            can_shorten: whether the pull may pass with fewer pages. If no source has a certain page any more, the pull
-                then ends before that page.
+            can_shorten: whether the pull may succeed with fewer pages. If no source has a certain page any more, such a
+                pull ends before that page.
         """
         if self._is_taken(key):
             return
@@ -251,7 +253,7 @@ class ReplicaTransfer:
             self.events.extend(happened)
 
     def _is_taken(self, key: str) -> bool:
-        """Whether a pull of this name is open. If so, an event says that another one cannot be opened."""
+        """Returns whether a pull of this name is open. If so, adds an event that refuses the new pull."""
         is_taken = key in self._pulls or key in self._shared
         if is_taken:
             self.events.append(
@@ -266,7 +268,7 @@ class ReplicaTransfer:
     def _pull_at_once(
         self, key: str, source: Source | Wanted, timeout_s: float, groups: PageLists, tables: Sequence[BlockTable]
     ) -> bool:
-        """Begins a small pull if one local rank reads it from one rank of the source. Returns whether it did.
+        """Makes a small pull if one local rank reads from one rank of the source. Returns whether the pull was begun.
 
         Such a pull usually ends within this call. Copying a page takes 10 µs, and setting up the state of a normal pull
         would take five times as long.
@@ -294,7 +296,7 @@ class ReplicaTransfer:
     def is_small(self, source: Source | Wanted, groups: PageLists) -> bool:
         """Whether reading these pages takes less time than waking a thread.
 
-        That is so for few pages of a known source that are read into host memory.
+        This is true for a few pages that are read from a known source into host memory.
         """
         sizes, num_bytes = self._page_bytes, 0
         if not self._is_host or not isinstance(source, Source) or len(groups) != len(sizes):
@@ -305,7 +307,7 @@ class ReplicaTransfer:
         return num_bytes <= _SMALL_BYTES and self.directory.ready(source.place) is not None
 
     def _ask(self, key: str) -> None:
-        """Asks the source of a pull which pages its lease holds, unless that is known."""
+        """Asks the source of a pull which pages its lease holds. Does nothing if the pages are known."""
         pull = self._pulls[key]
         wanted, pull.ask_at = pull.source, math.inf
         if isinstance(wanted, Source):
@@ -334,7 +336,7 @@ class ReplicaTransfer:
             self._on_pages(key, wanted, answer.pages)
 
     def _on_pages(self, key: str, wanted: Wanted, data: bytes) -> None:
-        """Handles the source's answer. Starts to read if its pages are those of the wanted tokens."""
+        """Handles the source's answer. Starts to read if the leased pages hold the KV of the wanted tokens."""
         pull = self._pulls[key]
         try:
             source, pages = source_in(wanted, data, self.ranks[0].identity.key)
@@ -351,17 +353,17 @@ class ReplicaTransfer:
         self._start(key, pull)
 
     def _waited(self, pull: ReplicaPull) -> str:
-        """Describes what a source that was asked repeatedly has named as missing; empty if it named nothing."""
+        """Describes what the source has named as missing, and for how long. Empty if the source has named nothing."""
         missing, since = pull.waits_for
         return f" (asked for {self._clock() - since:.1f} s, last answer: {missing[:200]})" if missing else ""
 
     def add_pages(self, key: str, groups: PageLists, *, last: bool, tables: Sequence[BlockTable] = ()) -> None:
-        """Reads pages, or further pages, of a pull. A no-op if the pull has ended.
+        """Adds pages that a pull must read. Does nothing if the pull has ended.
 
         Args:
             key: the pull.
-            groups: for each group of the layout, the local and remote pages and their tokens. If the source says which
-                pages it holds, only the local ones (`BlocksOfGroup`).
+            groups: for each group of the layout, the local and remote pages and their tokens. If the source names its
+                blocks itself, a `BlocksOfGroup` with only the local pages.
             last: whether no further pages will be read.
             tables: the source's block tables that name these pages, as for `pull`.
         """
@@ -384,7 +386,7 @@ class ReplicaTransfer:
         self._fail(key, Failure(FailureKind.CANCELLED, reason))
 
     def _give_back(self, key: str, failure: Failure) -> None:
-        """Fails a pull, and gives back its source's lease unless the pull was opened only for that."""
+        """Fails a pull and gives back its source's lease. A pull that was opened to refuse a lease only fails."""
         pull = self._pulls[key]
         if not pull.refusal:
             self.refuse(pull.source, failure.text, pull.deadline - self._clock())
@@ -393,8 +395,8 @@ class ReplicaTransfer:
     def refuse(self, source: Source | Wanted, reason: str, timeout_s: float) -> None:
         """Tells a source that no page will be read under its lease, so that it can free the pages. Causes no event.
 
-        A reader may give back any lease that it can name. Tokens are not compared, because those of a rejected request
-        are not known.
+        A reader may give back any lease that it can name. The leased tokens are not compared with the reader's tokens,
+        because the tokens of a rejected request are not known.
         """
         if isinstance(source, Wanted):
             source = source._replace(num_tokens=0, digest=b"")
@@ -427,12 +429,12 @@ class ReplicaTransfer:
 
     @property
     def is_copying(self) -> bool:
-        """Whether the next poll should follow at once, because it has something to copy."""
+        """Whether a rank has more bytes to copy, so that the next poll should follow at once."""
         return any(rank.puller.is_copying for rank in self.ranks)
 
     @property
     def reads_awaited(self) -> int:
-        """How often a wait for a READ has begun, by this replica or by a reader. 0 if READs need no polls."""
+        """The number of waits for a READ that this replica or a reader has begun. 0 if READs need no polls."""
         return self._reads_expected + sum(rank.puller.num_posted for rank in self.ranks) if self._needs_polls else 0
 
     @property
@@ -442,14 +444,17 @@ class ReplicaTransfer:
 
     @property
     def pulls(self) -> dict[str, ReplicaPull]:
-        """The open pulls by key, without those that only refuse a lease. Safe from any thread."""
+        """The open pulls by key. Safe from any thread.
+
+        Pulls that were opened only to refuse a lease are left out.
+        """
         return {key: pull for key, pull in list(self._pulls.items()) if not pull.refusal}
 
     @property
     def num_pulls(self) -> tuple[int, int]:
         """The number of active pulls, and the number of failed pulls whose READs may still write.
 
-        Safe from any thread, like the length of `leases`.
+        Safe from any thread. The length of `leases` may be read from any thread, too.
         """
         pulls = [pull for key, pull in self.pulls.items() if not key.startswith(_PART)]
         failed = sum(bool(pull.error) for pull in pulls)
@@ -466,7 +471,10 @@ class ReplicaTransfer:
         return [key for key, pull in self._pulls.items() if pull.source.place == place]
 
     def _start_all(self, peer: Peer) -> None:
-        """Handles a source's confirmed identity: starts its pulls, or fails those under another incarnation's lease."""
+        """Starts the pulls from a source that has confirmed its identity.
+
+        Fails the pulls whose lease was granted by another incarnation of the source.
+        """
         for key in self._of(peer.place):
             if is_of_other_start(self._pulls[key].source, peer):
                 text = f"engine {peer.place[1]!r} has restarted since it granted the lease"
@@ -479,13 +487,14 @@ class ReplicaTransfer:
             pull = self._pulls[key]
             another = isinstance(pull.source, Wanted) or is_of_other_start(pull.source, peer)
             if peer.incarnation and not pull.started and another:
-                # The lease belongs to another incarnation, most likely the one that runs now, so ask for that one.
+                # Another incarnation has granted the lease, most likely the incarnation that runs now. This call asks
+                # for its metadata.
                 self.directory.connect(peer.place)
             else:
                 self._fail(key, failure)
 
     def _start(self, key: str, pull: ReplicaPull) -> None:
-        """If the source of a pull is known, opens the pull on every rank, and reads the pages that wait for it."""
+        """Opens a pull on every rank and reads its waiting pages, if the source is loaded and has named its pages."""
         if pull.error or isinstance(pull.source, Wanted) or (peer := self.directory.use(pull.source.place)) is None:
             return
         if is_of_other_start(pull.source, peer):
@@ -543,7 +552,7 @@ class ReplicaTransfer:
     def _fail(self, key: str, failure: Failure) -> None:
         """Fails a pull on all ranks, and reports the failure at once.
 
-        If the pull's pages are not safe yet, reports the failure again when they are.
+        If a READ of the pull is still in flight, reports the failure again when no READ is in flight any more.
         """
         pull = self._pulls[key]
         if not pull.error:
@@ -595,7 +604,7 @@ class ReplicaTransfer:
 
 
 def is_of_other_start(source: Source | Wanted, peer: Peer) -> bool:
-    """Whether another incarnation than the one that is loaded here has granted the lease."""
+    """Whether the lease was granted by another incarnation of the engine than the loaded one."""
     return isinstance(source, Source) and source.incarnation not in (peer.incarnation, "")
 
 

@@ -29,12 +29,12 @@ def new_table_key() -> bytes:
 
 
 class TableSeals:
-    """Makes and compares the seals of one engine's tables.
+    """Makes and compares the seals of one engine's block tables.
 
-    A seal covers the lease and the parts of the table that say where tokens lie: the page ids of all groups, the
-    tokens, the page size and the digests. The last digest stands for all of them, because each digest covers every
-    token before it, and a reader compares all digests with its own tokens. The seal leaves out fields without effect,
-    and fields that must equal the reader's own (`kinds`).
+    A seal covers the lease and the fields of the table that say where tokens lie: the page ids of all groups, the
+    tokens, the page size and the last digest. The last digest suffices, because each digest covers every token before
+    it, and a reader compares all digests with its own tokens. The seal does not cover fields without effect, or fields
+    that must equal the reader's own (`kinds`).
     """
 
     def __init__(self, key: bytes) -> None:

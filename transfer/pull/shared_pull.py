@@ -1,12 +1,13 @@
-"""A pull that reads its pages from several sources at the same time, more of them from the faster ones.
+"""A pull from several sources at the same time. It reads more pages from the faster sources.
 
 Each source has leased its own copy of pages with the same tokens. The pull has one *part* for each source: a separate
-pull, under that source's lease. A part reads one run of pages at a time, with a fence after it, which shows that the
-run was still leased. When the run has passed, the part gets the next one. So more is read from a faster source, and
-nobody has to know beforehand which source is faster.
+pull, under that source's lease. A part reads one run of pages at a time. The fence after the run shows that the pages
+were still leased. When the fence has passed, the part gets its next run. A faster source therefore delivers more pages,
+and its speed need not be known beforehand.
 
-If a source fails, another source that has the same pages reads the failed source's run, but only when no READ of that
-run is in flight any more. If no source has a certain page any more, the pull ends before that page, or fails.
+If a source fails, the part of another source that has the same pages reads the failed run. It begins only when no READ
+of the failed run is in flight any more. If no source has a certain page any more, the pull ends before that page, or
+fails.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class SourcePages(NamedTuple):
 
 
 class PullsOfReplica(Protocol):
-    """The pulls of a replica, each from one source (`transfer.pull.replica.ReplicaTransfer`)."""
+    """The pulls of a replica from a single source each. `ReplicaTransfer` implements this interface."""
 
     def pull(self, key: str, source: Source, timeout_s: float) -> None:
         """Opens a pull whose pages are named later."""
@@ -81,7 +82,7 @@ class PullsOfReplica(Protocol):
         ...
 
     def add_pages(self, key: str, groups: PageLists, *, last: bool, tables: Sequence[BlockTable] = ()) -> None:
-        """Reads pages, or further pages, of a pull."""
+        """Adds pages that a pull must read. May be called several times for one pull."""
         ...
 
     def cancel(self, key: str, reason: str) -> None:
@@ -91,22 +92,22 @@ class PullsOfReplica(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _SourcePart:
-    """The part of one source in a pull: the pages that it has, those that it reads now, and what it has read.
+    """The part that one source has in a shared pull. Its pages are counted in columns (see `SharedPull`).
 
     Attributes:
-        key: names its pull.
-        holding: the pages that this source may be asked for.
+        key: key of the pull that reads from this source.
+        holding: the pages that this source has leased.
         has: bool `[columns]`: the columns that the source has.
-        seen: bytes and seconds of its runs. With each further run, the sums of the earlier runs are halved, so that
-            later runs count more. A short run adds little. This is intended: buffers on the way may hold all of a short
-            run, so it says little about the speed.
-        most: the most bytes that its next run may have.
+        seen: sums of the bytes and of the seconds of the runs that have passed. Both sums are halved before a run is
+            added, so that later runs count more. A short run adds little to the sums, because it says little about the
+            speed: buffers on the way may hold all of it.
+        most: the most bytes that the next run may have.
         run: the columns that are being read; None if no read is under way.
-        since: when this run began.
+        since: when `run` began.
         runs: number of runs that were begun.
         num_bytes: bytes of the runs that have passed.
-        declined: the `version` of the pull when this part last declined to read. The part is asked again only after
-            the version has changed.
+        declined: the `version` of the pull when this part last declined to read. The part is asked again only after the
+            version has changed.
         error: why the part failed; empty if it has not.
     """
 
@@ -130,14 +131,14 @@ class _SourcePart:
 
 
 class SharedPull:
-    """The pages of a pull, cut into *columns*, and the source that reads each column.
+    """Decides which source each page of a pull is read from.
 
-    A column has as many tokens as the least common multiple of our page size and the sources' page size. This class
-    only computes; `SharedPulls` makes the calls.
+    The tokens of the pull are divided into *columns*. Each column has as many tokens as the least common multiple of
+    our page size and the sources' page size. This class only computes; `SharedPulls` makes the calls.
 
     Args:
         key: names the pull.
-        holdings: what each source holds. The first one has every page.
+        holdings: for each source, the pages that it has leased. The first source has every page.
         groups: the groups of our layout.
         page_bytes: bytes of a page of each group, over all local ranks.
         page_sizes: tokens of our pages, and of the sources' pages.
@@ -157,8 +158,8 @@ class SharedPull:
         self.key = key
         self.parts: list[_SourcePart] = []
         self.cancelled = ""
-        self.is_told = False  # whether its owner knows that it has failed
-        self.version = 0  # increases when the state of a column changes, or the set of parts that can read
+        self.is_told = False  # whether the failure of the pull was reported to its owner
+        self.version = 0  # increases when a column changes its state, and when a part becomes able or unable to read
         self._groups, self._sizes, self._can_shorten = groups, page_sizes, can_shorten
         self._column = math.lcm(*page_sizes)
         ranges = [tokens for _, _, tokens in holdings[0].groups if tokens[0] < tokens[1]]
@@ -172,7 +173,10 @@ class SharedPull:
         self._ends = np.concatenate(([0], np.cumsum(sizes)))
 
     def add(self, key: str, holding: SourcePages, whole: SourcePages, seen: tuple[float, float]) -> None:
-        """Adds the part of a source. `whole` names every page. `seen` comes from earlier pulls; see `_SourcePart`."""
+        """Adds the part of a source that has leased the pages in `holding`.
+
+        `whole` has every page of the pull. `seen` is the value of `_SourcePart.seen` from earlier pulls.
+        """
         has = np.ones(len(self.state), np.bool_)
         for group, (_, _, wanted), (_, _, held) in zip(self._groups, whole.groups, holding.groups, strict=True):
             lacks = np.zeros(len(self.state), np.bool_)
@@ -185,7 +189,10 @@ class SharedPull:
         self.parts.append(_SourcePart(key, holding, has, seen))
 
     def _touched(self, group: Group, tokens: tuple[int, int]) -> slice:
-        """Returns the columns in which pages of a group are read. For a state, this is only the last column."""
+        """Returns the columns (ranges of tokens, see `SharedPull`) in which pages of a group are read.
+
+        For a state, this is only the last column.
+        """
         first, stop = tokens
         if first >= stop:
             return slice(0, 0)
@@ -193,12 +200,12 @@ class SharedPull:
         return slice(last - 1 if group.state else (first - self._origin) // self._column, last)
 
     def num_bytes(self, run: tuple[int, int]) -> int:
-        """Returns the bytes of a run of columns."""
+        """Returns the number of bytes in a run of columns (ranges of tokens)."""
         first, stop = run
         return int(self._ends[stop] - self._ends[first])
 
     def pages(self, holding: SourcePages, run: tuple[int, int]) -> list[PageCopy]:
-        """Returns the page lists of a run of columns, with the page ids of the source that `holding` describes."""
+        """Returns the pages of each group in a run of columns. The remote page ids are those in `holding`."""
         first, stop = self._origin + run[0] * self._column, self._origin + run[1] * self._column
         found: list[PageCopy] = []
         for group, pages in zip(self._groups, holding.groups, strict=True):
@@ -216,10 +223,10 @@ class SharedPull:
         return found
 
     def next_run(self, part: _SourcePart, now: float) -> tuple[int, int] | None:
-        """Returns the columns that a part should read next. The part has no read under way.
+        """Returns the columns (ranges of tokens) that a part should read next. No read of the part may be under way.
 
-        Returns None if its source has none of the columns that are left, or if the other parts will finish sooner
-        without it.
+        Returns None if the part's source has none of the remaining columns. Also returns None if the other parts will
+        finish sooner without this part.
         """
         left = self.state == _TO_READ
         mine = np.flatnonzero(left & part.has)
@@ -264,7 +271,7 @@ class SharedPull:
         self.version += 1
 
     def passed(self, part: _SourcePart, now: float) -> None:
-        """Records that a fence has confirmed the run of a part."""
+        """Records that a fence has confirmed the run of pages that a part was reading."""
         if part.run is None:
             return
         num_bytes = self.num_bytes(part.run)
@@ -278,7 +285,10 @@ class SharedPull:
         self.version += 1
 
     def failed(self, part: _SourcePart, event: PullEvent) -> None:
-        """Records that a part has failed. Once nothing of its run is in flight, other parts may read that run."""
+        """Records that a part has failed.
+
+        Other parts may read the failed part's run when none of the failed part's READs is in flight any more.
+        """
         part.error = event.error
         self.version += 1
         if event.safe and part.run is not None:
@@ -286,7 +296,7 @@ class SharedPull:
             part.run = None
 
     def outcome(self) -> PullEvent | None:
-        """Returns the event that is due, if any: the pull's last event, or an earlier one that reports its failure."""
+        """Returns the event to report now, if any: the pull's last event, or an earlier event about its failure."""
         alive = [part for part in self.parts if not part.error]
         in_flight = any(part.run is not None for part in self.parts)
         error = self.cancelled or ("" if alive else self.parts[-1].error)
@@ -315,13 +325,13 @@ class SharedPull:
 
 
 def _of_tokens(pages: ArrayLike, begin: int, first: int, stop: int, page_size: int) -> Ints:
-    """Returns the pages that hold the tokens `first` to `stop`. `pages` begin at token `begin`."""
+    """Returns the pages that hold the tokens `first` to `stop`. The first of `pages` holds the token `begin`."""
     skipped = begin // page_size
     return np.asarray(pages, np.int64)[first // page_size - skipped : -(-stop // page_size) - skipped]
 
 
 class SharedPulls:
-    """The shared pulls of a replica, `pulls`, whose methods this class calls. Single-threaded, like the replica."""
+    """Makes the shared pulls of a replica from its single-source pulls, `pulls`. Single-threaded, like the replica."""
 
     def __init__(self, pulls: PullsOfReplica, prefix: str) -> None:
         self._pulls = pulls
@@ -358,7 +368,7 @@ class SharedPulls:
             self._pulls.cancel(part.key, reason)
 
     def hear(self, event: PullEvent) -> bool:
-        """Handles an event if it belongs to a part. Returns whether it does."""
+        """Handles an event if it belongs to a part of a shared pull. Returns whether it belongs to one."""
         found = self._parts.get(event.key)
         if found is None:
             return False
@@ -408,8 +418,7 @@ class SharedPulls:
 
     def _remember(self, part: _SourcePart) -> None:
         place = part.holding.source.place
-        # Without this removal the entry would keep its old place. The first entry must be the one that was unused for
-        # the longest time.
+        # The removal moves the entry to the end. The first entry must be the one that was unused for the longest time.
         self._seen.pop(place, None)
         self._seen[place] = part.seen
         if len(self._seen) > _KNOWN_RATES:

@@ -45,7 +45,7 @@ def source_in(wanted: Wanted, data: bytes, key: bytes) -> tuple[Source, LeasedPa
     """Returns the source of a lease and its pages, from the source's sealed answer.
 
     Raises:
-        MetadataError: the answer was changed on its way, or is that of another engine or lease.
+        MetadataError: the answer was changed on its way, or belongs to another engine or lease.
     """
     pages = open_pages(data, wanted.engine_id, wanted.lease_id, key)
     lease = LeaseRef(pages.lease_id, pages.slot, pages.duration_s)
@@ -53,7 +53,7 @@ def source_in(wanted: Wanted, data: bytes, key: bytes) -> tuple[Source, LeasedPa
 
 
 def check_tokens(where: str, wanted: Wanted, pages: LeasedPages) -> None:
-    """Raises `PullFailedError`, with both digests, if a lease does not hold the pages of the wanted tokens."""
+    """Raises `PullFailedError` if a lease holds the pages of another prompt. The message has both digests."""
     if pages.prompt_digest != wanted.digest:
         raise PullFailedError(
             f"{where}: lease {wanted.lease_id:#018x} of engine {wanted.engine_id!r} holds the pages of another prompt: "

@@ -1,4 +1,4 @@
-"""The host memory for staged pulls, in slabs, and the parts of a pull that pass through it."""
+"""The host memory for staged pulls, which is divided into slabs, and the parts of a pull that pass through it."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def _bytes_at(address: int, num_bytes: int) -> NDArray[np.uint8]:
 
 
 class StagedPart(Part):
-    """A part that is read into a slab, and copied from there to its pages. It can be posted when it has a slab.
+    """A part that is read into a slab of the staging area, and copied from there to its pages.
 
-    Until then its local addresses count from the slab's start.
+    The part can be posted when it has a slab. Before that, its local addresses are offsets from the start of the slab.
     """
 
     __slots__ = ("_area", "_pages", "_rows", "_slab", "_staging")
@@ -84,7 +84,7 @@ class StagedPart(Part):
         return True
 
     def settle(self) -> None:
-        """Frees the slab, into which nothing is read any more."""
+        """Frees the slab. No READ writes to the slab any more."""
         if self._slab is not None:
             self._area.give_back(self._slab)
             self._slab = None
@@ -96,7 +96,7 @@ class StagedPart(Part):
 
 
 def staged_parts(area: StagingArea, plan: Plan, group: int, pages: PageCopy) -> list[Part] | None:
-    """Returns the parts that read a group's pages by way of slabs, one slab each. None if direct runs are preferred.
+    """Returns the parts that read a group's pages, each through one slab. None if direct runs are preferred.
 
     Raises:
         InvalidTransferError: as `Plan.runs`.

@@ -2,8 +2,8 @@
 
 A model's step takes tens or hundreds of milliseconds, during which a peer's first READ and every notification would
 wait. A serving loop therefore hands work to this thread, and takes events when it likes. Small pulls and most grants of
-leases are the exception: waking the thread, and being woken by it, would take longer than the work. The calling thread
-does this work itself between two rounds of this thread, and the event is there when the call returns.
+leases are an exception, because waking this thread would take longer than the work. The calling thread does this work
+itself between two rounds of this thread. The event is available when the call returns.
 
 Without a lease or a pull, this thread sleeps. That is safe: peers read only under a lease, and a lease or a pull begins
 with a command, which wakes this thread. NIXL also has a descriptor to sleep on, but that needs a NIXL thread that
@@ -65,12 +65,13 @@ POLL_S = 1e-3
 # In seconds: the poll interval while our own READs are in flight. They take a few hundred microseconds, and a request
 # waits for them.
 BUSY_POLL_S = 1.5e-4
-# READs over a link (TCP) need polls on both sides. While one is in flight, or a reader with a new lease may begin one,
-# the interval is this share of the time waited so far, but at least `SOON_POLL_S` and at most `BUSY_POLL_S`. With the
-# normal intervals, a pull of 1 MiB at 1 Gbit/s would take a tenth longer, because its READ and its fence each wait for
-# polls.
+# READs over a link (TCP) need polls on both sides. The poll interval is `SHARE_OF_WAIT` times the time waited so far,
+# but at least `SOON_POLL_S` and at most `BUSY_POLL_S`. It applies while a READ is in flight, and while a reader with a
+# new lease may begin a READ. With the normal intervals, a pull of 1 MiB at 1 Gbit/s would take a tenth longer, because
+# its READ and its fence each wait for polls.
 SHARE_OF_WAIT, SOON_POLL_S = 1 / 200, 3e-5
-# A source returns to the normal interval this long after a lease was granted. A longer pull loses little by it.
+# In seconds: a source returns to the normal interval when this time has passed since a lease was granted. A pull that
+# takes longer than this loses little by the normal interval.
 READ_SOON_S = BUSY_POLL_S / SHARE_OF_WAIT
 # In seconds: the poll interval without a lease or a pull. Only notes about ended leases, and the deaths of peers,
 # arrive then, and neither is urgent.
@@ -78,8 +79,8 @@ IDLE_POLL_S = 0.25
 # In seconds: the poll interval without a recent lease, while pulls wait for their owner to name pages. Only time limits
 # matter then.
 AWAIT_POLL_S = 1e-2
-# In seconds: `IDLE_POLL_S` applies from this long after the last lease or pull, and `AWAIT_POLL_S` from this long after
-# the last lease. Until then a reader may still wait for an answer of NIXL.
+# In seconds: `IDLE_POLL_S` applies if there was no lease or pull for this time, and `AWAIT_POLL_S` applies if there was
+# no lease for this time. Before that, a reader may still wait for an answer of NIXL.
 LINGER_S = 1.0
 _PR_SET_TIMERSLACK, _SLACK_NS = 29, 1000
 """A Linux constant that Python does not define, and how late a sleep of this thread may end, in nanoseconds.
@@ -111,14 +112,14 @@ class TransferThread:
         self.pull_seconds = 0.0
         self._ring = ring
         self._woken = 0.0  # when a command last woke this thread
-        self._used = time.perf_counter()  # when there was last a lease or a pull
-        self._leased = self._used  # when there was last a lease
-        self._awaited = 0, -math.inf  # `ReplicaTransfer.reads_awaited`, and when it last grew
+        self._used = time.perf_counter()  # the last time at which a lease or a pull was open
+        self._leased = self._used  # the last time at which a lease was open
+        self._awaited = 0, -math.inf  # the latest value of `ReplicaTransfer.reads_awaited`, and when it last increased
         self._is_resting = False  # whether there was no lease or pull for `LINGER_S`
-        self._busy, self._since = False, 0.0  # whether anything is under way, and since when
+        self._busy, self._since = False, 0.0  # whether READs are under way or a source is awaited, and since when
         self._early = False  # whether the last round only delivered events of commands, so that a poll is still due
         self.replica = replica
-        self._turn = free_in_forks(threading.Lock())  # the thread that holds this may use the replica
+        self._turn = free_in_forks(threading.Lock())  # only the thread that holds this lock may use the replica
         self._commands: deque[Callable[[], object]] = deque()
         self._alarm = Alarm()  # rung for each command
         self._changed = free_in_forks(threading.Condition())
@@ -273,7 +274,7 @@ class TransferThread:
     def _round(self) -> None:
         """Runs the commands, and then polls.
 
-        If the commands have brought events, only delivers these events. The next round then polls.
+        If the commands have caused events, this round only delivers these events, and the next round polls.
         """
         changed = bool(self._commands)
         while self._commands:
@@ -305,7 +306,7 @@ class TransferThread:
             self._ring()
 
     def _pause(self) -> float:
-        """Returns the seconds until the next poll, unless a command comes first."""
+        """Returns how many seconds to sleep before the next poll. A command ends the sleep earlier."""
         now = time.perf_counter()
         if not self.replica.is_idle:
             self._used = now
@@ -324,7 +325,7 @@ class TransferThread:
             return IDLE_POLL_S
         if now - self._leased < LINGER_S or any(rank.puller.is_moving for rank in self.replica.ranks):
             return POLL_S
-        return AWAIT_POLL_S  # for example between two chunks of a prompt, where a poll would delay the next chunk
+        return AWAIT_POLL_S  # for example between two chunks of a prompt, when a poll would delay the next chunk
 
     def _sleep(self) -> None:
         """Sleeps until a command arrives or the next poll is due."""

@@ -20,8 +20,8 @@ _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 class AllowedPeers:
     """An allow-list of addresses, networks ("10.0.0.0/8") and host names, besides the loopback interface.
 
-    A host name matches only an identical entry, because names are never resolved. An entry that is none of the three
-    raises `InvalidEngineError`.
+    A host name matches only an identical entry, because names are never resolved. An entry that is neither an address,
+    a network nor a host name raises `InvalidEngineError`.
     """
 
     def __init__(self, entries: Iterable[str] = ()) -> None:

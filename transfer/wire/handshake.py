@@ -88,8 +88,8 @@ class EngineCard:
         compatibility: entries whose values must be equal at a reader.
         leased: answers a lease query; called on the server's thread. None if readers learn of leases in another way.
         lent: answers a content query; called on the server's thread. None if the engine lends no pages by content. If
-            the answer only says what it waits for, the server holds the query for a moment and does not send that
-            answer at once: see `HandshakeServer.look_again`.
+            the answer only names what the engine waits for, the server does not send it, but holds the query for a
+            moment: see `HandshakeServer.look_again`.
     """
 
     engine_id: str
@@ -123,7 +123,7 @@ def differences(
 class _HeldQuery(NamedTuple):
     """A content query that waits for its answer.
 
-    The answer is sent when the engine has more to say than "waiting", and at the time `until` in any case.
+    The answer is sent when it is more than "waiting", and at the time `until` at the latest.
     """
 
     envelope: list[bytes]
@@ -172,12 +172,12 @@ class HandshakeServer:
         self.close()
 
     def serve(self, card: EngineCard) -> None:
-        """Adds an engine, or replaces the card of an engine whose ranks have changed."""
+        """Adds an engine, or replaces the `EngineCard` of an engine whose ranks have changed."""
         # replaced as a whole, because the server's thread may read it at any time
         self._cards = {**self._cards, card.engine_id: card}
 
     def look_again(self) -> None:
-        """Answers the held queries about which an engine now has more to say, so that readers need not ask again."""
+        """Makes the server answer the held content queries whose answer is ready. Their readers need not ask again."""
         # a forked child does not have the thread, and its write would wake the server of its parent
         if self._thread.is_alive():
             os.eventfd_write(self._wake, 1)
@@ -213,7 +213,7 @@ class HandshakeServer:
                 self.counts["failed"] += 1
 
     def _wait_ms(self) -> int | None:
-        """Returns the milliseconds until the first held query must be answered. None if none is held."""
+        """Returns the milliseconds until the first held query must be answered. None if no query is held."""
         if not self._held:
             return None
         return max(0, math.ceil((min(held.until for held in self._held.values()) - time.monotonic()) * 1e3))

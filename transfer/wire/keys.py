@@ -77,7 +77,7 @@ class Keyring(msgspec.Struct, frozen=True, kw_only=True):
 class _KeyChecker:
     """Answers ZMQ's key checks for every socket of the process.
 
-    There is only one, because ZMQ allows one handler per context.
+    The process has a single key checker, because ZMQ allows one handler for each context.
     """
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ _one_at_a_time = threading.Lock()
 
 
 def make_keyrings(clients: int) -> list[Keyring]:
-    """Returns the keyrings of a new fleet of `clients` processes. Each process may ask, and each may run an engine."""
+    """Returns the keyrings of a new fleet of `clients` processes. Each process may be a client and run an engine."""
     service_public, service_secret = _key_pair()
     pairs = [_key_pair() for _ in range(clients)]
     allowed = tuple(public for public, _ in pairs)

@@ -170,11 +170,11 @@ class LeaseReply(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, 
 
 
 class ContentQuery(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="content/1"):
-    """Asks an engine to lease those of the named pages that it has, from the first page to the first missing one.
+    """Asks an engine to lease pages by digest. The engine leases the pages before the first one that it lacks.
 
     A `LeaseReply` answers it. The `LeasedPages` in the reply are empty if the engine has none of the pages, or may lend
-    no more pages. The engine's serving loop decides which pages are leased. Until it has decided, the replies say so,
-    and the reader asks again.
+    no more pages. The engine's serving loop decides which pages are leased. Replies before this decision say what they
+    wait for, and the reader asks again.
 
     Attributes:
         query_id: id of the question. The answer repeats it.
@@ -187,8 +187,8 @@ class ContentQuery(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True
         kind: what the reader stores for each token (`kvcache.layout.kv_kind`). An engine with another kind refuses.
         page_size: tokens of a page.
         hash_algorithm: the algorithm of the digests.
-        digests: the digests of the pages, concatenated. When a reader repeats a question that the engine has said it
-            knows, it leaves them out.
+        digests: the digests of the pages, concatenated. Empty when a reader repeats a question that the engine has
+            already acknowledged.
         first_page: index, within the prompt, of the first page that is asked for. Each digest covers all earlier pages
             of the prompt.
     """
@@ -217,8 +217,9 @@ class LeasedPages(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True,
         duration_s: how long a renewal lasts, in seconds.
         num_tokens: the number of tokens whose KV the pages hold.
         block_ids: the blocks of each group of layers. The last block holds the last token, or the state after it.
-        prompt_digest: digest of the first tokens of the prompt, as many as the query named, and of everything else that
-            their KV depends on. In the answer to a `ContentQuery`, it is the digest of the last page.
+        prompt_digest: digest of the first tokens of the prompt and of everything else that their KV depends on. The
+            query names the number of tokens. In the answer to a `ContentQuery`, this field is the digest of the last
+            page.
         table_seal: seal of the block table that a reader builds from the pages of a `ContentQuery`.
         digest: keyed digest over all other fields. `sealed_pages` fills it in.
     """
@@ -252,8 +253,8 @@ class ReaderNote(msgspec.Struct, frozen=True, array_like=True, tag="note/1"):
         engine_id: the reading engine.
         rank: index of the sending rank among `ranks`.
         ranks: number of ranks of the reading engine.
-        verdict: "done": the rank has read all that it needs. "refused": it will not read, or will not read on. "renew":
-            it still waits or reads.
+        verdict: "done": the rank has read all that it needs. "refused": the rank will not read any further. "renew":
+            the rank still waits or reads.
         reason: the reason of a refusal.
     """
 
@@ -364,7 +365,8 @@ def _check_memory(where: str, rank: RankMetadata) -> None:
         raise MetadataError(f"{where}: has {len(rank.bases)} addresses for {len(sizes)} regions")
     if rank.checks_addrs and len(rank.checks_addrs) != len(rank.layout.groups):
         raise MetadataError(
-            f"{where}: has page checks for {len(rank.checks_addrs)} groups, its layout has {len(rank.layout.groups)}"
+            f"{where}: has page checks for {len(rank.checks_addrs)} groups, but its layout has "
+            f"{len(rank.layout.groups)} groups"
         )
     checks = [(base, 8 * group.num_pages) for base, group in zip(rank.checks_addrs, rank.layout.groups, strict=False)]
     for base, size in [*zip(rank.bases, sizes, strict=True), (rank.words_addr, 8 * rank.words), *checks]:

@@ -121,5 +121,5 @@ def test_a_rank_uses_the_memory_of_its_device(device: str, expected: tuple[Memor
 @pytest.mark.parametrize("options", [{"checks": True}, {"verify": 0.01}])
 def test_page_checks_are_refused_for_pages_on_a_gpu(options: dict[str, Any]) -> None:
     identity, layout = RankIdentity(engine_id="e", incarnation="i"), ShardLayout((), (64,))
-    with pytest.raises(InvalidEngineError, match="engine 'e' rank 0: page checks .* these are in VRAM"):
+    with pytest.raises(InvalidEngineError, match="engine 'e' rank 0: page checks .* these pages are in VRAM"):
         RankTransfer(identity, ShardMemory(layout, (4096,), torch.device("cuda")), **options)

@@ -341,7 +341,7 @@ def test_the_number_of_sources_must_equal_that_of_tables(lender: Any, reader: An
     lent = d.ask(p, q)
     d.side.manager.external_claim("mine")
     pending = d.side.manager.import_block_table(d.context, lent[0].table)
-    with pytest.raises(InvalidRequestError, match="got 2 sources, but its import has block tables of 1 sources"):
+    with pytest.raises(InvalidRequestError, match="got 2 sources, but the block tables of its import come from 1 sour"):
         d.side.exchange.pull("k", [one.source for one in lent], pending, 20.0)
     d.side.manager.cancel_import(pending)
     d.side.manager.release("mine")

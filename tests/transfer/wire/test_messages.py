@@ -123,7 +123,7 @@ def test_without_the_key_nothing_can_be_sealed() -> None:
         ({"words": 0}, "0 bytes at 0x1000 are outside"),
         ({"words_addr": -8}, "outside"),
         ({"device": -1}, ">= 0 - at .*device"),
-        ({"checks_addrs": (8, 8)}, "has page checks for 2 groups, its layout has 1"),
+        ({"checks_addrs": (8, 8)}, "has page checks for 2 groups, but its layout has 1 groups"),
         ({"checks_addrs": (0,)}, "outside"),
         ({"layout": ShardLayout((), (1,))}, "groups: 0 is not within 1 to 256"),
     ],
