@@ -1,7 +1,7 @@
 """A paged KV cache: pages, block tables, a prefix index, and the manager that a serving loop drives.
 
 Imports no other package of the project. Start reading at `manager.py`, which callers use, and `replica/replica.py`,
-which has the rules. `docs/concepts/architecture.md` shows the way.
+which has the rules. `docs/concepts/architecture.md` describes the modules.
 """
 
 from importlib.metadata import distributions

@@ -242,10 +242,10 @@ class PagedKVCacheManager:
             place = self._place_of(data, -1)
         except TypeError:  # raised if the context is not hashable
             place = -1
-        room = self._capacity[place]  # 0 at place -1, which stands for no place
+        room = self._capacity[place]  # for place -1, which stands for an unknown context, the capacity is 0
         if type(num_steps) is int and 0 < num_steps <= MOST:
             most = room - num_steps + 1
-            if type(data) is TextContext:  # this one call makes both tests of the branch below
+            if type(data) is TextContext:  # `decodes_within` makes the two tests of the `elif` branch in one call
                 if data.decodes_within(most):
                     return True
             elif place >= 0 and data.active_length == 1 and data.current_length <= most:
@@ -266,7 +266,7 @@ class PagedKVCacheManager:
             raise
         if reserved and place < 0:
             self._claims.bind(data, replica_idx, row)
-        mark.context = mark.call = None  # in this order, because a context may be set only while a call is
+        mark.context = mark.call = None  # `context` is cleared first: it must be None whenever `call` is None
         return reserved
 
     def reserve_batch(self, batch: Sequence[Context], num_steps: int = 1) -> NDArray[np.bool_]:
@@ -369,7 +369,7 @@ class PagedKVCacheManager:
         return inputs.increment_cache_lengths(kv_cache_inputs, prev_model_inputs, replicas=self.num_replicas)
 
     def get_data_parallel_splits(self, context_batch: Sequence[Context]) -> torch.Tensor:
-        """Returns 0 and the end of each replica's requests in a batch sorted by replica: int64 `[num_replicas + 1]`."""
+        """Returns 0, and for each replica the index after its last request in the batch: int64 `[num_replicas + 1]`."""
         self._mark.check("get_data_parallel_splits")
         gathered = self._claims.gather(context_batch, "get_data_parallel_splits")
         return inputs.data_parallel_splits(gathered.replicas, self.num_replicas)
@@ -413,7 +413,7 @@ class PagedKVCacheManager:
 
         The lease has no effect while the request is claimed. When the request is released, for whatever reason, its row
         becomes free, but its pages stay unchanged while any of its leases is open. The pages also stay findable by
-        their prefix. `seal` makes a seal for each `block_table` of the request from now on.
+        their prefix. From now on, each `block_table` of the request also has the bytes that `seal` returns for it.
         """
         self._mark.check("lease")
         replica, replica_idx, row = self._claims.locate(request_id, "lease")
@@ -441,16 +441,16 @@ class PagedKVCacheManager:
         """Reserve pages for the claimed request, and find which must be copied from the manager that made `table`.
 
         Returns None if too few pages are free. Pages that are cached here are shared. The object that `copier` returns
-        copies the others. The request can run after `commit_import`. After `cancel_import` it can compute its tokens in
-        the pages that it already has. With several block tables it cannot run in those pages, so call `maybe_reserve`
-        first, which gives it other pages unless it is leased. A request that is not leased and has not run may instead
-        import again. Its pages are then freed before the new import begins, so it has no pages if the result is None.
+        copies the other pages. The request can run after `commit_import`. After `cancel_import`, the request can
+        compute its tokens in its pages. With several block tables it cannot: call `maybe_reserve` first, which
+        replaces its pages unless they are leased. A request that is not leased and has not run may also import again.
+        Its pages are then freed before the new import begins, so the request has no pages if the result is None.
 
         The table may have any page size and split. It must cover fewer tokens than the context knows, because the last
         token runs here. With `partial`, the table covers only the first full pages of the prompt, and `extend_import`
         must follow. `others` are tables of further managers that hold some of the same tokens, in pages of the same
-        size: each page may be copied from any of them. Raises `BlockTableMismatchError` (a ValueError) if a table does
-        not fit.
+        size. Each page may be copied from any manager that has it. Raises `BlockTableMismatchError` (a ValueError) if a
+        table does not fit.
         """
         self._mark.check("import_block_table")
         num_steps = arguments.steps(num_steps)
@@ -618,15 +618,15 @@ class PagedKVCacheManager:
 
     def _look_for_reset(self) -> None:
         if self._reset_endpoint.is_asked:
-            # marked before the flag is cleared, so that `recover` repeats the reset if this call is interrupted
+            # The mark is set before the flag is cleared. So if this call is interrupted, `recover` repeats the reset.
             with self._mark.changing("reset_prefix_cache"):
-                self._reset_endpoint.is_asked = False  # cleared first: a message during the reset causes another one
+                self._reset_endpoint.is_asked = False  # a message during the reset causes another reset
                 self._replicas.forget_idle()
 
     def flush_tiers(self) -> None:
-        """Copy all published pages to host and files, and wait for that.
+        """Copy all published pages and states to all lower tiers, and wait until they are written.
 
-        For a shutdown; steps copy them gradually anyway.
+        Call this before a shutdown. While steps run, published pages are copied gradually without this call.
         """
         self._mark.check("flush_tiers")
         with self._mark.changing("flush_tiers"):

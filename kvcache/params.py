@@ -67,7 +67,7 @@ class StateShape:
 
     @property
     def matrix(self) -> tuple[int, ...]:
-        """The shape of the matrix that a layer keeps for each head besides convolved inputs; empty if it keeps none."""
+        """The shape of the matrix that a recurrent layer keeps for each head; empty if the layer keeps no matrix."""
         if self.form == "short_conv":
             return ()
         if self.form == "mamba1":
@@ -340,8 +340,8 @@ class KVCacheParams:
     # 10 s. A request waits at most this long to learn which objects exist, and then at most this long again for their
     # pages.
     object_tier_timeout_s: float = 2.0
-    # How many tokens the model computes in a second. Objects are read only while recent reads have brought more tokens
-    # in a second than that. None: objects are always read.
+    # How many tokens the model computes in a second. Objects are read only if recent reads have brought more tokens in
+    # a second than the model computes. None: objects are always read.
     object_tier_tokens_per_s: float | None = None
     kv_events: KVEvents | None = None  # reports cached pages to routers, as vLLM does; None: no events
     # Groups of layers that keep the same tokens; each layer is in exactly one group. If empty, all layers have full
@@ -360,8 +360,8 @@ class KVCacheParams:
     share_state_memory: bool | None = None
     # how many copies of states the separate memory holds; None: two for each request of a replica
     state_copies: int | None = None
-    # Above 0: a copy of a prompt's state is kept each time after this many further pages. These copies are kept in
-    # addition to the others. 0: no such copies.
+    # The number of pages between two additional copies of a prompt's state. 0: no additional copies. In every case, the
+    # states at the ends of prompts, shared prefixes and requests are kept.
     state_every_pages: int = 0
     # The share of host memory and of files that recurrent states get, 0.0 to 1.0, if the model has any (see
     # `kvcache.states`). Pages get the rest.

@@ -61,8 +61,8 @@ def recover(replicas: Replicas, claims: Claims, mark: UnderWay) -> Recovered:
     claims.mend()
     _close_unknown(replicas, claims, mark, call, about)
     lost = replicas.mend(about)
-    # Recorded before the first request is released, so that a repeated `recover` releases the others if this one is
-    # interrupted.
+    # All requests are recorded before the first one is released. So if this `recover` is interrupted, the next one
+    # releases the remaining requests.
     mark.leaving += sorted({*lost, *_doubtful(claims, call, about)} - {*mark.leaving})
     for request_id in mark.leaving:
         if request_id in claims.places:
@@ -79,7 +79,10 @@ def recover(replicas: Replicas, claims: Claims, mark: UnderWay) -> Recovered:
 
 
 def _close_unknown(replicas: Replicas, claims: Claims, mark: UnderWay, call: str, about: object) -> None:
-    """Cancel an import or forget a copier that the interrupted call has made, but has not returned to its caller."""
+    """Close an import, or forget a copier, that the interrupted call has made.
+
+    The caller has not received the import or the copier, and so cannot end it.
+    """
     if call == "import_block_table" and (request_id := cast("RequestID", about)) in claims.places:
         replica, _, row = claims.locate(request_id, call)
         if (pending := replica.imports.of_row.get(row)) is not None:
@@ -99,7 +102,8 @@ def _doubtful(claims: Claims, call: str, about: object) -> Iterable[RequestID]:
         yield cast("RequestID", about)
     elif call in ("maybe_reserve", "import_block_table"):
         named = [cast("RequestID", about)]
-    elif call == "reserve_batch" or (call == "step" and about is not None):  # a step with drafted tokens
+    # A `step` without drafted tokens has no `about`.
+    elif call == "reserve_batch" or (call == "step" and about is not None):
         named = claims.names_at(as_rows(cast("Rows", about)).tolist())
     for request_id, place in claims.places.items():
         replica, _, row = claims.locate(request_id, call)

@@ -155,7 +155,7 @@ class Replicas:
         self._partial = [PartialReuse(replica, least) for replica in self.each] if least else []
         self._events: EventPublisher | NoEvents = NoEvents()
         self._watched: list[Watched] = []  # the prefix indexes whose changes are reported as events
-        self._log: AnyLog = NoLog()  # records the changes of these indexes
+        self._log: AnyLog = NoLog()  # records the changes of the indexes in `_watched`, and the tokens of new pages
         # Whether a step of one request needs only the request's row, because there are no tiers, events or further
         # tables.
         self._is_plain = not self._all_tiers and self.each[0].tables.is_plain
@@ -212,7 +212,7 @@ class Replicas:
     def reserve(self, replica_idx: int, row: int, context: SafeContext, num_steps: int) -> bool:
         """Give one request its pages. If there are too few, returns False and changes nothing."""
         replica = self.each[replica_idx]
-        # if so, cached pages are looked up, even if only one token is to run
+        # At its first reservation, a request uses cached pages even if it runs only one token.
         first_time = replica.rows.prompt.item(row) < 0
         if first_time:
             if self._all_tiers:
@@ -235,8 +235,8 @@ class Replicas:
     ) -> NDArray[np.bool_]:
         """Reserve pages for each request. Returns bool `[batch]`. Raises before any request is changed.
 
-        `bind` is called with each context that now has pages, its replica and its row. If a caller's own context raises
-        when its indices are set, the requests before it keep their pages.
+        For each context that got its first pages, calls `bind` with the context, its replica and its row. There is one
+        exception: if a caller's own context raises when its indices are set, the requests before it keep their pages.
         """
         if gathered.slack >= num_steps - 1 or self._reserve_decoding(gathered, num_steps):
             self.mark.call = None
@@ -361,7 +361,7 @@ class Replicas:
     def step(self, gathered: Gathered, settle: Callable[[], None] | None = None) -> None:
         """Publish pages that are full of computed tokens. Raises before anything is published.
 
-        `settle` is given if requests have drafted tokens. It is called after their tokens were published.
+        `settle` is given if some requests have drafted tokens. It is called after the pages were published.
         """
         for states in self.states:
             if settle is None and states.pages.drafts.page_of:
@@ -384,9 +384,9 @@ class Replicas:
         self.mark.call = None
 
     def _publish(self, gathered: Gathered, call: tuple[str, object]) -> None:
-        """Publish pages that may be full of computed tokens.
+        """Publish all pages of these requests that are full of computed tokens.
 
-        `call` is marked as under way, and is still marked when this method returns.
+        Sets the mark of the manager to `call`, and leaves it set: the caller clears the mark.
         """
         computed = gathered.computed
         # No unpublished page was full before the last token, so only the requests for which this token fills a page
@@ -402,7 +402,7 @@ class Replicas:
         self.mark.call = call
         for share, pages in full:
             self.each[share.replica].publish(share.rows, computed[share.at], pages)
-        if looked is not None or len(full) < len(self.each):  # otherwise `publish` has recorded this for all requests
+        if looked is not None or len(full) < len(self.each):  # `publish` did not record all requests
             self._computed(gathered)
         if self._partial:
             _learn(self._partial, gathered, full)
@@ -450,8 +450,8 @@ class Replicas:
     def mend(self, over: object) -> set[RequestID]:
         """Rebuild all state from rows, leases, imports and steps after an interrupt.
 
-        `stop`, and `mend` of the claims, must be called before this. `over` is what the interrupted call was about; if
-        it is a lease or a step, it has ended. Returns requests that cannot continue.
+        `stop` and `Claims.mend` must be called before this. `over` is the object that the interrupted call was about.
+        If `over` is a lease or a step, it has ended. Returns the requests that cannot continue.
         """
         lost: set[RequestID] = set()
         self.steps.mend(over)
@@ -527,14 +527,16 @@ class Replicas:
         # All requests had pages up to their last token. So only a request whose new token begins a page can need a
         # page.
         shares = gathered.turning(self._most) if gathered.slack == -1 and num_steps == 1 else None
-        if not shares:  # None: any request may need pages. Empty: none does, so `slack` is computed again.
+        # If `shares` is None, any request may need pages. If it is empty, no request needs pages, and `slack` is
+        # computed again.
+        if not shares:
             if shares is None and np.count_nonzero(gathered.actives - gathered.starts != 1):
                 return False
             slack = self._rows.slack(gathered.places, gathered.ends)
             if slack >= num_steps - 1:
                 gathered.slack = slack
                 return True
-            if slack < -1:  # a request has no pages, or claims more computed tokens than its pages hold
+            if slack < -1:  # a request has no pages, or its context has more computed tokens than its pages hold
                 return False
             shares = gathered.split(len(self.each))
         lengths = gathered.ends + (num_steps - 1) if num_steps > 1 else gathered.ends

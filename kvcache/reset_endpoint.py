@@ -81,7 +81,7 @@ def _end(thread: threading.Thread, wake: int) -> None:
 def _read(socket: BoundSocket, wake: int, endpoint: "weakref.ref[ResetEndpoint]") -> None:
     poller = zmq.Poller()
     poller.register(socket, zmq.POLLIN)
-    poller.register(wake, zmq.POLLIN)  # used instead of a timeout, which would keep waking an idle process
+    poller.register(wake, zmq.POLLIN)  # `close` writes to `wake`; a timeout would keep waking an idle process
     with closing(socket), suppress(zmq.ContextTerminated):
         while wake not in dict(poller.poll()):
             taken = 0
@@ -93,4 +93,4 @@ def _read(socket: BoundSocket, wake: int, endpoint: "weakref.ref[ResetEndpoint]"
                 asked.is_asked = True
                 del asked
             time.sleep(_PAUSE_S)
-        os.close(wake)  # it was written to, so no other thread needs it any more
+        os.close(wake)  # `close` has written to `wake`, so no other thread needs `wake` any more

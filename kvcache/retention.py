@@ -75,7 +75,7 @@ class Retention(msgspec.Struct, frozen=True, omit_defaults=True):
         msgspec.structs.force_setattr(self, "ranges", ranges)
 
     def columns(self, pages: int, page_size: int) -> slice:  # noqa: ARG002 - as `RangeRetention.columns`
-        """Returns the columns of all of a request's pages."""
+        """Returns the columns of all `pages` pages of a request, because the hint applies to the whole request."""
         return slice(0, pages)
 
 
@@ -86,7 +86,7 @@ def _check_hint(hint: Retention | RangeRetention) -> None:
     _optional_flag("retention: session_continues", hint.session_continues)
     whole("retention: priority", hint.priority, 0, 100, InvalidRequestError)
     if hint.ttl_s is not None and number("retention: ttl_s", hint.ttl_s, error=InvalidRequestError) <= 0:
-        raise InvalidRequestError(f"retention: ttl_s is {hint.ttl_s}, a number of seconds above 0 is needed, or None")
+        raise InvalidRequestError(f"retention: ttl_s is {hint.ttl_s}: a number of seconds above 0 is needed, or None")
 
 
 class PageHints(NamedTuple):

@@ -1,9 +1,9 @@
 """Computes how many pages, tokens and requests a memory budget holds, and whether the host can hold them.
 
-No memory is allocated. The page size is that of the params, or else of the argument, as in the manager. With groups of
-layers, the pages of a request are counted as if it ran one token at a time. A request that runs a longer chunk of its
-prompt needs more pages in tables of windows. The documented API has keywords that only other kinds of managers use.
-They are refused, because they would have no effect here.
+No memory is allocated. The page size is `params.page_size`, or the argument `page_size` if the params have none. With
+groups of layers, a request's pages are counted as if the request ran one token at a time. A request that runs a longer
+chunk of its prompt needs more pages in tables with windows. The documented API has keywords that only other kinds of
+managers use. These keywords are refused, because they would have no effect here.
 """
 
 import functools
@@ -67,7 +67,7 @@ class Needs(NamedTuple):
         return (count + 1) * state_bytes(layouts) if count else 0
 
     def bytes_of(self, longest: int, requests: int) -> int:
-        """Returns the bytes of `requests` requests of `longest` tokens each, including their states."""
+        """Returns the bytes that the pages and states of `requests` requests take, if each has `longest` tokens."""
         pages, slab = self.tables.most_pages(longest, self.page_size), self.slab_pages
         # the slab that contains page 0 cannot be used
         count = max(requests * (pages + slab), (requests + 1) * slab - 1)

@@ -46,7 +46,7 @@ _MORE, _LONG, _COMMAND = 1, 2, 4
 _SUBSCRIPTIONS = (b"SUBSCRIBE", b"CANCEL")
 # The length of the longest command name that matters, with its length byte. Longer names need not be read.
 _LONGEST_NAME = 10
-_READ, _PASSED = 1 << 14, 1 << 18  # in bytes: how much is read from a peer at a time, and how much is passed to it
+_READ, _PASSED = 1 << 14, 1 << 18  # in bytes: the most that one call reads from a peer, and passes on to a peer
 _FRAMES_AT_ONCE = 64  # the most frames of one peer before other peers have their turn
 _ACCEPTS_PER_S = 500.0
 _REFILL_S = 0.002
@@ -97,10 +97,11 @@ class FrameCounter:
         self._subscribed = 0
 
     def passes(self, data: bytes, most: int) -> tuple[int, int]:
-        """Returns how many bytes of `data` may be passed on, and how many frames begin in them (at most `most`).
+        """Returns how many bytes of `data` may be passed on now, and how many frames begin in these bytes.
 
-        If fewer bytes than `len(data)` and fewer frames than `most` are returned, the rest of `data` is an incomplete
-        header, which needs more data. Raises `GateError` if the data is not allowed.
+        At most `most` frames begin in these bytes. If there are fewer than `most` frames, but some of `data` must not
+        be passed on yet, the rest of `data` is an incomplete header of a frame. Raises `GateError` if the data is not
+        allowed.
         """
         at = self._greeting(data) if self._greeted < _GREETING else 0
         frames = 0
@@ -167,7 +168,7 @@ def _name(begin: bytes) -> bytes:
 
 
 class FrameAllowance:
-    """A rate limit of `per_second`, with bursts that use up to two seconds' worth."""
+    """Limits frames to `per_second` on average. A burst may have as many frames as the limit allows in two seconds."""
 
     def __init__(self, per_second: float) -> None:
         self._rate = per_second
@@ -181,7 +182,7 @@ class FrameAllowance:
         return self._left
 
     def take(self, count: int) -> None:
-        """Use up `count` of the allowance, which may become negative."""
+        """Subtract `count` frames from the allowance. The allowance may become negative."""
         self._left -= count
 
 
@@ -279,7 +280,8 @@ class Gate:
         """
         if self._listener.fileno() < 0:
             return
-        is_own = self._thread.is_alive()  # False in a forked child, which must not end its parent's gate
+        # The thread does not exist in a forked child, and a child must not end its parent's gate.
+        is_own = self._thread.is_alive()
         if is_own:
             self._ends_at = time.monotonic() + linger_s
             os.eventfd_write(self._wake, 1)
@@ -440,7 +442,7 @@ def _numeric(host: str) -> str:
         with contextlib.suppress(OSError):
             socket.inet_pton(family, host.partition("%")[0])
             return host
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:  # `host` is the name of an interface
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:  # here, `host` is the name of a network interface
         try:
             found = fcntl.ioctl(asked, _INTERFACE_ADDRESS, struct.pack("256s", host.encode()[:15]))
         except OSError as error:
@@ -459,7 +461,7 @@ def remove_left(place: str) -> None:
     if place.startswith("@") or not path.exists():
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as asked:
-        found = asked.connect_ex(str(path))  # 0, or EAGAIN if many connections are waiting there
+        found = asked.connect_ex(str(path))  # if a process listens: 0, or EAGAIN if its queue is full
     if found != errno.ECONNREFUSED or not path.is_socket():
         raise OSError(errno.EADDRINUSE, "Address already in use")
     with contextlib.suppress(FileNotFoundError):

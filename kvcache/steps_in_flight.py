@@ -79,7 +79,7 @@ class StepsInFlight:
         return number
 
     def begin(self, step: StepInFlight) -> None:
-        """Mark the step as in flight."""
+        """Record that the step is in flight, so that pages that are released from now on stay parked for it."""
         self.open.append(step)
         for place in self._placed:
             place.replica.pool.begin_step()

@@ -82,11 +82,11 @@ class UnderWay:
             self.refuse(call)
 
     def changing(self, call: str, about: object = None, context: Refusing | None = None) -> Self:
-        """A context manager for a block in which the call changes the state, and may change `context`.
+        """Returns a context manager for the block in which `call` changes the manager's state, and perhaps `context`.
 
-        The mark is cleared at the end of the block. It is also cleared after an error that guarantees that nothing has
-        changed: an error of this package, or an error of the context before any change. After any other error it stays
-        set.
+        The mark is set during the block. It is cleared at the end of the block, and after an error that guarantees that
+        nothing has changed: an error of this package, or an error of the context before any change. After any other
+        error, the mark stays set.
         """
         self.call = (call, about)
         self.context = context

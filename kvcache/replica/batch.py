@@ -99,20 +99,19 @@ class Gathered:
         return self._shares
 
     def turning(self, most: int = NEVER) -> list[Share] | None:  # noqa: ARG002 - `Batch` uses it
-        """Returns the shares of the requests whose newest token begins a page.
+        """Returns the requests whose newest token begins a page, as one `Share` for each replica.
 
-        None means that the caller must test each request. `most` is the largest number of tokens that a request may
-        have. If a request has more, the result is None.
+        Returns None if the caller must test each request. Also returns None if a request has more than `most` tokens.
         """
         return None
 
     def part(self, share: Share) -> BatchState:
-        """Returns indices and maxima for the requests of one share."""
+        """Returns the `BatchState` of the requests of one replica."""
         at, rows = share.at, share.rows
         starts, actives, ends = self.starts[at], self.actives[at], self.ends[at]
         if not len(starts):
             return BatchState(rows, starts, actives, ends, 0, 0, 0)
-        if len(starts) == 1:  # for a single request, this takes a tenth of the time of the general case
+        if len(starts) == 1:  # for one request, reading the values takes a tenth of the time of numpy's maxima
             start, active, end = starts.item(0), actives.item(0), ends.item(0)
             return BatchState(rows, starts, actives, ends, active - start, active, end)
         return BatchState(
@@ -153,9 +152,9 @@ class Gathered:
     def digest_pages(
         self, at: list[int], hashers: list[PrefixHasher], firsts: list[int], tokens: NDArray[np.int32]
     ) -> NDArray[np.uint64]:
-        """Returns the digest of page `firsts[i]` of the context at place `at[i]`.
+        """Returns the digest of one page of each of some contexts: page `firsts[i]` of the context `contexts[at[i]]`.
 
-        `tokens` is `[len(at), page_size]`.
+        `tokens` has the tokens of these pages, `[len(at), page_size]`.
         """
 
         def from_the_context(nth: int) -> bytes:
@@ -195,13 +194,13 @@ class Batch(Gathered, Sequence[Context]):
         super().__init__(tuple(contexts), replicas, rows, places)
 
     def found_right(self, releases: int, *, unbound: bool) -> None:
-        """Record that the rows were valid when the manager had made `releases` releases.
+        """Record that the rows of the batch are the rows of its requests, after `releases` releases of the manager.
 
         `unbound` says whether some requests have no pages yet.
         """
         self.unbound = unbound
         self.slack = self.due = UNKNOWN  # a request may have been claimed again, and may have other pages
-        self.checked_at = releases  # set last: if an interrupt comes before this line, the claims are checked again
+        self.checked_at = releases  # set last, so that after an interrupt the claims are checked again
 
     @overload
     def __getitem__(self, index: int) -> Context: ...
@@ -241,7 +240,7 @@ class Batch(Gathered, Sequence[Context]):
                 last = context.tokens[-self._page_size :]
                 self._log[self._page_size - len(last) : self._page_size, place] = last
                 context.follow(self, place)
-        # cleared last: a context that already followed this batch has left it in the loop above, which set the flag
+        # Cleared after the loop: if a context already followed this batch, `follow` made it leave, which set `_stale`.
         self._stale = False
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -296,7 +295,7 @@ class Batch(Gathered, Sequence[Context]):
         return self._futures > 0
 
     def refresh(self) -> None:
-        """Read all contexts again if one of them was changed by something else than this batch."""
+        """Read all contexts again if the caller has changed one of them directly."""
         if self._stale or not self._together:
             self.gather()
 
@@ -305,8 +304,8 @@ class Batch(Gathered, Sequence[Context]):
 
         Raises `InvalidRequestError` unless there is one integer from 0 to 2**31 - 1 for each request, and
         `SequenceTooLongError` if a request already has `max_length` tokens. In both cases nothing changes. Contexts of
-        other classes than `TextContext` are updated one by one. If an interrupt (Ctrl-C) comes meanwhile, some of these
-        have got their token and others have not. Their lengths show which.
+        other classes than `TextContext` are updated one by one. After an interrupt (Ctrl-C), some of these contexts
+        have their token and others do not. Their lengths show which contexts have it.
         """
         array = self._checked(tokens)
         self.refresh()
@@ -407,16 +406,16 @@ class Batch(Gathered, Sequence[Context]):
         if behind <= 0:
             return
         context = self._own[place]
-        end += behind  # the last token that the context gets is the one that it runs next
+        end += behind  # the context runs the last of these tokens next
         if behind == 1:
             context.append_one(self._log.item(count - 1, place), end - 1, end)
         else:
             context.append(self._log[count - behind : count, place], end - 1, end)
 
     def _catch_up_with_futures(self, place: int, end: int, behind: int) -> int:
-        """Do `catch_up` for a context that has a future token, or is about to get one.
+        """Do `catch_up` for a context that has a future token, or is about to get a future token.
 
-        Returns how many tokens it still lacks.
+        Returns how many tokens the context still lacks.
         """
         context, count = self._own[place], self._count
         if self._future_row != count - behind - 1:
@@ -434,8 +433,8 @@ class Batch(Gathered, Sequence[Context]):
         self._stale = True
 
     def _begin_log(self) -> None:
-        """Begin a new log. All contexts have caught up, so the log begins with the first token that they lack."""
-        # set first: a context that is read before the next line then finds that it lacks nothing
+        """Begin a new log of tokens. All contexts have all tokens of the old log."""
+        # Set before `_began`: if a context is read between the two assignments, it must find that it lacks no token.
         self._count = self._page_size
         self._had_futures = False  # whether a future token was in this log, so that contexts may have copied it
         # how many tokens each context knew when this log began, and the row of the log for the next token
@@ -444,7 +443,7 @@ class Batch(Gathered, Sequence[Context]):
     def _append(self, tokens: NDArray[np.integer] | int) -> None:
         """Add one token to each request.
 
-        `_stale` is set here and cleared by the caller at the end, so that it stays set after an interrupt.
+        Sets `_stale`. The caller clears `_stale` at the end of its work, so `_stale` stays set after an interrupt.
         """
         self._stale = True
         if self._count == len(self._log):
@@ -474,12 +473,12 @@ class Batch(Gathered, Sequence[Context]):
         self._together &= len(waiting) == len(own) and all(context.tokens[-1] == FUTURE_TOKEN for context in own)
         if self._together:
             self._future_row = self._count - 1
-            self._had_futures = True  # the future tokens are in the contexts themselves
+            self._had_futures = True  # the contexts already have the future tokens
 
     def _refuse_futures(self, call: str, *, waiting: bool) -> NoReturn:
-        """Raise for the first request that has a future token.
+        """Raise `InvalidRequestError` for the first request that has a future token.
 
-        If `waiting` is False, raise for the first one that has none.
+        If `waiting` is False, raise the error for the first request without a future token.
         """
         for context in self.contexts:
             if not isinstance(context, TextContext):
@@ -528,9 +527,9 @@ class Batch(Gathered, Sequence[Context]):
 
 
 def shares_of_all(replicas: Ints, rows: Ints, count: int) -> list[Share]:
-    """Returns one share for each of `count` replicas, even if it has no requests.
+    """Returns one `Share` for each of `count` replicas. It is empty if the replica has no requests in the batch.
 
-    `replicas` and `rows` are those of each request, in batch order.
+    `replicas` and `rows` have the replica and the row of each request, in batch order.
     """
     order = np.argsort(replicas, kind="stable")
     bounds = np.searchsorted(replicas[order], np.arange(count + 1)).tolist()
@@ -542,7 +541,7 @@ def shares_of_all(replicas: Ints, rows: Ints, count: int) -> list[Share]:
 
 
 def shares_at(replicas: Ints, rows: Rows, places: Ints) -> list[Share]:
-    """Returns a share for each replica that has requests at the indices `places` of the batch."""
+    """Returns the requests at the indices `places` of the batch, as one `Share` for each replica that has some."""
     if not places.size:
         return []
     mine, own = replicas[places], rows_at(rows, places)

@@ -96,7 +96,7 @@ class ImportPart:
     at_end: bool = False
     # True for a recurrent state: `dst_pages` is then a single page of the pool of states, for the whole request
     is_state: bool = False
-    # The ids of the other manager's pages, also beginning with the page of token `first`.
+    # The ids of the other manager's pages. Like `dst_pages`, they begin with the page of token `first`.
     src_pages: Pages = field(default_factory=lambda: np.zeros(0, np.int32))
     stop: int = 0  # the end of the tokens that can be copied so far
     taken: int = 0  # the end of the tokens that the copier has taken so far
@@ -132,16 +132,16 @@ class ImportPart:
         self.src_pages, self.stop = pages, max(self.first, num_tokens)
 
     def copy_from(self, token: int, page_size: int, src_page_size: int) -> PageCopy:
-        """Returns the pages that can be copied by now, beginning with the page of `token`.
+        """Returns the pages that can be copied now, beginning with the page of token `token`.
 
-        `token` must not be before `first`.
+        `token` must not be before token `first`.
         """
         dst = self.dst_pages[token // page_size - self.first // page_size :]
         src = self.src_pages[token // src_page_size - self.first // src_page_size :]
         return PageCopy(dst, src, (token, self.stop))
 
     def take(self, page_size: int, src_page_size: int) -> PageCopy:
-        """Returns the pages that can be copied by now and were not taken before."""
+        """Returns the pages that can be copied now and that no earlier call has returned."""
         token, self.taken = max(self.first, self.taken), self.stop
         return self.copy_from(token, page_size, src_page_size)
 
@@ -187,7 +187,7 @@ class PendingImport:
 
     @property
     def needs_copy(self) -> bool:
-        """Whether anything has to be copied by now.
+        """Whether any page or state that the other manager's table names has to be copied.
 
         False if all pages that the table names were already cached at this manager.
         """
@@ -206,15 +206,15 @@ class PendingImport:
     def can_shorten(self) -> bool:
         """Whether the import may end earlier than its table.
 
-        False with a window or a state: the window's pages and the state are those at the end of the table, and fit no
-        earlier end.
+        False if a layer group has a window, or if there is a recurrent state. The table names the pages of the window
+        and the state only for its own end, so they fit no earlier end.
         """
         return len(self.parts) == 1 and not self.parts[0].at_end
 
     def shorten(self, num_tokens: int) -> None:
-        """End the import at token `num_tokens` instead of at the end of its table.
+        """End the import before token `num_tokens` instead of at the end of its table.
 
-        This must be the end of a page to copy.
+        `num_tokens` must be the end of a page that is to be copied.
         """
         first, stop = self.tokens
         if not self.can_shorten or num_tokens % self.page_size or not first < num_tokens <= stop:
@@ -225,9 +225,9 @@ class PendingImport:
         self.num_tokens = self.parts[0].stop = num_tokens
 
     def copies_from(self, table: BlockTable) -> list[PageCopy]:
-        """Returns the pages to copy as another manager's `table` names them, as far as `table` has these pages.
+        """Returns the pages of this import that can be copied from the manager that made `table`.
 
-        `table` must have the same page size as the first table of the import.
+        `table` may name only some of the pages. It must have the same page size as the first table of the import.
         """
         copies: list[PageCopy] = []
         for part, pages in zip(self.parts, table.groups, strict=True):
@@ -260,9 +260,10 @@ class PendingImport:
         return found
 
     def take_up(self, table: BlockTable, named: list[Pages], *, last: bool) -> None:
-        """Record which tokens the other manager's table covers now. `named` has the pages that hold them.
+        """Record that the other manager's block table now covers more tokens.
 
-        `last` says that the table will not grow any more.
+        `named` has the other manager's pages that can be copied now, for each block table. `last` says that `table` is
+        the last table of this import.
         """
         self.num_tokens = table.num_tokens
         self.told.append(table)
@@ -271,9 +272,9 @@ class PendingImport:
                 part.take_up(pages, 0 if part.is_state else table.num_tokens)
 
     def take(self, *, last: bool) -> list[PageCopy]:
-        """Returns the pages that can be copied by now and were not taken before.
+        """Returns the pages that can be copied now and that no earlier call has returned.
 
-        A recurrent state is copied only when all tokens have run, that is, with `last`.
+        A recurrent state covers all tokens of the request, so it is copied only with `last`.
         """
         for part in self.parts:
             if part.is_state and last:

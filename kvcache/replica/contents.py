@@ -164,9 +164,9 @@ class PageContents:
         width = DIGEST_BYTES[replica.hash_algorithm]
         ours, theirs = (replica.page_size, replica.hash_algorithm), (wanted.page_size, wanted.hash_algorithm)
         if not replica.caching or ours != theirs or len(wanted.digests) % width:
-            cached = f"pages of {ours[0]} tokens by {ours[1]}" if replica.caching else "no pages"
+            cached = f"pages of {ours[0]} tokens with digests of {ours[1]}" if replica.caching else "no pages"
             raise BlockTableMismatchError(
-                f"request {name!r}: asks for pages of {theirs[0]} tokens by {theirs[1]!a} "
+                f"request {name!r}: asks for pages of {theirs[0]} tokens with digests of {theirs[1]!a} "
                 f"({len(wanted.digests)} bytes of digests); this manager caches {cached}"
             )
         return replica, np.frombuffer(wanted.digests, np.uint64).reshape(-1, width // 8)
@@ -190,8 +190,8 @@ def _bring(replica: Replica, digests: NDArray[np.uint64], first: int) -> bool:
     count = max(0, min(len(wanted.digests), room, tier.brought_at_once))
     if count:
         names = wanted.digests[:count]
-        tier.hold(slots := tier.slots(names))  # held, so that evictions by `allocate` do not reuse these slots
-        pool.hold(wanted.here)  # held, so that `allocate` does not evict the wanted pages that are here already
+        tier.hold(slots := tier.slots(names))  # a page that `allocate` evicts must not be stored in these slots
+        pool.hold(wanted.here)  # `allocate` must not evict wanted pages that the device already has
         pages = pool.allocate(count)
         pool.index.tables[pages] = wanted.tables[:count]
         tier.bring(pages, slots, names)

@@ -125,7 +125,7 @@ class TextContext:
         *("_start", "hint", "max_length", "named", "prefix_hasher", "request_id"),
     )
 
-    refused = False  # as in `ReadContext`: False, because `run_from` never raises here
+    refused = False  # whether setting the indices has failed; always False, because `run_from` never raises here
 
     def __init__(
         self,
@@ -293,7 +293,7 @@ class TextContext:
             self._refuse_future("update_with_future_token")
         if self._active == self._end:
             self._refuse_full()
-            # set first, because a future token without a step in flight would be an error
+            # `_in_flight` is set before the future token is appended: an interrupt must not leave the token without it.
             self._flight, self._in_flight = self._start, True
             self.append_one(FUTURE_TOKEN, self._active, self._end + 1)
         else:
@@ -370,9 +370,9 @@ class TextContext:
         return twin
 
     def follow(self, leader: "Leader", place: int) -> None:
-        """Let `leader` advance this context until `leave` is called.
+        """Let `leader` advance this context until `leave` is called. Leaves the previous leader first.
 
-        A previous leader is told that it loses this context. `place` is the context's index in the leader.
+        `place` is the context's index in `leader`.
         """
         self.leave()
         self._place, self._leader = place, leader
@@ -384,9 +384,9 @@ class TextContext:
             leader.catch_up(place, self._end)
 
     def leave(self) -> None:
-        """Catch up with the leader, if any, and stop following it."""
+        """Apply the leader's updates that this context lacks, and stop following the leader."""
         self._leader.lose(self._place, self._end)
-        # cleared after catching up: if an interrupt comes before this line, the next call only catches up again
+        # Cleared last. If an interrupt comes before this line, the next call finds no update that the context lacks.
         self._leader = NO_LEADER
         self._follows = False
 
@@ -453,8 +453,8 @@ class TextContext:
 def chunk_end(indices: ContextIndices, start: int) -> int:
     """Returns the token at which a chunk that begins at token `start` ends.
 
-    If a prefix hit moved the start beyond the end of the planned chunk, the chunk that runs instead has the same length
-    as the planned one. `indices` are those of the context, before its start was moved to `start`.
+    `indices` are the context's indices before its start was moved to `start`. They describe the planned chunk. If
+    `start` is beyond the end of the planned chunk, another chunk of the same length begins at `start`.
     """
     before, active, end = indices
     return active if start < active else min(end, start + active - before)
@@ -606,9 +606,10 @@ def salt_and_keys(context: Context) -> tuple[str | None, ExtraKeys]:
 
 
 def hasher_of(context: SafeContext, algorithm: HashAlgorithm, page_size: int) -> PrefixHasher:
-    """Returns the `PrefixHasher` that the context carries, if that has this algorithm and page size.
+    """Returns a `PrefixHasher` for the context's tokens with this algorithm and page size.
 
-    Otherwise makes a new hasher, and stores it in the context if the context has a `prefix_hasher` attribute.
+    Uses the hasher that the context carries if it has this algorithm and page size. If not, makes a new hasher, and
+    stores it in the context if the context has an attribute `prefix_hasher`.
     """
     kept = context.prefix_hasher
     if kept is None or not kept.fits(algorithm, page_size, context.named):

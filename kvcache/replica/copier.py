@@ -73,11 +73,10 @@ class ImportCopier:
         return copies
 
     def from_others(self) -> list[tuple[BlockTable, list[PageCopy]]]:
-        """Returns the pages that `take` returned, with the page ids of the further managers in `PendingImport.others`.
+        """Returns the copies that can be made from the managers whose block tables are in `PendingImport.others`.
 
-        The result has each of these managers' block tables, and the copies that can be made from it.
-
-        A table may name only some of the pages.
+        The result has each of these block tables, and the pages of the import that can be copied from its manager. A
+        table may name only some of the pages that `take` returned.
         """
         return [(table, self.pending.copies_from(table)) for table in self.pending.others]
 
@@ -112,17 +111,17 @@ class ImportCopier:
 class ImportBook:
     """The imports of a replica. Each is listed until it is closed and no copier can write to its pages any more.
 
-    `shares_ahead` is False if the replica has a single block table of full attention, and True otherwise. In the second
-    case an import may share pages that are cached here although the request could not resume from them by itself,
-    because other pages are missing. If such an import is cancelled, the request must not run in the pages of the
-    import: it would compute the tokens of the shared pages again, and overwrite pages that other requests read.
+    `shares_ahead` is False if the replica has a single block table of full attention, and True otherwise. If it is
+    True, an import may share cached pages from which the request could not resume by itself, because other pages are
+    missing. If such an import is cancelled, the request must not run in the pages of the import. It would compute the
+    tokens of the shared pages again, and overwrite pages that other requests read.
     """
 
     def __init__(self, pool: PagePool, rows: BlockRows, mark: UnderWay, *, shares_ahead: bool) -> None:
         self._mark = mark
         self._shares_ahead = shares_ahead
-        # Rows of requests whose import was cancelled, and whose pages may be shared as described above. Such a row must
-        # give back its pages before it runs.
+        # Rows of requests whose import was cancelled, if `shares_ahead` is True. Other requests may share the pages of
+        # such a row, so the row must give back its pages before its request runs.
         self.to_give_back: set[int] = set()
         # open imports, and cancelled imports to whose pages a copier may still write
         self.each: list[PendingImport] = []
@@ -192,13 +191,13 @@ class ImportBook:
             self._give_back(pending)
 
     def is_given_up(self, row: int) -> bool:
-        """Whether all pages of the row come from a cancelled import, and no model has run in them."""
+        """Whether the row has only pages of a cancelled import, and no model has written to these pages."""
         if row in self.of_row:
             return False
         return row in self.to_give_back or self._given_up.get(row) == self._rows.counted.item(row)
 
     def may_run(self, row: int) -> bool:
-        """Whether a model may write to the row's pages."""
+        """Whether a model may write to the row's pages: no import of the row is pending or must be given back."""
         return row not in self.of_row and row not in self.to_give_back
 
     def leave(self, row: int) -> None:
@@ -216,7 +215,10 @@ class ImportBook:
             )
 
     def mend(self) -> list[RequestID]:
-        """After the rows are repaired: drop imports that are closed and no longer written. Returns their requests."""
+        """Drop each closed import to whose pages no copier can write. Returns the requests of these imports.
+
+        Called after an interrupt, when the rows are repaired.
+        """
         self._given_up.clear()
         over = [pending for pending in self.each if pending.closed and not self._is_written(pending)]
         self.each[:] = [pending for pending in dict.fromkeys(self.each) if pending not in over]

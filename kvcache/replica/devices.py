@@ -77,13 +77,14 @@ class PlacedReplica:
         # by number of the set of step tables: the tables of each shard
         self._of_steps: dict[int, list[StepTables]] = {}
         self._mirrored = [*mirrors.values()]
-        # whether there is no stream to launch work on, and no block table to upload
+        # True on the CPU: there is no stream on which work is launched, and no block table to upload
         self._is_plain = memory.stream is None and not mirrors
 
     def inputs(self, state: BatchState, num_steps: int, number: int | None = None) -> list[RaggedKVCacheInputs]:
         """Returns the model's inputs for this batch, one entry for each shard.
 
-        `number` selects the set of step tables in which the inputs are built. None means that they are built as usual.
+        `number` selects the set of step tables in which the lookup tables are built. If `number` is None, the lookup
+        tables are built for a step that is not in flight.
         """
         rows, tables = self.replica.rows, self._tables if number is None else self._of_steps[number]
         if self._is_plain:

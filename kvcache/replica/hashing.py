@@ -87,8 +87,8 @@ class PrefixHasher:
         self.extra_keys = extra_keys
         self.width = DIGEST_BYTES[algorithm]
         self._begin()
-        # By index: the result of the last lookup there, after the generation of the index and the first and last page
-        # that were looked up (see `Replica.find`).
+        # The last lookup in each prefix index or tier: the generation at the lookup, the first and the last page that
+        # were looked up, and the result (see `Replica.find`).
         self.matches: dict[object, tuple[int, int, int, Any]] = {}
 
     def _begin(self) -> None:
@@ -104,12 +104,12 @@ class PrefixHasher:
         self.running: Any = running
 
     def begin_if_interrupted(self) -> None:
-        """Start over if hashing was interrupted. `running` is None in that case."""
+        """Start over if hashing was interrupted, which leaves `running` at None."""
         if self.running is None:
             self._begin()
 
     def fits(self, algorithm: HashAlgorithm, page_size: int, named: tuple[str | None, ExtraKeys]) -> bool:
-        """Whether this hasher has this algorithm and page size, and the salt and extra keys `named`."""
+        """Whether this hasher has this algorithm, this page size, and the salt and extra keys in `named`."""
         salt, keys = named
         same = self.salt == salt and self.extra_keys == keys
         return same and self.page_size == page_size and self.algorithm == algorithm
@@ -187,9 +187,9 @@ def _seeded(algorithm: HashAlgorithm, page_size: int, salt: str | None) -> Any:
 
 
 def _known(running: Any, digests: bytes | bytearray) -> bytearray:
-    """Returns the byte array in which a hasher keeps its digests.
+    """Returns the byte array in which a hasher keeps its digests. It contains `digests` at first.
 
-    It begins with `digests`, and `running` decides its type.
+    If `running` is a `_Chain`, its own array is used, so that the C code can append to it.
     """
     return running.known if type(running) is _Chain else bytearray(digests)
 

@@ -84,7 +84,10 @@ class ReplicaHints(PageReader):
             self._pool.idle.own(pages[rows == row], self._salt_of(row))
 
     def gone(self, pages: Pages, why: Reasons | int) -> None:
-        """Let the baselines forget pages that a quota has evicted, because it would have evicted them there, too."""
+        """Let the baselines forget the pages that a quota has evicted.
+
+        The baselines simulate no quotas, but a quota would also have evicted these pages from them.
+        """
         if self._baselines:
             self._forget(self._pool.index.words_of(pages[np.broadcast_to(why == BY_QUOTA, len(pages))]))
 
@@ -122,10 +125,10 @@ class ReplicaHints(PageReader):
             self._found[row] += 1
 
     def brought(self, pages: Pages, salt: str | None, words: Words) -> None:
-        """Record that `pages` were copied here for a request, and are held. They belong to the tenant with this `salt`.
+        """Record that `pages` were copied from another replica or manager, for a request with this `salt`.
 
         `words` has the first word of the digest of each page of the prompt that the request finds. The baselines get
-        these pages as well, because plain LRU would have them now, too.
+        these pages, too, because with plain LRU they would also have been copied.
         """
         if self._quotas.limited:
             self._pool.idle.own(pages, salt)
@@ -149,7 +152,10 @@ class ReplicaHints(PageReader):
             self._follow_hints()
 
     def mend(self) -> None:
-        """After the pool is repaired: begin new baselines with its pages, and forget what they found for each row."""
+        """Begin new baselines with the pages of the pool, and forget what the old baselines found for each row.
+
+        Called after an interrupt, when the pool is repaired.
+        """
         self._expected.clear()
         free = [row for row, request_id in enumerate(self._rows.request_ids) if request_id is None]
         for row in free:
@@ -191,7 +197,8 @@ class ReplicaHints(PageReader):
     def _learn(self, row: int, context: SafeContext, words: Words, hints: PageHints | None, found: int) -> None:
         """Update the baselines for a row that releases pages. `words` has the first word of the digest of each page.
 
-        The first `found` pages were found when the request asked for them. `hints` are those of the pages, or None.
+        The first `found` pages were cached when the request asked for them. `hints` are the request's hints for these
+        pages, or None.
         """
         if not self._baselines:
             return
@@ -202,7 +209,10 @@ class ReplicaHints(PageReader):
         hinted.leave(words, hints)
 
     def _judge(self, plain: LruBaseline, row: int, found: Words) -> None:
-        """Compare the pages that the row has `found` with those that each baseline found, and adapt the share."""
+        """Compare the hits of the pool with the hits of each baseline, and adapt the share of pages that follow hints.
+
+        `found` has the first word of the digest of each page that the row's request has found in the pool.
+        """
         expected = self._expected.pop(row, None)
         if expected is None:
             return
@@ -213,10 +223,10 @@ class ReplicaHints(PageReader):
         self._pool.idle.trust(self._share.value)
 
     def _forget_given_up(self, row: int, context: SafeContext, computed: int) -> None:
-        """Forget the pages of a prompt that was not computed.
+        """Let the baselines forget the pages of a prompt that the request has not computed.
 
-        A request that ends early has computed only `computed` pages of its prompt. The baselines have the other pages,
-        but the pool does not.
+        The baselines got all pages of the prompt when the request asked for pages. A request that ends early has
+        computed only the first `computed` pages, so the pool does not have the other pages.
         """
         last = (int(self._rows.prompt[row]) - 1) // self._rows.page_size
         if computed < last:
@@ -227,14 +237,17 @@ class ReplicaHints(PageReader):
             baseline.forget(words)
 
     def _unfindable(self) -> int:
-        """How many pages of running requests no baseline has: those after the prompt, and partly filled ones."""
+        """Returns the number of pages of running requests that are in no baseline.
+
+        These are pages after the prompt and partly filled pages.
+        """
         rows = self._rows
         findable = np.maximum(rows.committed, (rows.prompt - 1) // rows.page_size)
         past = int(np.maximum(rows.num_pages - findable, 0).sum())
         return past * self._tables.count + len(rows.row_of) * self._pool.beside
 
     def _width(self) -> float:
-        """How many pages are cached, in all tables and states, for each cached page of the first table."""
+        """Returns the memory of all cached pages and states for each cached page of the first table, in pages."""
         return self._pool.width * self._tables.width()
 
     def _start(self) -> None:
@@ -304,9 +317,9 @@ class StateHints:
         self._quotas = NoQuotas()
 
     def begin(self, quotas: NoQuotas) -> None:
-        """From now on, apply hints and `quotas`: cached states get the kind of eviction order that pages have."""
+        """From now on, evict cached states according to hints and `quotas`, in the same way as pages."""
         pool = self._pool
-        if pool.idle.by_age:  # otherwise the states already have such an order
+        if pool.idle.by_age:  # the order of the states does not follow hints yet
             self._quotas = quotas if self._slab_pages else quotas.of_pool(pool.num_pages)
             pool.follow(self._quotas.over(HintedOrder(pool.num_pages, pool.idle), self._slab_pages))
 
@@ -320,10 +333,10 @@ class StateHints:
     def leave(self, row: int, digests: Digests, hints: PageHints | None, ends: Sequence[int], share: float) -> None:
         """Called before the row's request is released.
 
-        `hints` are those of the pages in its published columns, or None. `digests` are those of the pages in these
-        columns. `ends` has the column after each hinted range. `share` is the share of cached pages that are evicted
-        according to hints. Later requests are likely to resume at the end of a hinted range, of the prompt, or of all
-        tokens.
+        `digests` are the digests of the pages in the row's published columns. `hints` are the request's hints for these
+        pages, or None. `ends` has the column after each hinted range. `share` is the share of idle pages that are
+        evicted according to hints. Later requests are likely to resume at the end of a hinted range, at the end of the
+        prompt, or at the end of all tokens.
         """
         order, size, salt = self._pool.idle, self._rows.page_size, self._salt_of(row)
         order.trust(share)
@@ -345,9 +358,9 @@ class StateHints:
         self._pool.release(copies[at])
 
     def _owned(self, salt: str | None, copies: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Returns a mask of `copies`: the states that have no owner yet and must get one.
+        """Returns a mask of the states in the pages `copies` that must be assigned to the tenant of `salt`.
 
-        All are False without quotas, or if the request has no salt.
+        These states have no tenant yet. All items are False without quotas, or if `salt` is None.
         """
         if salt is None:
             return np.zeros(len(copies), np.bool_)
@@ -355,9 +368,10 @@ class StateHints:
 
 
 def _said_of(hints: PageHints | None, columns: NDArray[np.intp], ends: Sequence[int]) -> NDArray[np.bool_]:
-    """Returns a mask of the states that follow the pages in `columns`: those to which the hints apply.
+    """Returns a mask of the cached states to which the hints apply. `columns` has the column of the page before each.
 
-    `ends` has the columns at which later requests are likely to resume.
+    A hint to evict pages first applies to all states after these pages. Any other hint applies only to the last state
+    before each column in `ends`, where later requests are likely to resume.
     """
     if hints is None:
         return np.zeros(len(columns), np.bool_)

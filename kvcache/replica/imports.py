@@ -153,9 +153,10 @@ def _has_types(table: BlockTable) -> bool:
 
 
 def _check_pages(replica: Replica, context: SafeContext, table: BlockTable) -> None:
-    """Raise unless the table names the pages that each of our groups of layers needs.
+    """Raise `BlockTableMismatchError` unless the table names the pages that each of our groups of layers needs.
 
-    With full attention these are the pages of all its tokens, with a window those at the end of its tokens.
+    A group with full attention needs the pages of all tokens of the table. A group with a window needs the pages of the
+    window at the end of the table.
     """
     kinds, named = replica.tables.kinds, replica.tables.kinds_named
     beside = table.groups[len(kinds) :]
@@ -290,7 +291,7 @@ def _plan(
 ) -> Reservation:
     """Plan the reservation of an import.
 
-    Each block table has its own hits, and needs pages for the tokens after them.
+    Each block table shares the pages that it finds in the local cache, and needs new pages for the tokens after them.
     """
     tables, size = replica.tables, replica.page_size
     num_tokens = context.end_idx if partial else table.num_tokens
@@ -324,7 +325,10 @@ def _check_reach(context: SafeContext, table: BlockTable, kinds: Sequence[str], 
 def extend_import(
     replica: Replica, row: int, context: SafeContext, pending: PendingImport, table: BlockTable, *, last: bool
 ) -> PageCopy:
-    """Accept a table that covers at least as many tokens as the last one. Returns the additional pages to copy."""
+    """Accept a table that covers at least as many tokens as the import's last table.
+
+    Returns the pages of the first block table that can now be copied in addition.
+    """
     _check_open(replica, row, context, pending, "extend_import")
     hasher = check_table(replica, context, table, pending.hasher, last=last)
     if table.page_size != pending.src_page_size:

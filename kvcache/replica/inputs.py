@@ -91,7 +91,7 @@ class StepTables:
         self._used = (
             max(count, had_rows),
             max(columns, had_columns),
-        )  # set before the copy: if the copy is interrupted, the next call clears what it has written
+        )  # set before the copy, so that after an interrupt the next call clears what this copy has written
         table = self._table[..., :count, :columns]
         table.copy_(found)
         if count < had_rows:

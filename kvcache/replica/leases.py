@@ -73,7 +73,7 @@ class PageLeases:
     def grant(self, lease: PageLease, row: int, besides: Sequence[HeldPages] = ()) -> None:
         """Open a lease of the request in this row.
 
-        The lease also holds the pages `besides`, which are not token pages.
+        In addition to token pages, the lease holds the pages in `besides`, such as the page of a recurrent state.
         """
         self.of_row.setdefault(row, []).append(lease)
         self._row_of[lease] = row
@@ -86,17 +86,17 @@ class PageLeases:
     def grant_pages(self, lease: PageLease, pages: Pages, besides: Sequence[HeldPages] = ()) -> None:
         """Open a lease of published pages, no matter which request computed them.
 
-        The lease also holds `besides`, the pages of the states that belong to them.
+        The lease also holds the pages in `besides`: those of the recurrent state after the last token page.
         """
         self._held[lease] = []
         for held in (HeldPages(self._pool, pages), *besides):
             self._hold(lease, held)
 
     def tell(self, row: int, tokens: int, *, windows: bool = True) -> None:
-        """Record that readers may know the pages of the first `tokens` tokens of a leased row.
+        """Record that readers may know the page ids of the first `tokens` tokens of a leased row.
 
-        These pages must not be rewritten. With `windows`, readers may also know the pages of windows that a query after
-        these tokens sees.
+        The content of these pages must not change. With `windows`, readers may also know the pages that a query after
+        these tokens sees in tables with windows.
         """
         if row in self.of_row:
             self.told[row] = max(tokens, int(self.told[row]))
@@ -104,7 +104,7 @@ class PageLeases:
                 self.kept[row] = min(tokens, int(self.kept[row]))
 
     def sealed(self, row: int, table: BlockTable) -> BlockTable:
-        """Returns the row's table with a seal of each of its leases."""
+        """Returns the block table with one seal for each lease of the row whose reader wants a seal."""
         seals = [lease.seal for lease in self.of_row.get(row, ()) if lease.seal is not None]
         return replace(table, seals=tuple(seal(table) for seal in seals)) if seals else table
 
@@ -128,7 +128,7 @@ class PageLeases:
         held = HeldPages(self._pool, pages_before(row, computed).copy())
         for lease in leases:
             self._hold(lease, held)
-        # last: if an interrupt comes before this line, `mend` and the repeated release do everything above again
+        # This comes last: after an interrupt before this line, `mend` and the repeated release repeat the lines above.
         for lease in leases:
             del self._row_of[lease]
         del self.of_row[row]
@@ -148,8 +148,8 @@ class PageLeases:
         """Let the leases of the row take over `pages`, which are about to leave the row while its request goes on.
 
         `first` is the column of the first of these pages. `cached` is the number of tokens that the request had
-        computed when its table was last exported. Pages without such tokens are not taken over, because no reader knows
-        them.
+        computed when its block table was last exported. Pages after these tokens are not taken over, because no reader
+        knows them.
         """
         seen = pages[: max(0, -(-max(cached, int(self.told[row])) // self._rows.page_size) - first)]
         for lease in self.of_row.get(row, ()):
@@ -187,7 +187,7 @@ class PageLeases:
     def holders(self, pool: PagePool | None = None) -> Ints:
         """Returns the number of leases that hold each page: int64 `[num_pages + 1]`.
 
-        `pool` is the pool whose pages are counted. None means token pages.
+        `pool` is the pool whose pages are counted. If it is None, the replica's token pages are counted.
         """
         asked = pool or self._pool
         counts = np.zeros(asked.num_pages + 1, np.int64)
@@ -198,7 +198,10 @@ class PageLeases:
         return counts
 
     def mend(self, over: object) -> None:
-        """Restore the leases of each row, after the rows are repaired. `over` is a lease that ended, or None."""
+        """Restore the leases of each row after an interrupt, when the rows are repaired.
+
+        `over` may be a lease that has ended, and is then removed.
+        """
         self._held = {lease: held for lease, held in self._held.items() if lease is not over}
         rows = self._rows.request_ids
         self._row_of = {
@@ -221,7 +224,7 @@ class PageLeases:
         for row in (self.kept < _NEVER).nonzero()[0].tolist():
             if row not in self.of_row:
                 raise InvariantError(
-                    f"row {row} has no lease, but its readers know of windows at token {self.kept[row]}"
+                    f"row {row} has no lease, but is recorded with readers of windows at token {self.kept[row]}"
                 )
         for lease, row in booked:
             if lease.is_over or self._rows.request_ids[row] != lease.request_id:

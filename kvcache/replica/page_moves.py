@@ -75,7 +75,7 @@ class ReplicaPageMoves(PageMoves):
         index.rename(sources[published], targets[published])
 
     def _pages_of_rows(self) -> list[Pages]:
-        """Returns an array of pages for each claimed row. An empty array comes before them."""
+        """Returns the pages of each claimed row. An empty array comes first, because numpy joins at least one array."""
         return [np.zeros(0, np.int32), *map(self._pages_of, self._replica.rows.row_of.values())]
 
     def _pages_of(self, row: int) -> Pages:

@@ -66,9 +66,8 @@ class PartialReuse:
         if int(rows.committed[row]) != at or _has_key(context, at, size):
             return None
         own, pool, tables = rows.table[:, row, at].copy(), self._replica.pool, self._replica.tables
-        # The last token is not compared, because it has to run. If tables have pages only for the chunk that runs, this
-        # is the last token of the chunk, because there are no pages after it. A page of the row that is shared or
-        # published must not be overwritten.
+        # The last token is not compared, because it has to run. If a table has pages only up to the end of a chunk, the
+        # last token of the chunk is not compared. A shared or published page of the row must not be overwritten.
         last = (context.active_idx if tables.in_chunks else context.end_idx) - 1
         wanted = np.asarray(context.tokens[at * size : min((at + 1) * size, last)])
         if len(wanted) < self._min_tokens or (pool.holders[own] != 1).any() or pool.index.published[own].any():
@@ -100,6 +99,6 @@ def _common(tokens: NDArray[np.int32], wanted: NDArray[np.integer[Any]]) -> int:
 def _has_key(context: SafeContext, page: int, page_size: int) -> bool:
     """Whether an extra key belongs to a token in this page.
 
-    The KV of the page then depends on the key, so equal tokens are not enough.
+    If so, the page's KV also depends on the key, and equal tokens do not mean equal KV.
     """
     return any(position // page_size == page for position, _ in context.named[1])

@@ -123,8 +123,8 @@ class PeerCopies:
 def _wanted(mine: Replica, others: Sequence[PlacedReplica], digests: Digests, ends: Asked) -> FromBelow:
     """Returns the longest prefix for which the replicas' devices and host memory together have all pages and the state.
 
-    `lacking` marks its pages that are to be copied from `others`. Pages that only host memory has are restored later,
-    when the request reserves its pages.
+    In the result, `lacking` marks the pages to copy from `others`. Pages that only host memory has are not marked. They
+    are restored later, when the request reserves its pages.
     """
 
     def on_others(names: Digests, asked: Asked) -> Asked:
@@ -138,8 +138,8 @@ def _wanted(mine: Replica, others: Sequence[PlacedReplica], digests: Digests, en
 
     wanted = mine.tables.from_below(digests, anywhere, ends)
     copied = on_others(wanted.every, wanted.lacking)
-    # A copy may evict a page, and that page may need a host slot. It must not get one of the slots from which pages are
-    # restored later, so these are marked as just used.
+    # A copy may evict a page, and the evicted page may take the host slot that was used least recently. The slots from
+    # which pages are restored later must stay, so they are marked as just used.
     mine.tier.touch(wanted._replace(lacking=wanted.lacking & ~copied).digests)
     return wanted._replace(lacking=copied)
 
@@ -147,7 +147,7 @@ def _wanted(mine: Replica, others: Sequence[PlacedReplica], digests: Digests, en
 def _fits(replica: Replica, context: SafeContext, num_steps: int, wanted: FromBelow, beside: int = 0) -> bool:
     """Whether a request without pages could get all its pages if the `wanted` pages were on the device.
 
-    `beside` is the number of further pages that must be free, for a state.
+    `beside` is the number of additional pages that must be free for a recurrent state.
     """
     start, pool = wanted.pages * replica.page_size, replica.pool
     needed = replica.tables.least(context.indices, context.end_idx + num_steps - 1, start) - len(wanted.here)

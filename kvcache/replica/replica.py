@@ -95,7 +95,7 @@ class Replica:
 
     @property
     def lends_any_part(self) -> bool:
-        """Whether a reader that has all pages of a prompt before page i can use page i and later pages from here."""
+        """Whether this replica can lend some pages of a prompt to a reader that has all earlier pages of the prompt."""
         return self.tables.is_plain and not (self.states and self.caching)
 
     @property
@@ -136,7 +136,7 @@ class Replica:
         return row
 
     def finish_state_loads(self) -> None:
-        """Wait for running copies of states to the device. They hold state pages of requests that were released."""
+        """Wait for running copies of states to the device, which may hold state pages of released requests."""
         for states in self.states:
             states.pages.below.load_all()
 
@@ -157,7 +157,7 @@ class Replica:
         if have and decodes:
             # the row's pages are full, and it needs one more
             if -(-length // size) == have + 1 and self.tables.is_plain:
-                # also true for the pages of an import before its commit, because the row's capacity is then -1
+                # This also catches a pending import, because a row's capacity is -1 while its import is pending.
                 if start > rows.capacity.item(row):
                     self.refuse_pending(row, "maybe_reserve")
                     self.refuse_ahead(row, start)
@@ -190,11 +190,11 @@ class Replica:
         if plan.cost > free and not self.tables.fits(row, plan, free):
             return None
         if plan.start != before or plan.active != active:
-            # This comes first, because a caller's own context may raise. Nothing after this raises.
+            # `run_from` comes first, because a caller's own context may raise. Nothing after it raises.
             context.run_from(plan.start, plan.active)
         if not self.rows.num_pages.item(row):
             before = 0
-        if plan.slots.size:  # hold the slots before the evictions below, because those may need host slots
+        if plan.slots.size:  # held before pages are evicted below, because evicted pages may take host slots
             self.tier.hold(plan.slots)
         found = plan.found[0].shape[-1] if self.tables.keeps_prefix else plan.committed - self.rows.committed.item(row)
         for states in self.states:
@@ -275,10 +275,10 @@ class Replica:
         return found
 
     def ends(self, digests: Digests, row: int | None = None, *, anywhere: bool = False) -> Asked:
-        """Returns a mask of consecutive pages with these digests: those after which the row's request may resume.
+        """Returns a mask, `[len(digests)]`, of the pages after which the row's request may resume.
 
-        `row` is None for a request without a row. With `anywhere`, a recurrent state also counts if only a tier below
-        the host has it, as far as that is known.
+        `digests` are the digests of consecutive pages. `row` is None for a request without a row. With `anywhere`, a
+        recurrent state also counts if only a tier below the host is known to have it.
         """
         ends = np.ones(len(digests), np.bool_)
         for states in self.states:
@@ -286,12 +286,12 @@ class Replica:
         return ends
 
     def fetch_prefix(self, digests: Digests, first: int = 0, *, wait: bool) -> bool:
-        """Load the pages to the host that a request needs to resume after the longest possible prefix of these digests.
+        """Load pages into host memory, so that a request can resume after the longest possible prefix of these digests.
 
-        Returns whether any pages are on their way. The caller already has the `first` pages. With recurrent states, the
-        prefix ends after a page whose state is cached in some tier, and that state is loaded as well. With `wait`, the
-        call waits a while for reads that are running, but it never waits for a remote store to say what it has. If a
-        remote store has to be asked what it has, it is asked for the longest prefix that may exist.
+        Returns whether any pages are on their way. The caller already has the first `first` pages. With recurrent
+        states, the prefix ends after a page whose state is cached in some tier, and the state is loaded, too. With
+        `wait`, the call waits a limited time for running reads, but not for a remote store to say what it has. A remote
+        store is asked for the longest prefix that may exist.
         """
         tables, tier = self.tables, self.tier
         if len(digests) <= first or not self.fetches:
@@ -311,7 +311,7 @@ class Replica:
             for states in self.states:
                 coming |= states.to_host(digests[: wanted.pages], there.pages, wait=wait)
             coming |= tier.to_host(wanted.every, wanted.lacking, wanted.pages - there.pages, wait=wait)
-        # if the store has just answered, a further question may be possible
+        # The store may have answered during this call. The caller should then call again, to ask the next question.
         return coming or (tier.asks and tier.generation != before)
 
     @property
@@ -323,7 +323,7 @@ class Replica:
         """Ask remote stores for pages, and for states, of which it is not known whether the stores have them.
 
         Returns whether an answer is on its way, and the digests of the pages that may exist. The second value is None
-        if it depends on the answer which pages are wanted.
+        if the caller must wait for the answer before it can decide which pages to load.
         """
         perhaps = self.tables.from_below(digests, self.tier.may_have, None, first)
         coming, known = self.tier.ask(perhaps.every, perhaps.lacking), digests
@@ -331,7 +331,7 @@ class Replica:
             if coming and not wait:
                 return True, None
             asking, known = states.ask(self.tier, digests, first)
-            # The answer may show a later state. It would be costly to load an earlier state before that.
+            # The answer may show a later state. Loading an earlier state in the meantime would be costly.
             if asking and not wait:
                 return True, None
             coming |= asking
@@ -375,10 +375,10 @@ class Replica:
         self.leases.grant(lease, row, [states.held(row) for states in self.states])
 
     def reserve_decoding(self, rows: Rows, lengths: Ints) -> bool:
-        """Give each of `rows` pages for `lengths` tokens, one of which is to run. All rows get pages, or none.
+        """Give each of `rows` pages for `lengths` tokens, one of which is to run. Either all rows get pages, or no row.
 
-        Returns False if there are too few free pages, or if a row needs more than one page or the checks of `reserve`.
-        The caller then calls `reserve` for each row.
+        Returns False if too few pages are free, if a row needs more than one page, or if a row needs the checks of
+        `reserve`. If the result is False, the caller must call `reserve` for each row.
         """
         state = self.rows
         beyond = lengths - state.capacity[rows]
@@ -461,7 +461,7 @@ class Replica:
         """Returns the digests of the tokens in the row's published columns `first` to `last` (excluded).
 
         If no table keeps all pages, the digests are computed from the context. The result is empty if the context has
-        since dropped so many tokens that the columns are no longer full.
+        dropped tokens of these columns after their pages were published.
         """
         last = max(first, min(last, self.rows.committed.item(row)))
         if self.tables.keeps_prefix:
@@ -506,17 +506,17 @@ class Replica:
             states.pages.forget_copies()
 
     def move_start(self, row: int, context: SafeContext, start: int) -> None:
-        """Let the context run from token `start`, because the tokens before it are cached by now. Its row has pages."""
+        """Let the context of a row with pages run from token `start`. All tokens before token `start` are cached."""
         indices = context.indices
         context.run_from(start, chunk_end(indices, start))
         self.counter.hit(row, indices[0], start)
 
     def mend(self, over: object) -> list[RequestID]:
-        """After an interrupt, with claims and rows repaired: restore everything that follows from rows and leases.
+        """Restore everything that follows from rows and leases, after an interrupt. Claims and rows must be repaired.
 
-        A page that a row holds stays published only if all pages before it in the row are published, too, and the row
-        counts it as committed. `over` is a lease that has ended, or None. Returns the requests that cannot continue.
-        The pool is repaired last, because the other parts say who holds and who writes its pages.
+        A page that a row holds stays published only if the row counts the page as committed, and all earlier pages of
+        the row are published. `over` is a lease that has ended, or None. Returns the requests that cannot continue.
+        The pool is repaired last, from the holders and writers of pages that the rows, leases and imports name.
         """
         rows, published = self.rows, self.pool.index.published
         claimed = [*rows.row_of.values()]
@@ -564,7 +564,7 @@ class Replica:
         return holders, writers
 
     def goes_on(self, row: int, start: int) -> bool:
-        """Whether it is certain that the row has all earlier pages that the token at `start` sees."""
+        """Whether it is certain that the row has all pages before token `start` that a query at token `start` sees."""
         rows = self.rows
         there = max(rows.cached.item(row), rows.committed.item(row) * self.page_size)
         if not start <= there <= rows.num_pages.item(row) * self.page_size:
@@ -607,15 +607,15 @@ class Replica:
     def refuse_ahead(self, row: int, start: int) -> None:
         """Raise `InvalidRequestError` if the row cannot have computed all tokens before token `start`.
 
-        While the prompt runs, at most those tokens are computed that were found, fetched or stepped. After the prompt,
-        at most those for which the row has pages.
+        While the prompt runs, only tokens that were found in the cache, fetched or stepped can be computed. After the
+        prompt, all tokens for which the row has pages can be computed.
         """
         if start > self.rows.capacity.item(row) and self.rows.num_pages.item(row):
             raise self.counter.ahead(row, start, self.rows.capacity.item(row))
         self.counter.refuse_ahead(row, start)
 
     def refuse_starts(self, rows: Rows, starts: Ints) -> None:
-        """Raise if one of `rows` must not run from its start: see `PageLeases.refuse_rewrite`, and `refuse_ahead`."""
+        """Raise the errors of `PageLeases.refuse_rewrite` and `refuse_ahead` if one of `rows` must not run."""
         if self.leases.of_row:
             self.leases.refuse_rewrite(rows, starts)
         if self.counter.open:
@@ -634,7 +634,7 @@ class Replica:
             )
 
     def refuse_short(self, rows: Rows, lengths: Ints, call: str) -> None:
-        """Raise unless each of `rows` has pages for its `lengths` tokens, which are about to run or were computed."""
+        """Raise `NotReservedError` unless each of `rows` has pages for its first `lengths` tokens."""
         room = self.rows.capacity[rows]
         if not np.count_nonzero(lengths > room):  # for few rows this takes a fourth of the time of `any`
             return
@@ -658,20 +658,20 @@ class Replica:
         found = self.look_up(row, context, start)
         if found.end * self.page_size > start:
             start = found.end * self.page_size
-        # the found pages save no token; `step` will find that they are duplicates of the row's own pages
+        # The found pages have only computed tokens. `step` will replace the row's own pages by them.
         elif found.end > found.first:
             found = self.tables.nothing(found.first)
         return self.tables.plan(row, indices, length, start, found)
 
     def _with_below(self, row: int, context: SafeContext, first: int, last: int) -> Found | None:
-        """Do `look_up` in lower tiers, for pages `first` to `last`. Returns None if the request needs none of them."""
+        """Look up pages `first` to `last` (excluded) in lower tiers. Returns None if the request needs no such page."""
         tables, tier, hasher = self.tables, self.tier, self.hasher(row, context)
         now = self.generation, first, last
         if (kept := hasher.matches.get(tier)) is not None and kept[:3] == now:
-            # a waiting request is looked up again and again; here nothing has changed since the last lookup
+            # A waiting request is looked up many times. The tiers have not changed since its last lookup.
             return None
         if self.rows.num_pages.item(row):
-            tier.arrive(np.array([row]))  # the row's pages that were restored from lower tiers may be replaced now
+            tier.arrive(np.array([row]))  # ends restores into the row's pages, which may be replaced below
         digests = hasher.digests(context.tokens, 0, last)
         coming = self.fetch_prefix(digests, first, wait=self.rows.prompt.item(row) < 0)
         wanted = tables.from_below(digests, tier.host_has, self.ends(digests, row), first)
@@ -683,9 +683,9 @@ class Replica:
         return None
 
     def _publish(self, rows: Ints, columns: Ints, digests: NDArray[np.uint64], told: Ints | None) -> None:
-        """Publish the pages in columns `columns` of `rows`. Their `digests` are all different.
+        """Publish the page in column `columns[i]` of `rows[i]`, for each i. All `digests` are different.
 
-        `told` has, for each row, the number of tokens whose pages readers know.
+        `told` has the number of tokens of each row whose pages readers know.
         """
         pages, names, shared = self.tables.publish(rows, columns, digests, told)
         if shared.size:

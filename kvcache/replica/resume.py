@@ -47,12 +47,12 @@ class Found(NamedTuple):
 
     @property
     def num_columns(self) -> int:
-        """The number of columns after `first` in the prefix that was found."""
+        """The number of columns from column `first` to the end of the prefix that was found."""
         return self.end - self.first
 
 
 class FromBelow(NamedTuple):
-    """The prefix with which a request could resume, and the pages that it needs from a lower tier for that."""
+    """A prefix after which a request could resume if it got some pages from a lower tier, and these pages."""
 
     pages: int  # the number of columns of the prefix
     reach: int  # how many columns all tables of full attention have, even if pages of windows are missing
@@ -69,7 +69,7 @@ class FromBelow(NamedTuple):
 
     @property
     def tables(self) -> NDArray[np.int64]:
-        """The block table of each of `digests`."""
+        """The index of the block table to which each of `digests` belongs."""
         return self.lacking.T.nonzero()[1]
 
 

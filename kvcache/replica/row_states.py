@@ -96,8 +96,8 @@ class RowStates:
     def shortened(self, run: Found, hasher: PrefixHasher, context: SafeContext, row: int | None) -> Found:
         """Returns the part of the found `run` of pages after which the request can resume from a cached state.
 
-        A request without a row needs a state page when it is claimed. If a cached state would be evicted to give it
-        that page, the state does not count.
+        A request without a row needs a state page when it is claimed. A cached state that would be evicted to make room
+        for this page does not count.
         """
         if not run.num_columns:
             return run
@@ -119,17 +119,17 @@ class RowStates:
         return self.pages.there(digests) if anywhere else self.pages.kept_after(digests)
 
     def ends_here(self, digests: Digests) -> Asked:
-        """Returns a mask of the pages after which the device itself has the state."""
+        """Returns a mask of the pages after which the device has a cached state. Lower tiers do not count."""
         return self.pages.pool.index.find(digests) != NO_PAGE
 
     # ---- tiers
 
     def ask(self, tier: PagesBelow, digests: Digests, first: int) -> tuple[bool, Digests]:
-        """Ask remote stores for the last state after one of these pages, and for the pages before that state.
+        """Ask remote stores for the last state after a page with one of these digests, and for the pages before it.
 
-        What is already known is not asked again. `tier` is asked for the pages. The caller already has the `first`
-        pages. Returns whether an answer is on its way, and the pages up to the end that is known so far. If an object
-        has only the tail of a run of pages, then a state was stored after that run.
+        `tier` is asked for the pages. Only unknown answers are asked for. The caller already has the first `first`
+        pages. Returns whether an answer is on its way, and the digests of the longest prefix that is known to exist. A
+        short object at the end of a run of pages shows that a state was stored after this run.
         """
         tables = self._tables
         found = tables.from_below(digests, tier.has, None, first)
@@ -146,10 +146,10 @@ class RowStates:
         return False, digests[: found.pages]
 
     def to_host(self, digests: Digests, there: int, *, wait: bool) -> bool:
-        """Load the last state after one of these pages that a lower tier has to the host.
+        """Load a state into host memory: the last state that a lower tier has after a page with one of these digests.
 
-        `there` is the number of pages with which a request that does not wait can resume. The state after the last of
-        them must stay on the host. Returns whether a state is on its way. With `wait`, waits a while for it.
+        A request that does not wait resumes after `there` pages, so the state after these pages must stay on the host.
+        Returns whether a state is on its way. With `wait`, the call waits a limited time for the state.
         """
         self.pages.below.touch(digests[max(0, there - 1) : there])
         return self.pages.bring_newest(digests, wait=wait)
@@ -157,8 +157,8 @@ class RowStates:
     def to_device(self, wanted: FromBelow, digests: Digests) -> bool:
         """Copy the state after the last of the `wanted` pages from the host to the device.
 
-        The device already has these pages. Returns whether the state is on its way. Copies nothing if the state and the
-        wanted pages need more than half of the free pages.
+        The device already has the `wanted` pages. Returns whether the state is on its way. Copies nothing if the state
+        and the `wanted` pages take more than half of the free pages.
         """
         if self.pages.below.is_bringing:
             return True
@@ -178,8 +178,8 @@ class RowStates:
         if not self._caching:
             return plan
         start, active, of_prompt = plan.start, plan.active, self._stops[row]
-        # A chunk of one token did not look up its prefix, unless `cached` is set: it is a first chunk of one token, or
-        # a fork that decodes.
+        # A chunk of one token has not looked up its prefix, unless it is the first chunk of its request. In that case
+        # `cached` is set. It is also set if a fork decodes.
         if not of_prompt and (plan.cached or active - start > 1):
             last, size = context.end_idx - 1, self._rows.page_size
             of_prompt = (plan.reached * size, last - last % size)
@@ -217,7 +217,8 @@ class RowStates:
         of_rows: list[int] = ended.tolist()
         counts: list[int] = tokens.tolist()
         names = [rows.request_ids[row] or "" for row in of_rows]
-        # which of these states stay cached when their requests go on; the others are replaced by the request's next one
+        # True for states that stay cached when their requests go on. Any other state is replaced by the request's next
+        # copy.
         stops, spaced = self._stops, (tokens % self._spacing == 0).tolist()
         stay = [fits or count in stops[row] for fits, row, count in zip(spaced, of_rows, counts, strict=True)]
         digests = self._pool.index.digests_of(pages)

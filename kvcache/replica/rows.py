@@ -124,15 +124,15 @@ class BlockRows:
         return self._first_table[row, : self.num_pages[row]]
 
     def grow(self, row: int, end: int) -> None:
-        """Record that the row has pages before column `end`. Only for a single table."""
+        """Record that the row now has pages in all columns before column `end`. Only for a single table."""
         self.num_pages[row] = end
         self.changed[row] = True
         self.capacity[row] = self._room[end]
 
     def places(self, rows: Ints, columns: Ints, tables: slice = slice(None)) -> Ints:
-        """Returns indices in `entries`: those of one column of each of `rows`, in each of `tables`.
+        """Returns where `entries` has the page in column `columns[i]` of `rows[i]` in each of `tables`.
 
-        `[tables, rows]`.
+        The result has the shape `[tables, rows]`.
         """
         return self._begins[tables] + (rows * self.width + columns)
 
@@ -162,14 +162,14 @@ class BlockRows:
     def mend(self, row_of: dict[RequestID, int]) -> None:
         """Bind exactly these requests to their rows, and cut the tables of each row at missing pages.
 
-        The caller knows more about each row, and must call `measure` and `commit` for it next.
+        The caller must then call `measure` and `commit` for each row, because only the caller knows its progress.
         """
         taken = np.zeros(len(self.request_ids), np.bool_)
         taken[list(row_of.values())] = True
         names: list[RequestID | None] = [None] * len(taken)
         for request_id, row in row_of.items():
             names[row] = request_id
-        # a single statement: after an interrupt, both attributes name the same owners of rows
+        # One statement sets both attributes, so that they agree on the owners of rows even after an interrupt.
         self.row_of, self.request_ids[:] = row_of, names
         self.free[:] = np.flatnonzero(~taken).tolist()  # ascending: a heap
         for counts in (self.cached, self.counted):
@@ -180,9 +180,9 @@ class BlockRows:
         self.changed[:] = True
 
     def _mend_tables(self) -> None:
-        """Cut all tables of a row at the first column in which a table that keeps all pages has no page.
+        """Cut all tables of each row at the first column in which a table of full attention has no page.
 
-        The other tables then begin after their last column without a page.
+        A table with a window then begins after its last column without a page.
         """
         columns = np.arange(self.table.shape[2], dtype=np.int64)
         for number, (group, tables) in enumerate(self.groups):
@@ -231,7 +231,7 @@ class PromptCounter:
             self.open.add(row)
 
     def hit(self, row: int, start: int, cached: int) -> None:
-        """Count the tokens `start` to `cached` of an admitted request as found, because they need not run."""
+        """Count the tokens `start` to `cached` (excluded) of an admitted request as `found`: no model runs them."""
         rows = self._rows
         counted = rows.counted.item(row)
         self.found += max(0, min(cached, rows.prompt.item(row)) - max(start, counted))
@@ -262,7 +262,7 @@ class PromptCounter:
             raise self.ahead(row, start, seen)
 
     def refuse_all_ahead(self, rows: Rows, starts: Ints) -> None:
-        """Do `refuse_ahead` for each of `rows` with its start."""
+        """Call `refuse_ahead` for each of `rows` with the start of the row's request."""
         state = self._rows
         seen = state.counted[rows]
         ahead = (starts > seen) & (seen < state.prompt[rows])

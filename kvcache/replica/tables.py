@@ -71,9 +71,10 @@ class RowTables:
     # ---- lookups
 
     def run(self, first: int, digests: Digests) -> Found:
-        """Returns the columns that `find` has to search: the longest published run of the first table after `first`.
+        """Returns the columns from `first` on that `find` has to search, and their pages in the first table.
 
-        If no table keeps the pages of all tokens, these are all columns of `digests`.
+        The columns end before the first page that is not published. If no table keeps the pages of all tokens, all
+        columns of `digests` are returned.
         """
         if not self.keeps_prefix:
             end = first + len(digests)
@@ -90,7 +91,7 @@ class RowTables:
         return Found(first, first, self._no_pages, first)
 
     def shortened(self, run: Found, digests: Digests, ends: Asked) -> Found:
-        """Returns the part of `run` that `find` would return with `ends`. `digests` are those of the pages of `run`."""
+        """Returns the result of `find` with `ends` within the columns of `run`. `digests` are those of its pages."""
         return self.find(run.first, digests, ends)._replace(reached=run.reached)
 
     def find(self, first: int, digests: Digests, ends: Asked | None = None) -> Found:
@@ -110,7 +111,7 @@ class RowTables:
         return Found(first, end, found, end)
 
     def every(self, digests: Digests) -> Digests:
-        """Returns the digests of the pages of all tables, `[tables, pages, words]`, given those of their tokens."""
+        """Returns the digest of each page in each table, `[tables, pages, words]`, from the digests of the tokens."""
         return self._mix(slice(None), digests)
 
     def pages_of(self, digests: Digests) -> Pages:
@@ -138,10 +139,11 @@ class RowTables:
         return FromBelow(end, reach, every, needed & absent, tuple(found), pages.T[(needed & ~absent).T])
 
     def whole(self, digests: Digests, most: int, ends: Asked | None = None) -> tuple[int, list[Pages]]:
-        """Returns the longest prefix after which all tables can resume and for which they need at most `most` pages.
+        """Returns the longest prefix after which all tables can resume with at most `most` pages in all.
 
-        The result is the number of columns of the prefix, and the pages that each table needs. If resuming after the
-        prefix needs no page and no state, there is nothing to lend, and the number is 0. For `ends`, see `resume`.
+        The result is the number of columns of the prefix, and the pages that each table needs. The number is 0 if no
+        table needs a page after the prefix and there is no state, because there is nothing to lend. For `ends`, see
+        `resume`.
         """
         end = len(digests)
         while end := self.find(0, digests[:end], ends).end:
@@ -158,8 +160,8 @@ class RowTables:
         """Plan the reservation of a request that runs from token `start`. `row` is None if the request has no row yet.
 
         Changes nothing. `indices` are those of the context. `length` is the number of tokens that need pages. `found`
-        has the pages that were found after the row's published columns. If the context's chunk would end before
-        `start`, the chunk that begins at `start` has the same length instead.
+        has the pages that were found after the row's published columns. If the context's chunk ends before `start`,
+        a chunk of the same length begins at `start`.
         """
         firsts: list[int] = []
         for number, (group, _) in enumerate(self.groups):
@@ -185,12 +187,12 @@ class RowTables:
         digests_of: DigestsTo,
         host: Host,
     ) -> Reservation:
-        """Plan the reservation of an import, for a row without pages. The tokens before `num_tokens` are imported.
+        """Plan the reservation of an import of all tokens before token `num_tokens`, for a row without pages.
 
-        They come from elsewhere, except those that are cached here (`here`). Each group of tables looks up which pages
-        of these tokens the device has, or `host` finds. No group takes pages that no later query sees.
+        `here` has the longest prefix that all tables have in the local cache. Beyond it, each group of tables looks up
+        which pages the device has and which pages `host` finds. No group takes pages that no later query sees.
         """
-        cached = here.end * self._page_size  # all tables have these tokens cached, so no page of them is copied
+        cached = here.end * self._page_size  # no page of these tokens is copied, because all tables have them cached
         start = max(num_tokens, cached)
         digests = digests_of(min(start, indices[2] - 1) // self._page_size if self._caching else 0)
         found, slots, firsts = list[Pages](), list[Slots](), list[int]()
@@ -199,7 +201,7 @@ class RowTables:
             names = self._mix(tables, digests[firsts[-1] :])
             pages = self._find_each(names)
             below = np.where(pages == NO_PAGE, host(names.reshape(-1, names.shape[2])).reshape(pages.shape), NO_PAGE)
-            missing = (pages == below).any(axis=0).nonzero()[0]  # equal only if both are `NO_PAGE`
+            missing = (pages == below).any(axis=0).nonzero()[0]  # two items are equal only if both are `NO_PAGE`
             end = missing[0] if missing.size else pages.shape[1]
             found.append(pages[:, :end])
             slots.append(below[:, :end][pages[:, :end] == NO_PAGE])
@@ -231,8 +233,8 @@ class RowTables:
                 leaves[tables, :now] = True
                 own = mine.T[tables, at - pages.shape[1] : at]
                 come = pages[:, : own.shape[1]]
-                # If a page comes from a lower tier, and the row has a page in its column, the row's page is kept and
-                # overwritten. A page that was found may be the row's own page, and then stays, too.
+                # The row's page in a column stays in two cases: if a page from a lower tier is restored into it, or if
+                # it is itself the page that was found.
                 leaves[tables, at - pages.shape[1] : at] |= (come != NO_PAGE) & (come != own)
                 new -= int(np.count_nonzero((come == NO_PAGE) & (own != NO_PAGE)))
             leaves &= mine.T != NO_PAGE
@@ -246,7 +248,7 @@ class RowTables:
         return Reservation(found, tuple(ends_found), tuple(firsts), tuple(ends), gone, new, committed, cost, 0, 0)
 
     def fits(self, row: int | None, plan: Reservation, free: int) -> bool:  # noqa: ARG002 - `cost` is exact here
-        """Whether `free` free pages are enough for the plan. This is always so if `plan.cost` is at most `free`."""
+        """Whether `free` free pages are enough for the plan. Always True if `plan.cost` is at most `free`."""
         return plan.cost <= free
 
     def least(self, indices: ContextIndices, length: int, start: int) -> int:
@@ -269,7 +271,10 @@ class RowTables:
         return pages
 
     def take(self, row: int, plan: Reservation) -> Pages:
-        """Carry out a plan for which there is room. Returns the pages into which the plan's `slots` must be copied."""
+        """Give the row the pages of `plan`, for which enough pages must be free.
+
+        Returns the pages into which the caller must copy the host slots `plan.slots`.
+        """
         rows, pool = self._rows, self._pool
         parts = [
             (rows.table[tables, row, at - pages.shape[1] : at], pages)
@@ -323,9 +328,8 @@ class RowTables:
         """Publish the full pages in `columns` of `rows`. `digests` are those of their tokens, and all different.
 
         If a page with the same content is already published, the row shares that page instead. `told` has, by row, the
-        number of tokens whose pages readers may know; None if there are no leases. Returns the pages that are new in
-        the index; their digests; and the row of each page of the first table in whose place the row now shares another
-        page.
+        number of tokens whose pages readers may know; None if there are no leases. Returns the newly published pages,
+        and their digests. Also returns a row for each page of the first table that was replaced by a shared page.
         """
         state, index, count = self._rows, self._pool.index, len(rows)
         where = state.places(rows, columns)
@@ -355,18 +359,19 @@ class RowTables:
         return own, names, shared
 
     def _pass_to_readers(self, rows: Ints, columns: Ints, pages: Pages, told: Ints | None) -> None:
-        """Let the leases take over `pages`, which are about to leave their rows.
+        """Let the leases of `rows` take over `pages`, which the rows are about to replace.
 
-        `told` has, for each row, the number of tokens whose pages readers may know; None if there are no leases.
+        `told` has the number of tokens of each row whose pages readers may know; None if there are no leases.
         """
         if told is not None:
             for row, column, page in zip(rows.tolist(), columns.tolist(), pages[:, None], strict=True):
                 self._leases.replace(row, column, page, int(told[row]))
 
     def fork(self, parent: int, row: int, full: int, end: int) -> list[tuple[int, int]]:
-        """Let `row` share the first `full` pages of row `parent`, and allocate its pages up to column `end`.
+        """Let `row` share the first `full` pages of row `parent`, and allocate the pages of `row` from there to `end`.
 
-        Returns, for each table, the parent's page in column `full` and the page of `row` to which it must be copied.
+        Returns, for each table, the parent's page in column `full`, and the page of `row` to which the caller must copy
+        the parent's page.
         """
         rows, table = self._rows, self._rows.table
         shared = table[:, parent, :full]
@@ -383,7 +388,7 @@ class RowTables:
     def lists(self, row: int, tokens: int, *, first: int, windows: bool) -> tuple[tuple[int, ...], ...]:
         """Returns the pages of the row's first `tokens` tokens, one list for each table, from column `first` on.
 
-        For a table with a window, the list has only the pages that the next query sees, or none if `windows` is False.
+        The list of a table with a window has only the pages that the next query sees. It is empty if not `windows`.
         """
         end, named = -(-tokens // self._page_size), list[tuple[int, ...]]()
         for number, (group, tables) in enumerate(self.groups):
@@ -400,7 +405,7 @@ class RowTables:
         """Returns the pages in the row's published columns, and the pages needed to resume at the columns `ends`.
 
         `digests` are those of the published columns. The result is two arrays: the column of each page, and the page.
-        Only cached pages are in it, and none occurs twice.
+        The result has only cached pages, and each page once.
         """
         wanted = self._rows.table[:, row, : len(digests)] != NO_PAGE
         for group, tables in self.groups:
@@ -428,7 +433,7 @@ class RowTables:
         return every[every != NO_PAGE]
 
     def refuse_lost(self, rows: Rows, starts: Ints) -> None:
-        """Raise `InvalidRequestError` if a row would run from a token whose window has lost pages."""
+        """Raise `InvalidRequestError` if a row would run from a token that sees pages which the row has freed."""
         for number, (group, _) in enumerate(self.groups):
             first = self._rows.firsts[number, rows]
             behind = (group.first_seen(starts) // self._page_size < first).nonzero()[0]
@@ -464,7 +469,7 @@ class RowTables:
     # ---- inside
 
     def _slide(self, rows: Ints) -> None:
-        """Free the pages that the next queries of `rows` do not see. Pages of the first row are freed first."""
+        """Free the pages that the next queries of `rows` do not see. The pages of the first row are freed first."""
         state, published = self._rows, self._rows.committed[rows]
         of_row, width = self._leases.of_row, state.width
         leased = [at for at, row in enumerate(rows.tolist()) if row in of_row] if of_row else []
@@ -491,7 +496,8 @@ class RowTables:
             pages = state.entries[where].ravel()
             state.entries[where] = NO_PAGE
             firsts[rows] = now
-            # The last row first, and in each row by column, then by table: `release_each` frees the last of them first.
+            # `release_each` frees its last page first. So pages are sorted by row, the last row first, then by column,
+            # then by table.
             turns = (columns - at * width) * self._counts + self._own_numbers[tables]
             found.append((turns.ravel(), pages))
         if found:
@@ -503,10 +509,10 @@ class RowTables:
     def _for_readers(
         self, row: int, found: Sequence[Pages], ends_found: Sequence[int], firsts: Sequence[int]
     ) -> Iterator[tuple[TableGroup, int, int]]:
-        """Returns ranges of a leased row's columns as `(group, first, last)`.
+        """Returns the columns of a leased row whose pages its leases take over, as `(group, first, last)`.
 
-        The pages in them pass to the row's leases. Each group has two ranges. The first has pages that readers may know
-        and that fall out of a window. The second has computed pages that are replaced by cached ones.
+        Each group has two ranges of columns. In the first range, readers may know the pages, and the pages fall out of
+        a window. In the second range, cached pages replace computed pages.
         """
         if row not in self._leases.of_row:
             return
@@ -517,7 +523,7 @@ class RowTables:
             yield of, max(at - pages.shape[1], told), min(at, last)
 
     def _told(self, group: LayerGroup, row: int) -> tuple[int, int]:
-        """Returns the columns of a leased row's window that readers may know, as `(first, end)`."""
+        """Returns the first and the last column (excluded) of `group` whose pages readers of a leased row may know."""
         behind = -(-int(self._leases.told[row]) // self._page_size)
         return self._seen(group, int(self._leases.kept[row])), behind
 
@@ -531,9 +537,9 @@ class RowTables:
         return group.first_seen(position) // self._page_size
 
     def _seen_pages(self, first: int, end: int, digests: Digests) -> tuple[Pages, ...]:
-        """Returns, for each group, the published pages that a query at the first token of column `end` sees.
+        """Returns the published pages that a query at the first token of column `end` sees, one array for each group.
 
-        `digests` are those of the pages from column `first` on.
+        `digests` are the digests of the pages from column `first` on.
         """
         return tuple(
             self._find(tables, digests[max(0, self._seen(group, end * self._page_size) - first) : end - first])
@@ -545,17 +551,17 @@ class RowTables:
         return self._find_each(self._mix(tables, digests))
 
     def _find_each(self, mixed: Digests) -> Pages:
-        """Returns the published page of each of these digests, `[tables, pages, words]`, which come from `_mix`."""
         return self._pool.index.find(mixed.reshape(-1, mixed.shape[2])).reshape(mixed.shape[:2])
 
     def _mix(self, tables: slice, digests: Digests) -> Digests:
-        """Returns the digests of pages of `tables`, uint64 `[tables, pages, words]`, given those of their tokens."""
+        """Returns the digest of each page in each of `tables`, `[tables, pages, words]`, from the tokens' digests."""
         return digests ^ self._mixed[tables]
 
     def _to_hold(self, group: LayerGroup, indices: ContextIndices, length: int, start: int) -> int:
-        """Returns the end of the columns that need pages if the request runs from token `start`.
+        """Returns the column after the last one that needs a page if the request runs from token `start`.
 
-        With full attention, they hold `length` tokens. With a window, they hold the tokens up to the end of the chunk.
+        With full attention, pages are needed for `length` tokens. With a window, pages are needed up to the end of the
+        chunk.
         """
         if not group.keeps_all:
             active = chunk_end(indices, start)
@@ -564,7 +570,6 @@ class RowTables:
 
 
 def _taken(digests: Digests, at: NDArray[np.intp]) -> Digests:
-    """Returns some of the digests `[tables, pages, words]`, by their flat positions: uint64 `[len(at), words]`."""
     return digests.reshape(-1, digests.shape[2]).take(at, axis=0)
 
 
@@ -651,7 +656,7 @@ class OneTable(RowTables):
             for tell in pool.journal.found:
                 tell(found)
         new, last = plan.new, plan.ends[0]
-        if new == 1:  # takes a third of the time; usual if all pages except the last one were found
+        if new == 1:  # the usual case; `allocate_one` takes a third of the time of `allocate`
             rows.table[0, row, last - 1] = pool.allocate_one()
         elif new:
             rows.table[0, row, last - new : last] = pool.allocate(new)

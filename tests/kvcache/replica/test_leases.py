@@ -596,7 +596,10 @@ def test_a_table_is_sealed_by_each_lease_with_a_seal() -> None:
         (lambda books: books.leases._row_of.clear(), "leases are recorded with rows"),
         (lambda books: books.leases._row_of.update(dict.fromkeys(books.leases._row_of, 2)), "leases are recorded with"),
         (lambda books: books.leases.told.__setitem__(0, 4), "row 0 has no lease, but 4 of its tokens count as leased"),
-        (lambda books: books.leases.kept.__setitem__(3, 9), "row 3 has no lease, but its readers know of windows at"),
+        (
+            lambda books: books.leases.kept.__setitem__(3, 9),
+            "row 3 has no lease, but is recorded with readers of windows",
+        ),
         (lambda books: books.rows.request_ids.__setitem__(1, "other"), "is recorded with row 1 of request 'other'"),
         (lambda books: books.leases._held.clear(), "is recorded with row 1 of request 'r1'"),
     ],

@@ -401,7 +401,7 @@ def test_if_pages_cannot_be_compared_the_reader_is_told_why(side: Any) -> None:
     context = TextContext(LONGER, 32, "mine")
     assert "is not compatible: model: 'a' at the source" in asked(reader, source, context).error
     pages = side(Side, "q", page_size=8)
-    assert "this manager caches pages of 8 tokens by sha256" in asked(reader, pages, context, "pages").error
+    assert "caches pages of 8 tokens with digests of sha256" in asked(reader, pages, context, "pages").error
     plain = side(Side, "r", caching=False)
     assert "this manager caches no pages" in asked(reader, plain, context, "plain").error
     wrong = PageDigests(PAGE_SIZE, "sha256", bytes(33))
