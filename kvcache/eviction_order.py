@@ -144,10 +144,7 @@ class EvictionOrder(Protocol):
         return np.zeros(len(pages))
 
     def first_lead(self) -> float:
-        """Returns for how long its hint delays the eviction of the page that is evicted next, in pool sizes.
-
-        Returns 0.0 if the hint has expired.
-        """
+        """Returns the lead of the page that is evicted next, as `leads` defines it. An expired hint has no lead."""
         return 0.0
 
     def positions(self, pages: Indices) -> Indices:

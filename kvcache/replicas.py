@@ -402,7 +402,8 @@ class Replicas:
         self.mark.call = call
         for share, pages in full:
             self.each[share.replica].publish(share.rows, computed[share.at], pages)
-        if looked is not None or len(full) < len(self.each):  # `publish` did not record all requests
+        # If `publish` was not called for all requests, it has not recorded the computed tokens of all requests.
+        if looked is not None or len(full) < len(self.each):
             self._computed(gathered)
         if self._partial:
             _learn(self._partial, gathered, full)

@@ -461,7 +461,7 @@ def remove_left(place: str) -> None:
     if place.startswith("@") or not path.exists():
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as asked:
-        found = asked.connect_ex(str(path))  # if a process listens: 0, or EAGAIN if its queue is full
+        found = asked.connect_ex(str(path))  # 0 if a process listens, or EAGAIN if its queue is full
     if found != errno.ECONNREFUSED or not path.is_socket():
         raise OSError(errno.EADDRINUSE, "Address already in use")
     with contextlib.suppress(FileNotFoundError):

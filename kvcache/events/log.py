@@ -59,7 +59,7 @@ class Watched(NamedTuple):
     """An index whose changes are reported as events."""
 
     pages: PrefixIndex
-    source: int  # the number of the source of the first block table; the next tables' sources have the next numbers
+    source: int  # the number of the first block table's source; the sources of the next tables have the next numbers
     tables: int  # the number of its block tables
 
 

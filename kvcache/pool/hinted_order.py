@@ -243,10 +243,11 @@ class HintedOrder(EvictionOrder):
         return (int(LEVEL_OF[code]) - NEUTRAL) * _LEAD * self._lead_pages
 
     def _expired(self, code: int, pages: Pages, now: float) -> tuple[bool, int]:
-        """Returns whether the hint of the first page has expired, and how many pages begin `pages` with equal answers.
+        """Returns whether the hint of the first page has expired, and the length of the run of pages with this answer.
 
-        All `pages` have hints of kind `code`, and are sorted, oldest first. All hints of a kind have similar times to
-        live. So a page whose hint has expired never waits long behind a page whose hint still holds.
+        The run begins with the first page. All `pages` have hints of kind `code`, and are sorted, oldest first. All
+        hints of a kind have similar times to live. So a page whose hint has expired never waits long behind a page
+        whose hint still holds.
         """
         if code == SHARED or code < LEVELS:
             return False, len(pages)

@@ -160,7 +160,7 @@ class PrefixIndex:
         stays[pages] = True
         self._links[:] = NO_PAGE
         self.generation += 1
-        self.published[:] = stays  # one assignment, because an interrupt between two could lose published pages
+        self.published[:] = stays  # an interrupt between two assignments could lose published pages
         self._link(pages, self._buckets(self.digests_of(pages)))
 
     def clear(self) -> None:

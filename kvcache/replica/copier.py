@@ -109,7 +109,7 @@ class ImportCopier:
 
 
 class ImportBook:
-    """The imports of a replica. Each is listed until it is closed and no copier can write to its pages any more.
+    """The imports of a replica. An import is listed until it is closed and no copier can write to its pages any more.
 
     `shares_ahead` is False if the replica has a single block table of full attention, and True otherwise. If it is
     True, an import may share cached pages from which the request could not resume by itself, because other pages are
@@ -197,7 +197,10 @@ class ImportBook:
         return row in self.to_give_back or self._given_up.get(row) == self._rows.counted.item(row)
 
     def may_run(self, row: int) -> bool:
-        """Whether a model may write to the row's pages: no import of the row is pending or must be given back."""
+        """Whether a model may write to the row's pages.
+
+        False if an import of the row is pending, or if the row must give back the pages of a cancelled import.
+        """
         return row not in self.of_row and row not in self.to_give_back
 
     def leave(self, row: int) -> None:

@@ -187,9 +187,9 @@ def _seeded(algorithm: HashAlgorithm, page_size: int, salt: str | None) -> Any:
 
 
 def _known(running: Any, digests: bytes | bytearray) -> bytearray:
-    """Returns the byte array in which a hasher keeps its digests. It contains `digests` at first.
+    """Returns the byte array in which a hasher keeps its digests. At first, the array contains `digests`.
 
-    If `running` is a `_Chain`, its own array is used, so that the C code can append to it.
+    If `running` is a `_Chain`, its own array is returned, because the C code appends to that array.
     """
     return running.known if type(running) is _Chain else bytearray(digests)
 

@@ -368,7 +368,7 @@ class StateHints:
 
 
 def _said_of(hints: PageHints | None, columns: NDArray[np.intp], ends: Sequence[int]) -> NDArray[np.bool_]:
-    """Returns a mask of the cached states to which the hints apply. `columns` has the column of the page before each.
+    """Returns a mask of the cached states to which the hints apply. Each state follows the page in one of `columns`.
 
     A hint to evict pages first applies to all states after these pages. Any other hint applies only to the last state
     before each column in `ends`, where later requests are likely to resume.

@@ -671,7 +671,8 @@ class Replica:
             # A waiting request is looked up many times. The tiers have not changed since its last lookup.
             return None
         if self.rows.num_pages.item(row):
-            tier.arrive(np.array([row]))  # ends restores into the row's pages, which may be replaced below
+            # The row's pages may be replaced below, so the device must first run the copies from host memory to them.
+            tier.arrive(np.array([row]))
         digests = hasher.digests(context.tokens, 0, last)
         coming = self.fetch_prefix(digests, first, wait=self.rows.prompt.item(row) < 0)
         wanted = tables.from_below(digests, tier.host_has, self.ends(digests, row), first)

@@ -91,7 +91,7 @@ class RowTables:
         return Found(first, first, self._no_pages, first)
 
     def shortened(self, run: Found, digests: Digests, ends: Asked) -> Found:
-        """Returns the result of `find` with `ends` within the columns of `run`. `digests` are those of its pages."""
+        """Returns what `find` finds with `ends` among the columns of `run`. `digests` are those of their pages."""
         return self.find(run.first, digests, ends)._replace(reached=run.reached)
 
     def find(self, first: int, digests: Digests, ends: Asked | None = None) -> Found:
@@ -233,8 +233,8 @@ class RowTables:
                 leaves[tables, :now] = True
                 own = mine.T[tables, at - pages.shape[1] : at]
                 come = pages[:, : own.shape[1]]
-                # The row's page in a column stays in two cases: if a page from a lower tier is restored into it, or if
-                # it is itself the page that was found.
+                # The row keeps its page in a column in two cases: a page from a lower tier is restored into this page,
+                # or the lookup has found this page.
                 leaves[tables, at - pages.shape[1] : at] |= (come != NO_PAGE) & (come != own)
                 new -= int(np.count_nonzero((come == NO_PAGE) & (own != NO_PAGE)))
             leaves &= mine.T != NO_PAGE

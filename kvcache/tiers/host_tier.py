@@ -560,7 +560,7 @@ class ReplicaTier(PagesBelow, PageReader):
         digests = self.pool.index.digests_of(published)
         absent = self.host.pool.index.find(digests) == NO_PAGE
         self.came(published[absent], digests[absent])
-        self.waiting += uses  # behind the pages, because a use is applied only after all pages before it are copied
+        self.waiting += uses  # appended last, because a use is applied only after all pages before it are copied
 
     # ---- inside
 
