@@ -77,8 +77,8 @@ class EvictionOrder(Protocol):
 
         Called after an interrupted call, which may have left the order half changed.
 
-        Pages that were already in the order keep their relative positions, as far as these are known. They come before
-        the other pages.
+        Pages that were already in the order keep their relative positions, as far as these are known. These pages come
+        before the other pages.
         """
 
     # ---- optional for an order

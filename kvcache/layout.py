@@ -93,7 +93,7 @@ class PageLayout(msgspec.Struct, frozen=True, omit_defaults=True, tag="page_layo
 
 
 class KindPages(NamedTuple):
-    """Where pages of another kind than token pages lie on one shard, such as those with a part of recurrent states."""
+    """The location, on one shard, of pages of another kind than token pages, such as a part of recurrent states."""
 
     kind: str  # the name of the logical tensor, such as "ssm"
     layout: PageLayout  # the layout of one page

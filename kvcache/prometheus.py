@@ -237,8 +237,8 @@ FAMILIES = (
 class ManagerCollector(FamilyCollector):
     """Metrics of a manager's pages, prefix cache and tiers since it was made. `reset_metrics` does not reset them.
 
-    `labels` are those of the process, such as `engine="0"`; every sample has them. The collector never raises, see
-    `FamilyCollector`.
+    `labels` are the labels of the process, such as `engine="0"`. Every sample has these labels. The collector never
+    raises, see `FamilyCollector`.
     """
 
     def __init__(self, manager: PagedKVCacheManager, **labels: object) -> None:

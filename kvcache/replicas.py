@@ -102,7 +102,7 @@ class Router:
         self._last = replicas - 1
 
     def recommend(self, missing: Sequence[int], claimed: Sequence[int], fits: Sequence[bool]) -> int:
-        """Returns the replica of least cost among those where the request fits, or among all if it fits on none.
+        """Returns the replica of least cost on which the request fits. If it fits on none, all replicas are compared.
 
         Each argument has one entry per replica: how many pages of the request are `missing` there, how many requests
         are `claimed`, and whether the request `fits` now. Among equals, the replica with the fewest claimed requests is
@@ -566,7 +566,7 @@ class Replicas:
         return gathered.digests(rows_at(share.at, at), firsts, lasts, self._hasher_of, self._log)
 
     def _fits(self, replica_idx: int, context: SafeContext, length: int, found: Found) -> tuple[int, bool]:
-        """Returns how many pages a new request needs in addition to those `found`, and whether the request fits now."""
+        """Returns how many pages a new request needs besides the pages in `found`, and whether the request fits now."""
         replica = self.each[replica_idx]
         plan = replica.tables.plan(None, context.indices, length, found.end * replica.page_size, found)
         if not replica.has_room:
@@ -635,4 +635,4 @@ def _check_row(replica: Replica, row: int) -> None:
     alone = pool.holders[pages[committed:]] == 1
     found = not replica.tables.is_plain or replica.tier.keeps
     if not found and (pool.index.published[pages[committed:]] & alone).any():
-        raise InvariantError(f"request {request_id!r}: a page past its {committed} committed ones is published")
+        raise InvariantError(f"request {request_id!r}: a page after its {committed} committed pages is published")

@@ -250,7 +250,7 @@ def check_devices(params: KVCacheParams, devices: object, *, here: bool = False)
     Raises `InvalidParamsError`.
     """
     needed = "a list of torch devices or their names"
-    if isinstance(devices, str):  # a str is a sequence, too
+    if isinstance(devices, str):  # a str is also a sequence, but not a list of devices
         raise refusal("devices", devices, needed)
     named = cast("Sequence[object]", of_kind("devices", devices, Sequence, needed))
     if len(named) != params.n_devices:
@@ -278,7 +278,7 @@ def _checked_device(device: object, *, here: bool) -> torch.device:
 def stream_of(session: object, devices: Sequence[torch.device]) -> Any:
     """Returns the CUDA stream of `session`: its attribute `stream` if it has one, otherwise `session` itself.
 
-    Returns None if that is None. Raises `InvalidParamsError` if it is not a CUDA stream.
+    Returns None if the stream is None. Raises `InvalidParamsError` if the stream is not a CUDA stream.
     """
     stream = getattr(session, "stream", session)
     if stream is None:

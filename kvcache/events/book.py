@@ -122,7 +122,7 @@ class EventBook:
     def differences(self, source: int, digests: Digests) -> list[Entry]:
         """Returns log entries that report the difference between this book and an index.
 
-        `digests` are those of all pages in the index of this source.
+        `digests` are the digests of all pages in the index of this source.
         """
         have, want = self.hashes(source), hashes_of(digests)
         gone, come = have[~np.isin(have, want)], digests[~np.isin(want, have)]
@@ -235,7 +235,7 @@ class EventBook:
     def _forget_left(self) -> None:
         """Forget the contents that no source has any more.
 
-        The hash of such a content stays as long as other contents continue it.
+        If other contents continue a forgotten content, its hash stays.
         """
         left = np.unique(np.concatenate(self._left)) if self._left else np.zeros(0, np.int32)
         self._left = []

@@ -64,7 +64,7 @@ class Watched(NamedTuple):
 
 
 class NoLog:
-    """The log of a manager whose events nobody reads. It records nothing."""
+    """The log of a manager without `KVCacheParams.kv_events`. It records nothing."""
 
     is_read = False
 

@@ -117,7 +117,8 @@ class _Stream:
     def answer(self, book: EventBook) -> bool:
         """Read a request for a replay of all batches from some number on, and prepare the answer. `reply` sends it.
 
-        Returns False if some of these batches are no longer kept, or are too many. The answer is then the whole state.
+        Returns False if there are too many of these batches, or if some are no longer kept. In both cases, the answer
+        is the whole state.
         """
         if self.replay is None:
             return True
@@ -334,9 +335,9 @@ class _Worker:
             stream.send([])
 
     def _poll(self, timeout_ms: int) -> None:
-        """Answer one replay request of each rank, a part at a time.
+        """Send a part of the answer to one replay request of each rank.
 
-        Does nothing while replays have used up their share of the time.
+        Does nothing while replays have used up their share of the thread's time.
         """
         started = time.monotonic()
         if started < self._replay_at:

@@ -106,7 +106,7 @@ class HintedOrder(EvictionOrder):
         self._expires[targets] = self._expires[sources]
 
     def append(self, pages: Pages | Indices) -> None:
-        if not len(pages):  # pages move to `_older` only when others are added
+        if not len(pages):  # pages move to `_older` only when other pages are added
             return
         self._recent.append(pages)
         self.count += len(pages)
@@ -321,8 +321,8 @@ class HintedBaseline:
     """A pool's hinted order, simulated at a fixed `share`, over the same sample of digests as `LruBaseline`.
 
     The real cache shows what hints gain only at their current share. If that share is too small to keep any page until
-    its next request, right hints gain nothing and look like wrong ones. This baseline tells the two apart. Its methods
-    have the meaning of those of `LruBaseline`.
+    its next request, right hints gain nothing and look like wrong hints. This baseline distinguishes the two cases. Its
+    methods have the same meaning as the methods of `LruBaseline`.
     """
 
     def __init__(self, num_pages: int, rate: int, mask: np.uint64, share: float) -> None:

@@ -47,7 +47,7 @@ class PrefixIndex:
         # indexing by rows.
         self._records = self._digests.view(f"V{8 * digest_words}").reshape(-1)
         self._words = self._digests[:, 0]  # the first word of each digest, which nearly always tells two digests apart
-        # Which links are in a chain: those of all buckets and of published pages.
+        # Whether each link is in a chain: True for the links of all buckets and of published pages.
         self._linked = np.zeros(len(self._links), np.bool_)
         self._linked[self._first :] = True
         self.published = self._linked[: self._first]  # a view

@@ -60,7 +60,7 @@ class LruOrder(EvictionOrder):
     def begin(self) -> None:
         """Empty the order. One spare chunk of the log is kept for it."""
         self.chunks.clear()
-        self._head = 0  # index of the next entry to test in the oldest chunk; earlier ones are invalid
+        self._head = 0  # index of the next entry to test in the oldest chunk; earlier entries are invalid
         self._filled = CHUNK  # how many entries of the newest chunk are written
         self._open_chunk()
         self.count = 0

@@ -106,8 +106,8 @@ class PagePool:
             return np.array([self.allocate_one()], np.int32)
         evicted = count - self._fresh_count
         if evicted > 0:
-            # The fresh pages are taken before the eviction, because its readers may free pages, which are then pushed
-            # onto the same stack.
+            # The fresh pages are taken before the eviction. During an eviction, readers of the journal may free pages,
+            # which are then pushed onto the stack of fresh pages.
             fresh, self._fresh_count = self._fresh[: self._fresh_count].copy(), 0
             pages = self._evict_next(evicted)
             if fresh.size:
@@ -217,7 +217,7 @@ class PagePool:
         self.idle.remove(pages)
         self.idle.forget(pages)
         self.index.withdraw(pages)
-        write(pages)  # the index does not find the pages meanwhile
+        write(pages)  # the index must not find pages whose content is being replaced
         self.index.publish(pages, digests)
         self._free(pages.astype(INDEX))
 
@@ -259,7 +259,7 @@ class PagePool:
         return int(np.count_nonzero(self._unused(pages)))
 
     def would_be_freed(self, pages: Pages) -> int:
-        """Returns how many of `pages` would become free by `release`: those with one holder and no writer.
+        """Returns how many of `pages` would become free by `release`: the pages with one holder and no writer.
 
         Returns 0 if a step is in flight.
         """

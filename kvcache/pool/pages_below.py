@@ -46,7 +46,7 @@ class PagesBelow:
         return np.zeros_like(asked)
 
     def may_have(self, digests: Digests, asked: Asked) -> Asked:
-        """Returns the pages that `has` reports, plus those that are not known to be absent."""
+        """Returns which of the `asked` pages lower tiers have or may have, bool `[tables, pages]`."""
         return self.has(digests, asked)
 
     def host_has(self, digests: Digests, asked: Asked) -> Asked:
@@ -54,7 +54,7 @@ class PagesBelow:
         return self.has(digests, asked)
 
     def ask(self, digests: Digests, perhaps: Asked) -> bool:  # noqa: ARG002 - as above
-        """Begin to ask remote stores for those of the `perhaps` pages whose presence is not known.
+        """Begin to ask remote stores which of the `perhaps` pages they have, unless the answer is already known.
 
         Returns whether an answer is on its way.
         """

@@ -41,9 +41,9 @@ class NoQuotas:
         return order
 
     def ownerless(self, pages: Pages) -> NDArray[np.bool_]:
-        """Returns those of `pages` that have no tenant yet.
+        """Returns the pages among `pages` that have no tenant yet.
 
-        Without quotas pages need no tenant, so the result is empty.
+        Without quotas, pages need no tenant, so the result is empty.
         """
         return np.zeros(len(pages), np.bool_)
 
@@ -54,8 +54,8 @@ class NoQuotas:
 class TenantQuotas(NoQuotas):
     """The idle pages of each tenant, oldest first, and the quota of each tenant.
 
-    A quota is a share of the pool's pages. `shares` has the shares of individual salts, and `share` is that of all
-    others.
+    A quota is a share of the pool's pages. `shares` has the shares of individual salts. `share` is the share of every
+    other salt.
     """
 
     limited = True
@@ -273,7 +273,7 @@ class QuotaOrder(OverOrder):
         return self.due() or self._order.first()
 
     def mend(self, pages: Indices) -> None:
-        """See the base class. The caller must clear the quotas first."""
+        """Make the order contain exactly `pages`. The caller must clear the quotas first."""
         self._order.mend(pages)
         oldest_first = pages[np.argsort(self._order.positions(pages), kind="stable")]
         self._quotas.append(self._named(oldest_first), slabs=self._of_slabs)

@@ -86,7 +86,7 @@ class SlabPool(PagePool):
 
     @property
     def free_count(self) -> int:
-        """The number of pages that `allocate` can return: fresh ones, idle ones, and those of evictable slabs."""
+        """The number of pages that `allocate` can return: fresh pages, idle pages, and pages of evictable slabs."""
         return self._fresh_count + self.idle.count + self.cached.num_idle * self.slab_pages
 
     def follow(self, order: EvictionOrder) -> None:
@@ -169,7 +169,7 @@ class SlabPool(PagePool):
         self._place[pages[::-1]] = np.arange(self._bottom, self._bottom + self.slab_pages)
 
     def check(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
-        """See the base class. Also checks that the pages of taken slabs have no other holder."""
+        """Compare the pool with a recount. Also check that the pages of taken slabs have no other holder."""
         of_slabs = np.flatnonzero(np.repeat(self.taken, self.slab_pages))
         holders[of_slabs] += 1
         super().check(holders, writers)
@@ -193,7 +193,10 @@ class SlabPool(PagePool):
                 )
 
     def mend(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
-        """See the base class. `taken` must already mark the slabs in use. Their pages must have no other holder."""
+        """Repair the pool after an interrupt, from a recount of holders and writers.
+
+        `taken` must already mark the slabs in use. The pages of these slabs must have no other holder.
+        """
         holders[np.flatnonzero(np.repeat(self.taken, self.slab_pages))] += 1
         super().mend(holders, writers)
 
@@ -274,7 +277,7 @@ class SlabPool(PagePool):
         return int(self._turn[pages].max())
 
     def _cheapest_to_move(self) -> int:
-        """Returns the slab with the fewest held pages, if all of them can be moved to free pages elsewhere.
+        """Returns the slab with the fewest held pages, if all its held pages can be moved to free pages elsewhere.
 
         Returns 0 if there is none.
         """
@@ -402,7 +405,7 @@ class SlabStates(PagePool, CachedSlabs):
             raise InvariantError(f"{self._fresh_count} pages are free, but were not returned to their slabs")
 
     def mend(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
-        """See the base class. Marks exactly the slabs that are held or published as taken."""
+        """Repair the pool after an interrupt. Marks exactly the slabs that are held or published as taken."""
         published = self.index.published
         self._slabs.taken[1:] = ((holders > 0) | (writers > 0) | published)[1:]
         self._used[published & (self._used == 0)] = self._slabs.clock

@@ -483,8 +483,8 @@ class Batch(Gathered, Sequence[Context]):
         for context in self.contexts:
             if not isinstance(context, TextContext):
                 raise InvalidRequestError(
-                    f"request {context.request_id!r}: {call} needs a TextContext for each request, and this one is a "
-                    f"{type(context).__name__}"
+                    f"request {context.request_id!r}: {call} needs a TextContext for each request, but the context of "
+                    f"this request is a {type(context).__name__}"
                 )
             if context.has_future_token == waiting:
                 state = "it already has a future token" if waiting else "it has no future token"

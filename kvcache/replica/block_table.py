@@ -31,7 +31,7 @@ class BlockTable(msgspec.Struct, frozen=True, tag="block_table/1", omit_defaults
 
     request_id: str  # the request's id at the manager that made the table
     replica_idx: int  # the replica that holds the pages, at the manager that made the table
-    num_tokens: int  # tokens whose KV the pages hold; the last page may be partly filled
+    num_tokens: int  # the number of tokens whose KV the pages hold; the last page may be partly filled
     page_size: int  # tokens of a page
     # The page ids of each group of layers in logical order, up to the page of the last token. A group with a window may
     # lack its first pages, because pages that no later query sees are freed. Such a group has no pages in the table
@@ -73,7 +73,7 @@ class PageDigests(NamedTuple):
 
 
 class PageCopy(NamedTuple):
-    """Pages of one group of layers to copy from another manager: those that hold the tokens of the range `tokens`."""
+    """The pages of one group of layers that hold the tokens in the range `tokens`, to copy from another manager."""
 
     # int32, ids of pages of this manager, which have its page size; the copy may need only the first of them
     dst_pages: ArrayLike
@@ -98,13 +98,13 @@ class ImportPart:
     is_state: bool = False
     # The ids of the other manager's pages. Like `dst_pages`, they begin with the page of token `first`.
     src_pages: Pages = field(default_factory=lambda: np.zeros(0, np.int32))
-    stop: int = 0  # the end of the tokens that can be copied so far
-    taken: int = 0  # the end of the tokens that the copier has taken so far
+    stop: int = 0  # all tokens before this token can be copied now
+    taken: int = 0  # the copier has taken all tokens before this token
 
     def named(self, pages: tuple[int, ...], num_tokens: int, page_size: int) -> Pages | None:
         """Returns the other manager's pages to copy.
 
-        Earlier tables named some of them; `pages` of its new table names the others. Returns None if the new table
+        Earlier tables named some of these pages. The new table names the pages `pages`. Returns None if the new table
         leaves out a page that no earlier table named, if it names another page than an earlier table did, or if a page
         occurs twice.
         """
@@ -159,8 +159,8 @@ class PendingImport:
 
     request_id: RequestID  # the request that receives the pages
     owner: object  # the `Replica` of the manager that made this import
-    page_size: int  # tokens of this manager's pages
-    src_page_size: int  # tokens of the other manager's pages
+    page_size: int  # the number of tokens in a page of this manager
+    src_page_size: int  # the number of tokens in a page of the other manager
     replica_idx: int  # the replica of this manager
     src_replica_idx: int  # the replica that holds the pages at the other manager
     parts: list[ImportPart]  # one for each block table, then one for the recurrent state

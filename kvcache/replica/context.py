@@ -82,7 +82,7 @@ class _NoLeader:
         """Do nothing: a context without a batch has nothing to catch up with."""
 
     def lose(self, place: int, end: int) -> None:
-        """Do nothing: there is no batch to tell that the context has left it."""
+        """Do nothing, because the context is in no batch that it could leave."""
 
     def __reduce__(self) -> str:
         """Let a copied or unpickled context refer to `NO_LEADER` itself instead of a copy of it."""

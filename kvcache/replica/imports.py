@@ -126,7 +126,7 @@ def check_others(
 ) -> None:
     """Raise `BlockTableMismatchError` unless the tables `others` also hold a prefix of the context.
 
-    Their pages must have the same size as those of `table`.
+    The pages of `others` must have the same size as the pages of `table`.
     """
     needed = "a sequence of BlockTables"
     of_kind(f"request {context.request_id!r}: others", others, Sequence, needed, BlockTableMismatchError)
@@ -194,7 +194,7 @@ def _mismatch(context: SafeContext, reason: str) -> BlockTableMismatchError:
 def _check_digests(
     replica: Replica, context: SafeContext, table: BlockTable, hasher: PrefixHasher | None
 ) -> PrefixHasher | None:
-    """Raise unless the digests in the table are those of the context's own tokens, so that the pages hold this prompt.
+    """Raise unless the table has the digests of the context's own tokens, which shows that its pages hold this prompt.
 
     Digests with another page size or algorithm are compared too, although the tokens then have to be hashed once more.
     Without this check, pages of another prompt or salt could be published here under this prompt's digests.

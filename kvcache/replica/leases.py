@@ -59,7 +59,8 @@ class PageLeases:
         self.of_row: dict[int, list[PageLease]] = {}
         # by row: the number of tokens whose pages readers may know
         self.told = np.zeros(len(rows.request_ids), np.int64)
-        # By row: the lowest token at which a reader may continue. Readers know the pages of the windows before it.
+        # By row: the lowest token at which a reader may continue. Readers know the pages that a query at this token
+        # sees in tables with windows.
         self.kept = np.full(len(rows.request_ids), _NEVER, np.int64)
         self._pool = pool
         self._rows = rows
@@ -237,7 +238,7 @@ class PageLeases:
 
 
 def granted_by(lease: PageLease, books: Sequence[PageLeases]) -> int:
-    """Returns the index of the replica that made this lease. Raises `InvalidRequestError` if none of them did."""
+    """Returns the index of the replica that made this lease. Raises `InvalidRequestError` if none of `books` has it."""
     of_kind("end_lease: the lease", lease, PageLease, "what lease returned", InvalidRequestError)
     for at, each in enumerate(books):
         if lease.owner is each:

@@ -1,7 +1,7 @@
 """Partial reuse: a request whose prompt ends or diverges within a cached page continues in a copy of that page.
 
-It is off by default. On public traces it gains less than one percentage point of hit rate, and for each published page
-it costs a few hundred bytes of Python objects. It helps if pages are long and prompts are short.
+Partial reuse is off by default. On public traces it gains less than one percentage point of hit rate. For each
+published page it costs a few hundred bytes of Python objects. It helps if pages are long and prompts are short.
 
 With several block tables, the page is copied in each table, provided that each table still has it. Only the page in the
 first table is recorded here.

@@ -109,8 +109,8 @@ class PeerCopies:
                 place.memory.copy_pages_of(other.memory, pages[taken], brought[taken])
                 missing &= ~taken
         mine.pool.index.tables[brought] = wanted.tables
-        # While pages were evicted to make room, some of the same contents may have arrived from a lower tier. The
-        # copies of these are not new.
+        # While pages were evicted to make room, some of these pages may also have arrived from a lower tier. The copies
+        # of such pages are not new.
         is_new = mine.pool.index.publish(brought, names) == brought
         mine.hints.brought(brought[is_new], salt, wanted.every[0, : wanted.pages, 0])
         mine.pool.release(brought)

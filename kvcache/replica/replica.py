@@ -50,7 +50,7 @@ class Replica:
     """The rules of one replica, without devices: its block tables, its pool of token pages, its recurrent states.
 
     `states` has the states of the recurrent layers. It has at most one item, and is empty for a model without such
-    layers. An exported block table names the page of each item after the token pages.
+    layers. An exported block table names the token pages first, and then the state page of each item of `states`.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class Replica:
         self.refuse_reservation(row, context, "maybe_reserve")
         if have:
             self.refuse_renamed(row, context)
-        if have and decodes:  # one active token after computed ones: there is nothing to look up
+        if have and decodes:  # the request only decodes, so there is nothing to look up
             plan = self.tables.plan(row, indices, length, start, self.tables.nothing(rows.committed.item(row)))
         else:
             plan = self._plan(row, context, indices, length, start)
@@ -211,10 +211,10 @@ class Replica:
         return plan.new
 
     def length_of(self, context: SafeContext, num_steps: int, start: int) -> int:
-        """Returns how many tokens need a page: all known ones, and one for each of `num_steps` steps but the last.
+        """Returns how many tokens need a page: all known tokens, and one for each of `num_steps` steps but the last.
 
-        The last step gives a token too, but its KV is not computed by then. `start` is the token from which the request
-        runs. Raises if the pool can never hold that many tokens.
+        The last step also gives a token, but no step computes its KV. `start` is the token from which the request runs.
+        Raises `PromptTooLongError` or `SequenceTooLongError` if the pool can never hold that many tokens.
         """
         length = context.end_idx + num_steps - 1
         if length > self._always_fits:
@@ -548,7 +548,7 @@ class Replica:
         """Returns two counts for each page, int64 `[num_pages + 1]`: its holders, and its writers.
 
         Rows and leases are holders. Writers are imports, copies from a lower tier, and steps in flight for which a
-        released page was kept back.
+        released page is parked.
         """
         holders, writers = (np.zeros(self.pool.num_pages + 1, np.int64) for _ in range(2))
         for row in self.rows.row_of.values():

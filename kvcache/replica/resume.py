@@ -27,12 +27,12 @@ Host = Callable[[Digests], Slots]
 
 
 class Found(NamedTuple):
-    """The pages with which a request resumes. They come after its own first `first` columns.
+    """The pages with which a request resumes, after the first `first` columns, whose pages the request already has.
 
     Attributes:
         end: the column after the last page of the prefix, where the request resumes.
         pages: by group of tables, the pages in columns that a query at column `end` sees, except those that are the
-            row's own. `[tables, pages]`; for one table without `slots` `[pages]`.
+            row's own. The shape is `[tables, pages]`, or `[pages]` for a single table without `slots`.
         reached: the column up to which pages are cached. It may be after `end`, because no recurrent state need be
             cached there.
         slots: for each page that is missing in `pages`, the host slot from which it is restored, one table after

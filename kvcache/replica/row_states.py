@@ -87,7 +87,7 @@ class RowStates:
 
     def release(self, request_id: str | None) -> None:
         """Free the state of a released request. It stays while a transfer writes it or a lease holds it."""
-        # False if the claim of the request was interrupted before it had a state
+        # False if the request's claim was interrupted before the request had a state
         if request_id and self.pages.holds(request_id):
             self.pages.release(request_id)
 
@@ -202,7 +202,7 @@ class RowStates:
         self._keep(rows, computed)
 
     def _keep(self, stepped: Rows, computed: Ints) -> None:
-        """Cache copies of the states of those rows whose `computed` tokens end with a full page."""
+        """Cache a copy of the state of each row in `stepped` whose `computed` tokens end with a full page."""
         if not self._caching:
             return
         rows = self._rows

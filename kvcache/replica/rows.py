@@ -44,16 +44,17 @@ class AllRows:
         # which is faster. The last entry, at place -1, belongs to no row.
         self.capacity_of = array("q", bytes(8 * (replicas * rows + 1)))
         self.capacity: Ints = np.frombuffer(self.capacity_of, np.int64)[:-1]
-        self.cached: Ints = np.zeros(replicas * rows, np.int64)  # tokens whose KV was cached at the last `step`
+        # by row: the number of tokens whose KV was cached at the last `step`
+        self.cached: Ints = np.zeros(replicas * rows, np.int64)
         # by row: the number of computed tokens at which the next page is full
         self.commit_at: Ints = np.full(replicas * rows, page_size, np.int64)
 
     def slack(self, places: Rows, ends: Ints) -> int:
-        """Returns by how many tokens each request at `places` can grow before the first of them needs a new page."""
+        """Returns the number of tokens by which all requests at `places` can grow before one needs a new page."""
         return int((self.capacity[places] - ends).min()) if len(ends) else NEVER
 
     def due(self, places: Rows, starts: Ints) -> int:
-        """Returns how many tokens each request at `places` can compute before the first of them fills a page."""
+        """Returns the number of tokens that all requests at `places` can each compute before one fills a page."""
         return int((self.commit_at[places] - starts).min()) if len(starts) else NEVER
 
 

@@ -464,7 +464,7 @@ class RowTables:
                     f"contradicts the recorded range of pages, {rows.firsts[number, row]} to {rows.ends[number, row]}"
                 )
         if (np.diff(rows.ends, axis=0) > 0).any() or (rows.ends[-1] < rows.committed).any():
-            raise InvariantError("a row has pages that its first table does not have, or lacks published ones")
+            raise InvariantError("a row has pages that its first table does not have, or lacks published pages")
 
     # ---- inside
 

@@ -83,7 +83,7 @@ def _page(layers: int, first: int, count: int, dim: int, dtype: torch.dtype) -> 
 def slab_pages_of(params: KVCacheParams, layouts: Sequence[PageLayout]) -> int:
     """Returns how many token pages a request's state takes. 0 if states do not share memory with token pages.
 
-    `layouts` are those of a token page on each shard.
+    `layouts` has the layout of a token page on each shard.
     """
     if not params.has_states_in_pages:
         return 0

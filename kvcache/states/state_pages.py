@@ -326,7 +326,7 @@ class StatePages:
 
         The new copies overwrite the requests' former passing copies, so no page is allocated. Returns False, and
         changes nothing, if `keep` must be called for each request instead. That is the case if a request has no passing
-        copy, if such a copy has a holder, if a digest already has a copy, or if a state includes another number of
+        copy, if a passing copy has a holder, if a digest already has a copy, or if a state includes another number of
         tokens.
         """
         pages, index = self._pages_of(request_ids), self.pool.index

@@ -222,7 +222,7 @@ class FileTier(LowerTier):
         return found
 
     def fetch(self, digests: Digests, wanted: Asked, *, wait: bool, gain: int) -> None:  # noqa: ARG002 - it always pays
-        """See the base class. With `wait`, waits for the running reads, for at most `_LONGEST_WAIT_S`."""
+        """Begin to read the `wanted` pages. With `wait`, waits at most `_LONGEST_WAIT_S` for all running reads."""
         names = digests.swapaxes(0, 1)[wanted.T][: self._host.pool.free_count // 2]
         entries = self._index.find(names)
         absent = (self._host.pool.index.find(names) == NO_PAGE) & ~self._index.reading[entries]
@@ -314,7 +314,7 @@ class FileTier(LowerTier):
         return self._index.pages
 
     def mend(self) -> None:
-        """See the base class. The next scan of the folder finds all files again."""
+        """Forget which pages the tier has. The next scan of the folder finds all files again."""
         super().mend()
         self._queue.clear()
         self._index.clear()

@@ -136,9 +136,9 @@ class LowerTier:
 
     @abstractmethod
     def has_of(self, digests: Digests, asked: Asked, *, perhaps: bool) -> Asked:
-        """Returns a mask of the `asked` pages: those that the tier is known to have.
+        """Returns a mask of the `asked` pages that the tier is known to have.
 
-        With `perhaps`, the mask also has the pages of which it is not known whether the tier has them.
+        With `perhaps`, the mask also marks the `asked` pages that the tier may have.
         """
 
     def ask(self, digests: Digests, perhaps: Asked) -> bool:  # noqa: ARG002 - everything is known

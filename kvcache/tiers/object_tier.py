@@ -453,8 +453,8 @@ class ObjectTier(LowerTier):
         for piece, refusals in zip(pieces, found, strict=True):
             if any(refusals):
                 self._know(piece.name, self._clock() + _ABSENT_S)
-                # This is also done if an object could not be read at all: an empty object exists, but reading a range
-                # of it always fails.
+                # An object that could not be read at all also counts as broken. For example, an empty object exists,
+                # but reading a range of it always fails.
                 self._broken.add(piece.name)
 
     # ---- writes

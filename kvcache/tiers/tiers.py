@@ -25,7 +25,7 @@ from kvcache.tiers.page_objects import ObjectFormat
 from kvcache.types import KVCacheMetrics
 
 _SHARE = 0.05  # the share of the loop thread's time that copies of pages may take
-_MOST_CREDIT_S = 0.005  # in seconds: how much of this time can be saved up while nothing is copied
+_MOST_CREDIT_S = 0.005  # in seconds: the most time for copies that is saved up while nothing is copied
 _BATCH_BYTES = 1 << 20  # how many bytes are copied before the clock is read again
 
 

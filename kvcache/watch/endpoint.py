@@ -147,7 +147,7 @@ class _WatchThread:
     def _answer(self) -> None:
         """Make one snapshot for all watchers that ask.
 
-        Send it to new watchers first, then to those that were last answered longest ago.
+        New watchers get it first. Then the watcher whose last answer is the oldest comes first.
         """
         if self._book is not None and self._book.is_outdated:
             self._forget()
@@ -300,7 +300,7 @@ def _pause(cost_s: float, held_s: float, busy: float) -> float:
 
     `held_s` is the part of `cost_s` in which the snapshot held the interpreter lock. `busy` is the number of cores that
     other threads have used on average since the last snapshot. If two threads need the interpreter lock at the same
-    time, one delays the other. The more `busy` the others are, the more often this happens.
+    time, one delays the other. The more cores the other threads use, the more often a snapshot delays them.
     """
     for_the_loop = min(_MOST_S, held_s * min(1.0, busy) / _LOOP_SHARE)
     return max(_LEAST_S, cost_s * (1 / _SHARE - 1), for_the_loop)

@@ -36,7 +36,7 @@ class WatchedPool(Protocol):
         ...
 
     def owners(self, phases: Mapping[str, str]) -> OwnerColumns:
-        """Returns the owners of pages, with the phase that each of them is in.
+        """Returns the owners of pages, and the phase of each owner.
 
         `phases` has phases by request id. For other requests, the phase is derived from the rows.
         """
