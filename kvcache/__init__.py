@@ -45,7 +45,7 @@ from kvcache.states.state_pages import StatePages
 from kvcache.steps_in_flight import StepInFlight
 from kvcache.types import Admission, KVCacheMetrics, RaggedKVCacheInputs, RequestID
 
-# "unknown" if the package runs from a folder and was never installed
+# The version is "unknown" if the package runs from a folder and was never installed.
 __version__ = next((found.version for found in distributions(name="pagewire")), "unknown")
 
 __all__ = [

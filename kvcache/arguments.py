@@ -62,7 +62,7 @@ def number(
     given = cast("Any", value)
     if isinstance(given, int | float | np.integer | np.floating) and type(value) is not bool:
         found = cast("float", given)
-        # a huge int must not be converted, because it does not fit into a float
+        # the bounds 2**62 are ints, because a huge int does not fit into a float
         if -(1 << 62) < found < 1 << 62 and least <= found <= most:
             return found
     limits = "a finite number" if math.isinf(least) else f"a number from {least} to {most}"
@@ -126,5 +126,5 @@ def steps(num_steps: object) -> int:
 
 def check_request_id(request_id: object, call: str) -> None:
     """Raise `InvalidRequestError` unless `request_id` is a string."""
-    if type(request_id) is not str:  # tested here, because a function call for it would cost more than the test itself
+    if type(request_id) is not str:  # a function call for this test would cost more than the test itself
         of_kind(f"{call}: request_id", request_id, str, "a string", InvalidRequestError)

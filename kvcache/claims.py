@@ -147,7 +147,8 @@ class Claims:
 
     def claim_anew(self, request_id: RequestID, replica_idx: int) -> int:
         """Free the pages of a request that has no leases, and claim the request again. Returns its new row."""
-        self._replicas[replica_idx].finish_state_loads()  # a load may hold the state page that the new claim needs
+        # a copy of a state to the device may hold the state page that the new claim needs
+        self._replicas[replica_idx].finish_state_loads()
         self.unclaim(request_id)
         return self.claim(request_id, replica_idx)
 
@@ -167,7 +168,8 @@ class Claims:
         self.places = claimed
         with_pages = {place for place in claimed.values() if self._at(place)[0].rows.num_pages[self._at(place)[2]]}
         self._contexts = {place: context for place, context in self._contexts.items() if place in with_pages}
-        self.bound.clear()  # cleared in place, because `PagedKVCacheManager` keeps the dict's `get` method
+        # the dict is cleared instead of replaced, because `PagedKVCacheManager` keeps the dict's `get` method
+        self.bound.clear()
         self.bound.update({_key(context): place for place, context in self._contexts.items()})
         self._releases += 1
 
@@ -214,7 +216,7 @@ class Claims:
 
     def _unbound(self, context: Context, call: str) -> int:
         """Returns the place of a context that is not bound. Raises if another context is bound to that place."""
-        if type(context) is not TextContext:  # a `TextContext` needs no checks
+        if type(context) is not TextContext:  # a `TextContext` has checked its own fields
             check_context(context, call)
         place = self._place(context.request_id, call)
         if place in self._contexts:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 Ids = NDArray[np.int32]
 
-_STAGED_BYTES = 32 << 20  # in bytes: the largest size of the buffer in device memory
+_STAGED_BYTES = 32 << 20  # in bytes: the most device memory that a copy uses as a buffer
 
 
 def page_rows(blocks: torch.Tensor) -> torch.Tensor:
@@ -63,8 +63,8 @@ def copy_rows(source: NDArray[Any], taken: Ids, target: NDArray[Any], given: Ids
         return
     at = taken.astype(np.intp)
     for first, last in runs(given):
-        # One call for each run of consecutive target rows. Assigning to an array of rows takes three to five times as
-        # long.
+        # There is one call for each run of consecutive target rows. Assigning to an array of rows takes three to five
+        # times as long.
         np.take(source, at[first:last], axis=0, out=target[given[first] : given[last - 1] + 1], mode="clip")
 
 

@@ -60,7 +60,7 @@ class FamilyCollector(Collector):
     def __init__(
         self, room: str, look: Callable[[], Any], families: Sequence[Family], labels: Mapping[str, object]
     ) -> None:
-        self._look = look  # called once per scrape; its result is what the families read
+        self._look = look  # called once per scrape; the families read its result
         self._labels, self._values = tuple(labels), tuple(map(str, labels.values()))
         self._unread: dict[str, int] = {}
         errors = f"pagewire_{room}_unread_families_total"

@@ -35,7 +35,7 @@ class LayerGroup:
 
     kind: LayerKind
     layers: tuple[int, ...]
-    window: int = 0  # in tokens, 1 or more; 0 for full attention
+    window: int = 0  # the length of the window or chunk in tokens, 1 or more; 0 for full attention
 
     def __post_init__(self) -> None:
         one_of("kind", self.kind, get_args(LayerKind))
@@ -75,7 +75,7 @@ class GroupTable(NamedTuple):
     """A block table of a model: the layers whose KV its pages hold, and these layers' group."""
 
     group: LayerGroup
-    layers: tuple[int, ...]  # in the order in which a page holds them
+    layers: tuple[int, ...]  # the layers of the model, in the order in which a page holds them
 
 
 class TableGroup(NamedTuple):

@@ -34,16 +34,16 @@ class PageLayout(msgspec.Struct, frozen=True, omit_defaults=True, tag="page_layo
     that box. It has fewer tokens, heads or dims than the values if several of these share a scale.
     """
 
-    dtype: str  # element type, as torch spells it ("bfloat16")
+    dtype: str  # the element type, as torch spells it ("bfloat16")
     itemsize: int  # bytes of one element
     num_layers: int  # layers that contribute KV
-    sides: int  # 2 for keys and values, 1 for a latent
-    first_head: int  # index in the model of this shard's first head
+    sides: int  # the number of sides: 2 for keys and values, 1 for a latent
+    first_head: int  # the index of this shard's first head among the heads of the model
     num_heads: int  # heads on this shard
     page_size: int  # tokens in a page
-    head_dim: int  # elements of one head of one token
+    head_dim: int  # the number of elements of one head of one token
     order: str  # the axes, outermost first, comma-separated
-    scales: "PageLayout | None" = None  # the box of scales, if values are quantised
+    scales: "PageLayout | None" = None  # the layout of the scales in a page; None if values are not quantised
 
     @property
     def extents(self) -> dict[str, int]:
@@ -99,8 +99,8 @@ class KindPages(NamedTuple):
     layout: PageLayout  # the layout of one page
     # the index of the tensor of these pages among the tensors of all such kinds; None if they lie in token pages
     region: int | None
-    offset: int  # bytes from the start of the tensor to page 0
-    stride: int  # bytes from one page to the next
+    offset: int  # the number of bytes from the start of the tensor to page 0
+    stride: int  # the number of bytes from the start of one page to the start of the next page
 
 
 def shard_layout(params: KVCacheParams, num_layers: int, page_size: int, shard: int) -> PageLayout:

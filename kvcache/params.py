@@ -52,7 +52,8 @@ class StateShape:
     heads: int  # the heads of one layer
     head_dim: int  # channels of x in each head
     groups: int  # groups of heads that share one B and one C; 1 if B and C are not convolved
-    # elements of the matrix for each channel of x; each group has this many channels of B, and as many of C
+    # the number of elements of the matrix for each channel of x; each group has `d_state` channels of B, and as many
+    # channels of C
     d_state: int
     # the width of the convolution; a state keeps the last `kernel - 1` of its inputs; 1 means no convolution
     kernel: int
@@ -138,12 +139,15 @@ class KVEvents:
     Raises `InvalidParamsError` (a ValueError) for a value that cannot work.
     """
 
-    endpoint: str = "tcp://127.0.0.1:5557"  # bound by a PUB socket
-    replay_endpoint: str | None = None  # bound by a ROUTER socket, for subscribers that missed a batch; None: no replay
+    endpoint: str = "tcp://127.0.0.1:5557"  # the address that a PUB socket binds
+    # the address that a ROUTER socket binds, for subscribers that missed a batch; None: no replay
+    replay_endpoint: str | None = None
     topic: str = ""  # the first frame of every message; some routers want `kv@<pod>@<model>`
-    # batches kept for replays; if a subscriber asks for an older batch, the answer is the whole current state
+    # how many batches are kept for replays; if a subscriber asks for an older batch, the answer is the whole current
+    # state
     buffer_steps: int = 10_000
-    # batches that may wait for a slow subscriber; it misses further batches, and notices the gap in the numbering
+    # how many batches may wait for a slow subscriber; the subscriber misses further batches, and notices the gap in the
+    # numbering
     hwm: int = 1_000
     # Prepares each socket before it is bound. `Keyring.secure_server` of `transfer` turns CURVE on.
     secure: Callable[[Any], None] | None = None
@@ -251,14 +255,16 @@ _RULES: dict[str, Callable[[str, Any], object]] = {
     "object_tier_timeout_s": functools.partial(number, least=0.01, most=60.0),
     "object_tier_tokens_per_s": optional(functools.partial(number, least=1.0, most=1e12)),
 }
-# Each of these parameters is refused, unless it has its default value or the other parameter is given.
+# For each parameter, the parameter that it needs. A parameter is refused unless it has its default value or the
+# parameter that it needs is given.
 _REFUSED_WITHOUT = {
     "partial_reuse_min_tokens": _CACHING,
     _SWAPPING: _CACHING,
     "file_tier_dir": _SWAPPING,
     "object_tier_io": _SWAPPING,
 }
-# Each of these parameters has no effect unless at least one parameter of each tuple is given.
+# For each parameter, tuples of parameters. A parameter has no effect unless at least one parameter of each tuple is
+# given.
 _IDLE_WITHOUT = {
     "host_kvcache_swap_space_gb": ((_SWAPPING,),),
     "file_tier_max_gb": (("file_tier_dir",),),
@@ -290,26 +296,28 @@ class KVCacheParams:
     cannot work, with the limit that it broke.
     """
 
-    dtype: torch.dtype  # element type of keys and values
-    n_kv_heads: int  # key/value heads of the whole model
-    head_dim: int  # elements of one head of one token (for MLA: latent plus rope part)
-    enable_prefix_caching: bool = False  # keep the pages of finished requests and reuse them by content
-    # Copy published pages to host memory too. Copy them back if a prompt needs them after they were evicted.
+    dtype: torch.dtype  # the element type of keys and values
+    n_kv_heads: int  # the number of key/value heads of the whole model
+    head_dim: int  # the number of elements of one head of one token (for MLA: latent plus rope part)
+    # whether pages of finished requests are kept, and reused by requests with the same tokens
+    enable_prefix_caching: bool = False
+    # Whether published pages are also copied to host memory. If a prompt needs a page that the device has evicted, the
+    # page is copied back.
     enable_kvcache_swapping_to_host: bool = False
     # The size of the host memory for pages, in units of 2**30 bytes. All replicas share it. It also holds copies of the
     # device's pages, so it should be several times as large as these.
     host_kvcache_swap_space_gb: float | None = None
-    page_size: int | None = None  # tokens per page; None: use the manager's argument of the same name
-    n_devices: int = 1  # devices of all replicas together
-    is_mla: bool = False  # one latent side instead of separate keys and values
-    data_parallel_degree: int = 1  # replicas, each with its own pool and index
+    page_size: int | None = None  # the number of tokens per page; None: use the manager's argument of the same name
+    n_devices: int = 1  # the number of devices of all replicas together
+    is_mla: bool = False  # whether a page has one latent side (MLA) instead of separate keys and values
+    data_parallel_degree: int = 1  # the number of replicas, each with its own pool and index
     # The hash of the prefix chain. It must be the same wherever pages are exchanged. blake3, an extra, is as strong as
     # sha256, and quicker on some processors without SHA instructions. Collisions of xxh3_128 can be crafted.
     hash_algorithm: HashAlgorithm = "sha256"
     # If a prompt has the prefix of a cached page, and at least this many but not all of that page's tokens follow, the
     # page is copied (see `kvcache.replica.partial`). 0 means never.
     partial_reuse_min_tokens: int = 0
-    page_order: PageOrder = "head,layer,side,token,dim"  # axes of a page, outermost first (`kvcache.layout`)
+    page_order: PageOrder = "head,layer,side,token,dim"  # the axes of a page, outermost first (`kvcache.layout`)
     # how a request's replica is chosen, and whether replicas copy pages from each other
     routing: Routing = field(default_factory=Routing)
     # The largest share of a replica's idle pages that may follow retention hints, 0.0 to 1.0. The other pages are
@@ -320,7 +328,7 @@ class KVCacheParams:
     tenant_quota: float = 1.0
     # `tenant_quota` for individual salts.
     tenant_quotas: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
-    file_tier_dir: str | None = None  # folder for pages below the host tier; None: no files
+    file_tier_dir: str | None = None  # the folder for pages below the host tier; None: no files
     file_tier_max_gb: float | None = None  # the most bytes of files with this key and layout, in units of 2**30
     # Names everything that KV depends on besides tokens, salt and layout: the model and its weights. Pages of different
     # keys are never mixed.

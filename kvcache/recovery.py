@@ -108,7 +108,7 @@ def _doubtful(claims: Claims, call: str, about: object) -> Iterable[RequestID]:
     for request_id, place in claims.places.items():
         replica, _, row = claims.locate(request_id, call)
         context = claims.context_at(place)
-        if context is None:  # the request's start may already be after cached pages that it did not get
+        if context is None:  # the context's `start_idx` may already be after cached pages that the request did not get
             if replica.rows.num_pages[row] or request_id in named:
                 yield request_id
         elif request_id in named and not _goes_on(replica, row, context):

@@ -140,14 +140,15 @@ class Replicas:
         self.placed = placed
         self.fingerprint = fingerprint  # identifies the layout of a replica's pages and states on all shards
         self._rows = rows
-        self.capacity = rows.capacity_of  # by place (see `Claims`): how many tokens its pages can hold; 0 at place -1
+        # for each place (see `Claims`), how many tokens its pages can hold; 0 at place -1
+        self.capacity = rows.capacity_of
         self.tiers, self.state_tiers = tiers  # the tiers below the token pages, and below recurrent states
         self._all_tiers = [one for one in tiers if one is not None]
         self.each: list[Replica] = [place.replica for place in placed]
         # The recurrent states of each replica; empty for a model without recurrent layers.
         self.states = [states for replica in self.each for states in replica.states]
         self.steps = StepsInFlight(placed)
-        self.mark = self.each[0].mark  # marks the call that is changing the state of all replicas
+        self.mark = self.each[0].mark  # the mark of the call that is changing the state of all replicas
         self._most = self.each[0].max_seq_len
         self._router = Router(len(placed), params.routing)
         self._copies = [PeerCopies(placed)] if params.routing.copy_pages and len(placed) > 1 else []
@@ -222,9 +223,9 @@ class Replicas:
         new_pages = replica.reserve(row, context, context.indices, num_steps)
         if new_pages is None:
             return False
-        if first_time and len(self.each) > 1:  # with one replica there is no choice
+        if first_time and len(self.each) > 1:  # with one replica, no replica has to be chosen
             self._router.admitted(replica_idx, new_pages)
-        # The copy is not made while a step is in flight, which may still write to the page that would be the copy's
+        # The partly equal page is not copied while a step is in flight, because the step may still write to the copy's
         # target.
         if self._partial and (first_time or (context.active_idx - context.start_idx > 1 and not self.steps.open)):
             self._reuse_part(self._partial[replica_idx], replica_idx, row, context)
@@ -288,7 +289,7 @@ class Replicas:
         if gathered.slack < num_steps - 1:
             for replica, state in zip(self.each, states, strict=True):
                 lengths = state.ends if num_steps == 1 else state.ends + (num_steps - 1)
-                # with windows, a request needs pages only up to the end of the chunk that runs
+                # With windows, a request needs pages only up to the end of the chunk that runs.
                 if replica.tables.in_chunks:
                     lengths = np.where(state.actives < state.ends, state.actives, lengths)
                     replica.tables.refuse_lost(state.rows, state.starts)
@@ -299,7 +300,8 @@ class Replicas:
         self.mark.call = _FETCH
         if self._all_tiers:
             for replica, state in zip(self.each, states, strict=True):
-                replica.tier.arrive(state.rows)  # restored pages must be complete when the model reads them
+                # the copies from host memory must be complete when the model reads the pages
+                replica.tier.arrive(state.rows)
             self._tick()
         fetched: list[RaggedKVCacheInputs] = []
         for place, state in zip(self.placed, states, strict=True):
@@ -323,7 +325,7 @@ class Replicas:
         if end > self.capacity[row]:
             return None
         counter = self.each[0].counter
-        if row in counter.open:  # False in a decode step
+        if row in counter.open:  # in a decode step, the row's prompt is fully counted, and the row is not in `open`
             counter.refuse_ahead(row, start)
             self.mark.call = _FETCH
             counter.run_one(row, start, active)

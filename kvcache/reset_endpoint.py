@@ -12,7 +12,7 @@ import zmq
 from kvcache.arguments import of_kind, refusal
 from kvcache.sockets import BoundSocket, bound_socket
 
-_PAUSE_S = 0.005  # in seconds: the pause after messages were read
+_PAUSE_S = 0.005  # in seconds: how long the thread pauses after it has read messages
 _MESSAGES = 64
 
 _log = logging.getLogger("pagewire")
@@ -74,7 +74,7 @@ class ResetEndpoint(NoEndpoint):
 
 
 def _end(thread: threading.Thread, wake: int) -> None:
-    if thread.is_alive():  # False in a forked child, which must not wake its parent's thread
+    if thread.is_alive():  # the thread does not exist in a forked child, which must not wake its parent's thread
         os.eventfd_write(wake, 1)
 
 

@@ -22,8 +22,9 @@ It combines a level, from 0 (evicted first) to 4 (evicted last), with a class of
 Times = NDArray[np.float64]
 
 LEVELS = 5
-NEUTRAL = 2  # the level, and the code, of a page without a hint
-# class 0 has no limit; classes 1 to 5 hold up to 4, 16, 64, 256 and 1024 seconds; class 6 holds longer
+NEUTRAL = 2  # the level of a page without a hint, which is also its code
+# The classes of times to live. Class 0 has no limit. Classes 1 to 5 hold up to 4, 16, 64, 256 and 1024 seconds. Class 6
+# holds longer.
 _TTL_CLASSES = 7
 # The code of a page that several sessions share. Its level is neutral. A later hint cannot lower the level below
 # neutral (see `merge_codes`).
@@ -34,8 +35,8 @@ LEVEL_OF = np.array([*[code % LEVELS for code in range(SHARED)], NEUTRAL], np.ui
 class RangeRetention(msgspec.Struct, frozen=True, omit_defaults=True):
     """A `Retention` for a part of a request's tokens, such as a system prompt or tools. Raises the same errors."""
 
-    start: int  # the first of these tokens
-    end: int | None = None  # the token after the last one; None: all tokens from `start` on
+    start: int  # the first token of the range
+    end: int | None = None  # the token after the last token of the range; None: all tokens from `start` on
     session_continues: bool | None = None
     priority: int = 50
     ttl_s: float | None = None
@@ -62,7 +63,7 @@ class Retention(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     session_continues: bool | None = None  # whether a later request is expected to extend this one; None: unknown
-    priority: int = 50  # 0 (evicted first) to 100 (evicted last), in steps of 25
+    priority: int = 50  # from 0 (evicted first) to 100 (evicted last), in steps of 25
     # how many seconds after the release the hint holds; None: no limit, but its effect decays
     ttl_s: float | None = None
     ranges: tuple[RangeRetention, ...] = ()  # hints for some tokens; a page follows the last range that contains it

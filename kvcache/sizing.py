@@ -28,7 +28,7 @@ MOST_REQUESTS = 512  # the largest result of `infer_optimal_batch_size`; larger 
 MOST_ROWS = 1 << 20
 MOST_LAYERS = 1 << 16
 MOST_BYTES = (1 << 63) - 1
-_BOOK_BYTES = 64  # host memory for the bookkeeping of each page
+_BOOK_BYTES = 64  # in bytes: the host memory for the bookkeeping of each page
 
 _log = logging.getLogger("pagewire")
 

@@ -41,10 +41,10 @@ from kvcache.errors import InvalidParamsError
 Dropped = Literal["peers", "protocol", "frames", "bytes", "subscriptions"]
 """The limit that a dropped peer has exceeded."""
 
-_GREETING = 64  # bytes of a ZMTP 3 greeting
+_GREETING = 64  # the number of bytes of a ZMTP 3 greeting
 _MORE, _LONG, _COMMAND = 1, 2, 4
 _SUBSCRIPTIONS = (b"SUBSCRIBE", b"CANCEL")
-# The length of the longest command name that matters, with its length byte. Longer names need not be read.
+# The length of the longest command name that the gate has to know, with its length byte. Longer names need not be read.
 _LONGEST_NAME = 10
 _READ, _PASSED = 1 << 14, 1 << 18  # in bytes: the most that one call reads from a peer, and passes on to a peer
 _FRAMES_AT_ONCE = 64  # the most frames of one peer before other peers have their turn
@@ -93,7 +93,7 @@ class FrameCounter:
         self._limits = limits
         self._greeted = 0
         self._left = 0  # how many bytes of the current frame are still to come
-        self._frames = self._bytes = 0  # the frames and bytes of the current message so far
+        self._frames = self._bytes = 0  # the number of frames, and of bytes, of the current message so far
         self._subscribed = 0
 
     def passes(self, data: bytes, most: int) -> tuple[int, int]:
@@ -193,9 +193,9 @@ class _Connection:
         self.client, self.inner = client, inner
         self.counter = FrameCounter(limits)
         self.tokens = FrameAllowance(limits.per_second)
-        self.unread = b""  # data from the peer that is not checked yet
+        self.unread = b""  # data from the peer that the gate has not checked yet
         self.up = b""  # checked data that waits for the ZMQ socket
-        self.down = memoryview(b"")  # data that waits for the peer
+        self.down = memoryview(b"")  # data from the ZMQ socket that waits for the peer
         self.is_held = False  # whether the peer has used up its allowance
         self.is_ending = False  # whether the ZMQ socket has closed, so that only remaining data goes to the peer
 
@@ -259,12 +259,12 @@ class Gate:
         self._listener, self.address = listener(address)
         self._what, self._limits = what, limits
         self._tokens, self._accepts = FrameAllowance(10 * limits.per_second), FrameAllowance(_ACCEPTS_PER_S)
-        # the events that are polled for on the two connections of each peer
+        # for each peer, the events that are polled for on its two connections
         self._peers: dict[_Connection, tuple[int, int]] = {}
         self._held: deque[_Connection] = deque()
         self._said_at = -_SAID_S
         self._is_listening = True
-        self._ends_at = math.inf  # after `close`: the time until which remaining data is passed on
+        self._ends_at = math.inf  # the time until which remaining data is passed on after `close`
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # The selector's data of each registered connection is the function that handles its events.
@@ -343,7 +343,7 @@ class Gate:
                     keep_connected(client)
                 inner.connect("\0" + self._inner_name)
                 opened.pop_all()
-        except OSError:  # the peer will connect again
+        except OSError:  # the gate cannot connect to the ZMQ socket, so the peer is closed, and will connect again
             return
         peer = _Connection(client, inner, self._limits)
         self._peers[peer] = (0, 0)
@@ -414,7 +414,8 @@ def keep_connected(client: socket.socket) -> None:
     """Let the kernel notice within half a minute that a host has vanished. Also turn off delays of small messages."""
     client.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3, socket.TCP_NODELAY: 1}
-    options[socket.TCP_USER_TIMEOUT] = 15_000  # for data without acknowledgement, as in `keep_alive`
+    # the time limit for data without acknowledgement, in milliseconds, as in `keep_alive`
+    options[socket.TCP_USER_TIMEOUT] = 15_000
     for option, value in options.items():
         client.setsockopt(socket.IPPROTO_TCP, option, value)
 
@@ -500,7 +501,7 @@ class NoGate:
     """Takes the place of a gate if no stranger can connect. libzmq itself listens at the address."""
 
     def __init__(self, address: str = "") -> None:
-        self.address = address  # empty if the socket is not bound
+        self.address = address  # the bound address; empty if the socket is not bound
         self._is_bound = bool(address)
 
     def close(self, linger_s: float = 0.0) -> None:  # noqa: ARG002 - as `Gate.close`
@@ -559,7 +560,7 @@ def _await_free(address: str) -> None:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             with contextlib.suppress(OSError), socket.socket(family) as tried:
                 tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                tried.bind((host.strip("[]"), int(port)))  # this socket does not listen, so no peer can connect to it
+                tried.bind((host.strip("[]"), int(port)))  # `tried` does not listen, so no peer can connect to it
                 return
         elif transport != "ipc" or place.startswith("@") or not Path(place).exists():
             return

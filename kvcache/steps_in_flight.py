@@ -32,7 +32,7 @@ class StepInFlight:
         self.owner = of_kind(
             "owner", owner, StepsInFlight, "a manager, whose fetch_ahead makes the step,", InvalidRequestError
         )
-        self.number = number  # which set of tables the step uses
+        self.number = number  # the number of the set of tables that the step uses
         self.num_requests = num_requests
         self.inputs = inputs
 

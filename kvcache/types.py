@@ -42,8 +42,8 @@ class Admission(NamedTuple):
     """The best replica for an unclaimed request, and whether a claim there would succeed."""
 
     replica_idx: int
-    cached_pages: int  # pages of the request that are published on that replica
-    missing_pages: int  # pages that must still be allocated there for the request
+    cached_pages: int  # how many pages of the request are published on that replica
+    missing_pages: int  # how many pages must be allocated on that replica for the request
     # Whether a row and the missing pages are free now. If so, `external_claim` and `maybe_reserve` succeed, provided
     # that nothing else happens before. If not, the request must wait for a release: it fits on no replica (rule
     # `prefix`), or not on this one (other rules). If recurrent states share memory with token pages, the claim itself
@@ -119,7 +119,7 @@ class KVCacheMetrics(msgspec.Struct, frozen=True):
     """Counts of what a manager did since it was made or since `reset_metrics`, over all replicas."""
 
     input_tokens: int = 0  # prompt tokens that ran, each counted once, without decode steps and refused reservations
-    cache_tokens: int = 0  # prompt tokens that need not run, because their pages were cached
+    cache_tokens: int = 0  # prompt tokens that did not run, because their pages were cached
     h2d_blocks_copied: int = 0  # pages copied from the host tier
     d2h_blocks_copied: int = 0  # pages copied to the host tier
     evictions: int = 0  # published pages that were evicted

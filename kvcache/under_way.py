@@ -37,7 +37,7 @@ class UnderWay:
 
     def __init__(self) -> None:
         self.call: tuple[str, object] | None = None
-        self._rest: tuple[str, object] | None = None  # the value of `call` while no call changes the state
+        self._rest: tuple[str, object] | None = None  # the value that `call` has while no call changes the state
         self.context: Refusing | None = None
         self.leaving: list[str] = []
 

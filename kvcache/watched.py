@@ -27,11 +27,11 @@ Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 class PageState(IntEnum):
     """The state of a page. If several values apply, the last of them counts."""
 
-    FREE = 0  # its content is not needed
-    IDLE = 1  # cached and findable, without a holder: it may be evicted
+    FREE = 0  # the page's content is not needed
+    IDLE = 1  # the page is cached and has no holder, so it may be evicted
     HELD = 2  # a request holds it
-    LEASED = 3  # no request holds it, but a lease keeps it for a reader
-    WRITTEN = 4  # a transfer, or a copy from a lower tier, writes it
+    LEASED = 3  # no request holds the page, but a lease keeps it for a reader
+    WRITTEN = 4  # a transfer, or a copy from a lower tier, writes to the page
     QUARANTINED = 5  # the page's import was cancelled, but a write in flight may still reach the page
 
 
@@ -84,7 +84,7 @@ class AskLook(msgspec.Struct, frozen=True, kw_only=True, tag="ask_look/1"):
 
     # the number of the last snapshot that the watcher received; 0 if there was none, so that the answer is complete
     known: Count = 0
-    incarnation: Label = ""  # the incarnation of the watch that sent that snapshot
+    incarnation: Label = ""  # the random id of the watch that sent that snapshot (`Look.incarnation`)
     # Whether the loop should recount all pages. The loop runs no step during the recount. `CheckReport` has the result.
     check: bool = False
 
@@ -99,7 +99,7 @@ class PoolLook(msgspec.Struct, frozen=True, kw_only=True):
     """The pages of one pool."""
 
     name: Label  # the index of the replica, or the name of the tier
-    num_pages: Annotated[int, Meta(ge=1, lt=1 << 31)]  # without page 0, the null page
+    num_pages: Annotated[int, Meta(ge=1, lt=1 << 31)]  # the number of pages without page 0, the null page
     counts: tuple[Count, ...]  # the number of pages in each `PageState`
 
 
@@ -108,13 +108,13 @@ class Owners(msgspec.Struct, frozen=True, kw_only=True):
 
     # the number by which cells name the owner, the same as long as the owner exists; 0 for a request without pages
     numbers: tuple[Count, ...] = ()
-    request_ids: tuple[Label, ...] = ()  # the ids, or the `request_digest` of each
-    tenants: tuple[Label, ...] = ()  # a digest of `cache_salt`; empty without one
+    request_ids: tuple[Label, ...] = ()  # the ids of the requests, or the `request_digest` of each id
+    tenants: tuple[Label, ...] = ()  # for each owner, a digest of its `cache_salt`; empty without a salt
     phases: tuple[Label, ...] = ()
     pools: tuple[Label, ...] = ()
     pages: tuple[Count, ...] = ()
-    tokens: tuple[Count, ...] = ()  # the number of computed tokens
-    prompts: tuple[Count, ...] = ()  # the number of tokens in the prompt, or 0
+    tokens: tuple[Count, ...] = ()  # for each owner, the number of computed tokens
+    prompts: tuple[Count, ...] = ()  # for each owner, the number of tokens in its prompt, or 0
 
 
 class LeaseRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,7 +123,8 @@ class LeaseRow(msgspec.Struct, frozen=True, kw_only=True):
     request_id: Label
     pool: Label
     age_s: float
-    left_s: float | None  # seconds to its deadline, unless a reader renews it; None while its request runs
+    # seconds to the lease's deadline, unless a reader renews the lease; None while its request runs
+    left_s: float | None
     heard: Label = ""  # the last messages that readers sent about the lease
 
 
@@ -147,7 +148,7 @@ class TreeRow(msgspec.Struct, frozen=True, kw_only=True):
     parent: Count  # the first page of the run that this run continues, or 0
     pages: Count
     below: Count  # the number of pages in this run and in all runs that continue it
-    hits: Count  # how many requests found the first page
+    hits: Count  # how many requests have found the first page of the run
 
 
 class EvictionRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,7 +167,7 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
 
     age_s: float
     seconds: float  # how long the recount took
-    error: str  # the first discrepancy; empty if there was none
+    error: str  # the first discrepancy that the recount found; empty if there was none
     counts: dict[Label, tuple[Count, ...]]  # by pool: the number of pages in each `PageState` at the recount
 
 
@@ -187,9 +188,9 @@ class Look(msgspec.Struct, frozen=True, kw_only=True, tag="look/1"):
     pulls: tuple[PullRow, ...] = ()
     tree: tuple[TreeRow, ...] = ()
     evictions: tuple[EvictionRow, ...] = ()
-    # By reason: how many pages were evicted since the watch began, and how many of them were needed again.
+    # For each reason, how many pages were evicted since the watch began, and how many of them were published again.
     evicted: dict[Label, tuple[Count, Count]] = {}
-    # totals; a rate is the difference between two snapshots, divided by the time between them
+    # Totals by name. A rate is the difference between two snapshots, divided by the time between them.
     figures: dict[Label, float] = {}
     check: CheckReport | None = None
 

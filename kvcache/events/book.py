@@ -54,7 +54,7 @@ class EventBook:
 
     def __init__(self, ranks: int, capacity: int, page_size: int, *specs: CacheSpec) -> None:
         self.begun_anew = functools.partial(EventBook, ranks, capacity, page_size, *specs)
-        # Room for pages that are present, for the page that each of them continues, and for pages that were removed but
+        # There is room for present pages, for the page that each present page continues, and for removed pages, which
         # are forgotten only when the current call ends.
         most = 4 * capacity
         self._sources = sources = ranks * len(specs)
@@ -63,21 +63,22 @@ class EventBook:
         self._index = PrefixIndex(most, 1)  # hash → content
         self._tokens = np.zeros((most + 1, page_size), np.int32)
         self._parent = np.zeros(most + 1, np.int32)
-        self._depth = np.zeros(most + 1, np.int32)  # by content: the index of its page in the prompt
-        # By content: whether its tokens and its parent are known. Otherwise only its hash is known.
+        self._depth = np.zeros(most + 1, np.int32)  # for each content, the index of its page in the prompt
+        # For each content, whether its tokens and its parent are known. If not, only its hash is known.
         self._described = np.zeros(most + 1, np.bool_)
-        # By content: the name of its adapter, and its extra keys. Contents without these have no entry.
+        # For each content, the name of its adapter and its extra keys. Contents without an adapter and extra keys have
+        # no entry.
         self._keys: dict[int, tuple[str | None, BlockKeys | None]] = {}
         # Sources that ranks share have negative numbers. As indices, these select the last rows of the arrays by
         # source.
         self._shared = range(-len(_SHARED) * len(specs), 0)
         self._present = np.zeros((sources + len(self._shared), most + 1), np.bool_)
-        # by source and content: how many present pages of the source continue this content
+        # for each source and content, how many present pages of the source continue the content
         self._kids = np.zeros((sources, most + 1), np.int32)
-        self._refs = np.zeros(most + 1, np.int32)  # by content: how many known contents continue it
+        self._refs = np.zeros(most + 1, np.int32)  # for each content, how many known contents continue it
         self._free = np.arange(most, 0, -1, dtype=np.int32)
         self._free_count = most
-        self._left: list[Ids] = []  # contents that have lost a source, and may therefore be unused now
+        self._left: list[Ids] = []  # contents that a source has lost, so that perhaps no source has them any more
         self._told: list[Told] = []
 
     def apply(self, entries: Sequence[Entry]) -> list[Told]:
@@ -135,8 +136,8 @@ class EventBook:
 
     def _describe(self, hashers: Sequence[Hashed], firsts: Ints, lasts: Ints, tokens: PageTokens) -> None:
         width = hashers[0].width
-        # A copy, because the loop appends to `known`. For each request, it has the digest of the page before its new
-        # pages (zeros before page 0), and the digests of its new pages.
+        # This is a copy, because the loop appends to `known`. For each request, it has the digest of the page before
+        # its new pages (zeros before page 0), and the digests of its new pages.
         known = b"".join(
             hasher.known[(first - 1) * width : last * width] if first else bytes(width) + hasher.known[: last * width]
             for hasher, first, last in zip(hashers, firsts.tolist(), lasts.tolist(), strict=True)

@@ -60,7 +60,7 @@ class Watched(NamedTuple):
 
     pages: PrefixIndex
     source: int  # the number of the first block table's source; the sources of the next tables have the next numbers
-    tables: int  # the number of its block tables
+    tables: int  # the number of block tables of the index
 
 
 class NoLog:

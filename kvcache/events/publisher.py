@@ -39,9 +39,9 @@ _PAUSE_S = 5e-5
 # later. If too many events wait for that, they are dropped, and the whole state is announced again.
 _ENTRIES_OF_LOOP = 128
 _MOST_UNTOLD = 1 << 12
-_LOST_AT = 4 * MOST_ENTRIES  # if the log has more unread entries than this, they are dropped
-# In seconds. After this time without events, an empty batch is sent. So a subscriber that missed the last batch notices
-# the gap in the numbers.
+_LOST_AT = 4 * MOST_ENTRIES  # if the log has more unread entries than this number, all unread entries are dropped
+# In seconds. If there are no events for this time, an empty batch is sent. So a subscriber that missed the last batch
+# notices the gap in the numbers.
 _QUIET_S = 1.0
 _RING_BYTES = 64 << 20
 _TOKENS_A_BATCH = 1 << 16
@@ -198,10 +198,11 @@ class _Worker:
         self._log = log
         self._book = book
         self._closing = threading.Event()
-        # Must be held while the book is used: if the thread falls behind, the loop applies entries, too.
+        # A thread holds this lock while it uses the book. If the publisher's thread falls behind, the loop applies
+        # entries to the book, too.
         self._applying = threading.Lock()
         self._behind = True  # whether the whole state has to be announced in the next turn
-        self._untold: list[Told] = []  # events that are not sent yet, from entries that the loop has applied
+        self._untold: list[Told] = []  # events of entries that the loop has applied, which are not sent yet
         self._lost = False  # whether entries were dropped, so that the book no longer agrees with the caches
         self._replay_at = 0.0  # when the next replay may begin
         # The times at which the whole state must be announced, ascending. A time that is in the list is never changed.
@@ -209,7 +210,7 @@ class _Worker:
         self._told_anew_at = 0.0  # when the whole state was last announced
         # how long to pause after an announcement, so that announcements keep to their share of the time
         self._anew_s = _LEAST_ANEW_S
-        self._paid_at = 0.0  # when the pauses after all announcements so far are over
+        self._paid_at = 0.0  # the time at which the pauses for all announcements so far are over
         self._poller = zmq.Poller()
         try:
             for rank in range(ranks):
@@ -308,7 +309,7 @@ class _Worker:
 
     def _owe(self, at: float) -> None:
         """Plan an announcement of the whole state at the time `at`. Announcements planned earlier stay planned."""
-        # rounded to hundredths of a second, so that at most 100 announcements are planned for a second
+        # The time is rounded to hundredths of a second, so that at most 100 announcements are planned for a second.
         if (at := math.ceil(at * 100) / 100) not in self._owed:
             bisect.insort(self._owed, at)
 
@@ -346,8 +347,8 @@ class _Worker:
         ready = dict(self._poller.poll(0 if self._is_answering() else timeout_ms))
         started = time.monotonic()
         if any([stream.joins in ready and stream.take_joins() for stream in self.streams]):  # noqa: C419 - a list, as each is asked
-            # The whole state is announced, because a new subscriber may never ask for a replay. For example, vLLM's
-            # router asks no prefill processes.
+            # The whole state is announced for a new subscriber, because it may never ask for a replay. For example,
+            # vLLM's router asks no prefill processes.
             self._owe(started + _JOIN_S)
         asked = self._answer(ready)
         if self._reply() or asked:
@@ -368,8 +369,8 @@ class _Worker:
                 # router. It uses a replay only if the first number of the replay directly follows the number of the
                 # last batch that the router has received.
                 if not stream.answer(self._book):
-                    # the new connection of this subscriber also plans an announcement at about this time, and one
-                    # announcement is enough
+                    # The new connection of this subscriber also plans an announcement at about this time. One
+                    # announcement is enough.
                     self._owe(time.monotonic() + _JOIN_S)
         return bool(asked)
 

@@ -47,7 +47,8 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     ownership: str | None = None
     session_id: str | None = None
     lookahead_token_ids: list[list[int]] | None = None
-    kv_cache_spec_attention_chunk_size: int | None = None  # in tokens; vLLM has no such field, and skips it
+    # a length in tokens; vLLM has no such field, and its readers skip it
+    kv_cache_spec_attention_chunk_size: int | None = None
 
 
 class CacheSpec(NamedTuple):

@@ -61,7 +61,7 @@ class HintedOrder(EvictionOrder):
         self, num_pages: int, recent: EvictionOrder, clock: Callable[[], float] = time.monotonic, share: float = 0.0
     ) -> None:
         self.share = share
-        # The hint of each page. It is set before the page becomes idle.
+        # The code of each page's hint. It is set before the page becomes idle.
         self.codes = np.full(num_pages + 1, NEUTRAL, np.uint8)
         self._clock = clock
         self._num_pages = num_pages
@@ -69,7 +69,7 @@ class HintedOrder(EvictionOrder):
         self._recent = recent
         self._log = OrderLog(num_pages, KINDS)
         self._older: dict[int, LruOrder] = {}  # by kind of hint
-        self._settled = np.zeros(num_pages + 1, np.bool_)  # by page: whether it is in `_older`
+        self._settled = np.zeros(num_pages + 1, np.bool_)  # for each page, whether it is in `_older`
         self._since = np.zeros(num_pages + 1, np.int64)  # the position of each page of `_older` in the LRU order
         # By page: the time at which its hint expires. Read only for kinds of hints with a time to live.
         self._expires: Times = np.zeros(num_pages + 1)
@@ -154,7 +154,7 @@ class HintedOrder(EvictionOrder):
     def first(self) -> int:
         return self._recent.first() if self.count == self._recent.count else self._older[self._lowest()[0]].first()
 
-    def positions(self, pages: Indices) -> Indices:  # pages in `_older` have negative positions, in LRU order
+    def positions(self, pages: Indices) -> Indices:  # pages in `_older` have negative positions, in their LRU order
         return np.where(self._settled[pages], self._since[pages] - self._places, self._recent.positions(pages))
 
     def pages(self) -> Pages:
@@ -357,7 +357,7 @@ class HintedBaseline:
         """Record that a request releases these pages. `hints` are the request's hints for these pages, or None."""
         at = self._sampled(words)
         pages = self._take(words[at].tolist())
-        if hints is not None:  # `_take` may have dropped the last pages
+        if hints is not None:  # `_take` may have dropped the last of these pages
             at = at[: len(pages)]
             hints = hints.of(at)
         self._order.hint(pages, hints)
@@ -383,7 +383,7 @@ class HintedBaseline:
         words than the baseline may keep, the last words are dropped.
         """
         del words[self._room :]
-        if len(set(words)) < len(words):  # several pages have the same first word, which only an attacker achieves
+        if len(set(words)) < len(words):  # only an attacker can make several pages with the same first word
             words = []
         known = [self._ids[word] for word in words if word in self._ids]
         if known:
@@ -394,7 +394,7 @@ class HintedBaseline:
         return np.array([self._page_of(word) for word in words], np.int32)
 
     def _append(self, pages: Pages) -> None:
-        self._order.append(pages[::-1])  # reversed, because a pool frees a request's last page first
+        self._order.append(pages[::-1])  # reversed, because a pool releases a request's last page first
 
     def _page_of(self, word: int) -> int:
         page = self._ids.get(word)
@@ -433,7 +433,8 @@ class HintShare:
     def __init__(self, num_pages: int, most: float) -> None:
         self._num_pages = num_pages
         self._most = most
-        self._promise = 0.0  # in page hits: how far the largest share is ahead of both plain LRU and the real cache
+        # the number of page hits by which the largest share is ahead of both plain LRU and the real cache
+        self._promise = 0.0
         self._credit = _CREDIT * num_pages
         self.value = min(most, _FIRST_SHARE)
 

@@ -17,8 +17,8 @@ Pages = NDArray[np.int32]
 Digests = NDArray[np.uint64]
 Buckets = NDArray[np.intp]
 
-NO_PAGE = 0  # the null page is never published
-_FEW = 16  # up to this many chains are followed one by one
+NO_PAGE = 0  # the id of the null page, which is never published
+_FEW = 16  # if there are at most this many chains, each chain is followed in Python
 _SIGNED = np.dtype(np.int64)
 INDEX = np.dtype(np.intp)
 """The integer type that numpy uses for indices. Indexing by another type takes about twice as long."""
@@ -34,13 +34,15 @@ class PrefixIndex:
         self.digest_words = digest_words
         buckets = 1 << max(3, (num_pages - 1).bit_length())
         self._bucket_mask = buckets - 1
-        # Here and in `_firsts`, an array is used, because numpy takes twice as long with a Python int.
+        # `_bucket_masks` and `_firsts` are arrays, because numpy takes twice as long with a Python int.
         self._bucket_masks = np.array(self._bucket_mask)
         self._first = num_pages + 1  # the link of the first bucket
         self._firsts = np.array(self._first)
-        # One link for each page, then one for each bucket: the next page in the chain, or `NO_PAGE` at its end.
+        # There is one link for each page, and then one for each bucket. A link has the next page in the chain, or
+        # `NO_PAGE` at its end.
         self._links = np.zeros(self._first + buckets, np.int32)
-        self._before = np.zeros(self._first, np.int32)  # by published page: the link that points to it
+        # for each published page, the index of the link that points to the page
+        self._before = np.zeros(self._first, np.int32)
         self._heads = self._links[self._first :]  # a view
         self._digests = np.zeros((self._first, digest_words), np.uint64)
         # A view with one item per page. In this file, `put` and `take` on such views need a quarter of the time of
@@ -54,7 +56,8 @@ class PrefixIndex:
         # the number of changes so far; the result of a lookup is valid while this number stays the same
         self.generation = 0
         self.journal = Journal()  # shared with the pool
-        # By page: the number of its block table, set before `publish`. Small, because a tier writes it for every page.
+        # For each page, the number of its block table, set before `publish`. The type is small, because a tier writes
+        # it for every page.
         self.tables = np.zeros(num_pages + 1, np.int16)
 
     def find(self, digests: Digests) -> Pages:
@@ -69,7 +72,7 @@ class PrefixIndex:
     def match(self, digests: Digests) -> Pages:
         """Returns the pages of the longest run of digests, from the first on, that are all published."""
         pages = self.find(digests)
-        if np.count_nonzero(pages) == len(pages):  # takes a third of the time of comparing arrays
+        if np.count_nonzero(pages) == len(pages):  # counting takes a third of the time of comparing the arrays
             return pages
         return pages[: (pages == NO_PAGE).argmax()]
 
@@ -80,7 +83,7 @@ class PrefixIndex:
         """
         buckets = self._buckets(digests)
         winners = self._find(digests, buckets)
-        # In this file, for few pages, `count_nonzero` takes a fourth of the time of `any` and `all`.
+        # For few pages, `count_nonzero` takes a fourth of the time of `any` and `all`.
         if not np.count_nonzero(winners):
             self._insert(pages, digests, buckets)
             return pages
@@ -107,7 +110,7 @@ class PrefixIndex:
                 self._unlink(at[linked], before[linked], link[linked])
                 at, before = others, self._before[others]
             else:
-                for page in others.tolist():  # the rest is removed one by one, in any order
+                for page in others.tolist():  # the remaining pages are removed one by one, in any order
                     self._unlink_one(page)
                 at, before = at[linked], before[linked]
         self._unlink(at, before, link)
@@ -193,11 +196,11 @@ class PrefixIndex:
             at = current.astype(INDEX)
             equal = self._words[at] == wanted
             if np.count_nonzero(equal):
-                hits = equal.nonzero()[0]  # takes half the time of `flatnonzero`
+                hits = equal.nonzero()[0]  # `nonzero` takes half the time of `flatnonzero`
                 found[hits if places is None else places[hits]] = current[hits]
                 at[hits] = NO_PAGE
             current = self._links[at]
-            left = current.nonzero()[0]  # the digests whose chains have not been followed to the end
+            left = current.nonzero()[0]  # the indices of the digests whose chains are not followed to the end yet
             places = left if places is None else places[left]
             current, wanted = current[left], wanted[left]
         at_end = range(len(current)) if places is None else places.tolist()
@@ -247,10 +250,11 @@ class PrefixIndex:
             heads = self._heads[buckets]
             self._heads[buckets] = pages
             self._links[at] = heads
-            # If several pages belong to one bucket, only one of them was written as its head. That page links to the
-            # old head. The others go through the loop again.
+            # If several pages belong to one bucket, only one of them was written as the bucket's head, and links to the
+            # old head. The other pages go through the loop again.
             written = self._heads[buckets]
-            self._before[heads.astype(INDEX)] = written  # also writes an entry for the null page, which is never read
+            # this also writes an entry for the null page, which is never read
+            self._before[heads.astype(INDEX)] = written
             self._before[at] = buckets + self._firsts
             lost = (written != pages).nonzero()[0]
             if not lost.size:
@@ -274,7 +278,7 @@ class PrefixIndex:
 
         `link` is a copy of `before` in the type `INDEX`.
         """
-        # For few pages this takes a third of the time of comparing arrays.
+        # For few pages, comparing bytes takes a third of the time of comparing arrays.
         if self._links[link].astype(INDEX).tobytes() != at.tobytes():
             raise InvariantError(f"page {at[self._links[link] != at][0]} is not in the chain of its digest")
         after = self._links[at]

@@ -24,7 +24,7 @@ class OrderLog:
         chunks = 2 * -(-num_pages // CHUNK) + 2 * most_orders
         self.entries = np.zeros((chunks, CHUNK), np.int32)
         self.stamp = np.full(num_pages + 1, -1, np.int32)
-        self.live = np.zeros(chunks, np.int32)  # by chunk: how many of its entries are still valid
+        self.live = np.zeros(chunks, np.int32)  # for each chunk, how many of its entries are valid
         self.spare = list(range(chunks))
         self.orders: list[LruOrder] = []
 
@@ -55,7 +55,7 @@ class LruOrder(EvictionOrder):
         self._family = log.orders
         self.chunks: list[int] = []  # this order's chunks of the log, oldest first
         self.begin()
-        self._family.append(self)  # last, because `OrderLog.clear` calls `begin` of every order in the family
+        self._family.append(self)  # appended last, because `OrderLog.clear` calls `begin` of each order in `_family`
 
     def begin(self) -> None:
         """Empty the order. One spare chunk of the log is kept for it."""
@@ -232,7 +232,7 @@ class LruOrder(EvictionOrder):
             self._filled = 0
             return
         if chunk == self.chunks[-1]:
-            self._filled = CHUNK  # the newest chunk is now the previous one, which is full
+            self._filled = CHUNK  # the chunk that was the newest chunk until now is full
         self.chunks.remove(chunk)
         self._spare.append(chunk)
 

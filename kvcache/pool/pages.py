@@ -68,14 +68,14 @@ class PagePool:
         moves: the object that moves held pages when a slab needs room. It learns which pages must stay.
     """
 
-    beside = 0  # the number of pages that each request takes for its state, besides its token pages
+    beside = 0  # the number of pages that each request takes for its state, in addition to its token pages
     width = 1.0  # the memory of all cached content, in pages, divided by the number of published pages
 
     def __init__(self, num_pages: int, digest_words: int, order: EvictionOrder | None = None) -> None:
         self.num_pages = num_pages
         self.holders = np.zeros(num_pages + 1, np.int32)
         self.writers = np.zeros(num_pages + 1, np.int16)
-        self._writing = 0  # the sum of `writers`; usually 0, and then no page has to be tested
+        self._writing = 0  # the sum of `writers`; usually 0, so that no single page has to be tested
         self.index = PrefixIndex(num_pages, digest_words)
         self.idle = order or LruOrder(num_pages)
         # A stack whose top is its end. It is filled in descending order, so the first pages handed out are 1, 2, 3 and
@@ -115,7 +115,7 @@ class PagePool:
         else:
             self._fresh_count -= count
             pages = self._fresh[self._fresh_count : self._fresh_count + count].copy()
-            pages.sort()  # takes half the time of `np.sort`
+            pages.sort()  # `sort` takes half the time of `np.sort`
         self.holders[pages.astype(INDEX)] = _ONE
         return pages
 
@@ -175,7 +175,8 @@ class PagePool:
         if np.count_nonzero(holders) or (self._writing and np.count_nonzero(self.writers[at])):
             idle = at[(holders == 0) & (self.writers[at] == 0)]
             self.holders[at] = holders + 1
-        # the usual case, a prompt that no running request shares; `count_nonzero` takes a third of a comparison's time
+        # In the usual case, no running request shares pages of the prompt. `count_nonzero` takes a third of a
+        # comparison's time.
         else:
             idle, self.holders[at] = at, _ONE
         if idle.size:
@@ -200,7 +201,8 @@ class PagePool:
     def release_each(self, pages: Pages) -> None:
         """Do the same as `release`. A page may occur several times, once for each holder to drop."""
         at = pages.astype(INDEX)
-        if not np.count_nonzero(self.holders[at] != _ONE):  # if each page has one holder, no page can occur twice
+        # If each page has one holder, no page can occur twice in `pages`.
+        if not np.count_nonzero(self.holders[at] != _ONE):
             self.release(pages)
             return
         first = np.unique(at, return_index=True)[1]
@@ -326,7 +328,7 @@ class PagePool:
         told = self.journal
         evicted = self._pop_and_tell(count) if told.gone else self.idle.pop(count)
         pages = evicted.copy()
-        pages.sort()  # before the withdrawal, because neighbouring pages share cache lines of the arrays
+        pages.sort()  # sorted before the pages are withdrawn, because neighbouring pages share cache lines
         self.index.withdraw(pages)
         self.evictions += count
         for save in told.going:

@@ -29,17 +29,17 @@ class PagesBelow:
     This base class stores nothing. The class in `kvcache.tiers.host_tier` does.
     """
 
-    keeps = False  # whether stored pages may be restored
-    generation = 0  # changes whenever lower tiers gain or lose pages
-    answers = 0  # changes whenever more is known about the contents of the tiers below the host
+    keeps = False  # whether lower tiers keep pages, so that pages may be restored from them
+    generation = 0  # a number that changes whenever lower tiers gain or lose pages
+    answers = 0  # a number that changes whenever more is known about the contents of the tiers below the host
     brought_at_once = 0  # the most pages that a caller should pass to one call of `bring`
     fetches = False  # whether there are tiers below the host
     asks = False  # whether a remote store must be asked which pages it has
-    # If a state is kept after the end of a prompt, the last pages are stored together, even if they are fewer than an
-    # object usually has. This is the most pages of such an object. Lookups of states go this far beyond the pages that
-    # are found.
+    # If a state is kept after the end of a prompt, the last pages of the prompt are stored in one object, even if they
+    # are fewer than an object usually has. `longest_tail` is the most pages of such an object. A lookup of states goes
+    # this many pages beyond the pages that it finds.
     longest_tail = 0
-    is_bringing = False  # whether `bring` has copies under way
+    is_bringing = False  # whether copies that `bring` has begun are still running
 
     def has(self, digests: Digests, asked: Asked) -> Asked:  # noqa: ARG002 - there is nothing to look in
         """Returns which of the `asked` pages lower tiers are known to have, bool `[tables, pages]`."""

@@ -63,16 +63,16 @@ class SlabPool(PagePool):
         self.num_slabs = num_slabs(num_pages, slab_pages)
         self.taken = np.zeros(self.num_slabs + 1, np.bool_)
         self.cached = CachedSlabs()
-        self.moved = 0  # the number of pages moved so far
+        self.moved = 0  # the number of pages that were moved so far to make room for slabs
         self.clock = 1  # one more than the number of pages released so far
-        # By page: the value of `clock` at the last use of an idle page; 0 for a fresh page.
+        # For each idle page, the value of `clock` at its last use; 0 for a fresh page.
         self._used = np.zeros(num_pages + 1, np.int64)
-        # By page: its last use (`_used`), shifted by the lead of its hint at its release. While the order has no leads,
+        # For each page, its last use (`_used`), plus the lead of its hint at its release. While the order has no leads,
         # this is the same array as `_used`.
         self._turn = self._used
         self._last_evicted = 0  # the last use of the page that was evicted last
-        # By slab: a lower bound for the last use of its most recently used page. Holding a page does not update this
-        # bound, so `_oldest_slab` checks the slab that it finds. `_ages_back` is a reversed view.
+        # For each slab, a lower bound for the last use of its most recently used page. Holding a page does not update
+        # this bound, so `_oldest_slab` checks the slab that it finds. `_ages_back` is a reversed view.
         self._ages = np.zeros(num_pages // slab_pages + 1, np.int64)
         self._ages_back = self._ages[self.num_slabs : 0 : -1]
         # The fresh pages are a section of this stack. The section moves up when slabs are taken from its lower end, and
@@ -80,7 +80,7 @@ class SlabPool(PagePool):
         # taken slabs.
         self._stack: Pages = np.concatenate((self._fresh, np.zeros(slab_pages, np.int32)))
         self._bottom = 0
-        self._place = np.arange(num_pages, -1, -1)  # the place of each fresh page in `_stack`
+        self._place = np.arange(num_pages, -1, -1)  # the index of each fresh page in `_stack`
         self._fresh: Pages = self._stack
         self.follow(self.idle)
 
@@ -302,7 +302,7 @@ class SlabPool(PagePool):
         self.holders[pages[self.holders[pages] == 0]] = 1
         self.taken[slab] = True
         if held.size:
-            # before the move, because pending copies name these pages by their current ids
+            # Pending copies are finished before the move, because they name these pages by their current ids.
             for save in self.journal.going:
                 save(held)
             targets = self.allocate(len(held))
@@ -357,7 +357,7 @@ class SlabStates(PagePool, CachedSlabs):
         super().__init__(slabs.num_slabs, slabs.index.digest_words)
         self._slabs = slabs
         self._fresh_count, self.holders[1:] = 0, 1
-        # By state: the time of its last use, by the clock of `slabs`.
+        # For each state, the time of its last use, by the clock of `slabs`.
         self._used = np.zeros(slabs.num_slabs + 1, np.int64)
         slabs.cached = self
 

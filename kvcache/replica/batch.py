@@ -24,7 +24,7 @@ class Share(NamedTuple):
     """The requests of a batch that are in one replica: their indices in the batch, and their rows."""
 
     replica: int
-    at: Rows  # a slice if the indices are consecutive, because reading arrays by a slice makes no copy
+    at: Rows  # the indices of the requests in the batch; a slice if they are consecutive, because slices make no copies
     rows: Rows
 
 
@@ -32,9 +32,9 @@ class BatchState(NamedTuple):
     """The requests of one replica in a batch: int64 arrays `[batch]`, and maxima over them."""
 
     rows: Rows
-    starts: Ints  # the number of cached tokens
-    actives: Ints  # the end of the tokens that run next
-    ends: Ints  # the number of known tokens
+    starts: Ints  # for each request, the number of cached tokens
+    actives: Ints  # for each request, the end of the tokens that run next
+    ends: Ints  # for each request, the number of known tokens
     longest_run: int  # the largest number of tokens that one request runs next
     longest_context: int  # the largest of `actives`
     longest: int  # the largest of `ends`
@@ -57,7 +57,7 @@ class Gathered:
         self, contexts: Sequence[Context], replicas: Ints, rows: Ints, places: Ints, *, starts_only: bool = False
     ) -> None:
         self.contexts: Sequence[Context] = contexts
-        self.replicas = replicas  # the replica of each request
+        self.replicas = replicas  # the index of each request's replica
         self.rows = rows  # the row of each request in that replica
         # the place of each request in arrays over the rows of all replicas (`AllRows`)
         self.places: Rows = as_run(places)
@@ -69,7 +69,7 @@ class Gathered:
         """Read the indices of every context. With `starts_only`, `actives` and `ends` are not read."""
         contexts, count = self.contexts, len(self.contexts)
         self.starts: Ints = np.fromiter([context.start_idx for context in contexts], np.int64, count)
-        self.computed: Ints = self.starts  # wrong while steps are in flight, until `read_computed` corrects it
+        self.computed: Ints = self.starts  # while steps are in flight, this is wrong until `read_computed` corrects it
         # A lower bound of the number of tokens by which every request can grow within its pages. Each update subtracts
         # one.
         self.slack = UNKNOWN
@@ -182,9 +182,9 @@ class Batch(Gathered, Sequence[Context]):
         self, contexts: Sequence[Context], replicas: Ints, rows: Ints, places: Ints, page_size: int, owner: object
     ) -> None:
         self._page_size, self._page_sizes = page_size, np.array(page_size)
-        self.owner = owner  # the object that owns the rows
-        # One row for each step, with one token for each context. The first `page_size` rows have the last known tokens
-        # of each context. Each update adds a row.
+        self.owner = owner  # the object that owns the rows (`Claims`)
+        # There is one row for each step, with one token for each context. The first `page_size` rows have the last
+        # known tokens of each context. Each update adds a row.
         self._log = np.zeros((page_size + _STEPS_KEPT, len(contexts)), np.int32)
         self._hashers: dict[int, PrefixHasher] = {}  # by place
         self.checked_at = -1  # the manager's count of releases when the batch's claims were last checked
@@ -216,7 +216,8 @@ class Batch(Gathered, Sequence[Context]):
         return iter(self.contexts)
 
     def gather(self, *, starts_only: bool = False) -> None:
-        # cleared only after all contexts follow this batch: if an interrupt comes before that, they are read again
+        # `_stale` is cleared after all contexts follow this batch. After an interrupt before that, all contexts are
+        # read again.
         self._stale = True
         super().gather(starts_only=starts_only)
         self._begin_log()
@@ -224,7 +225,7 @@ class Batch(Gathered, Sequence[Context]):
         # The results of `turning`. The key is the position of the first request's newest token within its page. The
         # value has the shares of the requests whose newest token then begins a page.
         self._turning: dict[int, list[Share]] = {}
-        # By replica: the number of tokens of the longest request of the batch, minus that of the longest request in the
+        # For each replica, how many more tokens the longest request of the batch has than the longest request on this
         # replica.
         self._behind: dict[int, int] = {}
         self._updated = False
@@ -282,7 +283,7 @@ class Batch(Gathered, Sequence[Context]):
         starts = self.starts[at]
         if not self._updated or not len(starts):
             return super().part(share)
-        # each request runs one token, so the maxima are known without a search
+        # Each request runs one token, so the maxima are known without a search.
         ends, behind = self.ends[at], self._behind.get(share.replica)
         if behind is None:
             behind = self._behind[share.replica] = self._longest - int(ends.max())
@@ -367,8 +368,8 @@ class Batch(Gathered, Sequence[Context]):
             return
         self._log[self._count - 1] = array
         self._stale = True
-        # All tokens in the log are known now. A context that still ends with the future token gets the real one when it
-        # is read.
+        # All tokens in the log are known now. A context that still ends with the future token gets the real token when
+        # it is read.
         self._future_row = -1
         self._futures = 0
         self.computed = self.starts
@@ -436,7 +437,8 @@ class Batch(Gathered, Sequence[Context]):
         """Begin a new log of tokens. All contexts have all tokens of the old log."""
         # Set before `_began`: if a context is read between the two assignments, it must find that it lacks no token.
         self._count = self._page_size
-        self._had_futures = False  # whether a future token was in this log, so that contexts may have copied it
+        # whether this log has had a future token, so that contexts may have copied a future token
+        self._had_futures = False
         # how many tokens each context knew when this log began, and the row of the log for the next token
         self._began: tuple[list[int], int] = (self.ends.tolist(), self._page_size)
 

@@ -30,7 +30,7 @@ class BlockTable(msgspec.Struct, frozen=True, tag="block_table/1", omit_defaults
     """
 
     request_id: str  # the request's id at the manager that made the table
-    replica_idx: int  # the replica that holds the pages, at the manager that made the table
+    replica_idx: int  # the index of the replica that holds the pages, at the manager that made the table
     num_tokens: int  # the number of tokens whose KV the pages hold; the last page may be partly filled
     page_size: int  # tokens of a page
     # The page ids of each group of layers in logical order, up to the page of the last token. A group with a window may
@@ -42,8 +42,8 @@ class BlockTable(msgspec.Struct, frozen=True, tag="block_table/1", omit_defaults
     digests: bytes = b""  # the digests of all full pages, one after another; empty if prefix caching is off
     # The kind of each group (`LayerTables.kinds_named`), except a first group of full attention.
     kinds: tuple[str, ...] = ()
-    # the number of the logical page of the first id and of the first digest; the importing manager already has all
-    # pages before it
+    # the index in the prompt of the page of the first id and of the first digest; the importing manager already has all
+    # earlier pages
     first_page: int = 0
     # One seal for each lease of the request; empty without a lease. The manager that grants a lease makes its seal
     # (`manager.lease`). A reader compares the seal with the one that it expects (`transfer.pull.seals`), and so sees
@@ -69,15 +69,16 @@ class PageDigests(NamedTuple):
     page_size: int  # tokens
     hash_algorithm: str
     digests: bytes  # the digests one after another, from `first_page` on
-    first_page: int = 0  # the logical page of the first digest; each digest also covers all earlier pages
+    # the index in the prompt of the page of the first digest; each digest also covers all earlier pages
+    first_page: int = 0
 
 
 class PageCopy(NamedTuple):
     """The pages of one group of layers that hold the tokens in the range `tokens`, to copy from another manager."""
 
-    # int32, ids of pages of this manager, which have its page size; the copy may need only the first of them
+    # int32, page ids of this manager, in its own page size; the copy may need only the first of these pages
     dst_pages: ArrayLike
-    src_pages: ArrayLike  # int32, ids of pages of the other manager, which have the other manager's page size
+    src_pages: ArrayLike  # int32, page ids of the other manager, in the other manager's page size
     # the first token to copy, and the end of the range; the first page may also hold earlier tokens, which must not be
     # overwritten
     tokens: tuple[int, int]
@@ -87,14 +88,14 @@ class PageCopy(NamedTuple):
 class ImportPart:
     """The part of a `PendingImport` for one block table of a request, or for its recurrent state."""
 
-    first: int  # the first token to copy; this manager already has all earlier tokens that this table needs
+    first: int  # the first token to copy; this manager already has the earlier tokens that this block table needs
     # The ids of this manager's pages, beginning with the page of token `first`. The transfer owns these pages until the
     # import is closed.
     dst_pages: Pages
-    # True for layers with a window: they are copied only at the end, because the source may free these pages while the
-    # prompt runs
+    # True for layers with a window. Their pages are copied only at the end, because the source may free them while the
+    # prompt runs.
     at_end: bool = False
-    # True for a recurrent state: `dst_pages` is then a single page of the pool of states, for the whole request
+    # True for a recurrent state. `dst_pages` is then one page of the pool of states, for the whole request.
     is_state: bool = False
     # The ids of the other manager's pages. Like `dst_pages`, they begin with the page of token `first`.
     src_pages: Pages = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -161,16 +162,17 @@ class PendingImport:
     owner: object  # the `Replica` of the manager that made this import
     page_size: int  # the number of tokens in a page of this manager
     src_page_size: int  # the number of tokens in a page of the other manager
-    replica_idx: int  # the replica of this manager
-    src_replica_idx: int  # the replica that holds the pages at the other manager
-    parts: list[ImportPart]  # one for each block table, then one for the recurrent state
-    num_tokens: int = 0  # how many tokens the table covers; extending the import raises this
+    replica_idx: int  # the index of the replica, at this manager, that gets the pages
+    src_replica_idx: int  # the index of the replica, at the other manager, that holds the pages
+    parts: list[ImportPart]  # the parts of the import: one for each block table, then one for a recurrent state
+    num_tokens: int = 0  # how many tokens the other manager's table covers; extending the import raises this number
     # The hasher of the request's tokens, in the table's page size and algorithm; None if the table has no digests.
     hasher: PrefixHasher | None = None
     closed: bool = False  # committed or cancelled
     on_free: Callable[[], None] = _nothing  # called after the import was cancelled and its pages were freed
-    told: list[BlockTable] = field(default_factory=list[BlockTable])  # tables whose pages no copier has taken yet
-    others: tuple[BlockTable, ...] = ()  # tables of further managers that hold some of the same tokens
+    # the tables of the other manager whose pages no copier has taken yet
+    told: list[BlockTable] = field(default_factory=list[BlockTable])
+    others: tuple[BlockTable, ...] = ()  # the block tables of other managers that hold some of the same tokens
     # A copy of the prompt's tokens up to the end of the imported pages, for an import that no request waits for
     # (`PageContents.import_pages`). It is needed because the context may drop tokens and get others while pages are
     # copied.

@@ -181,7 +181,7 @@ def _bring(replica: Replica, digests: NDArray[np.uint64], first: int) -> bool:
     if not tier.keeps or not len(digests):
         return False
     if tier.is_bringing:
-        return True  # only one load at a time, because each copy takes time from this manager's own requests
+        return True  # there is only one load at a time, because each copy takes time from this manager's own requests
     before = tier.generation
     digests = np.concatenate((np.zeros((first, digests.shape[1]), np.uint64), digests))
     coming = replica.fetch_prefix(digests, first, wait=False)

@@ -167,8 +167,8 @@ class TextContext:
     @cache_salt.setter
     def cache_salt(self, salt: str | None) -> None:
         self.named = (checked_salt(self.request_id, salt), self.named[1])
-        # a batch keeps the hashers of its requests; leaving the batch makes it read this context, and its new hasher,
-        # again
+        # A batch keeps the hashers of its requests. Leaving the batch makes it read this context, and its new hasher,
+        # again.
         self.leave()
 
     @property
@@ -335,7 +335,7 @@ class TextContext:
         if end < self._end and self._in_flight and self._buffer[self._end - 1] == FUTURE_TOKEN:
             self._refuse_future(f"set_token_indices with end_idx {end} of {self._end}")
         if end < self._end and self.prefix_hasher is not None and self.prefix_hasher.num_tokens > end:
-            self.prefix_hasher = None  # the hasher has digests of pages with dropped tokens
+            self.prefix_hasher = None  # the old hasher has digests of pages with dropped tokens
         self._start, self._active, self._end = start, active, end
 
     def reset(self) -> None:
@@ -347,8 +347,8 @@ class TextContext:
         self._start, self._active = 0, self._end
 
     def __getstate__(self) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-        # called first, because reading `tokens` catches up with a batch; the copied context does not belong to that
-        # batch
+        # Read first, because reading `tokens` catches up with a batch. The copied context does not belong to that
+        # batch.
         tokens = self.tokens.copy()
         if self._in_flight:
             self._refuse_future("a copy")
@@ -376,7 +376,8 @@ class TextContext:
         """
         self.leave()
         self._place, self._leader = place, leader
-        self._follows = True  # set last, because `leader` needs the place as soon as it advances this context
+        # `_follows` is set last, because `leader` needs `_place` as soon as it advances this context
+        self._follows = True
 
     def catch_up(self, leader: "Leader", place: int) -> None:
         """Apply the updates of `leader` that this context lacks, if the context follows `leader`."""

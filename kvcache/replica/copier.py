@@ -25,7 +25,7 @@ class ImportProof:
     """
 
     request_id: str  # the request whose import was copied
-    num_tokens: int  # the number of tokens, counted from the first token of the prompt, up to which the copy goes
+    num_tokens: int  # how many tokens of the prompt, counted from its first token, are in the copy
 
 
 class ImportCopier:
@@ -128,8 +128,8 @@ class ImportBook:
         self.of_row: dict[int, PendingImport] = {}  # by row: the pending import of its request
         # the copier of each import for which `make_copier` was called
         self.copiers: dict[PendingImport, ImportCopier] = {}
-        # By row whose import was cancelled: how many tokens of its request the metrics had counted at that time. If the
-        # number is still the same, no model has run in the row's pages.
+        # For each row whose import was cancelled, how many tokens of its request the metrics had counted at that time.
+        # If the number is still the same, no model has run in the row's pages.
         self._given_up: dict[int, int] = {}
         self._pool = pool
         self._rows = rows

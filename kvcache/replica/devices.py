@@ -26,9 +26,10 @@ class PageMemory:
     ) -> None:
         self.layouts, self.devices, self.stream = layouts, devices, stream
         pages = num_pages + 1  # the null page, 0, is not part of the budget
-        # one tensor per shard: `[pages + 1, sides, layers, page_size, heads, head_dim]`
+        # The memory of each shard is one tensor: `[pages + 1, sides, layers, page_size, heads, head_dim]`.
         self.blocks = [allocate_blocks(layout, pages, device) for layout, device in zip(layouts, devices, strict=True)]
-        self.rows = [page_rows(blocks) for blocks in self.blocks]  # whole pages, including their scales
+        # the memory of each shard with one row for each whole page, including its scales
+        self.rows = [page_rows(blocks) for blocks in self.blocks]
 
     def settle(self) -> None:
         """Wait until the devices have finished all work."""
@@ -74,7 +75,7 @@ class PlacedReplica:
             mirrors = {device: DeviceTables(replica.rows.tensor, device) for device in gpus}
         of_host = HostTables(replica.rows.tensor)
         self._tables: list[Tables] = [mirrors.get(device, of_host) for device in memory.devices]
-        # by number of the set of step tables: the tables of each shard
+        # for each number of a set of step tables, the tables of each shard
         self._of_steps: dict[int, list[StepTables]] = {}
         self._mirrored = [*mirrors.values()]
         # True on the CPU: there is no stream on which work is launched, and no block table to upload

@@ -98,7 +98,7 @@ class PrefixHasher:
         # The bytes begin with -1, which is never a token. Then come the position and the length of the key, so that it
         # is clear where the key ends.
         self.keys_left = self._keys_to_come() if self.extra_keys else []
-        self.known = _known(running, b"")  # the digests, one after another
+        self.known = _known(running, b"")  # the digests of all hashed pages, one after another
         # The running hash after all pages in `known`. It is None while pages are being hashed, and stays None after an
         # interrupt.
         self.running: Any = running
@@ -167,7 +167,7 @@ class PrefixHasher:
                 running.extend(part, size * _TOKEN.itemsize)
             return
         digest = running.digest
-        # each page takes only two Python calls, because a prompt may have thousands of pages
+        # Each page takes only two Python calls, because a prompt may have thousands of pages.
         self.known += b"".join([digest() for _ in map(running.update, page_rows(tokens, size))])
 
 
@@ -250,7 +250,7 @@ def _next_in_c(
     if not any(map(_KEYS_LEFT, hashers)):
         try:
             digests = _Chain.extend_each(list(map(_RUNNING, hashers)), list(firsts), pages)
-        except TypeError:  # after an interrupt, the `running` of a hasher is None
+        except TypeError:  # raised if the `running` of a hasher is None after an interrupt
             digests = None
         if digests is not None:
             return np.frombuffer(digests, np.uint64).reshape(len(hashers), -1)

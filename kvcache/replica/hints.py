@@ -48,7 +48,7 @@ class ReplicaHints(PageReader):
         params: KVCacheParams,
         states: Sequence[StatePages],
     ) -> None:
-        # by row: how many pages of its request were already published when the request asked for them
+        # For each row, how many pages of its request were already published when the request asked for them.
         self._found = [0] * len(rows.request_ids)
         self._pool = pool
         self._rows = rows
@@ -57,14 +57,14 @@ class ReplicaHints(PageReader):
         # Returns the salt of a row's pages, even if the request's context has another salt by now.
         self._salt_of = salt_of
         caching = params.enable_prefix_caching
-        # If the caller has an eviction order of its own, that order receives the hints, and decides how far to follow
-        # them.
+        # Whether the caller has supplied an eviction order. This order then receives the hints, and decides how far to
+        # follow them.
         self._has_own = params.eviction_order is not None
         self._most_hinted = params.max_hint_share if caching and not self._has_own else 0.0
         self._tables = tables
         self._of_states = [StateHints(pages, rows, salt_of, pool.beside) for pages in states]
-        # By row: how many pages of its prompt the baseline with plain LRU found, how many the baseline with hints
-        # found, and how many were looked up.
+        # For each row, how many pages of its prompt the baseline with plain LRU has found, how many the baseline with
+        # hints has found, and how many were looked up.
         self._expected: dict[int, tuple[int, int, int]] = {}
         # The simulated caches: plain LRU, and one that follows hints for the largest share of pages that is allowed.
         # They exist from the first hint on.
@@ -348,8 +348,8 @@ class StateHints:
         said, owned = _said_of(hints, columns, columns_before), self._owned(salt, copies)
         if not np.count_nonzero(touched := said | owned):
             return
-        # In reverse order, because `release` makes its last item the first one to be evicted, and this must be the
-        # oldest state.
+        # The pages are in reverse order, because `release` makes its last page the first one to be evicted, and this
+        # must be the oldest state.
         at = np.flatnonzero(touched)[::-1]
         self._pool.hold(copies[at])
         order.own(copies[owned], salt)

@@ -93,8 +93,7 @@ def check_table(
     """
     name = f"request {context.request_id!r}: the block table"
     of_kind(name, table, BlockTable, "a BlockTable", BlockTableMismatchError)
-    # a table that came from a peer was decoded with the right types, but a table made in this process may have any
-    # types
+    # A table from a peer was decoded with the right types. A table that was made in this process may have any types.
     try:
         if not _has_types(table):
             table = msgspec.convert(msgspec.to_builtins(table), BlockTable)
@@ -200,8 +199,7 @@ def _check_digests(
     Without this check, pages of another prompt or salt could be published here under this prompt's digests.
     """
     if not table.hash_algorithm:
-        # the source has no prefix caching, so none of its requests share pages, and the pages cannot hold another
-        # prompt
+        # The source has no prefix caching. So its requests share no pages, and the pages cannot hold another prompt.
         return None
     algorithm: HashAlgorithm | None = next((known for known in usable_hashes() if known == table.hash_algorithm), None)
     if algorithm is None:

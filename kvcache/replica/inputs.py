@@ -83,7 +83,7 @@ class StepTables:
         self._source = source
         self._table = torch.zeros(tensor.shape, dtype=torch.int32, device=device)
         self._lengths = torch.zeros(tensor.shape[-2], dtype=torch.int32, device=device)
-        self._used = 0, 0  # the rows and columns that the previous step used
+        self._used = 0, 0  # how many rows and columns of the tables the previous step used
 
     def lookup(self, rows: Rows, columns: int) -> torch.Tensor:
         found, (had_rows, had_columns) = self._source.lookup(rows, columns), self._used

@@ -63,7 +63,7 @@ class ReplicaPageMoves(PageMoves):
         claimed = np.array([-1, *rows.row_of.values()], np.int64)
         of_rows = self._pages_of_rows()
         ends = np.cumsum([*map(len, of_rows)])
-        # one test for the pages of all rows takes half the time of a test for each row
+        # One test for the pages of all rows takes half the time of one test for each row.
         found = np.flatnonzero(moves[np.concatenate(of_rows)])
         moved: list[int] = claimed[np.unique(np.searchsorted(ends, found, "right"))].tolist()
         for row in moved:

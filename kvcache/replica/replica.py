@@ -87,7 +87,7 @@ class Replica:
         # The lookup that `find` begins with. With recurrent states it returns all published pages that the request
         # could use, and `find` shortens the result to a page after which a state is cached.
         self._run = self.tables.run if states else self.tables.find
-        self.log: AnyLog = NoLog()  # records what happens to pages, for KV events
+        self.log: AnyLog = NoLog()  # the log in which pages are described for KV events
 
     @property
     def metrics(self) -> KVCacheMetrics:
@@ -155,7 +155,7 @@ class Replica:
         if length > self._always_fits:
             self.refuse_long(context, length, start)
         if have and decodes:
-            # the row's pages are full, and it needs one more
+            # The row's pages are full, and it needs one more page.
             if -(-length // size) == have + 1 and self.tables.is_plain:
                 # This also catches a pending import, because a row's capacity is -1 while its import is pending.
                 if start > rows.capacity.item(row):
@@ -167,7 +167,7 @@ class Replica:
                 rows.grow(row, have + 1)
                 return 1
             if length <= rows.capacity.item(row):
-                # the row's last page has room; the context need not be checked, because `fetch` and `step` do that
+                # The row's last page has room. The context need not be checked, because `fetch` and `step` do that.
                 return 0
         self.refuse_reservation(row, context, "maybe_reserve")
         if have:
@@ -249,7 +249,7 @@ class Replica:
         hasher, index = hasher or self.hasher(row, context), self.pool.index
         kept = hasher.matches.get(index)
         if kept is not None and kept[:3] == (index.generation, first, last):
-            # a waiting request is looked up often; here the index has not changed since the last lookup
+            # A waiting request is looked up often. Here, the index has not changed since the last lookup.
             found = kept[3]
         else:
             found = self._run(first, hasher.digests(tokens, first, last))
@@ -305,8 +305,8 @@ class Replica:
         wanted = tables.from_below(digests, tier.has, self.ends(digests, anywhere=True), first)
         there = tables.from_below(digests, tier.host_has, self.ends(digests), first)
         if wanted.pages > there.pages:
-            # A request that does not wait resumes with the pages that are on the host now. Room for other pages must
-            # not be made by evicting these.
+            # A request that does not wait resumes with pages that are on the host now. These pages must not be evicted
+            # to make room for other pages.
             tier.touch(there.digests)
             for states in self.states:
                 coming |= states.to_host(digests[: wanted.pages], there.pages, wait=wait)
@@ -410,7 +410,7 @@ class Replica:
     def publish(self, rows: Rows, computed: Ints, full: Filled | None) -> None:
         """Publish full pages of computed tokens. Content that is already published is shared instead."""
         state = self.rows
-        # the number of computed tokens at the time when the block tables of leased rows were last exported
+        # `told` has the number of computed tokens of each row at the time when its block table was last exported.
         told = state.cached.copy() if self.leases.of_row else None
         self.counter.computed(rows, computed)
         if full is None:
@@ -424,7 +424,7 @@ class Replica:
             columns = np.arange(len(flat_rows)) + np.repeat(firsts - np.cumsum(counts) + counts, counts)
         if len(filled) == 1 or len(set(digests[:, 0].tolist())) == len(digests):
             self._publish(flat_rows, columns, digests, told)
-        # two rows may have new pages with the same content in one step; the second row then shares the first row's page
+        # In one step, two rows may fill pages with the same content. The second row then shares the first row's page.
         else:
             for row in filled:
                 mine = flat_rows == row
@@ -542,7 +542,8 @@ class Replica:
             states.mend(self.imports.written_states, self.leases.holders(states.pages.pool))
         self.pool.mend(*self.counted())
         self.hints.mend()
-        return ended if self.states else []  # if an import is over, the state in its request's page may be half written
+        # the state in the page of a request whose import has ended may be half written
+        return ended if self.states else []
 
     def counted(self) -> tuple[Ints, Ints]:
         """Returns two counts for each page, int64 `[num_pages + 1]`: its holders, and its writers.
@@ -588,7 +589,7 @@ class Replica:
     def refuse_reservation(self, row: int, context: SafeContext, call: str) -> None:
         """Raise if the request's import is not over, or if the request must not run from the context's start."""
         self.refuse_pending(row, call)
-        if self.rows.num_pages.item(row):  # a row without pages has no leases and no computed tokens
+        if self.rows.num_pages.item(row):  # a row without pages has no lease and no computed tokens
             if row in self.leases.of_row:
                 self.leases.refuse_rewrite(np.array([row]), np.array([context.start_idx]))
             self.refuse_ahead(row, context.start_idx)
@@ -636,7 +637,7 @@ class Replica:
     def refuse_short(self, rows: Rows, lengths: Ints, call: str) -> None:
         """Raise `NotReservedError` unless each of `rows` has pages for its first `lengths` tokens."""
         room = self.rows.capacity[rows]
-        if not np.count_nonzero(lengths > room):  # for few rows this takes a fourth of the time of `any`
+        if not np.count_nonzero(lengths > room):  # for few rows, `count_nonzero` takes a fourth of the time of `any`
             return
         at = int(np.flatnonzero(lengths > room)[0])
         row = int(as_rows(rows)[at])

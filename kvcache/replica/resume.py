@@ -55,12 +55,13 @@ class FromBelow(NamedTuple):
     """A prefix after which a request could resume if it got some pages from a lower tier, and these pages."""
 
     pages: int  # the number of columns of the prefix
-    reach: int  # how many columns all tables of full attention have, even if pages of windows are missing
+    # the number of columns for which all tables of full attention have pages, even if pages of windows are missing
+    reach: int
     every: Digests  # the digest of each page in each table, `[tables, pages, words]`
-    lacking: Asked  # marks the needed pages that only the tier has, `[tables, pages]`
-    # by group of tables: the needed pages, with `NO_PAGE` in place of a page that only the tier has
+    lacking: Asked  # a mask of the needed pages that only the lower tier has, `[tables, pages]`
+    # for each group of tables, the needed pages, with `NO_PAGE` in place of a page that only the lower tier has
     found: tuple[Pages, ...]
-    here: Pages  # the needed pages that the device has, by column
+    here: Pages  # the needed pages that the device has, ordered by column
 
     @property
     def digests(self) -> Digests:

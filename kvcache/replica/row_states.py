@@ -165,7 +165,7 @@ class RowStates:
         pool, end = self._pool, wanted.pages
         if not end or pool.free_count // 2 - pool.would_be_taken(wanted.here) < pool.beside:
             return False
-        # hold the pages, because making room for the state must not evict the pages that are needed with it
+        # The pages are held, because making room for the state must not evict pages that are needed with the state.
         pool.hold(wanted.here)
         coming = self.pages.bring_copy(digests[end - 1 : end], end * self._rows.page_size)
         pool.release(wanted.here)
@@ -211,7 +211,7 @@ class RowStates:
             return
         ended, tokens = rows_at(stepped, at), computed[at]
         pages = rows.entries[rows.places(ended, tokens // rows.size - 1)[0]]
-        # Rows with the null page are left out: their window has moved on, although nothing was computed.
+        # Rows with the null page at this column are left out: their window has moved on, although nothing was computed.
         if len(there := pages.nonzero()[0]) < len(pages):
             ended, tokens, pages = ended[there], tokens[there], pages[there]
         of_rows: list[int] = ended.tolist()
@@ -298,7 +298,7 @@ class RowStates:
     def commit_import(self, row: int, tokens: int) -> None:
         """Record that the row's state has arrived, and covers `tokens` tokens."""
         self.pages.commit_import(self._name(row), tokens)
-        # the request may have been made only for this import, so its state is cached now
+        # The request may have been made only for this import, so its state is cached now.
         self._keep(np.array([row]), np.array([tokens]))
 
     # ---- after an interrupt
@@ -306,9 +306,9 @@ class RowStates:
     def mend(self, written: Sequence[int], leased: NDArray[np.int64]) -> None:
         """Rebuild the holders of the state pages. See `StatePages.mend`."""
         below = self.pages.below
-        below.mend(())  # running copies hold pages, so end them before the holders are rebuilt
+        below.mend(())  # ends the running copies, whose pages have holders, before the holders are rebuilt
         self.pages.mend(self._rows.row_of, written, leased)
-        below.mend(())  # waiting copies are looked up in the repaired pages
+        below.mend(())  # looks up the pages of waiting copies in the repaired pool
 
     def goes_on(self, row: int, start: int) -> bool:
         """Whether the row's state covers exactly `start` tokens. False if drafted tokens ran and no `step` followed."""

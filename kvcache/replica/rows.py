@@ -39,14 +39,14 @@ class AllRows:
     """
 
     def __init__(self, replicas: int, rows: int, page_size: int) -> None:
-        # The number of tokens for which a row has pages. It is -1 while an import is pending, because the row's pages
-        # must not be used then. numpy code writes this array. Calls for a single request read it as a Python array,
-        # which is faster. The last entry, at place -1, belongs to no row.
+        # For each place, the number of tokens for which its row has pages. It is -1 while an import is pending, because
+        # the row's pages must not be used then. numpy code writes this array. Calls for a single request read it as a
+        # Python array, which is faster. The last entry, at place -1, belongs to no row.
         self.capacity_of = array("q", bytes(8 * (replicas * rows + 1)))
         self.capacity: Ints = np.frombuffer(self.capacity_of, np.int64)[:-1]
-        # by row: the number of tokens whose KV was cached at the last `step`
+        # for each row, the number of tokens whose KV was cached at the last `step`
         self.cached: Ints = np.zeros(replicas * rows, np.int64)
-        # by row: the number of computed tokens at which the next page is full
+        # for each row, the number of computed tokens at which its next page is full
         self.commit_at: Ints = np.full(replicas * rows, page_size, np.int64)
 
     def slack(self, places: Rows, ends: Ints) -> int:
@@ -80,10 +80,11 @@ class BlockRows:
         self.page_size = page_size
         self.max_seq_len = max_seq_len
         self.groups = groups
-        # whether there is a single table, which keeps the pages of all tokens
+        # whether there is only one table, which keeps the pages of all tokens
         self._is_plain = groups[0].group.keeps_all and groups[-1].tables.stop == 1
         shape = (groups[-1].tables.stop, rows, -(-max_seq_len // page_size))
-        # page ids in logical order: `[rows, columns]`, or with several tables `[tables, rows, columns]`
+        # The page ids of each row in logical order: `[rows, columns]`, or with several tables `[tables, rows,
+        # columns]`.
         self.tensor = torch.zeros(shape if shape[0] > 1 else shape[1:], dtype=torch.int32, pin_memory=pinned)
         self.table: Pages = self.tensor.numpy().reshape(shape)  # a view of `tensor`
         self._first_table: Pages = self.table[0]
@@ -93,21 +94,24 @@ class BlockRows:
         # Arrays, because numpy takes twice as long with a Python int.
         self._begins = np.arange(shape[0])[:, None] * (shape[1] * shape[2])  # where each table begins in `entries`
         self.width, self.size = np.array(shape[2]), np.array(page_size)
-        # By number of pages: how many tokens they hold, and the number of computed tokens at which one more page is
-        # full. Looking these up takes a fifth of the time of computing them.
+        # For each number of pages, how many tokens they hold, and the number of computed tokens at which one more page
+        # is full. Reading the tables takes a fifth of the time of computing the numbers.
         full = np.arange(shape[2] + 2) * page_size
         self._room, self._next_full = np.minimum(full, max_seq_len), full[1:]
-        # by group and row: the first column with a page, and the column after the last page
+        # for each group and row, the first column with a page, and the column after the last page
         self._bounds = np.zeros((2, len(groups), rows), np.int64)
         self.firsts, self.ends = self._bounds
-        self.num_pages: Ints = self.ends[0]  # the ends of the first group, which no other group exceeds
+        # for each row, the column after the last page of the first group, which no other group exceeds
+        self.num_pages: Ints = self.ends[0]
         self.shortest: Ints = self.ends[-1]
-        self.changed = np.zeros(rows, np.bool_)  # rows that have changed since they were last uploaded to devices
-        self.committed = np.zeros(rows, np.int64)  # by row: the number of published pages, counted from the first page
-        # by row: how many tokens the request had at its first reservation; -1 before that
+        # a mask of the rows that have changed since they were last uploaded to devices
+        self.changed = np.zeros(rows, np.bool_)
+        # for each row, the number of published pages, counted from the first page
+        self.committed = np.zeros(rows, np.int64)
+        # for each row, how many tokens the request had at its first reservation; -1 before that
         self.prompt = np.full(rows, -1, np.int64)
-        self.counted = np.zeros(rows, np.int64)  # by row: how many of its tokens the metrics have counted
-        # views of the arrays of all replicas
+        self.counted = np.zeros(rows, np.int64)  # for each row, how many of its tokens the metrics have counted
+        # the rows of this replica, as views of the arrays of all replicas
         self.capacity, self.cached, self.commit_at = every.capacity[own], every.cached[own], every.commit_at[own]
         self.request_ids: list[RequestID | None] = [None] * rows
         self.row_of: dict[RequestID, int] = {}

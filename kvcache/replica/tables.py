@@ -61,7 +61,7 @@ class RowTables:
         self.in_chunks = not all(group.keeps_all for group, _ in self.groups)
         self._pool, self._rows, self._leases, self._caching = pool, rows, leases, caching
         self._page_size = rows.page_size
-        # By table: the value that is mixed into a digest, `[tables, 1, words]`.
+        # For each table, the value that is mixed into a digest, `[tables, 1, words]`.
         self._mixed = np.zeros((self.count, 1, pool.index.digest_words), np.uint64)
         self._mixed[:, 0, 0] = [number * _MIX % (1 << 64) for number in range(self.count)]
         self._no_pages = tuple(np.zeros((group.num_tables, 0), np.int32) for group in self.groups)
@@ -336,7 +336,7 @@ class RowTables:
         own = state.entries[where]
         at = own.astype(INDEX)
         self._numbers[at] = self._own_numbers
-        # pages that are already published came from a lookup
+        # Pages that are published already came from a lookup.
         new = ((own != NO_PAGE) & ~index.published[at]).ravel().nonzero()[0]
         where, own = where.ravel()[new], own.ravel()[new]
         names = _taken(self.every(digests), new)
@@ -473,7 +473,7 @@ class RowTables:
         state, published = self._rows, self._rows.committed[rows]
         of_row, width = self._leases.of_row, state.width
         leased = [at for at, row in enumerate(rows.tolist()) if row in of_row] if of_row else []
-        found: list[tuple[Ints, Pages]] = []  # the position of each page in the order of freeing, and the page
+        found: list[tuple[Ints, Pages]] = []  # each page, and its position in the order of freeing
         for firsts, (group, tables) in zip(state.firsts, self.groups, strict=True):
             if group.keeps_all:
                 continue
@@ -488,7 +488,7 @@ class RowTables:
             if not at.size:
                 continue
             columns = before[at]
-            # in nearly all steps, each of these rows frees exactly one page, and this part is skipped
+            # In nearly all steps, each of these rows frees exactly one page, and this block is skipped.
             if np.count_nonzero(counts[at] != ONE):
                 at = np.repeat(np.arange(len(rows)), counts)
                 columns = np.arange(len(at)) + np.repeat(before - np.cumsum(counts) + counts, counts)
@@ -617,7 +617,7 @@ class OneTable(RowTables):
         cached, active = start if count else 0, indices[1]
         if start >= active:
             active = chunk_end(indices, start)
-        # an upper bound: a found page that another request holds takes no free page
+        # an upper bound, because a found page that another request holds takes no free page
         ends, cost = (max(needed, have),), new + count
         return Reservation(
             found.pages, (end,), _FIRST, ends, leaving, new, end, cost, start, active, cached, found.reached

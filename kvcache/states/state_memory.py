@@ -222,7 +222,7 @@ class StateViews:
         for kind in kinds:
             seen = 0
             for layout, view in self.each[kind]:
-                if _end(layout) > seen:  # with more shards than groups, several shards hold the same group
+                if _end(layout) > seen:  # if there are more shards than groups, several shards hold the same group
                     found.append(view[pages, layer])
                     seen = _end(layout)
         return found[0] if len(found) == 1 else torch.cat(found, dim=1)

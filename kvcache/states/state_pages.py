@@ -30,7 +30,7 @@ from kvcache.under_way import UnderWay
 Counts = NDArray[np.int64]
 """A number for each page of a pool."""
 NO_STATE: Digests = np.zeros((0, 1), np.uint64)  # the digest of a request that resumes from no cached state
-_LOOKED_AT = 128  # this many pages of a prompt are searched at a time for the newest state
+_LOOKED_AT = 128  # how many pages of a prompt are searched at a time for the newest state
 
 
 class DraftedPages:
@@ -70,7 +70,7 @@ class DraftedPages:
         between the two states.
         """
         after = int(self._tokens[self.page_of[request_id]])
-        if not after:  # the drafted tokens did not run
+        if not after:  # True if the drafted tokens did not run
             return start
         if not before <= start <= after:
             raise StatePageError(
@@ -140,17 +140,18 @@ class StatePages:
         self._views = StateViews(self.layouts, self.blocks, shape.matrix)
         self.read, self.write = self._views.read, self._views.write
         self._tokens = np.zeros(self.num_pages + 1, np.int64)
-        # By page: how many tokens its state included when a block table last named the page; 0 if none has named it.
+        # For each page, how many tokens its state included when a block table last named the page; 0 if no table has
+        # named it.
         self._told = np.zeros(self.num_pages + 1, np.int64)
         self.below = PagesBelow()
         self._page_of = _PageOf()
-        # By page that a transfer writes: the cached state from which its request had resumed.
+        # For each page that a transfer writes, the cached state from which the page's request had resumed.
         self._before: dict[int, int] = {}
-        # By page that a transfer writes, if the state from which its request had resumed is not cached: the page's
-        # former content, in host memory.
+        # The former content, in host memory, of each page that a transfer writes, if the state from which the page's
+        # request had resumed is not cached.
         self._saved: dict[int, list[torch.Tensor]] = {}
-        # By request: the digest, `[1, words]`, of its last full page, whose state is kept as a copy until the next page
-        # is full.
+        # For each request, the digest, `[1, words]`, of its last full page, whose state is kept as a copy until the
+        # next page is full.
         self._passing: dict[str, Digests] = {}
         self.hits = 0
         self.drafts = DraftedPages(self._tokens)
@@ -189,7 +190,7 @@ class StatePages:
         """Release the request's page. It becomes free when no lease holds it and no transfer writes it."""
         page = self.page_of(request_id)
         del self._page_of[request_id]
-        # the copy of the state after its last full page stays
+        # the copy of the state after the request's last full page stays cached
         if (stays := self._passing.pop(request_id, None)) is not None:
             self._keep_below(int(self.pool.index.find(stays)[0]), stays)
         self._let_go(page)
@@ -378,7 +379,8 @@ class StatePages:
         absent, slots = self.pool.index.find(digest)[0] == NO_PAGE, self.below.slots(digest)
         if not absent or not slots.all():
             return False
-        # Making room may evict a state from the device, which is then stored in the host. It must not get these slots.
+        # Making room may evict a state from the device, and this state is then stored in the host. It must not get
+        # these slots.
         self.below.hold(slots)
         if not self.pool.make_room(moving=False):
             self.below.drop(slots)
@@ -399,7 +401,7 @@ class StatePages:
             self._copy(copy, page)
         elif not (slots := self.below.slots(digest)).all():
             raise InvariantError(f"request {request_id!r}: the state that it resumes from is not kept")
-        else:  # later reads of the page see this state; the copy in flight holds the page until it has ended
+        else:  # Later reads of the page see this state. The copy in flight holds the page until the copy has ended.
             self.below.hold(slots)
             self.below.restore(page, one_page(page), slots)
             self.below.arrive(np.array([page]))
@@ -465,8 +467,8 @@ class StatePages:
         if len(digest) and (copy := self._found(digest)):
             self.pool.hold(one_page(copy))
             self._before[page] = copy
-        # The state is not cached: it was evicted to make room for the import's own pages, or it came from a lower tier.
-        # So the page's content is saved for `cancel_import`.
+        # The state is not cached if it was evicted to make room for the import's own pages, or if it came from a lower
+        # tier. In this case, the page's content is saved for `cancel_import`.
         elif len(digest):
             self._saved[page] = [blocks[page].to("cpu", copy=True) for blocks in chain.from_iterable(self.blocks)]
         return page
@@ -578,7 +580,7 @@ class StatePages:
                 del of_requests[request_id]
         own = {*self._page_of.values()}
         for request_id, page in list(self.drafts.page_of.items()):
-            if page in own or request_id not in self._page_of:  # True if `settle` was interrupted
+            if page in own or request_id not in self._page_of:  # true only if an interrupt has stopped `settle`
                 del self.drafts.page_of[request_id]
         self._before = {page: copy for page, copy in self._before.items() if page in written}
         self._saved = {page: saved for page, saved in self._saved.items() if page in written}

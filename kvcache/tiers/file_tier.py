@@ -62,7 +62,8 @@ class FileIndex:
     def __init__(self, max_bytes: int, page_bytes: int, digest_words: int) -> None:
         capacity = max_bytes // page_bytes
         self._max_bytes = max_bytes
-        self._pool = PagePool(capacity, digest_words)  # allocates the entries; each file holds the entries of its pages
+        # the pool from which entries are allocated; each file holds the entries of its pages
+        self._pool = PagePool(capacity, digest_words)
         self.pages = self._pool.index
         self._file_of = np.zeros(capacity + 1, np.int32)
         self._place_of = np.zeros(capacity + 1, np.int32)
@@ -70,8 +71,8 @@ class FileIndex:
         self._names: dict[int, str] = {}
         self._numbers = 0
         self.bytes = 0  # the size of all files together
-        # marks the entries that are being read. The caller sets and clears the marks. An entry keeps its mark even if
-        # it is reused for another page.
+        # A mask of the entries that are being read. The caller sets and clears the marks. An entry keeps its mark even
+        # if it is reused for another page.
         self.reading = np.zeros(capacity + 1, np.bool_)
 
     def __contains__(self, name: str) -> bool:
@@ -208,7 +209,7 @@ class FileTier(LowerTier):
         most = (FILE_BYTES // layout.page_bytes, host.pool.num_pages // 4, layout.most_in(max_bytes))
         self.pages_a_file = max(1, min(most))
         self._index = FileIndex(max_bytes, layout.page_bytes, layout.digest_bytes // 8)
-        # the digests of pages that were offered, with the time of the offer
+        # the digests of pages that the host tier has offered, with the time of the offer
         self._queue: deque[tuple[float, Digests]] = deque()
         self._scanned = self._clock()
         self._take_up_scan(folder.scan(frozenset(), first=True))
@@ -229,7 +230,7 @@ class FileTier(LowerTier):
         if absent.any():
             self._begin_reads(entries[absent], names[absent])
         if wait and self._reader.jobs:
-            # the thread reads in order, so this read is the last one to end
+            # The thread reads in order, so the newest read is the last one to end.
             self._reader.jobs[-1].wait(_LONGEST_WAIT_S)
             self._take_up(self._reader)
 
@@ -370,7 +371,8 @@ class FileTier(LowerTier):
         right = self._publish(slots, digests, tables, refusals)
         if right.all():
             return
-        lost = entries[~right & (self._index.find(digests) == entries)]  # the entry may belong to another page by now
+        # only if the entry does not belong to another page by now
+        lost = entries[~right & (self._index.find(digests) == entries)]
         self._index.drop(lost)
         if lost.size and not _DAMAGE.isdisjoint(refusals):
             self._index.forget(name)
@@ -380,7 +382,7 @@ class FileTier(LowerTier):
         digests = np.concatenate([offered for _, offered in self._queue])[: self.pages_a_file]
         self._unqueue(len(digests))
         slots = self._host.pool.index.find(digests)
-        _, once = np.unique(slots, return_index=True)  # if a page was offered twice, it is written once
+        _, once = np.unique(slots, return_index=True)  # a page that was offered twice is written once
         once = np.sort(once)
         once = once[(slots[once] != NO_PAGE) & (self._index.find(digests[once]) == NO_ENTRY)]
         slots, digests = slots[once], digests[once]

@@ -48,7 +48,7 @@ class HostTier:
         owner = self if pinned else None
         self.memory = [allocate_host_rows(num_slots + 1, size, owner) for size in shard_bytes]
         self._rows = [memory.numpy() for memory in self.memory]
-        self.lower: list[LowerTier] = []  # the tiers below, nearest first
+        self.lower: list[LowerTier] = []  # the tiers below the host tier, nearest first
 
     def touch(self, slots: Slots) -> None:
         """Mark published `slots` as just used. They are in logical order, so the last of them is evicted first."""
@@ -80,7 +80,8 @@ class HostCopy:
 class Job:
     """A read, a write, or a question to a store. It runs in a thread of a lower tier."""
 
-    work: Future[Callable[[], None]]  # returns a function, with which the loop's thread handles the result
+    # the running work; its result is a function with which the loop's thread handles the outcome
+    work: Future[Callable[[], None]]
     slots: Slots  # the host slots that the work reads or writes; they are held until the work has ended
     names: Sequence[bytes] = ()  # the names of the objects that are looked up or read
     dropped: bool = False  # whether the result is not needed any more, and will not be handled
@@ -99,7 +100,8 @@ class TierThread(ThreadPoolExecutor):
 
     def __init__(self, name: str) -> None:
         super().__init__(1, f"pagewire-{name}")
-        self.jobs: deque[Job] = deque()  # in order; a job stays here until the loop's thread has handled its result
+        # the jobs in the order of their start; a job stays here until the loop's thread has handled its result
+        self.jobs: deque[Job] = deque()
 
 
 class LowerTier:
@@ -118,10 +120,10 @@ class LowerTier:
         self._host = host
         self._clock = time.monotonic
         self._reader, self._writer = TierThread(f"{of}-reads"), TierThread(f"{of}-writes")
-        self._paused_until = 0.0  # set by a thread after a failure; until this time the tier takes in no pages
+        self._paused_until = 0.0  # a thread sets this after a failure; until this time the tier takes in no pages
         self.written: int = 0  # the number of pages written so far
         self.read: int = 0  # the number of pages read so far
-        self.refusals = FileRefusals()  # counts the pages that were wrong, cut short or missing when they were read
+        self.refusals = FileRefusals()  # how many pages were wrong, cut short or missing when they were read, by reason
 
     @abstractmethod
     def counts(self, noun: str) -> Mapping[str, int]:
@@ -307,13 +309,13 @@ class ReplicaTier(PagesBelow, PageReader):
         self._every = every
         self._mover = mover
         self._no_digests: Digests = pool.index.digests_of(NO_SLOTS)
-        # by page: whether its copy to the host is queued or running
+        # for each page, whether its copy to the host is queued or running
         self.storing = np.zeros(pool.num_pages + 1, np.bool_)
         # The queue of published pages that wait to be copied to the host, oldest first. Each entry has pages and their
         # digests. An entry without pages records that a request has used the pages with these digests. If the digests
         # are `[tables, pages, words]`, such an entry records that a request with these pages has ended.
         self.waiting: deque[tuple[Pages, Digests]] = deque()
-        # By row: the copies of its pages to the device that have not begun or not ended.
+        # For each row, the copies of its pages to the device that have not begun or not ended.
         self._loads: dict[int, list[HostCopy]] = {}
         # copies to the device that belong to no row any more; a copy stays here until `poll` sees that it has ended
         self._left: list[HostCopy] = []
@@ -326,7 +328,8 @@ class ReplicaTier(PagesBelow, PageReader):
 
     def came(self, pages: Pages, digests: Digests) -> None:
         """Queue published `pages` to be copied to the host."""
-        new = ~self.storing[pages]  # a fork publishes shared pages again, although their copies are queued already
+        # a fork publishes shared pages again, although copies of these pages are queued already
+        new = ~self.storing[pages]
         if not new.all():
             pages, digests = pages[new], digests[new]
         if pages.size:
@@ -361,7 +364,7 @@ class ReplicaTier(PagesBelow, PageReader):
         """Finish the pending copies of `pages` to the host now, because the pages are about to be overwritten."""
         while self.storing[pages].any():
             if self.stores:
-                self._await_stores()  # asynchronous copies that an earlier step has begun
+                self._await_stores()  # wait for asynchronous copies that an earlier step has begun
             else:
                 self.store(self._next_entry())
 
@@ -376,7 +379,7 @@ class ReplicaTier(PagesBelow, PageReader):
             store = self.stores.popleft()
             self.storing[store.pages] = False
             self.stored += len(store.pages)
-            # if another replica has stored a page with the same content in the meantime, this slot becomes free again
+            # If another replica has stored a page with the same content in the meantime, this slot becomes free again.
             self.host.pool.index.publish(store.slots, store.digests)
             self.host.pool.release(store.slots)
             for lower in self.lower:
@@ -385,7 +388,7 @@ class ReplicaTier(PagesBelow, PageReader):
             self._left.remove(load)
             self.loaded += len(load.pages)
             if load.digests.size:
-                # if a row has published a page with the same content in the meantime, this page becomes free
+                # If a row has published a page with the same content in the meantime, this page becomes free.
                 self.pool.index.publish(load.pages, load.digests)
             self._end(load)
 
@@ -488,11 +491,11 @@ class ReplicaTier(PagesBelow, PageReader):
         slots = self.slots(digests[wanted])
         if np.count_nonzero(slots) == len(slots):
             return False
-        # pages that are fetched must not evict the host's own pages that are needed together with them
+        # The pages that are fetched must not evict pages of the host that are needed together with them.
         self.host.touch(slots[slots != NO_PAGE])
         coming = False
         for lower in self.lower:
-            # called first, because this call also handles reads that have ended
+            # `has_of` is called first, because it also handles reads that have ended
             there = lower.has_of(digests, wanted, perhaps=False)
             wanted = wanted & ~self.host_has(digests, wanted)
             there &= wanted

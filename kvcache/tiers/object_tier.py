@@ -64,7 +64,7 @@ class ObjectPiece(NamedTuple):
     name: bytes
     skip: int  # how many pages of the object come before the pages to read
     digests: Digests
-    table: int  # the block table to which these pages belong
+    table: int  # the block table to which the pages belong
 
 
 class ReadRates:
@@ -75,8 +75,8 @@ class ReadRates:
 
     def __init__(self, compute_page_s: float) -> None:
         self._compute_page_s = compute_page_s
-        self.answer_s = 0.0  # running average: seconds until the store has answered which objects exist
-        self.page_s = 0.0  # running average: seconds for each page of a read, without the time for an answer
+        self.answer_s = 0.0  # the running average of the seconds until the store has answered which objects exist
+        self.page_s = 0.0  # the running average of the seconds for each page of a read, without the time for an answer
         self._tried = -math.inf  # when pages were last read although computing them seemed faster
 
     def asked(self, seconds: float) -> None:
@@ -141,10 +141,10 @@ class ObjectTier(LowerTier):
         self._read_io, self._write_io = make_io(size, timeout_s), make_io(size, timeout_s)
         self._epoch = ""  # the name of the current epoch; empty until it has been read from the store
         self._untold = False  # whether a new epoch must still be written to the store
-        # By object: None if it exists. Otherwise the time until which it is assumed to be absent.
+        # For each known object, None if it exists. If not, the time until which it is assumed to be absent.
         self._known: OrderedDict[bytes, float | None] = OrderedDict()
-        self._broken: set[bytes] = set()  # objects whose content is wrong, so that they must be overwritten
-        # By object that is being looked up or read: the time until which requests wait for it.
+        self._broken: set[bytes] = set()  # objects whose content is wrong, so that they must be written again
+        # For each object that is being looked up or read, the time until which requests wait for it.
         self._busy: dict[bytes, float] = {}
         # the objects that wait to be written, with the digests of their pages
         self._queue: OrderedDict[bytes, Digests] = OrderedDict()
@@ -190,7 +190,7 @@ class ObjectTier(LowerTier):
             pages = digests[table, begin : begin + count]
             name = pages[-1].tobytes()
             if name in self._busy:
-                break  # later pages are useless until this object has arrived
+                break  # the later pages of the prompt are useless until this object has arrived
             missing = wanted[table, begin : begin + count].nonzero()[0]
             run = pages[missing[0] : missing[-1] + 1][:room]
             if len(run):
@@ -403,7 +403,7 @@ class ObjectTier(LowerTier):
         return states
 
     def _waits(self, digests: Digests, objects: Asked) -> bool:
-        now = self._clock()  # results that have come since `has_of` was called are handled at the next call
+        now = self._clock()  # results that came after the call of `has_of` are handled at the next call
         return any(self._busy.get(name, now) > now for name in self._names(digests, objects))
 
     # ---- reads
@@ -501,6 +501,6 @@ class ObjectTier(LowerTier):
     def _take_written(self, batch: dict[bytes, Digests], written: list[bytes]) -> None:
         self.written += sum(len(batch[name]) for name in written)
         self._broken.difference_update(written)
-        # an object that was found to be broken in the meantime must be written again
+        # An object that was found to be broken during the write must be written again.
         for name in batch.keys() - self._broken:
             self._know(name, None)

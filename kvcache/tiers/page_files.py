@@ -68,7 +68,7 @@ class FileRefusal(StrEnum):
     UNREADABLE = "unreadable"  # the name belongs to a link, a folder or a pipe, or a system call failed
     CUT = "cut"  # a file of pages cannot have this size, or the file ends before the page does
     FOREIGN = "foreign"  # the file has pages of another model or layout, or the digests differ from the expected ones
-    CORRUPTED = "corrupted"  # the checksum does not match
+    CORRUPTED = "corrupted"  # the checksum does not match the page's content
 
 
 FileRefusals = Counter[FileRefusal]
@@ -198,7 +198,7 @@ def write_pages(
             os.close(os.dup(file))
             try:
                 path.rename(folder / name)
-            except IsADirectoryError:  # a folder has the final name of the file
+            except IsADirectoryError:  # a folder has the name that the file should get
                 name = f"{secrets.token_hex(16)}.pages"
                 path.rename(folder / name)
     except OSError:

@@ -76,7 +76,7 @@ class PageFolder:
     def __init__(self, root: Path, layout: FileFormat) -> None:
         self.layout = layout
         self._drafts = draft_names()
-        self.refusals = FileRefusals()  # how often files were refused, by reason
+        self.refusals = FileRefusals()  # how many files were refused, by reason
         self._refused: set[str] = set()
         try:
             self._root = _own_link(root)
@@ -105,7 +105,7 @@ class PageFolder:
             self._make_home()
             self._name_epoch(self._epoch, replace=True)
             self._make_epoch()
-        # A full disk is one cause. `current` is removed, so that the next start does not find the old files.
+        # A full disk is one possible cause. `current` is removed, so that the next start does not find the old files.
         except OSError as error:
             _log.warning("file tier: a reset could not record the name of its new folder: %s", error)
             with contextlib.suppress(OSError):
@@ -167,9 +167,9 @@ class PageFolder:
             if not isinstance(found, FileRefusal):
                 return [(status.st_mtime_ns, name, self.layout.size_of(len(found)), found)]
             with contextlib.suppress(OSError):
-                # for example a file that was cut short by a crash; no other program uses names of this form
+                # Such a file was, for example, cut short by a crash. No other program uses names of this form.
                 path.unlink()
-        # Each file is counted once, although a file that cannot be removed is found again by every scan.
+        # Each refused file is counted once, although every scan finds a file that cannot be removed.
         if name not in self._refused:
             self._refused.add(name)
             self.refusals[found] += 1
@@ -214,7 +214,7 @@ class PageFolder:
         If `replace` is False, and another process has written a name in the meantime, that name is kept.
         """
         for _ in range(_TRIES):
-            # Raised if another process removed the draft before it was locked. Then the loop tries again.
+            # The error is raised if another process removed the draft before it was locked. Then the loop tries again.
             with contextlib.suppress(FileNotFoundError):
                 return self._try_to_name(name, replace=replace)
             self._make_home()

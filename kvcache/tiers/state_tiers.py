@@ -26,7 +26,7 @@ from kvcache.tiers.host_tier import HostTier, ReplicaTier
 from kvcache.tiers.tiers import Kept, TierRoom, Tiers, make_tiers
 
 _GB = 2**30
-_LEAST_SLOTS = 2  # a state may be read from a file into one slot while another slot is held
+_LEAST_SLOTS = 2  # two slots, because a state may be read from a file into one slot while the other slot is held
 _SHARE = 0.025  # the share of the loop thread's time that copies of states may take
 
 

@@ -26,7 +26,7 @@ from kvcache.types import KVCacheMetrics
 
 _SHARE = 0.05  # the share of the loop thread's time that copies of pages may take
 _MOST_CREDIT_S = 0.005  # in seconds: the most time for copies that is saved up while nothing is copied
-_BATCH_BYTES = 1 << 20  # how many bytes are copied before the clock is read again
+_BATCH_BYTES = 1 << 20  # how many bytes the loop copies before it reads the clock again
 
 
 class TierRoom(NamedTuple):
@@ -54,11 +54,11 @@ class Tiers:
         share: float,
     ) -> None:
         self.host = host
-        self.replicas: list[ReplicaTier] = []  # the host tier as each replica uses it
+        self.replicas: list[ReplicaTier] = []  # for each replica, its view of the host tier
         self.files = files
         self.lower = host.lower  # the tiers below the host, in the same list object that each `ReplicaTier` uses
         self._noun = noun  # what metrics call the contents of the tiers: "blocks" or "states"
-        self._counted = [*self.lower]  # a list of its own, for metrics that are read after `close`
+        self._counted = [*self.lower]  # a copy of the list, for metrics that are read after `close`
         self._batch = max(1, _BATCH_BYTES // sum(memory.shape[1] for memory in host.memory))
         self.share = share
         self._credit = 0.0
@@ -202,12 +202,12 @@ class Kept(NamedTuple):
     # Identifies everything on which the content depends, except tokens, salt and keys, which the digest covers.
     fingerprint: str
     windows: Sequence[bool] = (False,)  # for each block table, whether later queries see only some of its pages
-    files_named: tuple[str, ...] = ()  # further fields of the namespace of files
-    objects_named: tuple[str, ...] = ()  # further fields of the namespace of objects
+    files_named: tuple[str, ...] = ()  # additional fields of the namespace of files
+    objects_named: tuple[str, ...] = ()  # additional fields of the namespace of objects
     an_object: int = 1  # the number of pages or states in an object
     # whether the last pages of a prompt form an object of their own even if they are fewer than `an_object`
     tails: bool = False
-    apart: bool = False  # whether a request needs only one item, as is the case for states
+    apart: bool = False  # whether a request needs only one page, as for recurrent states
     share: float = _SHARE
 
 
@@ -231,7 +231,7 @@ def make_tiers(params: KVCacheParams, kept: Kept, page_size: int, *, pinned: boo
     if params.object_tier_io is not None:
         of_objects = ObjectFormat(layout(*kept.objects_named), kept.an_object, kept.tails)
         speed = params.object_tier_tokens_per_s
-        # the number of seconds that the model takes for the tokens of a page
+        # The number of seconds that the model takes to compute the tokens of a page.
         seconds = page_size / speed if speed else math.inf
         io, timeout = params.object_tier_io, params.object_tier_timeout_s
         host.lower.append(ObjectTier(of_objects, host, io, timeout, seconds, kept.windows, apart=kept.apart))

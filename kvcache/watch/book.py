@@ -99,7 +99,7 @@ class WatchBook:
         # In seconds: the part of `cost_s` in which numpy reads whole pools. numpy releases the interpreter lock for
         # most of this time.
         self.beside_s = 0.0
-        self.check: tuple[float, CheckReport] | None = None  # the time of the last `check`, and its result
+        self.check: tuple[float, CheckReport] | None = None  # the time of the last recount (`check`), and its result
         self._name, self._sizes, self._beside = name, sizes, beside
         self._metrics, self._names = metrics, names
         self._evictions = EvictionBook()

@@ -37,7 +37,7 @@ class OwnerNumbers:
 
     def __init__(self, rows: int) -> None:
         self._next = self._first = rows + 1
-        # The key is the `id` of the holder. It stays unique, because the holder is kept alive here.
+        # The key is the `id` of the lease or import. The `id` stays unique, because the object is kept alive here.
         self._known: dict[int, tuple[object, int]] = {}
 
     def of(self, holdings: list[Holding]) -> list[int]:

@@ -46,7 +46,7 @@ _MOST_WATCHERS = 64  # how many watchers may have asked in the last `_FORGET_S` 
 # In seconds of processor time: how long the answers from one snapshot may take. The remaining watchers are answered
 # from the next snapshot.
 _TURN_S = 0.1
-_QUESTIONS = 256  # how many questions are read at a time
+_QUESTIONS = 256  # how many questions the thread reads at a time
 _REFUSAL = msgspec.msgpack.encode(
     WatchRefusal(
         refused=f"there are {_MOST_WATCHERS} watchers, the most allowed: ask again {_FORGET_S:.0f} s after one has left"
@@ -81,7 +81,7 @@ class _WatchThread:
         self._book: WatchBook | None = None
         self._watchers: dict[bytes, _Watcher] = {}
         self._asked_at = self._due = 0.0
-        self._clocks = _clocks()  # the clocks at the end of the last snapshot; see `_clocks`
+        self._clocks = _clocks()  # the result of `_clocks` at the end of the last snapshot
 
     def run(self) -> None:
         poller = zmq.Poller()

@@ -22,7 +22,7 @@ _SHOWN = 32
 _SPREAD_S = 0.25  # in seconds: evictions of a pool that have the same reason and lie within this time are shown as one
 _PUBLISHED = -1  # marks a publication in arrays that have the number of each eviction
 _NO_WORDS = np.zeros(0, np.uint64)
-REASONS = ("LRU", "hint", "quota", "reset")  # the index of a reason is its number in the journal
+REASONS = ("LRU", "hint", "quota", "reset")  # the reasons of evictions, at the index that the journal uses
 
 
 class PoolEntry(NamedTuple):
@@ -68,7 +68,7 @@ class PoolLog(PageReader):
         self._entries.append(PoolEntry("published", time.monotonic(), pages, parents, self._pool.index.words_of(pages)))
 
     def gone(self, pages: Pages, why: Reasons | int) -> None:
-        # an evicted page keeps its digest until it is published again
+        # An evicted page keeps its digest until new content is published in the page.
         words = self._pool.index.words_of(pages)
         self._entries.append(PoolEntry("gone", time.monotonic(), pages, np.asarray(why), words))
 
@@ -98,10 +98,10 @@ class EvictionBook:
         self.pages: Counter[str] = Counter()  # by reason
         self.again: Counter[str] = Counter()
         self._last: deque[_Evicted] = deque(maxlen=_SHOWN)
-        self._latest: dict[tuple[str, str], _Evicted] = {}  # the last eviction for each pool and reason
-        self._count = 0  # the number of evictions so far, which is also the number of the next eviction
-        # The last evicted pages that have not been published again: their words, ascending, and in `_numbers` the
-        # number of the eviction of each.
+        self._latest: dict[tuple[str, str], _Evicted] = {}  # for each pool and reason, the last eviction
+        self._count = 0  # how many evictions were counted so far, which is also the number of the next eviction
+        # The last evicted pages that have not been published again: `_words` has their words, ascending, and `_numbers`
+        # has the number of each page's eviction.
         self._words = _NO_WORDS
         self._numbers: NDArray[np.int64] = np.zeros(0, np.int64)
         self._by_number: dict[int, _Evicted] = {}
@@ -221,7 +221,7 @@ class PrefixTree:
         if pages:
             self._plant(np.concatenate(pages), np.concatenate(parents), _each(born, pages))
         if found:
-            # a hit on a page before its last publication was a hit on the content that it had then
+            # A hit on a page before its last publication was a hit on its former content.
             hits, at = np.concatenate(found), _each(found_at, found)
             np.add.at(self._hits, hits[at >= self._born[hits]], np.uint32(1))
 

@@ -13,7 +13,7 @@ import msgspec
 
 from kvcache.watched import Beside, request_digest
 
-# differs in each process, so that nobody can test a guessed salt against the names that are shown
+# a key that differs in each process, so that nobody can test a guessed salt against the names that are shown
 _KEY = secrets.token_bytes(16)
 _MOST_KEPT = 1 << 14
 
