@@ -38,7 +38,7 @@ class Bench:
         return self._open
 
     def published(self) -> TextContext:
-        """Like `unseen`, but first publishes the previous sample's prompt, whose pages then stay cached."""
+        """Measures like `unseen`, but first publishes the previous sample's prompt, whose pages then stay cached."""
         if self._open is not None:
             compute(self.manager, self._open)
         return self.unseen()
@@ -70,8 +70,8 @@ class Bench:
         return row
 
     def evicting(self) -> Row:
-        """The prompt gets only evicted pages."""
-        reserve(self.manager, self.published())  # uses up the fresh pages
+        """Measures a prompt that gets only evicted pages."""
+        reserve(self.manager, self.published())  # uses up the fresh pages, so that later prompts evict pages
         before = self.manager.metrics.evictions
         row = self.sampled(self.published, 0)
         pages = (self.repeats - 1) * (self.length // self.manager.page_size)

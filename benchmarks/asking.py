@@ -67,7 +67,7 @@ class Pair:
 
     @property
     def wanted(self) -> PageDigests:
-        """The digests of the whole prompt."""
+        """The digests of all pages of the prompt."""
         return self.managers[1].contents.digests(self.context)
 
     def close(self) -> None:

@@ -83,7 +83,7 @@ def wide_model(folder: Path) -> str:
 
 
 def rounds_of(link: Link, model: str | None, rounds: int, seed: int) -> list[Row]:
-    """Serve `rounds` prompts in each way, and check that nothing is held after each. Returns a row."""
+    """Serves `rounds` prompts in each way. Checks after each prompt that no page is held. Returns a row."""
     numbers = random.Random(seed)  # noqa: S311  (guards nothing)
     length = link.length
     config = msgspec.structs.replace(PAIR_CONFIG, model=model, cache_bytes=192 << 20, max_seq_len=length + 2 * _END)

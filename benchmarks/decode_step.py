@@ -74,7 +74,10 @@ def bound(manager: PagedKVCacheManager, contexts: list[TextContext], calls: str 
 
 
 def measure(batch: int, page_size: int, repeats: int, *, full: bool = False) -> list[Row]:
-    """The rows for one batch size: by `Batch`, with contexts read or not, and by plain calls."""
+    """Returns the rows for one batch size.
+
+    The steps go through a `Batch`, with and without reading contexts, or through one call per request.
+    """
     # a multiple of the page size, so that every request needs equally many pages
     repeats = -(-repeats // page_size) * page_size
     rows: list[Row] = []

@@ -79,7 +79,7 @@ class Prefills:
 class Decodes:
     """Running requests that fill a page in the same step.
 
-    It times the two steps in which they take and publish a page.
+    Times the step in which the requests take a page, and the step that publishes it.
     """
 
     def __init__(self, requests: int, told: KVEvents | None) -> None:
@@ -235,9 +235,9 @@ def resident() -> float:
 
 
 def loops(requests: int, steps: int, rounds: int) -> list[Row]:
-    """A row for each subscriber and each pause.
+    """Returns a row for each subscriber and each pause.
 
-    Their steps come from several alternating rounds, so that machine noise affects all rows.
+    The steps of a row come from several alternating rounds, so that machine noise affects all rows.
     """
     cases = [(kind, pause) for pause in PAUSES_MS for kind in SUBSCRIBERS]
     times: dict[tuple[str, float], list[float]] = {case: [] for case in cases}

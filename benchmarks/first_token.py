@@ -8,12 +8,12 @@ monotonic clock. The parts, in order:
 
     asked         the first part of `queue`: from the arrival until the decode process has asked the prefill process
     queue         from the arrival until the prompt has a row and pages and starts to run
-    prefill       from there until the last chunk has run and the offer is sent
-    hand-over     from there until the decode process has the offer and sends the first token on
-    delivery      from there until the client has the first token
+    prefill       from the end of `queue` until the last chunk has run and the offer is sent
+    hand-over     from the end of `prefill` until the decode process has the offer and sends the first token on
+    delivery      from the end of `hand-over` until the client has the first token
     first token   from the arrival until the client has the first token
     pull          from the end of `hand-over` until all pages are here; only the last chunk's pages are still missing
-    join          from there until the first decode step has ended
+    join          from the end of `pull` until the first decode step has ended
     second token  from the arrival until the client has the second token
 
 With one process there is no hand-over and no pull, and `join` is the step after the prompt's last chunk. Percentiles of
@@ -65,7 +65,10 @@ WAYS = (Way("disaggregated", ("prefill", "decode"), ()), Way("one process", ("de
 
 
 class Served(NamedTuple):
-    """The result of one way: milliseconds of each part of each request, and the final counters of each process."""
+    """The result of one way to serve.
+
+    It has the milliseconds of each part of each request, and the final counters of each process.
+    """
 
     parts: dict[str, list[float]]
     stats: list[msg.Stats]
@@ -144,9 +147,9 @@ def check(asked: list[Asked], stamps: dict[str, list[Stamp]], stats: dict[str, m
     if failed:
         raise ServiceError(f"{len(failed)} requests failed, the first: {failed[0]}")
     if any(stamp.what == "waiting" for every in stamps.values() for stamp in every):
-        raise ServiceError("an attempt failed, and another one followed: its times are no times of a hand-over")
+        raise ServiceError("an attempt failed and was repeated, so its times are not those of a hand-over")
     if any(one.pages_held or one.open_requests for one in stats.values()):
-        raise ServiceError(f"something is held when all is served: {stats}")
+        raise ServiceError(f"pages or requests are still held when all requests are served: {stats}")
 
 
 def parts_of(one: Asked, stamps: list[Stamp]) -> dict[str, float]:
@@ -191,7 +194,7 @@ def rows_of(ways: dict[str, Served]) -> list[Row]:
 
 
 def counters(served: Served) -> Row:
-    """The figures of a way other than times."""
+    """Returns all figures of a way that are not times."""
     prompt_tokens = sum(one.prompt_tokens for one in served.stats)
     return {
         "hit_rate": round(sum(one.cached_tokens for one in served.stats) / max(1, prompt_tokens), 4),
@@ -202,7 +205,7 @@ def counters(served: Served) -> Row:
 def measure(requests: list[TraceRequest], rate: float, seed: int, rounds: int) -> dict[str, Served]:
     """Runs both ways alternately, in several rounds.
 
-    Each round has a share of the requests, at the same times in both ways.
+    Each round serves a part of the requests. They arrive at the same times in both ways.
 
     Raises as `serve`.
     """

@@ -54,7 +54,7 @@ class Killed(NamedTuple):
 
 
 class Run(NamedTuple):
-    """The result of a run: its requests and kills, the counters of living and of killed processes, and the stamps."""
+    """The result of a run: its requests and kills, the counters of all processes, and the time stamps."""
 
     asked: list[Asked]
     planned: int
@@ -89,7 +89,7 @@ def configs(requests: list[TraceRequest]) -> list[ServerConfig]:
 
 
 def plan_of(requests: list[TraceRequest], rng: random.Random) -> dict[str, Planned]:
-    """Chooses which requests to cancel, and where. A request for a single token never gets beyond prefill."""
+    """Chooses which requests to cancel, and in which phase. A request for a single token ends in prefill."""
     chosen = rng.sample(range(len(requests)), round(CANCELLED * len(requests)))
     plan: dict[str, Planned] = {}
     for number in chosen:
@@ -149,7 +149,10 @@ def kill_due(client: Client, due: list[tuple[int, str]], count: int) -> list[Kil
 
 
 def judge(model: Any, asked: list[Asked]) -> dict[str, str]:
-    """The verdict on each request: "equal" (its tokens are right), "tie" (they differ by rounding), or the fault."""
+    """Returns the verdict on each request.
+
+    A verdict is "equal" for right tokens, "tie" for tokens that differ by rounding, or the fault.
+    """
     known: dict[TraceRequest, list[int]] = {}
     verdicts: dict[str, str] = {}
     for one in asked:
@@ -184,7 +187,7 @@ def cancelled_in(stamps: list[Stamp]) -> str:
 
 
 def longest_gap(times: list[float], start: float, end: float) -> float:
-    """The longest interval between `start` and `end` in which none of the times lies; 0.0 if there is none."""
+    """Returns the length in seconds of the longest interval between `start` and `end` without any of the times."""
     marks = [start, *(at for at in sorted(times) if start < at < end), max(start, end)]
     return max(after - before for before, after in itertools.pairwise(marks))
 

@@ -1,4 +1,4 @@
-"""The client of a fleet. It records requests, the processes that serve them, and their results with times."""
+"""Submits requests to a fleet, and records the processes that serve them and the results with times."""
 
 from __future__ import annotations
 

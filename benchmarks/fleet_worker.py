@@ -88,7 +88,8 @@ def read_stamps(folder: Path) -> dict[str, list[Stamp]]:
 def stage(request: DecodeRequest) -> Phase:
     """The stage of a request, as its decode process sees it.
 
-    The decode process gets no message before the first chunk has run, so until then the result is "queue".
+    The decode process gets no message before the first chunk has run, so the result is "queue" before the end of the
+    first chunk.
     """
     if request.phase == "decoding":
         return "decode"
@@ -156,7 +157,7 @@ class Alone:
             self.frontend.send(msg.Tokens(request_id=request_id, finished="cancelled"))
 
     def poll(self) -> bool:
-        """Run one step. Returns whether there was work."""
+        """Runs one step. Returns whether there was work to do."""
         self.frontend.flush()
         for output in self._loop.step():
             tokens = () if output.token is None else (output.token,)
@@ -200,7 +201,7 @@ class Alone:
 
 
 def stamped(move: Callable[..., None], notes: _Notes) -> Callable[..., None]:
-    """Wraps `TrackedRequest.move` so that each new phase is stamped."""
+    """Wraps `TrackedRequest.move` so that a time stamp is written for each new phase."""
 
     def move_and_stamp(request: TrackedRequest, phase: str, *deadline: Any) -> None:
         move(request, phase, *deadline)
@@ -211,7 +212,7 @@ def stamped(move: Callable[..., None], notes: _Notes) -> Callable[..., None]:
 
 
 def stamped_tokens(send: Callable[..., None], notes: _Notes) -> Callable[..., None]:
-    """Wraps `FrontendQueue.send` so that each message with tokens is stamped."""
+    """Wraps `FrontendQueue.send` so that a time stamp is written for each message with tokens."""
 
     def stamp_and_send(frontend: FrontendQueue, message: msg.ToFrontend) -> None:
         if isinstance(message, msg.Tokens) and message.tokens:

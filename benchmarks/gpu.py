@@ -238,7 +238,7 @@ def _calls(kib: int, count: int) -> Iterator[tuple[str, str, Callable[[], object
 def loop() -> Iterator[Row]:
     """The host's part of a decode step with pages on the CPU and on the GPU.
 
-    `idle` is the same with a wait for the launched work after each step.
+    In the rows `idle`, the loop waits after each step for the work that the step has launched.
     """
     for device in ("cpu", "cuda"):
         for count in (1, 64, 256, 1024):
@@ -352,7 +352,7 @@ class Weights:
 def overlap() -> Iterator[Row]:
     """A `ServingLoop` and an `OverlappedLoop` over a model that reads 15 GiB of weights in each step.
 
-    This is the size of an 8B model in bfloat16.
+    An 8B model in bfloat16 has this size.
     """
     for count, gib in ((64, 15.0), (256, 15.0), (256, 2.0)):
         model = Weights(count, gib, 64)

@@ -51,7 +51,7 @@ class Conversation:
         return self.context
 
     def next_list(self) -> list[int]:
-        """Returns the tokens of a new request as a list: the history and `TURN` more tokens."""
+        """Returns the tokens of the history and `TURN` more tokens, as a list for a new request."""
         self.manager.release(self.context.request_id)
         return np.concatenate((self.history, self.prompts.tokens(TURN))).tolist()
 

@@ -78,13 +78,13 @@ def _pulls(along: str, count: int, case: Case, budget_s: float) -> Iterator[Row]
 
 
 class Sources(NamedTuple):
-    """Many sources in one process. The process makes more of them on request."""
+    """Many sources in one other process, which makes more sources on request."""
 
     pipe: Connection
     process: Any
 
     def more(self, count: int) -> list[str]:
-        """Makes sources until there are `count`. Returns the addresses of those that are new."""
+        """Makes sources until there are `count`. Returns the addresses of the new sources."""
         return self._asked(("make", count))
 
     def leases(self, numbers: Sequence[int]) -> list[LeaseRef]:
@@ -150,7 +150,7 @@ def _main(pipe: Connection) -> None:
 
 
 class Peers:
-    """A reader, and the sources that it knows."""
+    """A reader, and all sources that the reader knows."""
 
     def __init__(self, sources: Sources) -> None:
         self._sources = sources

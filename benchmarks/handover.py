@@ -56,9 +56,9 @@ class TimedLoop(ServingLoop):
         self._joined.add(request.request_id)
 
     def step(self) -> list[Output]:
-        """Runs a step. Records its start for requests that have joined.
+        """Runs a step, and records when it started for each request that has joined.
 
-        For requests that run here from their first token, it records start and end.
+        For a request that runs here from its first token, the step's start and end are recorded.
         """
         before = time.perf_counter()
         for request_id in self._joined:
@@ -92,7 +92,7 @@ def wide_model() -> Any:
 
 
 def prefill_process(kind: str, at: str, pipe: Connection) -> None:
-    """Serves until told to stop. Answers any other message with the times since the previous one."""
+    """Serves until it is told to stop. Answers any other message with the times since the previous message."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     context: Any = zmq.Context()
     # a context's linger applies to all of its sockets, so that the end does not wait for messages to a dead peer
@@ -152,7 +152,7 @@ def measure(kind: str, lengths: list[int], repeats: int) -> list[Row]:
             )
             processes.append(spawn.Process(target=target, args=args, daemon=True))
             processes[-1].start()
-            theirs.close()  # otherwise the parent would never notice that the process has died
+            theirs.close()  # without this call, the parent would never notice that the process has died
         for pipe in pipes.values():
             pipe.recv()
         for tokens in lengths:

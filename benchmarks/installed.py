@@ -65,7 +65,7 @@ def num_bytes(name: str) -> int:
 
 
 def sizes() -> Iterator[Row]:
-    """For the manager and each extra: the distributions and megabytes that it adds."""
+    """Returns the distributions and megabytes that the manager and each extra add."""
     manager = closure("pagewire", frozenset())
     yield {"what": "pagewire", "distributions": len(manager), "MB": _mega(manager), "MB_torch": _mega({"torch"})}
     for extra in importlib.metadata.metadata("pagewire").get_all("Provides-Extra") or ():

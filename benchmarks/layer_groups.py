@@ -9,8 +9,8 @@ number of prompt tokens found cached for the first 2,000 prompts of a public con
 `benchmarks.trace_replay`), served one after another. `one table` is the same model without groups: every layer keeps
 every page. With recurrent layers (`benchmarks.recurrent_models`), a step also handles the pages of states, and `split
 memory` has a separate part of the memory for states. `claim` is the time of a claim in 40 GiB full of requests of 200
-to 9,000 tokens that arrive and leave, each with memory for its state. `benchmarks.vllm_groups` measures the same for
-vLLM's own manager, if `make test-vllm` has made its environment.
+to 9,000 tokens that arrive and leave, each with memory for its state. `benchmarks.vllm_groups` measures vLLM's own
+manager in the same way, if `make test-vllm` has made its environment.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ PAGE, CHUNK, BATCH, LENGTH, CLAIMS = 16, 2048, 256, 2000, 4000
 BUDGET, BUDGET_OF_STEPS, LENGTHS, LONGEST = 40 << 30, 640 << 30, (8192, 65536), 1 << 17
 TRACE, REQUESTS, TRACE_BLOCK = FOLDER / "conversation_trace.jsonl", 2000, 512
 VLLM = ROOT / ".venvs" / "vllm-engine" / "bin" / "python"
-# For each model: its number of layers, which of them see all tokens, the window of the others, and the bytes of a token
-# in one layer.
+# For each model: the number of layers, the layers that see all tokens, the window of all other layers, and the bytes of
+# a token in one layer.
 MODELS = {
     "Gemma 3 27B": (62, range(5, 62, 6), 1024, 16 * 128 * 2 * 2),
     "gpt-oss 120B": (36, range(1, 36, 2), 128, 8 * 64 * 2 * 2),
@@ -147,7 +147,7 @@ def step_us(manager: PagedKVCacheManager, repeats: int) -> list[float]:
 
 
 def measure(repeats: int) -> Iterable[Row]:
-    """A row for each model, with and without groups."""
+    """Returns two rows for each model: with layer groups and without."""
     for name in MODELS:
         for grouped in (True, False):
             manager = manager_of(name, BUDGET_OF_STEPS, grouped=grouped, rows=BATCH)
@@ -162,14 +162,14 @@ def measure(repeats: int) -> Iterable[Row]:
                 lost = lost_percent(name, length, held * tables.layers_per_page) if grouped else 0.0
                 row[f"lost % {length}"] = lost
             row |= {"step_min": round(min(times), 1), "step_median": round(statistics.median(times), 1)}
-            if grouped:  # with one table, the longest of these prompts does not fit
+            if grouped:  # the longest of these prompts does not fit if all layers share one table
                 row["cached tokens"] = cached_tokens(manager_of(name, BUDGET, grouped=True, rows=8))
             yield row
     yield from measure_recurrent(repeats)
 
 
 def measure_recurrent(repeats: int) -> Iterable[Row]:
-    """A row for each model with recurrent layers: with one memory for pages and states, and with split memory."""
+    """Measures each model with recurrent layers twice: with common and with separate memory for pages and states."""
     for name in recurrent.RECURRENT:
         for split in (False, True):
             made = functools.partial(recurrent.manager_of, name, page=PAGE, longest=LONGEST, split=split)
@@ -186,7 +186,7 @@ def measure_recurrent(repeats: int) -> Iterable[Row]:
 
 
 def of_vllm(repeats: int) -> list[Row]:
-    """The rows for vLLM's manager, measured in its own environment; empty if that does not exist."""
+    """The rows for vLLM's manager, measured in its own environment; empty if that environment does not exist."""
     if not VLLM.exists():
         progress(
             f"layer_groups: no vLLM in {VLLM.parents[1].name}, which `make test-vllm` makes: its rows are left out"

@@ -89,7 +89,7 @@ def weigh(pages: int, algorithm: str) -> Row:
     prompts = Prompts()
     requests = -(-pages // PROMPT_PAGES)
     small = manager_of(PROMPT_PAGES, rows=requests, max_seq_len=PROMPT_PAGES * 16, algorithm=algorithm)
-    fill(small, prompts)  # otherwise memory from the first use of libraries would count for the pages
+    fill(small, prompts)  # first use of libraries, whose memory would otherwise count for the pages
     before, objects, gc_before = trimmed(), len(gc.get_objects()), gc_pass()
     start = now()
     manager = manager_of(pages, rows=requests, max_seq_len=PROMPT_PAGES * 16, algorithm=algorithm)

@@ -32,7 +32,7 @@ _STATISTICS = (
 
 
 def ahead(batch: int, steps: int) -> Callable[[], None]:
-    """Runs steps of `batch` requests. Each is fetched while the previous step is in flight."""
+    """Runs steps of `batch` requests. Each step is fetched while the previous one is in flight."""
     manager, contexts = begun(batch, PAGE_SIZE, steps, full=False)
     requests, tokens, before = manager.batch(contexts), np.ones(batch, np.int32), list[StepInFlight]()
 

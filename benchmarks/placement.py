@@ -4,9 +4,9 @@
 decode processes, with a small Llama. It serves the scaled-down conversation trace (`fleet_trace`) over HTTP, several
 requests at a time. One run has a single prefill process with a cache as large as both. The other runs place prompts by
 round robin, by each decode process's own guess, and by Dynamo's `SelectionService`, which follows our KV events. The
-last run repeats that with a kill and a drain on each side; each ended process is restarted at once. Each output must
-equal that of the model's own greedy `generate`. At the end each process must drain, exit with 0 and report that it
-holds no page. The exit status is 0 only if all of this holds, and 2 if there is no trace.
+last run also uses Dynamo. In it one process on each side is killed and one is drained; each ended process is restarted
+at once. Each output must equal that of the model's own greedy `generate`. At the end each process must drain, exit with
+0 and report that it holds no page. The exit status is 0 only if all of this holds, and 2 if there is no trace.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Served:
         self._processes[name] = subprocess.Popen(command, stdout=self._log, stderr=self._log)  # noqa: S603
 
     def end(self, name: str, how: signal.Signals) -> None:
-        """Kill or drain a process. The exit status of a drained one is kept."""
+        """Kills or drains a process. Keeps the exit status of a drained process."""
         self._processes[name].send_signal(how)
         status = self._processes[name].wait(_END_S)
         if how == signal.SIGTERM:

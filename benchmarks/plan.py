@@ -98,7 +98,7 @@ def _run(given: Any, made: Plan) -> Runs:
 
 
 def _serve(pipe: Connection) -> None:
-    """Runs the other process: it writes to its buffer once, and polls until it is told to end."""
+    """Runs the process whose memory is read: it writes to its buffer once, and polls until it is told to end."""
     memory = _buffer(SOURCE_BYTES)
     agent = Agent("plan-source")
     agent.register([(memory.ctypes.data, memory.nbytes, 0)])
@@ -121,7 +121,7 @@ def source() -> Iterator[tuple[bytes, int]]:
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs,), daemon=True)
     process.start()
-    theirs.close()  # otherwise the parent would never notice that the process has died
+    theirs.close()  # without this call, the parent would never notice that the process has died
     try:
         yield ours.recv()
     finally:

@@ -1,4 +1,4 @@
-"""Draws the figures, log-log: cost against batch, prompt length, conversation and pool size.
+"""Draws the figures on logarithmic axes: cost by batch, prompt length, conversation and pool size.
 
 `python -m benchmarks.plots` draws the committed results again, without measuring.
 """
@@ -105,7 +105,7 @@ PLOTS = (
 
 
 class Panel(NamedTuple):
-    """One panel of the page on growth. `along` and `calls` select its rows."""
+    """Describes one panel of the page on growth. `along` and `calls` select the rows that the panel shows."""
 
     title: str
     axis: str
@@ -137,7 +137,7 @@ GROWTH = (
 
 
 def draw(figures: Figures, folder: Path) -> list[Path]:
-    """Write a PNG for each plot whose rows exist. Returns the files."""
+    """Writes a PNG for each plot that has rows. Returns the files."""
     folder.mkdir(parents=True, exist_ok=True)
     made: list[Path] = []
     for plot in PLOTS:

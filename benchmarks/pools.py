@@ -23,7 +23,7 @@ def manager_of(
     algorithm: str = "sha256",
     kv_events: KVEvents | None = None,
 ) -> PagedKVCacheManager:
-    """A manager whose pages have one byte for each token, so that only its own cost is measured."""
+    """Returns a manager whose pages have one byte for each token, so that only the manager's own cost is measured."""
     params = KVCacheParams(
         dtype=torch.uint8,
         n_kv_heads=1,
@@ -48,7 +48,7 @@ class Prompts:
         return self._rng.integers(0, VOCABULARY, length, dtype=np.int32)
 
     def claimed(self, manager: PagedKVCacheManager, length: int) -> TextContext:
-        """A new prompt whose request is claimed."""
+        """Returns a request with a new prompt that is already claimed."""
         return claimed(manager, self.tokens(length))
 
     def pick(self, count: int) -> int:
@@ -76,7 +76,10 @@ def compute(manager: PagedKVCacheManager, context: TextContext) -> None:
 
 
 def running(manager: PagedKVCacheManager, prompts: Prompts, lengths: Iterable[int]) -> list[TextContext]:
-    """Requests whose prompts have these lengths and are computed, each with its first new token."""
+    """Returns requests whose prompts have these lengths.
+
+    The prompts are computed, and each request has its first new token.
+    """
     contexts = [prompts.claimed(manager, length) for length in lengths]
     for context in contexts:
         reserve(manager, context)

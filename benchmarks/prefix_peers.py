@@ -59,8 +59,8 @@ CHOSEN = "chosen "
 _PAGE = 16
 _END = 8  # tokens of a prompt after its head
 _LONGEST_WAIT_S = 120.0
-_CLEAR = 0.1  # two ways differ clearly if one takes this share longer
-_LEAST = 2  # a median of a way needs at least this many times
+_CLEAR = 0.1  # two ways differ clearly if one takes longer by this share
+_LEAST = 2  # a way needs at least this many times for a median
 PAIR_CONFIG = ServerConfig(
     model=None,
     seed=0,
@@ -98,9 +98,9 @@ class Round(NamedTuple):
 
 
 def ask(fleet: Fleet, decode: str, prefill: str, name: str, prompt: list[int]) -> Heard:
-    """Have one request served by the decode process `decode` and the prefill process `prefill`.
+    """Has one request served by the decode process `decode` and the prefill process `prefill`.
 
-    Raises `ServiceError` if that fails.
+    Raises `ServiceError` if the request fails.
     """
     begun, first = time.monotonic(), 0.0
     fleet.send(decode, msg.Submit(request_id=name, prompt=tuple(prompt), max_new_tokens=2, prefill=prefill))
@@ -131,7 +131,7 @@ def rounds_of(prefills: int, decodes: int, count: int, seed: int, link: str = ""
         def both(decode: str, length: int, way: str) -> tuple[Heard, Heard, str]:
             """Serves the two requests of a pair, which have the same head, at two prefill processes.
 
-            Returns the result of each, and the outcome of asking for the head of the second one.
+            Returns the result of each request, and the outcome of asking for the second request's head.
             """
             owner, other = numbers.sample(names, 2)
             head = tokens(numbers, length)
@@ -182,8 +182,8 @@ class Choice(NamedTuple):
 
     Attributes:
         loss: the milliseconds by which the way is slower than the best other way; negative if it is quicker.
-        told: for each other way whose time differs significantly, by what share the chosen way takes longer; negative
-            if it is quicker.
+        told: for each other way whose time differs significantly, the share by which the chosen way takes longer. It is
+            negative if the chosen way is quicker.
     """
 
     loss: float
@@ -197,7 +197,7 @@ class Judged(NamedTuple):
     ways: dict[str, Way]
 
     def choice(self, way: str) -> Choice:
-        """Compares the median time of `way` with those of the other ways."""
+        """Compares the median time of `way` with the median time of each other way."""
         mine, others = self.ways[way], [other for name, other in self.ways.items() if name != way]
         told = [
             mine.median / other.median - 1.0
@@ -208,10 +208,10 @@ class Judged(NamedTuple):
 
 
 def judged_of(rounds: Sequence[Round]) -> Judged | None:
-    """Returns the times and choices of one length.
+    """Returns the times and choices for one length of the head.
 
-    None if its head was not both pulled and computed at least twice, or if the process chose only ways that were
-    measured less often.
+    Returns None in two cases: the head was pulled or computed less than twice, or the process chose only ways that were
+    measured less than twice.
     """
     times = _times_of(rounds)
     ways = {name: _way(times[name]) for name in WAYS if len(times[name]) >= _LEAST}
@@ -267,10 +267,10 @@ def _hits(rounds: Sequence[Round]) -> float:
 def shares(every: Sequence[Judged]) -> Row:
     """Returns how often the quickest way was chosen, and how much the choices lose to it.
 
-    `right` is the share of choices of the quickest way. `right_apart` counts only choices whose way differs
-    significantly from another, and `right_clear` only those that also differ by more than `_CLEAR`. `regret_ms` is the
-    average loss of a choice, `regret_total_ms` the loss of all, and `regret_if_*` the average loss if that way were
-    always chosen.
+    `right` is the share of choices that took the quickest way. `right_apart` counts only choices whose way differs
+    significantly from another way. `right_clear` counts only choices that also differ by more than `_CLEAR`.
+    `regret_ms` is the average loss of a choice, and `regret_total_ms` the loss of all choices. `regret_if_*` is the
+    average loss if that way were always chosen.
     """
     choices = [judged.choice(way) for judged in every for way in judged.chosen]
     apart = [one.told for one in choices if one.told]

@@ -29,7 +29,7 @@ CONFIG = WorkerConfig(
 
 
 def digests(tokens: int, repeats: int) -> list[Row]:
-    """The digest of `tokens` tokens, as a list and as an array."""
+    """Measures the digest of `tokens` tokens, once from a list and once from an array."""
     ids = np.random.default_rng(0).integers(0, 150_000, tokens, np.int32)
     listed = Prompt(ids.tolist(), "a salt")
     steps: dict[str, Callable[[object], object]] = {
@@ -44,7 +44,7 @@ def digests(tokens: int, repeats: int) -> list[Row]:
 
 
 def answers(tokens: int, repeats: int) -> list[Row]:
-    """A source's answer about a lease over `tokens` tokens."""
+    """Returns the answer of a source about a lease that covers `tokens` tokens."""
     prompt = Prompt(np.random.default_rng(0).integers(0, 150_000, tokens, np.int32))
     blocks = tuple(np.random.default_rng(1).permutation(tokens).tolist()[: -(-tokens // 16)])
     offer = Offer(LeaseRef(new_lease_id(), 0, 30.0), 1, OfferedPages(prompt, tokens, (blocks,)), offered={0})
@@ -57,7 +57,7 @@ def answers(tokens: int, repeats: int) -> list[Row]:
         heard: list[object] = []
         client.ask_leased(wanted, heard.append)
         while not heard:
-            time.sleep(1e-5)  # leaves time to the other side, because both share a core and an interpreter
+            time.sleep(1e-5)  # leaves time to the other side, because both sides share a core and an interpreter
             client.poll()
         (reply,) = heard
         if not isinstance(reply, LeaseReply):

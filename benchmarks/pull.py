@@ -35,7 +35,7 @@ _STATISTICS = (
 
 
 def our_rows(*, quick: bool) -> Iterator[Row]:
-    """The rows of our pulls and of the machine's limit."""
+    """Returns the rows of our pulls and of `process_vm_readv`, the machine's limit."""
     budget_s = 0.5 if quick else 1.5
     for cases in (equal, as_vllm, topologies, shares):
         for case in cases(quick=quick):
@@ -57,9 +57,9 @@ def other_rows(*, quick: bool) -> Iterator[Row]:
 
 
 def with_limits(rows: list[Row]) -> list[Row]:
-    """Adds the machine's limit to rows that were measured in loops of their own.
+    """Adds the rate of `process_vm_readv`, the machine's limit, to rows that were measured in loops of their own.
 
-    This limit was measured beside our pulls, for the same runs in the same memory.
+    The limit was measured in the loops of our pulls, for the same runs in the same memory.
     """
     limits = {_shape(row): row["limit_gbps"] for row in rows if row["program"] == LIMIT}
     for row in rows:

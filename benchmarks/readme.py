@@ -208,7 +208,10 @@ def handed(pull: str) -> Callable[[Row], str]:
 
 
 def added_to(token: str, part: str) -> Callable[[Row], str]:
-    """Returns a function that formats what two processes add to the time to a token, in all and in one part of it."""
+    """Returns a function that formats the milliseconds that a separate decode process adds to the time to a token.
+
+    There are two figures: the total, and the milliseconds in one part of that time.
+    """
     return lambda result: some(*(one(result["rows"], part=name)["added_ms_p50"] for name in (token, part)), unit="ms")
 
 
@@ -216,7 +219,7 @@ _LARGE, _SMALL = ((64, 2048), (256, 2048)), ((64, 256), (64, 16))
 
 
 def placed(result: Row) -> str:
-    """For each placement rule, the share of prompt tokens that were cached."""
+    """Formats the share of prompt tokens that were cached, for each placement rule."""
     rates = (
         one(result["runs"], placement=name)["hit_rate"] for name in ("one cache", "own guess", "dynamo", "in turns")
     )
@@ -253,7 +256,8 @@ def chosen_ways(fleet: str) -> Callable[[Row], str]:
 def both_ways(link: str) -> Callable[[Row], str]:
     """Returns a function that formats the time to the first token over a link, for each way to get a prompt's head.
 
-    The ways are: pulled, computed, both at once, and both at once without any loss.
+    The head is pulled, computed, pulled from its end while it is computed from its front, or (calculated) the latter
+    without any loss.
     """
     columns = ("pulled_ms_median", "computed_ms_median", "split_ms_median", "ideal_ms")
     return lambda result: some(*(one(result["rows"], link=link)[column] for column in columns), unit="ms")
@@ -399,13 +403,13 @@ def priced(pages: int, *variants: str, column: str = "us_min") -> Callable[[Row]
 
 
 def routed(result: Row) -> str:
-    """For both traces, the hits of 8 replicas as a share of the hits of one pool."""
+    """Formats the hits of 8 replicas as a share of the hits of one pool, for both traces."""
     rows = [one(result["rows"], trace=trace, replicas=8, routing="prefix") for trace in ("conversation", "synthetic")]
     return " / ".join(f"{row['of_one_pool_pct']:.1f}" for row in rows) + " %"
 
 
 def recommended(result: Row) -> str:
-    """The time of a choice among 8 replicas."""
+    """Formats the time of a choice among 8 replicas."""
     cold, again = (
         one(result["rows"], replicas=8, prompt=32_768, hash="sha256", case=case) for case in ("cold", "again")
     )

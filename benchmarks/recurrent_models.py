@@ -89,9 +89,9 @@ def claimed(manager: PagedKVCacheManager, context: TextContext) -> bool:
 
 
 def run(manager: PagedKVCacheManager, names: Sequence[str], starts: Sequence[int], ends: Sequence[int]) -> None:
-    """Records in the states, if there are any, that a model has run these tokens of requests.
+    """Records in the states, if there are any, that a model has run tokens of requests.
 
-    For each of the requests `names`, these are the tokens from its entry in `starts` to its entry in `ends`.
+    For a request in `names`, the tokens are those from its entry in `starts` to its entry in `ends`.
     """
     for states in manager.states:
         states.advance(states.pages_at(names, starts), ends)
@@ -108,7 +108,7 @@ def claims_us(manager: PagedKVCacheManager, claims: int) -> list[float]:
         start = now()
         manager.external_claim(name)
         took.append((now() - start) / 1e3)
-        if manager.maybe_reserve(context):  # otherwise the request's state has taken the last pages
+        if manager.maybe_reserve(context):  # if this fails, the request's state has taken the last pages
             running.append(name)
         else:
             manager.release(name)

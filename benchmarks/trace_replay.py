@@ -19,14 +19,12 @@ TRACES = ("conversation_trace.jsonl", "synthetic_trace.jsonl")
 
 
 def measure(name: str, capacity: int) -> Row:
-    """One replay.
+    """Replays one trace and returns its row.
 
-    The row has its hits, the hits of the reference LRU and of the optimum, the cost of a request, and the growth of
-    memory.
-
-    `rss_growth_kib` is how much resident memory grows in the second half of the replay, in KiB. This includes 8 bytes
-    for each request, for the list of times that this function keeps. The replay itself checks that no page is held at
-    the end.
+    The row has the hits, the hits of the reference LRU and of the optimum, the cost of a request, and the growth of
+    memory. `rss_growth_kib` is how much resident memory grows in the second half of the replay, in KiB. This growth
+    includes 8 bytes for each request, for the list of times that this function keeps. The replay itself checks that no
+    page is held at the end.
     """
     trace, resident = load_trace(FOLDER / name), list[int]()
 

@@ -42,7 +42,7 @@ SIDES = ("nobody looks", "somebody looks at another process", "two looks a secon
 
 
 def view(address: str, seconds: float) -> None:
-    """Runs the watcher: draws for `seconds`, and then reports the processor seconds that it used and its updates."""
+    """Runs the watcher: draws for `seconds`, and then reports its processor seconds and the number of its updates."""
     source = LiveSource([address], UPDATES)
     app = TopApp(source)
 
@@ -133,7 +133,7 @@ def beside(pages: int, batch: int, cores: set[int]) -> Generator[str]:
 
 
 def looks(watch: ManagerWatch, count: int) -> tuple[float, int, int]:
-    """The processor time of a snapshot in milliseconds, and the bytes of a first and of a later one."""
+    """Returns the milliseconds of processor time of a snapshot, and the bytes of the first and of a later snapshot."""
     client, followed = WatchClient(watch.address), Followed()
     costs, sizes = list[float](), list[int]()
     for _ in range(count):

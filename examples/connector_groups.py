@@ -87,7 +87,7 @@ def main() -> None:
         decode.caches["near"][:, 6:9].reshape(2, 24, *near.shape[2:]),
     ]
     print("full layer equal:", torch.equal(ours[0], full), "window layer equal:", torch.equal(ours[1][:, 5:], near))
-    print("failed loads:", sorted(decode.reported.failed))  # each with its lease, its source and the reason
+    print("failed loads:", sorted(decode.reported.failed))  # each entry names its lease, its source and the reason
     print("how leases ended:", prefill.reported.sent)
     for one in (prefill, decode):
         one.close()

@@ -17,7 +17,7 @@ SCRIPTS_VARIABLE = "PAGEWIRE_PEER_SCRIPTS"
 
 
 class PeerError(Exception):
-    """A peer cannot be run; the message says what is missing."""
+    """Raised if a peer cannot be run. The message says what is missing."""
 
 
 def scripts_folder(given: Path | None) -> Path:

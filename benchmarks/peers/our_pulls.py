@@ -12,7 +12,7 @@ from benchmarks.pulls.rates import in_turn
 
 
 def pulls(budget_s: float) -> Iterable[tuple[str, Row]]:
-    """A row for each size that is also measured with NIXL alone."""
+    """Yields a row for each size that is measured with NIXL alone too."""
     for size, count in SIZES:
         specs = Case("equal", "head-major", size, count).specs()
         with running(specs, count, 256 if count == 1 else 8) as (reader, source, sets):

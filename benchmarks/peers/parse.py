@@ -28,7 +28,7 @@ class Figure(NamedTuple):
         return Figure(self.minimum + other[0], self.median + other[1])
 
     def less(self, other: Figure, pages: int) -> Figure:
-        """Returns the difference to another figure, divided by a number of pages."""
+        """Returns this figure minus another one, divided by a number of pages."""
         return Figure((self.minimum - other.minimum) / pages, (self.median - other.median) / pages)
 
 

@@ -1,4 +1,4 @@
-"""The peers in `versions.toml`: how to install and run each one, and how to parse its output."""
+"""Installs and runs the peers that `versions.toml` lists, and parses their output."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def interpreter(name: str, folder: Path) -> Path:
 
 
 def program(name: str, folder: Path, clock: str, *, quick: bool = False) -> Program:
-    """Returns the program that runs a peer. Raises as `interpreter`."""
+    """Returns the program that runs a peer. Raises the errors of `interpreter`."""
     peer = PEERS[name]
     script = needed(folder, peer.script) if peer.script else None
     python = str(interpreter(name, folder))

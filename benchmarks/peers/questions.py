@@ -49,7 +49,7 @@ class Question(NamedTuple):
     sglang: str = ""
 
     def of(self, peer: str) -> str:
-        """Returns the name of the figure that `peer` has for this row; empty if this peer has none."""
+        """Returns the name of the figure that `peer` has for this row; empty if this peer has no such figure."""
         of = {"max": self.max, "nixl": self.nixl, "sglang": self.sglang, "vllm": self.vllm}
         return next(name for whose, name in of.items() if peer.startswith(whose))
 

@@ -77,12 +77,12 @@ def measure(agent: Any, peer: str, bases: tuple[int, int], size: int, count: int
 
 
 def rows(wanted: Sequence[tuple[int, ...]], *, as_ours: bool) -> Iterator[Row]:
-    """Two rows for each (bytes of a page, pages): one with contiguous pages, one with random ones."""
+    """Yields two rows for each (bytes of a page, pages): one with contiguous pages, one with random ones."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     child = context.Process(target=source, args=(theirs, as_ours), daemon=True)
     child.start()
-    theirs.close()  # otherwise the parent would never notice that the process has died
+    theirs.close()  # without this call, the parent would never notice that the process has died
     metadata, remote_base = ours.recv()
     pool = huge_pages(POOL_BYTES)
     agent = agent_of("reader", pool, as_ours=as_ours)

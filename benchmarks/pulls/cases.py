@@ -85,9 +85,9 @@ def equal(*, quick: bool) -> Iterator[Case]:
 
 
 def topologies(*, quick: bool) -> Iterator[Case]:
-    """Cases in which the sides split the model differently, sized so that head-major runs with TP have 64 and 256 KiB.
+    """Yields cases in which the sides split the model differently, and cases with other page orders.
 
-    Then the other page orders.
+    The sizes are chosen so that head-major runs with TP have 64 and 256 KiB.
     """
     parts = {"TP 2→1": 2, "TP 1→2": 2, "TP 1→4": 4}
     for run in (64 * KIB,) if quick else (64 * KIB, 256 * KIB):
@@ -106,7 +106,7 @@ def topologies(*, quick: bool) -> Iterator[Case]:
 
 
 def shares(*, quick: bool) -> Iterator[Case]:
-    """How much head-major pages and huge pages gain: each with and without, for TP 1→2 and 256 KiB pages."""
+    """Measures the gain of head-major pages and of huge pages, with TP 1 to 2 and pages of 256 KiB."""
     for huge in (False, True):
         for order in ("HND", "head-major"):
             yield Case("TP 1→2", order, 256 * KIB, 64 if quick else 512, huge=huge)

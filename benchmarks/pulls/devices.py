@@ -96,7 +96,7 @@ def reader(pipe: Connection, device: str, counts: list[int], order: bool) -> Non
             manager.commit_import(context, pending, happened.proof)
             seconds = time.perf_counter() - start
             pages = torch.tensor(manager.get_req_blocks(name), device=device)[:count]
-            # stands for a kernel that is launched right after the commit
+            # Stands for a kernel that is launched right after the commit.
             read = manager.device_tensors[0][0][pages].clone()
             wanted = bytes_of(name, count, device)
             wrong = int((read.view(torch.int16) != wanted).flatten(1).any(1).sum())
@@ -107,7 +107,10 @@ def reader(pipe: Connection, device: str, counts: list[int], order: bool) -> Non
 
 
 def between(source_device: str, reader_device: str, counts: list[int], **orders: bool) -> list[tuple[int, float, int]]:
-    """`(pages, seconds, wrong pages)` of each hand-over between two new processes."""
+    """Yields `(pages, seconds, wrong pages)` for each hand-over.
+
+    All hand-overs are between the same two new processes.
+    """
     from_source, source_process = _started(source, source_device, counts, orders.get("source", True))
     from_reader, reader_process = _started(reader, reader_device, counts, orders.get("reader", True))
     try:
@@ -128,7 +131,7 @@ def _started(side: Callable[..., None], device: str, counts: list[int], order: b
     ours, theirs = processes.Pipe()
     process = processes.Process(target=side, args=(theirs, device, counts, order))
     process.start()
-    theirs.close()  # so that our end notices when the child dies
+    theirs.close()  # so that the parent notices when the child dies
     return ours, process
 
 

@@ -182,9 +182,9 @@ def _boxes(engine: Engine) -> Iterator[tuple[Box, Elements]]:
 
 
 def _values(box: Box, slots: NDArray[np.int64]) -> Elements:
-    """Returns the values that `fill` gives a box: `[pages, layers, sides, heads, tokens, dims]`.
+    """Returns the values that `fill` gives to the tokens `slots` of a box.
 
-    The tokens of the result are those in `slots`, int64 `[pages, tokens]`.
+    The result is `[pages, layers, sides, heads, tokens, dims]`, and `slots` is int64 `[pages, tokens]`.
     """
     layer, side, head, _ = box.first
     layers, sides, heads, _, dims = box.extent

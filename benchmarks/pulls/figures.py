@@ -111,7 +111,7 @@ def host(budget_s: float) -> Iterator[Row]:
 
 
 def first_contact(rounds: int) -> Iterator[Row]:
-    """Host time of the work that is done once for each peer. The peer has 64 layers, each a tensor of 100,000 pages."""
+    """Measures the host time of the work that is done once for each peer, which has 64 layers of 100,000 pages each."""
     fields: dict[str, Any] = {"layers": REGIONS, "heads": 1, "head_dim": 1, "pages": 100_000, "order": PACKED_HND}
     host_ms: list[float] = []
     total_ms: list[float] = []

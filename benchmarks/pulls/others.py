@@ -38,7 +38,7 @@ def nixl(sizes: Sequence[tuple[int, int]], *, as_ours: bool) -> list[Row]:
 
 
 def _runs(row: Row) -> int:
-    """The number of runs, counted as for the limit: pages that are adjacent on both sides form one run."""
+    """Counts the runs as for `process_vm_readv`: pages that are adjacent on both sides form one run."""
     return 1 if row["access"] == "contiguous" else row["pages"]
 
 

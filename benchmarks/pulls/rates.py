@@ -64,7 +64,7 @@ def _limit(pid: int, reads: Sequence[Reads]) -> Program:
 
 
 def _others(case: Case, reader: Reader, sets: Sequence[Pages]) -> dict[str, Program]:
-    """Further programs that make sense only if both sides have equal layouts."""
+    """Returns the programs that can run only if both sides have equal layouts."""
     if case.topology != "equal" or len(reader.engine.regions[0]) > 1:
         return {}
     pool: Memory = reader.engine.regions[0][0]
@@ -90,7 +90,7 @@ def in_turn(
     """Runs all programs alternately for some seconds.
 
     There are as many rounds as sets, so that each program uses every set once. The source's processor time is counted
-    only for our pull, because only that makes the source work, for the lease and the notification.
+    only for our pull, because only our pull makes the source work: it handles the lease and the notification.
     """
     times: dict[str, list[Times]] = {name: [] for name in programs}
     stride = max(sets // len(programs), 1)

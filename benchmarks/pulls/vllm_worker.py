@@ -98,7 +98,7 @@ def consume(scripts: str, sizes: tuple[int, ...]) -> dict[str, Any]:
     demo = demo_of(scripts)
     child = context.Process(target=produce, args=(theirs, scripts, demo.d.MODEL, sizes), daemon=True)
     child.start()
-    theirs.close()  # otherwise the parent would never notice that the process has died
+    theirs.close()  # without this call, the parent would never notice that the process has died
     port, engine_id = ours.recv()
     made = engine(demo, "kv_consumer", sizes)
     for tensor in made.kv.values():

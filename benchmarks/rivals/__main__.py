@@ -126,9 +126,9 @@ def _merged(key: _Order, rows: Sequence[Row]) -> Row:
 
 
 def shares(rows: Sequence[Row]) -> list[Row]:
-    """The rows of one link.
+    """Returns the rows of one link.
 
-    `share` is a bare socket's time divided by the time of a fetch, both medians of one run.
+    `share` is the time of a bare socket divided by the time of a fetch. Both times are medians of one run.
     """
     through = {(row["block_bytes"], row["blocks"]): row["us_median"] for row in rows if row["program"] == SOCKET}
     columns = ("link", "block_bytes", "blocks", "program", "us_min", "us_median", "gbps", "cpu_s_per_gb", "n")
@@ -141,7 +141,7 @@ def shares(rows: Sequence[Row]) -> list[Row]:
 
 
 def linked(rate: str, seconds: float) -> list[Row]:
-    """The rows over a link. Empty, after a message, if hosts cannot be made."""
+    """Returns the rows over a link. If hosts cannot be made, prints why and returns no rows."""
     try:
         return shares(
             [

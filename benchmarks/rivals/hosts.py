@@ -1,6 +1,6 @@
 """Runs our source and our reader on two hosts of one machine (`tests.hosts.network`), over a link of a given rate.
 
-A bare socket between the same hosts is measured beside them.
+A bare socket between the same hosts is measured for comparison.
 """
 
 from __future__ import annotations

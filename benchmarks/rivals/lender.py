@@ -227,7 +227,7 @@ class LenderProcess:
 
     def cpu_ns(self) -> int:
         """The processor time of all threads of the source so far."""
-        # this expression is the kernel's id of a process's clock
+        # the kernel's id of the clock of a process
         return time.clock_gettime_ns(~self._process.pid << 3 | 2)
 
     def kill(self) -> None:

@@ -96,7 +96,10 @@ def ask_mooncake(options: argparse.Namespace) -> None:
 
 
 def read_in_fault(fault: str, reader: tuple[Any, Any, int], options: argparse.Namespace) -> tuple[int, float, float]:
-    """Returns the status of a read, its seconds after the fault, and the seconds of a read without a fault."""
+    """Returns the status of a read, and two durations in seconds.
+
+    The first is from the fault to the end of the read. The second is that of a read without a fault.
+    """
     script, engine, local = reader
     process, pipe, (target, start) = started(mooncake_source, options)
     offsets = [number * script.BLOCK for number in range(BLOCKS)]
@@ -148,7 +151,7 @@ def pinned_nothing(self: Any, _keys: Any) -> int:
 def kvcr_source(pipe: Any, options: argparse.Namespace) -> None:
     """Runs a source that deposits all its blocks.
 
-    On command it deposits the same number of other blocks into the same slots.
+    A command makes it deposit as many other blocks into the same slots.
     """
     script = imported(options.script)
     types = importlib.import_module("kvcr.types")

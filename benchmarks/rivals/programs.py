@@ -66,7 +66,7 @@ class Program:
         return [_row(self.title, line) for line in lines if "blocks" in line]
 
     def faults(self) -> list[Row]:
-        """The result of the rival's reader if its source dies or reuses the memory."""
+        """Returns what the rival's reader reports if its source dies or reuses the memory."""
         return [*self._faults()]
 
     def _faults(self) -> Iterator[Row]:
@@ -123,7 +123,7 @@ def _row(title: str, line: Row) -> Row:
 def _killed(title: str, lines: Sequence[Row], error: str) -> Row:
     """Turns the output of kvcr's script into a row.
 
-    The row has the result, what `close` reports about the memory, and when a guard has freed the blocks.
+    The row has the result, the memory that `close` reports, and the time at which a guard has freed the blocks.
     """
     row: Row = {"program": title, "the source": "is killed in the middle of the fetch", "told": error or "nothing"}
     for line in lines:

@@ -40,7 +40,7 @@ def block_mask(batch: PagedBatch, row: int, stride: int, slots: int) -> BlockMas
     """Returns the mask of the slots that a request's new tokens see, from the pages of its block table."""
     size, start, end = batch.page_size, int(batch.starts[row]), int(batch.lengths[row])
     count = -(-end // size)
-    blocks = -(-slots // size)  # blocks of the flat buffer; a page is every `stride / size`th of them
+    blocks = -(-slots // size)  # the blocks of the flat buffer; a page is every `stride / size`th block
     device = batch.query.device
     paged = PagedAttention(blocks, size, max_batch_size=1, device=str(device))
     physical = batch.inputs.lookup_table[row, :count].long() * (stride // size)
