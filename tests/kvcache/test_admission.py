@@ -88,6 +88,26 @@ def test_pages_count_as_room_as_soon_as_their_copies_from_the_host_have_ended() 
     assert manager.admission(waiting) == Admission(0, 0, 8, True)
 
 
+@pytest.mark.parametrize(
+    ("pages", "missing", "options"),
+    [
+        (10, 2, {}),
+        (10, 2, {"host_slots": 20}),
+        (18, 4, {"layers": 2, "params": {"groups": (LayerGroup("full", (0,)), LayerGroup("window", (1,), 8))}}),
+    ],
+)
+def test_pages_that_a_running_request_holds_need_no_room(pages: int, missing: int, options: dict[str, Any]) -> None:
+    manager = manager_of(pages, **options)
+    holder = running(manager, range(28), 0)
+    manager.fetch([holder])
+    holder.update(1)
+    manager.step([holder])
+    waiting = TextContext(range(36), 64)
+    assert manager.admission(waiting) == Admission(0, 7, missing, True)
+    manager.external_claim(waiting.request_id)
+    assert manager.maybe_reserve(waiting)
+
+
 def test_a_replica_without_a_row_is_full() -> None:
     manager = manager_of(16, dp=2, rows=1)
     run_once(manager, range(30), 0)

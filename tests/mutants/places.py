@@ -31,9 +31,11 @@ _DOORS: dict[str, dict[str, str]] = {
         "pool/lru_order": "eviction_order",
         "pool/quotas": "eviction_order replica/hints states/kept_states_hints",
         "recovery": "recovery steps_in_flight interrupts",
-        "replica/replica": "manager million_moves replica/batch",
+        "replica/replica": "manager admission million_moves replica/batch replica/hints replica/pages_below "
+        "states/cancelled_imports",
         "replica/block_table": "replica/imports replica/leases replica/further_imports",
-        "replica/copier": "handover replica/imports replica/leases",
+        "replica/copier": "handover recovery replica/imports replica/imports_for_nobody replica/further_imports "
+        "replica/leases",
         "replica/page_moves": "million_moves states/grouped_states",
         "replica/peer_copies": "replica/peer_copies states/copied_states replica/lent_tables",
         "pool/pages_below": "replica/pages_below tiers/host_tier tiers/object_tables states/grouped_states_below",
@@ -45,9 +47,11 @@ _DOORS: dict[str, dict[str, str]] = {
         "replica/reservation": "replica/replica",
         "replica/resume": "replica/further_tables replica/pages_below states/grouped_states replica/lent_tables",
         "replica/rows": "replica/batch replica/fork handover million_moves",
-        "replica/row_states": "million_moves states/row_states states/grouped_states",
+        "replica/row_states": "million_moves admission states/row_states states/grouped_states "
+        "states/grouped_states_below states/kept_states_hints states/cancelled_imports states/lent_states states/copied_states",
         "replica/tables": "replica/further_tables replica/further_imports manager million_moves replica/leases",
-        "replicas": "replicas manager admission handover replica/batch replica/fork tiers/file_tier million_moves",
+        "replicas": "replicas manager admission handover steps_in_flight replica/batch replica/fork replica/partial "
+        "events/events tiers/host_tier tiers/file_tier million_moves",
         "sizing": "sizing params devices",
         "states/state_pages": "million_moves states/kept_states_hints states/state_pages",
         "states/state_memory": "million_moves states/state_pages",

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvcache import InvalidRequestError, PagedKVCacheManager, TextContext
+from kvcache.errors import StatePageError
 from kvcache.replica.batch import Gathered
 from kvcache.replica.row_states import step_drafted
 from kvcache.states.state_pages import StatePages
@@ -59,6 +60,41 @@ def test_a_step_that_is_refused_leaves_requests_with_drafted_tokens_where_they_w
     manager.step([context])
     assert (context.start_idx, states.tokens_of("r")) == (6, 6)
     assert not states.drafts.page_of
+
+
+def test_nobody_shares_a_state_before_a_step_has_said_which_drafted_tokens_stay() -> None:
+    manager, _, context = drafted()
+    for call in (
+        lambda: manager.fork(context, context.fork("child")),
+        lambda: manager.lease("r"),
+        lambda: manager.block_table("r"),
+    ):
+        with pytest.raises(StatePageError, match="'r': its drafted tokens ran, but step was not called for them"):
+            call()
+    manager.step([context])
+    assert manager.fork(context, context.fork("child"))
+    manager.end_lease(manager.lease("r"))
+    manager.release("child")
+    manager.check()
+
+
+def test_a_request_whose_state_is_ahead_of_its_computed_tokens_is_forked_and_exported_only_after_step() -> None:
+    manager, states, context = drafted()
+    manager.step([context])
+    assert manager.maybe_reserve(context)
+    manager.fetch([context])
+    states.advance(states.pages_at(["r"], [context.start_idx]), [context.active_idx])
+    with pytest.raises(StatePageError, match="'r': 6 tokens are computed, but its state covers 9: fork it after step"):
+        manager.fork(context, context.fork("child"))
+    with pytest.raises(StatePageError, match="'r': its pages hold 6 tokens, but its state covers 9"):
+        manager.block_table("r")
+    assert not manager.contains("child")
+    context.update(5)
+    manager.step([context])
+    child = context.fork("child")
+    assert manager.fork(context, child)
+    assert states.tokens_of("child") == states.tokens_of("r") == 9
+    manager.check()
 
 
 def test_a_new_state_makes_waiting_requests_look_up_their_prefix_again() -> None:
