@@ -9,7 +9,7 @@ import pytest
 
 from kvcache import PagedKVCacheManager, TextContext
 from kvcache.claims import Claims
-from kvcache.errors import InterruptedCallError
+from kvcache.errors import InterruptedCallError, NotReservedError
 from kvcache.replica import imports
 from kvcache.replica.copier import ImportBook
 from kvcache.replica.leases import PageLeases
@@ -113,6 +113,9 @@ def test_recover_releases_requests_that_no_caller_was_told_of_and_all_others_con
     assert found.imports == ((it.pending,) if "r" in left else ())
     assert found.copiers == ()
     manager.check()
+    if "r" in left:
+        with pytest.raises(NotReservedError, match="'r': maybe_reserve while its import is pending"):
+            manager.maybe_reserve(it.reader)
     for name in released:
         assert not manager.contains(name)
         manager.external_claim(name, 0)  # the id is free again, and nothing is left of the released request
@@ -215,6 +218,17 @@ def test_recover_releases_a_request_with_an_interrupted_reservation_if_its_conte
     for name in ("own 0", "waits too"):
         manager.release(name)
     manager.close()
+
+
+def test_a_copier_that_gives_up_meanwhile_does_not_hide_which_call_was_interrupted() -> None:
+    it = Two()
+    copier = it.manager.copier(it.pending)
+    it.manager.cancel_import(it.pending)
+    it.manager._mark.call = ("fork", "child")  # it was interrupted
+    copier.give_up()
+    assert it.manager.recover().call == "fork"
+    assert it.manager.recover().imports == ()
+    it.manager.close()
 
 
 def test_a_recovery_of_a_right_state_changes_nothing_and_reports_what_is_held() -> None:

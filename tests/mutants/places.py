@@ -32,7 +32,7 @@ _DOORS: dict[str, dict[str, str]] = {
         "pool/quotas": "eviction_order replica/hints states/kept_states_hints",
         "recovery": "recovery steps_in_flight interrupts",
         "replica/replica": "manager admission million_moves replica/batch replica/hints replica/pages_below "
-        "states/cancelled_imports",
+        "states/cancelled_imports states/lent_states replica/contents tiers/host_tier",
         "replica/block_table": "replica/imports replica/leases replica/further_imports",
         "replica/copier": "handover recovery replica/imports replica/imports_for_nobody replica/further_imports "
         "replica/leases",
@@ -48,7 +48,8 @@ _DOORS: dict[str, dict[str, str]] = {
         "replica/resume": "replica/further_tables replica/pages_below states/grouped_states replica/lent_tables",
         "replica/rows": "replica/batch replica/fork handover million_moves",
         "replica/row_states": "million_moves admission states/row_states states/grouped_states "
-        "states/grouped_states_below states/kept_states_hints states/cancelled_imports states/lent_states states/copied_states",
+        "states/grouped_states_below states/kept_states_hints states/cancelled_imports states/lent_states "
+        "states/copied_states",
         "replica/tables": "replica/further_tables replica/further_imports manager million_moves replica/leases",
         "replicas": "replicas manager admission handover steps_in_flight replica/batch replica/fork replica/partial "
         "events/events tiers/host_tier tiers/file_tier million_moves",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvcache import InvalidRequestError, LayerGroup, NotReservedError
+from kvcache import InvalidRequestError, InvariantError, LayerGroup, NotReservedError
 from tests.kvcache.replica.test_imports import beginning, prefilled, receiver
 
 TWO_TABLES: dict[str, Any] = {
@@ -62,3 +62,16 @@ def test_after_an_interrupted_cancel_a_request_does_not_run_in_pages_that_others
         target.fetch([context])
     assert target.maybe_reserve(context)
     target.fetch([context])
+
+
+def test_a_row_that_may_run_in_pages_that_others_may_share_is_a_discrepancy(make: Any) -> None:
+    _, table = prefilled(make, **TWO_TABLES)
+    target = make(40, page_size=4, **TWO_TABLES)
+    target.cancel_import(target.import_block_table(receiver(target), table))
+    target.check()
+    replica = target._replicas.each[0]
+    row = replica.rows.row_of["d"]
+    replica.rows.measure(row)
+    with pytest.raises(InvariantError, match=f"row {row} may run in the pages of a cancelled import"):
+        target.check()
+    replica.rows.measure(row, usable=False)

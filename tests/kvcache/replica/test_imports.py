@@ -221,7 +221,10 @@ def test_a_cancelled_import_leaves_a_request_that_computes_for_itself(make: Any)
     with pytest.raises(InvalidRequestError, match="already finished or cancelled"):
         target.commit_import(context, pending)
     assert context.start_idx == 0
+    pages = target.get_req_blocks("d")
+    target.fetch([context])
     assert target.maybe_reserve(context)
+    assert target.get_req_blocks("d") == pages
     target.fetch([context])
     context.update(8)
     target.step([context])

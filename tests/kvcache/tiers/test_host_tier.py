@@ -14,7 +14,7 @@ from kvcache import InvariantError, KVCacheParams, PagedKVCacheManager, PoolTooS
 from kvcache.copies import PageMover
 from kvcache.pool.pages import PagePool
 from kvcache.tiers.host_tier import HostTier, ReplicaTier
-from tests.kvcache.build import manager_of, proven
+from tests.kvcache.build import manager_of, proven, run_once
 from tests.kvcache.served import SIZE, Served
 
 
@@ -156,6 +156,22 @@ def test_a_request_asked_for_twice_before_it_runs(served: Any) -> None:
     assert context.start_idx == 24
     it.run(context)
     assert it.kv.compared == 16 + 24
+
+
+def test_a_refused_request_finds_pages_that_have_come_to_the_host_meanwhile() -> None:
+    manager = manager_of(8, host_slots=40)
+    holder, waiting = (TextContext(range(at, at + 17), 64) for at in (100, 0))
+    for context in (holder, waiting):
+        manager.external_claim(context.request_id)
+    assert manager.maybe_reserve(holder)
+    assert not manager.maybe_reserve(waiting), "neither the device nor the host has a page of the prompt"
+    manager.release(holder.request_id)
+    run_once(manager, range(17))
+    run_once(manager, range(200, 231))  # evicts the prompt from the device
+    assert manager.maybe_reserve(waiting)
+    assert waiting.start_idx == 16
+    manager.fetch([waiting])
+    manager.close()
 
 
 def test_salts_never_share_a_page(served: Any) -> None:
