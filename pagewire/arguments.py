@@ -38,7 +38,7 @@ def switch(told: str, *, default: bool = False, **more: object) -> Any:
 
 
 def choice(told: str, *, default: bool, **more: object) -> Any:
-    """Returns a field for an option without a value, and its counterpart with `no-` before the name."""
+    """Returns a field for a pair of options without a value: `--NAME` and `--no-NAME`."""
     return field(default=default, metadata={"action": argparse.BooleanOptionalAction, "help": told, **more})
 
 

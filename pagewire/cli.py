@@ -191,7 +191,7 @@ def main(argv: list[str] | None = None) -> int:
         return _BAD
     except BrokenPipeError:  # the reader of our output has gone
         with contextlib.suppress(OSError, ValueError):
-            # what Python still flushes at exit goes to the null device
+            # after this call, Python writes its buffered output to the null device at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
 
@@ -209,17 +209,17 @@ def _run(command: str, options: Options) -> int:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Returns the listening socket of the front's HTTP.
+    """Returns the listening socket of the front's HTTP server.
 
-    Raises `OSError`, with a one-sentence message, for a taken or invalid address.
+    Raises `OSError` if the address is taken or invalid. The message is one sentence.
     """
     try:
         return socket.create_server((host, port))
     except UnicodeError as error:  # the host is not a valid name
         raise OSError(f"HTTP cannot listen at {host}:{port}: {error}") from error
     except OSError as error:
-        # Python adds the address to the system's message, except for errors of the resolver. The address is already in
-        # our message, so take the system's message without it.
+        # Python adds the address to the system's message, except for errors of the resolver. Our message already has
+        # the address, so it takes only the text of the system's error.
         reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
         raise OSError(f"HTTP cannot listen at {host}:{port}: {reason}") from error
 

@@ -34,14 +34,15 @@ def check_packages(root: Path = _ROOT) -> None:
         ours, found = root / name / "__init__.py", _file_of(name)
         if found is None:
             raise ShadowedPackageError(
-                f"pagewire needs its package {name!r}, and {ours} is gone: pip install --force-reinstall --no-deps "
-                "pagewire",
+                f"pagewire needs its package {name!r}, but {ours} does not exist: pip install --force-reinstall "
+                "--no-deps pagewire",
                 name=name,
             )
         if found != ours:
             raise ShadowedPackageError(
-                f"pagewire needs its own package {name!r} ({ours}), but Python imports {found}: uninstall what "
-                f"installed that file{_installed_by(name)}, or move its folder behind {root} in sys.path",
+                f"pagewire needs its own package {name!r} ({ours}), but Python imports {found}: uninstall the "
+                f"distribution that installed that file{_installed_by(name)}, or move its folder behind {root} in "
+                "sys.path",
                 name=name,
                 path=str(found),
             )
@@ -49,7 +50,7 @@ def check_packages(root: Path = _ROOT) -> None:
         if digest is not None and digest != _digest(ours):
             raise ShadowedPackageError(
                 f"pagewire needs its own package {name!r}, but another distribution{_installed_by(name)} has written "
-                f"over {ours}: uninstall that one, then pip install --force-reinstall --no-deps pagewire",
+                f"over {ours}: uninstall that distribution, then pip install --force-reinstall --no-deps pagewire",
                 name=name,
                 path=str(ours),
             )

@@ -30,7 +30,7 @@ _OF_BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 class Curve(NamedTuple):
     """A curve of a panel: its name, its points, and its role.
 
-    A curve with the role `worst` belongs to the curve before it, and has the same colour.
+    A curve with the role `worst` has the colour of the previous curve, to which it belongs.
     """
 
     name: str

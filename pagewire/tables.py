@@ -40,7 +40,10 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 
 def _parts(widths: Sequence[int], words: int, limit: int) -> Iterator[list[int]]:
-    """Yields the columns of each part: the text columns, and as many others as fit, but at least one."""
+    """Yields the column numbers of each part of a wide table.
+
+    Each part has the text columns and at least one other column. It has as many other columns as fit.
+    """
     named = list(range(min(words, len(widths))))
     part, used = list(named), sum(widths[number] + _GAP for number in named)
     for number in range(len(named), len(widths)):

@@ -273,9 +273,9 @@ def _capacity(options: DemoOptions, model: PreTrainedModel, side: _Side) -> int:
 def _compare(
     options: DemoOptions, model: PreTrainedModel, served: Sequence[Served], reporter: Reporter
 ) -> tuple[list[str], int, bool]:
-    """Compares each output with the model's own.
+    """Compares each output with the model's own output.
 
-    Returns notes on differences, the number of ties, and overall equality.
+    Returns notes on the differences, the number of rounding ties, and whether all outputs are equal.
     """
     notes, ties, equal = list[str](), 0, True
     with reporter.phase("checking against generate", len(served)) as show:

@@ -90,7 +90,7 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def take(prompts: list[str], count: int | None) -> list[str]:
-    """Returns the first `count` prompts. If there are fewer, they are repeated. None returns all of them once."""
+    """Returns the first `count` prompts, and repeats the prompts if there are fewer. None returns all prompts once."""
     return prompts if count is None else list(islice(cycle(prompts), count))
 
 

@@ -23,7 +23,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     # bytes pulled, divided by the time in which at least one READ was in flight, in units of 1e9 bytes per second
     gbps: float
     ttft_ms_p50: float  # median of the requests' times from submission to the first token, in milliseconds
-    tpot_ms_p50: float  # median of the requests' mean times per further token, in milliseconds
+    tpot_ms_p50: float  # median over the requests of their mean time per token after the first token, in milliseconds
     leaked_pages: int  # pages that some process still holds after the last request
     failed: dict[str, str] | None = None  # requests that failed, with the reason; only with `--chaos`
     faults: dict[str, int] | None = None  # number of injected faults by kind, over all processes; only with `--chaos`

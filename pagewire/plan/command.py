@@ -83,7 +83,7 @@ def _replayed(options: PlanOptions, found: MemoryPlan, trace: Sequence[Blocks]) 
 
 
 def _write(options: PlanOptions, found: MemoryPlan) -> None:
-    """Writes the requested files. Raises an error for one that cannot be written."""
+    """Writes the requested files. Raises an error if a file cannot be written."""
     if options.plot is not None and options.trace is not None and found.trace is not None:
         try:
             draw(found.trace, f"{found.model}, {options.trace.name}: hits against memory", options.plot)

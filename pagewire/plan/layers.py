@@ -31,10 +31,10 @@ _KEEPS: dict[str, tuple[CacheKind, ...]] = {
     "dummy": (),  # such a layer has no attention, or reads the cache of another layer
 }
 _WINDOW_FIELDS = {"window": "sliding_window", "chunked": "attention_chunk_size"}
-# For each family of models, the config fields for: heads, channels of a head, groups of heads that share one B and one
-# C (queries and keys), and channels of B and C. `_KERNEL_FIELDS` has the field for the kernel. The families, in order:
-# gated delta networks; Mamba-2 in Bamba, Granite 4 and Falcon-H1; Mamba-2 in Nemotron-H; Mamba-2 in Zamba2; and Kimi
-# Linear, whose values, queries and keys have equal shapes.
+# Four config fields for each family of models: the number of heads, channels of a head, number of groups of heads that
+# share one B and one C (queries and keys), and channels of B and C. `_KERNEL_FIELDS` has the field for the kernel. The
+# families, in order: gated delta networks; Mamba-2 in Bamba, Granite 4 and Falcon-H1; Mamba-2 in Nemotron-H; Mamba-2 in
+# Zamba2; and Kimi Linear, whose values, queries and keys have equal shapes.
 _STATE_FIELDS = (
     *[("linear_num_value_heads", "linear_value_head_dim", "linear_num_key_heads", "linear_key_head_dim")],
     *[("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state")],
@@ -202,7 +202,7 @@ def _state(file: Path, own: Any, number: int, config: Any) -> StateShape:
 
 
 def _of_channels(file: Path, config: Any, form: StateForm, channels: int, elements: int, kernel: int) -> StateShape:
-    """Returns the state of a layer whose channels each count as a head, with a matrix of `elements` elements."""
+    """Returns the state of a layer in which each channel counts as a head with a matrix of `elements` elements."""
     try:
         return StateShape(1, channels, 1, 1, elements, kernel, _config_dtype(file, config), form=form)
     except InvalidParamsError as error:

@@ -56,7 +56,7 @@ class Target:
 def pulls(
     model: CachedModel, tps: tuple[int, int], page_size: int, lengths: Sequence[int], target: Target
 ) -> Iterator[LinkLoad]:
-    """Yields the load of a request of each length. `tps` has the ranks of a prefill replica and of a decode replica."""
+    """Yields the load of a request of each length. `tps` has the ranks of a prefill and of a decode replica."""
     shapes = Counter[tuple[int, int, bool]]()  # layers of one shape share a page, even if their windows differ
     for one in model.paged:
         shapes[one.heads, one.width, one.kind == "latent"] += one.layers
@@ -94,7 +94,7 @@ def _rate(amount: float, per_s: float | None) -> float | None:
 
 
 def _runs_of_pages(model: CachedModel, one: AlikeLayers, tps: tuple[int, int], page_size: int) -> int:
-    """Returns how many runs `transfer.plan` makes for `_PAGES` scattered pages of equal layers, on all decode ranks."""
+    """Returns how many runs all decode ranks read for `_PAGES` scattered pages of equal layers."""
     prefill, decode = (
         [dense(shard_layout(params_of(model, one, tp, page_size), one.layers, page_size, rank), 2 * _PAGES + 1)
          for rank in range(tp)]

@@ -16,10 +16,11 @@ _LONGEST = 1 << 40  # in tokens: the search for the longest request ends here
 class RoomPart(msgspec.Struct, frozen=True):
     """The memory that one part of a request takes.
 
-    A part is its block tables of one kind, or its state (see `ways.LaidPart`).
+    A part is the request's block tables for one kind of layer, or the request's state (see `ways.LaidPart`).
 
     Attributes:
-        kind: the kind of the layers, with the size of their window, if any; "all" if several kinds share one table.
+        kind: the kind of the layers, and the size of their window if they have one. "all" if several kinds share one
+            table.
         layers: the number of layers.
         tables: number of block tables; 0 for a state.
         request_bytes: for each length of a request, the bytes that this part takes on each rank.
@@ -35,14 +36,15 @@ class Room(msgspec.Struct, frozen=True):
     """How much fits into a host's memory under one layout.
 
     Attributes:
-        way: the layout (`ways.py`).
+        way: name of the layout (see `ways.py`).
         page_bytes: bytes of a page on each rank; None if pages differ in size.
-        pages: number of pages of each replica if pages get all memory. Our null page is not counted; vLLM's is.
+        pages: number of pages of each replica if pages get all memory. The number includes the null page of vLLM, but
+            not the null page of pagewire.
         longest: tokens of the longest request that fits into a replica; None if there is no limit, because every layer
             has a window or a state.
         request_bytes: for each length of a request, the bytes that it takes on each rank.
         requests: for each length, how many requests all replicas together can hold at a time.
-        lost_bytes: for each length, how many of the bytes in `request_bytes` no layer needs.
+        lost_bytes: for each length, the part of `request_bytes` that no layer needs, in bytes.
         parts: the memory of a request, by part.
     """
 
@@ -63,7 +65,8 @@ class Choice(msgspec.Struct, frozen=True):
         tp: number of ranks of a replica.
         dp: number of replicas.
         heads: for each kind of layer with pages, the KV heads on a rank.
-        copies: how many ranks hold the same heads; the largest number over all kinds of layers. Copies add no capacity.
+        copies: how many ranks hold the same heads. If kinds of layers differ, this is the largest number. Copies add no
+            capacity.
         token_bytes: bytes of a token on each rank, over all layers.
         state_bytes: bytes of a request's recurrent states on each rank.
         rooms: what fits, under each layout.
@@ -118,9 +121,9 @@ def _room(laid: LaidWay, least: LaidWay, asked: MemoryAsked, dp: int) -> Room:
 
 
 def _longest(memory: int, of_request: Callable[[int], int]) -> int | None:
-    """Returns the most tokens of one request for which the bytes `of_request` fit; None if there is no limit.
+    """Returns the most tokens of a request whose bytes fit into `memory`; None if there is no limit.
 
-    The bytes must not decrease as the length grows.
+    The bytes that `of_request` returns must not decrease as the length grows.
     """
     low, high = 0, _LONGEST
     if of_request(high) <= memory:

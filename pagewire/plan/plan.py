@@ -42,8 +42,8 @@ class MemoryPlan(msgspec.Struct, frozen=True):
     chosen: Choice
     prefill_tp: int
     pulls: list[LinkLoad]
-    # GB/s of keys and values that a busy prefill replica computes. Only a source that delivers more than this is
-    # quicker than computing.
+    # GB/s of keys and values that a busy prefill replica computes. Reading from a source is faster than computing only
+    # if the source delivers more than this.
     made_gbps: float
     trace: TracePlan | None = None
 

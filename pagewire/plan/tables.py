@@ -78,7 +78,7 @@ def table_of_kinds(found: MemoryPlan) -> PrintedTable:
 
 
 def table_of_choices(found: MemoryPlan) -> PrintedTable:
-    """Returns the table that shows each way to divide a host's devices, and what then fits on a rank."""
+    """Returns the table of the ways to divide a host's devices, with the pages and requests that fit in each case."""
     lengths = list(found.chosen.rooms[0].requests)
     rows = [
         (
@@ -100,7 +100,7 @@ def table_of_choices(found: MemoryPlan) -> PrintedTable:
 
 
 def table_of_rooms(found: MemoryPlan) -> PrintedTable:
-    """Returns the table of what fits on the chosen ranks: in our layouts, in vLLM's, and in the best possible one."""
+    """Returns the table of what fits on the chosen ranks in each layout (`ways.py`), including vLLM's."""
     rows = [
         (
             room.way,
@@ -142,7 +142,7 @@ def table_of_parts(found: MemoryPlan) -> PrintedTable:
 
 
 def table_of_pulls(found: MemoryPlan, options: PlanOptions) -> PrintedTable:
-    """Returns the table of the bytes that move from prefill to decode, and of the speed that this needs."""
+    """Returns the table of the bytes that move from prefill to decode, and of the speed that the link needs."""
     rows = [
         (
             f"{pull.length:,}",
@@ -161,7 +161,7 @@ def table_of_pulls(found: MemoryPlan, options: PlanOptions) -> PrintedTable:
 
 
 def table_of_trace(trace: TracePlan) -> PrintedTable:
-    """Returns the table of the trace's hits with the given memory, with less and with more."""
+    """Returns the table of the trace's hits with the given memory, with less memory and with more memory."""
     rows = [
         (
             "now" if point is trace.now else "",
@@ -201,7 +201,7 @@ def worth(trace: TracePlan) -> Iterator[str]:
 
 
 def _heads(kind: KindOfLayer) -> str:
-    """Formats the number of heads and their dimension, or both dimensions if keys and values differ."""
+    """Formats the number of heads and the elements of a head. Keys and values are shown apart if they differ."""
     keys, values = kind.key_elements, kind.value_elements
     return f"{kind.heads} x ({keys} + {values})" if values and values != keys else f"{kind.heads} x {keys}"
 

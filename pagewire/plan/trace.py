@@ -33,9 +33,10 @@ class TracePoint(msgspec.Struct, frozen=True):
         blocks: number of blocks of the trace that fit into all pools together.
         tier_blocks: number of blocks of the trace that fit into all tiers together.
         bytes: bytes of all pools and tiers together.
-        hit_pct: percentage of the prompts' blocks that were hits.
-        lru_pct: the same percentage for a plain LRU in one pool of that size, without a tier.
-        optimum_pct: the best possible percentage for one pool with all this memory. Like `lru_pct`, it ignores states.
+        hit_pct: percentage of the prompts' blocks that were hits in the manager.
+        lru_pct: percentage of hits in a plain LRU with one pool of `blocks` blocks and no tier.
+        optimum_pct: the best possible percentage of hits in one pool with the blocks of all pools and tiers. Like
+            `lru_pct`, it ignores states.
         points: percentage points of hits gained, compared with the given memory.
         saved_s: seconds of prefill saved over the trace, compared with the given memory.
     """
@@ -54,7 +55,7 @@ class TracePoint(msgspec.Struct, frozen=True):
 
 
 class TracePlan(msgspec.Struct, frozen=True):
-    """The hits of a trace with the given memory, and with each other amount that was tried."""
+    """The hits of a trace with the given memory (`now`), and with each other amount of memory (`others`)."""
 
     requests: int
     block_tokens: int
@@ -65,7 +66,7 @@ class TracePlan(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class TraceQuestion:
-    """The parameters of a replay: the division of a host's devices, tokens of a block, and the speed of prefill."""
+    """The parameters of a replay: the division of a host's devices, the memory, the sizes, and the speed of prefill."""
 
     choice: Choice
     memory: int
@@ -83,9 +84,9 @@ class TraceQuestion:
     def divided(self) -> BlockPages:
         """The number of pages into which the replay divides each block of the trace.
 
-        Without states, a block is one page. A state takes whole pages, so its size is rounded up. With states, a block
-        is therefore divided until this rounding adds at most 5 % to a state, but never into more pages than a real
-        server has for a block.
+        Without states, a block is one page. With states, the size of a state is rounded up to whole pages. A block is
+        then divided into so many pages that the rounding adds at most 5 % to a state, but never into more pages than
+        a real server has for a block.
         """
         block, most = self.choice.token_bytes * self.block_tokens, self.block_tokens // self.page_size
         if not self.choice.state_bytes:
@@ -100,7 +101,7 @@ class TraceQuestion:
 def sweep(
     trace: Sequence[Blocks], question: TraceQuestion, progress: Callable[[TracePoint], None] = lambda _: None
 ) -> TracePlan:
-    """Replays the trace with the given memory, and with less and more of it.
+    """Replays the trace with the given memory, with less memory and with more memory.
 
     Sizes that are too small for the longest request are left out. Recurrent states lie among the pages, as with
     `share_memory`.
@@ -163,7 +164,7 @@ def _point(trace: Sequence[Blocks], question: TraceQuestion, memory: int, hosts:
 
 
 def draw(found: TracePlan, title: str, path: Path) -> None:
-    """Draws hits against memory, hosts and tiers, with the optimum. Raises as `plots.pyplot` does, and `OSError`."""
+    """Draws the hits against memory, hosts and tiers, and the optimum. Raises `OSError`, and as `plots.pyplot` does."""
     every = [found.now, *found.others]
     now = found.now
 

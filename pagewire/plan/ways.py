@@ -1,12 +1,12 @@
-"""Computes the memory that a model's cache takes in each layout. The sizing code of the manager computes ours.
+"""Computes the memory that a model's cache takes in each layout. The layouts of managers use the manager's sizing code.
 
 - `pagewire`: one table for all layers with keys and values. Windows keep their pages until the request ends. Recurrent
   states have separate memory, one state for each request.
-- `groups`: the same with `params.groups`.
+- `groups`: like `pagewire`, but equal layers form a group (`params.groups`), and groups have separate tables.
 - `share_memory`: slabs of pages hold the states. This is the default of managers.
 - `vllm`: see `blocks.py`.
-- `least`: the memory that the layers need if each kind has its own pages and a window keeps only pages that it still
-  sees. No manager can need less than that.
+- `least`: the memory that the layers need if each kind has its own pages, and a window keeps only the pages that it
+  still reads. No manager can need less.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Way = Literal["pagewire", "groups", "share_memory", "vllm", "least"]
 
 @dataclass(frozen=True, slots=True)
 class MemoryAsked:
-    """The memory to plan for: bytes of a device, tokens of a page and of a step, and lengths of requests."""
+    """The memory to plan for: bytes of a device, tokens of a page, tokens of a step, and the lengths of requests."""
 
     memory: int
     page_size: int
@@ -40,10 +40,11 @@ class MemoryAsked:
 
 @dataclass(frozen=True, slots=True)
 class LaidPart:
-    """One part of a request's memory: its block tables of one kind, or its state.
+    """One part of a request's memory: the block tables for one kind of layer, or the state.
 
     Attributes:
-        kind: the kind of the layers, with the size of their window, if any; "all" if several kinds share one table.
+        kind: the kind of the layers, and the size of their window if they have one. "all" if several kinds share one
+            table.
         layers: the number of layers.
         tables: number of a request's block tables; 0 for a state.
         of_length: returns, for a number of tokens, the bytes that the part takes on each rank.
@@ -62,7 +63,8 @@ class LaidWay:
     Attributes:
         way: name of the layout.
         page: bytes of a page; None if pages differ in size.
-        memory: bytes that all requests share. Requests take whole pages, so a last incomplete page is unusable.
+        memory: bytes for the pages of all requests. A request takes whole pages, so an incomplete page at the end is
+            unusable.
         most: how many requests a replica holds at most, however short they are; None if there is no limit.
         parts: the parts of a request's memory.
     """
@@ -114,7 +116,7 @@ def laid_ways(model: CachedModel, tp: int, asked: MemoryAsked) -> Iterator[LaidW
         LaidPart(one.kind, one.layers, 0, partial(_any_length, one.state_bytes(tp))) for one in model.each if one.state
     )
     page = sum(of_kinds)
-    # less one state, which belongs to page 0: this is the null page, which no request owns
+    # The memory without one state, because the null page has a state that no request uses.
     own = asked.memory - model.state_bytes(tp)
     kinds = dict.fromkeys(_name(one) for one in model.paged)
     whole = LaidPart(

@@ -61,7 +61,8 @@ def sweep_replicas(
 
     Each row has the hits of one replay in %, and its load per window. For each number of replicas above 1, the last row
     is a replay in which replicas copy pages from each other. That replay is routed by prefix, and `peer_hits` counts
-    the copied blocks. A number of replicas is left out if the share of one replica is smaller than the longest request.
+    the copied blocks. A number of replicas is left out if the longest request does not fit into the blocks of one
+    replica.
     """
     longest, rows = max(map(len, trace)), list[Row]()
     for count in (count for count in counts if capacity // count >= longest):

@@ -2,13 +2,13 @@
 
 A trace is in the Mooncake format: one JSON object per line, whose `hash_ids` name the blocks of a prompt. Equal ids
 mean an equal prefix up to and including that block. Requests run one after another, and a block is a page. Each prompt
-gets one more token, so that its last block is full of computed tokens and can be published. Hints are made from the
-trace's own future (see `trace_hints`). The optimum is a cache that knows the future. The reference and the optimum are
-computed for one pool without hints.
+gets one more token. All tokens of its last block are then computed, and the block can be published. Hints are made from
+the later requests of the trace (see `trace_hints`). The optimum is a cache that knows the future. The reference and the
+optimum are computed for one pool without hints.
 
-For a model with recurrent layers, the replay uses the states of the manager. States lie among the pages, and only some
-of them are kept. A state may be smaller than a block; each block is then divided into several pages, as in a server.
-The reference and the optimum ignore states.
+For a model with recurrent layers, the replay uses the states of the manager. States lie among the pages, and the
+manager keeps only some states. If a state is smaller than a block, each block is divided into several pages, as in a
+server. The reference and the optimum ignore states.
 """
 
 import heapq
@@ -30,8 +30,8 @@ from kvcache.params import RoutingRule, StateShape
 from pagewire.replay.trace_hints import Blocks, hints_for
 from scheduler_adapters.errors import ReplayError
 
-# Each page has two tokens: the id of its block, and its index among the pages of that block. With pages of one token,
-# the additional token of a prompt would fill a page of its own, which would be published.
+# Each page has two tokens: the id of its block, and the index of the page in that block. If pages had one token, the
+# additional token of a prompt would fill a page, and this page would be published.
 PAGE_SIZE = 2
 WINDOW = 500  # number of requests in a window, over which the loads of the replicas are compared
 _STATE_UNIT = 16  # bytes of a page in replays with states; a state takes a multiple of this
@@ -54,9 +54,10 @@ class ReplayResult(msgspec.Struct, frozen=True):
     # the manager hits less than the reference; None if the reference and the optimum hit equally often.
     gap_closed: float | None
     us_per_request_p50: float
-    # How uneven the load is. For each window of `WINDOW` requests, the blocks that the busiest replica computes are
-    # divided by an even share, so the result is at least 1.0. This field is the mean over all windows, and the next
-    # field is the maximum. Both are None for a single replica, or if no block is computed.
+    # How uneven the load is. For each window of `WINDOW` requests, the number of blocks that the busiest replica
+    # computes is divided by the mean number over all replicas. The result is at least 1.0. `window_load_mean` is the
+    # mean of the results over all windows, and `window_load_max` is the maximum. Both are None for a single replica, or
+    # if no block is computed.
     window_load_mean: float | None = None
     window_load_max: float | None = None
     restored: int = 0  # hits that were loaded from the host tier
@@ -132,7 +133,7 @@ def replay(
         routing: the routing rule.
         host_blocks: number of blocks of the host tier below the pool; 0 for no tier.
         peers: whether replicas copy pages from each other.
-        block_bytes: bytes of a block of the model in question; None if `moved_bytes_per_request` is not wanted.
+        block_bytes: bytes of a block of the model; None leaves `moved_bytes_per_request` out of the result.
         divided: how each block is divided into pages. With several pages in a block, `evictions` and `restored` of the
             result count pages, not blocks.
         shown: called with the manager. The replay runs within the context manager that it returns.
@@ -198,7 +199,7 @@ def _serve(manager: PagedKVCacheManager, context: TextContext) -> tuple[int, int
     """Runs one request to its first token. Returns its replica and the number of pages hit."""
     length, hits = context.end_idx, -1
     with manager.claim(context) as replica:
-        # a chunk ends where a copy of the state is kept, so several chunks may be needed
+        # a chunk ends where the manager keeps a copy of the state, so a request may need several chunks
         while context.end_idx == length:
             if not manager.maybe_reserve(context):
                 raise ReplayError(f"request {context.request_id}: it gets no pages, although no other request runs")
@@ -221,8 +222,8 @@ def _manager(
     if needed_pages(longest, divided) > share * block_pages:
         beside = f" with its state, as large as {state_pages / block_pages:.1f} blocks," if state_pages else ""
         raise ReplayError(
-            f"a request of {longest} blocks{beside} does not fit: {capacity} blocks in {replicas} replicas are "
-            f"{share} blocks each"
+            f"a request of {longest} blocks{beside} does not fit: with {capacity} blocks and {replicas} replicas, "
+            f"each replica has {share} blocks"
         )
     states, page = None, PAGE_SIZE
     if state_pages:
@@ -246,7 +247,7 @@ def _manager(
     most = longest * block_pages * PAGE_SIZE + 1
     try:
         return PagedKVCacheManager(params, replicas, most, 1, ["cpu"] * replicas, available_cache_memory=memory)
-    except PoolTooSmallError as error:  # the pool has been checked already, so the host tier is too small
+    except PoolTooSmallError as error:  # the size of the pool was checked above, so the host tier is too small
         raise ReplayError(f"a host tier of {host_blocks} blocks: {error}") from error
 
 
@@ -261,7 +262,7 @@ def _state_of(pages: int) -> StateShape:
 
 
 def _window_loads(computed: NDArray[np.int64]) -> dict[str, float | None]:
-    """Returns the window loads of a result, from the computed blocks `[requests, replicas]`."""
+    """Returns the mean and maximum of the window loads. `computed` has the computed blocks, `[requests, replicas]`."""
     count, replicas = computed.shape
     windows = max(1, count // WINDOW)  # an incomplete last window is ignored
     sums = np.add.reduceat(computed[: windows * WINDOW], np.arange(0, windows * WINDOW, WINDOW), axis=0)

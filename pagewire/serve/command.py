@@ -111,7 +111,7 @@ def _server_config(options: ServeOptions, role: Role) -> ServerConfig:
 
 
 def _front_in(path: Path | None) -> str:
-    """Waits for the front's address file, and returns the endpoint in it."""
+    """Waits until the front has written its address file, and returns the front's endpoint."""
     if path is None:
         raise ServiceError("give --front or --address-file, so that this process finds its front")
     deadline = time.monotonic() + _ADDRESS_S
@@ -236,5 +236,5 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
-        """A no-op: signals concern the whole process, and still matter after HTTP has ended."""
+        """A no-op: `pagewire serve` handles the signals of the whole process, also after HTTP has ended."""
         yield

@@ -37,7 +37,7 @@ _THEMES = {True: "textual-light", False: "textual-dark"}
 
 
 class _Area:
-    """The screen lines of one pool: a title, and then the places of its map. See `PageMap`."""
+    """The screen lines of one pool: a title line, and below it the places of the pool's map (see `PageMap`)."""
 
     def __init__(self, key: str, top: int, lines: int, span: Span, *, wide: bool) -> None:
         self.key, self.top, self.lines, self.span, self.wide = key, top, lines, span, wide
@@ -50,7 +50,7 @@ class _Area:
         line = y - self.top - 1
         if not 0 <= line < self.lines - 1:
             return None
-        # A half block shows two places, one above the other; this returns the upper one.
+        # A half block shows two places, one above the other. This method returns the upper place.
         place = line * (width // 2) + x // 2 if self.wide else line * 2 * width + x
         return place if place < self.span.places else None
 
@@ -58,8 +58,7 @@ class _Area:
 class PageMap(Widget):
     """The map of the pages of all pools, or of one pool.
 
-    The map consists of places. A place is one page, drawn as a glyph, or half a character that stands for several
-    pages.
+    The map consists of places. A place shows one page as a glyph, or several pages as half a character.
     """
 
     DEFAULT_CSS = "PageMap { height: 1fr; }"
@@ -100,7 +99,7 @@ class PageMap(Widget):
         self.refresh()
 
     def lines_needed(self, width: int) -> int:
-        """Returns how many lines the map needs to draw every page of the shown pools singly, with a title for each."""
+        """Returns how many lines the map needs to show every page of the shown pools as a glyph, with titles."""
         return sum(1 - (-pool.num_pages // max(1, width // 2)) for _, _, pool, _ in self._view.shown())
 
     def render_line(self, y: int) -> Strip:
@@ -280,7 +279,10 @@ class TopApp(App[None]):
         self._fill(self._panels.active)
 
     def _share_lines(self) -> None:
-        """Gives the map the lines that it needs, up to the share `_MAP_SHARE`, and the rest to the panels."""
+        """Divides the lines of the screen: the map gets the lines that it needs, but at most the fraction `_MAP_SHARE`.
+
+        The panels get the remaining lines.
+        """
         lines = self.map.size.height + self._panels.size.height
         if not lines or not self.view.shown():
             return
@@ -330,7 +332,7 @@ class TopApp(App[None]):
     # ---- keys
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool:
-        """While a filter is typed, the keys for panning go to the input field."""
+        """Disables panning while a filter is typed, so that the keys for panning go to the input field."""
         del parameters
         return action != "pan" or not self._asked.has_focus
 
@@ -347,7 +349,7 @@ class TopApp(App[None]):
         self.map.redraw()
 
     def action_pool(self, step: int) -> None:
-        """Selects another pool. `step` is the number of pools to move on."""
+        """Selects the pool that is `step` pools further."""
         self.view.next_pool(step)
         self.map.redraw()
 

@@ -65,9 +65,9 @@ def run_top(options: TopOptions) -> int:
 
 
 def is_light(options: TopOptions) -> bool:
-    """Returns whether to use the light theme: as the option says, or else to match the terminal's background.
+    """Returns whether to use the light theme. The theme "auto" matches the background of the terminal.
 
-    If the terminal does not report its background, the theme is dark.
+    If the terminal does not report its background, the theme "auto" is dark.
     """
     background = os.environ.get("COLORFGBG", "").rpartition(";")[2]
     return options.theme == "light" or (options.theme == "auto" and background in ("7", "15"))
@@ -165,7 +165,10 @@ def serve_web(options: TopOptions) -> None:
 
 
 def web_command(options: TopOptions) -> str:
-    """Returns the command that the server runs for each browser, in a terminal of its own, with the same options."""
+    """Returns the command that the server runs for each browser: `pagewire top` with the same options.
+
+    Each browser gets its own terminal.
+    """
     named = {"updates": options.updates, "speed": options.speed, "play": options.play, "record": options.record}
     named |= {
         "theme": options.theme,

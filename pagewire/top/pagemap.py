@@ -20,9 +20,9 @@ class Palette(NamedTuple):
     """The colours of a theme.
 
     Attributes:
-        states: colour of each state. For idle pages, it is the colour of those that are evicted last.
-        ground: colour towards which others fade: the colours of idle pages that are evicted soon, and of pages that a
-            filter hides.
+        states: colour of each page state. An idle page has this colour if it is among the last to be evicted.
+        ground: a colour that is mixed into the colour of an idle page that is evicted soon, and of a page that a filter
+            hides.
         fading: a word that describes how faded pages look.
     """
 
@@ -65,7 +65,7 @@ GLYPHS = {
 }
 _COLDEST = 0.35  # how much of its colour an idle page keeps if it is evicted first
 _DIM = 0.22  # how much of its colour a page keeps if a filter hides it
-_LOW = 64  # the number of values of a cell's low bits, which hold state and age and determine the colour
+_LOW = 64  # the low bits of a cell hold the state and the age of a page, and have this many values
 _CHUNK = 4096  # the most colours whose sum fits into 20 bits per channel
 
 
@@ -83,7 +83,11 @@ class Span(NamedTuple):
 
 
 def span_of(num_pages: int, places: int, zoom: int = 0, centre: float = 0.5) -> Span:
-    """Returns which pages a map with `places` places shows: all, or the `2**zoom`th part of them around `centre`."""
+    """Returns which pages a map with `places` places shows.
+
+    At zoom 0, the map shows the whole pool. Each further step of `zoom` halves the visible part around `centre`. A map
+    never shows fewer pages than it has places.
+    """
     shown = max(min(num_pages, places), num_pages >> zoom)
     first = round(centre * num_pages - shown / 2)
     return Span(1 + min(max(0, first), num_pages - shown), shown, -(-shown // max(1, places)))
@@ -91,7 +95,7 @@ def span_of(num_pages: int, places: int, zoom: int = 0, centre: float = 0.5) -> 
 
 @lru_cache
 def _packed(light: bool) -> NDArray[np.uint64]:
-    """Returns the colour for each value of a cell's low bits (state and age), packed with 20 bits per channel.
+    """Returns a table of packed colours (20 bits per channel), one for each pair of a page's state and age.
 
     The second half of the table has the colours for pages that a filter hides.
     """
@@ -109,7 +113,7 @@ def _packed(light: bool) -> NDArray[np.uint64]:
 def colours(cells: Cells, span: Span, lit: NDArray[np.bool_] | None = None, *, light: bool = False) -> Colours:
     """Returns the colour of each place.
 
-    `lit` says, by owner number, whether the filter shows the owner's pages. None shows all pages.
+    `lit` is a bool array: whether the filter shows the pages of each owner, by owner number. None shows all pages.
     """
     shown = cells[span.first : span.first + span.pages]
     low = (shown & np.uint32(_LOW - 1)).astype(np.uint8)

@@ -70,7 +70,10 @@ def _waiting(look: Look) -> int:
 
 
 def short_ids(names: Sequence[str]) -> list[str]:
-    """Shortens ids for the screen. The middle of a long id is left out, unless another id would then look the same."""
+    """Shortens ids for the screen by leaving out the middle of a long id.
+
+    If two ids would then look the same, both keep their full length.
+    """
     cut = [name if len(name) <= _LONGEST_ID else f"{name[:_HEAD]}…{name[-_TAIL:]}" for name in names]
     alike = Counter(dict(zip(names, cut, strict=True)).values())
     return [short if alike[short] == 1 else name for name, short in zip(names, cut, strict=True)]

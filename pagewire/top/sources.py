@@ -1,8 +1,8 @@
 """Where snapshots (`Look`) come from: processes that are asked for them, or a recording in a file.
 
-A recording begins with a line that identifies the format. Each snapshot has four bytes for its length, and then,
-compressed, its time, the process's address, and the frames. If its writer was killed, a recording is played up to the
-last complete snapshot.
+A recording begins with a line that identifies the format. Each snapshot is four bytes with its length, and then a
+compressed record of its time, the process's address, and the frames. If the process that wrote the recording was
+killed, the recording is played up to the last complete snapshot.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvcache.errors import WatchError
 from kvcache.watch.follower import Followed, WatchClient
 
 _MAGIC = b"pagewire recording 1\n"
-_AGAIN_S = 2.0  # in seconds: a process that has not answered is asked again after this time
+_AGAIN_S = 2.0  # in seconds: if a process does not answer for this time, it is asked again
 _LENGTH = 4
 # the most bytes of a snapshot; a limit is needed because a recording may come from an untrusted source
 _MOST_BYTES = 1 << 28
@@ -99,7 +99,7 @@ class PlayedSource:
         return self._heard[0].at + self.position
 
     def poll(self, followed: dict[str, Followed]) -> list[Heard]:
-        """Advances the position. Returns the snapshots up to it."""
+        """Advances the position. Returns the snapshots from the previous position up to the new one."""
         del followed
         now = self._clock()
         if not self.paused:
@@ -151,7 +151,7 @@ def _read(path: Path) -> list[Heard]:
 
 
 def _looks(path: Path, file: IO[bytes]) -> Iterator[Heard]:
-    """Yields one snapshot after another. The last one may be incomplete, and is then left out."""
+    """Yields the snapshots of a recording in order. An incomplete snapshot at the end is left out."""
     while len(length := file.read(_LENGTH)) == _LENGTH:
         at, size = file.tell() - _LENGTH, int.from_bytes(length, "big")
         if size > _MOST_BYTES:

@@ -76,8 +76,7 @@ def _run(app: TopApp, descriptors: Sequence[int], hung_up: int) -> int:
     try:
         app.run()
     finally:
-        # The pipe stays open and the thread keeps waiting, so that the thread also ends a program that hangs after this
-        # point.
+        # The pipe stays open and the thread keeps waiting. The thread can then still end the program if it hangs later.
         for number, handler in before.items():
             signal.signal(number, handler)
     if came:
@@ -94,7 +93,7 @@ def _end(descriptors: Sequence[int], hung_up: int, told: int, attributes: list[A
     if told not in dict(waited.poll()):
         os._exit(hung_up)
     (number,) = os.read(told, 1)
-    time.sleep(_LAST_S)  # usually the process has ended by then, and this thread with it
+    time.sleep(_LAST_S)  # usually the process, and this thread with it, ends during this sleep
     if attributes is not None:
         threading.Thread(target=os.write, args=(2, _RESTORE), daemon=True).start()
         time.sleep(_LAST_WRITE_S)  # if the terminal accepts no output, the write never returns

@@ -40,8 +40,8 @@ class WatchedProcess:
     def take(self, heard: Heard) -> None:
         """Applies a snapshot.
 
-        A snapshot may contain only the changes since another one. If that other one was not received, the new one is
-        dropped, and the next question asks for the whole state.
+        A snapshot may contain only the changes since an earlier snapshot. If the earlier snapshot was not received, the
+        new snapshot is dropped, and the next question asks for the whole state.
         """
         self.heard_at = heard.at
         try:
@@ -168,7 +168,7 @@ class TopView:
         return [one for one in every if one[0] == self.pool] or every
 
     def next_pool(self, step: int = 1) -> None:
-        """Selects the next pool; after the last one, all of them."""
+        """Moves the selection on by `step` pools. The choice after the last pool is all pools."""
         keys = ["", *(key for key, *_ in self.pools())]
         at = keys.index(self.pool) if self.pool in keys else 0
         self.pool, self.zoom, self.centre = keys[(at + step) % len(keys)], 0, 0.5
@@ -180,7 +180,7 @@ class TopView:
         self.zoom = min(_MOST_ZOOM, max(0, self.zoom + step))
 
     def pan(self, share: float) -> None:
-        """Moves by a share of the visible part."""
+        """Moves the view along the pool. `share` is the distance as a fraction of the visible part."""
         half = 0.5 / 2**self.zoom
         self.centre = min(1 - half, max(half, self.centre + share / 2**self.zoom))
 
@@ -189,7 +189,7 @@ class TopView:
         return span_of(pool.num_pages, places, self.zoom, self.centre)
 
     def lit(self, process: WatchedProcess, pool: str) -> NDArray[np.bool_] | None:
-        """Returns, by owner number, whether its pages are shown.
+        """Returns a bool array: whether the filter shows the pages of each owner, by owner number.
 
         Returns None if requests and tenants are not filtered.
         """
@@ -218,7 +218,7 @@ class TopView:
         return f"{process.name}/{pool.name} {pages}: " + ", ".join(parts)
 
     def _names(self, look: Look | None, pool: str, cells: Cells) -> list[str]:
-        """Returns the owners of most of these pages, at most five of them."""
+        """Returns the requests that own most of the pages in `cells`, at most five of them."""
         if look is None:
             return []
         owners = look.owners

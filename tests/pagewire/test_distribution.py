@@ -64,8 +64,8 @@ def test_a_package_earlier_in_the_path_is_named(name: str, installed: Path, tmp_
     assert status == 1
     assert told == (
         f"pagewire.distribution.ShadowedPackageError: pagewire needs its own package {name!r} "
-        f"({installed / name / '__init__.py'}), but Python imports {other}: uninstall what installed that file "
-        f"(transfer), or move its folder behind {installed} in sys.path"
+        f"({installed / name / '__init__.py'}), but Python imports {other}: uninstall the "
+        f"distribution that installed that file (transfer), or move its folder behind {installed} in sys.path"
     )
 
 
@@ -76,7 +76,7 @@ def test_a_package_that_was_written_over_is_named(name: str, installed: Path) ->
     assert status == 1
     assert told == (
         f"pagewire.distribution.ShadowedPackageError: pagewire needs its own package {name!r}, but another "
-        f"distribution (transfer) has written over {other}: uninstall that one, then "
+        f"distribution (transfer) has written over {other}: uninstall that distribution, then "
         "pip install --force-reinstall --no-deps pagewire"
     )
 
@@ -87,4 +87,4 @@ def test_a_package_that_is_gone_is_named(name: str, installed: Path) -> None:
     gone.unlink()  # this is how pip leaves the folder after the other distribution has been uninstalled
     status, told = imported(installed)
     assert status == 1
-    assert f"pagewire needs its package {name!r}, and {gone} is gone: pip install --force-reinstall" in told
+    assert f"pagewire needs its package {name!r}, but {gone} does not exist: pip install --force-reinstall" in told

@@ -74,7 +74,7 @@ def test_replicas_of_a_host_have_a_share_of_the_blocks_each() -> None:
 
 
 def test_a_trace_that_cannot_be_replayed_is_an_error_with_the_reason() -> None:
-    with pytest.raises(ReplayError, match="a request of 60 blocks does not fit: 51 blocks"):
+    with pytest.raises(ReplayError, match="a request of 60 blocks does not fit: with 51 blocks"):
         sweep([[*range(60)]], question())
     with pytest.raises(PlanError, match="--block-tokens is 100: a multiple of the page size 16 is needed"):
         sweep(sessions(3), question(block=100))

@@ -138,7 +138,8 @@ def test_a_window_s_load_is_that_of_its_busiest_replica() -> None:
 
 def test_a_request_that_can_never_fit_is_reported() -> None:
     with pytest.raises(
-        ReplayError, match="a request of 9 blocks does not fit: 16 blocks in 2 replicas are 8 blocks each"
+        ReplayError,
+        match="a request of 9 blocks does not fit: with 16 blocks and 2 replicas, each replica has 8 blocks",
     ):
         replay([[*range(9)]], 16, replicas=2)
 
