@@ -121,7 +121,7 @@ class TextContext:
     """
 
     __slots__ = (
-        *("__weakref__", "_active", "_buffer", "_end", "_flight", "_follows", "_in_flight", "_leader", "_place"),
+        *("__weakref__", "_active", "_buffer", "_end", "_flight", "_follows", "_leader", "_place"),
         *("_start", "hint", "max_length", "named", "prefix_hasher", "request_id"),
     )
 
@@ -143,8 +143,8 @@ class TextContext:
         self._follows = False
         self._leader: Leader = NO_LEADER
         self._place = 0
-        self._in_flight = False  # whether a step is in flight whose token is not known yet
-        self._flight = 0  # the first token that the step in flight runs
+        # the first token that the step in flight runs; None if no step is in flight whose token is not known yet
+        self._flight: int | None = None
         self.prefix_hasher: PrefixHasher | None = None
         # The salt and the keys, on which pages depend as well as on tokens. They are in one tuple, so that usually one
         # identity test shows that neither has changed.
@@ -209,14 +209,14 @@ class TextContext:
         """The number of computed tokens: those before `start_idx` that no step in flight is still computing."""
         if self._follows:
             self._leader.catch_up(self._place, self._end)
-        return min(self._start, self._flight) if self._in_flight else self._start
+        return self._start if self._flight is None else min(self._start, self._flight)
 
     @property
     def has_future_token(self) -> bool:
         """Whether a step is in flight for which `realize_future_token` has not been called yet."""
         if self._follows:
             self._leader.catch_up(self._place, self._end)
-        return self._in_flight
+        return self._flight is not None
 
     @property
     def active_idx(self) -> int:
@@ -267,7 +267,7 @@ class TextContext:
         """
         if self._follows:
             self.leave()
-        if self._in_flight:
+        if self._flight is not None:
             self._refuse_future("update")
         if self._active < self._end:
             self._start, self._active = self._active, self._end
@@ -289,15 +289,15 @@ class TextContext:
         must be called before another update. Raises the errors of `update`.
         """
         self.leave()
-        if self._in_flight:
+        if self._flight is not None:
             self._refuse_future("update_with_future_token")
         if self._active == self._end:
             self._refuse_full()
-            # `_in_flight` is set before the future token is appended: an interrupt must not leave the token without it.
-            self._flight, self._in_flight = self._start, True
+            # `_flight` is set before the future token is appended: an interrupt must not leave the token without it.
+            self._flight = self._start
             self.append_one(FUTURE_TOKEN, self._active, self._end + 1)
         else:
-            self._flight, self._in_flight = self._start, True
+            self._flight = self._start
             self._start, self._active = self._active, self._end
 
     def realize_future_token(self, token: int) -> None:
@@ -307,13 +307,13 @@ class TextContext:
         meanwhile. Raises `InvalidRequestError` if the token is out of range, or if no step is in flight.
         """
         self.leave()
-        if not self._in_flight:
+        if self._flight is None:
             raise InvalidRequestError(
                 f"request {self.request_id!r}: realize_future_token was called, but no future token is outstanding"
             )
         if self._buffer[self._end - 1] == FUTURE_TOKEN:
             self._buffer[self._end - 1] = self._checked_token(token)
-        self._in_flight = False
+        self._flight = None
 
     def set_token_indices(
         self, start_idx: int | None = None, active_idx: int | None = None, end_idx: int | None = None
@@ -332,7 +332,7 @@ class TextContext:
                 f"request {self.request_id!r}: start {shown(start)}, active {shown(active)}, end {shown(end)} "
                 f"are not ordered within its {self._end} tokens"
             )
-        if end < self._end and self._in_flight and self._buffer[self._end - 1] == FUTURE_TOKEN:
+        if end < self._end and self._flight is not None and self._buffer[self._end - 1] == FUTURE_TOKEN:
             self._refuse_future(f"set_token_indices with end_idx {end} of {self._end}")
         if end < self._end and self.prefix_hasher is not None and self.prefix_hasher.num_tokens > end:
             self.prefix_hasher = None  # the old hasher has digests of pages with dropped tokens
@@ -350,7 +350,7 @@ class TextContext:
         # Read first, because reading `tokens` catches up with a batch. The copied context does not belong to that
         # batch.
         tokens = self.tokens.copy()
-        if self._in_flight:
+        if self._flight is not None:
             self._refuse_future("a copy")
         plain, slots = cast("tuple[dict[str, Any] | None, dict[str, Any]]", super().__getstate__())
         return plain, {**slots, "_buffer": tokens, "_follows": False, "_leader": NO_LEADER, "prefix_hasher": None}
@@ -411,14 +411,14 @@ class TextContext:
 
     def append_future(self, start: int, end: int) -> None:
         """Do `append_one` for the future token of a step in flight, whose run began at token `start`."""
-        self._flight, self._in_flight = start, True
+        self._flight = start
         self.append_one(FUTURE_TOKEN, end - 1, end)
 
     def realize(self, token: int) -> None:
         """Replace the future token, if there is one, by the real `token`, which the leader has got."""
-        if self._in_flight:
+        if self._flight is not None:
             self._buffer[self._end - 1] = token
-            self._in_flight = False
+            self._flight = None
 
     def _refuse_future(self, call: str) -> NoReturn:
         raise InvalidRequestError(
