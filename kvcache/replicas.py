@@ -36,8 +36,7 @@ from kvcache.sizing import Needs, Sizes
 from kvcache.states.state_memory import room_apart, room_in_slabs, slab_pages_of, state_layouts
 from kvcache.states.state_pages import StatePages
 from kvcache.steps_in_flight import StepInFlight, StepsInFlight
-from kvcache.tiers.state_tiers import divide_tiers, state_tiers
-from kvcache.tiers.tiers import Tiers, page_tiers
+from kvcache.tiers.tiers import Tiers, divide_tiers, page_tiers, state_tiers
 from kvcache.types import Admission, KVCacheMetrics, RaggedKVCacheInputs, RequestID
 from kvcache.under_way import UnderWay
 

@@ -182,7 +182,7 @@ HANDWRITTEN: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.tiers.state_tiers",
+        "kvcache.tiers.tiers",
         [
             Mutation("StateTier._let_go", "self.pool.release(pages)", "self.pool.drop_writer(pages)"),
             Mutation("divide_tiers", "space - slots * state_bytes", "space * (1 - share)"),

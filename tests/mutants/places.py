@@ -59,7 +59,8 @@ _DOORS: dict[str, dict[str, str]] = {
         "tiers/page_folder": "tiers/file_tier tiers/page_files",
         "tiers/page_objects": "tiers/object_tier",
         "tiers/object_tier": "tiers/object_tier tiers/object_tables tiers/read_rates",
-        "tiers/tiers": "tiers/host_tier tiers/object_tier replica/pages_below replica/lent_tables",
+        "tiers/tiers": "tiers/host_tier tiers/object_tier replica/pages_below replica/lent_tables "
+        "tiers/state_tiers states/grouped_states_below",
         "watch/book": "watch/endpoint watch/log",
         "watch/cells": "watch/endpoint",
         "watch/follower": "watch/endpoint",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvcache import NoFreeRowError, NoFreeStatePageError, PagedKVCacheManager, TextContext
-from kvcache.tiers.state_tiers import StateTier
+from kvcache.tiers.tiers import StateTier
 from tests.kvcache.random_model import seam
 from tests.kvcache.replica.test_further_tables import gone
 from tests.kvcache.states.test_grouped_states import NEXT, PROMPT, SIZE, make, run, served, start, without_state_at

@@ -11,7 +11,7 @@ import torch
 from kvcache.states.state_memory import kind_offsets
 from kvcache.states.state_pages import StatePages
 from kvcache.tiers.host_tier import HostTier
-from kvcache.tiers.state_tiers import StateTier, state_mover
+from kvcache.tiers.tiers import StateTier, state_mover
 from tests.kvcache.build import states_of
 from tests.kvcache.random_model.matrix import SHAPES
 
