@@ -23,9 +23,8 @@ from kvcache.pool.pages import PagePool
 from kvcache.pool.slabs import SlabPool
 from kvcache.replica.batch import UNKNOWN, Batch, BatchState, Gathered, Share
 from kvcache.replica.context import Context, SafeContext, hasher_of, read_context
-from kvcache.replica.devices import PageMemory, PlacedReplica
+from kvcache.replica.devices import PageMemory, PlacedReplica, ReplicaPageMoves
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
-from kvcache.replica.page_moves import ReplicaPageMoves
 from kvcache.replica.partial import PartialReuse
 from kvcache.replica.peer_copies import PeerCopies
 from kvcache.replica.replica import Filled, Replica

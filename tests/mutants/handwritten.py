@@ -217,7 +217,7 @@ HANDWRITTEN: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.replica.page_moves",
+        "kvcache.replica.devices",
         [
             Mutation("ReplicaPageMoves.staying", "self._pages_of(row)", "self._replica.rows.pages(row)"),
             Mutation("ReplicaPageMoves.move", '"right"', '"left"'),

@@ -36,7 +36,7 @@ _DOORS: dict[str, dict[str, str]] = {
         "replica/block_table": "replica/imports replica/leases replica/further_imports",
         "replica/copier": "handover recovery replica/imports replica/imports_for_nobody replica/further_imports "
         "replica/leases",
-        "replica/page_moves": "million_moves states/grouped_states",
+        "replica/devices": "devices replica/batch replica/page_moves million_moves states/grouped_states",
         "replica/peer_copies": "replica/peer_copies states/copied_states replica/lent_tables",
         "pool/pages_below": "replica/pages_below tiers/host_tier tiers/object_tables states/grouped_states_below",
         "replica/batch": "replica/batch events/events",

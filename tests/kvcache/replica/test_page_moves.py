@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvcache import PagedKVCacheManager, TextContext
-from kvcache.replica.page_moves import ReplicaPageMoves
+from kvcache.replica.devices import ReplicaPageMoves
 from kvcache.replica.replica import Replica
 from tests.kvcache.build import manager_of
 
