@@ -32,7 +32,7 @@ _PRELOAD = [
 ]
 
 
-# The first test that needs the fork server starts it. The server gets these values instead of those of that test.
+# The first test that needs the fork server starts it. The server gets these values instead of the values of that test.
 _ENVIRONMENT, _FOLDER = dict(os.environ) | QUIET, Path.cwd()
 
 

@@ -54,7 +54,7 @@ class PagedBatch:
 
     @property
     def first_rows(self) -> torch.Tensor:
-        """The packed row at which each request's new tokens begin, and the end of the last: int32 `[requests + 1]`."""
+        """The first packed row of each request's new tokens, and the end of the last one's: int32 `[requests + 1]`."""
         return torch.tensor([0, *self.counts], device=self.starts.device).cumsum(0).to(torch.int32)
 
     @property

@@ -1,5 +1,5 @@
 """Choices between pulling a prefix, computing it, and doing both: which choices were right, which cannot be judged, and
-what the wrong ones cost.
+what wrong choices cost.
 """
 
 import pytest

@@ -71,7 +71,7 @@ def test_a_question_over_a_link_that_is_cut_is_answered_or_fails_with_a_reason(
 def test_a_question_that_no_answer_reaches_fails_by_its_deadline(pair: Pair, direction: str) -> None:
     """The question may still arrive late.
 
-    The source then lends pages that nobody reads. It can lend them again when that lease has expired.
+    The source then lends pages that nobody reads. The source can lend these pages again when that lease has expired.
     """
     address, name = known(pair)
     cut, restore = DIRECTIONS[direction]

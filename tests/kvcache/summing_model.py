@@ -66,7 +66,10 @@ def sums(blocks: torch.Tensor, table: torch.Tensor, last: torch.Tensor) -> torch
 
 
 def run(batch: list[TextContext], inputs: list[RaggedKVCacheInputs]) -> torch.Tensor:
-    """Runs the active tokens of requests of one replica with one shard. Returns the token after each, on the device."""
+    """Runs the active tokens of requests of one replica with one shard.
+
+    Returns the next token of each request, on the device.
+    """
     (entry,) = inputs
     device = entry.blocks.device
     wait_on_device(device)

@@ -45,7 +45,7 @@ def test_a_prompt_that_never_fits_says_so_and_touches_nothing() -> None:
 def test_admission_prefers_a_replica_where_the_request_fits_and_says_if_there_is_none() -> None:
     manager = manager_of(10, dp=2)
     run_once(manager, range(28), 0)
-    # ten pages are free; seven of these are its own and two are others
+    # ten pages are free; the request needs its seven cached pages and two other pages
     waiting = TextContext(range(36), 64)
     assert manager.admission(waiting) == Admission(0, 7, 2, True)
     busy = running(manager, range(100, 108), 0)
@@ -66,7 +66,7 @@ def test_idle_pages_of_a_hit_do_not_count_as_room() -> None:
     run_once(manager, range(28), 0)
     assert manager.admission(TextContext(range(40), 64)) == Admission(0, 7, 3, True)
     blocker = running(manager, range(100, 104), 0)
-    # Nine pages are free, and seven of them are its own. It needs three more.
+    # Nine pages are free, and seven of them are cached pages of the request. The request needs three more.
     assert manager.admission(TextContext(range(40), 64)) == Admission(0, 7, 3, False)
     manager.release(blocker.request_id)
 
@@ -215,8 +215,9 @@ def with_states(pages: int, rows: int, **states: Any) -> PagedKVCacheManager:
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize(("others", "fits"), [(0, True), (1, False)])
 def test_admission_foresees_a_claim_that_evicts_the_state_to_resume_from(shared: bool, others: int, fits: bool) -> None:
-    """The claim takes a state page, and that evicts the state from which the request would resume. Then nothing is
-    found, and the pages do not suffice for the whole prompt.
+    """The claim takes a state page, which evicts the state from which the request would resume.
+
+    Then nothing is found, and the pages do not suffice for the whole prompt.
     """
     # With shared memory a state takes three pages: there are four slabs, and the last free one has the copy. With
     # separate memory three states take the memory of ten pages, and six pages remain: the last free state page has the
@@ -236,10 +237,9 @@ def test_admission_foresees_a_claim_that_evicts_the_state_to_resume_from(shared:
 
 
 def test_admission_foresees_pages_that_only_a_hit_in_host_memory_makes_necessary() -> None:
-    """The request is asked for a chunk of 4 tokens. At the beginning of the prompt, the chunk needs one page of the
-    window.
+    """A request reserves a chunk of 4 tokens. At the beginning of the prompt, the chunk needs one page of the window.
 
-    From token 28 on, with the host's pages, it needs three.
+    With the host's pages, the chunk begins at token 28 and needs three.
     """
     groups = (LayerGroup("full", (0,)), LayerGroup("window", (1,), 8))
     manager = manager_of(60, layers=2, host_slots=2000, params={"groups": groups})

@@ -140,7 +140,8 @@ def test_copies_of_forks_and_partial_pages_wait_for_the_model_to_write_them(devi
         with manager.claim(parent):
             assert manager.maybe_reserve(parent)
             parent.set_token_indices(active_idx=parent.end_idx - (2 if parent.end_idx % SIZE == 1 else 1))
-            step(manager, [parent])  # its last page is not full, and on a GPU the model has not written it yet
+            # the request's last page is not full, and on a GPU the model has not written it yet
+            step(manager, [parent])
             child = parent.fork()
             assert manager.fork(parent, child)
             for context in (child, parent):

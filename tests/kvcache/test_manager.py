@@ -337,7 +337,7 @@ def test_a_chunk_finds_pages_that_another_request_has_published_meanwhile(make: 
     assert manager.maybe_reserve(slow)
     assert slow.start_idx == 16
     assert manager.get_req_blocks(slow.request_id)[:4] == manager.get_req_blocks(quick.request_id)[:4]
-    assert manager.num_free_blocks == free + 3  # its own copies of pages 1 to 3 were given back
+    assert manager.num_free_blocks == free + 3  # the request's own copies of pages 1 to 3 were given back
 
 
 def test_a_hit_that_saves_no_token_replaces_no_page_before_step(make: Any) -> None:
@@ -849,7 +849,7 @@ def test_any_object_with_the_attributes_of_a_context_is_accepted(make: Any) -> N
     manager.external_claim(other.request_id)
     assert manager._replicas.each[0].rows.row_of[other.request_id] == row
     assert manager.maybe_reserve(other)  # type: ignore[arg-type]
-    assert other.start_idx == 0  # it does not inherit digests from the row's previous request
+    assert other.start_idx == 0  # the request does not inherit digests from the row's previous request
 
 
 def test_a_context_that_refuses_its_new_start_changes_no_page(make: Any) -> None:

@@ -60,7 +60,7 @@ def _quiet() -> Iterator[None]:
 
 @pytest.mark.ci
 def test_every_allowed_pair_of_features_is_combined() -> None:
-    """On some manager, both features of each pair are seen at work. This takes about 45 managers."""
+    """For each allowed pair of features, some manager uses both features. This takes about 45 managers."""
     run = Run()
     for seed in range(120):
         run.manager(seed)

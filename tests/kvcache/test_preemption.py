@@ -95,7 +95,7 @@ def test_a_preempted_request_comes_back(
 ) -> None:
     context = started(manager, "r", made)
     before = context.tokens.tolist()
-    for _ in range(2):  # it may be preempted again
+    for _ in range(2):  # the request may be preempted again
         manager.release("r")
         if evicted:
             use_all_pages(manager)

@@ -61,7 +61,9 @@ class Tried(NamedTuple):
 
     @property
     def is_gap(self) -> bool:
-        """Whether no test beside the mutant's file notices it, and `harmless.txt` has no reason why no test could."""
+        """Returns whether the mutant is a gap: no test beside its file notices it, and `harmless.txt` does not explain
+        it.
+        """
         return self.verdict in {ELSEWHERE, SURVIVED, SURVIVED_BESIDE} and not self.reason
 
 
@@ -72,7 +74,7 @@ class Trial:
         tell: called with the result of each mutant, and with a line for every other event.
         known: reasons why mutants are harmless, by key.
         seconds: time from now after which no mutant is begun.
-        asks_elsewhere: whether mutants that survive the tests beside their file are tried with the others.
+        asks_elsewhere: whether mutants that survive the tests beside their file are tried with the other tests.
     """
 
     def __init__(

@@ -31,8 +31,9 @@ class Asked:
 
     @property
     def is_right(self) -> bool:
-        """Returns whether the tokens received are the expected ones. A request that was cancelled, or that failed with
-        a reason, may have received only the first of these.
+        """Returns whether the tokens received are the expected ones.
+
+        A request that was cancelled, or that failed with a reason, may have received only the first tokens.
         """
         if self.finished in ("eos", "length"):
             return self.tokens == self.expected
@@ -86,8 +87,10 @@ class Client:
                 self.take(self.asked[message.request_id], message)
 
     def take(self, one: Asked, message: msg.Tokens) -> None:
-        """Records a message about a request. If the request has already ended, the message comes from a process that
-        was given up, and is dropped.
+        """Records a message about a request.
+
+        If the request has already ended, the message comes from a process that was given up, and the message is
+        dropped.
         """
         if one.finished:
             return

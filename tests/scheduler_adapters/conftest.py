@@ -254,7 +254,7 @@ class SharedModels:
 
 
 def _fingerprint(model: Any) -> Any:
-    """The state that one test could change for another: weights, attention, modes, generation settings."""
+    """The state that one test could change for another test: weights, attention, modes, generation settings."""
     digest = hashlib.blake2b()
     for name, value in model.state_dict().items():
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())

@@ -25,7 +25,7 @@ Reference = Callable[[Sequence[int], int], list[int]]
 
 
 class Limits(NamedTuple):
-    """The sizes of one engine of the adapter. The cases choose the sizes of their requests by these."""
+    """The sizes of one engine of the adapter. The cases choose the sizes of their requests by these sizes."""
 
     page_size: int
     pages: int
@@ -90,7 +90,7 @@ class Adapter(Protocol):
         ...
 
     def bring(self, request_id: str, phase: str) -> tuple[list[int], int]:
-        """Submits a request and steps until it is in the phase, where it stays until the next step.
+        """Submits a request, and steps until the request is in the phase. It stays in that phase until the next step.
 
         Returns its prompt and length. The length is more than a few tokens. Other requests may run. A phase after the
         last token is allowed.
@@ -129,8 +129,9 @@ class Adapter(Protocol):
         ...
 
     def fail_pull(self, request_id: str, *, final: bool) -> None:
-        """Makes the READs of a request in phase "pulling" fail. Only the READs of this attempt fail, or with `final`
-        those of every attempt.
+        """Makes the READs of a request in phase "pulling" fail.
+
+        Only the READs of this attempt fail; with `final`, the READs of every attempt fail.
         """
         ...
 
@@ -165,7 +166,7 @@ class Case:
 
     def cancel(self, request_id: str) -> None:
         before = self.adapter.outcome(request_id)
-        # A step in flight may add one more.
+        # A step in flight may add one more token.
         self._most.setdefault(request_id, len(before.tokens) + (not before.finished))
         self.adapter.cancel(request_id)
 
@@ -253,7 +254,7 @@ class AdapterContract:
         assert limits.pages // 2 <= peak <= limits.pages, f"{peak} of {limits.pages} pages were held at a time"
 
     def test_hit(self, case: Case) -> None:
-        """If the head of a prompt was served before, only the tail of the prompt runs.
+        """If the first pages of a prompt were served before, only the other pages run.
 
         If the whole prompt was served before, only its last page runs.
         """
@@ -279,8 +280,9 @@ class AdapterContract:
         assert 0 < most <= budget, f"{most} tokens ran at a time, the budget is {budget}"
 
     def test_preempt(self, case: Case) -> None:
-        """All requests fit at first, but not when they have grown. Some are preempted, and no request's
-        tokens change.
+        """All requests fit at first, but not when they have grown.
+
+        Some requests are preempted, and no request's tokens change.
         """
         limits = case.limits
         length = limits.page_size + 1

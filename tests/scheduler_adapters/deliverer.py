@@ -4,7 +4,7 @@ It delivers messages twice, late and out of order, as a seed decides. It counts 
 the request.
 
 The messages travel over the schedulers' own sockets. Instead of reading from a socket, a scheduler gets the messages
-that are due here. How a message is delivered:
+that are due here. A message is delivered in one of these ways:
 
     in time     when it arrived
     again       a second time
@@ -92,7 +92,7 @@ class Deliverer:
 
     @property
     def num_held(self) -> int:
-        """The number of messages that are still to be delivered. Messages for closed sockets do not count."""
+        """The number of messages that are still to be delivered. Messages for closed sockets are not included."""
         return sum(len(hop.held) for key, hop in self._hops.items() if not getattr(key, "closed", False))
 
     def to_decode(self, name: str, message: msg.Submit | msg.Abort) -> None:

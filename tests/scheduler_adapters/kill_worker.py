@@ -3,7 +3,7 @@
 The file holds a phase, a signal and a delay in seconds. It is removed when the fuse is lit. In addition to the phases
 of requests there are phases of pages that one prefill process gets from another. The process that asks for pages is
 first "fetching" and then "pulling". The process that has them is first "asked", and then has "lent" them. Pages are
-always asked for, whether that is quicker or not.
+always asked for, even if computing them would be quicker.
 """
 
 import os

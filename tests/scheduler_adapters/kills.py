@@ -132,8 +132,9 @@ class Range:
                 self.wait_for_all(time.monotonic() + RECOVERY_S)
 
     def introduce(self) -> None:
-        """Serves requests until each decode process has used each prefill process, so that a process that restarts is
-        known again.
+        """Serves requests until each decode process has used each prefill process.
+
+        So a restarted process is known again.
         """
         for decode in ("decode-0", "decode-1"):
             for prefill in ("prefill-0", "prefill-1"):
@@ -235,7 +236,7 @@ class Range:
             assert time.monotonic() < deadline, f"{RECOVERY_S} s after all was well again: {self.client.open}"
 
     def judged(self, fault: Fault, others_s: float, settled_s: float, *, struck: bool) -> Outcome:
-        """Returns the outcome, after checking that every output is right."""
+        """Checks that every output is right, and returns the outcome."""
         every = list(self.client.asked.values())
         wrong = [one for one in every if not one.is_right]
         assert not wrong, f"wrong: {wrong}"

@@ -126,8 +126,9 @@ class Run:
 
 
 def wait_for_work(pid: int, seconds: float) -> None:
-    """Waits until a process has used this much more processor time. Unlike wall-clock time, this does not depend on the
-    load of the machine.
+    """Waits until a process has used this much more processor time.
+
+    Unlike wall-clock time, processor time does not depend on the load of the machine.
     """
 
     def used() -> float:

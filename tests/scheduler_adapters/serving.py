@@ -28,7 +28,7 @@ _answers: WeakKeyDictionary[Any, dict[tuple[Any, ...], list[int]]] = WeakKeyDict
 def own_tokens(model: Any, prompt: Sequence[int], new: int) -> list[int]:
     """Like `reference_tokens`, but keeps the answers as long as the model exists.
 
-    The model's weights must not change meanwhile. Its end-of-sequence token may change.
+    The model's weights must not change. Its end-of-sequence token may change.
     """
     key = str(model.generation_config.eos_token_id), tuple(prompt)
     known = _answers.setdefault(model, {})

@@ -282,7 +282,8 @@ class PairDriver:
         if peer == "prefill":
             self.service.stop_prefill("p0")
             return ()
-        self.stalled = False  # otherwise the end of its engine, in this process, would wait for the READ
+        # if the READ were still stalled, the end of the decode engine in this process would wait for it
+        self.stalled = False
         self.service.stop_decode("d0")
         lost = {request_id for request_id in self.service.tokens if request_id not in self.service.ended}
         self.lost |= lost

@@ -158,7 +158,8 @@ def end_of(pid: int) -> tuple[int, float]:
     """
     deadline = time.monotonic() + 60
     while True:
-        ended, status, usage = os.wait4(pid, os.WNOHANG)  # it is our child now, because `tests.conftest` adopts orphans
+        # the process is our child now, because `tests.conftest` adopts orphans
+        ended, status, usage = os.wait4(pid, os.WNOHANG)
         if ended:
             return os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
         assert time.monotonic() < deadline, f"process {pid} outlives its parent"

@@ -276,7 +276,7 @@ def test_a_reused_page_with_garbage_does_not_spoil_a_batch(model: Any, expected:
     loop = new_loop(model, enable_prefix_caching=False)
     serve(loop, requests_of(PROMPTS[:2]))
     for blocks in loop.manager.device_tensors[0]:
-        blocks[1:] = float("nan")  # a page that is used again may hold anything
+        blocks[1:] = float("nan")  # a page that is used again may have any content
     assert tokens_of(serve(loop, requests_of(PROMPTS))) == expected
     assert not any(torch.any(blocks[0]) for blocks in loop.manager.device_tensors[0])
 
@@ -292,7 +292,7 @@ def test_a_request_may_fill_the_cache_to_its_last_token_and_not_beyond(model: An
 
 
 def test_a_replica_short_of_pages_takes_none_from_another(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The newest request runs on the other replica, which has pages, and is never preempted."""
+    """The newest request runs on the replica that has pages, and is never preempted."""
     loop = new_loop(model, pages=12, page_size=4, n_devices=2, data_parallel_degree=2, enable_prefix_caching=False)
     at = {"r0": 0, "r1": 0, "r2": 1}
     monkeypatch.setattr(loop.manager, "get_or_recommend_replica", lambda context: at[context.request_id])

@@ -48,8 +48,9 @@ class SlowModel:
 
 
 class Loop(OverlappedLoop):
-    """An overlapped loop that tells its model when the next step has been planned. It counts the steps that were
-    planned while the model ran.
+    """An overlapped loop that tells its model when the next step has been planned.
+
+    The loop counts the steps that were planned while the model ran.
     """
 
     ahead = 0

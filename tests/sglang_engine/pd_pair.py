@@ -167,7 +167,7 @@ class Server:
 
 
 class Pair:
-    """A prefill process and a decode process. It also does the router's part, which is to choose room numbers."""
+    """A prefill process and a decode process. The pair also chooses room numbers, as a router does."""
 
     def __init__(
         self, model: Path, logs: Path, pages: tuple[int, int], ranks: tuple[int, int] = (1, 1), **more: Any
@@ -203,7 +203,10 @@ class Pair:
         return room
 
     def send_held(self, name: str, prompt: list[int]) -> None:
-        """Sends a request to both, and waits until decode reads. The READ lasts until `decode.hold(on=False)`."""
+        """Sends a request to both processes, and waits until decode reads.
+
+        The READ lasts until `decode.hold(on=False)`.
+        """
         self.decode.hold(on=True)
         self.send(name, prompt, NEW)
         self.decode.wait_reads()

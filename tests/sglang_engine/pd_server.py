@@ -138,7 +138,7 @@ class Tokenizer:
         self._send(AbortReq(rid=name))
 
     def hold(self, on: bool) -> None:
-        """Makes a finished READ look unfinished, until this is turned off."""
+        """Makes a finished READ look unfinished, until `hold` is turned off."""
         HELD["on"], HELD["reads"] = on, 0
         self.say(held=on)
 

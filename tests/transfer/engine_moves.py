@@ -177,7 +177,7 @@ class World:
     def pull(self) -> None:
         at = self._random.randrange(2)
         reader, offered = self.readers[at], [held for held in self.held.values() if held.offered]
-        # Sometimes uses an ended lease, as a late reader would.
+        # Sometimes an ended lease is used, as a late reader would do.
         if not offered or (self._random.random() < 0.1 and self._stale is not None):
             offered = [self._stale] if self._stale is not None else []
         if not offered:
@@ -242,7 +242,7 @@ class World:
         self.server.serve(self.source.card)
         old.replica.close()
         old.fill(list(range(PAGES)), FREE)
-        self.retired.append(old)  # its memory stays mapped, unlike that of a dead process
+        self.retired.append(old)  # the memory of the old source stays mapped, unlike the memory of a dead process
         self._stale = next(iter(self.held.values()), None)
         self.held.clear()
 

@@ -216,7 +216,7 @@ def _with_blocks(rng: random.Random, pair: Pair, family: str) -> Pair:
 
 
 def vllm_refusal(pair: Pair) -> str:
-    """Why vLLM 0.33 refuses a pair; empty if it accepts it. This applies vLLM's rules without running it."""
+    """Why vLLM 0.33 refuses a pair; empty if it accepts it. The function applies vLLM's rules without running vLLM."""
     source, reader = pair.source, pair.reader
     attention = [spec for spec in pair.groups if spec.kind != "mamba"]
     heads = [1 if spec.kind == "mla" else spec.heads for spec in attention]

@@ -114,7 +114,10 @@ def topologies() -> Iterator[tuple[int, int, int, int, int, int]]:
 
 
 def triples(heads: int, sides: int, ranks: int, stages: int, their_ranks: int, their_stages: int) -> set[Triple]:
-    """The parts that every rank of the reader reads: each cell exactly once, from a shard that holds it."""
+    """Returns the parts that every rank of the reader reads.
+
+    Checks that each cell is read exactly once, from a shard that holds it.
+    """
     ours, theirs = held_by(heads, sides, ranks, stages), held_by(heads, sides, their_ranks, their_stages)
     remotes = [layout(held, ORDERS[0], 4) for held in theirs]
     found: set[Triple] = set()
@@ -141,7 +144,10 @@ def filled(held: Held, order: str, page_size: int, side: int) -> Pool:
 
 @cache
 def places(held: Held, order: str, page_size: int) -> tuple[Pool, Pool, Pool]:
-    """For each element of the reader's pool, its layer, head and token. These are -1 if the element belongs to none."""
+    """For each element of the reader's pool, its layer, head and token.
+
+    These are -1 for an element that belongs to no token.
+    """
     pool = filled(held, order, page_size, 0)
     layer, _, head, token, _ = logical_of(pool)
     return tuple(np.where(pool >= 0, axis, -1) for axis in (layer, head, token))
@@ -216,7 +222,7 @@ def pulled(
 
 
 def runs_of(made: GroupPlan, make: Callable[[], Runs], tokens: tuple[int, int]) -> Runs:
-    """The runs of a pull, made once for equal plans (the page lists follow from the sizes)."""
+    """Returns the runs of a pull. Equal plans share them, because the page lists follow from the sizes."""
     key = [made.local.page_size, made.remote.page_size, made.local.num_pages, made.remote.num_pages, tokens]
     for stack in made.stacks:
         key += [stack.itemsize, stack.axes, stack.token, stack.local_page, stack.remote_page]
@@ -254,7 +260,7 @@ def _of_triple(triple: Triple, *, staged: bool) -> tuple[int, list[str]]:
 
 
 def sample(found: Iterable[Triple], number: int, seed: int, *, staged: bool) -> list[str]:
-    """Checks `number` random triples in random layouts. Returns the faults."""
+    """Checks `number` random triples, each in random layouts. Returns the faults."""
     rng = random.Random(seed)
     listed, wrong = sorted(found), list[str]()
     for _ in range(number):

@@ -113,7 +113,7 @@ def value(group: int, kind: str, logical: tuple[int, ...]) -> int:
 
 
 def logical_of(values: Pool) -> list[Pool]:
-    """The layer, side, head, token and dim of each value; meaningless for `UNTOUCHED`."""
+    """The layer, side, head, token and dim that each value stands for. They are meaningless for `UNTOUCHED`."""
     found: list[Pool] = []
     for size in reversed(_SIZES):
         values, index = np.divmod(values, size)
@@ -135,7 +135,7 @@ def fill(layout: ShardLayout, pages: Sequence[Sequence[int]], tokens: tuple[int,
 
 
 def copied(runs: Runs, source: Pool, destination: Pool) -> None:
-    """Carries out the runs. Each must lie within both pools, and none may write a byte twice."""
+    """Carries out the runs. Each run must lie within both pools, and no two runs may write the same byte."""
     local, remote, length = (np.asarray(part) for part in (runs.local, runs.remote, runs.length))
     assert not (np.concatenate((local, remote, length)) % ITEMSIZE).any()
     counts = length // ITEMSIZE
@@ -148,7 +148,7 @@ def copied(runs: Runs, source: Pool, destination: Pool) -> None:
 
 
 def fewest(runs: Runs) -> int:
-    """The number of runs after joining all that can be joined."""
+    """The number of runs after joining all runs that can be joined."""
     order = np.argsort(runs.local)
     local, remote, length = runs.local[order], runs.remote[order], runs.length[order]
     meets = (local[:-1] + length[:-1] == local[1:]) & (remote[:-1] + length[:-1] == remote[1:])

@@ -55,7 +55,7 @@ class Face(NamedTuple):
     past: int  # number of readers that have gone on to a later attempt
     new: int  # number of readers that do not know this attempt yet
     claims: bool  # whether the slot of this attempt's lease word is taken
-    standing: int  # number of source ranks on which this attempt's lease word is set
+    standing: int  # the number of source ranks on which this attempt's lease word is set
     said: int
     # The state of the only reader's pull, for a prompt that comes in stretches.
     pull: int = IDLE
@@ -65,8 +65,9 @@ class Face(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """The possible moves of a room, for what it sees of the other rooms. Each move has two numbers: one that it adds to
-    a state, and one that it adds to the mirrored state.
+    """The possible moves of a room, given what the room sees of the other rooms.
+
+    Each move has two numbers: one is added to a state, and one is added to the mirrored state.
     """
 
     deltas: tuple[tuple[int, int], ...]
@@ -438,8 +439,9 @@ def _print_result(cast: Cast, result: Result) -> None:
 
 
 def main() -> int:
-    """Runs the command. The exit status is 0 if all promises hold. With a rule left out, it is 0 if a promise is
-    broken.
+    """Runs the command. The exit status is 0 if all promises hold.
+
+    If a rule is left out, the exit status is 0 if a promise is broken.
     """
     arguments = _arguments()
     if arguments.rules:

@@ -70,7 +70,9 @@ def _is_sound(protocol: Protocol, room: Room, reader: int) -> bool:
 
 
 def is_over(room: Room) -> bool:
-    """Promise "no lost page": whether nothing is held, nothing may be written, no word is set and no pull is open."""
+    """Promise "no lost page": returns whether no page is held, no page may be written, no word is set and no pull is
+    open.
+    """
     words = STANDING in room.word or STALE in room.word
     pages = room.held or any(room.pages) or any(room.loose)
     return not (words or pages) and all(state in (IDLE, CLOSED) for state in room.pull)

@@ -196,7 +196,7 @@ class Protocol:
             yield Move(f"page {page} of {name} is there", there._replace(listed=listed))
 
     def _ask(self, name: str, size: int, room: Room, view: View) -> Iterator[Move]:
-        """P is asked for the pages after those that the reader has, and answers with the ones that it has."""
+        """The reader asks P for the pages after its own pages, and P answers with the pages that it has."""
         first = max(0, view.head)
         listed, coming = room.listed >> first, room.coming >> first
         run = next(page for page in range(size + 1) if not listed >> page & 1)
@@ -227,7 +227,7 @@ class Protocol:
                 yield Move(text, room._replace(word=put(room.word, rank, STANDING)), "P")
 
     def offered(self, room: Room) -> bool:
-        """Whether the offer has left the source. Readers learn of it then or at any later time."""
+        """Whether the offer has left the source. Readers learn of the offer at that moment or at any later one."""
         if room.found in (ABSENT, UNASKED) and self.shape.by_content:
             return False
         if self.has("word-before-offer"):
@@ -332,8 +332,10 @@ class Protocol:
             yield Move(text, closed._replace(pages=put(room.pages, reader, 0)), f"D{reader}")
 
     def _compute(self, name: str, size: int, reader: int, room: Room) -> Iterator[Move]:
-        """The reader computes the next page while the pull is under way. Without "found-when-committed" it may instead
-        find that page in its cache before the page has arrived.
+        """The reader computes the next page while the pull is under way.
+
+        Without the rule "found-when-committed", the reader may instead find that page in its cache before the page has
+        arrived.
         """
         page, after = room.own, room._replace(own=room.own + 1)
         if not self.shape.ahead or page >= size:

@@ -8,9 +8,10 @@ from tests.transfer.protocol_room import Shape
 
 
 class Part(NamedTuple):
-    """One attempt of one request: its name, its pages, the previous attempt (or -1), and the slot of its lease word. If
-    there is an earlier stretch, `pages` counts those of the whole prompt, and this stretch brings the pages that the
-    earlier stretch did not bring.
+    """One attempt of one request: its name, its pages, the previous attempt (or -1), and the slot of its lease word.
+
+    If there is an earlier stretch, `pages` counts the pages of the whole prompt. This stretch then brings the pages
+    that the earlier stretch did not bring.
     """
 
     name: str

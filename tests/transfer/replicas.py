@@ -202,7 +202,10 @@ def pull(reader: Engine, source: Source | Wanted, key: str = "r", groups: Any = 
 
 
 def settled(reader: Engine, *keys: str) -> Callable[[], bool]:
-    """Returns a function that says whether these pulls have had their last event. Without keys, the pull is `r`."""
+    """Returns a function that says whether these pulls have had their last event.
+
+    Without `keys`, the only pull is `r`.
+    """
     return lambda: {*(keys or ("r",))} <= {event.key for event in reader.pulls if event.safe}
 
 

@@ -73,7 +73,7 @@ def test_unsampled_traces_are_not_exported() -> None:
 
 
 def test_parts_of_a_span_begin_in_order_and_not_in_the_future() -> None:
-    """Times come from several threads, and from hosts with other clocks."""
+    """A part begins in order although times come from several threads, and from hosts with other clocks."""
     clock = Clock()
     span = HandoverSpan({}, {}, clock)
     span.begin("read")

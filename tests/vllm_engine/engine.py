@@ -375,7 +375,10 @@ class Engine:
                 self.reported.append(found.scheduler_stats.kv_connector_stats)
 
     def _run(self, request_id: str, count: int) -> list[int]:
-        """Writes the keys and values of some tokens. If they are the last known ones, returns the next token."""
+        """Writes the keys and values of some tokens.
+
+        If these tokens are the last known ones, returns the next token.
+        """
         request = self.scheduler.requests[request_id]
         end, size = request.num_computed_tokens, self.shape.block_size
         tokens = torch.tensor(list(request.all_token_ids))

@@ -111,7 +111,7 @@ def in_both_directions(found: Ended) -> None:
 
 
 def twice_under_one_name(found: Ended) -> None:
-    """Rejected requests keep the names that the client chose, and two of these may be equal."""
+    """Rejected requests keep the names that the client chose, so two names may be equal."""
     other = prefilled(found.prefill, "q", PROMPT[::-1])
     found.reject()
     found.reject(**other)

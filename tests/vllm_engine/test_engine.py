@@ -109,7 +109,7 @@ def test_a_prompt_that_differs_in_length_from_what_was_prefilled_is_served(make:
 @pytest.mark.parametrize("windows", [(0,), (0, 40)], ids=["one group", "two groups"])
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_a_failed_load_does_what_the_policy_says(make: Make, policy: str, windows: tuple[int, ...]) -> None:
-    """This includes two groups, for which an early vLLM continued with garbage (vllm#52234)."""
+    """One case has two cache groups, with which an early vLLM continued with garbage (vllm#52234)."""
     shape = Shape(windows=windows, policy=policy)
     prefill, decode = make("kv_producer", shape), make("kv_consumer", shape)
     params = prefilled(prefill, "p", PROMPT)

@@ -175,7 +175,7 @@ def test_another_address_under_a_known_engine_id_ends_no_load_of_others(
             decode.add(name, prompts[name], 3, params[name])
         run_until([prefill, decode], lambda: all(decode.finish_reason(name) for name in [*prompts, "bad"]))
     assert_failed(decode, "bad", bad, 3)
-    # Only decode's log, because prefill also logs that a returned lease was not read.
+    # Only decode's log is checked, because prefill also logs that a returned lease was not read.
     told = [record.getMessage() for record in caplog.records if record.name == "pagewire.vllm"]
     failed = [text for text in told if "its pages were freed before they were read" not in text]
     assert len(failed) == 1, "no load of another request has failed"

@@ -150,7 +150,7 @@ class Process:
         self.kill()
 
     def kill(self) -> None:
-        """Kills all of its processes at once."""
+        """Kills all processes of the server at once."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()

@@ -1,5 +1,6 @@
-"""Servers that are killed while the other server waits for them. They are then restarted. Also, a source that serves
-another model.
+"""A server is killed while the other server waits for it, and is then restarted.
+
+In one case the source serves another model.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ class DeviceWorker(Worker):
         )
 
     def pages(self, tokens: list[int]) -> int:
-        """The number of pages of the prompt that are cached here."""
+        """Returns the number of pages of the prompt that this manager has cached."""
         size = self._page_size
         digests = PrefixHasher("sha256", size, None, ()).digests(np.array(tokens, np.int32), 0, len(tokens) // size)
         return len(indexes_of(self.manager, 0)[0].match(digests))

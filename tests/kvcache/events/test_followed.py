@@ -36,7 +36,7 @@ GROUPS = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6), LayerGroup("ch
 
 
 def test_dynamo_knows_only_the_first_group_and_promises_more_than_windows_keep() -> None:
-    """It also accepts events with a chunk length, a field that it does not know."""
+    """Dynamo also accepts events with a chunk length, a field that Dynamo does not know."""
     options = {"kv_events": KVEvents("tcp://127.0.0.1:0", "tcp://127.0.0.1:0"), "groups": GROUPS}
     made = manager_of(90, layers=3, params=options)
     chooser, seen = random.Random(1), Counter[str]()

@@ -194,7 +194,7 @@ def test_after_an_interrupt_hints_count_as_before_and_pages_not_known_are_the_yo
     said(before, None, 5, 6)
     before.append(pages(9))
     order.remove(pages(2, 4))
-    order.count = 17  # as an interrupt may leave it
+    order.count = 17  # the state that an interrupt may leave
     order.remove = None  # type: ignore[assignment] - nothing is taken out one by one
     order.mend(np.array([1, 3, 5, 6, 9]))
     del order.remove
@@ -221,7 +221,7 @@ def test_leads_are_in_pool_sizes_of_the_share_and_that_of_the_next_page_ends_wit
     order.hint(pages(2), page_hints(LAST, 1, 1))
     order.hint(pages(4), page_hints(Retention(priority=75), 1, 1))
     order.append(pages(1, 2, 3, 4))
-    # a level is worth two pools, and the share of 0.5 halves that
+    # a level of a hint is worth twice the pool's pages, and the share of 0.5 halves that number
     assert order.leads(pages(1, 2, 3, 4)).tolist() == [-2.0, 2.0, 0.0, 1.0]
     assert order.first_lead() == -2.0
     now[0] = 6.0

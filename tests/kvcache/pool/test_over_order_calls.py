@@ -1,4 +1,7 @@
-"""An order that wraps another one passes on every call that it does not answer itself, with copies of arrays."""
+"""An order that wraps another order passes on every call that it does not answer itself.
+
+It passes on copies of arrays.
+"""
 
 from __future__ import annotations
 

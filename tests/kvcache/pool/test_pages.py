@@ -303,7 +303,6 @@ def test_check_names_the_first_inconsistent_page(how: str) -> None:
 
 
 def test_would_be_freed_predicts_what_a_release_frees() -> None:
-    """The pages have one holder or two, a writer or none, and are published or not."""
     pool = PagePool(20, 2)
     held = pool.allocate(8)
     pool.index.publish(held[::2], np.arange(1, 9, dtype=np.uint64).reshape(4, 2))
@@ -420,7 +419,7 @@ def test_after_an_interrupt_the_pool_agrees_with_a_recount(wrong: str) -> None:
     pool.check(holders, writers)
     assert pool.free_count == free
     assert pool.index.find(digests([*range(1, 7)])).tolist() == held[:6].tolist()
-    pool.drop_writer(held[7:8])  # it has no holder and is in no index, so it is fresh
+    pool.drop_writer(held[7:8])  # the page has no holder and is in no index, so it is fresh
     fresh = {*range(1, SIZE + 1)} - {*held[:7].tolist()}
     assert {*pool.allocate(len(fresh)).tolist()} == fresh
     assert pool.evictions == 0

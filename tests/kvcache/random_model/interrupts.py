@@ -117,7 +117,7 @@ class Interrupts:
         except InterruptedCallError as error:
             assert "recover()" in str(error)  # noqa: PT017 - the moves run without pytest, too
             return
-        raise AssertionError("a call went on over books that may not be right")
+        raise AssertionError("a call continued although the records of the manager may be wrong")
 
 
 def end_unknown(

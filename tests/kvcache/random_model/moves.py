@@ -210,7 +210,7 @@ class Moves:
     def claim(self) -> bool:
         """Claims a new or a preempted request.
 
-        One in three first asks `admission` where it fits, and gets its pages there.
+        One request in three first asks `admission` for a replica, and gets its pages there.
         """
         context = self.choose.pick(self.away) if self.away and self.choose.integer(0, 1) else self.newcomer()
         replica = self.choose.integer(0, len(self.books.replicas) - 1)
@@ -254,8 +254,9 @@ class Moves:
         return None if (self.stay(at) and replica.has_slab()) or self.late else replica.has_slab()
 
     def stay(self, at: int) -> bool:
-        """Returns whether some held pages cannot be moved. If others know the id of a page, the page keeps its place
-        until its request is released.
+        """Returns whether some held pages cannot be moved.
+
+        A page whose id others know keeps its place until its request is released.
         """
         replica = self.books.replicas[at]
         told = any(one.state_told >= 0 for one in replica.requests.values())
@@ -288,7 +289,7 @@ class Moves:
         """A prompt that shares a part or all of an earlier one."""
         choose = self.choose
         past, keys = choose.pick(self.past)
-        tokens = past[: choose.integer(0, 2 * len(past))]  # in half the cases all of it
+        tokens = past[: choose.integer(0, 2 * len(past))]  # takes all tokens in half the cases
         tokens = tokens + [choose.integer(1, 2) for _ in range(choose.integer(1, 6))]
         salt = choose.pick(TENANTS) if "quotas" in self.features else None if choose.integer(0, 5) else "other"
         self.made += 1
@@ -408,7 +409,7 @@ class Moves:
             left = min(self.surplus_at(one, (before, start, steps), committed, end) for end in found)
             assert left < 0, f"{one.name}: refused, but {left} pages would be left"
             self.seen["refused"] += 1
-            context.set_token_indices(active_idx=was)  # it may run the range for which it was reserved earlier
+            context.set_token_indices(active_idx=was)  # the request may run the range for which it was reserved earlier
             self.books.learn()
             return False
         active = self.active_after(before, context)
@@ -491,7 +492,8 @@ class Moves:
 
     def device_run(self, one: Request, committed: int) -> int:
         """Returns how many leading columns of the first table the device has, if this table keeps every token.
-        Otherwise the result stands for all columns.
+
+        For other tables, the result stands for all columns.
         """
         end, last = committed, (len(one.tokens) - 1) // PAGE_SIZE
         replica = self.replica(one)
@@ -615,7 +617,7 @@ class Moves:
         one.context.update(token)
 
     def compute(self, batch: Sequence[Context], requests: Sequence[Request], *, decodes: bool = False) -> None:
-        """Acts as the model: checks the KV of every cached token, and writes that of the others."""
+        """Acts as the model: checks the KV of every cached token, and writes the KV of all other tokens."""
         inputs = self.call("fetch", lambda: self.manager.fetch(batch))
         runs = [self.run_of(one, decodes=decodes) for one in requests]
         if "host" in self.features:

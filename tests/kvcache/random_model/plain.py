@@ -1,9 +1,10 @@
-"""A model of the manager in plain dictionaries: slow and obvious. It is written from the documentation, not from the
-code.
+"""A model of the manager in plain dictionaries: slow and obvious.
+
+It is written from the documentation, not from the code.
 
 The content of a page consists of the index of its block table, the salt, the keys, and every token up to the end of the
-page. The model treats all tables alike: a table has the columns of a request from the first one that the next query
-sees.
+page. The model treats all tables alike: a *column* is the place of a page in a request. A table has the columns from
+the first one that the next query sees.
 """
 
 from __future__ import annotations
@@ -79,17 +80,18 @@ class Request:
     tokens: list[int]  # a copy, because reading a context makes it catch up with its batch
     rows: list[dict[int, int]]
     first: list[int]  # for each table, the first column that may have a page
-    cached: int = 0  # how many tokens were computed when its last step was recorded
+    cached: int = 0  # the number of tokens that were computed when the request's last step was recorded
     ready: bool = False  # it may run
-    shared: int = 0  # for how many of its tokens the last lookup has found pages
-    ends: set[int] | None = None  # the tokens at which chunks of its prompt end, so that its state can be kept there
+    shared: int = 0  # the number of the request's tokens for which the last lookup has found pages
+    ends: set[int] | None = None  # the tokens at which chunks of the request's prompt end; its state can be kept there
     # the number of tokens before the state that readers were told of; -1 if they were told of none
     state_told: int = -1
     loads: list[Digest] = field(default_factory=list)  # contents that are being loaded for the request from host memory
-    unsure: bool = False  # whether a call was interrupted since its claim, so that its published pages are not known
-    passing: Digest | None = None  # the copy of its state that will be replaced when its next copy is made
+    # whether a call was interrupted since the request's claim; its published pages are then not known
+    unsure: bool = False
+    passing: Digest | None = None  # the copy of the request's state that the next copy will replace
     surely: bool = True  # False if it is not known whether the copy will be replaced
-    # whether its import was cancelled, so that its next reservation first gives its pages back
+    # whether the request's import was cancelled; its next reservation then first gives its pages back
     gives_back: bool = False
 
     @property
@@ -106,12 +108,15 @@ class Request:
 
     @property
     def room(self) -> int:
-        """How many tokens fit into the pages that it has."""
+        """The number of tokens that fit into the request's pages."""
         return min((max(row, default=-1) + 1 for row in self.rows), default=0) * PAGE_SIZE
 
     @property
     def start(self) -> int:
-        """The number of tokens that it has computed: none if it has no pages, whatever its context says."""
+        """The number of tokens that the request has computed.
+
+        It is 0 if the request has no pages, whatever its context says.
+        """
         return self.context.start_idx if self.has_pages else 0
 
 

@@ -185,14 +185,16 @@ class Model(AheadMoves):
             mine = self.imports.get(one.name)
             return mine is not None and not mine.pending.closed and not mine.is_taken
         if not there:
-            if computed := seam.cached(self.manager, one.name):  # its chunk has ended, and it continues without pages
+            # the request's chunk has ended, and the request continues without pages
+            if computed := seam.cached(self.manager, one.name):
                 assert all(table.seen(computed) * PAGE_SIZE >= computed for table in self.replica(one).tables)
                 return False
             one.cached, one.ready = 0, False
             return one.context.tokens.tolist() == one.tokens
         computed = one.context.computed_idx
         booked = seam.cached(self.manager, one.name) == one.cached
-        known = bool(one.has_pages and (one.ready or one.cached))  # otherwise an import of it was given up
+        # if this is False, an import of the request was given up
+        known = bool(one.has_pages and (one.ready or one.cached))
         same = known and booked and one.context.tokens.tolist() == one.tokens
         return same and self.holds(one, computed)
 
@@ -229,7 +231,10 @@ class Model(AheadMoves):
 
 
 class Run:
-    """Runs managers one after another. Each has the `wanted` pair that was combined least, or `only` these features."""
+    """Runs managers one after another.
+
+    Each has the `wanted` pair that was combined least, or `only` the given features.
+    """
 
     def __init__(self, only: Iterable[str] = (), wanted: Sequence[tuple[str, str]] | None = None) -> None:
         self.only, self.wanted = frozenset(only), pairs() if wanted is None else wanted

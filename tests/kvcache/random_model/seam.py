@@ -74,7 +74,7 @@ def idle(manager: PagedKVCacheManager, replica: int) -> list[int]:
 
 
 def leased(manager: PagedKVCacheManager, replica: int) -> list[tuple[PageLease, list[list[int]]]]:
-    """Returns the open leases, and the pages that each holds besides those of its request's row."""
+    """Returns the open leases, and the pages that each lease holds in addition to its request's row."""
     return [(one, [part.tolist() for part in parts]) for one, parts in manager._replicas.each[replica].leases.held()]
 
 
@@ -96,7 +96,10 @@ def parked(manager: PagedKVCacheManager, replica: int) -> list[int]:
 
 
 def kept(manager: PagedKVCacheManager, replica: int) -> dict[Digest, int]:
-    """The state copies that a prompt finds on a replica, by the digest of the last page before each."""
+    """Returns the state copies that a prompt finds on a replica.
+
+    The key of a copy is the digest of the last page before it.
+    """
     return _found(manager.states[replica].pool.index)
 
 
@@ -131,7 +134,7 @@ def hold_copies(manager: PagedKVCacheManager) -> None:
 
 
 class _LateCopy:
-    """A copy whose bytes have arrived, and whose end is seen later, as with a GPU."""
+    """A copy whose bytes have arrived. Its end is noticed later, as with a GPU."""
 
     def __init__(self, copy: Copy, is_over: Callable[[], bool]) -> None:
         self._copy, self._is_over, self._ended = copy, is_over, False

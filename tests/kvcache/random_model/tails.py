@@ -99,7 +99,7 @@ class TailMoves(ImportMoves):
         return first, stop if self.choose.integer(0, 1) else self.choose.integer(first + 1, stop)
 
     def tail_of(self, one: Prompt, part: Columns, source: int) -> BlockTable:
-        """The table of a source that has these columns."""
+        """Returns the block table of a source that has the pages of these columns."""
         manager, (first, stop) = self.manager, part
         width = DIGEST_BYTES[manager.params.hash_algorithm]
         digests = manager.contents.digests(one.context, first).digests[: (stop - first) * width]
@@ -136,8 +136,9 @@ class TailMoves(ImportMoves):
     # ---- copies and ends
 
     def go_on_with_tail(self) -> bool:
-        """Makes a move on one of these imports: copies, commits or cancels it. Or ends the copier of a cancelled
-        one.
+        """Makes a move on an import that no request waits for: copies, commits or cancels it.
+
+        Or ends the copier of a cancelled import.
         """
         if self.left_tails and self.choose.integer(0, 1):
             left = self.left_tails.pop(self.choose.integer(0, len(self.left_tails) - 1))

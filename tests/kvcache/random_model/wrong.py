@@ -74,8 +74,8 @@ class WrongCalls:
     Args:
         live: the claimed requests, by name.
         imports: an open import with its context and its copier (None if no caller has one); None if none is open.
-        tails: an open import that no request waits for, with its copier, as above.
-        old: a closed import, and the proof with which it was committed, as far as there are such.
+        tails: an open import that no request waits for, with its copier; None if none is open.
+        old: a closed import, and the proof with which it was committed. Each is None if there is none.
 
     Attributes:
         seen: how often each wrong call was made.
@@ -229,8 +229,8 @@ class WrongCalls:
         if most >= context.active_idx - 1:
             return None
         start, manager = self.choose.integer(most + 1, context.active_idx - 1), self.manager
-        # One token to run makes a decode step. If the call only asks for pages that the request has, it is refused when
-        # it is to run.
+        # One token to run makes a decode step. For a decode step `maybe_reserve` asks only for pages that the request
+        # has, so only the calls that run the step refuse it.
         asks = [] if start == context.active_idx - 1 and not is_through else [manager.maybe_reserve]
         calls: list[Callable[[Any], object]] = [*asks, lambda one: manager.fetch([one])]
         calls.append(lambda one: manager.fetch(manager.batch([one])))

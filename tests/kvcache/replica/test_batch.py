@@ -49,7 +49,7 @@ def test_a_batch_made_before_an_interrupt_is_checked_again(make: Any) -> None:
     for _ in range(2):  # the second time, the batch already knows that its requests have room for these steps
         assert manager.reserve_batch(batch, 9).all()
     assert batch.slack >= 8
-    # as if none of its new pages had been written into the row of the second request
+    # as if no new page had been written into the row of the second request
     manager._replicas.each[0].rows.table[0, 1, 2:] = 0
     manager._mark.call = ("reserve_batch", batch.places)
     assert manager.recover().released == ()
@@ -214,7 +214,7 @@ def test_a_request_that_was_claimed_again_is_examined_wherever_its_newest_token_
     assert rows.capacity[0] == 0
     assert manager.reserve_batch(batch).all()
     assert rows.capacity[0] == 8
-    assert rows.committed[0] == 1  # its first page was found, and the others are computed again
+    assert rows.committed[0] == 1  # the first page was found, and the other pages are computed again
     assert contexts[0].start_idx == 4
     batch.update([3, 3, 3])
     manager.step(batch)

@@ -252,7 +252,7 @@ def test_a_page_that_a_request_computes_while_it_is_loaded_is_published_once(
     it.fill(24)
     copy = copied_beside_us(it, monkeypatch)
     assert it.manager.contents.bring("theirs", 0, wanted(it), 100)
-    assert it.serve(PROMPT) == PAGES * SIZE  # it gets the pages from the host, too
+    assert it.serve(PROMPT) == PAGES * SIZE  # the reader also gets the pages from the host
     copy.is_over = True
     assert not it.manager.contents.bring("theirs", 0, wanted(it), 100)
     it.manager.check()

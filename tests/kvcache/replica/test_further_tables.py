@@ -22,7 +22,7 @@ from kvcache import (
 from tests.kvcache.build import manager_of
 
 SIZE = 4
-# a window of 6 tokens takes 2 pages, and those that are written
+# a window of 6 tokens takes 2 pages in addition to the pages that are written
 WINDOW = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6)
 CHUNKED = LayerGroup("full", (0,)), LayerGroup("chunked", (1,), 8)
 
@@ -83,7 +83,7 @@ def test_a_request_gives_back_pages_that_left_its_window() -> None:
     assert columns(manager, context) == list(range(10))
     run(manager, context)
     decode(manager, context, 1)
-    assert columns(manager, context) == [8, 9, 10]  # token 40 sees 35 to 40
+    assert columns(manager, context) == [8, 9, 10]  # token 40 sees tokens 35 to 40
     decode(manager, context, 4)
     assert columns(manager, context) == [9, 10, 11]
     assert len(manager.get_req_blocks("r")) == 12
@@ -276,7 +276,10 @@ def test_a_batch_gives_back_pages_that_its_requests_share() -> None:
 
 @pytest.mark.parametrize(("free", "fits"), [(0, False), (1, False), (2, True), (3, True)])
 def test_a_decode_step_has_pages_in_all_tables_or_in_none(free: int, fits: bool) -> None:
-    """At the end of a page it needs one page in each of two tables. If only one is free, none is taken."""
+    """At the end of a page, the request needs one page in each of two tables.
+
+    If only one page is free, the request takes none.
+    """
     manager = make(pages=4 + free)
     context = start(manager, range(4), "r")
     run(manager, context)

@@ -97,7 +97,8 @@ def rounds(manager: PagedKVCacheManager, first: Retention | None, last: Retentio
 
 
 def test_the_share_grows_while_hints_are_right_and_shrinks_while_they_are_wrong() -> None:
-    # Each of 8 prompts recurs after 48 pages, so plain LRU finds none. Each of 4 recurs after 24, so it finds all.
+    # Each of 8 prompts recurs after 48 pages, so plain LRU finds none of them. Each of 4 prompts recurs after 24 pages,
+    # so plain LRU finds all of them.
     manager = manager_of(40, checks=False)
     assert manager.hint_share == 0.0
     assert rounds(manager, FIRST, LAST)[1] > 0.95 * 200 * 8
@@ -144,8 +145,10 @@ def test_the_first_hint_takes_over_what_is_cached() -> None:
 
 
 def evidence(manager: PagedKVCacheManager) -> list[int]:
-    """Returns a list to which each later request adds what the share learns from it: the number of pages that hints
-    have gained, or that they promise to gain.
+    """Returns a list to which each later request adds a number of pages.
+
+    The manager learns from these numbers how many pages may follow hints. A number is the pages that hints have gained,
+    or that they promise to gain.
     """
     learned: list[int] = []
     hints = manager._replicas.each[0].hints

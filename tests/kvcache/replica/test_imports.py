@@ -293,7 +293,8 @@ def test_a_refused_table_of_another_page_size_is_described_in_pages_of_both_size
     second = receiver(target, [*tokens[:50], 9, *tokens[51:]], "e")
     _, other = prefilled(make, [*tokens[:50], 9, *tokens[51:]], size=theirs, params={"hash_algorithm": hashes[0]})
     pending = target.import_block_table(second, other)
-    start = 50 // ours * ours  # the cached part ends with a page of ours, which may end within one of theirs
+    # the cached part ends with a page of the target, which may end within a page of the source
+    start = 50 // ours * ours
     assert pending.tokens == (start, 70)
     assert pending.parts[0].src_pages.tolist() == list(other.groups[0][start // theirs :])
     assert pending.parts[0].dst_pages.tolist() == target.get_req_blocks("e")[start // ours : -(-70 // ours)]
@@ -578,7 +579,7 @@ def test_a_repeated_import_that_gets_no_pages_leaves_the_request_without_pages(m
     other = TextContext(range(200, 212), 64, "other")
     target.external_claim("other")
     assert target.maybe_reserve(other)
-    # It needs 5 pages, and 5 are left, including its own.
+    # The request needs 5 pages, and 5 pages are left, including its own.
     target.cancel_import(target.import_block_table(context, table, 2))
     assert target.import_block_table(context, table, 5) is None
     assert target.get_req_blocks("d") == []

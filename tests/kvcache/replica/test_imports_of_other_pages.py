@@ -78,7 +78,7 @@ class HandOver:
     def pull(self, tokens: list[int], name: str) -> TextContext | None:
         """Pulls a request, and then runs a few steps of it at the target.
 
-        Returns it, or None if the source's pages were refused.
+        Returns the request, or None if the source's pages were refused.
         """
         target, context = self.target, TextContext(tokens, 256, name)
         target.external_claim(name, 0)
@@ -140,7 +140,7 @@ class HandOver:
 
 
 def is_whole(tokens: int, there: int, here: int) -> bool:
-    """Returns whether the source names, for every table, all tokens of the first page that the target needs in it."""
+    """Returns whether the source names all tokens of the first page that the target needs, in every table."""
     firsts = [int(group.first_seen(np.array(tokens))) for group in GROUPS]
     return all(first // there * there <= first // here * here for first in firsts)
 

@@ -198,7 +198,7 @@ def test_a_page_known_to_readers_does_not_count_as_room_when_a_later_chunk_hits_
     manager.block_table("r")
     run(manager, twin)
     assert manager.num_free_blocks == 1  # each request has 4 pages, and they share the first one
-    # it needs 3 more pages; the twin's pages replace 2, one of which was told to readers
+    # The request needs 3 more pages. The pages of its twin replace 2 pages, and readers were told of one of these 2.
     assert not manager.maybe_reserve(context, 12)
     assert manager.maybe_reserve(context, 8)
     assert manager.num_free_blocks == 0
@@ -504,7 +504,7 @@ def test_a_lease_takes_over_the_pages_computed_told_or_published_whichever_are_m
 )
 def test_leases_keep_the_computed_or_told_pages_that_leave_their_row(cached: int, told: int, kept: int) -> None:
     """The row gets other pages in place of its own, from its third page on. The lease must keep the pages that were
-    computed or told.
+    computed or that readers were told of.
     """
     books = Books()
     books.claim(1)
@@ -544,7 +544,7 @@ def test_after_an_interrupt_leases_belong_to_the_rows_of_their_requests() -> Non
         books.leases._hold(lease, HeldPages(books.pool, page[None]))
     books.pool.release(pages)
     books.leases.tell(0, 8)
-    # as if its request had been released, and the row had been claimed by another one
+    # as if the lease's request had been released, and another request had claimed the row
     books.rows.request_ids[1] = "another"
     books.leases.of_row.clear()  # the state that an interrupt may leave
     books.leases.mend(over)

@@ -124,7 +124,7 @@ def test_idle_pages_that_a_hit_uses_take_room_too(served: Make) -> None:
     pool, context = it.manager._replicas.each[0].pool, it.claim(PROMPT)
     assert (pool.free_count, np.count_nonzero(pool.index.find(it.digests(PROMPT)))) == (13, 10)
     before = pool.index.generation
-    assert not it.manager.maybe_reserve(context)  # it needs 14 pages, whatever is found, and only 13 are free
+    assert not it.manager.maybe_reserve(context)  # the request needs 14 pages, whatever is found, and only 13 are free
     assert it.manager.metrics.h2d_blocks_copied == 0
     assert pool.index.generation == before
 
@@ -202,7 +202,7 @@ def test_files_outlive_the_manager_for_all_tables(served: Make) -> None:
     assert again.manager.metrics.file_blocks_read == again.manager.metrics.h2d_blocks_copied == 12
     assert again.kv.compared == 40 + 5
     other = served(files=True, groups=(LayerGroup("full", (0,)), LayerGroup("window", (1,), 7)))
-    assert other.serve(PROMPT) == 0  # its window keeps different pages
+    assert other.serve(PROMPT) == 0  # the window of this request keeps other pages
 
 
 def test_files_supply_the_pages_that_the_host_lacks(served: Make) -> None:
@@ -248,7 +248,7 @@ def test_pages_of_all_tables_that_a_request_used_stay_longest_in_the_host(served
     it.serve([7, *range(31)], chunk=8)  # 14 pages: 6 slots are left
     it.tiers.store_all()
     it.serve(PROMPT)
-    it.serve([8, *range(31)], chunk=8)  # 14 pages, which replace those that were not used since
+    it.serve([8, *range(31)], chunk=8)  # 14 pages, which replace the pages that were not used since
     it.tiers.store_all()
     fill(it, 60)
     assert it.serve(PROMPT) == 40

@@ -167,7 +167,8 @@ def test_pages_that_a_window_drops_where_the_host_lets_the_request_resume_are_no
     assert run_once(manager, prompt[:13], 1) == 12  # from the host: three pages of the full layer, two of the window
     before = manager.metrics
     assert (before.d2d_blocks_copied, before.h2d_blocks_copied) == (0, 5)
-    assert run_once(manager, prompt, 0) == 28  # four pages further in the full layer, and two of a window there
+    # four later pages of the full layer, and the two pages of the window at that place
+    assert run_once(manager, prompt, 0) == 28
     assert manager.metrics.d2d_blocks_copied == 3
     assert manager.metrics.h2d_blocks_copied == 5 + 6
     manager.check()
@@ -196,7 +197,7 @@ def test_idle_pages_behind_a_gap_are_no_room_for_what_is_missing() -> None:
     waiting = TextContext(prompt, 64)
     manager.external_claim(waiting.request_id, 0)
     before = manager.metrics
-    assert not manager.maybe_reserve(waiting)  # it needs all eight pages
+    assert not manager.maybe_reserve(waiting)  # the request needs all eight pages
     assert manager.metrics == before
     manager.check()
 
@@ -205,8 +206,9 @@ def test_idle_pages_behind_a_gap_are_no_room_for_what_is_missing() -> None:
 @pytest.mark.parametrize("host_pages", [0, 30])
 @pytest.mark.parametrize("seed", range(2))
 def test_whatever_is_found_is_what_was_computed(seed: int, host_pages: int) -> None:
-    """Small pools, so that copies evict pages, on replicas with several requests at a time, with and without a host
-    tier.
+    """Copies evict pages, because the pools are small.
+
+    Several requests run on each replica, with and without a host tier.
     """
     rng = random.Random(seed)
     below: dict[str, Any] = {
@@ -271,7 +273,7 @@ def test_pages_on_a_gpu_are_copied_there(dtype: torch.dtype) -> None:
 
 
 class BroughtMeanwhile(PageReader):
-    """Publishes a page as a tier does whose copy to the device ends while another page is evicted."""
+    """Publishes a page while another page is evicted, as a tier does whose copy to the device ends at that moment."""
 
     def __init__(self, manager: PagedKVCacheManager, digest: Any) -> None:
         self.pool = manager._replicas.each[0].pool

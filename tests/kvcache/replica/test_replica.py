@@ -92,7 +92,7 @@ def test_a_match_is_made_again_after_a_decode_step_evicted_its_page(make: Any) -
     assert not manager.maybe_reserve(waits)  # there is no free page for its third page
     grows.update(1)
     manager.step([grows])
-    assert not manager.maybe_reserve(waits)  # its match is still valid; the eviction comes after it
+    assert not manager.maybe_reserve(waits)  # the match of the waiting request is still valid; the eviction comes later
     grows.update(1)
     assert manager.maybe_reserve(grows)  # takes one more page: the last one that `waits` has matched
     manager.check()
@@ -105,8 +105,9 @@ def test_a_match_is_made_again_after_a_decode_step_evicted_its_page(make: Any) -
 
 
 def test_a_request_with_one_token_to_run_stays_where_it_was_set_back_to(make: Any) -> None:
-    """The request was set back to an earlier token. It looks up no prefix, so the published pages after its start (its
-    own) do not move the start forward.
+    """A request is set back to an earlier token.
+
+    The request looks up no prefix, so its own published pages after that token do not move its start forward.
     """
     manager = make(20, page_size=4)
     context = TextContext(range(14), 64)

@@ -24,7 +24,7 @@ SIZE = 4
 
 
 def made(pages: int, copies: int, shape: StateShape = SHAPES[1], rows: int = 2, **params: Any) -> PagedKVCacheManager:
-    """Returns a manager with this many pages, and room for `copies` states besides those of its requests."""
+    """Returns a manager with this many pages, and room for `copies` cached states besides the requests' own."""
     made = KVCacheParams(
         torch.int64, 1, 2, enable_prefix_caching=True, page_size=SIZE, states=shape, state_copies=copies, **params
     )

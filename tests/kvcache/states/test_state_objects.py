@@ -330,7 +330,10 @@ def test_replicas_share_what_comes_from_the_store(served: Make) -> None:
 
 @pytest.mark.parametrize("pays", [True, False])
 def test_a_state_is_read_if_computing_the_pages_before_it_would_take_longer(served: Make, pays: bool) -> None:
-    """A read takes half a second. Computing ten pages takes one second, or a tenth of one."""
+    """A read takes half a second.
+
+    Computing ten pages takes one second in one case, and a tenth of a second in the other.
+    """
     it = written(served)
     again = served(params={"object_tier_tokens_per_s": 40.0 if pays else 400.0})
     pages, states = tiers_of(again)

@@ -305,8 +305,10 @@ def test_copies_give_way_to_requests_and_to_newer_ones() -> None:
 
 @pytest.mark.parametrize("end", ["committed", "cancelled"])
 def test_only_cancelling_an_import_restores_what_its_state_page_held_before(end: str) -> None:
-    """Cancelling an import restores what the state page held before it. After the release of the request, the page
-    belongs to another request, whose state starts at zero, and that is what a second cancellation restores.
+    """A cancelled import restores what the state page held before it.
+
+    After the request is released, the page belongs to another request, whose state starts at zero. A second
+    cancellation then restores zero.
     """
     states = states_of(SHAPE, 2)
     page = states.allocate("a")
@@ -334,7 +336,7 @@ def test_only_cancelling_an_import_restores_what_its_state_page_held_before(end:
 
 
 class BroughtMeanwhile(PageReader):
-    """Publishes a state as a tier does whose copy to the device ends while another state is evicted."""
+    """Publishes a state while another state is evicted, as a tier does whose copy to the device ends at that moment."""
 
     def __init__(self, states: StatePages, page: int, digest: Digests) -> None:
         self.states, self.page, self.digest, self.told = states, page, digest, list[int]()

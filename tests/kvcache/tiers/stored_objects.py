@@ -117,7 +117,7 @@ def settled(it: Served) -> None:
         if not any(tier._reader.jobs or tier._writer.jobs or tier._queue for tier in tiers_of(it)):
             return
         time.sleep(0.001)
-    raise AssertionError("the threads are at work still")
+    raise AssertionError("the threads have not finished their work")
 
 
 def forget_host(it: Served) -> None:

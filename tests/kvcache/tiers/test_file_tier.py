@@ -436,7 +436,7 @@ def test_a_folder_deleted_before_a_reset_or_between_two_runs(served: Make, tmp_p
 
 
 def modes(folder: Path) -> set[tuple[bool, int]]:
-    """The folder and everything in it: whether each is a folder, and its mode."""
+    """Returns two facts about the folder and each entry in it: whether it is a folder, and its mode."""
     found = [folder, *folder.rglob("*")]
     return {(path.is_dir(), path.lstat().st_mode & 0o7777) for path in found if not path.is_symlink()}
 

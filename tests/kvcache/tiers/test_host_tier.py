@@ -250,8 +250,8 @@ def test_a_use_of_a_page_counts_once_the_pages_before_it_have_arrived(
 ) -> None:
     """A page that is still being copied is not in the tier yet.
 
-    If the use of the page counted at once, it would be forgotten when the page arrives. Then the head of a prompt would
-    be evicted before its tail.
+    If the use of the page counted at once, the use would be forgotten when the page arrives. Then the first pages of a
+    prompt would be evicted before its last pages.
     """
     it = served(16, 40)
     tier, over = it.tiers.replicas[0], [False]

@@ -219,9 +219,9 @@ def test_after_an_interrupt_each_published_page_is_queued_once_unless_the_host_h
     it.publish(11, 12, 13, 14)
     it.tier.store(1)
     it.pool.index.withdraw(ids(2))
-    it.tier.storing[:] = [0, 0, 0, 1, 0, 1, 0, 0, 0]  # as an interrupt may leave it
+    it.tier.storing[:] = [0, 0, 0, 1, 0, 1, 0, 0, 0]  # the state that an interrupt may leave
     later = it.pool.allocate(1)
-    it.pool.index.publish(later, names(15))  # just before the tier was told
+    it.pool.index.publish(later, names(15))  # as just before the tier is told of the page
     it.tier.used(names(12))
     it.tier.mend([])
     assert it.tier.storing.nonzero()[0].tolist() == [1, 3, 4, 5]

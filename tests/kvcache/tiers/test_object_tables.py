@@ -70,7 +70,7 @@ def test_a_new_machine_finds_what_was_written_of_every_table(
 def test_only_the_window_objects_that_the_next_query_sees_are_read(served: Make, store: StoredObjects) -> None:
     written(served, LONG)
     again = served(groups=LONG)
-    del store.objects[key_of(again, 1, 0)]  # no query after page 12 sees it
+    del store.objects[key_of(again, 1, 0)]  # no query after page 12 sees this page
     again.fetch(PROMPT)
     assert again.manager.metrics.object_blocks_read == 12 + 6
     assert again.serve(PROMPT) == 48

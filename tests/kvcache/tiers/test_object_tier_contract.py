@@ -308,7 +308,7 @@ def test_pages_are_not_read_twice_at_a_time_and_reads_leave_half_of_the_free_slo
     slots = kind.sizes[1]
     held = again.tiers.host.pool.allocate(slots)
     context, tier = again.claim(kind.prompt), objects_of(again)
-    while again.manager.prefetch(context):  # it knows the objects, but has no room for them
+    while again.manager.prefetch(context):  # the manager knows the objects, but has no room for them
         time.sleep(0.001)
     again.tiers.host.pool.release(held[:11])
     store.may.clear()

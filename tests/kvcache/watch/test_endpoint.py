@@ -152,7 +152,7 @@ def test_evictions_have_reasons_and_it_is_seen_when_an_evicted_page_is_requested
     watcher.look()
     served(manager, "a", list(range(33)))
     manager.release("a")  # 8 idle pages
-    served(manager, "b", list(range(100, 157)))  # takes 15 pages, and evicts 7 pages of others for that
+    served(manager, "b", list(range(100, 157)))  # takes 15 pages, for which 7 pages of other requests are evicted
     manager.release("b")
     look = watcher.look()
     assert look.evicted == {"LRU": (7, 0)}

@@ -16,8 +16,9 @@ PAGES, WORDS = 24, 40
 
 
 def entry(rng: random.Random, at: float) -> PoolEntry:
-    """Returns a random entry about some pages of a small pool. Few words are drawn, so that the same word occurs
-    repeatedly.
+    """Returns a random entry about some pages of a small pool.
+
+    Entries have few different values, so that values recur.
     """
     what = rng.choice(("gone", "gone", "gone", "published", "published", "found"))
     pages = np.array(rng.sample(range(1, PAGES + 1), rng.randrange(5)), np.int32)

@@ -25,8 +25,8 @@ PUBLIC = {
     "gemma-3-27b": ((163_840, 262_144), (1_310_720, 32_768), (512 + 6 * 513, 4_096 + 6 * 577)),
     "gpt-oss-120b": ((73_728, 582_542), (589_824, 72_817), (512 + 513, 4_096 + 521)),
 }
-# Our pages for models with several kinds of layers. A page of ours holds all layers, whereas vLLM's block holds those
-# of one group.
+# Our pages for models with several kinds of layers. A page of ours holds all layers, whereas vLLM's block holds the
+# layers of one group.
 WHOLE = {
     "gemma-3-27b": ((1_015_808, 42_281), (8_126_464, 5_285)),
     "gpt-oss-120b": ((147_456, 291_271), (1_179_648, 36_408)),

@@ -189,7 +189,7 @@ def test_a_client_that_hangs_up_gives_its_pages_back(served: Served) -> None:
 
 
 def test_processes_that_die_or_drain_cost_no_request(tmp_path: Path, tiny_model: Any) -> None:
-    """One process of each kind is killed, and the other processes that were there drain.
+    """One process of each kind is killed, and the other initial processes drain.
 
     Processes that have joined meanwhile continue to serve.
     """

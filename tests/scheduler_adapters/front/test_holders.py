@@ -169,7 +169,7 @@ def test_after_a_gap_nothing_is_known_until_all_pages_are_reported_again(holders
         until(known, 4)
         tell(11, [5])
         until(known, 0)
-        while stream.recv() != b"\x01":  # it subscribes again, before or after it unsubscribes
+        while stream.recv() != b"\x01":  # the front subscribes again, before or after it unsubscribes
             pass
         tell(12, [6])
         until(known, 1)
@@ -200,7 +200,7 @@ def test_removed_windows_do_not_remove_pages_of_full_layers() -> None:
 def test_the_next_turn_at_other_processes_finds_the_answer_at_the_process_that_generated_it(
     tmp_path: Path, tiny_model: Any
 ) -> None:
-    """The request names no source. The front knows which pages d1 has filled, and names d1 as a source itself."""
+    """The request names no source. The front knows which pages d1 has filled, and itself names d1 as a source."""
     # needs the extra 'fleet': if a front places by events, all processes publish them
     pytest.importorskip("dynamo.llm")
     served, placed = Served(tmp_path), ("--placement", "dynamo")

@@ -120,7 +120,7 @@ def test_a_process_that_goes_takes_its_reservations_with_it_and_costs_no_request
 
 
 def test_a_restarted_process_is_followed_at_its_new_endpoints(managers: dict[str, PagedKVCacheManager]) -> None:
-    """The end of the first process was not noticed. The new process has the same name and other endpoints."""
+    """The front has not noticed the end of the first process. The new process has the same name and other endpoints."""
 
     async def run() -> None:
         placement, prompt = Selected(), [*PROMPTS["p1"], 9]

@@ -53,7 +53,7 @@ def test_prompts_go_to_the_fleet_that_has_them(fleets: list[Served], tmp_path: P
 
 
 def until_it_follows(router: Router, compute: Callable[[], list[int]], found: Callable[[list[int]], int]) -> None:
-    """Computes prompts until the router has found the pages of so many prompts in a row that it must be following both
+    """Computes prompts until the router has found the pages of so many prompts in a row that it must follow both
     sources.
     """
     deadline, right = time.monotonic() + WITHIN_S, 0

@@ -23,9 +23,9 @@ def serve(
 ) -> None:
     """Lends its pages until it is killed.
 
-    The command `run` computes a prompt, `reset` forgets all idle pages, and `tail` forgets all except a prompt's pages
-    from one on. `host` is the size of a host tier in bytes, for which servers have no setting. `model` is the model's
-    directory; None for the small Llama.
+    The command `run` computes a prompt, `reset` forgets all idle pages, and `tail` forgets all idle pages except a
+    prompt's pages from a given page on. `host` is the size of a host tier in bytes, for which servers have no setting.
+    `model` is the model's directory; None for the small Llama.
     """
     if host:
         tier = {"enable_kvcache_swapping_to_host": True, "host_kvcache_swap_space_gb": host / 2**30}

@@ -143,7 +143,7 @@ class Engine:
         return len(coming)
 
     def take_up(self, context: TextContext, count: int, found: list[int]) -> None:
-        """Removes the wrong ones of the `count` guesses, and appends the next token."""
+        """Removes the wrong guesses among the last `count` guesses, and appends the next token."""
         end, right = context.end_idx, 0
         guesses = context.tokens[end - count : end].tolist()
         while right < count and guesses[right] == found[right]:

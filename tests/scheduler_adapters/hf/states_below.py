@@ -73,8 +73,9 @@ def slab_pages(model: Any, cache: Any, page_size: int) -> int:
 def turns_of(
     model: Any, prompts: Sequence[list[int]], asked: int, new: int
 ) -> Iterator[tuple[str, list[int], list[int]]]:
-    """Yields the turns of all users, round by round. Each turn is the user's name, the prompt with the conversation so
-    far, and the answer.
+    """Yields the turns of all users, round by round.
+
+    Each turn has the user's name, the prompt with the conversation so far, and the answer.
     """
     said = [list(prompt) for prompt in prompts]
     for turn in range(asked):

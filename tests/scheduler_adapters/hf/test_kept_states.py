@@ -88,7 +88,7 @@ def test_copies_are_made_at_a_spacing(model: Any) -> None:
     loop = cached_loop(model, every=2)
     prompt = (SYSTEM * 3)[: 7 * PAGE]
     served(loop, prompt, 1)
-    assert states_of(loop).num_kept == 3 + 1  # after pages 2, 4 and 6, and the prompt's last
+    assert states_of(loop).num_kept == 3 + 1  # states after pages 2, 4 and 6, and after the prompt's last page
     for shared in (1, 2, 3, 5):
         assert served(loop, [*prompt[: shared * PAGE], 7, 7], 1)[1] == shared // 2 * 2 * PAGE
 
@@ -153,7 +153,7 @@ def test_a_state_that_a_reader_was_promised_is_not_overwritten_by_a_hit(model: A
         manager.block_table("r", full_pages=False)
     served(loop, PROMPTS[1], 1, "other")  # keeps states from which the first request could continue
     assert manager.maybe_reserve(context)
-    # without a block table that names it, no reader knows of this state
+    # readers know of this state only if a block table names it
     at = 2 * PAGE if told else full(len(PROMPTS[1]) - 1)
     assert (context.start_idx, states_of(loop).tokens_of("r")) == (at, at)
     manager.end_lease(lease)  # type: ignore[attr-defined]

@@ -164,7 +164,7 @@ def test_a_source_that_forgets_gives_fewer_pages_or_what_it_has_lent(
     def forget(now: str) -> None:
         if now == when:
             told(pipe, "reset")
-            # Another prompt takes 38 of the 41 pages (of 64) that are available while others are lent.
+            # Another prompt takes 38 of the 41 pages that are available while the lent pages are held.
             told(pipe, "run", [7 + token % 200 for token in range(300)])
 
     tokens, found = reader.generate(address, forget)

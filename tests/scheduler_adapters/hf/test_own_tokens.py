@@ -44,8 +44,9 @@ OTHERS = [[at, *prompt] for at, prompt in enumerate(PROMPTS)]  # prompts that sh
 
 
 class Form(NamedTuple):
-    """The models of one form, the place of their states, and numbers of pages and slabs. Two requests fit into these,
-    but not their whole answers.
+    """The models of one form, the place of their states, and numbers of pages and slabs.
+
+    Two requests fit into these pages and slabs, but their whole answers do not.
     """
 
     models: tuple[str, ...]

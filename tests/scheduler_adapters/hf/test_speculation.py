@@ -64,7 +64,7 @@ def test_tokens_are_the_models_own_if_requests_are_preempted_while_they_guess(ea
 
 
 def test_a_fork_continues_from_the_last_right_guess(each_model: Any) -> None:
-    """Some guesses of the parent were wrong. The parent and its fork both run the right ones again."""
+    """Some guesses of the parent were wrong. The parent and its fork both run the accepted guesses again."""
     engine = Engine(each_model, 0.6, 4)
     (answer,) = engine.knows(PROMPTS[:1])
 

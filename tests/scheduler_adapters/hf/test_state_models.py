@@ -37,7 +37,10 @@ _KEEPS = re.compile(r"conv_state|recurrent_state|linear_cache|_is_stateful = Tru
 
 
 def causal_types() -> Iterator[tuple[str, Any]]:
-    """Every causal model type whose code keeps states: its name (or that of its text part) and its configuration."""
+    """Every causal model type whose code keeps states, with its configuration.
+
+    The name is that of the type, or of its text part.
+    """
     import transformers
 
     causal: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
@@ -93,7 +96,7 @@ def test_a_hybrid_without_attention_is_refused(make_model: Callable[..., Any]) -
 
 @torch.inference_mode()
 def test_a_zamba2_itself_gives_other_logits_one_token_at_a_time(make_model: Callable[..., Any]) -> None:
-    """This happens if the lower limit of dt matters, because only passes of several tokens apply it."""
+    """The logits differ if the lower limit of dt matters, because only passes of several tokens apply it."""
     tokens = torch.tensor([PROMPTS[0][:20]])
     for least, differs in ((0.05, True), (1e-6, False)):
         model = make_model("zamba2", time_step_min=least)

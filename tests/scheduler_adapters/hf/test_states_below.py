@@ -86,7 +86,7 @@ def test_another_process_continues_from_files(each_model: Any, slabs: bool, tmp_
 
 @pytest.mark.parametrize("slabs", [True, False])
 def test_another_machine_continues_from_an_object_store(each_model: Any, slabs: bool) -> None:
-    """This also works if the hit ends within an object of pages. Damaged objects are no hits."""
+    """Another machine also continues if the hit ends within an object of pages. Damaged objects are no hits."""
     store = StoredObjects()
     over = {"object_tier_io": store, "file_tier_key": "a model", "object_tier_pages": 4}
     first = below(each_model, slabs=slabs, over=over)
@@ -144,7 +144,7 @@ def test_a_host_tier_finds_what_a_device_with_room_for_all_does(each_model: Any)
 
 
 def asked_again(manager: Any, model: Any) -> None:
-    """Serves the first user's prompt, then others that evict it from the device, and then the first prompt again."""
+    """Serves the first user's prompt, other prompts that evict it from the device, and then the first prompt again."""
     loop = loop_of(manager, model)
     for at in (0, 1, 2, 3, 0):
         answer = own_tokens(model, PROMPTS[at], NEW)

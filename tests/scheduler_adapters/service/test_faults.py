@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 PROMPT = ByteTokenizer().encode("What a page holds, who may write to it, and when it may be used again. " * 2)
 OTHER = ByteTokenizer().encode("Something else, and short.")
-# A budget of 32 divides PROMPT into five chunks. A pool of 20 pages holds it and has 5 pages to spare.
+# A budget of 32 divides PROMPT into five chunks. A pool of 20 pages holds PROMPT and has 5 pages to spare.
 PREFILL, DECODE = Side(pages=20, budget=32), Side(pages=20)
 
 
@@ -74,7 +74,7 @@ def waiting(service: Service) -> DecodeRequest:
 
 
 def asked(service: Service) -> DecodeRequest:
-    """Prefill has no pages, so its request is queued."""
+    """Brings a request into the queue of prefill, which has no pages."""
     fill(service, "p0")
     request = service.submit_one("r", PROMPT)
     service.until(lambda: phase_of_prefill(service) == "queued", "the question")
@@ -82,7 +82,7 @@ def asked(service: Service) -> DecodeRequest:
 
 
 def offered(service: Service) -> DecodeRequest:
-    """Decode has no pages, so prefill's request is held."""
+    """Brings a request into the state in which prefill holds it, because decode has no pages."""
     fill(service, "d0")
     request = service.submit_one("r", PROMPT)
     service.until(lambda: phase_of_prefill(service) == "held" and request.has_ended_prefill, "the offer")
@@ -94,7 +94,7 @@ def step_but_while_leasing(prefill: Any, step: Callable[[], Any]) -> Any:
 
 
 def pulling(service: Service) -> DecodeRequest:
-    """Prefill has computed the first chunk of the prompt and goes no further. Decode reads the pages of this chunk."""
+    """Prefill has computed only the first chunk of the prompt. Decode reads the pages of this chunk."""
     request = service.submit_one("r", PROMPT)
     with pytest.MonkeyPatch.context() as held:
         # even if a busy machine delays the lease, the lease must cover only one chunk
@@ -148,7 +148,7 @@ def test_a_cancelled_request_ends_in_every_phase(
     assert request.phase == phase
     cancel(service)
     assert request.phase == "over"
-    # This is checked before there are pages again, because an unwanted prompt must not be computed.
+    # This is checked before pages are free again, because an unwanted prompt must not be computed.
     service.until(lambda: not prefill_requests(service), "the end at prefill")
     assert not any(one._untold for one in service.prefills.values())
     assert_serves_on(service, expected)
@@ -185,7 +185,7 @@ def test_the_next_attempt_avoids_the_prefill_process_of_the_one_that_failed(
     start: Callable[..., Service], expected: dict[str, list[int]]
 ) -> None:
     """Without this rule the first process would be asked again, because it has most of the prompt cached and the other
-    has nothing.
+    process has nothing.
     """
     service = start(PREFILL._replace(count=2))
     service.until(lambda: all(one.welcome for one in service.decode.connections), "both prefill processes")

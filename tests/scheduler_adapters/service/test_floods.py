@@ -1,4 +1,7 @@
-"""Peers ask for pages again and again, and keep what they get. The service still serves its own requests meanwhile."""
+"""Peers ask for pages again and again, and keep the pages that they get.
+
+The service still serves its own requests meanwhile.
+"""
 
 from __future__ import annotations
 

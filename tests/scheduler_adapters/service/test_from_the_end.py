@@ -31,8 +31,9 @@ PROMPT = [(7 * at + at * at // 5) % 250 for at in range(SIZE * PAGES + 5)]
 
 
 class Fixed(PullOrCompute):
-    """Splits every prompt. It always assumes that a pull can bring this share of the missing tokens, counted from the
-    end.
+    """Splits every prompt.
+
+    It assumes that a pull can always bring this share of the missing tokens, counted from the end.
     """
 
     def __init__(self, share: float = 0.5) -> None:

@@ -60,7 +60,8 @@ def test_unread_messages_wait_in_order_and_the_frontend_turns_deaf_at_its_limit(
     heard = [theirs.recv() for _ in range(3)]
     time.sleep(0.05)
     assert not frontend.flush()
-    assert frontend.is_deaf == (len(frontend._unread) > 4)  # it stays deaf until half of the messages are read
+    # the frontend stays deaf until half of the messages are read
+    assert frontend.is_deaf == (len(frontend._unread) > 4)
     heard += [data for (data,) in received(theirs)]
     assert ours.poll(5000, zmq.POLLOUT)
     # this message waits behind the others, although the sockets have room
@@ -165,7 +166,7 @@ def collected(fleet: Fleet, requests: int, timeout_s: float = 120.0) -> tuple[di
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    """A fleet that all tests share which leave nothing behind."""
+    """A fleet for all tests that leave nothing behind."""
     with Fleet(configs()) as started:
         yield started
 

@@ -155,7 +155,7 @@ def test_a_reader_of_an_earlier_version_gets_all_pages_in_each_offer(
 def test_the_last_token_waits_for_an_offer_that_arrives_late(
     service: Service, expected: list[int], monkeypatch: pytest.MonkeyPatch, keep: int
 ) -> None:
-    """The last offer carries a token. That token is emitted once, after everything before it has arrived."""
+    """The last offer carries a token. That token is sent once, after every earlier token."""
     held: list[tuple[bytes, Any]] = []
     send, sent = service.prefill._send, list[Any]()
 

@@ -90,7 +90,8 @@ def test_one_process_pulls_what_another_has_computed_and_computes_the_rest(
     assert (stats.prompt_tokens, stats.cached_tokens) == (len(SECOND), 16 * PAGES)
     assert service.exchanges["p0"].lending.pages_lent == PAGES
     service.assert_nothing_held()
-    assert served(service, "again", SECOND, "p1") == expected  # now the prefix is cached there, so no source is asked
+    # now the prefix is cached at this process, so no source is asked
+    assert served(service, "again", SECOND, "p1") == expected
     assert outcome(service) == {"pulled": 1}
 
 
@@ -124,7 +125,7 @@ def test_each_replica_of_a_source_is_asked_and_shards_are_read(
 def test_a_source_that_has_forgotten_costs_a_question(start: Callable[..., Service], expected: list[int]) -> None:
     service = start()
     served(service, "first", FIRST, "p0")
-    for name in ("p0", "d0"):  # otherwise the decode process would name itself as a source
+    for name in ("p0", "d0"):  # if d0 kept its pages, the decode process would name itself as a source
         service.loops[name].manager.reset_prefix_cache()
     assert served(service, "second", SECOND, "p1") == expected
     assert outcome(service) == {"stale": 1}
@@ -268,7 +269,7 @@ def forget_head(service: Service, name: str, tokens: list[int], pages: int) -> N
 
 
 def head_and_tail(start: Callable[..., Service]) -> Service:
-    """The prompt has thirteen pages. p0 has the first six of them, and p2 has all but the first four."""
+    """The prompt has thirteen pages. p0 has the first six of these pages, and p2 has all but the first four."""
     service = start(count=3)
     served(service, "head", FIRST[:100], "p0")
     served(service, "all", FIRST, "p2")
@@ -453,7 +454,7 @@ def large(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 class Spy:
-    """Records what a process asks for, refuses and pulls. It can also make events of the process's pulls."""
+    """Records what a process asks for, refuses and pulls. The spy can also produce events of the process's pulls."""
 
     def __init__(self, service: Service, monkeypatch: pytest.MonkeyPatch, name: str = "p1") -> None:
         exchange, peers = service.exchanges[name], service.prefills[name].peers
@@ -589,7 +590,7 @@ def test_a_silent_second_source_is_not_awaited_for_long_and_its_late_pages_are_g
     monkeypatch.setattr(service.prefills["p0"], "poll", lambda: p0() if spy.named else False)
     submit(service, "second", SECOND, "p1", kv_sources=known(service, "p0", "p2"))
     service.until(lambda: spy.named, "the pull")
-    assert time.monotonic() - began < 0.4  # if it had been the only source, p1 would have waited half a second for it
+    assert time.monotonic() - began < 0.4  # if p0 had been the only source, p1 would have waited half a second for it
     assert spy.named == [["p2/0"]]
     service.until(lambda: spy.refused and not lending.num_leases, "what it lends late", LENT_S / 2)
     service.until(lambda: "second" in service.ended, "the end")
@@ -687,7 +688,7 @@ class Answers:
         return next(iter(self.peers.poll()), None)
 
     def read(self, at: float, stop: int = 0, **errors: str) -> Any:
-        """Ends the pull. It has succeeded up to page `stop`, or as a whole if `stop` is 0."""
+        """Ends the pull. The pull has succeeded up to page `stop`, or as a whole if `stop` is 0."""
         self.now = at
         copier = self.manager.copier(self.pending)
         copier.take(last=True)

@@ -1,4 +1,4 @@
-"""If a request has pages at another process, it gets both a row and pages here, or neither."""
+"""A request with pages at another process gets both a row and pages here, or neither of them."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def test_the_asking_process_names_itself_if_it_has_more_of_the_prompt(fleet: Fle
 
     assert sources(first, 2, 0) == []
     assert sources(first, 4, 3 * CHUNK) == ["here"]
-    # the decode process has less than one chunk more than this prefill process was asked for
+    # decode has more of the prompt than it has sent to this prefill process, but less than one chunk more
     assert sources(first, 5, 4 * CHUNK + 8) == []
     assert sources(second, 5, 2 * CHUNK) == [f"at {id(routers[0])}", "here"]
     assert sources(second, 5, 5 * CHUNK) == []

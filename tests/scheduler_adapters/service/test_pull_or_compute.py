@@ -191,7 +191,7 @@ def test_a_change_that_concerns_only_one_length_is_learned() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_choice_is_right_for_the_measured_prompts(seed: int) -> None:
-    """All prompts count. Even the first ones do, although these are pulled only to measure a pull."""
+    """All prompts count, even the first prompts, which are pulled only to measure a pull."""
     prompts = Prompts(seed)
     lengths = prompts.shuffled(each=30)
     assert prompts.wrong_of(lengths) <= 0.05 * len(lengths)
@@ -231,7 +231,7 @@ def test_the_slower_way_is_tried_now_and_then() -> None:
     for tokens in (100, 1000, 3000):
         choice.pull.add(tokens, 0.03 + 1e-5 * tokens)
         choice.compute.add(tokens, 0.001 + 1e-4 * tokens)
-    # 333 tokens. Either way the rest of the prompt is computed, so the latency of a computation does not count.
+    # 333 tokens. The rest of the prompt is computed in both ways, so the latency of a computation does not count.
     crossover = 0.03 / 9e-5
     right = [choice.pays(0, tokens, 8) == (tokens > crossover) for tokens in range(1, 1000, 7)]
     assert sum(right) / len(right) >= 0.95

@@ -219,7 +219,8 @@ def test_pools_for_one_request_at_a_time_serve_them_all(
     start: Callable[..., Service], model: Any, pages: tuple[int, int]
 ) -> None:
     service = start(pages)
-    prompts = [[number, *PROMPTS[0]] for number in range(4)]  # their first tokens differ, so no page is shared
+    # the first tokens of both prompts differ, so no page is shared
+    prompts = [[number, *PROMPTS[0]] for number in range(4)]
     assert service.serve(prompts) == [own_tokens(model, prompt, NEW) for prompt in prompts]
     service.assert_nothing_held()
 
@@ -288,8 +289,9 @@ def wait_for_messages(service: Service) -> list[list[bytes]]:
 
 
 def test_tenants_share_no_page_on_either_side(start: Callable[..., Service], expected: list[list[int]]) -> None:
-    """If two tenants send the same prompt, it is prefilled, pulled and kept twice. If one tenant sends it twice, this
-    happens once.
+    """If two tenants send the same prompt, the prompt is prefilled, pulled and kept twice.
+
+    If one tenant sends the prompt twice, this happens once.
     """
     service = start()
     pages, seen = -(-len(PROMPTS[0]) // 16), []

@@ -190,8 +190,9 @@ class Pipe:
 
 
 def test_a_deaf_frontend_hears_again_when_it_has_read_half_of_its_limit() -> None:
-    """If it could hear again right below the limit, it would turn deaf and back with each message, and each change
-    would be logged.
+    """If the frontend could hear again right below the limit, it would turn deaf and back with each message.
+
+    Each change would be logged.
     """
     pipe, heard, said = Pipe(), list[object](), list[object]()
     queue = FrontendQueue(cast("Socket", pipe), max_unread=10)

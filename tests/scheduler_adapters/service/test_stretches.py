@@ -138,7 +138,7 @@ def reader() -> Iterator[StretchReader]:
 
 
 def two(start: Callable[..., SourceProcess]) -> tuple[SourceProcess, SourceProcess]:
-    """Starts two sources. One has the head of the prompt, and the other has what follows the first five pages."""
+    """Starts two sources. One has the first pages of the prompt, and the other has the pages after the first five."""
     first, second = start("p"), start("q")
     first.told("run", HEAD)
     second.told("run", ALL)

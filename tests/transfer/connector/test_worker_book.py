@@ -181,7 +181,7 @@ def test_a_load_that_was_given_up_is_not_reported_as_a_failure() -> None:
 @pytest.mark.parametrize(
     ("asks", "read", "unwritten"),
     [
-        # Whole blocks. The window's first block begins at token 24, and its first needed token is 31.
+        # Whole blocks are read. The window's first block begins at token 24, and the first needed token is 31.
         (asked(((1, 2, 3, 4, 5), (4, 5)), (0, 40), first=(0, 3)), (0, 24), {}),
         (asked(((1, 2, 3, 4, 5), (4, 5)), (0, 40), first=(0, 3)), (0, 28), {1: 28}),
         # The blocks before those that are read get no data.
@@ -201,7 +201,7 @@ def test_blocks_that_the_source_had_given_up_are_reported_by_group(
 
 
 def test_a_group_without_anything_to_read_has_unwritten_blocks() -> None:
-    """With a window of one token, the next token needs no earlier one, so nothing is read."""
+    """The window has one token, so the next token needs no earlier token, and nothing is read."""
     book = make(FULL, msgspec.structs.replace(WINDOW, window=1), STATE)
     load, groups = add(book, "r", asked(((1, 2), (1, 2), (3,)), (0, 16), first=(0, 0, 0)))
     assert [group.tokens for group in groups] == [(0, 16), (0, 0), (0, 16)]

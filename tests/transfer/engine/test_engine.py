@@ -657,8 +657,9 @@ def clean_up_with_a_copy_in_flight(conn: Connection) -> None:
 
 
 def test_cleanup_with_a_copy_in_flight():
-    """NIXL may abort a process whose copy is cut off, as `test_transport` shows. Nothing is written after
-    that either.
+    """NIXL may abort a process whose copy is cut off, as `test_transport` shows.
+
+    No byte is written after that abort.
     """
     process, conn = start(clean_up_with_a_copy_in_flight)
     process.join(100)

@@ -43,7 +43,9 @@ def join(left: Side, right: Side) -> None:
 
 
 def check_move(starter: Side, other: Side, kind: str, rng: Any, count: int) -> None:
-    """Moves random pages with one transfer, checks that both sides notice its end, and compares every byte of both."""
+    """Moves random pages with one transfer, checks that both sides notice its end, and compares every byte of both
+    pools.
+    """
     source, target = (other, starter) if kind == "read" else (starter, other)
     src, dst = (rng.permutation(side.pages)[:count].tolist() for side in (source, target))
     src_replica, dst_replica = int(rng.integers(source.dp)), int(rng.integers(target.dp))
@@ -94,7 +96,7 @@ def test_many_transfers_in_flight_both_ways(couples: Any, transports: Any):
     one, two = couples(transports["shm"])
     left, right = Side(one, "left", 1, 2, 64, seed=7), Side(two, "right", 1, 2, 64, seed=70)
     join(left, right)
-    # Each side pulls pages 32 to 63 of the other into its own 0 to 31, one page per transfer.
+    # Each side pulls pages 32 to 63 of the other side into its own pages 0 to 31, one page per transfer.
     started = {
         side: [side.worker("start", "read", other.name, [32 + i], [i], 0, 0) for i in range(32)]
         for side, other in ((left, right), (right, left))

@@ -26,7 +26,7 @@ from transfer.nixl.agent import Agent, Handle
 MANY, FEW = 2048, 64  # pages of a copy that takes tens of milliseconds, and of a short one
 QUIET_S = 0.1  # longer than any copy here
 EMPTY = 0
-HALF_GONE, GONE = 0, 1  # pages of the peer: of the first, one half is unreadable; of the second, everything
+HALF_GONE, GONE = 0, 1  # pages of the peer: one half of the first is unreadable, and all of the second
 
 numbers = itertools.count()
 Order = NDArray[np.int64]
@@ -73,7 +73,7 @@ class Here:
     def start(self, order: Order, gone: tuple[int, int] | None = None) -> tuple[Handle, bool]:
         """Starts to READ pages.
 
-        `gone` is (place in the order, page): a missing page that is read at this place instead.
+        `gone` is a pair: an index in the order of READs, and a missing page that is read at this index.
         """
         there = runs(self.remote.pool, order)
         if gone is not None:

@@ -84,7 +84,7 @@ def test_the_runs_are_those_of_the_plan(local: ShardLayout, remote: ShardLayout)
         ([1], [1], (16, 16)),  # there are no tokens
         ([1], [1], (-16, 0)),
         ([[1]], [["a"]], (0, 16)),
-        (range(65), range(65), (0, 1040)),  # these are not few pages
+        (range(65), range(65), (0, 1040)),  # 65 pages are too many for a plan of few runs
     ],
 )
 def test_unusual_and_wrong_pulls_are_left_to_the_plan(local: object, remote: object, tokens: tuple[int, int]) -> None:

@@ -42,8 +42,9 @@ def cells(layout: ShardLayout) -> list[tuple[int, str, int, int, int, int]]:
 
 
 def chosen(local: ShardLayout, remotes: list[ShardLayout], rank: int) -> list[int]:
-    """Returns the remote shards to read from, after checking that each element of `local` comes from exactly one that
-    holds it.
+    """Returns the remote shards to read from.
+
+    Checks that each element of `local` comes from exactly one shard that holds it.
     """
     found = sources(local, remotes, rank)
     counts = Counter(cell for _, part in found for cell in cells(check(part)))
@@ -66,7 +67,7 @@ def ranks(heads: int, number: int, order: str = ORDERS[0]) -> list[ShardLayout]:
         (4, 2, 4, [[0], [0], [1], [1]]),
         (4, 2, 1, [[0, 1]]),
         (4, 4, 2, [[0, 1], [2, 3]]),
-        (2, 2, 4, [[0], [0], [1], [1]]),  # our side replicates its heads
+        (2, 2, 4, [[0], [0], [1], [1]]),  # the reader replicates its heads
         (2, 4, 2, [[0], [3]]),  # the source replicates its heads, and each reader reads another replica
         (2, 4, 1, [[0, 2]]),
         (2, 4, 4, [[0], [1], [2], [3]]),  # on both

@@ -104,7 +104,7 @@ def test_a_ring_during_a_system_call_does_not_silence_later_rings(
 
 
 def test_a_hear_between_two_simultaneous_rings_silences_neither(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second thread reads the flag before the first thread rings. It writes to the bell after the hearer has heard
+    """The second thread reads the flag before the first thread rings, and writes to the bell after the hearer has heard
     the first ring.
     """
     bell, real = Bell(), os.eventfd_write

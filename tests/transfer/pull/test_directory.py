@@ -78,7 +78,7 @@ def test_an_engine_that_was_lost_may_come_back_elsewhere_at_once(engine: Any) ->
     p, d = engine("p"), engine("d")
     pull(d, p.source(p.offer()))
     run(p, d, until=settled(d, "r"))
-    # When the connection of this engine is lost, no later request has asked for it.
+    # no later request has asked for this engine when its connection is lost
     d.ranks[0].disconnect("p", Failure(FailureKind.SOURCE_GONE, "a READ from it failed"))
     successor = engine("p", seed=50)
     pull(d, successor.source(successor.offer()), "new")

@@ -169,7 +169,7 @@ def test_a_pull_in_one_call_is_refused_before_it_takes_the_copier(side: Any) -> 
     reader.exchange.open_pull(0, "k", offer, 60.0)
     with pytest.raises(InvalidRequestError, match="'k': its pull is already open on replica 0"):
         reader.exchange.pull("k", offer, pending, 60.0)
-    # this still works, because the refused pull has not taken the import's copier
+    # this pull still works, because the refused pull has not taken the import's copier
     reader.exchange.read(0, "k", pending, last=True)
     event, proof = reader.end(source)
     assert event.error == ""

@@ -95,7 +95,8 @@ def test_a_fork_neither_sees_nor_writes_the_lease_words_of_its_parent(forking: A
     word = source.words + 8 * fork_source.SLOT
     assert memory_of(source.pid, word, 8) == source.lease.lease_id.to_bytes(8, "little")
     assert memory_of(child, word, 8) == bytes(8)
-    assert memory_of(child, source.pages, 64) == memory_of(source.pid, source.pages, 64)  # the fork does have the pages
+    # the fork does have the contents of the pages
+    assert memory_of(child, source.pages, 64) == memory_of(source.pid, source.pages, 64)
     source.pipe.send("what do your words hold")
     assert source.told() == (True, True)
 

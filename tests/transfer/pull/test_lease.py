@@ -311,7 +311,7 @@ def test_the_times_of_a_lease_are_since_its_time_began_and_to_its_deadline(clock
     while not book.expire():
         clock.now += 4
         book.hear(note(6, verdict="renew"))
-    # three durations after its clock was started, whatever was renewed in between
+    # three durations after the lease's clock was started, whatever was renewed in between
     assert 105 + 30 <= clock.now < 105 + 34
 
 
@@ -324,7 +324,7 @@ def test_only_ids_of_64_bits_are_granted() -> None:
 
 
 def test_a_fork_finds_no_lease() -> None:
-    """If a fork has got our old pid, a reader may read lease words from it. It must find no lease there."""
+    """If a fork has got our old pid, a reader may read lease words from the fork. It must find no lease there."""
     book = LeaseBook([make_words(8)])
     book.grant(5, "r", 0, 10.0)
     child = os.fork()

@@ -146,7 +146,7 @@ def test_only_what_the_reader_lacks_is_read(side: Any) -> None:
 def test_what_was_lost_meanwhile_makes_the_answer_shorter_and_never_an_error(side: Any) -> None:
     source, reader = side(Side, "p"), side(Reader, "d")
     computed(source)
-    source.compute("other", list(range(100, 123)))  # takes six of eight pages, so two of the prompt's are left
+    source.compute("other", list(range(100, 123)))  # takes six of eight pages, so two pages of the prompt are left
     source.manager.release("other")
     context = TextContext(LONGER, 32, "mine")
     lent = asked(reader, source, context)
@@ -167,7 +167,7 @@ def forget_head(source: Side, pages: int) -> None:
 
 
 def begun(reader: Side, source: Side, context: TextContext, key: str) -> Lent:
-    """Returns the pages that a source lends after the ones that are cached here."""
+    """Returns the pages that a source lends after the pages that the reader has cached."""
     contents = reader.manager.contents
     here = contents.cached(0, contents.digests(context)) // PAGE_SIZE
     return asked(reader, source, context, key, wanted=contents.digests(context, here))
@@ -500,7 +500,7 @@ def test_an_answer_wakes_a_loop_that_sleeps_on_the_sockets(side: Any) -> None:
         return bool(zmq.zmq_poll([(one, zmq.POLLIN) for one in reader.exchange.sockets], 0))
 
     assert not is_woken()
-    assert asked(reader, source, TextContext(LONGER, 32, "mine")).error == ""  # the two are connected now
+    assert asked(reader, source, TextContext(LONGER, 32, "mine")).error == ""  # both sides are connected now
     assert reader.exchange.sockets == [reader.exchange.bell]
     reader.exchange.ask(0, "k", exchange.address, exchange.engine_id(0), wanted)
     assert not is_woken()
@@ -578,7 +578,7 @@ def test_questions_that_come_while_the_loop_is_busy_take_little_memory(
     answers = [lender.answer(question(0, ask_id, wanted)) for ask_id in range(5)]
     assert [answer.error for answer in answers] == ["", "", "", *["3 questions already wait for its serving loop"] * 2]
     assert len(lender._asked) == 3
-    assert lender.answer(question(0, 1, wanted)).waits_for  # a known question does not count again
+    assert lender.answer(question(0, 1, wanted)).waits_for  # a repeated question does not count again
     with monkeypatch.context() as loading:
         loading.setattr(type(source.manager.contents), "bring", lambda *_: True)  # simulates a slow tier
         source.poll()

@@ -45,7 +45,7 @@ class Pair:
         raise TimeoutError
 
     def lent(self, first: int) -> tuple[int, ...]:
-        """Returns how many pages of each group are lent for this prompt; empty if none."""
+        """Returns how many pages of each group are lent for this prompt; empty if no page is lent."""
         found = self.ask(first)
         assert not found.error
         return () if found.table is None else tuple(map(len, found.table.groups))

@@ -1,7 +1,7 @@
 """Programs that use the public API to try to get a stale page accepted or a page lost, and their results.
 
 Everything is real: two managers, their exchanges, and NIXL between them. Every byte of a page holds its request's
-value. A reader may end with an error or with the values of its own prompt, but never with those of another.
+value. A reader may end with an error or with the values of its own prompt, but never with the values of another prompt.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def test_the_cache_is_reset_and_filled_with_others(sides: tuple[Side, Reader]) -
 
 
 def test_released_in_the_midst_of_its_prompt(sides: tuple[Side, Reader]) -> None:
-    """The source has offered a chunk, and the rest is never computed."""
+    """The source has offered a chunk, and the rest of the prompt is never computed."""
     source, reader = sides
     context = TextContext(PROMPT, 32, "r")
     source.manager.external_claim("r")
@@ -312,7 +312,7 @@ def test_an_offer_that_is_not_granted_holds_nothing(sides: tuple[Side, Reader]) 
     source.until(lambda: source.of(Offered))
     assert source.of(Offered)[0].event.error  # type: ignore[union-attr]
     assert source.idle
-    assert source.exchange._slots[0]._free[0] == 0  # the word is free again
+    assert source.exchange._slots[0]._free[0] == 0  # the lease word is free again
 
 
 def test_there_are_at_most_as_many_leases_as_words(sides: tuple[Side, Reader]) -> None:

@@ -185,7 +185,7 @@ def changed(layout: ShardLayout, of_box: dict[str, object] | None = None, **of_g
         changed(LAYOUT, {"dtype": "float16"}),
         changed(LAYOUT, {"first": (0, 0, 4, 0)}),  # other heads, in pages of the same size
         changed(LAYOUT, {"extent": (2, 2, 4, 8, 16)}),
-        changed(LAYOUT, {"strides": (1, 2, 3, 4, 2)}),  # the same elements in another order
+        changed(LAYOUT, {"strides": (1, 2, 3, 4, 2)}),  # the checksum of the same elements in another order
         changed(two_groups(), {"dtype": "float32"}),
         ShardLayout((*LAYOUT.groups, *LAYOUT.groups), LAYOUT.region_bytes),
         per_layer(SIZES, PAGES, PACKED_NHD),
@@ -214,7 +214,9 @@ class Registered:
 
 
 def pair(layout: ShardLayout, **changes: object) -> tuple[PageChecks, RankMetadata, RankMetadata]:
-    """The checks of a shard, its metadata, and that of another rank whose checks lie at 1 TiB and beyond."""
+    """The checks of a shard, the shard's metadata, and the metadata of another rank whose checks lie at 1 TiB and
+    beyond.
+    """
     memory = memory_of(layout)
     checks = checks_in(layout, memory)
     mine = rank(layout=layout, bases=tuple(region.ctypes.data for region in memory))
@@ -329,7 +331,7 @@ def test_a_share_of_the_pages_is_compared(share: float, expected: int) -> None:
     planned = plan(layout, layout, (mine.bases, there.bases))
     local = np.arange(4000)
     remote = local[::-1]
-    # no word has arrived, so all differ
+    # no checksum has arrived, so all pages differ
     again = arrived(verifier.part("r", planned, [(local, remote, (0, 16 * 4000))]))
     assert abs(verifier.repeated - expected) <= 250 * (0 < share < 1), (
         "the tolerance is nine times the standard deviation of such a draw"

@@ -352,8 +352,9 @@ def settled(runs: int = 2, num_bytes: int = 100) -> Settled:
 
 
 def test_a_part_is_settled_exactly_once_whether_it_was_posted_or_refused(rig: Rig) -> None:
-    """Once a part is settled, its destination pages may be reused. A part must therefore not be settled while its READ
-    is in flight, and it must be settled in the end.
+    """The destination pages of a settled part may be reused.
+
+    So a part must not be settled while its READ is in flight, and must be settled in the end.
     """
     rig.agent.auto = False
     rig.agent.raise_at = {1: AgentError("no")}
@@ -540,7 +541,7 @@ def test_an_engine_s_pulls_are_given_up_together_and_no_others(rig: Rig) -> None
     rig.puller.open("s", other.engine, LEASE, 5.0)
     assert rig.puller.uses(rig.engine)
     rig.puller.fail_engine(rig.engine, why("gone"))
-    assert rig.puller.uses(rig.engine)  # its READ is in flight
+    assert rig.puller.uses(rig.engine)  # the READ of this part is in flight
     rig.agent.end(0)
     assert [event.key for event in rig.polled()] == ["r", "r"]
     assert not rig.puller.uses(rig.engine)
@@ -773,7 +774,7 @@ def test_pulls_that_stay_stuck_name_their_engine_once_and_others_do_not(rig: Rig
         rig.open(key)
         rig.add(part(0), key=key)
     rig.now += 3.0
-    assert rig.puller.stuck(1.0) == []  # their data may still arrive
+    assert rig.puller.stuck(1.0) == []  # the data of these READs may still arrive
     rig.fail("a", why("late"))
     rig.fail("b", why("late"))
     assert rig.puller.stuck(0.0) == []  # the pulls count as stuck only some time after they have failed

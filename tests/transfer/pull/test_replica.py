@@ -308,7 +308,7 @@ def test_a_pull_that_is_cancelled_before_its_source_has_answered_is_refused_ther
     assert d.pulls == [PullEvent("r", "the client left", safe=True)], (
         "the owner gets the event at once, without waiting for the source"
     )
-    pull(d, p.source(p.offer("other", 1)))  # the name is free again
+    pull(d, p.source(p.offer("other", 1)))  # the name of the pull can be used again
     run(p, d, until=lambda: len(d.pulls) == 2 and len(p.overs) == 2)
     assert {over.request_id: over.reason for over in p.overs} == {"r": "the client left", "other": "read"}
     assert d.pulls[1].error == ""
@@ -564,7 +564,7 @@ def test_a_dead_source_fails_its_own_pulls_in_its_own_time(engine: Any) -> None:
         pull(d, dead._replace(engine_id=f"dead{number}", address=f"tcp://127.0.0.1:{9 + number}"), key=f"dead{number}")
     pull(d, p.source(p.offer()))
     run(p, d, until=settled(d))
-    assert [event.key for event in d.pulls] == ["r"]  # this pull did not wait for the five whose sources are dead
+    assert [event.key for event in d.pulls] == ["r"]  # this pull did not wait for the five pulls whose sources are dead
     run(p, d, until=lambda: len(d.pulls) == 6)
     assert all("in 0.3 s" in event.error for event in d.pulls[1:])
     assert d.replica.stats.failed_handshakes == 5
@@ -737,7 +737,7 @@ def test_an_engine_restarted_at_its_address_is_found_out_and_read_from_anew(engi
 def test_the_first_request_of_a_restarted_engine_is_served(engine: Any) -> None:
     """The request names the incarnation that has promised its pages.
 
-    It must not fail because the reader knows an earlier one.
+    The request must not fail because the reader knows an earlier incarnation.
     """
     p, d = engine("p"), engine("d")
     address = p.serve()

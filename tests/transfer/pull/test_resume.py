@@ -31,7 +31,7 @@ def test_pages_that_passed_are_kept_and_only_the_rest_is_pulled_from_another_sou
     run(first, reader, until=lambda: reader.replica.look_up("r").passed == 2)
     first.replica.revoke(lease.lease_id, "aborted")
     for pool in first.pools:
-        pool[FIRST] = 0xAB  # the source has reused the pages
+        pool[FIRST] = 0xAB  # the source has reused the pages for another prompt
     reader.replica.add_pages("r", chunk(FIRST, 2), last=False)
     run(first, reader, until=lambda: reader.pulls and reader.pulls[-1].safe)
     failed = reader.pulls[-1]

@@ -88,7 +88,7 @@ class Reader:
         return pending
 
     def end(self, pending: PendingImport) -> PullEvent:
-        """Waits for the last event of the pull. If the pull has passed, commits it and compares every byte."""
+        """Waits for the last event of the pull. If the pull has succeeded, commits it and compares every byte."""
         self.until(lambda: any(one.event.safe for one in self.side.pulls))  # type: ignore[union-attr]
         happened = self.side.pulls[-1]
         event = happened.event

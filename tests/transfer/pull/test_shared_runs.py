@@ -30,7 +30,7 @@ def pull_of(pages: list[int]) -> SharedPull:
 
 
 def simulated(shared: SharedPull, rates: list[float], fails: dict[int, float]) -> tuple[PullEvent, float]:
-    """Simulates parts that read at these rates, some of which fail at given times.
+    """Simulates parts that are read at the given rates, some of which fail at given times.
 
     Returns the last event and its time.
     """

@@ -107,7 +107,7 @@ def test_a_staged_pull_brings_the_bytes_of_the_source(
 
 
 def test_a_part_whose_first_read_cannot_be_posted_gives_its_slab_back() -> None:
-    """This holds if nothing was posted yet, and also if an earlier part is in flight and uses its own slab."""
+    """This holds both if nothing was posted yet, and if an earlier part is in flight and uses its own slab."""
     page = PageLayout("int16", 2, LAYERS, 2, 0, HEADS, 16, DIM, HEAD_MAJOR)
     theirs = PageLayout("int16", 2, LAYERS, 2, 0, HEADS, 32, DIM, TOKEN_MAJOR)
     local, remote = dense(page, PAGES), dense(theirs, PAGES)
@@ -147,7 +147,7 @@ def test_a_part_that_is_settled_again_does_not_give_back_a_slab_of_another_part(
     assert sorted(slabs) == [*range(staging_area.SLABS)]
     ends = [int(part.local[-1, 0] + part.local[-1, 1]) - area.address for part in parts[:-1]]
     assert [(end - 1) // staging_area.SLAB_BYTES for end in ends] == slabs, "each part must read into its own slab"
-    parts[-1].settle()  # that part never had a slab
+    parts[-1].settle()  # the last part never had a slab
     assert area._free == []
     parts[0].settle()
     assert parts[-1].is_ready()

@@ -89,7 +89,7 @@ def threaded() -> Iterator[Callable[[str], Threaded]]:
 
 
 def at_rest(one: Threaded) -> None:
-    """Waits until the thread is idle. A busy machine can only delay polls, never add some."""
+    """Waits until the thread is idle. A busy machine can delay polls, but never causes more of them."""
     deadline = time.monotonic() + 20
     while one.polls_within(2 * IDLE_POLL_S) > 6:
         assert time.monotonic() < deadline, "an idle engine has not stopped polling"
@@ -120,7 +120,7 @@ def test_a_pull_that_waits_for_its_owner_to_name_pages_is_polled_seldom(threaded
     p.until(lambda: bool(p.thread.events))
     d.thread.pull("r0", p.engine.source(lease), None, 60.0)
     deadline = time.monotonic() + 20
-    while d.polls_within(20 * AWAIT_POLL_S) > 25:  # a busy machine can only delay polls, and never adds some
+    while d.polls_within(20 * AWAIT_POLL_S) > 25:  # a busy machine can delay polls, but never causes more of them
         assert time.monotonic() < deadline, "a pull without named pages is polled as often as any other"
     assert d.polls_within(2 * IDLE_POLL_S) > 4, (
         "there must be enough polls to renew the lease and to end the pull in time"
@@ -169,8 +169,8 @@ def test_a_lease_ends_in_time_even_if_the_thread_was_at_rest(threaded: Callable[
 
 
 def test_the_thread_keeps_its_pace_for_a_while_after_the_last_lease(threaded: Callable[[str], Threaded]) -> None:
-    """A reader that has just sent its last notification may still wait for an answer within NIXL, so it needs more
-    polls.
+    """A reader that has just sent its last notification may still wait for an answer within NIXL, so the thread polls
+    for a while longer.
     """
     p = threaded("p")
     at_rest(p)
@@ -369,7 +369,7 @@ def busy() -> Iterator[None]:
 
 @pytest.mark.usefixtures("busy")
 def test_a_sleep_ends_even_if_its_time_is_over_before_it_begins() -> None:
-    """Before CPython 3.13, `SimpleQueue.get` with its own timeout sleeps for ever here, after some 400 rounds."""
+    """Before CPython 3.13, `SimpleQueue.get` with a timeout sleeps for ever after some 400 rounds of this test."""
     alarm, rounds = Alarm(), 0
 
     def sleep() -> None:

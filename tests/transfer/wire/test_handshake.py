@@ -67,7 +67,6 @@ def dealer(server: HandshakeServer) -> Iterator[Callable[[], zmq.Socket[bytes]]]
 
 
 def waits_of(server: HandshakeServer) -> int:
-    """The number of times that the server's thread has gone to sleep."""
     (waits,) = [
         line.split()[1]
         for line in Path(f"/proc/self/task/{server._thread.native_id}/status").read_text().splitlines()
@@ -476,7 +475,7 @@ def test_the_engine_that_has_a_lease_is_asked_for_its_pages(
 
 
 def test_leases_may_be_asked_for_hundreds_of_times_at_once(server: HandshakeServer, client: Any) -> None:
-    """Each rank asks for each request, but metadata is asked for only once."""
+    """Each rank asks for the lease of each request, but metadata is asked for only once."""
     server._throttle = server_throttle = Throttle(100, lambda: 0.0)
     answers = Answers(client)
     server.serve(EngineCard("q", "second", (), leased=lambda query: LeaseReply(query_id=query.query_id)))
