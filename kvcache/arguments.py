@@ -75,7 +75,7 @@ def flag(name: str, value: object, error: type[KVCacheError] = InvalidParamsErro
 
 
 def one_of(name: str, value: object, choices: tuple[str, ...]) -> str:
-    """Returns `value`, which must be one of these texts. Raises `InvalidParamsError` otherwise."""
+    """Returns `value`, which must be one of the texts `choices`. Raises `InvalidParamsError` otherwise."""
     needed = f"one of {', '.join(choices)}"
     text = of_kind(name, value, str, needed)
     if text not in choices:

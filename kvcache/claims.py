@@ -142,7 +142,7 @@ class Claims:
         self._releases += 1
 
     def unclaim(self, request_id: RequestID) -> None:
-        """Release the request, in one call instead of `leaving` and `release`."""
+        """Do `leaving` and `release` for the request in one call."""
         self.release(request_id, *self.leaving(request_id))
 
     def claim_anew(self, request_id: RequestID, replica_idx: int) -> int:
@@ -153,7 +153,7 @@ class Claims:
         return self.claim(request_id, replica_idx)
 
     def mend(self) -> None:
-        """Keep only requests that are claimed both here and in the rows of a replica.
+        """Keep only the requests that both this object and the rows of a replica name as claimed.
 
         The rows are repaired as well.
         """
@@ -183,7 +183,7 @@ class Claims:
         return [names[place] for place in places if place in names]
 
     def check(self) -> None:
-        """Raise `InvariantError` unless `places` agrees with the replicas' rows, and `bound` with the contexts."""
+        """Raise `InvariantError` unless `places` agrees with the replicas' rows, and `bound` with their contexts."""
         rows = {
             request_id: replica_idx * self._rows_per_replica + row
             for replica_idx, replica in enumerate(self._replicas)
@@ -215,7 +215,7 @@ class Claims:
         return self._replicas[replica_idx], replica_idx, row
 
     def _unbound(self, context: Context, call: str) -> int:
-        """Returns the place of a context that is not bound. Raises if another context is bound to that place."""
+        """Returns the place of an unbound context. Raises if another context is bound to the request's place."""
         if type(context) is not TextContext:  # a `TextContext` has checked its own fields
             check_context(context, call)
         place = self._place(context.request_id, call)

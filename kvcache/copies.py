@@ -105,7 +105,7 @@ def launching_on(stream: Any) -> Any:
 
 
 class _Place(ctypes.Structure):
-    """`cudaMemLocation`. If all fields are zero, the driver finds out where an address lies."""
+    """The C struct `cudaMemLocation`. If all fields are zero, the driver finds out where an address lies."""
 
     _fields_ = [("kind", ctypes.c_int), ("device", ctypes.c_int)]
 
@@ -124,7 +124,7 @@ _IN_STREAM_ORDER = 1
 def _batched_copy() -> Any:
     """Returns `cudaMemcpyBatchAsync` of the CUDA library that torch uses.
 
-    Returns None unless that is CUDA 13, because the call below has CUDA 13's signature.
+    Returns None unless torch uses CUDA 13, because the call below has CUDA 13's signature.
     """
     major = (torch.version.cuda or "").partition(".")[0]
     if major != "13":
@@ -237,13 +237,13 @@ class PageMover:
         }
 
     def store(self, pages: Ids, slots: Ids) -> Copy:
-        """Begin to copy pages to distinct host slots, one to one."""
+        """Begin to copy pages to distinct host slots, one page to each slot."""
         copy = Copy(partial(self._copy, self._pages, pages, self._slots, slots))
         copy.begin()
         return copy
 
     def load(self, slots: Ids, pages: Ids) -> Copy:
-        """Return a copy of host slots to distinct pages, one to one.
+        """Return a `Copy` of host slots to distinct pages, one slot to each page.
 
         If a GPU makes the copy, it has begun when this call returns. On the CPU it has not begun.
         """

@@ -74,7 +74,7 @@ class BlockTableMismatchError(KVCacheError, ValueError):
 
 
 class InterruptedCallError(KVCacheError, RuntimeError):
-    """A call was interrupted while it changed the manager's state.
+    """An earlier call was interrupted while it changed the manager's state.
 
     Other calls fail until `recover()` has repaired the state.
     """

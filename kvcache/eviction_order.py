@@ -112,7 +112,7 @@ class EvictionOrder(Protocol):
         """
 
     def renew(self, pages: Pages) -> None:
-        """Record that `pages`, which are in the order, are about to be removed, each to be replaced by a newer page."""
+        """Record that each of `pages`, which are in the order, is about to be replaced by a newer page."""
 
     def hint(self, pages: Pages, hints: PageHints | None) -> None:
         """Record a request's hints for `pages`, which the request is about to release.
@@ -132,7 +132,7 @@ class EvictionOrder(Protocol):
     # ---- to compare pages with those of another order
 
     def due(self) -> int:
-        """Returns the page that must be evicted next, however recently it was used. 0 if there is none."""
+        """Returns a page that must be evicted next even if it was used recently. Returns 0 if there is no such page."""
         return 0
 
     def leads(self, pages: Pages | Indices) -> NDArray[np.float64]:
@@ -158,7 +158,7 @@ class EvictionOrder(Protocol):
         return places[pages]
 
     def check(self) -> None:
-        """Raise `InvariantError` if the counts disagree."""
+        """Raise `InvariantError` unless `count` is the number of pages in the order."""
         pages = self.pages()
         if len(np.unique(pages)) != len(pages) or len(pages) != self.count:
             raise InvariantError(

@@ -107,7 +107,7 @@ class LayerTables(NamedTuple):
 
     @property
     def places(self) -> dict[int, tuple[int, int]]:
-        """Returns the table of each layer, and the layer's index within a page of that table."""
+        """Returns the block table of each layer, and the layer's index among the layers of a page of this table."""
         return {
             layer: (number, place)
             for number, table in enumerate(self.tables)
@@ -122,7 +122,7 @@ class LayerTables(NamedTuple):
 
     @property
     def kinds_named(self) -> tuple[str, ...]:
-        """Returns `kinds` as a `BlockTable` has them: without the first kind, if the first table has full attention."""
+        """Returns `kinds` in the form of `BlockTable.kinds`: without the first kind if it is full attention."""
         return self.kinds[1:] if self.tables[0].group.keeps_all else self.kinds
 
     def described(self) -> str:

@@ -58,7 +58,7 @@ class PageLayout(msgspec.Struct, frozen=True, omit_defaults=True, tag="page_layo
 
     @property
     def scales_offset(self) -> int:
-        """Bytes from the start of a page to its scales. Without scales, the bytes of its values."""
+        """The number of bytes from the start of a page to its scales. If it has no scales, the bytes of its values."""
         values = self.page_elements * self.itemsize
         return _aligned(values) if self.scales else values
 
@@ -167,7 +167,7 @@ def scales_kind(layouts: Sequence[PageLayout]) -> str:
 
 
 def as_blocks(pages: torch.Tensor, layout: PageLayout, num_pages: int) -> torch.Tensor:
-    """View a flat tensor of `num_pages` pages as `[pages, sides, layers, page, heads, dim]`. Scales are left out."""
+    """Returns a view of a flat tensor of pages, `[pages, sides, layers, page, heads, dim]`, without their scales."""
     return pages.as_strided((num_pages, *layout.shape), (layout.page_bytes // layout.itemsize, *layout.shape_strides))
 
 
@@ -233,7 +233,7 @@ def allocate_host_rows(rows: int, row_bytes: int, pinned_for: object = None) -> 
 
 
 def _unpin(cudart: Any, memory: torch.Tensor) -> None:
-    """Unregister pinned memory. Passing `memory` keeps it mapped until it is unregistered."""
+    """Unregister pinned memory. The argument `memory` keeps the memory mapped until it is unregistered."""
     cudart.cudaHostUnregister(memory.data_ptr())
 
 

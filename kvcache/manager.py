@@ -673,7 +673,7 @@ class PagedKVCacheManager:
 
 
 def _check_around_calls(manager: PagedKVCacheManager) -> None:
-    """Make every changing call of this manager run `check` before and after it, even after an error."""
+    """Replace each call that changes this manager by one that also runs `check` before and after, even on an error."""
     for name in _CHANGES_SOMETHING:
         setattr(manager, name, _checked_around(getattr(manager, name), manager.check))
 

@@ -115,7 +115,7 @@ class KVCacheQuantizationConfig:
             raise InvalidParamsError(f"scale_dtype is {self.scale_dtype}: a floating-point type is needed")
 
     def check(self, dtype: torch.dtype, head_dim: int) -> None:
-        """Raise `InvalidParamsError` unless values of `dtype` and heads of `head_dim` can have these scales."""
+        """Raise `InvalidParamsError` unless these scales fit values of type `dtype` and heads of size `head_dim`."""
         if dtype.itemsize != 1:
             raise InvalidParamsError(f"dtype is {dtype}: kvcache_quant_config needs an 8-bit type")
         if head_dim % self.quantization_granularity:
@@ -160,7 +160,7 @@ class KVEvents:
         whole("kv_events: hwm", self.hwm, 1)
 
     def addresses(self, rank: int) -> tuple[str, str | None]:
-        """The addresses of a rank's events and of its replays."""
+        """Returns the addresses of the events and of the replays of a rank."""
         return _of_rank(self.endpoint, rank), self.replay_endpoint and _of_rank(self.replay_endpoint, rank)
 
 
@@ -412,7 +412,7 @@ class KVCacheParams:
 
     @property
     def sides(self) -> int:
-        """2 for keys and values, 1 for an MLA latent."""
+        """The number of sides of a page: 2 for keys and values, 1 for an MLA latent."""
         return 1 if self.is_mla else 2
 
     @property
@@ -442,7 +442,7 @@ class KVCacheParams:
     def without_effect(self) -> list[str]:
         """Returns a sentence for each given parameter that has no effect.
 
-        It names the parameter that would be needed.
+        The sentence names the parameter that would be needed.
         """
         plain = KVCacheParams(self.dtype, self.n_kv_heads, self.head_dim)
 

@@ -55,7 +55,7 @@ def _states(all_of: Replicas) -> Iterator[Sample]:
 
 
 def _of_states(read: Callable[[StatePages], float]) -> Callable[[Replicas], Iterator[Sample]]:
-    """Returns a function that reads one figure of the states of each replica; no samples without recurrent layers."""
+    """Returns a function that reads one figure of the recurrent states of each replica, or no figure without states."""
     return lambda all_of: (((number,), read(states.pages)) for number, states in enumerate(all_of.states))
 
 

@@ -200,7 +200,7 @@ class Replicas:
             tiers.take_up()
 
     def prefetch(self, context: SafeContext) -> bool:
-        """Begin to load the request's pages to the host tier. Returns whether some are on their way."""
+        """Begin to load the request's pages into the host tier. Returns whether any pages are on their way."""
         if not self.each[0].fetches:
             return False
         hasher = hasher_of(context, self.each[0].hash_algorithm, self.each[0].page_size)
@@ -209,7 +209,7 @@ class Replicas:
         return most.fetch_prefix(digests, wait=False)
 
     def reserve(self, replica_idx: int, row: int, context: SafeContext, num_steps: int) -> bool:
-        """Give one request its pages. If there are too few, returns False and changes nothing."""
+        """Give one request its pages. If too few pages are free, returns False and changes nothing."""
         replica = self.each[replica_idx]
         # At its first reservation, a request uses cached pages even if it runs only one token.
         first_time = replica.rows.prompt.item(row) < 0
@@ -479,7 +479,7 @@ class Replicas:
 
     @property
     def host_pages(self) -> tuple[int, int]:
-        """The number of pages that fit into the host tier, and the number that it holds.
+        """The number of pages that fit into the host tier, and the number of pages that the host tier holds.
 
         Both are 0 if there is no host tier.
         """
@@ -498,7 +498,7 @@ class Replicas:
             tiers.tick()
 
     def close(self, *, flush: bool) -> None:
-        """Close the tiers and the events. With `flush`, everything published is written first. Safe to call twice."""
+        """Close the tiers and stop the events. With `flush`, first writes all published pages. Safe to call twice."""
         for tiers in self._all_tiers:
             tiers.close(flush=flush)
         self._events.close()
@@ -558,7 +558,7 @@ class Replicas:
                 counter.run(share.rows, 0, gathered.computed[share.at])
 
     def _filled(self, gathered: Gathered, share: Share) -> Filled | None:
-        """Returns the full pages of the share's requests."""
+        """Returns the full pages of the requests of one replica."""
         digests_of = functools.partial(self._digests, gathered, share)
         return self.each[share.replica].filled(share.rows, gathered.computed[share.at], digests_of)
 
@@ -583,7 +583,7 @@ class Replicas:
 
 
 def _spec_of(group: LayerGroup, params: KVCacheParams) -> CacheSpec:
-    """Returns the kind of the group's layers, in vLLM's terms."""
+    """Returns the kind of the group's layers, as vLLM names it."""
     if group.kind == "full":
         return CacheSpec("mla_attention" if params.is_mla else "full_attention")
     if group.kind == "window":
@@ -592,7 +592,7 @@ def _spec_of(group: LayerGroup, params: KVCacheParams) -> CacheSpec:
 
 
 def _learn(partial: Sequence[PartialReuse], gathered: Gathered, full: Sequence[tuple[Share, Filled]]) -> None:
-    """Tell partial reuse which pages were just published."""
+    """Record for partial reuse which pages were just published."""
     places = zip(gathered.replicas.tolist(), gathered.rows.tolist(), strict=True)
     contexts = dict(zip(places, gathered.contexts, strict=True))
     for (replica_idx, _, _), pages in full:

@@ -37,7 +37,7 @@ def open_endpoint(endpoint_base: str | None, *, caching: bool) -> "NoEndpoint":
 
 
 class NoEndpoint:
-    """Takes the place of an endpoint if resets cannot be requested.
+    """Takes the place of a `ResetEndpoint` if resets cannot be requested.
 
     Attributes:
         is_asked: whether a reset was requested since the loop last set this to False.

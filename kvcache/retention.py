@@ -91,7 +91,7 @@ def _check_hint(hint: Retention | RangeRetention) -> None:
 
 
 class PageHints(NamedTuple):
-    """A request's hints for its pages: their codes, and for how many seconds each holds (infinity without a limit)."""
+    """A request's hints for its pages: the code of each hint, and how many seconds the hint holds (or infinity)."""
 
     codes: Codes
     lives: Times

@@ -225,7 +225,7 @@ def warn_of_shortages(needs: Needs, sizes: Sizes, pages: int) -> None:
 
 
 def check_params(params: object) -> None:
-    """Raise `InvalidParamsError` unless these are `KVCacheParams`."""
+    """Raise `InvalidParamsError` unless `params` are `KVCacheParams`."""
     of_kind("params", params, KVCacheParams, "a KVCacheParams")
 
 

@@ -6,9 +6,9 @@ a message. It keeps all frames of a message until the last one arrives. So a pee
 the process's memory. A peer that ends such a message keeps the reader busy for seconds.
 
 Therefore the gate's thread owns the address, and libzmq listens at an abstract Unix socket to which only this process
-may connect. For each connection from outside, the gate makes one connection to that socket. It follows a peer's traffic
-frame by frame (ZMTP 3 without encryption; CURVE needs no gate), stores none of it, and drops a peer that exceeds a
-limit. Traffic to a peer is passed on unchanged.
+may connect. For each connection from outside, the gate makes one connection to that socket. The gate follows a peer's
+traffic frame by frame (ZMTP 3 without encryption; CURVE needs no gate), stores none of the traffic, and drops a peer
+that exceeds a limit. Traffic to a peer is passed on unchanged.
 
 A gate limits the frames per second of each peer and of all peers together. Frames beyond the limit wait at the peer.
 """
@@ -115,7 +115,7 @@ class FrameCounter:
             frames += 1
 
     def _greeting(self, data: bytes) -> int:
-        """Check the greeting as it arrives. Returns how many bytes of `data` belong to it."""
+        """Check the peer's ZMTP greeting as it arrives. Returns how many bytes of `data` belong to the greeting."""
         part = data[: _GREETING - self._greeted]
         for at, byte in enumerate(part, self._greeted):
             expected = {0: (0xFF,), 9: (0x7F,), 10: range(3, 256)}.get(at)
@@ -126,7 +126,7 @@ class FrameCounter:
         return len(part)
 
     def _header(self, data: bytes, at: int) -> int:
-        """Begin the frame at index `at`. Returns the size of its header in bytes; 0 if the header is incomplete."""
+        """Begin the frame at index `at`. Returns the size of its header in bytes, or 0 if the header is incomplete."""
         if self._greeted < _GREETING or at >= len(data):
             return 0
         flags = data[at]
@@ -226,12 +226,12 @@ class _Connection:
         return 1 + frames
 
     def send_up(self) -> None:
-        """Send as much to the ZMQ socket as it accepts now."""
+        """Send as many waiting bytes to the ZMQ socket as it accepts now."""
         with contextlib.suppress(BlockingIOError):
             self.up = self.up[self.inner.send(self.up) :] if self.up else b""
 
     def send_down(self) -> None:
-        """Send as much of the ZMQ socket's data to the peer as it accepts now."""
+        """Send as many bytes of the ZMQ socket to the peer as the peer accepts now."""
         with contextlib.suppress(BlockingIOError):
             if not self.down:
                 data = self.inner.recv(_PASSED)
@@ -411,7 +411,7 @@ class Gate:
 
 
 def keep_connected(client: socket.socket) -> None:
-    """Let the kernel notice within half a minute that a host has vanished. Also turn off delays of small messages."""
+    """Let the kernel notice within half a minute that the other host has vanished. Also send small messages at once."""
     client.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3, socket.TCP_NODELAY: 1}
     # the time limit for data without acknowledgement, in milliseconds, as in `keep_alive`
@@ -498,7 +498,7 @@ SUBSCRIPTIONS = Limits(message_bytes=_MAX_QUESTION_BYTES, peers=256, subscriptio
 
 
 class NoGate:
-    """Takes the place of a gate if no stranger can connect. libzmq itself listens at the address."""
+    """Takes the place of a `Gate` if no stranger can connect. In this case, libzmq itself listens at the address."""
 
     def __init__(self, address: str = "") -> None:
         self.address = address  # the bound address; empty if the socket is not bound

@@ -106,7 +106,7 @@ class StepsInFlight:
     def mend(self, over: object) -> None:
         """Rebuild the parked pages from the tables of the steps in flight, after an interrupt.
 
-        The step `over` has ended, so it does not count.
+        The step `over` has ended, so no page is parked for it.
         """
         self.open[:] = [step for step in self.open if step is not over]
         for place in self._placed:

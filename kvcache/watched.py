@@ -144,7 +144,7 @@ class TreeRow(msgspec.Struct, frozen=True, kw_only=True):
     """A run of pages in the prefix tree, up to the next branch."""
 
     pool: Label
-    page: Count  # the first page of the run
+    page: Count  # the id of the first page of the run
     parent: Count  # the first page of the run that this run continues, or 0
     pages: Count
     below: Count  # the number of pages in this run and in all runs that continue it

@@ -1,8 +1,8 @@
 """`EventBook`: what subscribers should know about the caches, in arrays. It makes the events that report each change.
 
 The book stores each *content* once, under its hash. A content is what a page holds: its tokens, and the page that it
-continues. The book also records which sources have the content now. So it can announce the whole state at any time. If
-a page moves to another medium, the serving loop need not supply its tokens again.
+continues. The book also records which sources have the content now. So the book can announce the whole state at any
+time. If a page moves to another medium, the serving loop need not supply the page's tokens again.
 """
 
 import functools
@@ -267,9 +267,9 @@ class EventBook:
         return np.flatnonzero(below).astype(np.int32)
 
     def _chains(self, ids: Ids) -> Iterator[Ids]:
-        """Split `ids` into runs in which each page continues the page before it in the run.
+        """Split `ids` into runs of pages. Each page of a run continues the previous page of the run.
 
-        If a run continues a page of another run, it comes after that run.
+        If run A continues a page of run B, run A comes after run B.
         """
         follows, parents = np.zeros(len(self._parent), np.int32), self._parent[ids]
         # if several pages continue the same page, one of them stays in that page's run, and the others begin runs of
@@ -319,7 +319,7 @@ class EventBook:
                 )
 
     def _bare(self, source: int, ids: Ids) -> BlockStored:
-        """Returns an event for blocks of which only the hash is known, such as blocks in files found at the start.
+        """Returns an event for blocks without known tokens, such as blocks of files that were found at the start.
 
         vLLM's offloading reports such blocks in the same way.
         """

@@ -91,7 +91,7 @@ class EventLog:
     def watch(self, watched: Watched) -> None:
         """From now on, record every change of the index.
 
-        Pages that it already has are recorded as if they were added now.
+        Pages that are already in the index are recorded as if they were added now.
         """
         changes, index = IndexChanges(self.entries, watched), watched.pages
         index.journal.read(changes)
@@ -110,7 +110,7 @@ AnyLog = EventLog | NoLog
 
 
 class IndexChanges(PageReader):
-    """Records the changes of one index, each with the number of its source."""
+    """Records the changes of one index. Each record has the number of the source that has changed."""
 
     def __init__(self, entries: deque[Entry], watched: Watched) -> None:
         self._append, self._several = entries.append, watched.tables > 1

@@ -358,7 +358,7 @@ class _Worker:
             time.sleep(timeout_ms / 1000)
 
     def _answer(self, ready: Container[object]) -> bool:
-        """Prepare the answer to one request of each rank that has no unsent answer.
+        """Read one replay request of each rank, unless an answer of the rank is not sent yet. Prepare the answers.
 
         Returns whether there was a request.
         """
@@ -407,7 +407,7 @@ class EventPublisher:
         self._finalizer = weakref.finalize(self, self._worker.stop)
 
     def agree(self, indexes: Sequence[Watched]) -> None:
-        """Report the differences between these indexes and what subscribers have been told so far."""
+        """Report to subscribers how the contents of these indexes differ from the earlier reports."""
         self._worker.agree(indexes)
 
     def close(self) -> None:
@@ -417,7 +417,7 @@ class EventPublisher:
 
 
 class NoEvents:
-    """The publisher of a manager without events. It does nothing."""
+    """The publisher of a manager that reports no KV events. It does nothing."""
 
     def __init__(self) -> None:
         self.endpoints = list[tuple[str, str | None]]()

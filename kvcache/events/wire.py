@@ -52,7 +52,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
 
 
 class CacheSpec(NamedTuple):
-    """The kind of layers for which a group of blocks holds KV, in vLLM's terms."""
+    """The kind of layers whose KV a group of blocks holds, as vLLM names it."""
 
     kind: str
     window: int | None = None  # the length of a sliding window, in tokens

@@ -12,7 +12,7 @@ which lacks the share of pages that follow hints. Two designs were rejected. Str
 without a limited share would let wrong hints cost any number of hits.
 
 Hints have to earn their share of the idle pages (`HintShare`). To learn whether hints help, two caches are simulated.
-One is plain LRU. In the other one, the largest allowed share of the idle pages follows hints.
+The first cache is plain LRU. In the second cache, the largest allowed share of the idle pages follows hints.
 """
 
 import time
@@ -279,7 +279,7 @@ class LruBaseline:
         return len(self._sample(words))
 
     def visit(self, words: Words, room: int) -> int:
-        """Record that a request asks for these pages. They become the newest.
+        """Record that a request asks for the pages with these `words`, which become the newest pages.
 
         Returns how many pages of the sample were hits, from the first one on, before the first miss.
 
@@ -292,11 +292,11 @@ class LruBaseline:
         return found
 
     def touch(self, words: Words) -> None:
-        """Record a use of these pages. The first page counts as the most recently used."""
+        """Record a use of the pages with these `words`. The first page counts as the most recently used page."""
         self._touch(self._sample(words))
 
     def forget(self, words: Words) -> None:
-        """Remove pages that left the pool for another reason than an eviction."""
+        """Remove the pages with these `words`, which left the pool for another reason than an eviction."""
         for word in self._sample(words):
             self._kept.pop(word, None)
 
@@ -415,16 +415,16 @@ class HintShare:
 
     Each page hit that plain LRU would have missed adds `_STEP` pages to the share. Each hit that plain LRU would have
     had and the cache missed takes `_STEP` pages away. So wrong hints lose their share once they have cost as many hits
-    as an eighth of the share's pages. Right hints reach the largest share once a few times as many pages as the pool
-    has were looked up. On public traces, with pools of 1,000 to 30,000 pages, hints that are all inverted lose at most
-    0.6 points of hit rate against plain LRU.
+    as an eighth of the share's pages. Right hints reach the largest share after lookups of a few times as many pages as
+    the pool has. On public traces, with pools of 1,000 to 30,000 pages, hints that are all inverted lose at most 0.6
+    percentage points of hit rate against plain LRU.
 
     If a share is too small to keep a hinted page until its next request, hints gain no hits, and the share would never
     change, however good the hints are. So a baseline simulates the largest share. While the baseline has more hits than
-    both plain LRU and the real cache, its hits adjust the share, in place of those of the real cache. But the hits of
-    the baseline are only a promise, so they count only while there is credit. Each hit that plain LRU has and the real
-    cache misses uses up credit. The credit begins as a part of the pool, and grows by a part of the lookups. It bounds
-    the cost of a promise that does not come true.
+    both plain LRU and the real cache, its hits adjust the share, in place of the hits of the real cache. But the hits
+    of the baseline are only a promise, so they count only while there is credit. Each hit that plain LRU has and the
+    real cache misses uses up credit. The credit begins as a part of the pool's pages, and grows by a part of the pages
+    that are looked up. The credit bounds the cost of a promise that does not come true.
 
     Attributes:
         value: the current share, from 0.0 to `most`.

@@ -79,7 +79,7 @@ class PrefixIndex:
     def publish(self, pages: Pages, digests: Digests) -> Pages:
         """Publish `pages` under distinct `digests`.
 
-        Returns the page that now has each digest. This is an older page if there was one.
+        Returns the page that now has each digest. If a page was already published under a digest, it keeps the digest.
         """
         buckets = self._buckets(digests)
         winners = self._find(digests, buckets)
@@ -139,7 +139,7 @@ class PrefixIndex:
     def digests_of(self, pages: Pages | Buckets) -> Digests:
         """Returns the digests of `pages`, uint64 `[len(pages), words]`.
 
-        For a page that is not published, the digest is its last one.
+        For a page that is not published, the result has the page's last digest.
         """
         return self._digests.take(pages, axis=0)
 
@@ -262,7 +262,7 @@ class PrefixIndex:
             at, pages, buckets = at[lost], pages[lost], buckets[lost]
 
     def _changed(self, pages: Buckets | int, come: bool) -> None:
-        """Mark `pages` as published if `come`, else as not published. Notify readers.
+        """Mark `pages` as published if `come` is True, and as not published if it is False. Notify readers.
 
         Every change of the index goes through this method.
         """

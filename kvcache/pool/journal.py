@@ -33,10 +33,10 @@ class PageReader:
         """`pages` are about to be overwritten, so this is the last moment to copy their content."""
 
     def gone(self, pages: Pages, why: Reasons | int) -> None:
-        """`pages` were evicted. `why` is one reason for each, or one for all. The index still has their digests."""
+        """`pages` were evicted. `why` is one reason, or one for each page. The index still has their digests."""
 
     def came(self, pages: Pages, digests: Digests) -> None:
-        """`pages` were just published. Pages that come from a lower tier are not reported."""
+        """`pages` were just published. Not called for pages that come from a lower tier."""
 
     def followed(self, pages: Pages, parents: Pages) -> None:
         """Each of `pages`, just published, follows the page in `parents` within its prompt.
@@ -51,9 +51,9 @@ class PageReader:
         """`pages` are about to be removed from the block tables of `rows`, because no later query sees these pages."""
 
     def changed(self, pages: Indices | int, come: bool, digests: Digests | int) -> None:
-        """`pages` were published if `come`, else withdrawn.
+        """`pages` were published if `come` is True, and withdrawn if it is False.
 
-        If a single page was withdrawn, `digests` is only the last word of its digest.
+        If `pages` is one withdrawn page, `digests` is only the last word of its digest.
         """
 
 

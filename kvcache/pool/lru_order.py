@@ -40,11 +40,11 @@ class OrderLog:
 class LruOrder(EvictionOrder):
     """The least recently used order of idle pages, which are published and have no holder.
 
-    It is a log of page ids in chunks, oldest first. An entry is valid only while the page's stamp names the entry's
-    place. So clearing its stamp removes a page from the middle. A chunk without valid entries is reused. If no chunk is
-    spare, two neighbouring chunks that fit into one are merged. These neighbours always exist, because there are chunks
-    for twice the pool. The cost of a call is bounded by its pages and one chunk. Compacting the whole log at once was
-    rejected, because it would stop a server of 4 million pages for 50 ms.
+    The order is a log of page ids in chunks, oldest first. An entry is valid only while the page's stamp has the
+    position of the entry. So clearing a page's stamp removes the page from the middle of the log. A chunk without valid
+    entries is reused. If no chunk is spare, two neighbouring chunks that fit into one are merged. Two such chunks
+    always exist, because there are chunks for twice the pool. The cost of a call is bounded by its pages and one chunk.
+    Compacting the whole log at once was rejected, because it would stop a server of 4 million pages for 50 ms.
     """
 
     by_age = True
@@ -58,7 +58,7 @@ class LruOrder(EvictionOrder):
         self._family.append(self)  # appended last, because `OrderLog.clear` calls `begin` of each order in `_family`
 
     def begin(self) -> None:
-        """Empty the order. One spare chunk of the log is kept for it."""
+        """Empty the order. The order keeps one spare chunk of the log."""
         self.chunks.clear()
         self._head = 0  # index of the next entry to test in the oldest chunk; earlier entries are invalid
         self._filled = CHUNK  # how many entries of the newest chunk are written
@@ -225,7 +225,7 @@ class LruOrder(EvictionOrder):
         return self._filled if chunk == self.chunks[-1] else CHUNK
 
     def _give_up(self, chunk: int) -> None:
-        """Add a chunk without valid entries to the spare ones."""
+        """Add a chunk without valid entries to the spare chunks."""
         if chunk == self.chunks[0]:
             self._head = 0
         if len(self.chunks) == 1:

@@ -9,7 +9,7 @@ from kvcache.retention import PageHints
 
 
 class OverOrder(EvictionOrder):
-    """Base of orders that wrap `order`. Calls that a subclass does not override go to the wrapped order."""
+    """Base class of orders that wrap another order. Each method that a subclass does not override calls `order`."""
 
     def __init__(self, order: EvictionOrder) -> None:
         self._order = order

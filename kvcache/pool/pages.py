@@ -41,7 +41,7 @@ class PageMoves:
         """Record that a model reads the pages of `rows` until `step` is called for these rows."""
 
     def stepped(self, rows: NDArray[np.int64] | slice) -> None:
-        """Record that the model has run these rows."""
+        """Record that the model has run `rows`, and does not read their pages any more."""
 
     def told(self, row: int) -> None:
         """Record that another process knows the ids of the row's pages.
@@ -50,14 +50,14 @@ class PageMoves:
         """
 
     def staying(self) -> NDArray[np.bool_] | np.bool_:
-        """Returns which pages cannot be moved while they are held, bool `[num_pages + 1]`.
+        """Returns a mask, bool `[num_pages + 1]`, of the pages that cannot be moved while they are held.
 
         A single bool applies to all pages.
         """
         return np.True_
 
     def move(self, sources: Pages, targets: Pages) -> None:
-        """Copy the held `sources` to the held `targets`, one to one, and replace the ids in every record."""
+        """Copy each held page of `sources` to a held page of `targets`, and replace its id in every record."""
 
 
 class PagePool:
@@ -146,7 +146,7 @@ class PagePool:
 
     @property
     def num_held(self) -> int:
-        """Pages with a holder or a writer."""
+        """The number of pages with a holder or a writer."""
         return self.num_pages - self.free_count
 
     @property
@@ -224,7 +224,7 @@ class PagePool:
         self._free(pages.astype(INDEX))
 
     def add_writer(self, pages: Pages) -> None:
-        """Add a writer to held `pages`: a transfer that may write to them until `drop_writer`."""
+        """Add a writer to held `pages`: a transfer that may write to these pages until `drop_writer` is called."""
         self.writers[pages] += 1
         self._writing += len(pages)
 
@@ -318,7 +318,7 @@ class PagePool:
         self._begin_with(np.flatnonzero(unused & ~self.index.published), np.flatnonzero(unused & self.index.published))
 
     def _begin_with(self, fresh: NDArray[np.intp], idle: NDArray[np.intp]) -> None:
-        """Set the fresh and the idle pages."""
+        """Make `fresh` the fresh pages of the pool, and `idle` its idle pages."""
         self.idle.mend(idle)
         self._fresh_count = 0
         self._push_fresh(fresh[::-1])

@@ -1,4 +1,4 @@
-"""`PagesBelow`: how the user of a pool reaches the tiers below it. Also has the masks and slots that are passed."""
+"""`PagesBelow`: the interface through which a replica reaches the tiers below a pool of the device."""
 
 from collections.abc import Callable, Iterable
 
@@ -91,7 +91,7 @@ class PagesBelow:
         """End the hold of host `slots` without copying them to the device."""
 
     def restore(self, row: int, pages: Pages, slots: Slots) -> None:
-        """Copy held `slots` to `pages`, which only the row holds. The pages may be read after `arrive`."""
+        """Copy held host `slots` to `pages`, which only the row holds. The pages may be read after `arrive`."""
 
     def arrive(self, rows: NDArray[np.int64] | slice) -> None:
         """Ensure that later reads of the pages of `rows` see the content that was copied from host memory."""
@@ -107,7 +107,7 @@ class PagesBelow:
         """Rebuild the tier's records after an interrupt. `rows` are the claimed rows. No copy may be in flight."""
 
     def used(self, digests: Digests) -> None:
-        """Record that a request has just used these pages, in logical order, whichever tier has them."""
+        """Record that a request has just used these pages, in logical order. Any tier may have them."""
 
     def leave(self, row: int, pages: Pages, names: Digests, ends: Callable[[Digests], Asked]) -> None:
         """Called when the row releases its pages. Its request has used the published `pages`, in logical order.

@@ -25,12 +25,12 @@ _NOBODY, _OTHERS = 0, 1
 
 
 class NoQuotas:
-    """The quotas of a pool without quotas: tenants may keep any number of idle pages."""
+    """Takes the place of quotas if a pool has none: tenants may keep any number of idle pages."""
 
     limited = False
 
     def of_pool(self, num_pages: int) -> "NoQuotas":  # noqa: ARG002 - there are none for any pool
-        """Returns the same quotas for another pool."""
+        """Returns quotas with the same shares for another pool."""
         return self
 
     def over(self, order: EvictionOrder, slab_pages: int = 0) -> EvictionOrder:  # noqa: ARG002 - as above
@@ -95,12 +95,12 @@ class TenantQuotas(NoQuotas):
     def moved(self, sources: Pages, targets: Pages) -> None:
         """Record that the content of `sources` was moved to `targets`, which get the same tenants.
 
-        None of them is idle.
+        None of these pages is idle.
         """
         self._owner[targets] = self._owner[sources]
 
     def append(self, pages: Pages | Indices, *, slabs: bool = False) -> None:
-        """Record that `pages` became idle. They are the newest of their tenants.
+        """Record that `pages` became idle. They are now the newest idle pages of their tenants.
 
         With `slabs`, each of `pages` stands for a slab.
         """
@@ -208,7 +208,7 @@ class TenantQuotas(NoQuotas):
         return owner
 
     def _new_id(self) -> int:
-        """Returns an unused id: a new one, or that of a tenant without idle pages, or else the shared `_OTHERS`."""
+        """Returns an id for a tenant: a new id, the id of a tenant without idle pages, or the shared id `_OTHERS`."""
         if len(self._orders) < MOST_TENANTS:
             owner = len(self._orders) + 1
             self._orders[owner] = LruOrder(self._num_pages, self._log)

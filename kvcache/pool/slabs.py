@@ -1,10 +1,10 @@
 """`SlabPool`: one memory for token pages and for slabs. A slab is a run of pages that holds a recurrent state.
 
 A slab has `slab_pages` pages, as many as a state needs, and begins at a multiple of `slab_pages`. Pages are allocated
-as in any pool. A slab is taken where this costs least. Best is a place where all pages are fresh. Next best is one
-where all pages are idle and were used least recently; they are evicted. Otherwise held pages are moved elsewhere. When
-a slab is given back, its pages are fresh again. So no memory is reserved for pages or slabs. The only loss is the part
-of a slab that its state does not fill.
+as in any pool. The pool takes the slab that costs least. A slab of fresh pages costs nothing. If there is none, the
+pool takes the slab whose idle pages were used least recently, and evicts these pages. If every slab has held pages, the
+pool moves the held pages of one slab elsewhere. When a slab is given back, its pages are fresh again. So no memory is
+reserved for pages or slabs. The only loss is the part of a slab that its state does not fill.
 
 Cached slabs (`CachedSlabs`) and idle pages are evicted in the order of their last use. Without hints, a slab is evicted
 if it was last used before the page that was evicted last. With hints, each slab and each page has a sum: its last use
@@ -35,7 +35,7 @@ class CachedSlabs:
 
     @property
     def oldest_use(self) -> int:
-        """The last use of the oldest slab, as defined by `SlabPool.use_of`."""
+        """The last use of the cached slab that is evicted next, as `SlabPool.use_of` defines it."""
         return _HELD
 
     def give_up_oldest(self) -> None:
@@ -261,7 +261,7 @@ class SlabPool(PagePool):
         return self._last_evicted if self.idle.by_age else self.use_of(self.idle, self._used)
 
     def _oldest_slab(self) -> tuple[int, int]:
-        """Returns the slab that has been unused longest, and its last use. `_HELD` if every slab has a held page."""
+        """Returns the least recently used slab, and its last use. The use is `_HELD` if every slab has a held page."""
         while True:
             slab = self.num_slabs - int(self._ages_back.argmin())
             age = self._age_of(slab)
@@ -313,7 +313,7 @@ class SlabPool(PagePool):
             self.moved += len(held)
 
     def _evict(self, pages: Pages) -> None:
-        """Evict these idle pages, wherever they are in the order."""
+        """Evict these idle pages, although they may not be the next pages in the order."""
         if not pages.size:
             return
         self.idle.remove(pages)

@@ -29,7 +29,7 @@ class Share(NamedTuple):
 
 
 class BatchState(NamedTuple):
-    """The requests of one replica in a batch: int64 arrays `[batch]`, and maxima over them."""
+    """The requests of one replica in a batch: int64 arrays with one item for each request, and their maxima."""
 
     rows: Rows
     starts: Ints  # for each request, the number of cached tokens
@@ -90,7 +90,7 @@ class Gathered:
         self.computed = np.fromiter([computed_of(context) for context in contexts], np.int64, len(contexts))
 
     def split(self, count: int) -> list[Share]:
-        """Returns the share of each of the `count` replicas in the batch."""
+        """Returns the requests of the batch as one `Share` for each of the `count` replicas."""
         if not self._shares:
             if count == 1:
                 self._shares = [Share(0, slice(0, len(self.rows)), self.places)]
@@ -501,7 +501,7 @@ class Batch(Gathered, Sequence[Context]):
                 )
 
     def _hand_over(self) -> None:
-        """Let every context catch up. Then begin a new log, which begins with the tokens of the last page."""
+        """Let every context catch up, and begin a new log. The new log begins with the tokens of the last page."""
         for place, context in enumerate(self._own):
             context.catch_up(self, place)
         self._log[: self._page_size] = self._log[self._count - self._page_size :].copy()

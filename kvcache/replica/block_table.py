@@ -51,7 +51,7 @@ class BlockTable(msgspec.Struct, frozen=True, tag="block_table/1", omit_defaults
     seals: tuple[bytes, ...] = ()
 
     def follows(self, before: "BlockTable | None") -> bool:
-        """Whether `before`, an earlier table of the same request, named all pages that this table leaves out."""
+        """Whether the earlier table `before` of the same request named all pages that this table leaves out."""
         if self.first_page <= 0:
             return True
         if before is None or before.page_size != self.page_size or self.page_size <= 0:

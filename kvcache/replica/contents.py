@@ -146,13 +146,13 @@ class PageContents:
             imports.finish_pages(replica, pending, proof)
 
     def _index(self, name: str, replica_idx: int) -> int:
-        """The index of a replica, checked."""
+        """Returns `replica_idx` as an int. Raises `InvalidRequestError` if it is not the index of a replica."""
         return whole(f"{name}: replica_idx", replica_idx, 0, len(self._replicas) - 1, InvalidRequestError)
 
     def _wanted(self, name: RequestID, replica_idx: int, wanted: PageDigests) -> tuple[Replica, NDArray[np.uint64]]:
-        """Returns the replica, and the wanted digests as an array.
+        """Returns the replica with this index, and the wanted digests as an array.
 
-        Raises `BlockTableMismatchError` if they cannot be compared with the replica's.
+        Raises `BlockTableMismatchError` if they cannot be compared with the replica's digests.
         """
         replica = self._replicas[self._index(f"request {name!r}", replica_idx)]
         if wanted.first_page and not replica.lends_any_part:

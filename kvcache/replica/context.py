@@ -102,10 +102,9 @@ class TextContext:
         tokens: the prompt, 1-D, each from 0 to 2**31 - 1.
         max_length: the most tokens that the request may ever have, including generated ones.
         request_id: a new id is generated if this is None.
-        cache_salt: requests with different salts never share a page. The salt may be changed while the request waits,
-            and so may the keys. Changing it while the request holds pages is an error: the next `maybe_reserve` for
-            more than one step, or the `step` that publishes the request's next page, refuses the context and changes
-            nothing.
+        cache_salt: requests with different salts never share a page. Salt and keys may be changed while the request
+            waits. Changing them while the request holds pages is an error: the next `maybe_reserve` for more than one
+            step, or the `step` that publishes the request's next page, refuses the context and changes nothing.
         retention: what the client knows about the future use of these pages.
         extra_keys: `(position, key)` for each input other than tokens on which the KV of the token at `position` and of
             all later tokens depends. Examples are the name of a LoRA adapter (position 0) and the digest of an image
@@ -240,7 +239,7 @@ class TextContext:
 
     @property
     def indices(self) -> ContextIndices:
-        """`start_idx`, `active_idx` and `end_idx` as one tuple. Reading it takes as long as reading one of them."""
+        """`start_idx`, `active_idx` and `end_idx` as one tuple. Reading all three takes as long as reading one."""
         if self._follows:
             self._leader.catch_up(self._place, self._end)
         return self._start, self._active, self._end
@@ -492,7 +491,7 @@ class ReadContext:
 
     @property
     def prefix_hasher(self) -> PrefixHasher | None:
-        """The hasher that the caller's context carries. None if it has none, or cannot carry one."""
+        """The hasher that the caller's context carries. None if the context carries no hasher."""
         return self._hasher
 
     @prefix_hasher.setter
@@ -601,7 +600,7 @@ HasherOfRow = Callable[[int, SafeContext], PrefixHasher]
 
 
 def salt_and_keys(context: Context) -> tuple[str | None, ExtraKeys]:
-    """Returns the salt and extra keys that the context's pages depend on. Raises `InvalidRequestError` if invalid."""
+    """Returns the salt and extra keys of the context. Raises `InvalidRequestError` if one of them is invalid."""
     name, keys = context.request_id, getattr(context, "extra_keys", None)
     return checked_salt(name, getattr(context, "cache_salt", None)), checked_keys(name, () if keys is None else keys)
 

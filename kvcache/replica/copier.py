@@ -55,7 +55,7 @@ class ImportCopier:
         self.tables: tuple[BlockTable, ...] = ()
 
     def take(self, *, last: bool = True) -> list[PageCopy]:
-        """Return the pages that can be copied by now and were not taken before.
+        """Return the pages that can be copied now and that no earlier call has returned.
 
         There is one `PageCopy` for each group of layers. `last` says that this is the last call. A recurrent state
         covers all tokens of the request, so it is returned only by the last call. Raises `InvalidRequestError` if the

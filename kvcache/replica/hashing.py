@@ -5,8 +5,8 @@ prefixes, and each page costs one update and one digest. The alternative, to has
 (`parent + page`), takes 60 % longer with sha256.
 
 hashlib needs two calls and an allocation for each page. If `chained.c` was compiled, one call hashes all pages of a
-prompt, or one page of each request of a step. It uses the sha256 of the libcrypto that hashlib uses, and gives the same
-digests.
+prompt, or one page of each request of a step. `chained.c` uses the sha256 of the libcrypto that hashlib uses, and gives
+the same digests.
 """
 
 import functools
@@ -59,7 +59,7 @@ def _compiled() -> tuple[type[Any], str]:
 
 
 class _NotCompiled:
-    """Stands in for `Sha256Chain` if hashlib is used. It never has instances."""
+    """Takes the place of the class `Sha256Chain` if hashlib is used. It never has instances."""
 
 
 _Chain, SHA256_BY = _compiled()
@@ -158,7 +158,7 @@ class PrefixHasher:
         self.running = running
 
     def _take(self, running: Any, tokens: NDArray[np.integer[Any]]) -> None:
-        """Hash whole pages that have no extra keys."""
+        """Hash `tokens`, which are whole pages without extra keys."""
         size = self.page_size
         if type(running) is _Chain:
             at_once = max(1, _AT_ONCE // (size + 16)) * size
@@ -173,7 +173,7 @@ class PrefixHasher:
 
 @functools.lru_cache(maxsize=256)
 def _seeded(algorithm: HashAlgorithm, page_size: int, salt: str | None) -> Any:
-    """Returns the running hash before the first page. It is cached, so callers must copy it before they update it."""
+    """Returns the running hash before the first page. The hash is cached, so callers must update a copy."""
     # Each field is preceded by its length. So different fields never give the same bytes.
     fields = (algorithm.encode(), str(page_size).encode(), b"" if salt is None else b"=" + salt.encode())
     seed = b"pagewire/1" + b"".join(struct.pack("<I", len(field)) + field for field in fields)

@@ -93,7 +93,7 @@ class ReplicaHints(PageReader):
 
     @property
     def share(self) -> float:
-        """The share of idle pages that are evicted in the order that hints ask for; 0.0 before the first hint.
+        """The share of idle pages that are evicted according to hints, 0.0 to 1.0; 0.0 before the first hint.
 
         It grows while hints gain page hits over plain LRU, and shrinks while they lose hits (see `HintShare`).
         """
@@ -120,7 +120,7 @@ class ReplicaHints(PageReader):
             self._expected[row] = (plain.visit(words, room), hinted.visit(words, room), len(words))
 
     def share_pages(self, rows: Ints) -> None:
-        """Count one more found page for each of `rows`. The row now shares a page that was already published."""
+        """Count one more found page for each of `rows`. The row now shares a page that was published before."""
         for row in rows.tolist():
             self._found[row] += 1
 
@@ -141,7 +141,7 @@ class ReplicaHints(PageReader):
         self._begin_with_what_is_there()
 
     def begin_orders(self) -> None:
-        """After an interrupt: let pages and states follow hints again if there was a hint.
+        """Let pages and states follow hints again after an interrupt, if there was a hint before.
 
         The records of each tenant's idle pages are cleared, because the pools report all idle pages again next.
         """
@@ -165,9 +165,9 @@ class ReplicaHints(PageReader):
             self._begin_with_what_is_there()
 
     def leave(self, row: int, context: SafeContext | None) -> None:
-        """Called before the row is released.
+        """Record that the row is about to be released.
 
-        `context` is that of its request, or None if the request never got pages.
+        `context` is the context of the row's request, or None if the request never got pages.
         """
         self._found[row], found = 0, self._found[row]
         if context is None:
@@ -324,7 +324,7 @@ class StateHints:
             pool.follow(self._quotas.over(HintedOrder(pool.num_pages, pool.idle), self._slab_pages))
 
     def clear(self) -> None:
-        """After an interrupt: forget which states of each tenant are idle.
+        """Forget which states of each tenant are idle. Called after an interrupt.
 
         The pool reports all idle states again next.
         """

@@ -228,7 +228,7 @@ def _check_digests(
 
 
 def _refuse_hole(replica: Replica, row: int, context: SafeContext, table: BlockTable) -> None:
-    """Raise unless all pages before the table's first page are cached here, because a prefix must have no hole."""
+    """Raise `BlockTableMismatchError` unless all pages before the table's first page are cached here."""
     here = replica.find(context, row).end * replica.page_size
     if here < table.first_page * table.page_size:
         first = table.first_page * table.page_size
@@ -310,7 +310,7 @@ def _plan(
 
 
 def _check_reach(context: SafeContext, table: BlockTable, kinds: Sequence[str], firsts: Sequence[int]) -> None:
-    """Raise unless the table names each window's pages from the first token on that has to be copied."""
+    """Raise `BlockTableMismatchError` unless the table names all pages of each window that have to be copied."""
     wanted = -(-table.num_tokens // table.page_size)
     for kind, pages, first in zip(kinds, table.groups[: len(kinds)], firsts, strict=True):
         begins = (wanted - len(pages)) * table.page_size
@@ -435,7 +435,7 @@ def finish_pages(replica: Replica, pending: PendingImport, proof: ImportProof | 
 
 
 def _named(context: SafeContext, pending: PendingImport, table: BlockTable, *, last: bool) -> list[Pages]:
-    """Returns the other manager's pages that can be copied by now.
+    """Returns the other manager's pages that can be copied now.
 
     Raises if `table` contradicts earlier tables of the import.
     """
@@ -526,7 +526,7 @@ def finish_import(
 
 
 def _describe(replica: Replica, hasher: PrefixHasher, tokens: NDArray[np.integer[Any]], first: int, last: int) -> None:
-    """Tell the record for KV events which tokens pages `first` to `last` hold.
+    """Record for KV events which tokens the pages `first` to `last` (excluded) hold.
 
     The caller publishes these pages next.
     """

@@ -25,7 +25,7 @@ class Tables(Protocol):
         ...
 
     def upload(self, array: NDArray[np.int32]) -> torch.Tensor:
-        """Returns a copy of `array` on the device, for example of the length of each row, int32 `[len(rows)]`."""
+        """Returns a copy of `array` on the device, such as a copy of each row's length, int32 `[len(rows)]`."""
         ...
 
 

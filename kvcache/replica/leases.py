@@ -110,7 +110,7 @@ class PageLeases:
         return replace(table, seals=tuple(seal(table) for seal in seals)) if seals else table
 
     def refuse_rewrite(self, rows: Rows, starts: Ints) -> None:
-        """Raise `InvalidRequestError` if one of `rows` would compute tokens again whose pages readers may know."""
+        """Raise `InvalidRequestError` if one of `rows` would recompute tokens in pages that readers may know."""
         behind = (starts < self.told[rows]).nonzero()[0]
         if behind.size:
             at = int(behind[0])
@@ -168,9 +168,9 @@ class PageLeases:
                 self.told[row], self.kept[row] = 0, _NEVER
 
     def held(self) -> list[tuple[PageLease, list[Pages]]]:
-        """Returns each open lease, and the token pages that it holds itself.
+        """Returns each open lease, and the token pages that the lease itself holds.
 
-        Pages that its row still holds are left out. Any thread may call this.
+        Pages that the lease's row still holds are left out. Any thread may call this.
         """
         return [
             (lease, [pages for pool, pages in list(held) if pool is self._pool])

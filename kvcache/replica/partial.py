@@ -81,7 +81,7 @@ class PartialReuse:
         return None if best is None else (best, own, at * size + length)
 
     def _prefix(self, row: int, context: SafeContext, at: int) -> bytes:
-        """Returns bytes that identify the prefix before page `at`: the digest of the page before it, or the salt.
+        """Returns bytes that identify the prefix before page `at`: the digest of page `at - 1`, or the salt.
 
         The salt is used for page 0. The result is empty if the digest is not known.
         """

@@ -393,7 +393,7 @@ class Replica:
         return not (longest or self.imports.of_row) and self.tables.append(lacking)
 
     def filled(self, rows: Rows, computed: Ints, digests_of: DigestsOf) -> Filled | None:
-        """Returns the pages to pass to `publish`, or None if there are none. Changes nothing.
+        """Returns the full pages that `publish` must publish, or None if there are none. Changes nothing.
 
         `digests_of(at, firsts, lasts)` returns the digests of pages `firsts` to `lasts` of the rows with indices `at`
         in `rows`. It may raise, so `filled` must be called before anything is changed.
@@ -446,7 +446,7 @@ class Replica:
         self.rows.commit(row, first + count)
 
     def hasher(self, row: int | None, context: SafeContext) -> PrefixHasher:
-        """Returns the request's hasher. It is kept in the context, or here if the context cannot carry it."""
+        """Returns the request's hasher. The context keeps the hasher, or this object if the context cannot carry it."""
         # A request without pages may still get another salt or other keys. Later changes are refused by
         # `refuse_renamed`.
         named = self._named.get(row, context.named)
@@ -575,7 +575,7 @@ class Replica:
         return all(states.goes_on(row, start) for states in self.states)
 
     def check(self) -> None:
-        """Recount everything that is derived from the rows. Raises `InvariantError` at the first discrepancy."""
+        """Compare state that is derived from the rows with a recount. Raises `InvariantError` at a discrepancy."""
         self.tables.check()
         self.leases.check()
         self.imports.check()
@@ -587,7 +587,7 @@ class Replica:
     # ---- refusals
 
     def refuse_reservation(self, row: int, context: SafeContext, call: str) -> None:
-        """Raise if the request's import is not over, or if the request must not run from the context's start."""
+        """Raise `KVCacheError` if the request's import is pending, or the request must not run from `start_idx`."""
         self.refuse_pending(row, call)
         if self.rows.num_pages.item(row):  # a row without pages has no lease and no computed tokens
             if row in self.leases.of_row:

@@ -65,7 +65,7 @@ class FromBelow(NamedTuple):
 
     @property
     def digests(self) -> Digests:
-        """The digests of the pages that only the tier has, ordered by column."""
+        """The digests of the needed pages that only the lower tier has, ordered by column."""
         return self.every.swapaxes(0, 1)[self.lacking.T]
 
     @property

@@ -2,8 +2,8 @@
 
 Recurrent layers have one state for all tokens so far. States are cached only after some pages. So a prefix hit ends
 after the last page of the prefix for which a state is cached. With several block tables, all tables must be able to
-resume after that page, too: neither a state without the pages of the windows before it, nor such pages without a state,
-is of use.
+resume after that page, too. A state is useless without the pages of the windows before it, and these pages are useless
+without the state.
 
 A cached copy of a state is worth its memory if another request can resume from it. Copies are cached
 
@@ -86,7 +86,7 @@ class RowStates:
         self._pool.moves.claimed(row)
 
     def release(self, request_id: str | None) -> None:
-        """Free the state of a released request. It stays while a transfer writes it or a lease holds it."""
+        """Free the state page of a released request as soon as no transfer writes it and no lease holds it."""
         # False if the request's claim was interrupted before the request had a state
         if request_id and self.pages.holds(request_id):
             self.pages.release(request_id)
@@ -197,7 +197,7 @@ class RowStates:
         self._stops[row] = plan.stops
 
     def stepped(self, rows: Rows, computed: Ints) -> None:
-        """Record that a model has run `rows` up to their `computed` tokens."""
+        """Record that a model has run each of `rows` up to its number of `computed` tokens."""
         self._pool.moves.stepped(rows)
         self._keep(rows, computed)
 
@@ -304,14 +304,14 @@ class RowStates:
     # ---- after an interrupt
 
     def mend(self, written: Sequence[int], leased: NDArray[np.int64]) -> None:
-        """Rebuild the holders of the state pages. See `StatePages.mend`."""
+        """Rebuild the holders of the state pages after an interrupt, as `StatePages.mend` does."""
         below = self.pages.below
         below.mend(())  # ends the running copies, whose pages have holders, before the holders are rebuilt
         self.pages.mend(self._rows.row_of, written, leased)
         below.mend(())  # looks up the pages of waiting copies in the repaired pool
 
     def goes_on(self, row: int, start: int) -> bool:
-        """Whether the row's state covers exactly `start` tokens. False if drafted tokens ran and no `step` followed."""
+        """Whether the row's state covers exactly `start` tokens. False while drafted tokens wait for their `step`."""
         name, pages = self._name(row), self.pages
         return name not in pages.drafts.page_of and pages.tokens_of(name) == start
 

@@ -253,7 +253,7 @@ class PromptCounter:
         self.open.difference_update(as_rows(rows)[counted >= prompts].tolist())
 
     def run_one(self, row: int, start: int, end: int) -> None:
-        """Do the same as `run` for a single row in `open`, in a tenth of the time."""
+        """Do the same as `run` for one row whose prompt is not fully counted, in a tenth of the time."""
         counted, prompt = self._rows.counted, self._rows.prompt.item(row)
         seen = max(counted.item(row), start)
         self.ran += max(0, min(end, prompt) - seen)
@@ -262,7 +262,7 @@ class PromptCounter:
             self.open.remove(row)
 
     def refuse_ahead(self, row: int, start: int) -> None:
-        """Raise `InvalidRequestError` if the row is in its prompt, and `start` is beyond its counted tokens."""
+        """Raise `InvalidRequestError` if the row runs its prompt, and token `start` is beyond its counted tokens."""
         if row in self.open and start > (seen := self._rows.counted.item(row)):
             raise self.ahead(row, start, seen)
 
@@ -295,7 +295,7 @@ class PromptCounter:
         self.open.discard(row)
 
     def mend(self) -> None:
-        """Restore `open` from the counts of all rows."""
+        """Find the rows of `open` again from the counts of all rows, after an interrupt."""
         self.open = {*np.flatnonzero(self._rows.counted < self._rows.prompt).tolist()}
 
     def forget(self, row: int) -> None:

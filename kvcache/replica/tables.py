@@ -2,16 +2,16 @@
 
 A *column* is a place in a row of a block table: column 0 is for the page of the request's first `page_size` tokens,
 column 1 for the page of the next ones, and so on. A table has pages from the first column that the request's next query
-sees: column 0 with full attention, otherwise the first column of the window or chunk. Earlier columns hold the null
-page. When the request next asks for pages, pages that have fallen out of a window are freed. If they are published,
-they then stay cached, and are evicted independently of the request. A page is found by the digest of its tokens, mixed
-with the index of its table. So a lookup for one table never finds a page of another table.
+sees. With full attention this is column 0, with a window or chunk the window's or chunk's first column. Earlier columns
+hold the null page. When the request next asks for pages, pages that have fallen out of a window are freed. Freed pages
+that are published stay cached, and are evicted independently of the request. A page is found by the digest of its
+tokens, mixed with the index of its table. So a lookup for one table never finds a page of another table.
 
 A request may resume after a page if each table has the pages that the next query sees (`resume`). Tables of full
 attention have pages for all known tokens. Tables with a window have pages up to the end of the chunk that runs, so a
 long prompt needs only the pages of a window and a chunk.
 
-If a request is leased, its leases take over those pages that fall out of a window and that readers may know.
+If a request is leased, its leases take over the pages that fall out of a window and that readers may know.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -115,7 +115,7 @@ class RowTables:
         return self._mix(slice(None), digests)
 
     def pages_of(self, digests: Digests) -> Pages:
-        """Returns the published page of each of these tokens' digests in each table: int32 `[tables, len(digests)]`."""
+        """Returns each table's published pages of the tokens with these digests: int32 `[tables, len(digests)]`."""
         return self._find(slice(None), digests)
 
     def from_below(self, digests: Digests, below: Below, ends: Asked | None = None, first: int = 0) -> FromBelow:
@@ -398,7 +398,7 @@ class RowTables:
         return tuple(named)
 
     def by_table(self, of_groups: Sequence[int]) -> list[int]:
-        """Returns one value for each table: the value of its group."""
+        """Returns, for each table, the value that `of_groups` has for the table's group."""
         return [one for group, one in zip(self.groups, of_groups, strict=True) for _ in range(group.num_tables)]
 
     def needed(self, row: int, digests: Digests, ends: Sequence[int]) -> tuple[Ints, Pages]:
@@ -446,14 +446,14 @@ class RowTables:
                 )
 
     def sees(self, row: int, start: int) -> bool:
-        """Whether the row has all pages that the query at token `start` sees."""
+        """Whether the row has all pages that a query at token `start` sees."""
         rows, before = self._rows, -(-start // self._page_size)
         return int(rows.ends[-1, row]) >= before and all(
             int(rows.firsts[number, row]) <= self._seen(group, start) for number, (group, _) in enumerate(self.groups)
         )
 
     def check(self) -> None:
-        """Raise `InvariantError` if a table lacks a page of a row, or has a page that it should not have."""
+        """Raise `InvariantError` if a row lacks a page that it needs, or has a page that it must not have."""
         rows = self._rows
         columns = np.arange(rows.table.shape[2], dtype=np.int64)
         for number, (group, tables) in enumerate(self.groups):
@@ -533,7 +533,7 @@ class RowTables:
             self._leases.replace(row, first, pages, int(self._rows.cached[row]))
 
     def _seen(self, group: LayerGroup, position: int) -> int:
-        """Returns the first column that the query at token `position` sees."""
+        """Returns the first column that a query at token `position` sees in tables of `group`."""
         return group.first_seen(position) // self._page_size
 
     def _seen_pages(self, first: int, end: int, digests: Digests) -> tuple[Pages, ...]:

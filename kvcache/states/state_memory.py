@@ -91,9 +91,9 @@ def slab_pages_of(params: KVCacheParams, layouts: Sequence[PageLayout]) -> int:
 
 
 def pages_of_slab(states: StateLayouts, pages: Sequence[PageLayout]) -> int:
-    """Returns the smallest number of pages that can hold a state on each shard.
+    """Returns the smallest number of token pages that can hold a state on each shard.
 
-    Their size in bytes is a multiple of the alignment.
+    The size of these pages in bytes is a multiple of the alignment.
     """
     count = max(-(-kind_offsets(kinds)[-1] // page.page_bytes) for kinds, page in zip(states, pages, strict=True))
     while any(count * page.page_bytes % _ALIGNED for page in pages):

@@ -92,7 +92,7 @@ class DraftedPages:
         return torch.tensor(found, device=pages.device)
 
     def forget_run(self, request_id: str) -> None:
-        """Drop the state in the request's second page, if any, because the request resumes from another state."""
+        """Drop the state in the request's second page, because the request resumes from another state."""
         if (page := self.page_of.get(request_id)) is not None:
             self._tokens[page] = 0
 
@@ -173,7 +173,7 @@ class StatePages:
 
     @property
     def evictions(self) -> int:
-        """The number of copies that were evicted to make room."""
+        """The number of cached copies of states that were evicted to make room."""
         return self.pool.evictions
 
     # ---- holders
@@ -187,7 +187,7 @@ class StatePages:
         return page
 
     def release(self, request_id: str) -> None:
-        """Release the request's page. It becomes free when no lease holds it and no transfer writes it."""
+        """Release the request's page. The page becomes free when no lease holds it and no transfer writes it."""
         page = self.page_of(request_id)
         del self._page_of[request_id]
         # the copy of the state after the request's last full page stays cached
@@ -234,7 +234,7 @@ class StatePages:
 
     @property
     def generation(self) -> int:
-        """A number that changes whenever copies come or go, on the device or below it."""
+        """A number that changes whenever the device or a lower tier gets or loses a copy of a state."""
         return self.pool.index.generation + self.below.generation
 
     def there(self, digests: Digests) -> NDArray[np.bool_]:
@@ -594,7 +594,7 @@ class StatePages:
         return [*self._page_of.values(), *self.drafts.page_of.values()]
 
     def _counted(self, written: Sequence[int], leased: Counts | int) -> tuple[Counts, Counts]:
-        """Returns the number of holders and of writers of each page, without the slabs that token pages use."""
+        """Returns the number of holders and of writers of each page. Slabs that token pages use are not counted."""
         coming = [int(pages[0]) for pages in self.below.coming()]
         held = [*self._own, *self._before.values(), *coming]
         holders, writers = (
@@ -690,5 +690,5 @@ class StatePages:
 
 
 def one_page(page: int) -> Pages:
-    """Returns the page as an array with one item."""
+    """Returns an array with the number `page` as its only item."""
     return np.array([page], np.int32)

@@ -246,7 +246,7 @@ class FileTier(LowerTier):
     # Queue pages that the host tier has now. They are written later, if the host tier then still has them.
 
     def offer(self, digests: Digests) -> None:
-        """Queue pages that the host tier has now. They are written later, if the host still has them."""
+        """Queue pages that the host tier has now. They are written later, unless the host has lost them by then."""
         if self._clock() >= self._paused_until:
             self._queue.append((self._clock(), digests))
 
@@ -274,7 +274,7 @@ class FileTier(LowerTier):
                 self._begin_write()
 
     def flush(self) -> None:
-        """Write everything that was offered, and wait until it is written."""
+        """Write all pages that were offered, and wait until they are written."""
         while self._writer.jobs or self._queue:
             if not self._writer.jobs:
                 self._begin_write()
@@ -371,7 +371,7 @@ class FileTier(LowerTier):
         right = self._publish(slots, digests, tables, refusals)
         if right.all():
             return
-        # only if the entry does not belong to another page by now
+        # an entry that belongs to another page by now is kept
         lost = entries[~right & (self._index.find(digests) == entries)]
         self._index.drop(lost)
         if lost.size and not _DAMAGE.isdisjoint(refusals):

@@ -78,7 +78,7 @@ class HostCopy:
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """A read, a write, or a question to a store. It runs in a thread of a lower tier."""
+    """A read, a write or a question to a store, which runs in a thread of a lower tier."""
 
     # the running work; its result is a function with which the loop's thread handles the outcome
     work: Future[Callable[[], None]]
@@ -161,7 +161,7 @@ class LowerTier:
 
     @abstractmethod
     def brings(self, digests: Digests, wanted: Asked) -> bool:
-        """Whether some of the `wanted` pages are being read, and are still worth waiting for."""
+        """Whether some of the `wanted` pages are being read and are still worth waiting for."""
 
     # ---- writes from host slots
 
@@ -184,7 +184,7 @@ class LowerTier:
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget all pages, so that no request finds one of them any more."""
+        """Forget all pages, so that no request finds any of them."""
 
     @abstractmethod
     def close(self) -> None:
@@ -361,7 +361,7 @@ class ReplicaTier(PagesBelow, PageReader):
         return len(pages)
 
     def going(self, pages: Pages) -> None:
-        """Finish the pending copies of `pages` to the host now, because the pages are about to be overwritten."""
+        """Finish all pending copies of `pages` to the host, because the pages are about to be overwritten."""
         while self.storing[pages].any():
             if self.stores:
                 self._await_stores()  # wait for asynchronous copies that an earlier step has begun
@@ -374,7 +374,7 @@ class ReplicaTier(PagesBelow, PageReader):
         return bool(self._left)
 
     def poll(self) -> None:
-        """Handle the end of all asynchronous copies that are over."""
+        """Handle each asynchronous copy that has ended."""
         while self.stores and self.stores[0].copy.over():
             store = self.stores.popleft()
             self.storing[store.pages] = False

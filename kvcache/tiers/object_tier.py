@@ -15,9 +15,9 @@ their pages. The objects of a table with a window also include pages that have f
 lookup asks for the objects that the longest prefix needs. For full attention these are all objects. For a window, they
 are the objects with tokens that a query at the end of the prefix sees.
 
-A lookup takes two rounds of questions. The first round finds where the existing objects of full attention end. This
-decides which objects of windows the second round asks for. If some of these do not exist, a third round asks for all
-objects of windows.
+A lookup takes two rounds of questions. The first round finds where the existing objects of full attention end. This end
+decides which objects of windows the second round asks for. If some of the objects of windows do not exist, a third
+round asks for all objects of windows.
 """
 
 import logging
@@ -59,7 +59,7 @@ _T = TypeVar("_T")
 
 
 class ObjectPiece(NamedTuple):
-    """Consecutive pages to read from one object."""
+    """Consecutive pages that are read from one object."""
 
     name: bytes
     skip: int  # how many pages of the object come before the pages to read
@@ -155,7 +155,7 @@ class ObjectTier(LowerTier):
 
     @property
     def generation(self) -> int:
-        """The number of answers about single objects so far."""
+        """The number of times that the tier has learned whether an object exists."""
         return self._answers
 
     def has_of(self, digests: Digests, asked: Asked, *, perhaps: bool) -> Asked:
@@ -390,7 +390,7 @@ class ObjectTier(LowerTier):
     def _names(self, digests: Digests, objects: Asked) -> list[bytes]:
         """Returns the names of the objects in this mask.
 
-        They are ordered by their place in the prompt, then by table.
+        The names are ordered by the position in the prompt, then by table.
         """
         count, pages = self._layout.count, digests.shape[1]
         last = digests[:, [min((at + 1) * count, pages) - 1 for at in range(objects.shape[1])]]

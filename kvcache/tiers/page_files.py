@@ -125,7 +125,7 @@ class FileFormat:
         return self.name_bytes + _SUM_BYTES
 
     def names(self, digests: Digests, tables: NDArray[np.integer[Any]]) -> Digests:
-        """Returns names of pages, uint64 `[pages, words]`, given their digests and block tables."""
+        """Returns the names of the pages with these digests in these block tables, uint64 `[pages, words]`."""
         return digests if self.tables == 1 else np.column_stack((digests, tables.astype(np.uint64)))
 
     def digests_and_tables(self, names: Digests) -> tuple[Digests, NDArray[np.intp]]:

@@ -137,7 +137,7 @@ class Tiers:
         return any(tier.is_loading for tier in self.replicas)
 
     def take_up(self) -> None:
-        """Handle the copies to the device that are over.
+        """Handle each copy to the device that has ended.
 
         A caller needs this only while no step runs, because each step does it.
         """
@@ -151,13 +151,13 @@ class Tiers:
             tier.store_all()
 
     def flush(self) -> None:
-        """Do `store_all`, then write everything that files and objects lack."""
+        """Do `store_all`, and then write all pages that are not in files and objects yet."""
         self.store_all()
         for lower in self.lower:
             lower.flush()
 
     def close(self, *, flush: bool = True) -> None:
-        """Close files and objects. With `flush`, first copies and writes everything that waits. Safe to call twice."""
+        """Close files and objects. With `flush`, first writes all published pages. Safe to call twice."""
         if self.lower and flush:
             self.flush()
         for lower in self.lower:

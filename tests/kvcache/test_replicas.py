@@ -67,7 +67,7 @@ BREAKS: dict[str, tuple[Callable[[PagedKVCacheManager, Replica], Any], str]] = {
     "committed past the pages": (lambda m, r: set_entry(r.rows.committed, r.rows.row_of["one"], 9), "9 committed"),
     "a published page not committed": (
         lambda m, r: set_entry(r.rows.committed, r.rows.row_of["solo"], 1),
-        "past its 1",
+        "after its 1",
     ),
     "a row names a page twice": (
         lambda m, r: set_entry(r.rows.pages(r.rows.row_of["one"]), 1, r.rows.pages(r.rows.row_of["one"])[0]),
