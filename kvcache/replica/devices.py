@@ -144,7 +144,7 @@ class ReplicaPageMoves(PageMoves):
         self._told[row] = True
 
     def staying(self) -> NDArray[np.bool_]:
-        """A mask of the pages that cannot be moved.
+        """Returns a mask of the pages that cannot be moved.
 
         These are pages that something besides rows holds or writes, and pages of a row that a model runs, or that has a
         lease, an import or an exported block table.
@@ -188,5 +188,5 @@ class ReplicaPageMoves(PageMoves):
         return [np.zeros(0, np.int32), *map(self._pages_of, self._replica.rows.row_of.values())]
 
     def _pages_of(self, row: int) -> Pages:
-        """The pages of a row in all tables."""
+        """Returns the pages of a row in all block tables."""
         return self._replica.tables.pages(row, self._replica.rows.num_pages.item(row))

@@ -7,9 +7,9 @@ one. So a state on the host is copied directly into the request's state page whe
 loop does not wait for this copy, because the device runs its later work after the copy.
 
 Host memory is divided between pages and states once, at the start. A state is as large as hundreds of pages, so slots
-of one common size would waste memory. Slots of different sizes cannot share memory either, because making room would
-mean to move slots, and their content may just be written to files. Files are divided in the same way. A store is asked
-for the newest state of a prompt: from its last page backwards, a few pages at a time.
+of one common size would waste memory. Slots of different sizes cannot share memory either. Making room would mean to
+move slots, but their content may be in a write to files at that moment. Files are divided in the same way. A store is
+asked for the newest state of a prompt: from the prompt's last page backwards, a few pages at a time.
 """
 
 import math
