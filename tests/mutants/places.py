@@ -46,7 +46,7 @@ _DOORS: dict[str, dict[str, str]] = {
         "replica/inputs": "replica/batch steps_in_flight replica/further_tables",
         "replica/reservation": "replica/replica",
         "replica/resume": "replica/further_tables replica/pages_below states/grouped_states replica/lent_tables",
-        "replica/rows": "replica/batch replica/fork handover million_moves",
+        "replica/rows": "replica/further_tables replica/batch replica/fork handover million_moves",
         "replica/row_states": "million_moves admission states/row_states states/grouped_states "
         "states/grouped_states_below states/kept_states_hints states/cancelled_imports states/lent_states "
         "states/copied_states",

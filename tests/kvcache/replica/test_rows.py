@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from kvcache.layer_groups import layer_tables
-from kvcache.replica.rows import AllRows, BlockRows, PromptCounter
+from kvcache.replica.rows import NEVER, AllRows, BlockRows, PromptCounter, rows_at
+from tests.kvcache.random_model.run import Model
 
 
 def counter() -> PromptCounter:
@@ -68,6 +69,17 @@ def test_whatever_a_request_does_each_token_of_its_prompt_is_counted_once(seed: 
     assert not count.open
 
 
+def test_rows_at_positions_of_a_slice_and_of_an_array() -> None:
+    at = np.array([0, 2])
+    for rows, wanted in ((slice(3, 9), [3, 5]), (slice(0, 9), [0, 2]), (np.array([7, 1, 4]), [7, 4])):
+        assert rows_at(rows, at).tolist() == wanted
+
+
+def test_a_batch_without_requests_never_needs_a_page() -> None:
+    every, none = AllRows(1, 4, 4), np.zeros(0, np.int64)
+    assert every.slack(slice(0, 0), none) == every.due(slice(0, 0), none) == NEVER > 1 << 40
+
+
 def test_a_row_has_no_room_for_more_tokens_than_max_seq_len_although_its_last_page_has() -> None:
     every = AllRows(1, 3, 4)
     rows = BlockRows(every, slice(0, 3), 10, 4, layer_tables((), 1).groups, pinned=False)
@@ -79,3 +91,28 @@ def test_a_row_has_no_room_for_more_tokens_than_max_seq_len_although_its_last_pa
     rows.num_pages[2] = 3
     rows.measure(2)
     assert every.capacity.tolist() == [10, 10, 10]
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        ("batches", "forks", "preemption", "partial"),
+        ("batches", "forks", "preemption", "imports", "leases", "lends"),
+        ("batches", "forks", "preemption", "imports", "window", "chunk", "leases"),
+        ("batches", "states in slabs", "preemption", "window"),
+        ("host", "interrupts", "batches", "window", "renames"),
+    ],
+    ids=" ".join,
+)
+def test_a_copy_of_the_tables_that_takes_changed_rows_is_up_to_date_after_each_call(features: tuple[str, ...]) -> None:
+    """The tables on a GPU are such copies."""
+    model = Model.of(7, features)
+    every = [replica.rows for replica in model.manager._replicas.each]
+    copies = [rows.table.copy() for rows in every]
+    for _ in range(200):
+        model.move()
+        for copy, rows in zip(copies, every, strict=True):
+            copy[:, rows.changed] = rows.table[:, rows.changed]
+            rows.changed[:] = False
+            assert (copy == rows.table).all()
+    assert model.seen["run"] > 10
