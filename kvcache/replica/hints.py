@@ -157,9 +157,7 @@ class ReplicaHints(PageReader):
         Called after an interrupt, when the pool is repaired.
         """
         self._expected.clear()
-        free = [row for row, request_id in enumerate(self._rows.request_ids) if request_id is None]
-        for row in free:
-            self._found[row] = 0
+        self._found = [0] * len(self._found)
         if self._baselines:
             self._begin_baselines()
             self._begin_with_what_is_there()

@@ -43,6 +43,7 @@ _DOORS: dict[str, dict[str, str]] = {
         "replica/contents": "replica/contents replica/imports_for_nobody",
         "replica/context": "replica/batch replica/fork steps_in_flight",
         "replica/hashing": "replica/chained",
+        "replica/hints": "replica/further_hints recovery states/kept_states_hints",
         "replica/inputs": "replica/batch steps_in_flight replica/further_tables",
         "replica/reservation": "replica/replica",
         "replica/resume": "replica/further_tables replica/pages_below states/grouped_states replica/lent_tables",

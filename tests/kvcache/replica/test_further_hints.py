@@ -57,15 +57,19 @@ def test_a_hint_holds_for_each_tables_pages_that_the_prefix_needs(groups: tuple[
     assert [found(manager, prompt(name, 4)) for name in range(8)] == [4, 0] * 4
 
 
-def test_the_hint_of_a_range_applies_to_window_pages_at_its_end_that_were_given_back() -> None:
+@pytest.mark.parametrize("others", [FIRST, None])
+@pytest.mark.parametrize("pages", [3, 5])
+def test_the_hint_of_a_range_applies_to_window_pages_at_its_end_that_were_given_back(
+    others: Retention | None, pages: int
+) -> None:
     manager = trusting(make(60))
     head = prompt(1, 5)[:-1]
-    system = Retention(session_continues=False, ranges=(RangeRetention(0, len(head), priority=100),))
+    system = Retention(session_continues=False, ranges=(RangeRetention(0, 4 * pages, priority=100),))
     serve(manager, [*head, *prompt(2, 6)], system)
     for name in range(100, 112):
-        serve(manager, prompt(name, 4), FIRST)
-    assert found(manager, [*head, *prompt(3, 2)]) == 5
-    assert found(manager, [*head, *prompt(2, 6)]) == 5
+        serve(manager, prompt(name, 4), others)
+    assert found(manager, [*head, *prompt(3, 2)]) == pages
+    assert found(manager, [*head, *prompt(2, 6)]) == pages
 
 
 ROUNDS = 60
@@ -112,6 +116,17 @@ def test_the_baselines_cover_only_the_pages_of_the_first_table() -> None:
     digests = [one.digests(np.array(prompt(name, 4)), 0, 4) for name, one in enumerate(hashers)]
     words = {int(word) for mine in digests for word in mine[:, 0]}
     assert set(kept) == words
+
+
+def test_only_pages_after_the_prompt_and_partly_filled_ones_are_in_no_baseline() -> None:
+    manager = make(60, (LayerGroup("window", (0,), 6),))
+    hints = manager._replicas.each[0].hints
+    for length, chunk, unfindable in ((40, 8, 0), (5, 5, 1), (8, 8, 2)):
+        context = TextContext(range(length), 64)
+        context.set_token_indices(active_idx=chunk)
+        manager.external_claim(context.request_id)
+        assert manager.maybe_reserve(context)
+        assert hints._unfindable() == unfindable
 
 
 def test_the_quota_of_a_tenant_counts_its_pages_in_all_tables() -> None:

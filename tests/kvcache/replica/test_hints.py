@@ -124,6 +124,16 @@ def test_hints_that_are_all_wrong_cost_next_to_nothing() -> None:
     assert sum(got) > 0.97 * sum(wanted)
 
 
+def words_of(manager: PagedKVCacheManager, *names: int) -> dict[int, int]:
+    """Returns the first word of each page of these prompts, with the name of the prompt."""
+    words: dict[int, int] = {}
+    for name in names:
+        context = TextContext(prompt(name), 64)
+        digests = manager._replicas.each[0].hasher(None, context).digests(context.tokens, 0, 2)
+        words |= dict.fromkeys(digests[:, 0].tolist(), name)
+    return words
+
+
 def test_the_first_hint_takes_over_what_is_cached() -> None:
     manager = manager_of(40, checks=False)
     for name in range(19):
@@ -131,7 +141,9 @@ def test_the_first_hint_takes_over_what_is_cached() -> None:
     serve(manager, prompt(0), LAST)
     hints = manager._replicas.each[0].hints
     assert hints._baselines
-    assert len(hints._baselines[0]._kept) == 38
+    words = words_of(manager, *range(19))
+    oldest_first = [words[word] for word in hints._baselines[0]._kept]
+    assert oldest_first == [name for name in (*range(1, 19), 0) for _ in range(2)]
     manager.check()
     running = TextContext(prompt(5), 64)
     fresh = manager_of(40, checks=False)
@@ -154,6 +166,61 @@ def evidence(manager: PagedKVCacheManager) -> list[int]:
     hints = manager._replicas.each[0].hints
     hints._share.learn = lambda gained, promised, looked: learned.extend((gained, promised))
     return learned
+
+
+def test_requests_without_hints_are_evidence_after_the_first_hint() -> None:
+    manager = manager_of(40, checks=False)
+    serve(manager, prompt(0), LAST)
+    learned = evidence(manager)
+    serve(manager, prompt(0))
+    assert learned == [0, 0]
+
+
+def recover(manager: PagedKVCacheManager) -> None:
+    """Repairs the manager as after a call that was interrupted."""
+    manager._mark.call = ("reserve_batch", slice(0, 0))
+    assert manager.recover().released == ()
+    manager.check()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_after_an_interrupt_pages_follow_hints_if_there_was_one(begun: bool) -> None:
+    manager = manager_of(40, checks=False)
+    serve(manager, prompt(1))
+    replica = manager._replicas.each[0]
+    if begun:
+        replica.hints._begin_baselines()  # as if the first hint had been interrupted after this call
+    recover(manager)
+    assert replica.pool.idle.by_age == (not begun)
+    assert [{*plain._kept} for plain in replica.hints._baselines[:1]] == [{*words_of(manager, 1)}] * begun
+
+
+def test_after_an_interrupt_a_page_is_not_counted_twice_as_found() -> None:
+    manager = manager_of(40, checks=False)
+    serve(manager, prompt(0), LAST)
+    context = TextContext(prompt(1), 64)
+    manager.external_claim(context.request_id)
+    hints = manager._replicas.each[0].hints
+    hints._found[0] = 2  # as if its first reservation had been interrupted
+    recover(manager)
+    learned = evidence(manager)
+    assert manager.maybe_reserve(context)
+    context.update(0)
+    manager.step([context])
+    manager.release(context.request_id)
+    assert learned == [0, 0]
+
+
+def test_after_an_interrupt_a_tenant_has_the_pages_that_it_had() -> None:
+    manager = manager_of(40, checks=False, params={"tenant_quota": 0.5})
+    for name in range(8):
+        serve(manager, prompt(name), cache_salt="a")
+    recover(manager)
+    for name in range(8, 12):
+        serve(manager, prompt(name), cache_salt="b")
+    assert [manager._replicas.each[0].find(TextContext(prompt(name), 64, cache_salt="a")).end for name in range(8)] == (
+        [2] * 8
+    )
 
 
 def test_the_plain_baseline_has_the_hits_of_plain_lru() -> None:

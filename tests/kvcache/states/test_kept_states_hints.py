@@ -17,7 +17,7 @@ from kvcache.pool.hinted_order import HintedOrder
 from kvcache.states.state_memory import page_bytes, state_layouts
 from tests.kvcache.hinted_idle import trust
 from tests.kvcache.random_model.matrix import SHAPES
-from tests.kvcache.replica.test_hints import evidence
+from tests.kvcache.replica.test_hints import evidence, recover
 
 LAST, FIRST = Retention(session_continues=True), Retention(session_continues=False)
 SIZE = 4
@@ -232,6 +232,17 @@ def test_a_tenant_above_its_quota_gives_up_its_own_copies() -> None:
     theirs = [found(manager, prompt(name), cache_salt="small") for name in range(100, 130)]
     assert theirs == [0] * 26 + [2] * 4
     assert [found(manager, prompt(name)) for name in (*range(4), *range(200, 211))] == [2] * 15
+
+
+@pytest.mark.parametrize("params", [{}, {"tenant_quota": 0.5}])
+def test_after_an_interrupt_a_tenant_has_the_state_copies_that_it_had(params: dict[str, Any]) -> None:
+    manager = made(400, 10, **params)  # half of 12 state pages
+    for name in range(5):
+        serve(manager, prompt(name), cache_salt="a")
+    recover(manager)
+    for name in range(5, 10):
+        serve(manager, prompt(name), cache_salt="b")
+    assert [found(manager, prompt(name), cache_salt="a") for name in range(5)] == [2] * 5
 
 
 def test_copies_of_a_tenant_are_as_old_as_their_last_use() -> None:
