@@ -119,3 +119,14 @@ def test_a_request_with_one_token_to_run_stays_where_it_was_set_back_to(make: An
         context.set_token_indices(start_idx=6, active_idx=7)
         assert manager.maybe_reserve(context, 9)
         assert (context.start_idx, context.active_idx) == (6, 7)
+
+
+def test_a_request_that_is_released_within_its_prompt_leaves_nothing_to_count(make: Any) -> None:
+    manager = make(8, page_size=4)
+    context = TextContext(range(9), 64, "r")
+    manager.external_claim("r")
+    assert manager.maybe_reserve(context)
+    counter = manager._replicas.each[0].counter
+    assert counter.open == {manager._replicas.each[0].rows.row_of["r"]}
+    manager.release("r")
+    assert counter.open == set(), "otherwise each later step would look for prompts to count"

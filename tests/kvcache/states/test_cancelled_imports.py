@@ -182,3 +182,18 @@ def test_after_an_interrupt_the_pages_of_a_cancelled_import_are_not_overwritten(
     while context.start_idx < 45:
         assert target.maybe_reserve(context)
         compute(target, context)
+
+
+@pytest.mark.parametrize("claimed_again", [False, True])
+def test_a_state_page_is_freed_when_its_copier_gives_up_after_the_release_of_the_request(claimed_again: bool) -> None:
+    source, target = make(), make()
+    _, pending = importing(source, target)
+    copier = target.copier(pending)
+    target.cancel_import(pending)
+    target.release("d")
+    if claimed_again:
+        target.external_claim("d")
+    assert target.states[0].num_held == 1 + claimed_again
+    copier.give_up()
+    assert target.states[0].num_held == claimed_again
+    target.check()

@@ -374,3 +374,18 @@ def test_a_state_that_arrives_while_room_is_made_for_it_is_used_and_no_free_page
     assert (states.pool.index.find(new).tolist(), {*reader.told}) == ([3], {3})
     assert (states.num_kept, states.pool.free_count) == (1, 2)
     states.check(["r"])
+
+
+def test_a_repair_withdraws_a_state_that_its_request_writes_and_keeps_complete_copies() -> None:
+    states = states_of(SHAPE, 4)
+    page = states.allocate("a")
+    states.advance(torch.tensor([page]), [8])
+    states.keep("a", digest(1), 8, passing=False)
+    states.pool.index.publish(np.array([page], np.int32), digest(2))
+    empty = states.pool.allocate(1)
+    states.pool.index.publish(empty, digest(3))
+    with pytest.raises(InvariantError):
+        states.check(["a"])
+    states.mend(["a"], [], np.zeros(5, np.int64))
+    states.check(["a"])
+    assert [bool(states.kept_after(digest(number))[0]) for number in (1, 2, 3)] == [True, False, False]
