@@ -55,8 +55,9 @@ _DOORS: dict[str, dict[str, str]] = {
         "replicas": "replicas manager admission handover steps_in_flight replica/batch replica/fork replica/partial "
         "events/events tiers/host_tier tiers/file_tier million_moves",
         "sizing": "sizing params devices",
-        "states/state_pages": "million_moves states/kept_states_hints states/state_pages",
-        "states/state_memory": "million_moves states/state_pages",
+        "states/state_pages": "million_moves states/grouped_states states/kept_states_hints states/lent_states "
+        "states/copied_states states/row_states states/state_pages",
+        "states/state_memory": "million_moves states/grouped_states states/state_pages",
         "tiers/page_folder": "tiers/file_tier tiers/page_files",
         "tiers/page_objects": "tiers/object_tier",
         "tiers/object_tier": "tiers/object_tier tiers/object_tables tiers/read_rates",

@@ -91,6 +91,19 @@ def test_objects_that_wait_to_be_written_are_given_up_if_the_store_fails(served:
     assert not objects_of(it)._queue
 
 
+def test_after_a_repair_a_waiting_request_looks_up_the_store_again(served: Make) -> None:
+    it = served()
+    it.fetch(PROMPT)
+    known = objects_of(it).generation
+    assert known > 0
+    generations = {known}
+    for repairs in (1, 2):
+        it.manager._mark.call = ("prefetch", None)  # it was interrupted
+        it.manager.recover()
+        generations.add(objects_of(it).generation)
+        assert len(generations) == 1 + repairs
+
+
 def test_calls_queued_after_a_failing_call_are_not_tried(served: Make, store: StoredObjects) -> None:
     store.fails = True
     store.may.clear()

@@ -4,14 +4,17 @@ saved to the host before it is overwritten.
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
-from kvcache.states.state_memory import kind_offsets
+from kvcache import KVCacheParams, PoolTooSmallError
+from kvcache.states.state_memory import kind_offsets, state_layouts
 from kvcache.states.state_pages import StatePages
 from kvcache.tiers.host_tier import HostTier
-from kvcache.tiers.tiers import StateTier, state_mover
+from kvcache.tiers.tiers import StateTier, TierRoom, divide_tiers, state_mover
 from tests.kvcache.build import states_of
 from tests.kvcache.random_model.matrix import SHAPES
 
@@ -96,3 +99,27 @@ def test_files_are_asked_only_for_states_later_than_the_available_ones() -> None
     states.keep("a", digest(2), 16, passing=False)
     assert not states.bring_newest(prompt, wait=True)
     assert lower.fetched == [(3, 3), (2, 2), (1, 1), (3, 1)]
+
+
+@pytest.mark.parametrize("share", [0.5, 0.25])
+def test_states_get_their_share_of_host_memory_and_files_and_pages_get_the_rest(share: float) -> None:
+    state_bytes = kind_offsets(state_layouts(SHAPES[4], 1)[0])[-1]
+    params = KVCacheParams(
+        torch.int64,
+        1,
+        2,
+        enable_prefix_caching=True,
+        enable_kvcache_swapping_to_host=True,
+        host_kvcache_swap_space_gb=(80 * state_bytes + 8) / 2**30,
+        file_tier_dir="folder",
+        file_tier_key="model",
+        file_tier_max_gb=1000 / 2**30,
+        states=SHAPES[4],
+        tier_state_share=share,
+    )
+    slots = int(80 * share)
+    rest, files = (80 - slots) * state_bytes + 8, int(1000 * share)
+    assert divide_tiers(params, 1) == TierRoom(rest, 1000 - files, slots, files)
+    assert divide_tiers(dataclasses.replace(params, states=None), 1) == TierRoom(80 * state_bytes + 8, 1000, 0, 0)
+    with pytest.raises(PoolTooSmallError, match="tier_state_share is 0.01: the share must hold 2 states"):
+        divide_tiers(dataclasses.replace(params, tier_state_share=0.01), 1)
