@@ -31,6 +31,7 @@ _DOORS: dict[str, dict[str, str]] = {
         "pool/lru_order": "eviction_order",
         "pool/quotas": "eviction_order replica/hints states/kept_states_hints",
         "recovery": "recovery steps_in_flight interrupts",
+        "reset_endpoint": "reset_endpoint misuse",
         "replica/replica": "manager admission million_moves replica/batch replica/hints replica/pages_below "
         "states/cancelled_imports states/lent_states replica/contents tiers/host_tier",
         "replica/block_table": "replica/imports replica/leases replica/further_imports",

@@ -5,6 +5,7 @@ bounded time.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ from kvcache.pool.index import NO_PAGE
 from kvcache.tiers import object_tier as module
 from kvcache.tiers.object_tier import ReadRates
 from tests.kvcache.served import Served
-from tests.kvcache.tiers.stored_objects import COUNT, DAMAGE, StoredObjects, objects_of, settled
+from tests.kvcache.tiers.stored_objects import COUNT, DAMAGE, StoredObjects, forget_host, objects_of, settled
 
 PROMPT = range(33)  # eight full pages and a token, which make two objects
 Make = Callable[..., Served]
@@ -102,6 +103,25 @@ def test_after_a_repair_a_waiting_request_looks_up_the_store_again(served: Make)
         it.manager.recover()
         generations.add(objects_of(it).generation)
         assert len(generations) == 1 + repairs
+
+
+def test_a_repair_waits_for_reads_and_frees_the_slots_that_they_filled(served: Make, store: StoredObjects) -> None:
+    it = served()
+    it.serve(PROMPT)
+    it.manager.close()
+    again = served()
+    again.fetch(PROMPT)
+    forget_host(again)
+    store.may.clear()
+    assert again.manager.prefetch(again.waiting(PROMPT))
+    assert sum(map(len, objects_of(again).held_slots)) == 8
+    again.manager._mark.call = ("prefetch", None)  # it was interrupted
+    ends = threading.Timer(0.2, store.may.set)
+    ends.start()
+    again.manager.recover()
+    assert store.may.is_set(), "until then the thread may write to the slots"
+    assert again.tiers.host.pool.free_count == 40
+    ends.join()
 
 
 def test_calls_queued_after_a_failing_call_are_not_tried(served: Make, store: StoredObjects) -> None:
