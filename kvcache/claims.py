@@ -192,7 +192,7 @@ class Claims:
         if rows != self.places:
             odd = min(request_id for request_id, _ in rows.items() ^ self.places.items())
             raise InvariantError(
-                f"request {odd!r}: is claimed at place {self.places.get(odd)}, but the replicas have {rows.get(odd)}"
+                f"request {odd!r}: is claimed at place {self.places.get(odd)}, but at {rows.get(odd)} in the replicas"
             )
         if {_key(context): place for place, context in self._contexts.items()} != self.bound:
             raise InvariantError(
@@ -205,7 +205,7 @@ class Claims:
     def _place(self, request_id: RequestID, call: str) -> int:
         try:
             return self.places[request_id]
-        except (KeyError, TypeError):  # an id that is not a string may not be hashable
+        except (KeyError, TypeError):  # TypeError: an id that is not a string may not be hashable
             raise UnknownRequestError(
                 f"request {shown(request_id)}: {call}: the request was never claimed, or was released"
             ) from None

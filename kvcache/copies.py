@@ -166,7 +166,7 @@ class _Mark:
     """A point in a device's work, recorded right after a copy. When the device gets there, the copy has ended."""
 
     def __init__(self, side: Any, main: Callable[[], Any]) -> None:
-        self.event: Any = torch.cuda.Event()  # pyright: ignore[reportUnknownMemberType] - torch's has no types
+        self.event: Any = torch.cuda.Event()  # pyright: ignore[reportUnknownMemberType] - the type stubs of torch lack it
         self.event.record(side)
         self.main = main
 
@@ -232,7 +232,7 @@ class PageMover:
         self._slots = [slots.view(pages.dtype) for pages, slots in rows]
         self._stream = stream
         self._sides: dict[torch.device, Any] = {
-            device: torch.cuda.Stream(device)  # pyright: ignore[reportUnknownMemberType] - as above
+            device: torch.cuda.Stream(device)  # pyright: ignore[reportUnknownMemberType] - the type stubs of torch lack it
             for device in {pages.device for pages in self._pages if pages.is_cuda}
         }
 

@@ -629,9 +629,9 @@ def _check_row(replica: Replica, row: int) -> None:
         raise InvariantError(f"request {request_id!r}: has page numbers after its last page {end}")
     if committed > end or not pool.index.published[replica.tables.pages(row, committed)].all():
         raise InvariantError(f"request {request_id!r}: not all of its {committed} committed pages are published")
-    # A page after the committed ones may be published for three reasons. A fork may have published pages that it shares
-    # with this row. With several tables, a pending import may have found more pages in the first table than in all
-    # tables. A row may have published pages after a page from a lower tier.
+    # A page after the committed pages may be published for three reasons. A fork may have published pages that it
+    # shares with this row. With several tables, a pending import may have found more pages in the first table than in
+    # all tables. A row may have published pages after a page from a lower tier.
     alone = pool.holders[pages[committed:]] == 1
     found = not replica.tables.is_plain or replica.tier.keeps
     if not found and (pool.index.published[pages[committed:]] & alone).any():

@@ -71,7 +71,7 @@ class HintedOrder(EvictionOrder):
         self._older: dict[int, LruOrder] = {}  # by kind of hint
         self._settled = np.zeros(num_pages + 1, np.bool_)  # for each page, whether it is in `_older`
         self._since = np.zeros(num_pages + 1, np.int64)  # the position of each page of `_older` in the LRU order
-        # By page: the time at which its hint expires. Read only for kinds of hints with a time to live.
+        # For each page, the time at which its hint expires. Read only for kinds of hints with a time to live.
         self._expires: Times = np.zeros(num_pages + 1)
         self._places = 0
         # How many pages of `_older` were renewed and have not been replaced yet. When pages move to `_older` next, this
@@ -331,7 +331,7 @@ class HintedBaseline:
         self._order = HintedOrder(most, LruOrder(most), share=share)
         self._most = most
         self._room = most  # how many pages the sample may keep, as of the last visit
-        self._ids: dict[int, int] = {}  # by word, the id that stands for the page
+        self._ids: dict[int, int] = {}  # for each word, the id that stands for the page
         self._words = np.zeros(most + 1, np.uint64)  # by id, the word
         self._free = [*range(most, 0, -1)]
 

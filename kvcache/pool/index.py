@@ -178,7 +178,7 @@ class PrefixIndex:
         for page in linked[found != linked][:1]:
             raise InvariantError(f"page {page} is published, but its digest finds page {found[linked == page][0]}")
         for page in linked[self._links[self._before[linked]] != linked][:1]:
-            raise InvariantError(f"page {page} is published, but the link before it is not {self._before[page]}")
+            raise InvariantError(f"page {page} is published, but link {self._before[page]} does not point to it")
         steps = 0
         current = self._links[self._first :]
         while (current := current[current != NO_PAGE]).size:
@@ -187,7 +187,7 @@ class PrefixIndex:
                 break
             current = self._links[current]
         if steps != len(linked):
-            raise InvariantError(f"{len(linked)} pages are published, but the chains link {steps}")
+            raise InvariantError(f"{len(linked)} pages are published, but the chains have {steps} pages")
 
     def _find(self, digests: Digests, buckets: Buckets) -> Pages:
         found = np.zeros(len(digests), np.int32)

@@ -170,7 +170,7 @@ class LruOrder(EvictionOrder):
 
     def positions(self, pages: Indices) -> Indices:
         chunks = list(self.chunks)
-        # Absent pages have the stamp -1, which selects the last element.
+        # A page that is not in the order has the stamp -1, which selects the last element of `places`.
         places = np.full(len(self._live) + 1, -1, np.int64)
         places[chunks] = np.arange(len(chunks)) * CHUNK
         stamps = self._stamp[pages]

@@ -69,8 +69,8 @@ class CheckedOrder(OverOrder):
         self._name = f"eviction order {type(order).__name__}"
         if self.count != 0:
             raise InvalidParamsError(f"{self._name} starts with {self.count!r:.100} pages: it must start empty")
-        # By page: whether it is idle. The first entry (the null page) and the last entry are always False. The last
-        # entry stands for all page numbers that are too large.
+        # For each page, whether it is idle. The first entry (the null page) and the last entry are always False. The
+        # last entry stands for all page numbers that are too large.
         self._idle = np.zeros(num_pages + 2, np.bool_)
 
     def append(self, pages: Pages | Indices) -> None:

@@ -184,7 +184,7 @@ class SlabPool(PagePool):
             raise InvariantError(f"page {page} is fresh, but was used at {self._used[page]}")
         for page in fresh[self._place[fresh] != self._bottom + np.arange(len(fresh))][:1]:
             raise InvariantError(
-                f"page {page} is fresh, but the stack does not have it at its place {self._place[page]}"
+                f"page {page} is fresh, but the stack has another page at the index {self._place[page]}"
             )
         for slab in range(1, self.num_slabs + 1):
             if self._ages[slab] > self._age_of(slab):

@@ -125,7 +125,7 @@ class ImportBook:
         self.to_give_back: set[int] = set()
         # open imports, and cancelled imports to whose pages a copier may still write
         self.each: list[PendingImport] = []
-        self.of_row: dict[int, PendingImport] = {}  # by row: the pending import of its request
+        self.of_row: dict[int, PendingImport] = {}  # for each row, the pending import of its request
         # the copier of each import for which `make_copier` was called
         self.copiers: dict[PendingImport, ImportCopier] = {}
         # For each row whose import was cancelled, how many tokens of its request the metrics had counted at that time.
@@ -246,7 +246,9 @@ class ImportBook:
                 raise InvariantError(f"request {pending.request_id!r}: its import is closed, but still has its pages")
         for row in self.to_give_back:
             if self._rows.request_ids[row] is None or self._rows.capacity.item(row) >= 0:
-                raise InvariantError(f"row {row} may run in the pages of a cancelled import, which others may share")
+                raise InvariantError(
+                    f"row {row} may run in the pages of a cancelled import, which other requests may share"
+                )
         for row, pending in self.of_row.items():
             if pending not in self.each or self._rows.request_ids[row] != pending.request_id:
                 raise InvariantError(f"row {row} waits for an import of {pending.request_id!r} that is not its own")

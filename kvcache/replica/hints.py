@@ -275,7 +275,7 @@ class ReplicaHints(PageReader):
             baseline.touch(pool.index.words_of(sampled[used]))
 
     def _follow_hints(self) -> None:
-        """Let pages and states be evicted according to hints, unless they already are."""
+        """Begin to evict pages and states according to hints, unless this has begun already."""
         pool = self._pool
         if pool.idle.by_age:
             pool.follow(HintedOrder(pool.num_pages, pool.idle))

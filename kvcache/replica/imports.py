@@ -504,7 +504,7 @@ def finish_import(
     """
     _check_open(replica, row, context, pending, "commit_import")
     _check_proof(replica, pending, proof, "commit_import")
-    # a local prefix hit may cover more tokens than the table
+    # the request's own prefix hit may cover more tokens than the table
     there = max(pending.num_tokens, replica.rows.counted.item(row))
     if context.start_idx > there:
         raise replica.counter.ahead(row, context.start_idx, there)

@@ -55,18 +55,18 @@ class PageLeases:
     """The open leases of one replica, and the pages that each of them holds."""
 
     def __init__(self, pool: PagePool, rows: BlockRows) -> None:
-        # By claimed row: the leases of its request. A row without leases has no entry, and costs nothing.
+        # For each claimed row, the leases of its request. A row without leases has no entry, and costs nothing.
         self.of_row: dict[int, list[PageLease]] = {}
-        # by row: the number of tokens whose pages readers may know
+        # for each row, the number of tokens whose pages readers may know
         self.told = np.zeros(len(rows.request_ids), np.int64)
-        # By row: the lowest token at which a reader may continue. Readers know the pages that a query at this token
-        # sees in tables with windows.
+        # For each row, the lowest token at which a reader may continue. Readers know the pages that a query at this
+        # token sees in tables with windows.
         self.kept = np.full(len(rows.request_ids), _NEVER, np.int64)
         self._pool = pool
         self._rows = rows
-        # By lease: the pages that the lease itself holds, in addition to those that its row still holds.
+        # For each lease, the pages that the lease itself holds, in addition to the pages that its row still holds.
         self._held: dict[PageLease, list[HeldPages]] = {}
-        self._row_of: dict[PageLease, int] = {}  # the row of each lease whose request is still claimed
+        self._row_of: dict[PageLease, int] = {}  # for each lease whose request is still claimed, the request's row
 
     def __contains__(self, lease: PageLease) -> bool:
         return lease in self._held
@@ -218,7 +218,7 @@ class PageLeases:
     def check(self) -> None:
         booked = [(lease, row) for row, leases in self.of_row.items() for lease in leases]
         if len(booked) != len(self._row_of) or any(self._row_of.get(lease) != row for lease, row in booked):
-            raise InvariantError(f"leases are recorded with rows {booked}, but name rows {self._row_of}")
+            raise InvariantError(f"leases are recorded with rows {booked}, but by lease with rows {self._row_of}")
         for row in self.told.nonzero()[0].tolist():
             if row not in self.of_row:
                 raise InvariantError(f"row {row} has no lease, but {self.told[row]} of its tokens count as leased")

@@ -72,8 +72,8 @@ class Replica:
         one = tables.kinds == ("full",)
         self.imports = ImportBook(self.pool, rows, self.mark, shares_ahead=not one)
         self.leases = PageLeases(self.pool, rows)
-        # By row: the hashers of contexts that cannot carry them, and the salt and keys of the request's pages. The key
-        # `None` stands for a request without a row. It never has an entry.
+        # For each row, the hasher of a context that cannot carry it, and the salt and keys of the request's pages. The
+        # key `None` stands for a request without a row. It never has an entry.
         self._hashers: dict[int | None, PrefixHasher] = {}
         self._named: dict[int | None, tuple[str | None, ExtraKeys]] = {}
         self.counter = PromptCounter(rows)

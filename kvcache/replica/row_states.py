@@ -174,7 +174,7 @@ class RowStates:
     # ---- reservations and steps
 
     def planned(self, row: int, context: SafeContext, plan: Reservation) -> Reservation:
-        """Returns the reservation with a shorter chunk if a state must be kept within the chunk."""
+        """Returns `plan`, with a shorter chunk if a state must be kept after a token within the chunk."""
         if not self._caching:
             return plan
         start, active, of_prompt = plan.start, plan.active, self._stops[row]

@@ -257,7 +257,7 @@ class StatePages:
         return self.below.answers != before  # an answer came during this call, so the caller should ask again
 
     def bring_newest(self, digests: Digests, *, wait: bool) -> bool:
-        """Load the latest state that a tier below the host has into the host.
+        """Load into host memory the latest state that a tier below the host has.
 
         Does nothing if the device or the host has a later state. If the state cannot be read, the state before it is
         tried, and so on. Returns whether a state is on its way. With `wait`, waits a while for the state, but not for
@@ -379,8 +379,8 @@ class StatePages:
         absent, slots = self.pool.index.find(digest)[0] == NO_PAGE, self.below.slots(digest)
         if not absent or not slots.all():
             return False
-        # Making room may evict a state from the device, and this state is then stored in the host. It must not get
-        # these slots.
+        # Making room may evict a state from the device, and this state is then stored in the host. The evicted state
+        # must not get the slots of the state that is copied here.
         self.below.hold(slots)
         if not self.pool.make_room(moving=False):
             self.below.drop(slots)
@@ -554,7 +554,7 @@ class StatePages:
     def _all_run_on(self, pages: NDArray[np.int64], tokens: Sequence[int]) -> bool:
         """Whether it is certain that `pages_at` accepts all requests. A quick test for steps of many requests."""
         has = self._tokens[pages]
-        # Leases may forbid overwriting these states. They are rare, so they are tested one by one.
+        # A lease may forbid overwriting a state. This is rare, so such states are tested one by one.
         told = (has > 0) & (has == self._told[pages])
         return not np.count_nonzero((has != tokens) | (self.pool.writers[pages] > 0) | told)
 
@@ -623,7 +623,7 @@ class StatePages:
         self.drafts.check(self._page_of)
         if not self._passing.keys() <= self._page_of.keys():
             raise InvariantError(
-                "these requests have a copy that their next copy replaces, but not all of them have a page: "
+                "some of these requests have a copy that the next copy replaces, but no state page: "
                 f"{sorted(self._passing)}"
             )
 

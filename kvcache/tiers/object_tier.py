@@ -46,7 +46,8 @@ _TRY_S = 30.0
 _WEIGHT = 0.25  # the weight of the newest value in a running average
 MEMORY_BYTES = 16 << 20  # in bytes: how much a thread moves in one call, unless a single object is larger
 _FIRST_EPOCH = "0" * 16  # the epoch of a namespace that was never reset
-_ABSENT_S = 10.0  # in seconds: how long an object is assumed to be absent after the store has said so
+# in seconds: how long an object is assumed to be absent after the store has answered that it is absent
+_ABSENT_S = 10.0
 _LONGEST_FLUSH_S = 10.0
 _MOST_KNOWN = 1 << 16  # the largest number of objects for which the tier remembers whether they exist
 MOST_ASKED = 256  # the largest number of objects of one block table in a question to the store

@@ -56,7 +56,8 @@ class Followed:
                 f"snapshot {look.number} has only the changes since {look.base}, but {self.look.number} came last"
             )
         if len(frames) != 1 + 2 * len(look.pools):
-            raise WatchError(f"a snapshot of {len(look.pools)} pools came in {len(frames)} frames")
+            needed = 1 + 2 * len(look.pools)
+            raise WatchError(f"a snapshot of {len(look.pools)} pools came in {len(frames)} frames: {needed} are needed")
         parts = [_changes(look, at, frames, self.cells) for at in range(len(look.pools))]
         for pool, (pages, cells) in zip(look.pools, parts, strict=True):
             if pages.size:

@@ -56,5 +56,5 @@ def test_a_chain_that_has_no_end_is_named() -> None:
     index._links[1:4] = np.roll(np.arange(1, 4), -1)  # pyright: ignore[reportPrivateUsage]
     index._heads[0] = 1  # pyright: ignore[reportPrivateUsage]
     index._before[[2, 3, 1]] = 1, 2, 3  # pyright: ignore[reportPrivateUsage]
-    with pytest.raises(InvariantError, match="3 pages are published, but the chains link 4"):
+    with pytest.raises(InvariantError, match="3 pages are published, but the chains have 4"):
         index.check()
