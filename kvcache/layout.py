@@ -31,7 +31,7 @@ class PageLayout(msgspec.Struct, frozen=True, omit_defaults=True, tag="page_layo
     transfer between different tensor-parallel splits still copies one run per page.
 
     If values are quantised, their scales follow them in the page, as a dense box in the same order. `scales` describes
-    that box. It has fewer tokens, heads or dims than the values if several of these share a scale.
+    that box. It has fewer tokens, heads or dims than the values if several values share a scale.
     """
 
     dtype: str  # the element type, as torch spells it ("bfloat16")

@@ -188,7 +188,7 @@ class Replicas:
 
     @property
     def is_loading(self) -> bool:
-        """Whether pages are held for copies from host memory. The copies may already have ended."""
+        """Whether pages are held for copies from host memory. They are held until `take_up` handles the copies' end."""
         return any(tiers.is_loading for tiers in self._all_tiers)
 
     def take_up(self) -> None:

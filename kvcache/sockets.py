@@ -522,7 +522,7 @@ class BoundSocket(zmq.Socket[bytes]):
         return self._gate.address
 
     def listen(self, what: str, address: str, limits: Limits | None) -> None:
-        """Bind the socket. `limits` are those of its gate; None if it needs no gate, because strangers cannot reach it.
+        """Bind the socket. `limits` are the limits of its gate; None if it needs no gate, because strangers cannot connect.
 
         Raises `ZMQError` if the address cannot be bound.
         """

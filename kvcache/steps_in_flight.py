@@ -119,7 +119,7 @@ class StepsInFlight:
             pool = place.replica.pool
             if len(pool.parked) != len(self.open):
                 raise InvariantError(
-                    f"{len(self.open)} steps are in flight, but pages are parked for {len(pool.parked)}"
+                    f"{len(self.open)} steps are in flight, but pages are parked for {len(pool.parked)} steps"
                 )
             for step in self.open:
                 pages = place.step_tables(step.number)[0].pages()

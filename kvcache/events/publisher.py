@@ -270,7 +270,7 @@ class _Worker:
             self._lost = True  # set after the entries are dropped, so that no dropped entry gets into the new book
 
     def agree(self, indexes: Sequence[Watched]) -> None:
-        """Apply the whole log. Then apply the differences between the book and the indexes. The loop calls this."""
+        """Apply the whole log to the book, and then the differences between book and indexes. Called by the loop."""
         with self._applying:
             self._untold += self._apply(self._take(len(self._log.entries)))
             for index, source, tables in indexes:

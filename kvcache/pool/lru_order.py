@@ -186,7 +186,7 @@ class LruOrder(EvictionOrder):
         if not len(found) == counts == self._live.sum() or not np.array_equal(np.sort(found), stamped):
             raise InvariantError(
                 f"idle order: its entries name {len(found)} pages, {len(stamped)} pages name an entry, the orders "
-                f"count {counts} pages and the chunks {self._live.sum()}: all four must be the same pages"
+                f"count {counts} pages and the chunks {self._live.sum()}: these must be the same pages"
             )
         used = [chunk for order in self._family for chunk in order.chunks]
         if sorted(used + self._spare) != list(range(len(self._live))):

@@ -188,7 +188,7 @@ class Batch(Gathered, Sequence[Context]):
         self._log = np.zeros((page_size + _STEPS_KEPT, len(contexts)), np.int32)
         self._hashers: dict[int, PrefixHasher] = {}  # by place
         self.checked_at = -1  # the manager's count of releases when the batch's claims were last checked
-        # The contexts of class `TextContext`. The batch advances its contexts together only if all of them are of this
+        # The contexts of class `TextContext`. The batch advances its contexts together only if all contexts are of this
         # class.
         self._own = [context for context in contexts if isinstance(context, TextContext)]
         super().__init__(tuple(contexts), replicas, rows, places)

@@ -308,7 +308,7 @@ class TextContext:
         self.leave()
         if self._flight is None:
             raise InvalidRequestError(
-                f"request {self.request_id!r}: realize_future_token was called, but no future token is outstanding"
+                f"request {self.request_id!r}: realize_future_token was called, but the request has no future token"
             )
         if self._buffer[self._end - 1] == FUTURE_TOKEN:
             self._buffer[self._end - 1] = self._checked_token(token)

@@ -212,7 +212,7 @@ def _advanced(
 
 
 def data_parallel_splits(replicas: Ints, count: int) -> torch.Tensor:
-    """Returns 0, followed by the end of each replica's requests in the batch.
+    """Returns 0, and for each replica the index after its last request in the batch.
 
     `replicas` has the replica of each request.
     """

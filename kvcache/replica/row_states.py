@@ -179,7 +179,7 @@ class RowStates:
             return plan
         start, active, of_prompt = plan.start, plan.active, self._stops[row]
         # A chunk of one token has not looked up its prefix, unless it is the first chunk of its request. In that case
-        # `cached` is set. It is also set if a fork decodes.
+        # `cached` is set. `cached` is also set if a fork decodes.
         if not of_prompt and (plan.cached or active - start > 1):
             last, size = context.end_idx - 1, self._rows.page_size
             of_prompt = (plan.reached * size, last - last % size)

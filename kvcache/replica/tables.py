@@ -42,7 +42,7 @@ DigestsTo = Callable[[int], Digests]
 
 
 class RowTables:
-    """The block tables of one replica, for one or several groups of layers. The arrays are those of `rows`.
+    """The block tables of one replica, for one or several groups of layers. Uses the arrays of `rows`.
 
     For a single table of full attention, `OneTable` does the same in less time.
     """
@@ -473,7 +473,7 @@ class RowTables:
         state, published = self._rows, self._rows.committed[rows]
         of_row, width = self._leases.of_row, state.width
         leased = [at for at, row in enumerate(rows.tolist()) if row in of_row] if of_row else []
-        found: list[tuple[Ints, Pages]] = []  # each page, and its position in the order of freeing
+        found: list[tuple[Ints, Pages]] = []  # the pages to free, and the position of each page in the order of freeing
         for firsts, (group, tables) in zip(state.firsts, self.groups, strict=True):
             if group.keeps_all:
                 continue

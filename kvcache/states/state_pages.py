@@ -29,7 +29,7 @@ from kvcache.under_way import UnderWay
 
 Counts = NDArray[np.int64]
 """A number for each page of a pool."""
-NO_STATE: Digests = np.zeros((0, 1), np.uint64)  # the digest of a request that resumes from no cached state
+NO_STATE: Digests = np.zeros((0, 1), np.uint64)  # takes the place of a digest if a request resumes from no cached state
 _LOOKED_AT = 128  # how many pages of a prompt are searched at a time for the newest state
 
 

@@ -77,7 +77,7 @@ FileRefusals = Counter[FileRefusal]
 class SystemIO:
     """Reads and writes files with preadv and pwritev.
 
-    In `benchmarks.tiers` this was at least as fast as NIXL's POSIX plugin with each of its queues.
+    In `benchmarks.tiers`, `SystemIO` was at least as fast as NIXL's POSIX plugin with each of its queues.
     """
 
     def write(self, file: int, parts: Sequence[Part], offset: int) -> None:

@@ -160,7 +160,7 @@ class _WatchThread:
         started = time.thread_time()
         book.update()
         book.check = self.checked
-        made: dict[int, list[Any]] = {}  # the frames to send, by the number of the last snapshot that the watcher has
+        made: dict[int, list[Any]] = {}  # for each number of a watcher's last snapshot, the frames to send
         waiting = [(sender, watcher) for sender, watcher in self._watchers.items() if watcher.asked is not None]
         for sender, watcher in sorted(waiting, key=lambda one: one[1].answered_at):
             ask, watcher.asked = watcher.asked, None

@@ -555,7 +555,7 @@ def test_no_other_update_is_accepted_before_a_future_token_is_realized(call: Cal
 def test_realizing_an_invalid_or_unexpected_token_is_refused() -> None:
     context = TextContext(range(5), 6, "r")
     with pytest.raises(
-        InvalidRequestError, match="'r': realize_future_token was called, but no future token is outstanding"
+        InvalidRequestError, match="'r': realize_future_token was called, but the request has no future token"
     ):
         context.realize_future_token(3)
     context.update_with_future_token()
