@@ -522,7 +522,7 @@ class BoundSocket(zmq.Socket[bytes]):
         return self._gate.address
 
     def listen(self, what: str, address: str, limits: Limits | None) -> None:
-        """Bind the socket. `limits` are the limits of its gate; None if it needs no gate, because strangers cannot connect.
+        """Bind the socket. `limits` are the limits of its gate, or None if strangers cannot reach the address.
 
         Raises `ZMQError` if the address cannot be bound.
         """
