@@ -10,12 +10,13 @@ The table lists each task of a scheduler and the method that performs it:
     abort     `Pages.release`, at any time; with an import pending also `PulledPages.cancel_import`, at any time
     offer     `PageExchange.offer`                                        a lease over what a request computes
     accept    `PageExchange.open_pull`, `PageExchange.read`               a read of the pages that a peer offered
-    poll      `PageExchange.poll`                                         the outcome of both
+    poll      `PageExchange.poll`                                         their outcomes
 
 `ServingLoop` needs `Pages`; `OverlappedLoop` needs `PagesAhead`; `PrefillScheduler` and `DecodeScheduler` need
-`PulledPages`. A manager implements all three. Each end of a transfer is a `PageExchange` (`transfer.pull.exchange`). An
-engine that owns its pages (SGLang) has no use for `Pages`: its adapter follows the engine's own interface.
-`tests/scheduler_adapters/contract.py` states the rules that every adapter must keep, however it is built.
+`PulledPages`. A manager implements all three protocols. Each end of a transfer is a `PageExchange`
+(`transfer.pull.exchange`). An engine that owns its pages (SGLang) has no use for `Pages`: its adapter follows the
+engine's own interface. `tests/scheduler_adapters/contract.py` states the rules that every adapter must keep, however it
+is built.
 
 One thread, the scheduler's, makes all of these calls. Every error is a `KVCacheError` and leaves the state unchanged.
 `PagedKVCacheManager` documents the arguments, results and errors of each call. The docstrings here say only what a
@@ -203,7 +204,7 @@ class PulledPages(Pages, Protocol):
         ...
 
     def extend_import(self, context: Context, pending: PendingImport, table: BlockTable, *, last: bool) -> PageCopy:
-        """Adds the pages that the source has computed since to a `partial` import. Returns the pages to read now."""
+        """Adds the pages that the source has computed by now to a `partial` import. Returns the pages to read now."""
         ...
 
     def commit_import(self, context: Context, pending: PendingImport, proof: ImportProof | None = None) -> None:

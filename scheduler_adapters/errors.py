@@ -47,7 +47,7 @@ class ServiceError(AdapterError, RuntimeError):
 
 
 class RefusedError(ServiceError):
-    """A process takes no new request because it drains or is full. Another process may take it, or this one later."""
+    """A process refuses a new request because it drains or is full. The request can be sent again later."""
 
 
 class MessageError(ServiceError, ValueError):

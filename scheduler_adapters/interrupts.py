@@ -31,10 +31,10 @@ class Interrupted(KeyboardInterrupt):
 def raised() -> Generator[None]:
     """A `with` block in which signals raise `Interrupted` in the main thread. An ignored signal stays ignored.
 
-    A second signal within ten seconds has no effect, because the command is still handling the first one. Python
-    discards exceptions that are raised in a finalizer or a garbage collector callback; in that case the signal is sent
-    again. If Python wraps `Interrupted` in another exception, as it does in `__set_name__`, the block raises the
-    original.
+    A second signal within ten seconds has no effect, because the command is still handling the first signal. Python
+    discards an `Interrupted` that is raised in a finalizer or in a callback of the garbage collector. The signal is
+    then sent again. Python wraps an `Interrupted` that is raised in `__set_name__` in another exception. The block then
+    raises the original `Interrupted`.
     """
     obeyed, hook = float("-inf"), sys.unraisablehook
 

@@ -182,7 +182,7 @@ class ServingLoop(Generic[PagesT_co]):
     def free(self, request_id: str) -> None:
         """Gives back the pages of an ended request with `hold_pages`. Raises `UnknownRequestError` if it holds none."""
         if request_id not in self._held:
-            raise UnknownRequestError(f"request {request_id!r} is not one that holds pages after its end")
+            raise UnknownRequestError(f"request {request_id!r} holds no pages after its end")
         self._held.remove(request_id)
         self.manager.release(request_id)
 
@@ -199,8 +199,8 @@ class ServingLoop(Generic[PagesT_co]):
     def meet(self, request_id: str, token: int) -> None:
         """Reports that pages of a running prompt have been pulled from a peer, or soon will be.
 
-        These pages begin at token `token`. A chunk that would run past that token ends there. The chunk after it finds
-        those pages in the cache that have arrived by then.
+        These pages begin at token `token`. A chunk that would run past that token ends at the token. The next chunk
+        finds the pages that have arrived by then in the cache.
         """
         entry = self._running.get(request_id)
         if entry is not None:
@@ -256,7 +256,7 @@ class ServingLoop(Generic[PagesT_co]):
     def _preempt(self, entry: Entry) -> None:
         """Releases a running request and puts it first in the queue.
 
-        When the request is readmitted, it finds those of its pages that are still in the cache.
+        When the request is admitted again, it uses its pages that are still in the cache.
         """
         # The preempted request is not admitted again in this step. It needs as many pages as it gave back, and an older
         # request has already taken some of these.
@@ -299,10 +299,11 @@ class ServingLoop(Generic[PagesT_co]):
     def _claim(self, entry: Entry) -> bool:
         """Takes a row and pages for a waiting request.
 
-        Returns False and takes nothing if there are too few of either.
+        Returns False and takes nothing if no row is free, or too few pages are free.
         """
         context = entry.context
-        # with windows, only the first chunk gets pages; after a preemption, chunks begin with the first token again
+        # With windows, a request gets pages only for its first chunk. After a preemption, chunks begin with the first
+        # token again.
         if self._has_windows:
             context.set_token_indices(start_idx=0, active_idx=min(context.end_idx, self.token_budget))
         if self._admission is not None and not self._admission(context).fits:
@@ -321,7 +322,7 @@ class ServingLoop(Generic[PagesT_co]):
         return reserved
 
     def _choose_chunk(self, entry: Entry) -> None:
-        """Limits the part of a prompt that runs in one step. Pages are reserved only for that part."""
+        """With windows, limits the part of a prompt that runs in one step. Pages are reserved only for this part."""
         context = entry.context
         if self._has_windows and context.active_length > 1:
             # A chunk has at least two tokens: a single token would count as a decode step, which looks up no cached
@@ -378,10 +379,10 @@ class ServingLoop(Generic[PagesT_co]):
 
 
 def plan_chunks(pending: Sequence[int], budget: int) -> list[int]:
-    """Returns how many tokens each running request runs in this step: 0 to its `pending` tokens, oldest first.
+    """Returns how many of its `pending` tokens each running request runs in this step. The oldest request comes first.
 
     A request with 1 pending token decodes, and always runs. Prompts share the rest of the budget, and together get at
-    least one token, so that a prompt makes progress behind any number of decodes.
+    least one token. A prompt therefore makes progress however many requests decode.
     """
     left = max(1, budget - sum(count == 1 for count in pending))
     counts: list[int] = []

@@ -2,8 +2,8 @@
 
 Each step performs these actions, in this order:
 
-    plan      the next step: reserve and admit while the model runs; a future token stands in for an unknown one
-    wait      for the tokens of the running step; they replace the future ones
+    plan      the next step: reserve and admit while the model runs; a future token stands for an unknown token
+    wait      for the tokens of the running step; they replace the future tokens
     launch    the next step
     finish    publish, release and report the results of the previous step, while the model runs
 
@@ -98,7 +98,7 @@ class ThreadedRunner:
         return self.runner.run(batch, inputs)
 
     def launch(self, batches: Sequence[RunBatch]) -> Future[list[int]]:
-        """Runs in the thread, one step at a time."""
+        """Runs the batches in the thread, after all batches that were launched before."""
         tokens = self._thread.submit(self._run, batches)
         # Wait until the thread has begun. Otherwise it would get the GIL only when the caller waits for the tokens.
         self._started.acquire()
@@ -176,13 +176,13 @@ class OverlappedLoop(ServingLoop[PagesAheadT_co]):
                 if not self.manager.maybe_reserve(entry.context):
                     return False
             except (PromptTooLongError, SequenceTooLongError):
-                return False  # a later step, planned while no step is in flight, reports the failure
+                return False  # a later step that is planned while no step is in flight reports the failure
         return True
 
     def _going(self) -> list[Entry]:
-        """Returns the running requests whose length limit lets them continue after the pending token.
+        """Returns the running requests whose length limit allows another token after the pending token.
 
-        The pending token may still turn out to be an end-of-sequence token.
+        Such a request still ends if the pending token turns out to be an end-of-sequence token.
         """
         return [
             entry
@@ -247,7 +247,7 @@ class OverlappedLoop(ServingLoop[PagesAheadT_co]):
         return [self._output(ran.entries[at], tokens[at], ran.lengths[at]) for at in places if ran.yields[at]]
 
     def _give_up(self, ran: _Planned) -> None:
-        """Aborts the requests of a step whose model failed, and drops the step planned behind it."""
+        """Aborts the requests of a step in which the model failed. Drops the step that was planned after it."""
         self._end_steps()
         for entry in ran.entries:
             if self._running.get(entry.request.request_id) is entry:

@@ -85,7 +85,7 @@ def make_app(frontend: Frontend, served: ServedModel) -> Starlette:
 
 
 async def _answered(frontend: Frontend, served: ServedModel, kind: RequestKind, request: Request) -> Response:
-    """Has a request answered by the process that its path names. If the path names none, the front chooses one."""
+    """Answers a request by the process that its path names. If the path names no process, the front chooses one."""
     data = await _body(request)
     asked = await asyncio.to_thread(read_request, kind, data, served)  # tokenizing a long text would block the loop
     submit = _submit(asked, room_for(asked, frontend.capacity), request.headers.get("traceparent", ""))
@@ -116,13 +116,16 @@ def _process(frontend: Frontend, request: Request) -> msg.Ready:
 
 
 def _prefilled_later(asked: ClientRequest, name: str, answer: Answer) -> Json:
-    """Returns the answer for a router that has chosen a prefill process. Prefill starts later, when decode asks it."""
+    """Returns the answer for a router that has chosen a prefill process.
+
+    The prefill process computes the prompt later, when the decode process asks it.
+    """
     if not asked.transfer.get("do_remote_decode"):
         reason = f"{name!r} is a prefill process: it computes prompts for decode processes (do_remote_decode)"
         raise OpenAIError(reason, param="kv_transfer_params")
     answer.add((), "length", 0)
     whole = answer.whole()
-    # It is not known yet how many tokens are cached, and the router would pass the number to its client.
+    # The number of cached tokens is not known yet, and the router would pass the present number to its client.
     del whole["usage"]["prompt_tokens_details"]
     named = {_SOURCES: asked.transfer[_SOURCES]} if _SOURCES in asked.transfer else {}
     return whole | {"kv_transfer_params": {"do_remote_prefill": True, _PREFILL: name, **named}}

@@ -113,8 +113,8 @@ class Frontend:
 
     Args:
         socket: a bound ROUTER (`sockets.bind_router`), to which the processes connect.
-        placement: chooses prefill processes. With None, each decode process chooses: it guesses what a prefill process
-            has cached from the prompts that it has sent to that process.
+        placement: chooses the prefill process of each request. With None, the decode process chooses it. It guesses
+            what a prefill process has cached from the prompts that it has sent there.
         keyring: keys of the fleet; None if it has none.
 
     Attributes:
@@ -231,7 +231,7 @@ class Frontend:
                     if news.finished == "error":
                         if not news.elsewhere:
                             raise ServiceError(news.error)
-                        # a lost process is not added, because a new process may come under its name
+                        # a lost process is not added, because a new process may get the same name
                         if attempt.name in self.members:
                             refused.add(attempt.name)
                         reasons.append(news.error)
@@ -239,7 +239,8 @@ class Frontend:
                         break
                     if self._placement is not None and not pulled:
                         await (self._placement.over if emitted else self._placement.prefilled)(request_id)
-                        pulled = bool(emitted)  # decode sends a token of its own only when it has read the pages
+                        # after the first token, decode sends tokens only when it has read the pages
+                        pulled = bool(emitted)
                     emitted += news.tokens
                     yield news
                     if news.finished:
@@ -351,7 +352,7 @@ class Frontend:
     def _send(self, name: str, message: msg.FromFrontend) -> bool:
         """Sends a message to a process. Returns whether it was sent.
 
-        A process that is unreachable counts as lost. One whose queue is full does not.
+        An unreachable process counts as lost. A process whose queue is full does not count as lost.
         """
         try:
             self._socket.send_multipart([name.encode(), msg.encode(message)], zmq.NOBLOCK)

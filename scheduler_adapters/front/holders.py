@@ -1,9 +1,9 @@
 """Tracks which pages each process has cached, from its KV events, to choose the sources (`kv_sources`) of a request.
 
 Only the low eight bytes of each digest are kept, so the tracker can name a wrong source. A wrong source costs one
-useless question: the process that is asked compares whole digests, and answers which of those pages it has. Unless
-every process publishes events, the front names no source, and decode guesses from the prompts that it has sent to each
-process.
+useless question: the asked process compares whole digests, and answers which of the pages it has. If a process
+publishes no events, the front names no source. The decode process then guesses the sources from the prompts that it has
+sent to each prefill process.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ _decoder = msgspec.msgpack.Decoder(EventBatch)
 
 
 class PageSet:
-    """A set of pages, by the low 64 bits of their digests: a sorted array, and the changes since it was last sorted."""
+    """A set of pages, identified by the low 64 bits of their digests.
+
+    The set is a sorted array, and the pages that were added or removed since the array was sorted.
+    """
 
     def __init__(self, most: int = MOST_PAGES) -> None:
         self._most = most
@@ -185,10 +188,10 @@ class PageHolders:
         self._poll()
 
     def sources(self, prompt: Sequence[int], salt: str | None, prefill: str) -> msg.KVSources:
-        """Returns the processes that have more of a prompt cached than the process `prefill`, which computes it.
+        """Returns the processes that have more tokens of a prompt cached than `prefill`, which computes the prompt.
 
-        At most three are returned, those with the most tokens first. If `prefill` is empty, every process with cached
-        pages is eligible. Unless all processes publish events, none is returned.
+        Returns at most three processes, the process with the most cached tokens first. If `prefill` is empty, every
+        process with cached pages is eligible. Returns no process unless all processes publish events.
         """
         if not self._are_all:
             return ()

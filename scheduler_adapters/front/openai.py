@@ -184,7 +184,7 @@ def read_request(kind: RequestKind, data: bytes, served: ServedModel) -> ClientR
 
 
 def room_for(asked: ClientRequest, capacity: int) -> int:
-    """Returns how many tokens the request may generate. `capacity` limits its prompt and new tokens together.
+    """Returns how many tokens the request may generate. `capacity` is the limit on the sum of prompt and new tokens.
 
     Raises:
         OpenAIError: the prompt and the new tokens do not fit.
@@ -252,7 +252,7 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
-        self._from = 0  # start of the part that is decoded again; earlier tokens no longer affect later text
+        self._from = 0  # index of the first token that is decoded again; tokens before it no longer affect later text
         self._said = 0  # number of tokens whose text has been returned
 
     def add(self, tokens: Sequence[int], *, last: bool) -> str:

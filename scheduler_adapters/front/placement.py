@@ -14,7 +14,7 @@ from scheduler_adapters.service.messages import Ready
 
 log = logging.getLogger("pagewire.front")
 
-_MODEL = "pagewire"  # the model name for the service; every front can use this one, because it serves one model
+_MODEL = "pagewire"  # the model name that is passed to the service; any name suffices, because a front serves one model
 
 
 class InTurns:
@@ -83,7 +83,7 @@ class Selected:
                     "allowed_worker_ids": sorted(allowed),
                 }
             )
-        except self._refusal as error:  # for example, the process has just gone
+        except self._refusal as error:  # for example because the chosen process has just ended
             log.warning("request %r: Dynamo's choice of a prefill process cannot be used: %s", request_id, error)
             self._reserved.discard(request_id)
             return ""

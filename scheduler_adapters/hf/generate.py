@@ -30,10 +30,10 @@ _CHANGES_GREEDY: tuple[tuple[tuple[object, ...], tuple[str, ...]], ...] = (
 class PagedGenerator:
     """Generates for batches of prompts over the pages of a manager, with continuous batching and chunked prefill.
 
-    For each prompt the output equals that of the model's own `generate(do_sample=False)`, rounding aside. If the
-    manager caches prefixes, a call reuses the pages of earlier calls. Between calls the model is unchanged, so its own
-    `generate` works. Others may use the manager too; `hf.manager_for` makes a manager that fits a model. A step runs at
-    most `token_budget` tokens, but at least one for each request that decodes.
+    Except for rounding, the output for each prompt equals the output of the model's own `generate(do_sample=False)`. If
+    the manager caches prefixes, a call reuses the pages of earlier calls. Between calls the model is unchanged, so its
+    own `generate` works. The manager may have other users at the same time. `hf.manager_for` makes a manager that fits
+    a model. A step runs at most `token_budget` tokens, but at least one for each request that decodes.
 
     Raises `InvalidParamsError` if the manager's pages are for other layers, heads or element types. Raises
     `UnsupportedModelError` if the model cannot run over pages, or if its generation settings change greedy decoding in

@@ -114,8 +114,8 @@ class PagedBatch:
     ) -> torch.Tensor:
         """Returns the attention of `query`, `[tokens, heads, head_dim]`, over the pages of `layer`, in the same shape.
 
-        `seen` limits the tokens that a query sees; None means all. `sinks`, `[heads]`, are extra scores: each takes a
-        share of a query's attention but adds no value.
+        `seen` limits the tokens that a query sees; None means all tokens. `sinks`, `[heads]`, has an additional score
+        for each head. The score takes part in the softmax, but adds no value.
         """
         output = torch.empty_like(query)
         table, place = self.place_of(layer)
@@ -127,7 +127,10 @@ class PagedBatch:
     def attend_latents(
         self, layer: int, query: torch.Tensor, value_dim: int, scale: float, expand: Expand
     ) -> torch.Tensor:
-        """Like `attend`, for pages with latents, which `expand` turns into keys and values of `value_dim` elements."""
+        """Like `attend`, for pages with latents.
+
+        `expand` turns latents into keys and values. A value has `value_dim` elements.
+        """
         output = query.new_empty(*query.shape[:-1], value_dim)
         table, place = self.place_of(layer)
         for group in self._groups_of(table, None):
@@ -276,11 +279,11 @@ class PagedLatents:
         return latent, rotated
 
     def get_query_offset(self, layer_idx: int) -> int:  # noqa: ARG002  (of the interface)
-        """Required by the interface of cache objects. The result serves only to make masks, and none are made here."""
+        """Required by the interface of cache objects. Only masks depend on the result, and no masks are made here."""
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:  # noqa: ARG002
-        """Required by the interface of cache objects. The result serves only to make masks, and none are made here."""
+        """Required by the interface of cache objects. Only masks depend on the result, and no masks are made here."""
         return query_length, 0
 
 

@@ -72,7 +72,10 @@ def recurrent_layers_of(config: PretrainedConfig) -> list[int]:
 
 
 def groups_of(config: PretrainedConfig) -> tuple[LayerGroup, ...]:
-    """Returns the attention layers as layer groups, by their index in the cache; empty if they all keep every token."""
+    """Returns the layer groups of the attention layers. Empty if all attention layers keep every token.
+
+    A group names its layers by their index in the cache.
+    """
     text, layers = text_config_of(config), kv_layers_of(config)
     kinds, window = _kinds_of(config) or (), getattr(text, "sliding_window", None)
     alike = "sliding_attention" if window and text.model_type in _ALL_WINDOWS else "full_attention"
@@ -171,10 +174,10 @@ class PagedStates:
 
     Only `store` writes pages.
 
-    A recurrent layer either changes its state in place or passes a new one; this object accepts both. A pass that fails
-    has changed no page and can run again. `places` maps each recurrent layer's index in the model to its index among
-    the recurrent layers. `pages` is int64 `[requests]`, the state page of each request. `written` has the pages for the
-    new states, if these differ from `pages`.
+    A recurrent layer either changes its state in place, or passes a new state to this object. A pass that fails has
+    changed no page and can run again. `places` maps each recurrent layer's index in the model to its index among the
+    recurrent layers. `pages` is int64 `[requests]`, the state page of each request. `written` has the pages for the new
+    states, if these differ from `pages`.
     """
 
     def __init__(

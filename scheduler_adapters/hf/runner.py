@@ -70,8 +70,8 @@ class HFRunner:
 
     The model may be any causal model of `transformers` that uses the library's attention interface. The model attends
     over pages only during a call of the runner, so its own `generate` works between calls. Switching takes about 0.15
-    ms per call; to save that for a model with no other use, call `attend_over_pages` once. A hybrid model needs the
-    `states` of its manager, for all replicas.
+    ms per call. If the model has no other use, call `attend_over_pages` once to save this time. A hybrid model needs
+    the `states` of its manager, for all replicas.
 
     Runners in several threads, such as those of two overlapped loops, may share a model only after `attend_over_pages`.
     Otherwise one thread would switch the attention during a call of another thread, which then raises
@@ -110,7 +110,7 @@ class HFRunner:
         # In transformers, Mamba-1 layers continue from a state only if they are given a single token; with more tokens
         # they start over.
         self._one_by_one = STATE_FORMS.get(text_config_of(model.config).model_type) == "mamba1"
-        with paged_attention(model):  # this raises an error if the model ignores the interface
+        with paged_attention(model):  # entering this block raises an error if the model ignores the interface
             pass
 
     def run(self, batch: Sequence[RunTokens], inputs: Sequence[RaggedKVCacheInputs]) -> list[int]:
@@ -136,7 +136,8 @@ class HFRunner:
         `drafted` has the number of guesses of each request.
 
         Returns `drafted + 1` greedy tokens for each request: one for the position of each guess, and one after the last
-        guess. The leading guesses that equal these tokens are right, and the greedy token after them is the next token.
+        guess. The guesses are right up to the first one that differs from its greedy token. The greedy token at that
+        position, or after the last guess if none differs, is the next token.
         """
         found: list[int] = self.logits(batch, inputs, drafted).argmax(-1).cpu().numpy().tolist()
         ends = np.cumsum([count + 1 for count in drafted]).tolist()
@@ -191,9 +192,10 @@ class HFRunner:
         before: int,
         one_by_one: bool,
     ) -> torch.Tensor:
-        """Runs `length` tokens of each request in a row of its own. The rows run together if the model allows it.
+        """Runs `length` tokens of each request, each request in a separate row.
 
-        Returns the logits after the last `before + 1` of these tokens: `[batch, before + 1, vocabulary]`.
+        All tokens of a row run in one pass. With `one_by_one`, each token runs in a separate pass. Returns the logits
+        after each of the last `before + 1` tokens of a row: `[batch, before + 1, vocabulary]`.
         """
         starts, names = [context.start_idx for context in batch], [context.request_id for context in batch]
         pages = states.pages_at(names, starts)
@@ -220,8 +222,8 @@ class HFRunner:
 
         With a `cache` of states, each request gets its own row.
 
-        Returns the logits after the last `before + 1` tokens of each request. With a `cache`, `before` is the same for
-        all.
+        Returns the logits after each of the last `before + 1` tokens of each request. With a `cache`, `before` is the
+        same for all requests.
         """
         count = inputs[0].lookup_table.shape[0] if inputs[0].lookup_table.ndim == 3 else 1
         if count not in self._layers:
@@ -276,7 +278,7 @@ def load_model(path: str | Path | None, seed: int = 0, device: str = "cpu") -> P
     )
     try:
         return model.eval().to(device)
-    except (RuntimeError, AssertionError) as error:  # torch raises these for an unknown or absent device
+    except (RuntimeError, AssertionError) as error:  # torch raises these errors for an unknown or absent device
         raise ModelLoadError(f"the model cannot be put on device {device!r}: {_line(error)}") from error
 
 
@@ -319,10 +321,11 @@ def kv_params_of(
     """Returns cache parameters for a model; `num_layers_of` gives the manager's layer count.
 
     With `group_layers`, layers that see only a window or a chunk get block tables of their own. These tables give back
-    pages that no later query sees. Such a cache can be handed over only to processes with the same tables. Without
-    `group_layers`, every page is kept until its request ends. `dtype` and `kvcache_quant_config` may choose 8-bit pages
-    with a scale for each token and head, whatever the model's dtype. If `enable_prefix_caching` is None, caching is on,
-    except for models with recurrent layers, because their cached states take room from pages.
+    pages that no later query sees. The pages of such a cache can be handed over only to processes with the same block
+    tables. Without `group_layers`, every page is kept until its request ends. `dtype` and `kvcache_quant_config` may
+    choose 8-bit pages with a scale for each token and head, whatever the model's dtype. If `enable_prefix_caching` is
+    None, caching is on, except for models with recurrent layers, because their cached states take memory that pages
+    could use.
 
     Raises:
         UnsupportedModelError: the model cannot run over pages.

@@ -21,8 +21,8 @@ _INITIALIZER_RANGE = 0.15
 class ByteTokenizer:
     """Encodes text as a start token and UTF-8 bytes.
 
-    If the model's vocabulary is smaller than this tokenizer's, bytes wrap around and there is no start token. Any
-    prompt then still gives valid tokens.
+    If the model's vocabulary is too small for all tokens, each byte is taken modulo the size of the vocabulary, and
+    there is no start token. Every prompt then still gives valid tokens.
     """
 
     def __init__(self, vocab_size: int = VOCAB_SIZE) -> None:
@@ -63,7 +63,7 @@ def tiny_llama(seed: int = 0) -> PreTrainedModel:
         eos_token_id=EOS,
         pad_token_id=PAD,
     )
-    generator: Any = torch.random  # torch has no types for it
+    generator: Any = torch.random  # torch has no types for this module
     with generator.fork_rng(devices=[]):
         generator.manual_seed(seed)
         return LlamaForCausalLM(config).eval()

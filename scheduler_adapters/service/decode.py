@@ -1,10 +1,10 @@
 """`DecodeScheduler`: accepts requests, has prefill processes compute their prompts, pulls the pages, and decodes.
 
-An attempt is one try at having a prefill process compute the prompt and at pulling its pages. A request holds its pages
-from `import_block_table` on. No other request can find these pages before `commit_import`. No other request can be
-given them before the pull's last event, because a READ may still write there. Therefore a pull can outlive its attempt.
-If an attempt fails, its import is cancelled at once, but the manager takes the pages back only when no transfer of the
-pull is in flight.
+In one attempt, a prefill process computes the prompt of a request, and this process pulls the pages. A request holds
+its pages from `import_block_table` on. No other request can find these pages before `commit_import`. The manager gives
+these pages to no other request before the pull's last event, because a READ may still write to them. Therefore a pull
+can outlive its attempt. If an attempt fails, its import is cancelled at once, but the manager takes the pages back only
+when no transfer of the pull is in flight.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class DecodeScheduler:
         self._max_open = max_open
         self._requests: dict[str, DecodeRequest] = {}
         self._unasked: dict[str, DecodeRequest] = {}  # requests not yet sent to any prefill process
-        # For each replica: the requests that wait there for free pages, in the order of their offers. Each is stored
-        # with the number of its current attempt, because an entry of an earlier attempt is void.
+        # For each replica: the requests that wait there for free pages, in the order of their offers. Each request is
+        # stored with the number of its attempt, because an entry of an earlier attempt is void.
         self._arrived: list[deque[tuple[DecodeRequest, int]]] = [deque() for _ in range(self._manager.num_replicas)]
         # One counter serves all requests, so that a reused request id gets new attempt numbers.
         self._attempts = itertools.count(1)
@@ -122,7 +122,7 @@ class DecodeScheduler:
 
     @property
     def open_requests(self) -> int:
-        """The number of open requests, unfinished pulls, and leases that peers got by asking for pages by content."""
+        """The number of open requests, unfinished pulls, and leases that peers got for pages by digest."""
         keys = {request.key for request in list(self._requests.values())} | self._exchange.open_pulls
         return len(keys) + self._exchange.lending.num_leases
 
@@ -135,7 +135,8 @@ class DecodeScheduler:
     def is_idle(self) -> bool:
         """Whether the process has nothing to do until a message arrives.
 
-        It then has no open request, no step to run and no open pull, and no peer is asking it for pages by content.
+        An idle process has no open request, no step to run and no open pull. No peer waits for its answer to a question
+        for pages.
         """
         asked = self._exchange.open_pulls or self._exchange.lending.is_asked
         return not (self._requests or self._loop.has_work or asked)
@@ -235,7 +236,7 @@ class DecodeScheduler:
         return self.counters()
 
     def counters(self) -> msg.Stats:
-        """Returns the counters. Safe from any thread; the values may be a step apart."""
+        """Returns the counters. Safe from any thread. Some values may be one step older than others."""
         return msg.Stats(
             name=self.name,
             role="decode",
@@ -272,7 +273,7 @@ class DecodeScheduler:
 
     def _on_message(self, prefill: PrefillConnection, message: msg.ToDecode) -> None:
         if not isinstance(message, msg.PagesOffer | msg.Failed):
-            return  # the connection has handled it; an attempt whose message was `Rejected` ends at its deadline
+            return  # the connection has handled the message; after a `Rejected`, the attempt ends at its deadline
         request = self._requests.get(message.request_id)
         now = (message.attempt, prefill)
         if request is None or (request.attempt, request.prefill) != now or request.phase == "decoding":
@@ -340,7 +341,7 @@ class DecodeScheduler:
         """Reserves pages for the requests whose pages were offered, in the order of the offers. Starts their pulls.
 
         Pages that are cached here are not pulled. While a preempted request waits in the loop, no pages are reserved
-        here, because that request has already had its pages once.
+        here, because the preempted request takes precedence.
         """
         for queue in self._arrived:
             while queue and not self._loop.num_waiting:
@@ -400,7 +401,7 @@ class DecodeScheduler:
             self._exchange.read(request.replica, request.key, importing.pending, last=last)
 
     def _join(self, request: DecodeRequest, importing: Importing, proof: ImportProof | None) -> None:
-        """Commits the import of a request. The imported tokens then count as cached, and the loop runs the next one."""
+        """Commits the import of a request. The loop then runs the first token that was not imported."""
         self._manager.commit_import(importing.context, importing.pending, proof)
         request.importing = None
         self._loop.adopt(request.spec, importing.context)

@@ -125,7 +125,7 @@ class Fleet:
 
     @property
     def viewer_keys(self) -> Path:
-        """With `curve`, the key file for watchers of the servers."""
+        """The key file for programs that watch the servers. The file exists only with `curve`."""
         return self._folder.path / "viewer.keys"
 
     def role(self, name: str) -> msg.Role:
@@ -148,7 +148,7 @@ class Fleet:
                 f"the {name} process has accepted no message for {self._send_timeout_s:g} s: it is stopped, "
                 "or waits until its own messages are received"
             ) from error
-        except zmq.ZMQError as error:  # ROUTER_MANDATORY: the peer no longer exists
+        except zmq.ZMQError as error:  # raised because of ROUTER_MANDATORY, if the peer no longer exists
             self._check_alive()
             raise ServiceError(f"the {name} process cannot be reached: {error}") from error
 
@@ -228,9 +228,9 @@ class Fleet:
             self._context: Context = zmq.Context()
             self._made.callback(self._context.destroy, linger=0)
             self._socket = self._context.socket(zmq.ROUTER)
-            # LINGER must be set before a server joins. When a peer has died, libzmq ends its session with the value
-            # that was set when the peer joined. The default has no limit, so `destroy` could wait for ever for a dead
-            # peer to take its messages.
+            # LINGER must be set before a server connects. When a peer has died, libzmq ends its session with the value
+            # that was set when the peer connected. The default value has no limit, so `destroy` could wait for ever
+            # until a dead peer takes its messages.
             self._socket.setsockopt(zmq.LINGER, 0)
             self._made.callback(self._close_all)
             self._configure()
@@ -386,8 +386,9 @@ class RunFolder:
 
     Only its owner can read it, and the run removes it at the end.
 
-    The run holds a lock on its folder, which the kernel releases however the run ends. So if no process holds the lock
-    of a folder, the run that made the folder was killed. Each new run removes such folders of the same user.
+    The run holds a lock on its folder. The kernel releases the lock when the run ends, even if the run is killed. A
+    folder that nobody has locked was therefore left by a killed run. Each new run removes such folders of the same
+    user.
 
     Args:
         root: the folder in which the new folder is made; by default the folder for temporary files.
@@ -420,10 +421,10 @@ class RunFolder:
 
 
 def _lock(folder: Path) -> int | None:
-    """Returns the descriptor that holds the folder's lock; None if another process holds it or the folder is gone.
+    """Locks a folder, and returns the descriptor that holds the lock.
 
-    A folder may be gone because it looks abandoned until it is locked: another run that starts at the same time may
-    have removed it.
+    Returns None if another process holds the lock, or if the folder is gone. A folder looks abandoned until it is
+    locked, so another run that starts at the same time may have removed it.
     """
     try:
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)  # not inherited by child processes

@@ -104,8 +104,8 @@ class Submit(Message, frozen=True, kw_only=True, tag=True):
     prompt: Prompt
     max_new_tokens: TokenCount
     cache_salt: Salt | None = None  # requests with different salts never share a page
-    ignore_eos: bool = False  # only the length ends the request
-    serial: Serial = 0  # unique to this submission, so that a repetition is dropped; 0: submissions are never repeated
+    ignore_eos: bool = False  # True: an end-of-sequence token does not end the request
+    serial: Serial = 0  # identifies the submission, so that a repetition is dropped; 0 if submissions are not repeated
     # the prefill process to use, unless that process is absent or has already failed at this request
     prefill: OptionalName = ""
     traceparent: Annotated[str, Meta(max_length=256)] = ""  # W3C header of the trace that the hand-over belongs to
@@ -146,7 +146,7 @@ class Prefill(OfAttempt, frozen=True, kw_only=True, tag=True):
 
 
 class PagesOffer(OfAttempt, frozen=True, kw_only=True, tag=True):
-    """Prefill to decode: pages that may be read. Sent again, with a longer table, as the prompt advances."""
+    """Prefill to decode: the pages that may be read now. Later offers of the same attempt name further pages."""
 
     source: Source  # the same in every offer of an attempt
     table: BlockTable  # the pages computed so far; the table may leave out pages that an earlier offer has named
@@ -240,7 +240,8 @@ class Left(Message, frozen=True, kw_only=True, tag=True):
 class Members(Message, frozen=True, kw_only=True, tag=True):
     """Frontend to server, sent repeatedly: the prefill processes that serve at present.
 
-    Decode processes connect to these. A message that arrives also shows that the frontend can reach the server.
+    Decode processes connect to these prefill processes. Each message also shows a server that the frontend can reach
+    it.
     """
 
     prefills: Annotated[tuple[Name, ...], Meta(max_length=1024)]  # endpoints where prefill processes listen

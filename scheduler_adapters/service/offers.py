@@ -1,7 +1,7 @@
 """`Offers`: processes the page offers that a prefill process sends for one attempt, in the order of their pages.
 
-Each offer names only new pages. An offer that arrives before its predecessor waits for it, because pages after a gap
-can be neither checked nor read.
+Each offer names only new pages. An offer that arrives before the previous offer waits for the previous offer, because
+pages after a gap can be neither checked nor read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Offers:
         self._waiting: dict[tuple[int, bool], msg.PagesOffer] = {}
 
     def has_had(self, offer: msg.PagesOffer) -> bool:
-        """Whether an offer adds nothing, because it is a repetition or is older than the newest processed offer."""
+        """Whether an offer names no new page: it is a repetition, or is older than the newest processed offer."""
         before = self.newest
         if _place(offer) in self._waiting:
             return True
@@ -39,9 +39,9 @@ class Offers:
         self._waiting[_place(offer)] = offer
 
     def take(self) -> msg.PagesOffer | None:
-        """Removes the next offer in page order, and returns it.
+        """Removes and returns the next offer in the order of the pages.
 
-        Returns None if there is no further offer, or if the next one leaves out pages that no earlier offer has named.
+        Returns None if there is no offer, or if pages before the next offer have not been offered yet.
         """
         offer = self._waiting.get(min(self._waiting, default=(0, False)))
         before = None if self.newest is None else self.newest.table

@@ -1,10 +1,10 @@
 """`PeerPrefixes`: pulls pages of a waiting prompt that other processes have cached. The rest of the prompt is computed.
 
 The request names the processes that may have pages of its prompt. Such a process may have evicted the pages, or be
-busy, or be gone. The prompt is then computed as if no process had been named: at once if the process answers, and after
-a time limit if it does not. Pulled pages are cached like any others, so the request finds them when its turn comes. If
-pulling takes about as long as computing, the request runs at once, and meanwhile pages are pulled from the end of the
-prompt (`scheduler_adapters.service.stretches`).
+busy, or be gone. The prompt is then computed as if the request had named no process. The computation begins at once if
+the process answers, and after a time limit if it does not answer. Pulled pages are cached like any others, so the
+request finds them when its turn comes. If pulling takes about as long as computing, the request runs at once, and
+meanwhile pages are pulled from the end of the prompt (`scheduler_adapters.service.stretches`).
 
 The pages are pulled in *stretches*: runs of consecutive pages of the prompt. A long stretch is read from several
 sources at once (`transfer.pull.shared_pull`), so all of these are asked at the same time. When the first source has
@@ -54,17 +54,17 @@ FETCH_OUTCOMES: tuple[FetchOutcome, ...] = get_args(FetchOutcome)
 # in seconds: how long the sources of one stretch may take to answer, all together; a source may be busy with a step
 _ASK_S = 1.0
 _AT_ONCE = 4  # the most sources that are asked at the same time
-# In seconds: the minimum and the maximum extra time that the other sources get to answer once a source has lent pages.
-# Between these limits, the extra time is as long as that source took to answer.
+# In seconds: when a source has leased pages, the other sources get some extra time to answer. The extra time is as long
+# as the first source took to answer, but lies between this minimum and this maximum.
 _LEAST_WAIT_S, _MOST_WAIT_S = 5e-3, 0.05
 _PULL_S = 5.0  # in seconds: the time limit for pulling one stretch
-# In seconds. If a running prompt is the only request of the loop, the loop runs no step for this long after a source
-# was asked, and awaits the answer. The answer takes a few milliseconds unless the source runs a step. Without this
-# wait, the pull would begin only after a step.
+# In seconds: how long the loop awaits a source's answer instead of running a step. The loop waits only if a running
+# prompt is its only request. The answer takes a few milliseconds unless the source runs a step. Without this wait, the
+# pull would begin only after a step.
 _ANSWER_S = 0.01
-# Applies to a prompt that is the only request of the loop, and that has been computed up to the pages of a pull. It
-# awaits those pages until this multiple of the pull's estimated time has passed. Computing them meanwhile would be
-# wasted work, because the pull brings the same tokens.
+# If a running prompt is the only request of the loop and has been computed up to the pages of a pull, the loop awaits
+# these pages. It waits until the pull has taken `_PATIENCE` times its estimated time. Computing the pages instead would
+# be wasted work, because the pull brings the same tokens.
 _PATIENCE = 1.25
 _DROPPED, _USELESS = "its request was dropped", "its pages cannot be used here"
 _LATE = "its answer was no longer awaited"
@@ -93,18 +93,19 @@ class _Fetch:
         waiting: the request, if it waits for the pages; None if it runs at the same time.
         replica: the local replica that asks for the pages and will cache them.
         stretches: chooses the pages to ask for, and imports them.
-        places: address and engine id of each source that has not failed. Those that were asked last are at the end.
+        places: address and engine id of each source that has not failed. The sources that were asked last are at the
+            end.
         to_ask: the places that are still to be asked for the current stretch.
         since: time at which the current stretch was first asked for.
-        asked: keys of the questions that await an answer. Any other answer is late.
-        asked_at: time at which these questions were sent.
+        asked: keys of the questions that await an answer. An answer to any other question is late.
+        asked_at: time at which the questions in `asked` were sent.
         share_s: how long each source may take to answer, in seconds, if the sources are asked one after another.
         wait_until: the time until which answers are awaited.
-        lent: the pages that sources have lent in answer to these questions.
-        outcome: the outcome that is counted if no source lends pages, from the latest answer without pages.
+        lent: the pages that sources have leased in answer to these questions.
+        outcome: the outcome that is counted if no source leases pages. The latest answer without pages sets it.
         pending: the import of the stretch that is being pulled from the sources of `lent`.
-        pull_at: when its pull began.
-        before_s: the exchange's `pull_seconds` when this pull began.
+        pull_at: time at which the pull of `pending` began.
+        before_s: the exchange's `pull_seconds` at the time `pull_at`.
         pulled: number of stretches that were pulled so far.
     """
 
@@ -201,8 +202,8 @@ class PeerPrefixes:
     def begin_waiting(self) -> bool:
         """Returns whether a running prompt must now wait for an answer or for pages, rather than be computed.
 
-        A prompt waits for pages once it has been computed up to them. Its speed is measured before that wait, so that
-        the wait does not count as computing.
+        A prompt waits for pages when it has been computed up to the first of these pages. The speed of the computation
+        is measured before the wait, so that the wait does not count.
         """
         now, running = self._clock(), (fetch for fetch in self._open.values() if fetch.waiting is None)
         return any(now < self._awaited_until(fetch) for fetch in running)
@@ -218,8 +219,8 @@ class PeerPrefixes:
     def admitted(self, key: str, replica: int, cached: int) -> None:
         """Reports that a prompt begins to run on a replica, after `cached` cached tokens.
 
-        A prompt that runs on another replica than the one for which pages are pulled has no use for them, so its fetch
-        is dropped.
+        If the prompt runs on another replica than the replica that pulls its pages, it cannot use these pages. The
+        fetch is then dropped.
         """
         fetch = self._open.get(key)
         if fetch is None:
@@ -234,12 +235,12 @@ class PeerPrefixes:
     def computed(self, key: str, tokens: int, seconds: float, cached: int) -> None:
         """Reports that computing `tokens` tokens of a prompt, after `cached` cached ones, took `seconds` seconds.
 
-        The measurement is discarded if pages of the prompt were pulled meanwhile.
+        The measurement is discarded if pages of the prompt were pulled during the computation.
 
-        If a pull of the prompt's pages is still in progress, the computation was quicker. The time until now is then
-        recorded as the time of that pull, if it exceeds the estimate. The pull would have taken even longer. Without
-        this record, a link that has become slower would never be noticed, and pages would be requested in vain for
-        each further prompt.
+        If a pull of the prompt's pages is still in progress, the computation was quicker. If the pull has already taken
+        longer than its estimate, this time is recorded as the time of the pull, although the whole pull would take even
+        longer. Without this record, a link that has become slower would never be noticed, and pages would be requested
+        in vain for each further prompt.
         """
         if key not in self._split:
             self.estimate.compute.add(tokens, seconds, cached)
@@ -289,11 +290,10 @@ class PeerPrefixes:
             self._give_back(fetch)
 
     def _ask(self, fetch: _Fetch, wanted: NextPages) -> None:
-        """Asks the next source for pages, or several sources at once if the stretch would be read from all of them.
+        """Asks the next source for pages. A long stretch is requested from several sources at the same time.
 
-        All sources of a stretch share one time limit, in equal parts. Sources that are asked at the same time get the
-        sum of their parts. They have as long to answer as they would have had together if they had been asked one after
-        another.
+        All sources of a stretch share one time limit, in equal parts. If several sources are asked at the same time,
+        each of them may take the sum of their parts to answer.
         """
         context, now = fetch.context, self._clock()
         count = min(_AT_ONCE, len(fetch.to_ask)) if self._exchange.reads_several(wanted.tokens) else 1
@@ -311,7 +311,7 @@ class PeerPrefixes:
     def _on_lent(self, replica: int, lent: Lent) -> Waiting | None:
         question = self._questions.pop(lent.key, None)
         if question is None:
-            return None  # another user of the exchange has asked this question
+            return None  # the question belongs to another user of the exchange
         fetch, place = question
         is_late = lent.key not in fetch.asked
         fetch.asked.discard(lent.key)
@@ -333,7 +333,7 @@ class PeerPrefixes:
         return None if fetch.asked else self._pull(fetch)
 
     def _pull(self, fetch: _Fetch) -> Waiting | None:
-        """Pulls the pages that sources have lent so far. Answers that are still outstanding are no longer awaited."""
+        """Pulls the pages that sources have leased so far. Outstanding answers are no longer awaited."""
         is_silent = bool(fetch.asked)
         fetch.asked.clear()
         if not fetch.lent:
@@ -387,14 +387,15 @@ class PeerPrefixes:
         return self._go_on(fetch, "pulled")
 
     def _has_met_all(self, fetch: _Fetch) -> bool:
-        """Returns whether pages were pulled before from all sources of this pull. From now on, they were."""
+        """Returns whether pages were pulled before from all sources of this pull. Records these sources."""
         are_new = [self._met.add(lent.source.incarnation) for lent in fetch.lent]
         return not any(are_new)
 
     def _took_s(self, fetch: _Fetch) -> float:
         """Returns the duration of a pull that has just ended, in seconds, including the time for asking the source.
 
-        If the prompt runs, the pull may have ended during a step of the loop. The rest of that step does not count.
+        If the prompt runs, the pull may have ended during a step of the loop. The time between the end of the pull and
+        the end of the step does not count.
         """
         now = self._clock()
         if fetch.waiting is not None:
@@ -402,7 +403,7 @@ class PeerPrefixes:
         return min(now, fetch.pull_at + self._exchange.pull_seconds - fetch.before_s) - fetch.since
 
     def _go_on(self, fetch: _Fetch, outcome: FetchOutcome) -> Waiting | None:
-        """Asks the next sources for the missing pages if that is worthwhile. Otherwise ends the fetch."""
+        """Asks the next sources for the missing pages, or ends the fetch if another pull is not worthwhile."""
         if not fetch.to_ask and fetch.stretches.skip():
             fetch.to_ask = deque(fetch.places)
         if not fetch.to_ask or fetch.pulled >= fetch.stretches.most or self._clock() >= fetch.since + _ASK_S:
@@ -432,7 +433,7 @@ class PeerPrefixes:
         return fetch.waiting
 
     def _give_back(self, fetch: _Fetch) -> None:
-        """Cancels the current import, if any. Its pages become free when nothing of the pull is in flight."""
+        """Cancels the current import, if any. Its pages become free when no READ of the pull is in flight any more."""
         pending, fetch.pending = fetch.pending, None
         if pending is not None:
             fetch.stretches.cancel(pending)

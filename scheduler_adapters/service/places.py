@@ -11,7 +11,7 @@ from scheduler_adapters.base import PulledPages
 
 
 def recommended(manager: PulledPages, context: TextContext) -> int:
-    """Returns the replica on which a request should be claimed if its pages are elsewhere."""
+    """Returns the replica on which a request should be claimed if its pages are at another process."""
     # A short chunk is assumed, because with windows the pages of the whole prompt need not fit at once.
     context.set_token_indices(active_idx=min(2, context.end_idx))
     return manager.get_or_recommend_replica(context)

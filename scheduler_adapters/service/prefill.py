@@ -107,7 +107,7 @@ class PrefillScheduler:
 
     @property
     def open_requests(self) -> int:
-        """The number of requests that run or are held for a reader, open pulls, and leases granted by content."""
+        """The number of requests that run or are held for a reader, open pulls, and leases for pages by digest."""
         return len({*list(self._requests)} | self._exchange.open_pulls) + self._exchange.lending.num_leases
 
     @property
@@ -119,7 +119,8 @@ class PrefillScheduler:
     def is_idle(self) -> bool:
         """Whether the process has nothing to do until a message arrives.
 
-        It then has no open request, no step to run and no open pull, and no peer is asking it for pages by content.
+        An idle process has no open request, no step to run and no open pull. No peer waits for its answer to a question
+        for pages.
         """
         asked = self._exchange.open_pulls or self._exchange.lending.is_asked
         return not (self._requests or self._loop.has_work or asked)
@@ -179,7 +180,7 @@ class PrefillScheduler:
         return self.counters()
 
     def counters(self) -> msg.Stats:
-        """Returns the counters. Safe from any thread; the values may be a step apart."""
+        """Returns the counters. Safe from any thread. Some values may be one step older than others."""
         manager = self._loop.manager
         return msg.Stats(
             name=self.name,
@@ -244,7 +245,7 @@ class PrefillScheduler:
         for identity in [key for key, reader in self._readers.items() if reader.name == hello.reader and key != sender]:
             self._lose(identity, reason)
             # The old connection is usually closed by now. If the decode process still uses it, this message tells the
-            # process that its attempts were given up. Otherwise it would wait for them.
+            # process that its attempts were given up. Without the message, the process would wait for them.
             self._send(identity, msg.Rejected(reason=msg.clipped(reason), stranger=True))
 
     def _lose(self, sender: bytes, reason: str) -> None:
@@ -319,8 +320,8 @@ class PrefillScheduler:
         request.replica, request.cached_tokens, request.admitted = replica, cached, self._clock()
         self.peers.admitted(key, replica, cached)
         request.source = self._exchange.offer(key, self._times.lease_s, running=True)
-        # The number of our requests is limited to the number of lease words. So if none is free, another user of the
-        # exchange holds leases too.
+        # There are as many lease words as requests may be open. If no word is free, another user of the exchange holds
+        # leases too.
         if request.source is None:
             self._fail(request, f"prefill process {self.name!r} has no lease word free on replica {replica}")
         else:
@@ -339,8 +340,8 @@ class PrefillScheduler:
         request.table = self._loop.manager.block_table(request.key, first_page=self._known_pages(request))
         if request.phase in ("computing", "offered"):
             self._offer(request)
-        # This comes after the offer, because the reader is waiting for it. If the reader is gone, the offer could not
-        # be sent, and the request has already been given up.
+        # The offer is sent first, because the reader is waiting for it. If the reader is gone, the offer could not be
+        # sent, and the request has already been given up.
         self._loop.abort(request.key)
         self.peers.computed(request.key, computed, took_s, request.cached_tokens)
 

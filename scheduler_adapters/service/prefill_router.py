@@ -62,7 +62,8 @@ class PromptHistory:
     def add(self, chunks: Sequence[int]) -> None:
         """Records that the prompt with these chunks was sent to the process.
 
-        If there are too many chunks, the oldest ones are forgotten first. Within one prompt, its last chunks go first.
+        If there are too many chunks, the chunks of the oldest prompts are forgotten first. The last chunks of a prompt
+        are forgotten before its first chunks.
         """
         for chunk in reversed(chunks):
             self._chunks[chunk] = None
@@ -111,7 +112,7 @@ class PrefillConnection:
         welcome: the process's description of itself; None while it is not connected.
         lost: reasons of losses that the owner has not processed yet.
         load: prompt tokens of this decode process that the prefill process still has to compute.
-        history: the prompts that were sent to the process, from which it is guessed what the process has cached.
+        history: the prompts that were sent to the process. They show what the process has probably cached.
         malformed: number of messages that could not be decoded.
         leaving: whether the process accepts no new requests.
     """
@@ -257,11 +258,11 @@ def route(
     wanted: str = "",
     own: OwnPages | None = None,
 ) -> tuple[PrefillConnection, int] | None:
-    """Sends a prompt to the process that is expected to finish it first, judged by load and history.
+    """Sends a prompt to the prefill process that is expected to finish it first, given its load and history.
 
-    If several are equal, the one with the shorter history is chosen. A process in `avoid` is chosen only if there is no
-    other. If `wanted` names a process, it takes precedence over load and history. Returns the chosen connection and the
-    tokens that were added to its load, or None if no process accepted the prompt.
+    If several processes are equal, the process with the shortest history is chosen. A process in `avoid` is chosen only
+    if no other process is connected. If `wanted` names a process, it takes precedence over load and history. Returns
+    the chosen connection and the tokens that were added to its load, or None if no process accepted the prompt.
     """
     there = [one for one in connections if one.takes_requests]
     if not there:
@@ -283,11 +284,11 @@ def route(
 def _sources(
     missing: Mapping[PrefillConnection, int], chosen: PrefillConnection, length: int, own: OwnPages | None
 ) -> tuple[msg.KVSource, ...]:
-    """Returns the processes that may have more of a prompt cached than `chosen` has, most tokens first.
+    """Returns the processes that may have more tokens of a prompt cached than `chosen`, most tokens first.
 
-    There are two candidates: the prefill process that was sent most of this prompt, and the decode process itself, with
-    its pages in `own`. `missing` has, for each connected process, how many of the prompt's `length` tokens were never
-    sent to it.
+    There are two candidates: the prefill process to which most tokens of this prompt were sent before, and the decode
+    process itself, whose pages are in `own`. `missing` has, for each connected process, how many of the prompt's
+    `length` tokens were never sent to it.
     """
     lacking: list[tuple[int, msg.KVSource]] = []
     best = min(missing, key=missing.__getitem__)

@@ -28,8 +28,8 @@ def die_with_parent() -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # If the parent had already ended before the kernel was told, the kernel sends no signal, and only the pipe shows
-    # it.
+    # If the parent ended before the call of `prctl`, the kernel sends no signal. Only the pipe then shows that the
+    # parent has ended.
     hung_up = select.poll()
     hung_up.register(sys.stdin.fileno(), 0)  # POLLHUP is reported without being requested
 

@@ -41,17 +41,17 @@ _LATEST = 5  # the current speed is estimated from this many measurements
 _NOISE_OF = 24
 _ROUNDS = 3  # rounds of a fit; each takes its weights from the previous one
 _TINY = 1e-30  # makes a fit solvable if a term was always 0
-# A slow link may recover, so some prompts are pulled although computing is estimated to be quicker. One of `_TRY_AGAIN`
-# prompts is pulled if this loses at most the share `_MOST_LOSS` of the time spent on computing the others. One of
-# `_TRY_ANYWAY` prompts is pulled whatever this loses.
+# A slow link may recover, so some prompts are pulled although computing is estimated to be quicker. One in `_TRY_AGAIN`
+# prompts is pulled if the pull loses at most the fraction `_MOST_LOSS` of the time in which the other prompts are
+# computed. One in `_TRY_ANYWAY` prompts is pulled however much time the pull loses.
 _TRY_AGAIN, _MOST_LOSS, _TRY_ANYWAY = 32, 1 / 32, 128
-# A prompt is pulled from its end while it is computed from its front, if that takes at most this fraction of the time
-# that the quicker of the two ways takes alone.
+# A prompt is pulled from its end while it is computed from its front, if this takes at most the fraction
+# `_MOST_OF_ONE_WAY` of the time for pulling alone or computing alone, whichever is shorter.
 _MOST_OF_ONE_WAY = 0.9
 
 
 class TimeByTokens:
-    """Estimates the time of one way (pull or compute) from its measured times.
+    """Estimates the time of pulls, or of computations, from measured times.
 
     Args:
         terms: returns the terms of the estimate for a number of cached tokens and a number of further tokens; at most
@@ -89,14 +89,14 @@ class TimeByTokens:
         self._fit = []
 
     def seconds(self, tokens: int, cached: int = 0) -> float | None:
-        """Returns the estimated seconds for `tokens` tokens at the current speed; None after too few measurements."""
+        """Returns the estimated seconds for `tokens` tokens at the current speed; None without enough measurements."""
         usual = self._usually(tokens, cached)
         return None if usual is None else usual * self._pace()
 
     def _pace(self) -> float:
-        """Returns the ratio of the current times to the usual ones, where usual is what the fitted terms give.
+        """Returns the ratio of the current times to the usual times. The fitted terms give the usual times.
 
-        A slowdown counts only once most of the latest measurements show it. A single measurement that is much shorter
+        A slowdown counts only when most of the latest measurements show it. A single measurement that is much shorter
         than usual counts at once, because disturbances make times longer, never shorter.
         """
         noise, mostly, last = 1.5 * median(self._errors), median(self._latest), self._latest[-1]
@@ -181,10 +181,10 @@ class PullOrCompute:
     def pays(self, cached: int, tokens: int, rest: int) -> bool:
         """Returns whether to pull `tokens` tokens that follow `cached` cached ones, rather than compute them.
 
-        The `rest` tokens of the prompt that follow them are computed in any case.
+        The `rest` tokens of the prompt after these tokens are computed in any case.
 
-        Returns True also while there is no estimate for one of the two ways, in order to measure it, and now and then
-        although computing is quicker, in order to notice that a link has recovered.
+        Also returns True while the time of a pull or of a computation cannot be estimated, so that a pull is measured.
+        Now and then returns True although computing is quicker, in order to notice that a link has recovered.
         """
         pull, whole = self.pull.seconds(tokens), self.compute.seconds(tokens + rest, cached)
         behind = self.compute.seconds(rest, cached + tokens)
@@ -199,9 +199,9 @@ class PullOrCompute:
         return True
 
     def splits(self, cached: int, tokens: int, rest: int, page_size: int) -> bool:
-        """Returns whether to pull the end of the `tokens` tokens while the front of them is computed.
+        """Returns whether to pull the last of the `tokens` tokens while the first of them are computed.
 
-        The arguments are those of `pays`.
+        `cached`, `tokens` and `rest` are as in `pays`.
         """
         share = self.meets(cached, cached + tokens, page_size)
         pull, whole = self.pull.seconds(tokens), self.compute.seconds(tokens + rest, cached)
@@ -211,10 +211,10 @@ class PullOrCompute:
         return front + behind < _MOST_OF_ONE_WAY * min(pull + behind, whole)
 
     def meets(self, at: int, stop: int, page_size: int) -> int:
-        """Returns how many tokens before `stop` can be pulled by the time that a computation now at `at` reaches them.
+        """Returns how many tokens before token `stop` can be pulled before a computation at token `at` reaches them.
 
-        The result is a whole number of pages, in tokens. It is 0 if not even one page can be pulled in time, or if a
-        time is not known.
+        The result is a whole number of pages, in tokens. It is 0 if no page can be pulled in time, or if a time cannot
+        be estimated.
         """
         low, high = 0, max(0, stop - at) // page_size
         while low < high:
@@ -227,7 +227,7 @@ class PullOrCompute:
         return low * page_size
 
     def pulled_within(self, seconds: float, tokens: int, page_size: int) -> int:
-        """Returns how many of `tokens` tokens can be pulled in `seconds` seconds: whole pages, at least one."""
+        """Returns how many of the `tokens` tokens can be pulled in `seconds` seconds: whole pages, at least one."""
         takes = self.pull.seconds(tokens)
         if takes is None or takes <= seconds:
             return tokens
@@ -235,10 +235,10 @@ class PullOrCompute:
 
     @property
     def taken_s(self) -> dict[str, float]:
-        """The sum of the measured seconds of each of the two ways."""
+        """The sums of all measured times in seconds, under "pull" and "compute"."""
         return {"pull": self.pull.taken_s, "compute": self.compute.taken_s}
 
     @property
     def misjudged_s(self) -> dict[str, float]:
-        """The sum of the errors of the estimates of each of the two ways, in seconds."""
+        """The sums of the absolute errors of all estimates in seconds, under "pull" and "compute"."""
         return {"pull": self.pull.misjudged_s, "compute": self.compute.misjudged_s}

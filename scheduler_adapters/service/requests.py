@@ -9,7 +9,7 @@ On the prefill side, each attempt is a request of its own:
     fetching ──► queued ──► leasing ──► computing ──► offered ──► held ──► over
                                  each of the last four may go to  ending ──► over
 
-    fetching    another process is asked for pages of the prompt, or these are pulled from it
+    fetching    another process is asked for pages of the prompt, or the pages are pulled from it
     queued      the request waits in the loop, and has no pages yet
     leasing     the request has pages and runs; a lease has been requested
     computing   the lease was granted, but the reader has not been told of it
@@ -206,7 +206,8 @@ class PrefillRequest(TrackedRequest):
         told: number of tokens whose pages were offered to the reader.
         prompt: the prompt to compute.
         digest: digest of the whole prompt. Set by `digest_ahead`.
-        silent: whether the reader is not told of the end, because it asked for that end or is gone.
+        silent: True if the reader gets no message about the end of the request, because it asked for the end or is
+            gone.
         final: whether the request would fail at any other process too.
     """
 
@@ -230,7 +231,7 @@ class PrefillRequest(TrackedRequest):
     final: bool = False
 
     def digest_of(self, num_tokens: int) -> bytes:
-        """Returns the digest of the first `num_tokens` tokens of its prompt."""
+        """Returns the digest of the first `num_tokens` tokens of the request's prompt."""
         known = self.digest and num_tokens == len(self.prompt.token_ids)
         return self.digest if known else self.prompt.digest(num_tokens)
 
@@ -354,7 +355,7 @@ class DecodeRequest(TrackedRequest):
         return self.offers.take() if is_open else None
 
     def fenced(self, times: PullTimes | None) -> None:
-        """Splits the span's phase "pulling" into read, fence and commit, by the times of the pull."""
+        """Divides the part "pulling" of the span into read, fence and commit, at the times of the pull's fence."""
         if self.span is not None and times is not None:
             self.span.begin("fence", times.fence_at)
             self.span.begin("commit", times.over_at)
@@ -373,7 +374,8 @@ class DecodeRequest(TrackedRequest):
     def new_context(self) -> TextContext:
         """Returns a new context with all tokens that are known so far.
 
-        A request needs several contexts, one after another. Each reuses the page hashes of the one before it.
+        A request needs several contexts, one after another. Each context reuses the page hashes of the previous
+        context.
         """
         limit, before = len(self.spec.prompt) + self.spec.max_new_tokens, self.newest
         known = before is not None and before.end_idx == len(self.spec.prompt) + len(self.emitted)

@@ -56,7 +56,8 @@ from transfer.wire.secret import read_secret
 # In milliseconds: how long the main loop sleeps if there is no message or event. It cannot sleep longer, because no
 # socket wakes it when a deadline has passed.
 _WAIT_MS = 1
-# in milliseconds: the same for a process without requests, which has to wake up for signals and reconnections
+# In milliseconds: how long the main loop sleeps in a process without requests. The process must wake up for signals and
+# reconnections.
 _IDLE_MS = 100
 # In seconds: a Python thread releases the GIL after this time if another thread wants it. The time is short because the
 # transfer thread has to poll every millisecond.
@@ -128,7 +129,7 @@ def build_loop(config: ServerConfig) -> tuple[ServingLoop[PagedKVCacheManager], 
     params = kv_params_of(
         model.config,
         page_size=config.page_size,
-        enable_prefix_caching=True,  # also for models with recurrent layers, for which it is off by default
+        enable_prefix_caching=True,  # the default is False for models with recurrent layers
         n_devices=config.tp * config.dp,
         data_parallel_degree=config.dp,
         group_layers=config.group_layers,
@@ -278,9 +279,10 @@ def watched_service(
     exchange: PageExchange,
     keyring: Keyring | None,
 ) -> AbstractContextManager[ManagerWatch | None]:
-    """Returns a context manager in which a process can be watched at `endpoint`; it yields None without an endpoint.
+    """Returns a context manager. Within its block, a process can be watched at `endpoint`.
 
-    The main loop must call `attend` of the yielded watch in every round.
+    The context manager yields the watch, or None without an endpoint. The main loop must call the watch's `attend` in
+    every round.
     """
     if not endpoint:
         return nullcontext()
@@ -290,9 +292,9 @@ def watched_service(
 
 
 def service_beside(scheduler: PrefillScheduler | DecodeScheduler, exchange: PageExchange) -> Callable[[], Beside]:
-    """Returns a function that reads a scheduler's phases and totals and the state of an exchange.
+    """Returns a function that reads the phases and totals of a scheduler, and the leases and pulls of an exchange.
 
-    The watch's thread calls it.
+    The thread of the watch calls this function.
     """
     transfers = transfers_of(exchange)
 
@@ -327,7 +329,7 @@ class Herald:
         self._due = 0.0
 
     def say(self, frontend: FrontendQueue, *, draining: bool) -> None:
-        """Sends `Ready` if it is due. A repetition is put off while messages to the frontend are still queued."""
+        """Sends `Ready` if it is due. The message is delayed while other messages to the frontend are queued."""
         if draining != self._ready.draining:
             self._ready, self._due = msgspec.structs.replace(self._ready, draining=draining), 0.0
         if (now := time.monotonic()) >= self._due and not frontend.is_behind:
@@ -362,8 +364,7 @@ class _Rounds:
             if told.drain:
                 scheduler.drain()
             self._herald.say(frontend, draining=scheduler.draining)
-            # If the frontend leaves its answers unread, no further message of it is read. Its messages then wait in the
-            # socket.
+            # While the frontend leaves too many answers unread, its own messages are not read. They wait in the socket.
             hears = [] if frontend.is_deaf else [self._socket]
             for frames in itertools.chain.from_iterable(map(received, hears)):
                 self._on_frames(frames)
@@ -428,8 +429,8 @@ def run(config: ServerConfig, draining: tuple[signal.Signals, ...] = (signal.SIG
         signal.signal(number, told.on_signal)
     sys.setswitchinterval(_SWITCH_S)
     torch.set_num_threads(config.threads)
-    # The frontend's socket has a ZMQ context of its own, so that its last messages are flushed at the end. Sockets that
-    # check the keys of their peers need the other context, which the whole process shares.
+    # The frontend's socket has a separate ZMQ context, so that its last messages are flushed at the end. Sockets that
+    # check the keys of their peers need `shared`, the context of the whole process.
     context: Context = zmq.Context()
     frontend = context.socket(zmq.DEALER)
     try:

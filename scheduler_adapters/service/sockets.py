@@ -60,9 +60,9 @@ def _bounded(socket: AnySocket) -> AnySocket:
 def join_frontend(socket: Socket, endpoint: str, name: str, keyring: Keyring | None) -> None:
     """Connects a DEALER to the frontend, under the name of this process.
 
-    The messages to the frontend are limited by a `FrontendQueue`, and those from it by the socket's own limit. The
-    socket reconnects to a restarted frontend. Over ipc no keys are needed, because the folder of the socket is private.
-    Raises `ServiceError` for an invalid endpoint.
+    A `FrontendQueue` limits the number of messages to the frontend. The socket itself limits the messages from the
+    frontend. The socket reconnects to a restarted frontend. Over ipc no keys are needed, because the folder of the
+    socket is private. Raises `ServiceError` for an invalid endpoint.
     """
     _follow_peers(socket)
     socket.setsockopt(zmq.LINGER, LAST_WORDS_MS)
@@ -86,9 +86,9 @@ def _follow_peers(socket: Socket) -> None:
 class Pulse:
     """Detects within seconds that a connected process is dead, stopped or unreachable.
 
-    It relies on ZMQ's heartbeats. A ZMQ thread answers them, so a process that is busy computing does not count as
-    stopped. The connection carries no messages. In libzmq 4.3.5, an assertion kills a process that has unread messages
-    of such a connection when the connection's peer dies.
+    It relies on ZMQ's heartbeats. A ZMQ thread answers the heartbeats, so a process that is busy computing does not
+    count as stopped. The connection carries no messages, because of a fault in libzmq 4.3.5: if the peer of a
+    connection with heartbeats dies while messages of this connection are unread, an assertion kills this process.
 
     Args:
         context: the context of its sockets.
@@ -130,17 +130,17 @@ class Pulse:
 
 def monitor_of(socket: Socket, events: int) -> Socket:
     """Returns a socket that becomes readable once one of these events has happened to `socket`."""
-    # The name must be unique: pyzmq's own, made from the file descriptor, may still belong to a socket that is being
-    # closed.
+    # The name must be unique. pyzmq's default name is made from the file descriptor, and may still belong to a socket
+    # that is being closed.
     return socket.get_monitor_socket(events, f"inproc://pagewire-monitor-{next(_monitors)}")
 
 
 def bind_router(context: Context, endpoint: str, keyring: Keyring | None = None) -> BoundSocket:
-    """Returns a bound ROUTER. It reports peers that are unreachable, and a peer that returns takes over its old name.
+    """Returns a bound ROUTER. The socket reports unreachable peers. A peer that reconnects keeps its name.
 
-    A keyring admits only the peers on its list. The socket must then come from the ZMQ context of that keyring's
-    process; otherwise `HandshakeError` is raised. Without a keyring a `Gate` protects the socket, except over ipc,
-    whose folder is private. Raises `ServiceError` if the endpoint cannot be bound.
+    A keyring admits only the peers on its list. `context` must then be `zmq.Context.instance()`; otherwise
+    `HandshakeError` is raised. Without a keyring a `Gate` protects the socket, except over ipc, whose folder is
+    private. Raises `ServiceError` if the endpoint cannot be bound.
     """
     socket = _bounded(cast("BoundSocket", context.socket(zmq.ROUTER, socket_class=BoundSocket)))
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -200,7 +200,7 @@ class FrontendQueue:
         return bool(self._unread)
 
     def send(self, message: msg.ToFrontend) -> None:
-        """Sends a message, or queues it if others are queued."""
+        """Sends a message. Queues it if earlier messages are queued, or if it cannot be sent now."""
         data = msg.encode(message)
         if self._unread or not self._sent(data):
             self._unread.append(data)

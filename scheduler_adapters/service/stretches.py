@@ -1,14 +1,15 @@
 """Chooses and imports the next pages of a prompt to request from peers: from the prompt's front, or its end.
 
-A stretch is a run of consecutive pages that is requested and pulled at once. From the front, each stretch follows the
-pages that are cached by then, and the request waits for all stretches. From the end, the request computes its prompt
-from the front at the same time, and each stretch ends where the previous one began. The pulled pages and the computed
-ones thus grow towards each other. The loop looks up cached pages before every chunk, so when the computation reaches
-the first pulled page, the request uses all pages from there on. Pages that have not arrived by then are computed.
+A stretch is a run of consecutive pages that is requested and pulled at once. A stretch from the front follows the pages
+that are cached by then, and the request waits for all stretches. While stretches from the end are pulled, the request
+computes its prompt from the front. Each stretch from the end ends where the previous stretch began, so the pulled pages
+and the computed pages grow towards each other. The loop looks up cached pages before every chunk, so when the
+computation reaches the first pulled page, the request uses all pages from there on. Pages that have not arrived by then
+are computed.
 
-A stretch from the end has as many pages as can be pulled before the computation arrives there. If the pull is early,
-another, shorter stretch before it follows. If the pull is a little late, the request waits for it. If it is very late,
-the computation continues.
+A stretch from the end has as many pages as can be pulled before the computation reaches them. If the pull ends early, a
+shorter stretch before these pages is pulled next. If the pull is a little late, the request waits for it. If the pull
+is very late, the computation continues.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Stretches(Protocol):
     def meet(self, pending: PendingImport) -> bool:
         """Returns whether the request has computed everything before the stretch that is being pulled.
 
-        The first time that this is so, the speed of computing is measured.
+        The first call that returns True measures the speed of the computation.
         """
         ...
 
@@ -72,7 +73,7 @@ class Stretches(Protocol):
     def has_more(self, table: BlockTable, end: int) -> bool:
         """Returns whether the source of `table` may also have the next stretch.
 
-        The pulled stretch ends at token `end`.
+        `table` names the pages that the source has leased. The pulled stretch ends at token `end`.
         """
         ...
 
@@ -93,7 +94,7 @@ class Stretches(Protocol):
 
 
 class FromTheFront:
-    """Stretches from the front of a prompt: each follows the cached pages.
+    """Stretches from the front of a prompt. Each stretch begins after the cached pages.
 
     The request waits outside the loop until the last stretch is done.
 
@@ -106,7 +107,7 @@ class FromTheFront:
     """
 
     outcome: Literal["pulled", "split"] = "pulled"
-    most: float = 8  # sources that need more stretches hold alternate pages, and computing is then quicker
+    most: float = 8  # if more stretches are needed, the sources hold alternate pages, and computing is quicker
 
     def __init__(
         self, manager: PulledPages, context: TextContext, replica: int, most: int, estimate: PullOrCompute
@@ -118,7 +119,10 @@ class FromTheFront:
         """Does nothing, because the request is admitted only after its stretches have been pulled."""
 
     def missing(self) -> tuple[int, int]:
-        """Returns how many leading tokens are cached here, in full pages, and how many more a source may have."""
+        """Returns how many leading tokens are cached here, and how many tokens after them a source may have.
+
+        Both numbers count full pages only.
+        """
         contents, context, size = self._manager.contents, self._context, self._manager.page_size
         wanted = contents.digests(context)
         if not wanted.digests:
@@ -135,7 +139,7 @@ class FromTheFront:
         return NextPages(self._manager.contents.digests(context, cached // self._manager.page_size), missing)
 
     def meet(self, pending: PendingImport) -> bool:  # noqa: ARG002
-        """False: the request does not run."""
+        """Returns False, because the request does not run."""
         return False
 
     def skip(self) -> bool:
@@ -143,9 +147,9 @@ class FromTheFront:
         return False
 
     def has_more(self, table: BlockTable, end: int) -> bool:
-        """Returns True if the source's table ends before the pulled stretch does.
+        """Returns True if the source's table ends before the pulled stretch.
 
-        After the gap in its cached pages, the source may have the pages of the next stretch.
+        The source then lacks pages of this stretch, but may have pages of the next stretch.
         """
         return table.num_tokens < end
 
@@ -165,9 +169,9 @@ class FromTheFront:
 
 
 class FromTheEnd:
-    """Stretches from the end of a prompt: each ends where the previous one began.
+    """Stretches from the end of a prompt. Each stretch ends where the previous stretch began.
 
-    Meanwhile the request computes its prompt from the front.
+    At the same time, the request computes its prompt from the front.
 
     Args:
         manager: the manager whose pages are filled. It can import any part of a prompt.
@@ -194,7 +198,8 @@ class FromTheEnd:
         self._cached, self._stop = tokens.start, tokens.stop
         self._first = self._stop  # the first token of the current stretch
         self._clock = clock
-        # when the request began to run; infinite before that, and once its speed was measured
+        # The time at which the request began to run. Infinite before that time, and after the request's speed was
+        # measured.
         self._ran_since = math.inf
         self._has_come = False  # whether a stretch was committed
 
@@ -232,20 +237,23 @@ class FromTheEnd:
         self._ran_since = math.inf
 
     def skip(self) -> bool:
-        """Returns True: the tokens of this stretch are computed instead, and earlier pages may still be pulled."""
+        """Returns True: the tokens of this stretch are computed, and pages before the stretch may still be pulled."""
         self._stop = self._first
         return True
 
     def has_more(self, table: BlockTable, end: int) -> bool:  # noqa: ARG002
-        """Returns True: the next stretch lies before this one, so its source may have it too."""
+        """Returns True, because the next stretch lies before this stretch, and the same source may have it."""
         return True
 
     def reserve(self, tables: Sequence[BlockTable]) -> PendingImport | None:
-        """See `Stretches`. No request waits for the import."""
+        """Reserves pages, as `Stretches` describes. No request waits for the import."""
         return self._manager.contents.import_pages(self._context, self._replica, tables[0], tables[1:])
 
     def commit(self, pending: PendingImport, proof: ImportProof | None) -> None:
-        """See `Stretches`. The first time, it measures how quickly the prompt is computed, before it finds any page."""
+        """Publishes a pulled stretch, as `Stretches` describes.
+
+        The first call measures how quickly the prompt is computed, before the prompt uses any pulled page.
+        """
         self._measure()
         self._has_come = True
         self._manager.contents.commit_pages(pending, proof)

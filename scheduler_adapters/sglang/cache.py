@@ -94,7 +94,7 @@ def build(context: TreeCacheBuildContext) -> BasePrefixCache:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefix:
-    """A cached prefix. SGLang passes it around where it would otherwise pass a tree node.
+    """A cached prefix. SGLang uses it in place of a node of its own prefix tree.
 
     Attributes:
         pages: int32, in logical order.
@@ -181,7 +181,7 @@ class PagewireCache(BasePrefixCache):
     # ---- SGLang's interface: publishing, locks and eviction
 
     def checkpoint(self, req: Req, *, up_to: int, **_: Any) -> None:
-        """Publishes the full pages of a request's first `up_to` tokens, which are computed, and locks these pages.
+        """Publishes and locks the full pages of a request's first `up_to` tokens, which must be computed.
 
         If another page with the same content was already published, the request's row is changed to name that page, and
         the request's own page is given back.
@@ -236,9 +236,9 @@ class PagewireCache(BasePrefixCache):
         return DecLockRefResult(delta=(self.pool.free_count - before) * self.page_size)
 
     def evict(self, params: EvictParams) -> EvictResult:
-        """Gives unlocked pages back to SGLang, the least recently used ones first.
+        """Gives unlocked pages back to SGLang, the least recently used pages first.
 
-        It gives back as few pages as hold `num_tokens` tokens, or all unlocked pages if these hold fewer tokens.
+        Gives back the fewest pages that hold `num_tokens` tokens, or all unlocked pages if these hold fewer tokens.
         """
         started = time.perf_counter()
         count = min(-(-max(0, params.num_tokens) // self.page_size), self.pool.free_count)
@@ -318,7 +318,7 @@ class PagewireCache(BasePrefixCache):
         `ids` is an `array('q')`, used up to `limit`.
 
         The digests end before the first token that is not an int32. If the request was hashed before, only its new
-        tokens are hashed, unless its earlier tokens have changed. They change when the request is aborted.
+        tokens are hashed, unless its earlier tokens have changed. Earlier tokens change when the request is aborted.
         """
         tokens = np.frombuffer(ids, np.int64)[:limit] if len(ids) else np.zeros(0, np.int64)
         kept = None if req is None else self._hashed.get(req)
@@ -344,7 +344,8 @@ class PagewireCache(BasePrefixCache):
 
         Returns, for each digest, the page that is published under it.
 
-        This ends SGLang's hold on each newly published page; `checkpoint` locks the page immediately afterwards.
+        SGLang no longer holds a newly published page after this call. `checkpoint` locks the page immediately
+        afterwards.
         """
         kept = np.concatenate((own[:protected], self.pool.index.publish(own[protected:], digests[protected:])))
         new = kept[protected:][kept[protected:] == own[protected:]]

@@ -90,7 +90,7 @@ class PagewireKVManager(CommonKVManager):
         return worker
 
     def _shared(self, made: Callable[[], Any]) -> Any:
-        """Returns an object that rank 0 makes by calling `made`, and broadcasts to every rank."""
+        """Returns the same object on every rank: rank 0 makes the object by calling `made`, and broadcasts it."""
         group = get_parallel().attn_tp_group
         return group.broadcast_object(made() if self.attn_tp_rank == 0 else None, src=0)
 
@@ -212,7 +212,7 @@ class PagewireKVSender(CommonKVSender):
     """A request at prefill. Its pages are offered to decode when all of them are computed."""
 
     kv_mgr: PagewireKVManager
-    aux_index: int  # `init` sets it before anything is sent
+    aux_index: int  # `init` sets this attribute before anything is sent
     request: Req  # set by a hook (`plugin.py`)
 
     def __init__(
@@ -255,7 +255,7 @@ class PagewireKVSender(CommonKVSender):
         if self.curr_idx < self.num_kv_indices:
             return
         blocks, firsts = [self._pages], [0]
-        for pages in state_indices or ():  # the state indices are the last pages of the sliding window
+        for pages in state_indices or ():  # `state_indices` has the last pages of the sliding window
             end = -(-self._num_tokens // self.kv_mgr.config.groups[1].block_size)
             blocks.append(np.asarray(pages).tolist())
             firsts.append(end - len(blocks[-1]))
@@ -280,11 +280,11 @@ class PagewireKVReceiver(CommonKVReceiver):
     """A request at decode. It asks prefill at once, and reads the pages when both sides have allocated them."""
 
     kv_mgr: PagewireKVManager
-    bootstrap_room: int  # set for every request of a disaggregated server
+    bootstrap_room: int  # never None, because the server is disaggregated
     request: Req  # set by a hook (`plugin.py`)
 
     def init(self, prefill_dp_rank: int) -> None:
-        """Asks the prefill process for the room. By now SGLang knows which process that is."""
+        """Asks the prefill process for the room. SGLang has determined the process before this call."""
         self.kv_mgr.step()  # connections that were lost are dropped first, so that new ones are made
         super().init(prefill_dp_rank)
         if self.conclude_state == STATES.Failed or not self.bootstrap_infos:
@@ -341,7 +341,7 @@ class PagewireKVReceiver(CommonKVReceiver):
 
 
 class PagewireKVBootstrapServer(CommonKVBootstrapServer):
-    """SGLang's rendezvous server, which does not compare page sizes, because a transfer works between any two."""
+    """SGLang's rendezvous server. It does not compare page sizes, because a transfer works between any page sizes."""
 
     page_size = property(lambda self: None, lambda self, value: None)  # noqa: ARG005
 
@@ -349,8 +349,8 @@ class PagewireKVBootstrapServer(CommonKVBootstrapServer):
 def prompt_of(req: Req) -> Prompt:
     """Returns the tokens and the salt of a request: what its KV depends on, in a form that is equal on both servers.
 
-    SGLang replaces an image by tokens made from its hash. An adapter's number differs between servers, so it is left
-    out. Therefore a router must send a request with an adapter only to servers that have this adapter.
+    SGLang replaces an image by tokens made from its hash. An adapter's number differs between servers, so the prompt
+    does not include it. Therefore a router must send a request with an adapter only to servers that have this adapter.
     """
     tokens = np.concatenate([np.asarray(ids, np.int64) for ids in (req.origin_input_ids, req.output_ids)])
     return Prompt((tokens & _INT32).astype(np.int32), req.cache_salt or "")

@@ -33,9 +33,9 @@ def event_recorder(params: CacheInitParams) -> KVCacheEventRecorder:
 def record_stored(
     recorder: KVCacheEventRecorder, req: Req, tokens: NDArray[np.int64], digests: Digests, new: NDArray[np.bool_]
 ) -> None:
-    """Records that those pages of a prompt that `new` marks were published.
+    """Records that the pages of a prompt that are True in `new` were published.
 
-    Each run of consecutive new pages becomes one event, which also names the page before the run.
+    Each run of consecutive new pages becomes one event. The event also names the page before the run.
 
     Args:
         recorder: SGLang's recorder.

@@ -104,8 +104,8 @@ class RoomLeases:
         server: receives the messages of decode and of the other ranks.
         leader: sends commands to the other ranks.
         told: callbacks for the events of a room.
-        expect_s: how long, in seconds, a room that only decode has asked for is kept. If SGLang has not opened it by
-            then, it fails.
+        expect_s: how long, in seconds, a room is kept that decode has asked for and that SGLang has not opened. After
+            this time, the room fails.
     """
 
     def __init__(
@@ -299,7 +299,7 @@ class FollowerLeases:
 
     @property
     def open_count(self) -> int:
-        """The number of rooms whose pages are computed or leased here, and of leases that wait for such pages."""
+        """The number of rooms with computed or leased pages here, plus the leases whose pages are not computed yet."""
         return len(self._computed | self._offered) + len(self._unsent)
 
     def open(self, room: int) -> None:

@@ -47,10 +47,11 @@ def _build(context: TreeCacheBuildContext) -> BasePrefixCache:
 def _register_transfer() -> None:
     """Registers the transfer backend.
 
-    A plugin can add the name to SGLang's choices, but SGLang looks the backend up in an enum.
+    A plugin can add a name to SGLang's choices of backends, but SGLang also looks the backend up in an enum.
 
-    Python calls an enum's `_missing_` hook for a value that is not in the enum. Our hook returns a new member for our
-    name. It also installs the hooks that the backend needs, so that only processes with this backend are changed.
+    Python calls an enum's `_missing_` hook for a value that is not in the enum. Our `_missing_` hook returns a new
+    member for our name. It also installs the hooks in SGLang that the backend needs, so that only processes with this
+    backend are changed.
     """
     from sglang.srt.arg_groups.choices import (  # noqa: PLC0415
         DISAGG_TRANSFER_BACKEND_CHOICES,
@@ -75,7 +76,7 @@ def _register_transfer() -> None:
 
 
 def _hook(member: object) -> None:
-    """Installs the hooks by which SGLang uses our classes, and by which we get the queue that is making a manager."""
+    """Installs the hooks through which SGLang uses our classes, and a hook that shows which queue makes a manager."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415
 
     targets = ("sglang.srt.disaggregation.utils.get_kv_class", *(f"{queue}._init_kv_manager" for queue in QUEUES))

@@ -160,7 +160,7 @@ class RoomPulls:
     def _load(self, known: _WantedRoom) -> None:
         """Starts to read the room's pages if prefill has leased them and there is a destination.
 
-        Without a destination, it only has prefill's lease renewed.
+        Without a destination, the call only starts to renew prefill's lease.
         """
         if known.ready is None or known.is_loading:
             return

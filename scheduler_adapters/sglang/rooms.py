@@ -166,7 +166,7 @@ class RoomServer:
 
 
 class RoomClient:
-    """Decode's end: a socket for each prefill process. Only the scheduler's thread may use it. No call waits.
+    """The sockets of decode, one for each prefill process. Only the scheduler's thread may use them. No call waits.
 
     Args:
         keyring: keys of the fleet. Only processes of the fleet are then contacted. With None, any process may be
@@ -180,7 +180,7 @@ class RoomClient:
         self._connections: dict[str, _PrefillSockets] = {}
 
     def send(self, address: str, message: FromDecode) -> str:
-        """Sends a message. Returns the reason if that was impossible, or "" if the message was sent."""
+        """Sends a message. Returns "" if the message was sent, and otherwise the reason."""
         try:
             connection = self._connections.get(address) or self._connect(address)
             connection.socket.send(_encode(message), zmq.NOBLOCK)

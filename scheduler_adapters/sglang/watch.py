@@ -1,7 +1,7 @@
 """`pagewire top` for our cache in SGLang's scheduler: the pages of SGLang's pool, their states and owners.
 
-Our cache knows which pages are cached and how soon they are evicted. SGLang knows which pages are free, and its row
-pool says which request has each other page. SGLang's data are tensors, which the watch's thread reads.
+Our cache knows which pages are cached and how soon they are evicted. SGLang knows which pages are free. Its row pool
+says which request owns each of the other pages. SGLang's data are tensors, which the watch's thread reads.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class CachePool:
     def cells(self) -> Cells:
         """The state of each page.
 
-        In our pool, SGLang holds every page that is not cached. This method marks those of them that are free in
-        SGLang, and gives each other page its request.
+        In our pool, SGLang holds every page that is not cached. This method marks the uncached pages that are free in
+        SGLang. It records the owning request of each other uncached page.
         """
         pool = self.pool
         cells = pool_cells(pool)

@@ -84,8 +84,8 @@ class Contents:
         pages, heads, tokens, content = cache.shape
         if cache.stride()[2:] != (content, 1) or content % 2:
             raise InvalidEngineError(
-                f"{where}: a tensor of shape {list(cache.shape)} and strides {list(cache.stride())}; the CPU "
-                "backend keeps the keys and values of a head together"
+                f"{where}: a tensor of shape {list(cache.shape)} and strides {list(cache.stride())}; strides "
+                f"that end in ({content}, 1) and an even content are needed for the CPU backend"
             )
         dim = content // 2
         shape, outer, start = (pages, heads, tokens, dim), cache.stride()[:2], cache.storage_offset()
@@ -127,7 +127,7 @@ def contents_of(where: str, vllm_config: VllmConfig, names: Sequence[str], spec:
     contents = {_contents(where, vllm_config, layer.get_attn_backend(), spec, page_size) for layer in layers}
     if len(contents) != 1:
         raise InvalidEngineError(
-            f"{where}: its layers keep {sorted(one.text for one in contents)}; all must keep the same"
+            f"{where}: its layers have different contents: {sorted(one.text for one in contents)}; one is needed"
         )
     return contents.pop()
 

@@ -2,14 +2,14 @@
 
 The versions of vLLM that it supports are in `versions.py`.
 
-vLLM finds it by its module; nothing else of ours imports vLLM:
+vLLM imports the connector by its module path. No other package of pagewire imports vLLM:
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "PagewireConnector", "kv_role": "kv_producer",
       "kv_connector_module_path": "scheduler_adapters.vllm"}'
 
-for prefill, and the same with `kv_consumer` for decode. Requests and proxies work as with vLLM's own NIXL connector,
-and so do `VLLM_NIXL_SIDE_CHANNEL_HOST` and `_PORT`. `scheduler_adapters.vllm.options.Options` has the other settings.
-Our `kv_transfer_params` have only those keys of vLLM's NIXL connector that name the engine to ask, and in addition
+for prefill, and the same with `kv_consumer` for decode. Requests, proxies, `VLLM_NIXL_SIDE_CHANNEL_HOST` and
+`VLLM_NIXL_SIDE_CHANNEL_PORT` work as with vLLM's own NIXL connector. `scheduler_adapters.vllm.options.Options` has the
+other settings. Our `kv_transfer_params` have the keys of vLLM's NIXL connector that name the engine to ask, and the key
 `lease_id`.
 
 Ownership: vLLM keeps its blocks and its scheduler. One of our leases covers the blocks of a prefilled request; vLLM
@@ -88,23 +88,23 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
     @property
     def _scheduling(self) -> SchedulerSide:
         if self._scheduler is None:
-            raise EngineClosedError("the scheduler's side does not exist in a worker, or after shutdown")
+            raise EngineClosedError("the scheduler's side exists only in the scheduler, and not after shutdown")
         return self._scheduler
 
     @property
     def _working(self) -> WorkerSide:
         if self._worker is None:
-            raise EngineClosedError("the worker's side does not exist in the scheduler, or after shutdown")
+            raise EngineClosedError("the worker's side exists only in a worker, and not after shutdown")
         return self._worker
 
-    # vLLM calls these before it makes a connector, so that invalid options end the start here.
+    # vLLM calls these methods before it makes a connector. Invalid options therefore end the start in these calls.
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Returns False, because this connector does nothing layer by layer.
 
-        With full graphs, vLLM calls this before it starts any process of the engine, so that invalid options end the
-        start here.
+        With full graphs, vLLM calls this method before it starts any process of the engine. Invalid options therefore
+        end the start in this call.
         """
         check_options(extra_config)
         return False
@@ -118,7 +118,7 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
         """
         if vllm_config.kv_transfer_config is not None:
             read_options(vllm_config, listens=True)
-        model: Any = vllm_config.model_config  # None by default, although its type says otherwise
+        model: Any = vllm_config.model_config  # None by default, contrary to its declared type
         return None if model is None or model.use_mla else "LBHNC"
 
     @classmethod
@@ -173,7 +173,7 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         """Returns how many tokens a load would add to the computed ones, and whether the load is asynchronous.
 
-        Every load is asynchronous. The second value is False if there is nothing to load.
+        Every load is asynchronous, so the second value is False only if there is nothing to load.
         """
         count = self._scheduling.match(request, num_computed_tokens)
         return count, count > 0
@@ -230,9 +230,9 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Does nothing: vLLM parks a request until its load has ended.
 
-        A token must not be used before the fence of its load. The fence is a last READ, which shows that the pages were
-        still leased, so it follows the last layer. Running a request while its layers arrive could save at most one
-        step, and would delay the steps of all other requests.
+        A token must not be used before the fence of its load. The fence is a READ after the last layer, which shows
+        that the pages were still leased. Running a request while its layers arrive could save at most one step, and
+        would delay the steps of all other requests.
         """
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
@@ -243,14 +243,14 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
         self._working.running.save_kv_to_host(self._metadata().step)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:  # noqa: ARG002
-        """Returns the requests whose lease has ended, and those whose load has ended."""
+        """Returns two sets: the requests whose lease has ended, and the requests whose load has ended."""
         sent, received, _ = self._working.results()
         return sent, received
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
-        """Returns the requests whose lease has ended, those whose load has ended, and those whose load failed.
+        """Returns three sets of requests: their lease has ended, their load has ended, or their load has failed.
 
-        Failures are reported by request instead of by block, because that works for any number of groups.
+        Failures name requests instead of blocks, because this works for any number of groups.
         """
         return KVConnectorTransferResults(*self._working.results())
 
@@ -272,9 +272,7 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
     def _metadata(self) -> StepMetadata:
         metadata = self._get_connector_metadata()
         if not isinstance(metadata, StepMetadata):
-            raise TypeError(
-                f"got connector metadata of type {type(metadata).__name__}; PagewireConnector's is expected"
-            )
+            raise TypeError(f"got connector metadata of type {type(metadata).__name__}; StepMetadata is expected")
         return metadata
 
     def shutdown(self) -> None:

@@ -40,7 +40,7 @@ def cache_group(
 ) -> GroupConfig:
     """Returns one page group. `kernels` maps a layer to the tokens in a page of its tensor.
 
-    It is None at the scheduler.
+    `kernels` is None at the scheduler.
     """
     spec = one_spec(where, group)
     sizes = {kernels[name] for name in group.layer_names if name in kernels} if kernels else set[int]()
@@ -106,7 +106,7 @@ def _attention(where: str, vllm_config: VllmConfig, spec: Any) -> dict[str, Any]
 
 
 def _all_heads(where: str, vllm_config: VllmConfig, here: int) -> int:
-    """Returns the model's number of KV heads, given that each rank has `here` heads.
+    """Returns the number of KV heads of the whole model. `here` is the number of heads on one rank.
 
     A rank has an even share of the heads, or the same heads as other ranks if there are more ranks than heads.
     """
@@ -132,9 +132,10 @@ def _state(where: str, vllm_config: VllmConfig, names: Sequence[str], spec: Mamb
 
 
 def _layers(where: str, vllm_config: VllmConfig, names: list[str]) -> dict[str, int]:
-    """Returns each layer's index in the whole model: the number in its name, or else its place among the names.
+    """Returns each layer's index in the whole model, which is the number in the layer's name.
 
-    The place counts only if the names do not each contain one number of their own.
+    If some names have no number, several numbers, or the same number, the index is the layer's position among the
+    sorted names.
     """
     numbers = {name: [int(part) for part in name.split(".") if part.isdigit()] for name in names}
     pp_size = vllm_config.parallel_config.pipeline_parallel_size
@@ -150,8 +151,8 @@ def _layers(where: str, vllm_config: VllmConfig, names: list[str]) -> dict[str, 
 def _of_all_stages(where: str, vllm_config: VllmConfig, layers: dict[str, int]) -> dict[str, int]:
     """Returns the layers of all pipeline stages, given those of this stage.
 
-    A rank knows only its own layers. The names of the others are derived from them, so all stages must have layers of
-    one kind with the same naming.
+    A rank knows only its own layers. The names of all other layers are derived from these. Therefore all stages must
+    have layers of one kind, named in the same way.
     """
     total = int(vllm_config.model_config.hf_text_config.num_hidden_layers)
     first, number = next(iter(layers.items()))
@@ -161,8 +162,8 @@ def _of_all_stages(where: str, vllm_config: VllmConfig, layers: dict[str, int]) 
     }
     if not set(layers) <= set(named):
         raise InvalidEngineError(
-            f"{where}: layer {min(set(layers) - set(named))!r} is not named like {first!r}, so the layers of the "
-            "other pipeline stages cannot be told from their names"
+            f"{where}: layer {min(set(layers) - set(named))!r} is not named like {first!r}, so the names of "
+            "the layers of other pipeline stages cannot be derived"
         )
     return named
 

@@ -17,9 +17,9 @@ from transfer.connector.metadata import ConnectorMetadata, WorkerOutput
 class StepMetadata(KVConnectorMetadata):
     """The work of one step, from the scheduler to every worker.
 
-    vLLM stops the engine if a worker reports a request that vLLM does not wait for. A worker, however, also sees leases
-    and loads end whose requests still run, or for which vLLM never waited. It therefore reports only the requests that
-    such a message has named.
+    vLLM stops the engine if a worker reports a request that vLLM does not wait for. A worker, however, also sees the
+    end of leases and loads for which vLLM does not wait, because their requests still run or for another reason. The
+    worker therefore reports only the requests that a `StepMetadata` has named.
 
     Attributes:
         step: leases and loads.
@@ -46,7 +46,7 @@ class WorkersMetadata(KVConnectorWorkerMetadata):
         A rank can occur twice, because vLLM keeps the report that the rank has made for a step that failed.
         """
         if not isinstance(other, WorkersMetadata):
-            raise TypeError(f"got worker metadata of type {type(other).__name__}; PagewireConnector's is expected")
+            raise TypeError(f"got worker metadata of type {type(other).__name__}; WorkersMetadata is expected")
         return WorkersMetadata(self.outputs + other.outputs)
 
 

@@ -1,7 +1,8 @@
 """`Options`: the settings in `kv_connector_extra_config`, checked before anything is made from them.
 
-vLLM logs its arguments, and it makes a connector only after minutes of loading weights. Therefore a secret is given
-only by name, and all faults are reported together at the start, with the values as they were written.
+vLLM logs its arguments, and it makes a connector only after minutes of loading weights. Therefore an option names the
+place of a secret instead of the secret itself. All faults are reported together at the start, with the values as the
+user wrote them.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ _TYPES = {field.name: field.type for field in msgspec.structs.fields(Options)}
 
 
 def check_options(extra: Mapping[str, Any]) -> None:
-    """Checks the options, except for what only the files, variables and host names of this machine can show.
+    """Checks the values of the options, but not the files, environment variables and hosts that they name.
 
     Raises:
         InvalidEngineError: names every invalid option, its value and what is expected. A secret is not shown.
@@ -101,7 +102,7 @@ def options_of(extra: Mapping[str, Any], index: int = 0, *, serves: bool = False
         extra: `kv_connector_extra_config`.
         index: index of the data-parallel engine; it is added to the port.
         serves: whether this engine is a source, so that readers connect to `host`.
-        resolves: whether this process listens at `host`. If so, the name must have an address on this machine.
+        resolves: whether this process listens at `host`. If True, the name must have an address on this machine.
 
     Raises:
         InvalidEngineError: as `check_options`.
@@ -120,7 +121,7 @@ def _raise(faults: list[str]) -> None:
 
 
 def _vllms() -> dict[str, Any]:
-    """Returns vLLM's own settings for the host and the port. A port that vLLM cannot parse is returned as text."""
+    """Returns the host and the port of vLLM's NIXL side channel. A port that vLLM cannot parse is returned as text."""
     try:
         port: Any = envs.VLLM_NIXL_SIDE_CHANNEL_PORT
     except ValueError:
@@ -134,9 +135,9 @@ def _unknown(extra: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _faults(given: Mapping[str, Any], spelled: Mapping[str, str] = MappingProxyType({})) -> Iterator[str]:
-    """Yields a message for each invalid value. Each value is checked alone, without regard to the others.
+    """Yields a message for each invalid value. Each value is checked independently of the other values.
 
-    `spelled` maps the name of an option to another name, under which the user has given its value.
+    `spelled` maps the name of an option to the name that the user has used for it.
     """
     for name in (name for name in _TYPES if name in given):
         if reason := _fault(name, given[name]):

@@ -3,7 +3,7 @@
 A *box* is our description of where a part of a layer's KV lies in memory, and peers read pages by these boxes. The
 proof makes vLLM's own operation write two pages of each layer, as a step of the model would, and then reads the two
 pages through the boxes. The written values number every element of the pages, one digit at a time, so that no two
-elements can be confused. A digit is recognised by its place in the order of all values that are read, which works for
+elements can be confused. A digit is recognised by the rank of its value among all values that are read, which works for
 every type of cache. The proof takes about a millisecond per layer and restores the pages.
 """
 
@@ -80,9 +80,9 @@ class _Proof:
         return type(getattr(self.layer, "impl", self.layer)).__name__
 
     def _elements(self, pages: Sequence[int]) -> Iterator[str]:
-        """Writes the number of every element, digit by digit.
+        """Writes the number of every element, digit by digit, and reads the digits back.
 
-        Yields a message for each digit that is not read as it was written.
+        Yields a message for each digit that is read in another place than it was written.
         """
         view = self.view
         shape = (len(pages) * view.page_size, view.heads, view.content)
@@ -108,7 +108,7 @@ class _Proof:
             yield f"values written in ascending order are read in another order: {[int(code) for code in codes[:8]]}"
 
     def _whole(self, pages: Sequence[int]) -> Iterator[str]:
-        """Yields a message for each page of which some elements do not change when all of its tokens are written.
+        """Yields a message for each page with elements that do not change when all tokens of the page are written.
 
         A read of such a page would include bytes of other pages. This test is used if only the backend knows the layout
         within a page.

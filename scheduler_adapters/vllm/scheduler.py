@@ -1,8 +1,8 @@
 """The scheduler's side of our vLLM connector: leases for prefilled requests, and loads for decode.
 
 At prefill, a request whose pages a reader will read gets its lease together with its blocks. The lease is therefore
-granted by the time that the request ends and its `kv_transfer_params` are made. At decode, a request that names a
-source is handled when it arrives: the source is told at once that a reader waits, and the lease lasts however long vLLM
+granted before the request ends and its `kv_transfer_params` are made. At decode, a request that names a source is
+handled when it arrives: the source is told at once that a reader waits. The lease is then renewed for as long as vLLM
 keeps the request in its queue. A dead source and invalid params are noticed before any block is allocated.
 
 A request that cannot be loaded is still parked, and then reported as failed. vLLM then applies its
@@ -168,7 +168,7 @@ class SchedulerSide:
             del request.prompt_token_ids[-1]
         elif request.prompt_embeds is not None:
             request.prompt_embeds = request.prompt_embeds[:-1]
-        # vLLM's own connector does the same, because there is no public way.
+        # There is no public way to remove a token. vLLM's own connector changes this attribute, too.
         del request._all_token_ids[-1]  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
         request.num_prompt_tokens -= 1
         request.max_tokens = 1
@@ -198,17 +198,14 @@ class SchedulerSide:
     def _limit(self, request: Request) -> int:
         """Returns how many prompt tokens may be loaded.
 
-        Even if a load brings the KV of all prompt tokens, vLLM runs the last token again. By then it has freed a block
-        that only this token's window needs, and a recurrent state already includes the token. With windows or states,
-        the last token is therefore not loaded.
-
-        By then, however, vLLM has freed a block that only this token's window needs, and a recurrent state already
-        includes the token. With windows or states, the last token is therefore not loaded.
+        vLLM runs the last prompt token even if a load brings the KV of all prompt tokens. By then, vLLM has freed a
+        block that only this token's window needs, and a recurrent state already includes the token. With windows or
+        states, the last token is therefore not loaded.
         """
         return request.num_prompt_tokens - self._shortens
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Handles the allocation of blocks to a request. If a reader will read the request's pages, they are leased.
+        """Handles the allocation of blocks to a request. If a reader will read its pages, the pages are leased.
 
         If the request itself reads from a source, its load begins.
         """
@@ -225,13 +222,13 @@ class SchedulerSide:
             self._park(request_id, num_external_tokens, fails=fails)
 
     def _park(self, request_id: str, num_external_tokens: int, *, fails: bool) -> None:
-        if num_external_tokens > 0:  # otherwise the request runs at once, because it waits for no load
+        if num_external_tokens > 0:  # a request without tokens to load runs at once, because it waits for no load
             self._next.parked.add(request_id)
             if fails:
                 self._next.refused.add(request_id)
 
     def _offer(self, request: Request) -> None:
-        if request.request_id not in self._sources:  # otherwise the request was preempted, and still has its lease
+        if request.request_id not in self._sources:  # a preempted request still has its lease
             try:
                 self._connector.offer(request.request_id, running=True)
             except TransferError:
@@ -275,7 +272,7 @@ class SchedulerSide:
         for rank, output in outputs:
             progress = self._connector.update(rank, output)
             for request_id, (fence_at, over_at) in output.times.items():
-                # reached once for each rank, but the span ends only once
+                # every rank reports these times, but the span of a request ends only once
                 if (span := self._spans.get(request_id)) is not None:
                     span.begin("fence", fence_at)
                     span.begin("commit", over_at)
@@ -296,18 +293,18 @@ class SchedulerSide:
     def _hide(self, request_id: str, unwritten: Mapping[int, int]) -> None:
         """Keeps partly loaded blocks out of vLLM's prefix cache.
 
-        A block of this engine can be larger than a page of prefill. It is loaded only in part if prefill had already
-        freed the first of its pages.
+        A block of this engine can be larger than a page of prefill. If prefill has already freed the first pages of
+        such a block, the block is loaded only in part.
 
-        The request itself does not need the missing tokens. In the next step vLLM publishes the request's blocks,
-        starting with the first one that its group's manager does not count as cached. That count is therefore raised
-        past the incomplete blocks.
+        The request itself does not need the missing tokens. In the next step, vLLM publishes the request's blocks. It
+        begins after the blocks that the group's manager counts as cached. This method therefore raises the count past
+        the incomplete blocks.
         """
         if self.manager is None:
             raise EngineClosedError(f"request {request_id!r}: vLLM has not bound its block manager")
         for number, token in unwritten.items():
             blocks = self.manager.coordinator.single_type_managers[self._group_ids[number]]
-            if request_id in blocks.req_to_blocks:  # otherwise the request has ended, and its blocks are free
+            if request_id in blocks.req_to_blocks:  # if the request is missing, it has ended, and its blocks are free
                 cached = blocks.num_cached_block
                 cached[request_id] = max(cached.get(request_id, 0), token // blocks.block_size + 1)
 
@@ -328,7 +325,8 @@ class SchedulerSide:
         self._refused.discard(request_id)
         self._waiting.pop(request_id, None)
         self._connector.cancel(request_id, f"the request has ended: {request.status}")
-        if request.status != RequestStatus.FINISHED_ERROR:  # otherwise `update` is about to report the failure
+        # if the status is FINISHED_ERROR, `update` is about to report the failure
+        if request.status != RequestStatus.FINISHED_ERROR:
             self._end_span(request_id, f"the request has ended: {request.status}")
         self._unsaved.pop(request_id, None)
         if request_id not in self._sources:

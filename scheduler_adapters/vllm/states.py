@@ -3,7 +3,7 @@
 Ranks that divide the state differently can then exchange the parts. The channels of a convolution are several
 projections in sequence, and each rank has a share of every projection: x, B and C of a Mamba 2 layer; queries, keys and
 values of a gated delta network. vLLM's spec has only the sum of all channels. In the tensor of any other state, the
-heads come first (in Mamba 1: the channels).
+heads come first. In Mamba 1, the channels come first.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ A layer with another number of tensors is treated as unknown.
 
 
 def is_cut(spec: MambaSpec) -> bool:
-    """Returns whether we know how vLLM divides this state over ranks.
+    """Returns whether it is known how vLLM divides this state over ranks.
 
-    If we do not know it, the state is moved whole, and both sides need equal tensor parallelism.
+    Any other state is moved whole, and both sides then need equal tensor parallelism.
     """
     return not spec.tp_replicated and _TENSORS.get(spec.mamba_type.name) == len(spec.shapes)
 
@@ -67,7 +67,7 @@ def state_parts(where: str, spec: MambaSpec, ranks: int, layer: Any) -> tuple[St
 
 
 def described(spec: MambaSpec) -> str:
-    """Returns a text with further properties that must be equal on both sides, for any number of ranks."""
+    """Returns a text with further properties of a state. The text must be equal on both sides of a transfer."""
     if not is_cut(spec):
         return "states " + " and ".join("x".join(map(str, shape)) for shape in spec.shapes)
     columns = spec.shapes[0][1 if is_conv_state_dim_first() else 0]
@@ -92,8 +92,8 @@ def _projections(
         )
     if spec.mamba_type.name == "GDN_ATTN":
         return ("q", groups * ranks, unit), ("k", groups * ranks, unit), ("v", heads * ranks, sizes[0])
-    # If each of several ranks has one group, either all of them hold the model's only group, or each holds a group of
-    # its own. Only the layer object shows which.
+    # One group on each of several ranks has two possible meanings: all ranks hold the model's only group, or each rank
+    # holds a different group. Only the layer object shows which is true.
     total = layer.norm.n_groups if groups == 1 and ranks > 1 and layer is not None else groups * ranks
     return ("x", heads * ranks, sizes[0]), ("B", total, unit), ("C", total, unit)
 

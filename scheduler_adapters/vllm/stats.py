@@ -32,8 +32,8 @@ _LISTS = {
     "pull_bytes": ("Bytes of a rank's pull.", PULL_BUCKETS["num_bytes"]),
     "pull_runs": ("Descriptors of a rank's pull.", PULL_BUCKETS["num_runs"]),
 }
-# The metrics of vLLM's own NIXL connector, with its names and buckets, so that existing dashboards work. Each of these
-# metrics has the same values as one of ours.
+# Metrics with the names and buckets of vLLM's own NIXL connector, so that existing dashboards work. Each of these
+# metrics repeats the values of one of our metrics.
 _POSTS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
 _RUNS = (10, 20, 30, 50, 75, 100, 200, 400, 1000, 2000, 4000, 10_000, 20_000, 50_000)
 _NIXL_COUNTS = {
@@ -110,7 +110,7 @@ def _counts(snapshot: StatsSnapshot) -> dict[str, int]:
 
 
 class PullMetrics(KVConnectorPromMetrics):
-    """The same figures as Prometheus metrics, once under the names `vllm:pagewire_*` and once more under `vllm:nixl_*`.
+    """The figures of `PullStats` as Prometheus metrics, under the names `vllm:pagewire_*` and `vllm:nixl_*`.
 
     The `vllm:nixl_*` metrics are left out if vLLM's own NIXL connector runs in the same `MultiConnector`, because that
     connector makes them itself.
@@ -124,7 +124,7 @@ class PullMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters: list[tuple[str, Any]] = []  # each counter, after the name of its figure in our stats
+        self._counters: list[tuple[str, Any]] = []  # pairs: the name of a figure in our stats, and its counter
         self._histograms: list[tuple[str, Any]] = []
         for name, text in _COUNTS.items():
             self._counters.append((name, self._made(metric_types[Counter], f"pagewire_{name}", text)))

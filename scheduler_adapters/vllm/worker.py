@@ -47,7 +47,7 @@ class WorkerSide:
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Registers the tensors of this rank's layers, and starts to serve and to read."""
         moved = self._kv_cache_config.transfer_group_index_by_layer
-        # A layer outside the transferred groups shares the tensor of a layer inside them.
+        # Layers outside the transferred groups are left out, because they share the tensors of layers in these groups.
         caches = {name: cache for name, cache in kv_caches.items() if name in moved}
         pages = {name: cache.shape[2] for name, cache in caches.items()}
         config = worker_config(self._vllm_config, self._kv_cache_config, pages)
@@ -61,7 +61,7 @@ class WorkerSide:
             thread.replica.timed = self._vllm_config.observability_config.otlp_traces_endpoint is not None
 
     def _as_moved(self, caches: Mapping[str, Any], pages: Mapping[str, int]) -> dict[str, Cache]:
-        """Returns the layers' tensors as a transfer takes them: split into keys and values, or into states."""
+        """Returns the layers' tensors in the form that a transfer takes: split into keys and values, or into states."""
         found: dict[str, Cache] = dict(caches)
         for number, group in enumerate(self._kv_cache_config.transfer_groups):
             where, names = f"cache group {number}", [name for name in group.layer_names if name in pages]
@@ -72,9 +72,9 @@ class WorkerSide:
         return found
 
     def _prove(self, config: WorkerConfig, caches: Mapping[str, Cache]) -> None:
-        """Raises an error if vLLM's kernels write to other places than our boxes describe.
+        """Raises an error if vLLM's kernels write to other addresses than a transfer reads (see `proof.py`).
 
-        This runs before any reader can ask for a page.
+        The check runs before any reader can ask for a page.
         """
         start = time.perf_counter()
         layers = layers_of(f"engine {config.engine_id!r}", self._vllm_config, list(caches))
@@ -112,11 +112,11 @@ class WorkerSide:
         self._waits.refused |= metadata.refused
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
-        """Returns those requests that vLLM waits for and that have finished.
+        """Returns the finished requests for which vLLM waits.
 
-        The result has three sets: the requests whose lease has ended, those whose load has ended, and those in the
-        second set whose load has failed. A failed load is reported only when none of its transfers is in flight any
-        more, because vLLM then reuses its blocks at once.
+        The result has three sets: the requests whose lease has ended, the requests whose load has ended, and the
+        requests whose load has failed. The third set is part of the second set. A failed load is reported only when
+        none of its transfers is in flight any more, because vLLM reuses its blocks at once.
         """
         self._output = output = self.running.take_output()
         self._sent |= output.sent.keys() | {request_id for request_id, error in output.offered.items() if error}

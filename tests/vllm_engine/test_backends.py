@@ -96,7 +96,7 @@ def test_the_class_of_a_backend_determines_the_page_layout(
         (FULL, (Mamba2AttentionBackend,), "Mamba2AttentionBackend for FullAttentionSpec"),
         (LATENT, (FlashAttentionBackend,), "FlashAttentionBackend for MLAAttentionSpec"),
         (STATE, (FlashAttentionBackend,), "FlashAttentionBackend for MambaSpec"),
-        (FULL, (CPUAttentionBackend, FlashAttentionBackend), "all must keep the same"),
+        (FULL, (CPUAttentionBackend, FlashAttentionBackend), "layers have different contents"),
     ],
     ids=lambda value: value[0].__name__ if isinstance(value, tuple) else "",
 )
