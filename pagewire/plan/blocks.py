@@ -47,10 +47,6 @@ class VllmBlocks:
     each: tuple[BlockTables, ...]
     step_tokens: int
 
-    def request_blocks(self, length: int) -> int:
-        """Returns the most blocks that a request of this length can hold."""
-        return sum(of.tables * self._blocks(of, length) for of in self.each)
-
     def table_bytes(self, of: BlockTables, length: int) -> int:
         """Returns the bytes on each rank that a request of this length takes in the block tables `of`."""
         return of.tables * self._blocks(of, length) * self.block_bytes

@@ -24,7 +24,7 @@ def continues(trace: Sequence[Blocks]) -> list[bool]:
     return found[::-1]
 
 
-def hints_for(trace: Sequence[Blocks], kind: str, seed: int = 0) -> list[Retention | None]:
+def hints_for(trace: Sequence[Blocks], kind: str) -> list[Retention | None]:
     """Returns a hint for each request.
 
     `kind` is `none`, `true`, `inverted`, or `wrong=SHARE`, which inverts that share of the hints.
@@ -32,7 +32,7 @@ def hints_for(trace: Sequence[Blocks], kind: str, seed: int = 0) -> list[Retenti
     if kind == "none":
         return [None] * len(trace)
     wrong = _share_wrong(kind)
-    rng = random.Random(seed)  # noqa: S311 - not used for security
+    rng = random.Random(0)  # noqa: S311 - not used for security
     return [Retention(session_continues=true != (rng.random() < wrong)) for true in continues(trace)]
 
 
