@@ -100,3 +100,12 @@ def kv_of(tokens: list[int], named: Named, part: object) -> np.ndarray:
     for position, key in keys:
         sums[position:] += np.uint64(xxhash.xxh3_64_intdigest(repr((position, key)).encode()))
     return (sums ^ np.uint64(xxhash.xxh3_64_intdigest(repr((salt, part)).encode()))).view(np.int64)
+
+
+def goes_on(manager: PagedKVCacheManager, context: TextContext, steps: int) -> None:
+    """Runs a request for some steps, and compares all cached KV that it sees."""
+    for _ in range(steps):
+        assert manager.maybe_reserve(context)
+        KVTokens(manager).run_contexts([context], manager.fetch([context]))
+        context.update(7)
+        manager.step([context])

@@ -81,7 +81,12 @@ def new_manager(
 
 def new_loop(model: Any, pages: int = 200, budget: int = 64, **manager: Any) -> ServingLoop:
     made = new_manager(model, pages, **manager)
-    return ServingLoop(made, HFRunner(model, made.states), token_budget=budget)
+    return loop_of(made, model, budget)
+
+
+def loop_of(manager: Any, model: Any, budget: int = 64) -> ServingLoop:
+    """Returns a loop that runs the model over a manager that exists. `budget` is the most tokens of a step."""
+    return ServingLoop(manager, HFRunner(model, manager.states), token_budget=budget)
 
 
 def serve(loop: ServingLoop, requests: Sequence[Request], limit: int = 2000) -> dict[str, list[Output]]:

@@ -23,6 +23,7 @@ import numpy as np
 
 from kvcache.layout import PageLayout
 from kvcache.replica.block_table import PageCopy
+from tests.transfer.clock import Clock
 from transfer.memory import MemoryType
 from transfer.nixl.chaos import ChaosAgent, Rates
 from transfer.plan.shapes import dense
@@ -40,16 +41,6 @@ FREE = 0xEE
 
 class ViolationError(AssertionError):
     """An event that must never happen."""
-
-
-class Clock:
-    """A clock that the test advances."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @dataclass(eq=False)

@@ -24,16 +24,6 @@ from transfer.wire.handshake import EngineCard, HandshakeClient, HandshakeServer
 from transfer.wire.messages import Wanted
 
 
-class Clock:
-    """A clock that the test advances."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Hindrance:
     """Delays or refuses the READs of one rank, as a stuck or dying peer would.
 

@@ -6,17 +6,11 @@ import pytest
 from opentelemetry.trace import StatusCode
 
 from tests.spans import exported, parts_of
+from tests.transfer.clock import Clock
 from transfer.spans import PARTS, HandoverSpan
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 UNSAMPLED = PARENT[:-1] + "0"
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def handed_over(begun: list[tuple[str, float]], until: float, carrier: dict[str, str], error: str = "") -> None:

@@ -22,7 +22,7 @@ from kvcache import (
 )
 from kvcache.replica import imports
 from tests.kvcache.build import manager_of
-from tests.kvcache.kv import KVTokens
+from tests.kvcache.kv import KVTokens, goes_on
 from tests.kvcache.random_model.matrix import layouts
 from tests.kvcache.replica.test_further_tables import columns, gone
 
@@ -97,14 +97,6 @@ def pulled(
     target.commit_import(context, pending, copier.prove() if pending.needs_copy else None)
     goes_on(target, context, 9)
     return context, counts
-
-
-def goes_on(manager: PagedKVCacheManager, context: TextContext, steps: int) -> None:
-    for _ in range(steps):
-        assert manager.maybe_reserve(context)
-        KVTokens(manager).run_contexts([context], manager.fetch([context]))
-        context.update(NEXT)
-        manager.step([context])
 
 
 def test_a_table_names_of_a_window_what_the_next_token_sees() -> None:

@@ -16,7 +16,7 @@ import torch
 from kvcache import BlockTable, BlockTableMismatchError, LayerGroup, PagedKVCacheManager, PendingImport, TextContext
 from kvcache.replica.copier import ImportCopier
 from tests.kvcache.build import manager_of
-from tests.kvcache.kv import KVTokens
+from tests.kvcache.kv import KVTokens, goes_on
 
 WINDOW = 7
 GROUPS = LayerGroup("full", (0,)), LayerGroup("window", (1,), WINDOW), LayerGroup("chunked", (2,), 10)
@@ -46,15 +46,6 @@ def chunks(manager: PagedKVCacheManager, context: TextContext, chunk: int) -> It
         context.update(NEXT)
         manager.step([context])
         yield context.end_idx > length
-
-
-def goes_on(manager: PagedKVCacheManager, context: TextContext, steps: int) -> None:
-    """Runs a request for some steps, and compares all cached KV that it sees."""
-    for _ in range(steps):
-        assert manager.maybe_reserve(context)
-        KVTokens(manager).run_contexts([context], manager.fetch([context]))
-        context.update(NEXT)
-        manager.step([context])
 
 
 def copy(source: PagedKVCacheManager, target: PagedKVCacheManager, copier: ImportCopier, *, last: bool) -> None:

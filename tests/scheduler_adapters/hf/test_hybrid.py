@@ -37,7 +37,15 @@ from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.loop import Output, Request, ServingLoop
 from tests.kvcache.build import proven, state_pages
 from tests.scheduler_adapters.conftest import HYBRIDS
-from tests.scheduler_adapters.serving import assert_nothing_held, new_manager, own_tokens, requests_of, serve, tokens_of
+from tests.scheduler_adapters.serving import (
+    assert_nothing_held,
+    loop_of,
+    new_manager,
+    own_tokens,
+    requests_of,
+    serve,
+    tokens_of,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -58,8 +66,7 @@ def hybrid_manager(model: Any, pages: int = 200, shards: int = 1, **manager: Any
 
 
 def hybrid_loop(model: Any, budget: int = 64, **manager: Any) -> ServingLoop:
-    made = hybrid_manager(model, **manager)
-    return ServingLoop(made, HFRunner(model, made.states), token_budget=budget)
+    return loop_of(hybrid_manager(model, **manager), model, budget)
 
 
 def states_of(loop: ServingLoop) -> Any:

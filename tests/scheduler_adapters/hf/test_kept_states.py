@@ -11,10 +11,9 @@ import torch
 
 from kvcache.errors import InvariantError, StatePageError
 from kvcache.replica.context import TextContext
-from scheduler_adapters.hf.runner import HFRunner
 from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.loop import Request, ServingLoop
-from tests.scheduler_adapters.serving import assert_nothing_held, new_manager, own_tokens, serve, tokens_of
+from tests.scheduler_adapters.serving import assert_nothing_held, loop_of, new_manager, own_tokens, serve, tokens_of
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +29,7 @@ def cached_loop(
 ) -> ServingLoop:
     states = {"state_copies": copies, "state_every_pages": every}
     manager = new_manager(model, pages, PAGE, rows, states=states, n_devices=shards, enable_prefix_caching=True)
-    return ServingLoop(manager, HFRunner(model, manager.states), token_budget=budget)
+    return loop_of(manager, model, budget)
 
 
 def states_of(loop: ServingLoop) -> Any:

@@ -18,9 +18,9 @@ from scheduler_adapters.hf.runner import (
     num_layers_of,
 )
 from scheduler_adapters.hf.tiny import ByteTokenizer
-from scheduler_adapters.loop import Request, ServingLoop
+from scheduler_adapters.loop import Request
 from tests.kvcache.build import state_pages
-from tests.scheduler_adapters.serving import assert_nothing_held, own_tokens, serve
+from tests.scheduler_adapters.serving import assert_nothing_held, loop_of, own_tokens, serve
 
 pytestmark = pytest.mark.slow
 
@@ -41,10 +41,6 @@ def one_budget(
     probe = manager_for(model, cache, rows, 4096, ["cpu"] * shards, **(options | {"available_cache_memory": 4 << 20}))
     options["available_cache_memory"] = (slabs * probe.slab_pages + pages) * page
     return manager_for(model, cache, rows, 4096, ["cpu"] * shards, **options)
-
-
-def loop_of(manager: Any, model: Any, budget: int = 64) -> ServingLoop:
-    return ServingLoop(manager, HFRunner(model, manager.states), token_budget=budget)
 
 
 def running(manager: Any, name: str, prompt: list[int]) -> TextContext:

@@ -18,7 +18,6 @@ from kvcache.layer_groups import layer_tables
 from kvcache.replica.context import TextContext
 from kvcache.sizing import page_bytes
 from scheduler_adapters.hf.runner import (
-    HFRunner,
     is_rounding_tie,
     kv_params_of,
     manager_for,
@@ -32,7 +31,7 @@ from tests.scheduler_adapters.conftest import HYBRIDS
 from tests.scheduler_adapters.hf.conftest import FORMS as KINDS_OF_STATE
 from tests.scheduler_adapters.hf.speculating import Engine, assert_equal
 from tests.scheduler_adapters.hf.test_groups import ALONE, MODELS, WINDOW
-from tests.scheduler_adapters.serving import assert_nothing_held, own_tokens, requests_of, serve, tokens_of
+from tests.scheduler_adapters.serving import assert_nothing_held, loop_of, own_tokens, requests_of, serve, tokens_of
 
 pytestmark = pytest.mark.slow
 
@@ -125,10 +124,6 @@ def manager_of(
         memory += slabs * probe.slab_pages * page
         probe.close()
     return manager_for(model, cache, rows, 512, devices, available_cache_memory=memory, enable_runtime_checks=True)
-
-
-def loop_of(manager: Any, model: Any, budget: int = 64) -> ServingLoop:
-    return ServingLoop(manager, HFRunner(model, manager.states), token_budget=budget)
 
 
 def full(tokens: int) -> int:

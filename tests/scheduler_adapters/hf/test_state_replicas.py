@@ -14,8 +14,7 @@ from kvcache.prometheus import ManagerCollector
 from kvcache.replica.context import TextContext
 from scheduler_adapters.hf.runner import HFRunner, kv_params_of, manager_for, num_layers_of
 from scheduler_adapters.hf.tiny import ByteTokenizer
-from scheduler_adapters.loop import ServingLoop
-from tests.scheduler_adapters.serving import assert_nothing_held, own_tokens, requests_of, serve, tokens_of
+from tests.scheduler_adapters.serving import assert_nothing_held, loop_of, own_tokens, requests_of, serve, tokens_of
 
 pytestmark = pytest.mark.slow
 
@@ -46,17 +45,13 @@ def two_replicas(model: Any, way: str, tokens: int = 600, states: int = 13, tp: 
     return manager_for(model, params, *sizes, available_cache_memory=2 * memory, enable_runtime_checks=True)
 
 
-def loop_of(model: Any, manager: Any, budget: int = 64) -> ServingLoop:
-    return ServingLoop(manager, HFRunner(model, manager.states), token_budget=budget)
-
-
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_equal_on_both_replicas_with_separate_hits(
     model: Any, expected: list[list[int]], way: str, tp: int
 ) -> None:
     manager = two_replicas(model, way, tp=tp)
-    loop, on = loop_of(model, manager, 24), list[int]()
+    loop, on = loop_of(manager, model, 24), list[int]()
     loop.on_admit = lambda request_id, replica, cached: on.append(replica)
     assert tokens_of(serve(loop, requests_of(PROMPTS * 2, NEW))) == expected * 2
     assert set(on) == {0, 1}
@@ -77,7 +72,7 @@ def test_tokens_equal_when_requests_of_both_replicas_are_preempted(model: Any, w
     prompts = [[at, *prompt] for at, prompt in enumerate(PROMPTS * 2)]
     # enough for two prompts on each replica
     manager = two_replicas(model, way, 17 * PAGE, states=2 if way == "shared" else 13)
-    loop = loop_of(model, manager, 32)
+    loop = loop_of(manager, model, 32)
     expected = [own_tokens(model, prompt, NEW) for prompt in prompts]
     assert tokens_of(serve(loop, requests_of(prompts, NEW))) == expected
     assert loop.preemptions

@@ -12,13 +12,12 @@ import pytest
 
 from kvcache.errors import PoolTooSmallError
 from kvcache.replica.context import TextContext
-from scheduler_adapters.hf.runner import HFRunner
 from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.loop import Request, ServingLoop
 from tests.kvcache.build import proven, state_pages
 from tests.kvcache.tiers.stored_objects import StoredObjects
 from tests.scheduler_adapters.hf.states_below import below, found_share, state_bytes, turns_of
-from tests.scheduler_adapters.serving import assert_nothing_held, own_tokens, serve, tokens_of
+from tests.scheduler_adapters.serving import assert_nothing_held, loop_of, own_tokens, serve, tokens_of
 
 pytestmark = pytest.mark.slow
 
@@ -31,10 +30,6 @@ PROMPTS = [ByteTokenizer().encode(f"{text} {at} What all of these ask for.") for
 @pytest.fixture(scope="module", params=["bamba", "qwen3_next", "lfm2", "kimi_linear"])
 def each_model(request: pytest.FixtureRequest, shared_model: Callable[..., Any]) -> Any:
     return shared_model(request.param)
-
-
-def loop_of(manager: Any, model: Any, budget: int = 64) -> ServingLoop:
-    return ServingLoop(manager, HFRunner(model, manager.states), token_budget=budget)
 
 
 def turns(loop: ServingLoop, model: Any, asked: int = 2) -> None:

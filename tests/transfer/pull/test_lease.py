@@ -8,17 +8,10 @@ import random
 import numpy as np
 import pytest
 
+from tests.transfer.clock import Clock
 from transfer.errors import InvalidLeaseError
 from transfer.pull.lease import CLEARED, LeaseBook, make_words, new_lease_id
 from transfer.wire.messages import ReaderNote
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

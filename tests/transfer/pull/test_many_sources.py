@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.transfer.clock import Clock
 from tests.transfer.replicas import Engine
 from transfer.failures import Failure, FailureKind
 from transfer.memory import MemoryType
@@ -31,13 +32,6 @@ class Known:
     def _polled(self) -> list[Any]:
         self.polls += 1
         return []
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from kvcache.replica.block_table import PageCopy
-from tests.transfer.replicas import TOKENS, WHOLE, Clock, run
+from tests.transfer.clock import Clock
+from tests.transfer.replicas import TOKENS, WHOLE, run
 from transfer.errors import AgentError, InvalidEngineError
 from transfer.failures import Failure, FailureKind
 from transfer.memory import MemoryType

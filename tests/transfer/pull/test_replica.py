@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from kvcache.replica.block_table import PageCopy
-from tests.transfer.replicas import KEY, LOCAL, PAGES, REMOTE, TOKENS, WHOLE, Clock, Engine, pull, run, settled
+from tests.transfer.clock import Clock
+from tests.transfer.replicas import KEY, LOCAL, PAGES, REMOTE, TOKENS, WHOLE, Engine, pull, run, settled
 from transfer.errors import HandshakeError, MetadataError, PullFailedError, SettingsMismatchError
 from transfer.failures import Failure, FailureKind
 from transfer.memory import MemoryType
