@@ -128,7 +128,7 @@ async def _serve(options: ServeOptions, listening: sockets.socket, made: ExitSta
     served = ServedModel(name, load_tokenizer(options.model, vocab_size), vocab_size)
     folder = made.enter_context(closing(RunFolder()))
     context: Context = zmq.Context.instance()  # pyright: ignore[reportUnknownVariableType] -- untyped there
-    endpoint = options.front or (f"tcp://{options.host}:*" if options.what == "front" else f"ipc://{folder.path}/front")
+    endpoint = options.front or (f"tcp://{options.host}:*" if options.what == "front" else folder.endpoint("front"))
     keyring = keys_of(str(options.keyring or ""), options.secret or "")
     router = bind_router(context, endpoint, None if endpoint.startswith("ipc:") else keyring)
     made.callback(router.close)

@@ -89,9 +89,9 @@ class Fleet:
                 self._configs[config.name] = msgspec.structs.replace(config, keyring=str(path))
 
     def _filled_in(self, config: ServerConfig) -> ServerConfig:
-        name, at = config.name or config.role, f"ipc://{self._folder.path}"
-        listen = config.listen or (f"{at}/{name}" if config.role == "prefill" else "")
-        frontend = config.frontend or f"{at}/frontend"
+        name = config.name or config.role
+        listen = config.listen or (self._folder.endpoint(name) if config.role == "prefill" else "")
+        frontend = config.frontend or self._folder.endpoint("frontend")
         return msgspec.structs.replace(config, name=name, frontend=frontend, listen=listen)
 
     def __enter__(self) -> Self:
@@ -240,7 +240,7 @@ class Fleet:
             for name in self._configs:
                 self._start_one(name)
             return
-        frontend = f"ipc://{self._folder.path}/frontend"
+        frontend = self._folder.endpoint("frontend")
         try:
             self._socket.bind(frontend)
         except zmq.ZMQError as error:
@@ -411,6 +411,20 @@ class RunFolder:
         except OSError as error:
             raise ServiceError(f"no folder for the run can be created: {error}") from error
         raise ServiceError(f"no folder for the run can be locked: tried {_TRIES}, the last was {self.path}")
+
+    def endpoint(self, name: str) -> str:
+        """Returns the ZMQ endpoint of a socket in this folder.
+
+        Raises:
+            ServiceError: the path of the socket is longer than the operating system allows.
+        """
+        path, limit = self.path / name, zmq.IPC_PATH_MAX_LEN
+        if (num_bytes := len(os.fsencode(path))) > limit:
+            raise ServiceError(
+                f"the path of a socket may have {limit} bytes, and {str(path)!r} has {num_bytes}: "
+                "set TMPDIR to a folder with a shorter path"
+            )
+        return f"ipc://{path}"
 
     def close(self) -> None:
         """Removes the folder and everything in it. Safe to call twice."""

@@ -38,8 +38,7 @@ class Run:
         self.folder = folder
         folder.mkdir(exist_ok=True)
         self._mark = secrets.token_hex(8)
-        name = hashlib.sha256(bytes(folder)).hexdigest()[:16]  # the same for all runs with this folder
-        self.memory = Path("/dev/shm", f"test-{name}")  # noqa: S108  (UCX wants a file system in memory)
+        self.memory = memory_beside(folder)
         self.memory.mkdir(mode=0o700, exist_ok=True)
         self._seen = 0
         self.lines: list[str] = []
@@ -123,6 +122,12 @@ class Run:
             time.sleep(0.02)
         if files:
             self.memory.rmdir()
+
+
+def memory_beside(folder: Path) -> Path:
+    """Returns the folder for shared memory of all runs that have this folder for their temporary files."""
+    name = hashlib.sha256(bytes(folder)).hexdigest()[:16]
+    return Path("/dev/shm", f"test-{name}")  # noqa: S108  (UCX wants a file system in memory)
 
 
 def wait_for_work(pid: int, seconds: float) -> None:

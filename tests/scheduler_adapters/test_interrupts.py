@@ -6,13 +6,14 @@ import itertools
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from scheduler_adapters import interrupts
 from scheduler_adapters.service.fleet import PREFIX
 from scheduler_adapters.service.program import PARENT_GONE
 from tests.pagewire.demo.test_demo import Demo, assert_gone_soon
-from tests.scheduler_adapters.leftovers import STAGES, Run, wait_for_work
+from tests.scheduler_adapters.leftovers import STAGES, Run, memory_beside, wait_for_work
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 EVERY = (*HANDLED, signal.SIGKILL)
@@ -32,6 +33,14 @@ KINDS = {
     "many": ("--curve", "--prefills", "2", "--decodes", "2", "--prefill-tp", "2"),
 }
 SERVED = {"start": "2000", "serving": "2000", "checking": "40"}
+
+
+@pytest.fixture
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder for a run. Its path is short, because the path of a socket in it may have 107 bytes."""
+    folder = tmp_path_factory.mktemp("t")
+    yield folder
+    shutil.rmtree(memory_beside(folder), ignore_errors=True)  # of a test that has failed
 
 
 def run_demo(folder: Path, stage: str, *arguments: str) -> Run:
@@ -64,24 +73,24 @@ def assert_ended(run: Run, number: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("number", EVERY, ids=lambda number: number.name)
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_outlives_the_demo(tmp_path: Path, kind: str, number: signal.Signals, stage: str) -> None:
-    run = run_demo(tmp_path / "t", stage, *KINDS[kind])
+def test_nothing_outlives_the_demo(place: Path, kind: str, number: signal.Signals, stage: str) -> None:
+    run = run_demo(place, stage, *KINDS[kind])
     # The signal comes at a random time of the stage, while processes are made, import, connect or serve.
     time.sleep(random.Random(f"{kind} {number} {stage}").uniform(0, 3 if stage == "start" else 0.5))
     assert_ended(run, number)
 
 
 @pytest.mark.timeout(240)
-def test_the_demo_that_starts_with_keys_leaves_nothing_at_a_hangup(tmp_path: Path) -> None:
-    assert_ended(run_demo(tmp_path / "t", "start", "--curve"), signal.SIGHUP)
+def test_the_demo_that_starts_with_keys_leaves_nothing_at_a_hangup(place: Path) -> None:
+    assert_ended(run_demo(place, "start", "--curve"), signal.SIGHUP)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 # SIGTERM only asks a process to drain: it first finishes its requests.
 @pytest.mark.parametrize("number", [one for one in EVERY if one != signal.SIGTERM], ids=lambda number: number.name)
-def test_the_end_of_one_child_ends_the_whole_demo(tmp_path: Path, role: str, number: signal.Signals) -> None:
-    run = Run(tmp_path / "t", "demo", "--requests", "2000", "--curve")
+def test_the_end_of_one_child_ends_the_whole_demo(place: Path, role: str, number: signal.Signals) -> None:
+    run = Run(place, "demo", "--requests", "2000", "--curve")
     run.wait_for(STAGES["serving"])
     (pid,) = re.findall(rf"{role}: pid (\d+)", "".join(run.lines))
     if number == signal.SIGINT:  # a child ignores this signal, because its parent gets it too and ends its children
@@ -96,8 +105,8 @@ def test_the_end_of_one_child_ends_the_whole_demo(tmp_path: Path, role: str, num
 
 @pytest.mark.long
 @pytest.mark.parametrize("numbers", list(itertools.permutations(HANDLED)), ids=str)
-def test_further_signals_do_not_stop_the_end(tmp_path: Path, numbers: tuple[signal.Signals, ...]) -> None:
-    run = run_demo(tmp_path / "t", "serving", "--curve")
+def test_further_signals_do_not_stop_the_end(place: Path, numbers: tuple[signal.Signals, ...]) -> None:
+    run = run_demo(place, "serving", "--curve")
     status, said = run.end(*numbers, every_s=0.003)
     assert (status, said.count("\n")) == (128 + numbers[0], 1)
     run.assert_nothing_left()
@@ -117,10 +126,10 @@ def test_a_hangup_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
     [signal.SIGINT, *(pytest.param(number, marks=pytest.mark.ci) for number in (signal.SIGTERM, signal.SIGHUP))],
     ids=lambda number: number.name,
 )
-def test_a_replay_ends_with_one_line(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_replay_ends_with_one_line(tmp_path: Path, place: Path, number: signal.Signals) -> None:
     trace = tmp_path / "trace"
     trace.write_text("".join(f'{{"hash_ids": [{block}, {block + 1}]}}\n' for block in range(0, 200_000, 2)))
-    run = Run(tmp_path / "t", "replay", str(trace), "--host-blocks", "100")
+    run = Run(place, "replay", str(trace), "--host-blocks", "100")
     wait_for_work(run.process.pid, 1.5)
     status, said = run.end(number)
     assert (status, said) == (128 + number, f"pagewire replay: interrupted by {number.name}\n")

@@ -5,9 +5,11 @@ import subprocess
 import sys
 import tempfile
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+import zmq
 
 from scheduler_adapters.errors import ServiceError
 from scheduler_adapters.service import fleet
@@ -122,6 +124,16 @@ def test_runs_that_start_at_once_never_take_each_other_s(root: Path) -> None:
         thread.join()
     assert not lost
     assert not list(root.iterdir())
+
+
+def test_a_socket_whose_path_is_too_long_is_refused_before_it_is_bound() -> None:
+    with closing(RunFolder()) as folder, zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        longest = "x" * (zmq.IPC_PATH_MAX_LEN - len(f"{folder.path}/"))
+        socket.bind(folder.endpoint(longest))
+        with pytest.raises(zmq.ZMQError):
+            socket.bind(f"ipc://{folder.path}/{longest}x")
+        with pytest.raises(ServiceError, match=r"may have 107 bytes, and '.*/x+' has 108: set TMPDIR"):
+            folder.endpoint(f"{longest}x")
 
 
 def test_shared_memory_is_made_where_ucx_would_make_it(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
