@@ -11,6 +11,7 @@ import pytest
 
 from kvcache.errors import NoFreeRowError
 from scheduler_adapters.service import messages as msg
+from scheduler_adapters.service.requests import DecodeRequest
 from tests.scheduler_adapters.deliverer import Deliverer, Reached
 from tests.scheduler_adapters.service.processes import Service, Side
 from tests.scheduler_adapters.service.test_faults import empty, fill
@@ -29,6 +30,11 @@ class Schedule:
         self.aborted: set[str] = set()
         self.trouble: Counter[str] = Counter()
 
+    def offered(self) -> list[DecodeRequest]:
+        """The requests that wait for pages at their decode process. Random choices seldom meet this short phase."""
+        requests = [request for one in self.service.decodes.values() for request in one._requests.values()]
+        return [request for request in requests if request.phase == "offered"]
+
     def submit(self) -> None:
         rng, number = self.random, len(self.asked) + 1
         request_id, prompt, name = f"r{number}", rng.randrange(len(PROMPTS)), rng.choice(list(self.service.decodes))
@@ -38,14 +44,15 @@ class Schedule:
         self.deliverer.to_decode(name, message)
 
     def abort(self) -> None:
-        request_id = self.random.choice(list(self.asked))
+        offered = [request.request_id for request in self.offered()]
+        request_id = self.random.choice(offered if offered and self.random.random() < 0.5 else list(self.asked))
         self.aborted.add(request_id)
         name = self.asked[request_id][1]
         self.deliverer.to_decode(name, msg.Abort(request_id=request_id, serial=int(request_id[1:])))
 
     def fill(self) -> None:
         """Takes all pages of a process for a while, so that requests stay in their phases."""
-        name = self.random.choice(list(self.service.loops))
+        name = self.random.choice([*self.service.loops, *self.service.decodes])
         loop = self.service.loops[name]
         if not loop.manager.contains("hog") and loop.manager.num_free_blocks and not loop.num_waiting:
             with suppress(NoFreeRowError):
@@ -57,8 +64,10 @@ class Schedule:
         kind = rng.choice(["prefill", "prefill", "decode", "decode", "connection"])
         if kind == "prefill":
             every = [(one, request) for one in service.prefills.values() for request in one._requests.values()]
+            offered = {(request.request_id, request.attempt) for request in self.offered()}
+            rare = [(one, request) for one, request in every if (request.request_id, request.attempt) in offered]
             if every:
-                prefill, request = rng.choice(every)
+                prefill, request = rng.choice(rare or every)
                 prefill._end(request, "says the schedule")
                 self.trouble[kind] += 1
         elif kind == "decode":
@@ -83,13 +92,13 @@ class Schedule:
     def run(self, requests: int, *, trouble: bool) -> None:
         rng = self.random
         while len(self.asked) < requests:
-            action = rng.choices([self.submit, self.abort, self.fill, self.fail], [10, 2, 2, 4 * trouble])[0]
+            action = rng.choices([self.submit, self.abort, self.fill, self.fail], [10, 2, 2, 8 * trouble])[0]
             if self.asked or action == self.submit:
                 action()
             for _ in range(rng.randrange(12)):
                 self.poll()
             self.service.collect()
-            if rng.random() < 0.3:
+            if rng.random() < 0.15:
                 empty(self.service)
         empty(self.service)
         until = self.service.until
@@ -134,7 +143,7 @@ def schedule(
                 lease_s=5.0,
             )
         ]
-        return Schedule(made[0], Deliverer(made[0], seed, monkeypatch), expected, seed)
+        return Schedule(made[0], Deliverer(made[0], seed, monkeypatch, late=0.5), expected, seed)
 
     yield make
     for service in made:
