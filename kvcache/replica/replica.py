@@ -533,9 +533,6 @@ class Replica:
         for row in range(len(committed)):
             rows.measure(row, usable=self.imports.may_run(row))
         self.counter.mend()
-        for known in (self._hashers, self._named):
-            for row in known.keys() - {*claimed}:
-                del known[row]
         self.tier.mend(claimed)
         self.hints.begin_orders()
         for states in self.states:
@@ -606,12 +603,12 @@ class Replica:
             )
 
     def refuse_ahead(self, row: int, start: int) -> None:
-        """Raise `InvalidRequestError` if the row cannot have computed all tokens before token `start`.
+        """Raise `InvalidRequestError` if a row with pages cannot have computed all tokens before token `start`.
 
         While the prompt runs, only tokens that were found in the cache, fetched or stepped can be computed. After the
         prompt, all tokens for which the row has pages can be computed.
         """
-        if start > self.rows.capacity.item(row) and self.rows.num_pages.item(row):
+        if start > self.rows.capacity.item(row):
             raise self.counter.ahead(row, start, self.rows.capacity.item(row))
         self.counter.refuse_ahead(row, start)
 

@@ -164,7 +164,7 @@ def test_keys_that_change_under_pages_are_refused_until_they_are_changed_back(
     for name, value in change.items():
         setattr(context, name, value)
     books = manager._replicas.each[0].rows.cached.copy()
-    with pytest.raises(InvalidRequestError, match="changed while it holds pages"):
+    with pytest.raises(InvalidRequestError, match=f"its {min(change)} changed while it holds pages"):
         manager.step(requests)
     assert (manager._replicas.each[0].rows.cached == books).all()
     context.cache_salt, context.extra_keys = before

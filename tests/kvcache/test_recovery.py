@@ -220,6 +220,21 @@ def test_recover_releases_a_request_with_an_interrupted_reservation_if_its_conte
     manager.close()
 
 
+def test_recover_keeps_a_request_that_has_found_cached_pages_and_has_not_run() -> None:
+    it = Two()
+    manager = it.manager
+    context = TextContext([*range(8), 50, 51], 64, "hit")
+    manager.external_claim("hit", 0)
+    assert manager.maybe_reserve(context)
+    assert context.start_idx == 8
+    pages = manager.get_req_blocks("hit")
+    manager._mark.call = ("maybe_reserve", "hit")  # it was interrupted
+    assert manager.recover().released == ()
+    assert manager.get_req_blocks("hit") == pages
+    manager.fetch([context])
+    manager.close()
+
+
 def test_a_copier_that_gives_up_meanwhile_does_not_hide_which_call_was_interrupted() -> None:
     it = Two()
     copier = it.manager.copier(it.pending)

@@ -62,6 +62,18 @@ def test_a_step_that_is_refused_leaves_requests_with_drafted_tokens_where_they_w
     assert not states.drafts.page_of
 
 
+def test_a_chunk_ends_at_the_last_full_page_of_its_own_prompt_not_of_the_prompt_that_had_the_row_before() -> None:
+    manager = manager_of(100, page_size=4, dtype=torch.int64, params={"states": SHAPE, "state_copies": 4})
+    for length, end in ((13, 12), (22, 20), (9, 8)):
+        context = TextContext(range(100 * length, 101 * length), 64, "r")
+        manager.external_claim("r", 0)
+        assert manager._replicas.each[0].rows.row_of == {"r": 0}
+        assert manager.maybe_reserve(context)
+        assert (context.start_idx, context.active_idx) == (0, end)
+        manager.release("r")
+    manager.check()
+
+
 def test_nobody_shares_a_state_before_a_step_has_said_which_drafted_tokens_stay() -> None:
     manager, _, context = drafted()
     for call in (
