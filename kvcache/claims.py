@@ -196,7 +196,7 @@ class Claims:
             )
         if {_key(context): place for place, context in self._contexts.items()} != self.bound:
             raise InvariantError(
-                f"the {len(self.bound)} bound contexts are not the {len(self._contexts)} contexts that are kept alive"
+                f"{len(self.bound)} contexts are bound, but {len(self._contexts)} other contexts are kept alive"
             )
         with_pages = {place for place in rows.values() if self._at(place)[0].rows.num_pages[self._at(place)[2]]}
         for place in with_pages ^ self._contexts.keys():

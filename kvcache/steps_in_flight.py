@@ -99,7 +99,9 @@ class StepsInFlight:
         least = max(len(inputs.cache_lengths) for inputs in step.inputs)
         if step.is_over or not least <= batch_size <= most:
             state = "is over" if step.is_over else f"needs a batch of {least} (its requests) to {most} (the rows)"
-            raise InvalidRequestError(f"padded to a batch of {batch_size}: the step of {step.num_requests} {state}")
+            raise InvalidRequestError(
+                f"padded to a batch of {batch_size}: the step of {step.num_requests} requests {state}"
+            )
         tables = [table for place in self._placed for table in place.step_tables(step.number)]
         return [table.padded(inputs, batch_size) for table, inputs in zip(tables, step.inputs, strict=True)]
 

@@ -293,7 +293,7 @@ class PagePool:
         state += (holders > 0) | (writers > 0)
         for page in np.flatnonzero(state[1:] != 1)[:1] + 1:
             raise InvariantError(
-                f"page {page} is in {state[page]} of the states fresh, idle and used: exactly one is right"
+                f"page {page} is in {state[page]} of the states fresh, idle and used: exactly one is needed"
             )
         for page in idle[~self.index.published[idle]][:1]:
             raise InvariantError(f"page {page} is idle, but not published")

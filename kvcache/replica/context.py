@@ -645,7 +645,7 @@ def check_fork(parent: Context, child: Context, computed: int) -> None:
     name = f"request {child.request_id!r}, fork of {parent.request_id!r}"
     if not 0 < computed < child.end_idx:
         raise InvalidRequestError(
-            f"{name}: has {child.end_idx} tokens; it needs more than the {computed} that the parent has computed"
+            f"{name}: has {child.end_idx} tokens, but needs more than the {computed} that the parent has computed"
         )
     if not np.array_equal(parent.tokens[:computed], child.tokens[:computed]):
         raise InvalidRequestError(f"{name}: its first {computed} tokens are not the parent's")

@@ -107,7 +107,7 @@ class DraftedPages:
         `request_ids` are the requests that have a first page.
         """
         if odd := self.page_of.keys() - set(request_ids):
-            raise InvariantError(f"{sorted(odd)} have a second state page but no first one")
+            raise InvariantError(f"requests {sorted(odd)} have a second state page, but no first state page")
 
 
 class _PageOf(dict[str, int]):
@@ -400,7 +400,7 @@ class StatePages:
         if copy:
             self._copy(copy, page)
         elif not (slots := self.below.slots(digest)).all():
-            raise InvariantError(f"request {request_id!r}: the state that it resumes from is not kept")
+            raise InvariantError(f"request {request_id!r}: the cached state from which it resumes is gone")
         else:  # Later reads of the page see this state. The copy in flight holds the page until the copy has ended.
             self.below.hold(slots)
             self.below.restore(page, one_page(page), slots)

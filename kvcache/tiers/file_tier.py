@@ -171,7 +171,8 @@ class FileIndex:
         size = sum(file.size for file in self._files.values())
         if not size == self.bytes <= self._max_bytes:
             raise InvariantError(
-                f"file tier: its files have {size} bytes; {self.bytes} are counted and {self._max_bytes} allowed"
+                f"file tier: its files have {size} bytes, but {self.bytes} are counted and {self._max_bytes} are "
+                "allowed"
             )
         for name, file in self._files.items():
             there = np.flatnonzero(file.entries != NO_ENTRY)
@@ -325,7 +326,7 @@ class FileTier(LowerTier):
         self._index.check()
         reading, marked = sum(len(job.slots) for job in self._reader.jobs), np.count_nonzero(self._index.reading)
         if reading != marked:
-            raise InvariantError(f"file tier: {reading} entries are being read, but {marked} are marked as such")
+            raise InvariantError(f"file tier: {reading} entries are being read, but {marked} are marked")
 
     # ---- inside
 

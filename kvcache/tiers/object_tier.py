@@ -297,8 +297,7 @@ class ObjectTier(LowerTier):
         busy = {name for job in self._reader.jobs for name in job.names}
         if busy != self._busy.keys():
             raise InvariantError(
-                f"object tier: {len(busy)} objects are being looked up or read, but {len(self._busy)} are marked as "
-                "such"
+                f"object tier: {len(busy)} objects are being looked up or read, but {len(self._busy)} are marked"
             )
 
     # ---- inside

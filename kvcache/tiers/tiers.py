@@ -223,13 +223,11 @@ def _check_queue(tier: ReplicaTier, number: int) -> None:
     for pages, digests in tier.waiting:
         marked[pages] += 1
         if pages.size and not np.array_equal(tier.pool.index.digests_of(pages), digests):
-            raise InvariantError(f"replica {number}: a page that waits to be copied now has other contents")
+            raise InvariantError(f"replica {number}: a page that waits to be copied has got other contents")
     for page in np.flatnonzero(marked > 1)[:1]:
         raise InvariantError(f"replica {number}: page {page} is queued {marked[page]} times for a copy")
     for page in np.flatnonzero((marked > 0) != tier.storing)[:1]:
-        raise InvariantError(
-            f"replica {number}: page {page} must be both marked for a copy and queued for it, or neither"
-        )
+        raise InvariantError(f"replica {number}: page {page} must be both marked and queued for a copy, or neither")
 
 
 class Kept(NamedTuple):

@@ -50,10 +50,13 @@ class Followed:
             why = other_version(frames[0], Look) if frames else ""
             raise WatchError(why or f"{len(frames)} frames are not a snapshot: {error}") from error
         if look.base and (self.look is None or self.look.incarnation != look.incarnation):
-            raise WatchError(f"snapshot {look.number} has only the changes since {look.base}, which was not received")
+            raise WatchError(
+                f"snapshot {look.number} has only the changes since snapshot {look.base}, which was not received"
+            )
         if look.base and self.look is not None and self.look.number < look.base:
             raise WatchError(
-                f"snapshot {look.number} has only the changes since {look.base}, but {self.look.number} came last"
+                f"snapshot {look.number} has only the changes since snapshot {look.base}, but the last snapshot "
+                f"was {self.look.number}"
             )
         if len(frames) != 1 + 2 * len(look.pools):
             needed = 1 + 2 * len(look.pools)

@@ -260,19 +260,19 @@ DAMAGE: dict[str, tuple[Callable[[PagePool], object], str]] = {
     "their sum": (lambda pool: change(pool, "_writing", 1), "pages have 1 writers, but 2 are counted"),
     "a fresh page is lost": (
         lambda pool: change(pool, "_fresh_count", -1),
-        "page 5 is in 0 of the states fresh, idle and used: exactly one is right",
+        "page 5 is in 0 of the states fresh, idle and used: exactly one is needed",
     ),
     "a fresh page is idle, too": (
         lambda pool: pool.idle.append(pages(6)),
-        "page 6 is in 2 of the states fresh, idle and used: exactly one is right",
+        "page 6 is in 2 of the states fresh, idle and used: exactly one is needed",
     ),
     "an idle page is lost": (
         lambda pool: pool.idle.pop_one(),
-        "page 4 is in 0 of the states fresh, idle and used: exactly one is right",
+        "page 4 is in 0 of the states fresh, idle and used: exactly one is needed",
     ),
     "a held page is fresh": (
         lambda pool: say_fresh(pool, 2, on_top=False),
-        "page 2 is in 2 of the states fresh, idle and used: exactly one is right",
+        "page 2 is in 2 of the states fresh, idle and used: exactly one is needed",
     ),
     "an idle page is not published": (
         lambda pool: pool.index.withdraw(pages(4)),

@@ -128,7 +128,7 @@ def test_an_invalid_fork_is_refused_by_name(make: Any) -> None:
     parent = parent_of(manager, cache_salt="tenant")
     with pytest.raises(InvalidRequestError, match="'x', fork of 'parent': its first 10 tokens are not"):
         manager.fork(parent, TextContext(range(1, 12), 64, "x", cache_salt="tenant"))
-    with pytest.raises(InvalidRequestError, match="has 10 tokens; it needs more than the 10 that the parent"):
+    with pytest.raises(InvalidRequestError, match="has 10 tokens, but needs more than the 10 that the parent"):
         manager.fork(parent, TextContext(range(10), 64, "x", cache_salt="tenant"))
     with pytest.raises(InvalidRequestError, match="its cache_salt is not the parent's"):
         manager.fork(parent, TextContext([*range(10), 50], 64, "x"))

@@ -208,7 +208,7 @@ def test_a_state_copy_is_found_by_its_digest_and_copied_into_the_page_of_the_req
     states.resume("b", digest(1), 8)
     assert states.tokens_of("b") == 8
     assert torch.equal(states.tensors[0][3][first], states.tensors[0][3][second])
-    with pytest.raises(InvariantError, match="'b': the state that it resumes from is not kept"):
+    with pytest.raises(InvariantError, match="'b': the cached state from which it resumes is gone"):
         states.resume("b", digest(2), 16)
     states.check(["a", "b"])
 

@@ -95,7 +95,9 @@ def test_pages_that_are_dropped_leave_the_others_of_their_file() -> None:
 def test_check_names_bytes_that_do_not_add_up() -> None:
     made = index(("a", 30, (1, 2, 3)))
     made.bytes = 20
-    with pytest.raises(InvariantError, match="file tier: its files have 30 bytes; 20 are counted and 100 allowed"):
+    with pytest.raises(
+        InvariantError, match="file tier: its files have 30 bytes, but 20 are counted and 100 are allowed"
+    ):
         made.check()
 
 
@@ -105,7 +107,7 @@ def test_check_names_bytes_that_do_not_add_up() -> None:
         ("_names", 1, "b", "a and its entries do not refer to each other"),
         ("_file_of", 2, 7, "and its entries do not refer to each other"),
         ("_place_of", slice(None), 1, "the entries of a have wrong positions of pages"),
-        ("_max_bytes", None, 49, "its files have 50 bytes; 50 are counted and 49 allowed"),
+        ("_max_bytes", None, 49, "its files have 50 bytes, but 50 are counted and 49 are allowed"),
     ],
 )
 def test_check_names_what_does_not_fit(column: str, at: Any, value: object, message: str) -> None:

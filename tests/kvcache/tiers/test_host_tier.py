@@ -464,7 +464,7 @@ BREAKS: dict[str, tuple[Callable[[ReplicaTier], Any], str]] = {
     "a load without a writer": (lambda t: t.pool.drop_writer(t.open_loads[0].pages), "writers"),
     "a page marked for nothing": (lambda t: t.storing.__setitem__(~t.storing, True), "page 0 must be both marked"),
     "a page queued twice": (lambda t: t.waiting.append(t.waiting[0]), "2 times"),
-    "a page queued by another name": (lambda t: t.waiting[0][1].__setitem__((0, 0), 7), "now has other contents"),
+    "a page queued by another name": (lambda t: t.waiting[0][1].__setitem__((0, 0), 7), "has got other contents"),
 }
 
 
