@@ -112,7 +112,7 @@ class PagedKVCacheManager:
         sizing.warn_of_shortages(needs, sizes, pages)
         self._replicas = place_replicas(needs, sizes, self.layouts, devices_of, stream, pages)
         self.fingerprint = self._replicas.fingerprint
-        self._mark = self._replicas.mark  # the call that is changing the state
+        self._mark = self._replicas.mark  # the mark of the call that is changing the state
         self.kv_event_endpoints: list[tuple[str, str | None]] = self._replicas.event_endpoints
         self._claims = Claims(self._replicas.each, self._replicas.steps.open)
         self.contents = PageContents(self._replicas.each, self.fingerprint, self._mark)  # finds pages by content
@@ -212,7 +212,7 @@ class PagedKVCacheManager:
         Leased pages stay unchanged, and are not reused until their lease has ended.
         """
         mark = self._mark
-        if mark.call:  # tested here, at a third of the cost of calling a method
+        if mark.call:  # the mark is tested here, at a third of the cost of a method call
             mark.check_books("release")
         place, context = self._claims.leaving(request_id)
         mark.call = ("release", request_id)

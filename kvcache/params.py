@@ -149,7 +149,7 @@ class KVEvents:
     # how many batches may wait for a slow subscriber; the subscriber misses further batches, and notices the gap in the
     # numbering
     hwm: int = 1_000
-    # Prepares each socket before it is bound. `Keyring.secure_server` of `transfer` turns CURVE on.
+    # A function that prepares each socket before it is bound. `Keyring.secure_server` of `transfer` turns CURVE on.
     secure: Callable[[Any], None] | None = None
 
     def __post_init__(self) -> None:
@@ -330,15 +330,15 @@ class KVCacheParams:
     tenant_quotas: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
     file_tier_dir: str | None = None  # the folder for pages below the host tier; None: no files
     file_tier_max_gb: float | None = None  # the most bytes of files with this key and layout, in units of 2**30
-    # Names everything that KV depends on besides tokens, salt and layout: the model and its weights. Pages of different
-    # keys are never mixed.
+    # A name for everything that KV depends on besides tokens, salt and layout: the model and its weights. Pages of
+    # different keys are never mixed.
     file_tier_key: str = ""
-    # Makes the `kvcache.types.PageIO` that moves bytes between files and the host tier. It is called once for each of
-    # two threads, with the tier's memory. None means preadv and pwritev.
+    # A function that makes the `kvcache.types.PageIO` that moves bytes between files and the host tier. It is called
+    # once for each of two threads, with the tier's memory. None means preadv and pwritev.
     file_tier_io: Callable[[Sequence[torch.Tensor]], PageIO] | None = None
-    # Makes the `kvcache.types.ObjectIO` that moves bytes between an object store and the host tier, once for each of
-    # two threads: `transfer.NixlObjects(bucket)`. None means no objects. Objects use `file_tier_key`, whether there are
-    # files or not.
+    # A function that makes the `kvcache.types.ObjectIO` that moves bytes between an object store and the host tier. It
+    # is called once for each of two threads: `transfer.NixlObjects(bucket)`. None means no objects. Objects use
+    # `file_tier_key`, whether there are files or not.
     object_tier_io: MakeObjectIO | None = None
     # The number of pages in an object. The pages of an object are written together, and found together. If fewer pages
     # are left at the end of a prompt, they are written only if a state is kept after them (`states`). All processes
@@ -374,8 +374,8 @@ class KVCacheParams:
     # The share of host memory and of files that recurrent states get, 0.0 to 1.0, if the model has any (see
     # `kvcache.states`). Pages get the rest.
     tier_state_share: float = 0.5
-    # Makes the order in which a replica's idle pages are evicted. It is called with the replica's number of pages.
-    # None: least recently used first, biased by retention hints (see `kvcache.eviction_order`).
+    # A function that makes the order in which a replica's idle pages are evicted. It is called with the replica's
+    # number of pages. None: least recently used first, biased by retention hints (see `kvcache.eviction_order`).
     eviction_order: Callable[[int], EvictionOrder] | None = None
 
     def __post_init__(self) -> None:

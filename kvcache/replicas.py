@@ -266,8 +266,8 @@ class Replicas:
         """Do the same as `fetch`, but in separate tables, which stay unchanged until the step has ended."""
         if self.states:
             raise InvalidRequestError(
-                f"fetch_ahead of {len(gathered.contexts)} requests: a step writes a recurrent state over the state "
-                "that the step before it has written, so steps of a model with such states cannot overlap: call fetch"
+                f"fetch_ahead of {len(gathered.contexts)} requests: a step overwrites the recurrent states of the "
+                "previous step, so the steps of this model cannot overlap: call fetch"
             )
         count = len(gathered.contexts)
         number = self.steps.free_tables(count)

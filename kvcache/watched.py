@@ -176,7 +176,7 @@ class Look(msgspec.Struct, frozen=True, kw_only=True, tag="look/1"):
 
     name: Label  # the name of the process
     incarnation: Label  # a random id of the watch
-    number: Count  # the number of this snapshot
+    number: Count  # the number of the snapshot
     base: Count  # the number of the earlier snapshot to which changes are listed; 0 for a complete snapshot
     at: float  # seconds since 1970
     cost_s: float  # how many seconds of processor time the last snapshot took

@@ -20,7 +20,8 @@ from kvcache.eviction_order import BY_QUOTA, BY_TURN, EvictionOrder, Indices, Pa
 from kvcache.pool.lru_order import LruOrder, OrderLog
 from kvcache.pool.over_order import OverOrder
 
-MOST_TENANTS = 1024  # the most tenants with idle pages that have a quota of their own; further tenants share one
+# the most tenants with idle pages that have a quota of their own; all further tenants share one quota
+MOST_TENANTS = 1024
 _NOBODY, _OTHERS = 0, 1
 
 

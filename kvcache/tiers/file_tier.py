@@ -244,7 +244,7 @@ class FileTier(LowerTier):
         """The number of times that pages were added to the known files or removed from them."""
         return self._index.pages.generation
 
-    # Queue pages that the host tier has now. They are written later, if the host tier then still has them.
+    # ---- writes from host slots to files
 
     def offer(self, digests: Digests) -> None:
         """Queue pages that the host tier has now. They are written later, unless the host has lost them by then."""

@@ -516,7 +516,8 @@ class ReplicaTier(PagesBelow, PageReader):
         for row in [row for row in self._loads if (asked == row).any()]:
             for load in self._loads[row]:
                 load.copy.order()
-            self._left += self._loads.pop(row)  # last, so that after an interrupt `arrive` orders the copies again
+            # removed last, so that after an interrupt `arrive` orders the copies again
+            self._left += self._loads.pop(row)
         self.poll()
 
     def coming(self, row: int | None = None) -> list[Pages]:

@@ -108,8 +108,8 @@ class FileFormat:
     """The layout of all files of one folder."""
 
     namespace: bytes  # 16 bytes that identify everything besides tokens on which the content of a page depends
-    page_bytes: int  # the bytes of one page, on all shards together
-    digest_bytes: int  # the bytes of one digest
+    page_bytes: int  # the number of bytes of one page, on all shards together
+    digest_bytes: int  # the number of bytes of one digest
     tables: int = 1  # the number of block tables
 
     @property

@@ -219,7 +219,7 @@ def test_recurrent_states_are_refused_with_the_reason(make: Make) -> None:
     shape = StateShape(2, 2, 1, 1, 1, 2, torch.float32, torch.float32)
     manager = make(60, page_size=4, params={"states": shape})
     context = begun(manager, range(6))
-    with pytest.raises(InvalidRequestError, match="fetch_ahead of 1 requests: a step writes a recurrent state over"):
+    with pytest.raises(InvalidRequestError, match="fetch_ahead of 1 requests: a step overwrites the recurrent states"):
         manager.fetch_ahead([context])
 
 
