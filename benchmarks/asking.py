@@ -48,7 +48,7 @@ class Pair:
         computed = TextContext(tokens, len(tokens) + 1, "computed")
         with self.managers[0].claim(computed):
             if not self.managers[0].maybe_reserve(computed):
-                raise RuntimeError(f"{pages} pages are too few for the prompt")
+                raise RuntimeError(f"a pool of this size has too few free pages for a prompt of {pages} pages")
             self.managers[0].fetch([computed])
             computed.update(1)
             self.managers[0].step([computed])
@@ -149,7 +149,7 @@ def question(it: Pair, spent: dict[str, list[float]]) -> None:
 
     until(lambda: lent, hear)
     if len(lent) != 1 or lent[0].source is None:
-        raise RuntimeError(f"one lease was expected, and there are {lent}")
+        raise RuntimeError(f"the source has {lent} leases, expected 1")
     timed("reader: refuse", lambda: it.reader.refuse(0, lent[0].source, "measured"))
     until(
         lambda: not it.managers[0].num_leased_blocks, it.source.poll

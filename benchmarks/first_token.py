@@ -145,7 +145,7 @@ def check(asked: list[Asked], stamps: dict[str, list[Stamp]], stats: dict[str, m
     """
     failed = [f"{one.request_id}: {one.error}" for one in asked if one.finished not in ("eos", "length")]
     if failed:
-        raise ServiceError(f"{len(failed)} requests failed, the first: {failed[0]}")
+        raise ServiceError(f"{len(failed)} requests failed; the first failure: {failed[0]}")
     if any(stamp.what == "waiting" for every in stamps.values() for stamp in every):
         raise ServiceError("an attempt failed and was repeated, so its times are not those of a hand-over")
     if any(one.pages_held or one.open_requests for one in stats.values()):

@@ -118,7 +118,7 @@ class Client:
         if messages or not self.open:
             self._heard = now
         elif now > self._heard + STALL_S:
-            raise ServiceError(f"nothing came for {STALL_S:.0f} s, and {len(self.open)} requests are open")
+            raise ServiceError(f"no message has come for {STALL_S:.0f} s, although {len(self.open)} requests are open")
 
     def _take(self, message: msg.Tokens, now: float) -> None:
         one = self.open.get(message.request_id)
@@ -157,7 +157,7 @@ class Client:
         while self._starting:
             self.hear(0.05)
             if time.monotonic() > deadline:
-                raise ServiceError(f"not ready after {_START_S:.0f} s: {', '.join(sorted(self._starting))}")
+                raise ServiceError(f"processes not ready after {_START_S:.0f} s: {', '.join(sorted(self._starting))}")
 
     def count(self, names: list[str]) -> None:
         """Fetch the current counters of these processes into `stats`.
@@ -172,7 +172,7 @@ class Client:
         while not all(name in self.stats for name in names):
             self.hear(0.05)
             if time.monotonic() > deadline:
-                raise ServiceError(f"no counters after {_SETTLE_S:.0f} s from {', '.join(names)}")
+                raise ServiceError(f"processes that have sent no counters for {_SETTLE_S:.0f} s: {', '.join(names)}")
 
     def settle(self) -> float:
         """Wait at most half a minute until no process holds a page. Returns the seconds that this took.

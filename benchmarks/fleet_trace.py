@@ -59,7 +59,7 @@ def read_requests(path: Path, count: int) -> list[TraceRequest]:
     except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
         raise TraceError(f"{path}, line {len(found) + 1}: {error}") from error
     if len(found) < count:
-        raise TraceError(f"{path} has {len(found)} requests: {count} are asked for")
+        raise TraceError(f"{path} has {len(found)} requests, and {count} are needed")
     return found
 
 
@@ -70,7 +70,7 @@ def scaled(hash_ids: list[int], input_length: int, output_length: int) -> TraceR
         ValueError: the blocks do not match the length.
     """
     if -(-input_length // BLOCK) != len(hash_ids):
-        raise ValueError(f"{input_length} tokens are not {len(hash_ids)} blocks of {BLOCK}")
+        raise ValueError(f"{input_length} tokens do not fit {len(hash_ids)} blocks of {BLOCK} tokens")
     tokens = [token for block in hash_ids for token in page_of(block)]
     return TraceRequest(tuple(tokens[: -(-input_length // SCALE)]), max(1, -(-output_length // SCALE)))
 

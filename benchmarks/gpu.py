@@ -79,7 +79,7 @@ def flash_attention(batch: Decode) -> Callable[[int], object]:
     from flash_attn import flash_attn_with_kvcache
 
     if batch.page_size % 256:
-        raise ImportError("pages of 256 tokens are needed")
+        raise ImportError("FlashAttention needs a page size that is a multiple of 256 tokens")
     query = batch.query[:, None]
     return lambda at: flash_attn_with_kvcache(
         query, *batch.layer(at), cache_seqlens=batch.lengths, block_table=batch.table, causal=True
@@ -394,7 +394,7 @@ def pulls() -> Iterator[Row]:
         for count in sizes:
             seconds = [took for pages, took, _ in found[1:] if pages == count]
             if any(wrong for pages, _, wrong in found if pages == count):
-                raise RuntimeError(f"{device}: wrong bytes among {count} pages")
+                raise RuntimeError(f"{device}: some of the {count} pulled pages have wrong bytes")
             times = summary([1e6 * one for one in seconds])
             gbps = round(count * (128 << 10) / times["us_min"] / 1e3, 2)
             shape = {"case": "pull", "pages_on": device, "order": order, "pages": count, "page_kib": 128}

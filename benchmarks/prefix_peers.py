@@ -114,7 +114,7 @@ def ask(fleet: Fleet, decode: str, prefill: str, name: str, prompt: list[int]) -
                 first = time.monotonic() - begun
             if message.finished:
                 return Heard(first, message.cached_tokens)
-    raise ServiceError(f"{name}: not served within {_LONGEST_WAIT_S:g} s")
+    raise ServiceError(f"request {name!r} was not served within {_LONGEST_WAIT_S:g} s")
 
 
 def rounds_of(prefills: int, decodes: int, count: int, seed: int, link: str = "") -> list[Round]:

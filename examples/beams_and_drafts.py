@@ -95,7 +95,7 @@ def main() -> None:
     for score, tokens in beam_search(manager, model):
         expected = log_probability(model, tokens)
         if abs(score - expected) > 1e-3:
-            raise SystemExit(f"beam {tokens}: log probability {score}, without a cache {expected}")
+            raise SystemExit(f"beam {tokens}: the log probability is {score}, expected {expected}")
         print(f"a beam of log probability {score:.2f} ends with {tokens[-4:]}")
 
     greedy = list(PROMPT)

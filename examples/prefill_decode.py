@@ -143,7 +143,7 @@ def main() -> None:
         while len(expected) < len(tokens):
             expected.append(model.run_without_cache(expected))
         if tokens != expected:
-            raise SystemExit(f"{name}: {tokens}, without a cache {expected}")
+            raise SystemExit(f"{name}: the tokens are {tokens}, expected {expected}")
     print(f"{len(answers)} prompts were computed in one process and decoded in another: all tokens are equal")
 
 

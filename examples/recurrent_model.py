@@ -96,7 +96,7 @@ def main() -> None:
         while len(expected) < len(tokens):
             expected.append(model.run_without_cache(expected))
         if tokens != expected:
-            raise SystemExit(f"turn {turn}: {tokens}, without a cache {expected}")
+            raise SystemExit(f"turn {turn}: the tokens are {tokens}, expected {expected}")
         print(f"turn {turn + 1}: {cached} of {len(prompt)} prompt tokens were cached, the answer is right")
     manager.check()
     print(f"{manager.states[0].num_kept} copies of states are kept")

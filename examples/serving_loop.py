@@ -139,7 +139,7 @@ def main() -> None:
         while len(expected) < request.max_length:
             expected.append(model.run_without_cache(expected))
         if request.tokens.tolist() != expected:
-            raise SystemExit(f"request {request.request_id}: {request.tokens.tolist()}, without a cache {expected}")
+            raise SystemExit(f"request {request.request_id}: {request.tokens.tolist()}; expected {expected}")
     manager.check()  # recounts every page
     print(f"{len(requests)} answers are equal to those computed without a cache")
     cached, total = manager.metrics.cache_tokens, manager.metrics.prompt_tokens

@@ -85,7 +85,7 @@ class Environment:
             check=False,
         )
         if done.returncode != status:
-            raise Failed(f"{' '.join(command)}: status {done.returncode} in place of {status}\n{done.stdout}")
+            raise Failed(f"{' '.join(command)}: exit status {done.returncode}, expected {status}\n{done.stdout}")
         return done.stdout
 
     def program(self, name: str) -> None:

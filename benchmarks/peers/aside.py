@@ -70,7 +70,7 @@ def ask_vllm(found: dict[str, Any]) -> None:
         got = manager.allocate_slots(made, len(tokens) - cached, cached, blocks)
         end = clock()
         if got is None or cached != LENGTH:
-            raise RuntimeError(f"{cached} of {LENGTH} tokens are cached")
+            raise RuntimeError(f"{cached} tokens of the conversation are cached, expected {LENGTH}")
         manager.free(made)
         return start, there, end
 
@@ -105,7 +105,7 @@ def ask_max(kind: str, manager: Any, found: dict[str, Any]) -> None:
         end = clock()
         cached = context.tokens.processed_length if named else context.start_idx
         if cached != LENGTH:
-            raise RuntimeError(f"{cached} of {LENGTH} tokens are cached")
+            raise RuntimeError(f"{cached} tokens of the conversation are cached, expected {LENGTH}")
         release(context)
         return start, there, end
 

@@ -79,7 +79,7 @@ def interpreter(name: str, folder: Path) -> Path:
         python = Path(sys.executable)
     found = _version(python, peer.package)
     if found != peer.version:
-        raise PeerError(f"{name}: {peer.package} {found or 'is missing'} in its environment, {peer.version} is named")
+        raise PeerError(f"{name}: {peer.package} in its environment is {found or 'missing'}, expected {peer.version}")
     return python
 
 

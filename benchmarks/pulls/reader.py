@@ -206,7 +206,7 @@ class Reader:
     def _remote(self, rank: RankTransfer) -> RemoteEngine:
         remote = rank.remote(self.source_spec.name)
         if remote is None:
-            raise RuntimeError("a source that was pulled from is known")
+            raise RuntimeError("the source is unknown: pull from it once before asking for its runs")
         return remote
 
     def read_whole(self, size: int) -> Times:

@@ -59,12 +59,12 @@ class Fetch:
         pages = 0 if self.lent.table is None else len(self.lent.table.groups[0])
         if self.lent.source is None or self.lent.table is None or pages < self._pages:
             raise RuntimeError(
-                f"prompt {self._number}: the source lends {pages} of {self._pages} pages {self.lent.error}"
+                f"prompt {self._number}: the source lends {pages} of {self._pages} pages. {self.lent.error}"
             )
         self._manager.external_claim(self.key)
         pending = self._manager.import_block_table(self.context, self.lent.table)
         if pending is None:
-            raise RuntimeError(f"prompt {self._number}: the reader has no {self._pages + 1} pages for it")
+            raise RuntimeError(f"prompt {self._number}: the reader needs {self._pages + 1} free pages")
         self.pending = pending
         self._exchange.pull(self.key, self.lent.source, pending, timeout_s=_TIMEOUT_S)
 

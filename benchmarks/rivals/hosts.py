@@ -43,5 +43,7 @@ def over_link(rate: str, setting: Setting, blocks: Sequence[int], seconds: float
         if process.returncode:
             log.seek(0)
             last = "\n".join(log.read().decode(errors="replace").strip().splitlines()[-5:])
-            raise PeerError(f"link of {rate}: exit status {process.returncode}:\n{last}")
+            raise PeerError(
+                f"link of {rate}: the measuring program ended with exit status {process.returncode}:\n{last}"
+            )
     return [json.loads(line) | {"link": rate} for line in printed.splitlines()]

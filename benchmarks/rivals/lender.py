@@ -210,7 +210,7 @@ class LenderProcess:
     def say(self, *command: object) -> None:
         """Send a command."""
         if self._process.stdin is None:
-            raise RuntimeError("the source was started with a pipe to it")
+            raise RuntimeError("the source process has no standard input")
         self._process.stdin.write(json.dumps(command).encode() + b"\n")
         self._process.stdin.flush()
 

@@ -70,7 +70,7 @@ def mooncake_source(pipe: Any, options: argparse.Namespace) -> None:
     for number in range(BLOCKS):
         ctypes.memset(start + number * script.BLOCK, number % 251 + 1, script.BLOCK)
     if engine.register_memory(start, script.POOL):
-        raise SystemExit("Mooncake does not register the memory")
+        raise SystemExit("Mooncake failed to register the memory")
     pipe.send((f"127.0.0.1:{engine.get_rpc_port()}", start))
     try:
         pipe.recv()
@@ -86,7 +86,7 @@ def ask_mooncake(options: argparse.Namespace) -> None:
     script = imported(options.script)
     engine, (_pool, local) = script.engine_of("tcp"), script.memory("huge")
     if engine.register_memory(local, script.POOL):
-        raise SystemExit("Mooncake does not register the memory")
+        raise SystemExit("Mooncake failed to register the memory")
     for fault in ("writes other bytes to the memory in the middle of the read", "is killed in the middle of the read"):
         for _ in range(_TRIES):  # repeats until the fault happens before the read has ended
             status, seconds, usual_s = read_in_fault(fault, (script, engine, local), options)
@@ -174,7 +174,7 @@ def kvcr_source(pipe: Any, options: argparse.Namespace) -> None:
         return done
 
     if deposit(0) < script.COUNT:
-        raise SystemExit("kvcr does not take its blocks")
+        raise SystemExit("kvcr did not accept all blocks of the source")
     pipe.send(endpoint)
     try:
         while True:

@@ -102,7 +102,7 @@ def _load(name: str, library: str, package: str) -> None:
     try:
         ctypes.CDLL(library)
     except OSError:
-        raise PeerError(f"{name}: no {library} here: apt-get install {package}") from None
+        raise PeerError(f"{name}: {library} is not installed: run apt-get install {package}") from None
 
 
 def _row(title: str, line: Row) -> Row:

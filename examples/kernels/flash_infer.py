@@ -35,7 +35,7 @@ def attend(batch: PagedBatch, layer: int) -> torch.Tensor:
     decode.plan(*page_lists(batch, rows), *shape, **dtypes)
     decoded = decode.run(batch.query[at], batch.layer(layer))
     if not torch.allclose(decoded.float(), output[at].float(), atol=2e-2):
-        raise SystemExit("the kernel for decoding differs from the one for prompts")
+        raise SystemExit("the decoding kernel and the prompt kernel give different outputs")
     output[at] = decoded
     return output
 

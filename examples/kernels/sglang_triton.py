@@ -40,7 +40,7 @@ def attend(batch: PagedBatch, layer: int) -> torch.Tensor:
     at = batch.first_rows[rows].long()
     decoded = decode(batch, keys, values, rows, stride)
     if not torch.allclose(decoded.float(), output[at].float(), atol=2e-2):
-        raise SystemExit("the kernel for decoding differs from the one for prompts")
+        raise SystemExit("the decoding kernel and the prompt kernel give different outputs")
     output[at] = decoded
     return output
 

@@ -39,11 +39,11 @@ def test_a_trace_that_cannot_be_used_says_which_line(tmp_path: Path) -> None:
     good = {"input_length": 600, "output_length": 3, "hash_ids": [4, 5]}
     with pytest.raises(TraceError, match=r"trace.jsonl: No such file"):
         fleet_trace.read_requests(tmp_path / "trace.jsonl", 1)
-    with pytest.raises(TraceError, match=r"line 2: 600 tokens are not 1 blocks of 512"):
+    with pytest.raises(TraceError, match=r"line 2: 600 tokens do not fit 1 blocks of 512 tokens"):
         fleet_trace.read_requests(lines(tmp_path / "a", good, {**good, "hash_ids": [4]}), 2)
     with pytest.raises(TraceError, match=r"line 1: .*hash_ids"):
         fleet_trace.read_requests(lines(tmp_path / "b", {**good, "hash_ids": []}), 1)
-    with pytest.raises(TraceError, match="has 1 requests: 2 are asked for"):
+    with pytest.raises(TraceError, match="has 1 requests, and 2 are needed"):
         fleet_trace.read_requests(lines(tmp_path / "c", good), 2)
 
 

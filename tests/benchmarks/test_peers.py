@@ -127,7 +127,7 @@ def test_every_peer_is_named_with_its_version_and_asked_something() -> None:
 def test_an_environment_of_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = msgspec.structs.replace(peers.PEERS["nixl"], version="0.1")
     monkeypatch.setitem(peers.PEERS, "nixl", other)
-    with pytest.raises(PeerError, match=r"nixl: nixl .* in its environment, 0.1 is named"):
+    with pytest.raises(PeerError, match=r"nixl: nixl in its environment is .*, expected 0.1"):
         peers.program("nixl", tmp_path, "wall")
 
 

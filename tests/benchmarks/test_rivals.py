@@ -153,7 +153,7 @@ def test_everything_that_a_rival_lacks_is_named_in_one_message(
     (tmp_path / "rivals" / "bench_mooncake.py").write_text("")
     rival = programs.RIVALS["mooncake"]
     monkeypatch.setitem(programs.RIVALS, "mooncake", replace(rival, library=("libnone.so.9", "libnone9")))
-    with pytest.raises(PeerError, match=r"mooncake: no libnone\.so\.9 here: apt-get install libnone9"):
+    with pytest.raises(PeerError, match=r"mooncake: libnone\.so\.9 is not installed: run apt-get install libnone9"):
         programs.Program("mooncake", tmp_path)
 
 

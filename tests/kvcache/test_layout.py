@@ -53,7 +53,7 @@ def test_memory_is_zeroed_aligned_and_advised_as_huge() -> None:
             sizes = {row.split(":")[0]: row.split()[1] for row in smaps[at + 1 : at + 25] if row.endswith("kB")}
             assert int(sizes["AnonHugePages"]) > 0
             return
-    raise AssertionError("the mapping is not in smaps")
+    raise AssertionError("/proc/self/smaps does not list the mapping")
 
 
 def test_memory_that_is_not_there_is_one_clear_error() -> None:

@@ -23,7 +23,9 @@ def reasons(file: Path = LIST) -> Mapping[str, str]:
         if line.strip() and not line.startswith("#"):
             key, parted, reason = line.partition(_BECAUSE)
             if not parted or not reason.strip() or key.count(" | ") < 2:
-                raise ValueError(f"{file.name}, line {number}: not 'file:function | operator | old -> new ## reason'")
+                raise ValueError(
+                    f"{file.name}, line {number}: expected 'file:function | operator | old -> new ## reason'"
+                )
             found[key.strip()] = reason.strip()
     return found
 

@@ -59,13 +59,15 @@ def mutated(source: str, mutation: Mutation) -> str:
     text = "".join(lines[first:last])
     found = list(_pattern(mutation.old).finditer(text))
     if len(found) != 1:
-        raise StaleMutationError(f"{mutation.function}: the text {mutation.old!r} occurs {len(found)} times in it")
+        raise StaleMutationError(
+            f"{mutation.function}: the text {mutation.old!r} occurs {len(found)} times, expected once"
+        )
     start, end = found[0].span()
     changed = "".join([*lines[:first], text[:start], mutation.new, text[end:], *lines[last:]])
     try:
         program = ast.parse(changed)
     except SyntaxError as error:
-        raise StaleMutationError(f"{mutation.function}: {mutation.new!r} leaves no program: {error}") from error
+        raise StaleMutationError(f"{mutation.function}: {mutation.new!r} makes the source invalid: {error}") from error
     # Only the tree of the function is compared. No other code has changed, and comparing the tree of a whole file would
     # take long.
     if _is_same(named, program, mutation.function):

@@ -56,7 +56,7 @@ class Session:
             return self.tree.reach[self.files]
         found = self._ask(_request([], _REACH_LIMIT_S) | {"reach": True})
         if "seconds" not in found:
-            raise RuntimeError(f"{' '.join(self.files)}: the tests do not end without a change: {found}")
+            raise RuntimeError(f"{' '.join(self.files)}: the tests do not end on the unchanged source: {found}")
         self.tree.reach[self.files] = found
         return found
 
@@ -114,7 +114,7 @@ class Session:
         found = self.tree.ask(request)
         if "ended" in found:
             self.is_over = True
-            raise RuntimeError(f"{' '.join(self.files)}: the session is over: {found}")
+            raise RuntimeError(f"{' '.join(self.files)}: the session has ended: {found}")
         return found
 
     def close(self) -> None:

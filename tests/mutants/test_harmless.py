@@ -35,7 +35,9 @@ def test_an_entry_whose_expression_is_gone_is_reported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("line", ["no reason", "kvcache/example.py:f | compare | a -> b ##  ", "f ## why"])
 def test_a_line_without_a_key_or_a_reason_is_an_error(tmp_path: Path, line: str) -> None:
-    with pytest.raises(ValueError, match="harmless.txt, line 3: not 'file:function | operator | old -> new ## reason'"):
+    with pytest.raises(
+        ValueError, match="harmless.txt, line 3: expected 'file:function | operator | old -> new ## reason'"
+    ):
         reasons(written(tmp_path, line))
 
 

@@ -25,7 +25,7 @@ def test_a_text_is_found_however_its_lines_are_broken() -> None:
         (Mutation("Pages.free", "pages", "x"), "there is no 'free'"),
         (Mutation("Pages.hold", "count", "x"), "'count' occurs 2 times"),
         (Mutation("Pages.hold", "gone", "x"), "'gone' occurs 0 times"),
-        (Mutation("Pages.hold", "+= 1", "+= 01"), "leaves no program"),
+        (Mutation("Pages.hold", "+= 1", "+= 01"), "makes the source invalid"),
         (Mutation("Pages.hold", "+= 1", "+=  1"), "changes nothing"),
     ],
 )

@@ -68,7 +68,7 @@ class Tree:
             check=True,
         )
         if not all(Path(path).is_relative_to(self.folder) for path in done.stdout.split()):
-            raise RuntimeError(f"the packages are imported from elsewhere: {done.stdout.strip()}")
+            raise RuntimeError(f"the packages are not imported from the copy, but from {done.stdout.strip()}")
 
     def run_mutated(self, path: Path, source: str, tests: Sequence[str], limit_s: float) -> Run:
         """Runs tests with a changed source file, and restores the file afterwards."""

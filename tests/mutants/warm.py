@@ -263,7 +263,7 @@ class Warm:
             for one in loaded.get(name, []):
                 # If functions have the same name, their lines tell which is which.
                 if len(old[name]) != len(new.get(name, [])) or lines.count(one.__code__.co_firstlineno) != 1:
-                    raise NoSwapError("not the code that is loaded")
+                    raise NoSwapError("the loaded functions of this name differ from the source")
                 try:
                     one.__code__ = new[name][lines.index(one.__code__.co_firstlineno)]
                 except ValueError as error:

@@ -177,7 +177,7 @@ def serve(service: Service, request_id: str, meanwhile: Callable[[], None]) -> l
         service.poll()
         service.collect()
         if time.monotonic() > end:
-            raise AssertionError(f"{request_id} has not ended in {ENDS_S} s: {service.decode._requests}")
+            raise AssertionError(f"{request_id} has not ended in {ENDS_S} s; open requests: {service.decode._requests}")
     tokens = service.tokens.pop(request_id)
     end_of = service.ended.pop(request_id)
     return tokens if not end_of.error else [end_of.error]  # type: ignore[list-item]

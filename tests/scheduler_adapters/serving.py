@@ -98,7 +98,7 @@ def serve(loop: ServingLoop, requests: Sequence[Request], limit: int = 2000) -> 
             return outputs
         for output in loop.step():
             outputs[output.request_id].append(output)
-    raise AssertionError(f"not done after {limit} steps: {loop.num_running} running, {loop.num_waiting} waiting")
+    raise AssertionError(f"after {limit} steps {loop.num_running} requests run and {loop.num_waiting} wait")
 
 
 def requests_of(prompts: Sequence[list[int]], new: int, **fields: Any) -> list[Request]:

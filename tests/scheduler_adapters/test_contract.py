@@ -211,7 +211,7 @@ class PairDriver:
         def fail_one() -> None:
             if self.refusals > 0 and self.victim not in self.service.ended:
                 self.refusals -= 1
-                raise AgentError("the READ fails, says the test")
+                raise AgentError("the test makes this READ fail")
 
         def meddled_read(agent: Agent, *args: Any) -> Any:
             fail_one()

@@ -84,7 +84,7 @@ class Server:
         try:
             said = self._said.get(timeout=timeout_s)
         except queue.Empty:
-            raise AssertionError(f"{self.role} says nothing for {timeout_s} s:\n{self.tail()}") from None
+            raise AssertionError(f"{self.role} has sent nothing for {timeout_s} s:\n{self.tail()}") from None
         assert "ended" not in said, f"{self.role} has ended:\n{self.tail()}"
         if "name" in said and said["finished"]:
             self.answers[said["name"]] = said
@@ -147,7 +147,7 @@ class Server:
             if (found := self._until("phase", ANSWER_S)) == phase:
                 return
             time.sleep(0.02)
-        raise AssertionError(f"{self.role}: room {room} is {found!r}, {phase!r} expected:\n{self.tail()}")
+        raise AssertionError(f"{self.role}: room {room} is in phase {found!r}, expected {phase!r}:\n{self.tail()}")
 
     def hold(self, on: bool) -> None:
         self.ask("hold", on=on)

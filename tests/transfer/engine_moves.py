@@ -287,7 +287,9 @@ class World:
                 raise ViolationError(f"{event.key}: failed, and then accepted")
             self.counts["pulls accepted"] += 1
             if not (reader.content(pull.pages) == pull.held.content).all():
-                raise ViolationError(f"{event.key}: accepted pages {pull.pages} that are not what the source held")
+                raise ViolationError(
+                    f"{event.key}: the reader has accepted pages {pull.pages}, whose content differs from the source's"
+                )
         del reading[event.key]
         reader.fill(pull.pages, FREE)
         reader.free += pull.pages
@@ -309,17 +311,19 @@ class World:
     def check(self) -> None:
         """Checks that no page is held, counted or written by mistake."""
         if self.held or any(self.reading):
-            raise ViolationError(f"stuck: leases {list(self.held)}, pulls {[list(pulls) for pulls in self.reading]}")
+            raise ViolationError(
+                f"nothing ends any more: leases {list(self.held)}, pulls {[list(pulls) for pulls in self.reading]}"
+            )
         for side in (self.source, *self.readers):
             if sorted(side.free) != list(range(PAGES)):
                 raise ViolationError(f"{side.engine_id}: free pages {sorted(side.free)}")
             leases, pulls = side.replica.leases, sum(len(rank.puller) for rank in side.replica.ranks)
             leases.check()
             if len(leases) or pulls:
-                raise ViolationError(f"{side.engine_id}: {len(leases)} leases, {pulls} pulls left")
+                raise ViolationError(f"{side.engine_id}: {len(leases)} leases and {pulls} pulls are left")
         for side in self.readers:
             if any((pool != FREE).any() for pool in side.pools):
-                raise ViolationError(f"{side.engine_id}: a page was written that belongs to no pull")
+                raise ViolationError(f"{side.engine_id}: a READ has written to a page of no pull")
 
     def close(self) -> None:
         for side in (self.source, *self.readers):

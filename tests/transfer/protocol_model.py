@@ -295,7 +295,7 @@ class Explorer:
     def _check_rank(self, size: int, room: Room, after: list[Room]) -> None:
         for other in after:
             if promises.rank(size, other) <= promises.rank(size, room):
-                raise RuntimeError(f"a move leads back: {room} to {other}")
+                raise RuntimeError(f"a move does not increase the rank: from {room} to {other}")
 
     def _killed(self, part: Part, room: Room) -> list[Room]:
         """Returns the room after the death of each process."""
@@ -399,7 +399,7 @@ class Explorer:
                     crashes, rooms = left, after
                     break
             else:
-                raise RuntimeError(f"after {story} no move leads on")
+                raise RuntimeError(f"no move after {story} leads to the next state of the trace")
         for text, _, _, wrong in self._tell(crashes, rooms):
             if wrong:
                 return wrong, (*story, *filter(None, [text]))

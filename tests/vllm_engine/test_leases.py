@@ -176,7 +176,7 @@ def test_a_reader_that_is_quicker_than_the_worker_that_grants_waits(
 
 
 def refused(*args: Any, **options: Any) -> Any:
-    raise InvalidLeaseError(f"no lease for {len(args) + len(options)} arguments")
+    raise InvalidLeaseError(f"the test refuses a lease with {len(args) + len(options)} arguments")
 
 
 def test_a_lease_that_is_not_granted_fails_its_reader_and_no_other(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

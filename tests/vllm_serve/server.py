@@ -182,7 +182,7 @@ class Server(Process):
             except OSError:
                 time.sleep(0.3)
         raise RuntimeError(
-            f"{self.log.name}: not ready after {time.monotonic() - self.started:.0f} s\n{self.text[-6000:]}"
+            f"{self.log.name}: server not ready after {time.monotonic() - self.started:.0f} s\n{self.text[-6000:]}"
         )
 
     def metrics(self) -> dict[str, float]:

@@ -112,7 +112,7 @@ class AheadMoves(TailMoves):
         except InvalidRequestError as error:
             assert "2 steps are in flight" in str(error)  # noqa: PT017 - the moves run without pytest, too
             return True
-        raise AssertionError("a third step is in flight")
+        raise AssertionError("the manager has fetched a third step while two are in flight")
 
     def advance(self, flight: Flight) -> None:
         """Adds a future token to each request of the step, unless the request has one already or was released."""

@@ -377,7 +377,9 @@ class Moves:
         if self.too_long(one, steps):
             with contextlib.suppress(PromptTooLongError):
                 self.manager.maybe_reserve(context, steps)
-                raise AssertionError(f"{context.current_length} tokens and {steps} steps in {replica.num_pages} pages")
+                raise AssertionError(
+                    f"{context.current_length} tokens and {steps} steps were reserved in {replica.num_pages} pages"
+                )
             context.set_token_indices(active_idx=was)
             return None
         self.fetch_below(context)

@@ -129,7 +129,7 @@ def fill(fleet: Fleet) -> int:
         except ServiceError as error:
             assert "the decode process has accepted no message for 0.5 s" in str(error)  # noqa: PT017  (it ends the loop)
             return number
-    raise AssertionError("it takes whatever it is asked")
+    raise AssertionError("the decode process has accepted a million requests")
 
 
 def test_unread_answers_do_not_keep_the_processes_from_ending() -> None:

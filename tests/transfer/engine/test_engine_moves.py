@@ -63,7 +63,7 @@ def test_without_the_fence_a_page_that_was_given_away_is_accepted(world: World, 
         self._passed(pull)
 
     monkeypatch.setattr(Puller, "_fence", no_fence)
-    assert "not what the source held" in notices(world)
+    assert "differs from the source's" in notices(world)
 
 
 @pytest.mark.parametrize("world", DELAYED, indirect=True)
@@ -78,7 +78,7 @@ def test_a_word_that_outlives_the_hold_on_its_pages_is_noticed(world: World, mon
 
     monkeypatch.setattr(LeaseBook, "_end", keep_the_word)
     monkeypatch.setattr(LeaseBook, "check", lambda _: None)
-    assert "not what the source held" in notices(world)
+    assert "differs from the source's" in notices(world)
 
 
 @pytest.mark.parametrize("world", DELAYED, indirect=True)
@@ -93,7 +93,7 @@ def test_a_fence_beside_the_data_is_noticed(world: World, monkeypatch: pytest.Mo
         advance(self, pull)
 
     monkeypatch.setattr(Puller, "_advance", fence_at_once)
-    assert "not what the source held" in notices(world)
+    assert "differs from the source's" in notices(world)
 
 
 @pytest.mark.parametrize("world", DELAYED, indirect=True)
@@ -111,10 +111,10 @@ def test_pages_given_back_while_copies_go_on_are_noticed(world: World, monkeypat
 
     monkeypatch.setattr(World, "take_reader_events", take)
     noticed = notices(world)
-    assert "written" in noticed or "not what the source held" in noticed
+    assert "written" in noticed or "differs from the source's" in noticed
 
 
 @pytest.mark.parametrize("world", [CONFIGS[3]], indirect=True)
 def test_a_reader_that_does_not_compare_accepts_short_and_wrong_reads(world: World, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("transfer.pull.page_checks.PageChecks.bad", lambda *_: engine_moves.np.array([], int))
-    assert "not what the source held" in notices(world)
+    assert "differs from the source's" in notices(world)

@@ -893,7 +893,7 @@ def test_pages_of_all_ranks_are_read_even_if_one_rank_uses_the_general_plan(engi
 def test_pulls_whose_source_has_not_answered_are_not_polled(engine: Any) -> None:
     class Unwalked(dict[str, Any]):
         def refuse(self) -> Any:
-            raise AssertionError("a poll walks over all pulls")
+            raise AssertionError("a poll iterates over all pulls")
 
         items = values = __iter__ = refuse
 
