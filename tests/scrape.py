@@ -22,7 +22,7 @@ _ENDINGS = ("_count", "_sum", "_bucket")
 
 
 def text_of(*collectors: Any) -> str:
-    """The text of a scrape, from a registry of these collectors."""
+    """Returns the text of a scrape, from a registry with these collectors."""
     registry = CollectorRegistry()
     for collector in collectors:
         registry.register(collector)

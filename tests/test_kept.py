@@ -1,7 +1,7 @@
-"""Stored bytes of each format, by format version.
+"""Reads the stored bytes of each version of each format.
 
-A change that cannot read them needs a new version. `python -m tests.test_kept` writes the bytes of versions that have
-none yet, and never overwrites any.
+A change that cannot read these bytes needs a new version of the format. `python -m tests.test_kept` writes the bytes of
+versions that have no stored bytes yet. It never overwrites stored bytes.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 First the wheel is compared with the tree: its files, the compiled module, its requirements and its commands. This is
 needed because no program notices a missing requirement that another package also installs. Then the wheel is installed
 into an empty environment in a temporary folder. Every program runs there, outside the tree. Each extra is installed
-when the first program that needs it comes. Every step prints its seconds, and the first one that fails ends the run
-with its output.
+before the first program that needs it. Every step prints its seconds, and the first one that fails ends the run with
+its output.
 """
 
 from __future__ import annotations

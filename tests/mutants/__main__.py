@@ -1,8 +1,8 @@
 """Breaks the code on purpose, one small change at a time, and reports the changes that no test notices.
 
 Each change is tried with the tests beside its file. A change that passes them is a gap in the tests, unless
-`harmless.txt` says why no test can notice it. With `--elsewhere` it is also tried with the other tests of the folder
-and those of the package's interface.
+`harmless.txt` says why no test can notice it. With `--elsewhere` such a change is also tried with the other tests of
+the folder, and with the tests of the package's interface.
 """
 
 import argparse

@@ -134,7 +134,7 @@ def changed_since(revision: str) -> list[Batch]:
 
 
 def touched_by(program: ast.Module, lines: set[int]) -> set[str]:
-    """The functions of a file that contain one of these lines."""
+    """Returns the functions of a file that contain one of these lines."""
     return {
         name
         for name, node in functions(program).items()

@@ -68,8 +68,7 @@ def mutated(source: str, mutation: Mutation) -> str:
         program = ast.parse(changed)
     except SyntaxError as error:
         raise StaleMutationError(f"{mutation.function}: {mutation.new!r} makes the source invalid: {error}") from error
-    # Only the tree of the function is compared. No other code has changed, and comparing the tree of a whole file would
-    # take long.
+    # Only the tree of the function is compared: no other code has changed, and a comparison of whole files takes long.
     if _is_same(named, program, mutation.function):
         raise StaleMutationError(f"{mutation.function}: {mutation.new!r} changes nothing")
     return changed
@@ -118,7 +117,10 @@ def _span(named: ast.stmt) -> tuple[int, int]:
 
 
 def _nested(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements of a body, including those in `if`, `try` and loops, but not those in functions and classes."""
+    """Returns the statements of a body, including those in `if`, `try` and loops.
+
+    Statements in functions and classes are left out.
+    """
     for node in body:
         yield node
         if not isinstance(node, Defined):

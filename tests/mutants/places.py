@@ -1,9 +1,9 @@
-"""Finds the tests of a source file: those beside it, and those elsewhere.
+"""Finds the tests of a source file: the tests beside it, and tests elsewhere.
 
 The tests beside `kvcache/pool/pages.py` are `tests/kvcache/pool/test_pages.py` and each `test_pages_*.py` there. For
-sources whose rules show only through other files, a table names the test files. A source file with neither is tested by
-all tests of its folder. The table may name files that do not exist, so a test can be moved without an edit of the
-table.
+sources whose rules show only through other files, a table names the test files. A source file without a test file
+beside it and without an entry in the table is tested by all tests of its folder. The table may name files that do not
+exist, so a test can be moved without an edit of the table.
 """
 
 from collections.abc import Iterable

@@ -16,8 +16,7 @@ NOT_CALLED = "no test calls it"
 _REACH_LIMIT_S = 1200.0
 _COLD_S = 60.0  # a separate process has to load everything again
 _GRACE_S = 10.0
-# In seconds of processor time. If a run uses more than this, beyond twice the usual time, one of its loops does not
-# end.
+# In seconds of processor time. If a run uses this much more than twice its usual time, one of its loops does not end.
 _SPIN_S = 2.0
 _PATIENCE = 4.0  # if a run takes this many times as long as usual, it hangs, and this counts as noticed
 

@@ -67,7 +67,7 @@ class Mutant(NamedTuple):
 
     @property
     def key(self) -> str:
-        """A name without line numbers: the file, the function, the operator and the expressions."""
+        """A key without line numbers: the file, the function, the operator and the expressions."""
         return f"{self.path}:{self.function} | {self.operator} | {self.old} -> {self.new}"
 
 

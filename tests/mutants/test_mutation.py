@@ -1,4 +1,4 @@
-"""The handwritten mutations, and how one is applied to a source."""
+"""Tests the handwritten mutations, and how one mutation is applied to a source."""
 
 import pytest
 

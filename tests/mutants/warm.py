@@ -28,7 +28,8 @@ import pytest
 
 from tests.orphans import adopt, end_children
 
-# this comes on top of the session's own memory; it keeps a changed limit from using up the memory of the machine
+# the memory that a run may use beyond the session's own; a mutant of a limit could otherwise use up the memory of the
+# machine
 _MEMORY_BYTES = 6 << 30
 _settrace = sys.settrace
 _SPAWNS = {"Popen.__init__", "BaseProcess.start"}

@@ -15,7 +15,7 @@ def imported(folder: Path, *first: Path) -> tuple[int, str]:
     """Imports `pagewire` from a folder in a new process, with other folders before it on the path."""
     path = [str(one) for one in (*first, folder)]
     program = f"import sys; sys.path[:0] = {path!r}; import pagewire; print(pagewire.__file__)"
-    # without site-packages, so that no editable install of ours is found
+    # searches no site-packages, so that no editable install of ours is found
     command = [sys.executable, "-I", "-S", "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.returncode, (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()[-1]

@@ -1,4 +1,4 @@
-"""How every plot looks: no text is cut or covered, ticks are round, and equal figures give equal bytes."""
+"""Tests how every plot looks: no text is cut or covered, ticks are round, and equal figures give equal bytes."""
 
 import itertools
 import math

@@ -342,7 +342,7 @@ def own_logits() -> Any:
 
 
 def _own_logits(model: Any, tokens: Any) -> Any:
-    """The model's own logits after the last of `tokens`, with its own attention."""
+    """Returns the model's logits after the last of `tokens`, computed with the model's own attention."""
     ids = torch.tensor([list(tokens)])
     with own_attention(model), torch.inference_mode():
         return model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0, -1]

@@ -92,8 +92,8 @@ class Adapter(Protocol):
     def bring(self, request_id: str, phase: str) -> tuple[list[int], int]:
         """Submits a request, and steps until the request is in the phase. It stays in that phase until the next step.
 
-        Returns its prompt and length. The length is more than a few tokens. Other requests may run. A phase after the
-        last token is allowed.
+        Returns the request's prompt and length. The length is more than a few tokens. Other requests may run. A phase
+        after the last token is allowed.
         """
         ...
 

@@ -45,7 +45,7 @@ class Reached(NamedTuple):
 class _Held:
     item: Any
     message: msg.AnyMessage
-    number: int  # in the order of arrival
+    number: int
     due: int
     copy: bool
     late: bool = False

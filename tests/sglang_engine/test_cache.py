@@ -1,5 +1,6 @@
-"""The cache by itself, with SGLang's real requests, rows and allocators. Random moves look for faults that show only
-rarely.
+"""Tests the cache by itself, with SGLang's real requests, rows and allocators.
+
+Random moves look for faults that show only rarely.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 Both sides live in this process and are driven step by step with their own clock. The seed therefore decides everything
 except the times at which NIXL's copies end. Sources hold pages of known content under leases, and overwrite a page as
-soon as its lease has ended. Readers treat their pages as a manager does: a page is written only by the pull that it was
-given to, and never without such a pull.
+soon as its lease has ended. Readers treat their pages as a manager does: only the pull that a page was given to may
+write to that page.
 """
 
 from __future__ import annotations

@@ -227,7 +227,10 @@ def make_targets(server: HandshakeServer) -> list[Target]:
 
 
 class Flood:
-    """The same noise through the server's own socket, from many identities. A good client asks in between."""
+    """Sends the same noise through the server's own socket, under many identities.
+
+    A good client asks questions in between.
+    """
 
     def __init__(self, server: HandshakeServer, seeds: list[bytes]) -> None:
         self.sent = 0

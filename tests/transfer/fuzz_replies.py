@@ -1,6 +1,7 @@
-"""Handshake replies with a few changed bytes, sealed again without a key, as anybody could do: `fuzz_replies.run`. The
-source is a separate process. This process is the reader, over real NIXL, so a run finishes only if no reply has killed
-it. If the source vouches for a reply's metadata, it is also loaded and read from.
+"""Sends handshake replies with a few changed bytes, sealed again without a key, as anybody could do
+(`fuzz_replies.run`). The source is a separate process. This process is the reader, over real NIXL, so a run finishes
+only if no reply has killed it. If the source vouches for a reply's metadata, the reader also loads the metadata and
+reads pages.
 """
 
 from __future__ import annotations

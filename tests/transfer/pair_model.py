@@ -1,5 +1,6 @@
 """Models and the two sides of a transfer: the caches of each rank, filled and compared through torch's own indexing.
-Nothing here uses boxes, plans or runs. The value of an element identifies its place in the model. So the expected
+
+This file uses no boxes, plans or runs. The value of an element identifies its place in the model. So the expected
 content of every cache is known without a transfer. Elements that no transfer may write hold `UNTOUCHED`.
 """
 

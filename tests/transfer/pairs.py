@@ -1,4 +1,6 @@
-"""Random pairs of engines. Each transfers a request over real NIXL between real processes, and every byte is compared.
+"""Transfers a request between the two engines of random pairs, in real processes over real NIXL.
+
+Every byte is compared.
 
     python -m tests.transfer.pairs [--count 300] [--seed 0] [--only NUMBER] [--json FILE]
 

@@ -91,7 +91,7 @@ def layout(held: Held, order: str, page_size: int) -> ShardLayout:
 
 @cache
 def page_list(page_size: int, side: int) -> list[int]:
-    """All of a request's pages on one side: first consecutive ones, then shuffled ones."""
+    """All pages of a request on one side: consecutive pages first, and then shuffled pages."""
     needed = TOKENS // page_size
     found = random.Random(10 * page_size + side).sample(range(needed + 2), needed)
     found[: needed // 2 + 1] = sorted(found[: needed // 2 + 1])
@@ -154,7 +154,7 @@ def places(held: Held, order: str, page_size: int) -> tuple[Pool, Pool, Pool]:
 
 
 def expected(triple: Triple, local: tuple[str, int], tokens: tuple[int, int]) -> Pool:
-    """The expected pool of the reader, in which only the elements of the part and the tokens are written."""
+    """The pool that the reader must have. Only the elements of the part and of the tokens are written."""
     wanted = np.array(True)
     limits = (triple.part.layers, triple.part.heads, tokens)
     for axis, (first, end) in zip(places(triple.local, *local), limits, strict=True):

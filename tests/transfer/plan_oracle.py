@@ -53,7 +53,7 @@ def page_layout(
 
 
 def share(total: int, ranks: int, rank: int) -> range:
-    """The range of `total` heads or layers on rank `rank` of `ranks`: an even share, or one replicated head."""
+    """The heads or layers of rank `rank` of `ranks`: an even part of `total`, or one replicated head."""
     if ranks >= total:
         at = rank * total // ranks
         return range(at, at + 1)

@@ -308,7 +308,10 @@ class Explorer:
         return sources + [self.protocol.crash_reader(room, reader) for reader in range(len(shape.readers))]
 
     def _tell(self, crashes: int, rooms: list[Room]) -> Iterator[tuple[str, int, list[Room], str]]:
-        """All successors of a state, in words, computed without caches and symmetry."""
+        """All successors of a state, with descriptions in words.
+
+        They are computed without caches and without symmetry.
+        """
         faces = [self._face(room) for room in rooms]
         for position, part in enumerate(self.cast.parts):
             moves = self._moves(position, rooms[position], faces)

@@ -38,11 +38,12 @@ def stale(protocol: Protocol, name: str, size: int, room: Room) -> str:
 
 
 def stuck(protocol: Protocol, name: str, room: Room, moves: Sequence[Move], waits: bool = False) -> str:
-    """Promise "no stuck state, no one else affected": names a party that cannot progress; empty if all can. Every
-    holder of pages must have a move of its own that brings it nearer to giving them back. Every pull with an open lease
-    that was not given up must have a move that brings it nearer to its commit, whatever happens to other readers and
-    requests. `waits`: the room is the back of an import whose front has not passed. A back that has passed waits for
-    the front.
+    """Promise "no stuck state, no one else affected": names a party that cannot progress.
+
+    The result is empty if all parties can progress. Every holder of pages must have a move of its own that brings it
+    nearer to giving them back. Every pull with an open lease that was not given up must have a move that brings it
+    nearer to its commit, whatever happens to other readers and requests. `waits`: the room is the back of an import
+    whose front has not passed. A back that has passed waits for the front.
     """
     due = {move.due for move in moves}
     if (room.held or STANDING in room.word or STALE in room.word) and "P" not in due:

@@ -1,17 +1,18 @@
-"""One lease and its pulls, as a state machine. `protocol_model` explores all interleavings of several of these.
+"""One lease and its pulls, as a state machine. `protocol_model` explores all interleavings of several leases.
 
 A *room* is one attempt of one request: a source engine P of one or several ranks leases pages to the readers D0 and D1,
 each of which copies them over *links*, one for each pair of ranks. `docs/concepts/protocol.md` says the same in prose.
-If pages are asked for by content (`Shape.by_content`), P has computed them for another request. They are idle, so each
-may be evicted at any time and be loaded again from a lower tier. P leases as many of them as it has when it is asked. A
-prompt may come in two stretches from two sources. Each stretch is a room. The reader asks for the second one after the
-pages that it has of the first, which it has published and may lose again. One import may also be read from two sources
-at the same time, a part of its pages from each. Each part is a room: front and back. If no request waits for the pages
-(`Shape.ahead`), the reader computes them meanwhile, and may end the pull early. The network is the set of all
-messages ever sent: a message may arrive at once, late, out of order, many times or never, without a move for any of
-these. A deadline may pass at any moment. Each idle page may be overwritten at any moment. A READ copies page by page,
-in any order, and a copied page counts as what the page held when its last byte was read. Under one lease a page can
-only change from right to wrong, so a torn copy is no worse than a wrong one.
+If pages are asked for by content (`Shape.by_content`), P has computed them for another request. These pages are idle,
+so each of them may be evicted at any time and be loaded again from a lower tier. P leases the pages that it has when it
+is asked. A prompt may come in two stretches from two sources. Each stretch is a room. The second stretch begins after
+the pages of the first stretch that the reader has. The reader has published these pages, and may lose them again. One
+import may also be read from two sources at the same time, a part of its pages from each. Each part is a room: front and
+back. If no request waits for the pages (`Shape.ahead`), the reader computes the pages during the pull, and may end the
+pull early. The network is the set of all messages ever sent: a message may arrive at once, late, out of order, many
+times or never, and the model has no separate move for this. A deadline may pass at any moment. Each idle page may be
+overwritten at any moment. A READ copies page by page, in any order, and a copied page counts as what the page held when
+its last byte was read. Under one lease a page can only change from right to wrong, so a torn copy is no worse than a
+wrong one.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Room(NamedTuple):
     # [reader] pages that the reader has given back although a READ may still write to them; none with all rules
     loose: tuple[int, ...]
     link: tuple[tuple[int, int, int], ...]  # [link] state, copied pages, pages whose copy has the leased content
-    # By content:
-    # number of leased pages, counted from the first one asked for; UNASKED until a reader has been answered
+    # By content: the number of leased pages, counted from the first page that was asked for; UNASKED until a reader has
+    # been answered
     found: int = ABSENT
     listed: int = 0  # pages that P finds in its index
     below: int = 0  # pages that P also has in a lower tier, and may load again
@@ -304,7 +305,7 @@ class Protocol:
                 taken = taken._replace(pull=put(room.pull, reader, PULLING), pages=put(room.pages, reader, pages))
                 text = f"D{reader} takes the offer of {name}, reserves pages {bits(pages)}, posts its READs"
                 yield Move(text, taken)
-                # with the rule, the reader refuses such an offer; it may refuse any offer, which is another move
+                # With the rule, the reader refuses such an offer. Refusing any offer is a separate move.
                 if not self.has("named-by-source"):
                     text = f"{text}: its table was changed on its way, and names another request's page for page 0"
                     yield Move(text, taken._replace(forged=room.forged | 1 << reader))

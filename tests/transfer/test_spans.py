@@ -1,4 +1,7 @@
-"""The span of a hand-over: the durations of its parts add up to its own, and it belongs to the trace of its request."""
+"""The durations of a hand-over's parts add up to the duration of its span.
+
+The span belongs to the trace of its request.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,9 @@ def test_unsampled_traces_are_not_exported() -> None:
 
 
 def test_parts_of_a_span_begin_in_order_and_not_in_the_future() -> None:
-    """A part begins in order although times come from several threads, and from hosts with other clocks."""
+    """The parts of a span begin in order, although their times come from several threads, and from hosts with other
+    clocks.
+    """
     clock = Clock()
     span = HandoverSpan({}, {}, clock)
     span.begin("read")

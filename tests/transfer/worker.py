@@ -1,4 +1,4 @@
-"""A process with one engine after another, which a test drives over a pipe.
+"""A process that serves one engine after another. A test drives it over a pipe.
 
 The process polls its engine between commands, and dies with the test.
 """

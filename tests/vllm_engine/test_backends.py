@@ -1,4 +1,4 @@
-"""What vLLM's own backend classes keep in a page."""
+"""Tests what vLLM's own backend classes keep in a page."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ class VLLMDriver:
             assert [block.block_id for block in pool.blocks if block.ref_cnt and not block.is_null] == []
 
     def kill_peer(self, peer: str) -> Collection[str]:
-        self.stalled = False  # otherwise the end of an engine, which runs in this process, would wait for the READ
+        self.stalled = False  # if a READ were still held, the end of an engine in this process would wait for it
         engine = self.engines.pop(peer)
         engine.close()
         lost = {request_id for request_id, at in self.at.items() if at == peer}

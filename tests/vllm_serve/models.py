@@ -51,7 +51,6 @@ def _gemma3() -> Any:
 
 
 def _deepseek() -> Any:
-    """A model with latent attention and without experts."""
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
     return DeepseekV2ForCausalLM(

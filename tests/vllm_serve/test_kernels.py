@@ -1,4 +1,4 @@
-"""The attention kernels of vLLM's CPU wheel over our pages, compared with our own attention."""
+"""Compares the attention kernels of vLLM's CPU wheel over our pages with our own attention."""
 
 from __future__ import annotations
 

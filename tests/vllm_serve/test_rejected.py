@@ -1,7 +1,7 @@
 """If decode's API answers 400 or the client gives up, prefill's blocks are freed at once.
 
-The servers are real. The lease lasts ten minutes, so no block is freed because it has expired. One rejected request
-would keep half of the pool.
+The servers are real. The lease lasts ten minutes, so no block is freed because it has expired. A rejected request whose
+blocks are not freed would hold half of the pool.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def test_loaded_blocks_serve_as_a_prefix_for_others_only_if_they_are_complete(
     """Prefill frees the blocks that lie before a window.
 
     A block of decode may be larger, so the window's first block may lack some tokens at decode. The last prompts begin
-    with 256 tokens that decode has. Among decode's blocks of these tokens, the window's first block is the one of
+    with 256 tokens that decode has. Among decode's blocks of these tokens, the window's first block is the block of
     tokens 192 to 255.
     """
     settings = Settings(model(name))

@@ -35,7 +35,7 @@ class Known:
         self.there: dict[str, dict[int, tuple[tuple[int, ...], int | None]]] = {}
         self.tree: dict[int, int | None] = {}
         self.events: list[dict[str, Any]] = []
-        self.groups: dict[int, Known] = {}  # by the index of each further block table: what is known of its pages
+        self.groups: dict[int, Known] = {}  # what is known of the pages of each further block table, by its index
         self.spec: tuple[str, int | None] | None = None  # what the layers keep, according to the events
 
     def take_up(self, events: list[dict[str, Any]]) -> None:

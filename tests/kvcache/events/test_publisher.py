@@ -115,7 +115,7 @@ def test_the_whole_state_comes_in_parts_with_numbers_up_to_the_last_one(
 
 
 def test_a_manager_that_closes_answers_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcache.events.publisher._REPLAY_SHARE", 1e-6)  # after one answer, the next one has to wait
+    monkeypatch.setattr("kvcache.events.publisher._REPLAY_SHARE", 1e-6)  # after one answer, the next answer has to wait
     made = manager_of(16, params={"kv_events": KVEvents(ANY, ANY, topic="kv@a@m")})
     run(made, 1)
     assert asked(made, 0)
@@ -359,7 +359,7 @@ def test_after_an_error_in_the_events_all_pages_are_reported_as_gone_and_the_loo
             run(manager, 301, 401)
             mirror.settle(manager, 0)
             assert len(mirror.there["GPU"]) == 14
-            run(manager, *range(1001, 2000, 100))  # after these, every earlier page is evicted
+            run(manager, *range(1001, 2000, 100))  # after these prompts, every earlier page is evicted
             mirror.settle(manager, 0)
             mirror.check_same(manager, 0)
 

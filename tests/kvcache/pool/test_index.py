@@ -41,7 +41,7 @@ def test_match_is_the_longest_run_from_the_first() -> None:
 def test_may_have_answers_by_the_first_word() -> None:
     index = PrefixIndex(20, 4)
     everything = digests(*range(12))
-    everything[:4, 0] += np.uint64(32) - everything[:4, 0] % np.uint64(32)  # one bucket of the 32
+    everything[:4, 0] += np.uint64(32) - everything[:4, 0] % np.uint64(32)
     index.publish(pages(1, 2, 3), everything[:3])
     index.publish(pages(4), everything[9:10])
     assert [index.may_have(digest) for digest in everything] == [at in (0, 1, 2, 9) for at in range(12)]
@@ -71,7 +71,7 @@ def test_a_hit_compares_the_whole_digest(words: int) -> None:
 def test_no_chain_is_followed_for_pages_after_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     index = PrefixIndex(20, 4)
     everything = digests(*range(8))
-    everything[2:, 0] = np.arange(6) * 32  # one bucket of the 32
+    everything[2:, 0] = np.arange(6) * 32
     index.publish(pages(1, 2, 3), everything[[0, 1, 2]])
     monkeypatch.setattr(PrefixIndex, "_find_exactly", lambda *_: pytest.fail("two digests share their first word"))
     assert index.find(everything).tolist() == [1, 2, 3, *[NO_PAGE] * 5]
@@ -116,7 +116,7 @@ def test_there_are_as_many_chains_as_pages_and_every_bit_of_a_digest_chooses_one
 def test_a_long_chain_is_followed_to_its_end() -> None:
     index = PrefixIndex(50, 4)
     everything = digests(*range(60))
-    everything[:, 0] = np.arange(60) * 64 + 3  # one bucket of the 64
+    everything[:, 0] = np.arange(60) * 64 + 3
     order = np.random.default_rng(0).permutation(60)
     index.publish(np.arange(1, 51, dtype=np.int32), everything[order[:50]])
     index.check()
@@ -255,7 +255,7 @@ def test_after_an_interrupt_all_published_pages_are_linked_again() -> None:
 def test_after_an_interrupt_of_two_pages_with_one_digest_the_first_stays() -> None:
     index = PrefixIndex(8, 4)
     index.publish(pages(2, 3, 5), digests(0, 1, 2))
-    index._digests[5] = index._digests[2]  # as if page 5 were about to replace page 2
+    index._digests[5] = index._digests[2]  # the state in which page 5 is about to replace page 2
     index.mend()
     index.check()
     assert index.find(digests(0, 1, 2)).tolist() == [2, 3, 0]

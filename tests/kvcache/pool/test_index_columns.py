@@ -51,7 +51,7 @@ def test_after_a_clear_nothing_is_found_and_everything_can_be_published_again() 
 
 def test_a_chain_that_has_no_end_is_named() -> None:
     digests = DIGESTS.copy()
-    digests[:, 0] = (8, 16, 24, 32)  # one bucket of the 8
+    digests[:, 0] = (8, 16, 24, 32)
     index = index_of(pages(1, 2, 3), digests)
     index._links[1:4] = np.roll(np.arange(1, 4), -1)  # pyright: ignore[reportPrivateUsage]
     index._heads[0] = 1  # pyright: ignore[reportPrivateUsage]

@@ -116,7 +116,7 @@ class Books:
         self.pool.release(pages(*some))
 
     def release_each(self, some: list[int]) -> None:
-        for page in reversed(some):  # as if released one by one
+        for page in reversed(some):  # the order is the same as if the pages were released one by one
             self.holders[page] -= 1
             self.free([page])
         self.pool.release_each(pages(*some))
@@ -343,7 +343,7 @@ def test_a_page_whose_transfer_ends_while_a_step_is_in_flight_waits_for_the_step
     pool.add_writer(held[:2])
     pool.release(held[:1])
     pool.begin_step()
-    pool.drop_writer(held[:1])  # this page then has no holder and no writer
+    pool.drop_writer(held[:1])  # after this, the page has no holder and no writer
     pool.drop_writer(held[1:2])  # the request still holds this page
     assert pool.free_count == SIZE - 3
     assert [one.tolist() for one in pool.parked[0]] == [held[:1].tolist()]

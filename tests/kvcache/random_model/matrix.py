@@ -164,7 +164,7 @@ def build(
         memory += (ROWS + copies + 1) * state_memory.page_bytes(state_memory.state_layouts(shape, tp))
     elif states:  # each request takes a slab in addition to its pages
         slab_pages = -(-state_memory.page_bytes(state_memory.state_layouts(shape, tp)) // page)
-        # At least as many pages as a slab has remain for tokens.
+        # At least as many pages as a slab has must remain for tokens.
         memory = (max(pages, slab_pages) + choose.pick((1, 2, 3)) * slab_pages) * page
     made = KVCacheParams(dtype, tp, 2, **told)
     manager = PagedKVCacheManager(

@@ -177,7 +177,7 @@ def test_a_request_past_the_longest_is_refused_where_another_takes_a_page(make: 
         manager.fetch(batch)
         batch.update([3, 3])
         manager.step(batch)
-    # one length is at the first token of a page, and the other exceeds its limit by one
+    # one length is at the first token of a page, and the other length exceeds its limit by one
     assert batch.lengths.tolist() == [7, 5]
     with pytest.raises(SequenceTooLongError, match="7 tokens"):
         manager.reserve_batch(batch)

@@ -116,7 +116,7 @@ def test_a_prompt_in_chunks_takes_a_window_and_a_chunk() -> None:
         seen = max(seen, len(columns(manager, context)))
     assert seen == 4
     decode(manager, context, 5)
-    assert columns(manager, context) == [14, 15, 16]  # it reserved its last page at token 64
+    assert columns(manager, context) == [14, 15, 16]  # the request reserved its last page at token 64
 
 
 def test_a_prompt_that_cannot_run_whole_is_refused_and_may_run_in_chunks() -> None:
@@ -317,7 +317,7 @@ def test_pages_that_were_not_published_yet_stay_for_the_step() -> None:
     context = start(manager, range(40), "r")
     manager.fetch([context])
     context.update(1)
-    assert manager.maybe_reserve(context)  # before the step that publishes the prompt
+    assert manager.maybe_reserve(context)
     manager.step([context])
     assert manager.admission(TextContext([*range(20), 1], 99)).cached_pages == 5
 

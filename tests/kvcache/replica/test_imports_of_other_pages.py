@@ -25,7 +25,7 @@ STEPS = 3  # how many steps an imported request runs; some of them fill its last
 
 
 def make(page_size: int) -> PagedKVCacheManager:
-    pages = 600 // page_size  # so few pages that some are evicted
+    pages = 600 // page_size  # the pool has so few pages that some pages are evicted
     manager = manager_of(
         pages, page_size=page_size, layers=3, dtype=torch.int64, max_seq_len=96, params={"groups": GROUPS}
     )

@@ -164,7 +164,8 @@ def test_pages_that_a_window_drops_where_the_host_lets_the_request_resume_are_no
     run_once(manager, prompt, 1)
     manager.flush_tiers()
     manager._replicas.each[1].forget_idle()
-    assert run_once(manager, prompt[:13], 1) == 12  # from the host: three pages of the full layer, two of the window
+    # loads three pages of the full layer and two pages of the window from the host
+    assert run_once(manager, prompt[:13], 1) == 12
     before = manager.metrics
     assert (before.d2d_blocks_copied, before.h2d_blocks_copied) == (0, 5)
     # four later pages of the full layer, and the two pages of the window at that place

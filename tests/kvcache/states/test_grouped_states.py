@@ -29,7 +29,7 @@ SIZE, NEXT = 4, 7
 # a window of 6 tokens: the first query after a page sees that page and the one before it
 GROUPS = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6)
 SHAPE = StateShape(2, 2, 1, 1, 1, 2, torch.int64, torch.int64)
-LARGE = StateShape(2, 20, 1, 1, 1, 2, torch.int64, torch.int64)  # as large as 6 pages
+LARGE = StateShape(2, 20, 1, 1, 1, 2, torch.int64, torch.int64)  # a state is as large as 6 pages
 PROMPT = [*range(100, 140)]
 
 
@@ -102,7 +102,7 @@ def without_state_at(manager: PagedKVCacheManager, pages: int) -> None:
         ((8,), (), 8),  # page 8 was evicted from the window, and the query after page 9 would see it
         ((), (9,), 8),
         ((7,), (), 7),
-        ((7,), (7,), 6),  # with only one of the two losses, the prompt would be found further
+        ((7,), (7,), 6),  # more of the prompt would be found if only one of the two objects were lost
         ((8,), (8, 7), 6),
         ((8, 5), (8, 7, 5), 4),
         ((4, 7), (7, 4), 3),

@@ -138,7 +138,7 @@ def test_a_hint_to_go_first_applies_to_all_state_copies() -> None:
     for name in range(100, 104):
         serve(manager, prompt(name))
         if name == 102:
-            assert copies_of(manager, prompt(1, 6)) == [5, 6]  # here too, the newest copy is worth most
+            assert copies_of(manager, prompt(1, 6)) == [5, 6]
     assert copies_of(manager, prompt(1, 6)) == []
     assert copies_of(manager, prompt(2, 2)) == [1, 2]
 

@@ -181,7 +181,8 @@ def test_the_store_is_asked_for_older_states_a_few_at_a_time(
     store.calls.clear()
     assert again.again(PROMPT) == 8
     asked = [call for call in store.calls if call != "read"]
-    # one question for pages, and one each for the states after pages 7 to 10, 3 to 6, and the first ones
+    # One question asks for pages. Three questions ask for the states after pages 7 to 10, after pages 3 to 6, and after
+    # the first pages.
     assert len(asked) >= 4
 
 

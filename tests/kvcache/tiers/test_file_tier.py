@@ -260,7 +260,7 @@ def test_damaged_files_are_replaced_by_the_next_write_of_their_pages(
             damage(it.tiers._counted[0], path, how, rng)
     again = again or served(8, 200)
     # In these cases all pages are still read right, because a running process does not use the footer, and a starting
-    # one does not use the names.
+    # process does not use the names.
     unharmed = (how, when) in (("footer", "while it runs"), ("swapped", "before the start"))
     for _ in range(2):  # either the first process notices the damage, or one that starts later does
         for prompt in prompts:

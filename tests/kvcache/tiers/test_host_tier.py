@@ -106,7 +106,7 @@ def test_step_without_fetch_publishes_no_page_that_has_not_arrived(served: Any) 
     it.fill(16)
     careless, context = it.claim(PROMPT), it.claim(PROMPT)
     assert it.manager.maybe_reserve(careless)
-    it.manager.step([careless])  # its four pages are published, so they must be right
+    it.manager.step([careless])  # the four pages of the request are published, so their content must be right
     assert it.manager.maybe_reserve(context)
     assert it.manager.get_req_blocks(context.request_id)[:4] == it.manager.get_req_blocks(careless.request_id)[:4]
     it.run(context)

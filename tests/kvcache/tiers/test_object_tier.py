@@ -127,7 +127,7 @@ def test_a_repair_waits_for_reads_and_frees_the_slots_that_they_filled(served: M
 def test_calls_queued_after_a_failing_call_are_not_tried(served: Make, store: StoredObjects) -> None:
     store.fails = True
     store.may.clear()
-    it = served()  # it asks for the epoch
+    it = served()  # the manager asks the store for the epoch
     objects_of(it)._ask([b"object"])
     store.may.set()
     settled(it)

@@ -33,7 +33,7 @@ def test_reading_pays_as_long_as_there_are_no_measurements() -> None:
         (5, 0, 5, True),
         (5, 1, 5, False),  # the previous page is read first
         (6, 1, 6, True),
-        (5, 0, 4, False),  # one of the pages saves nothing
+        (5, 0, 4, False),  # one of the pages saves no computation
         (4, 0, 5, True),
         (1, 0, 0, False),
     ],

@@ -1,5 +1,6 @@
-"""The part of `pagewire plan` that replays a trace: each figure equals that of `pagewire replay` with the same number
-of blocks.
+"""Tests the part of `pagewire plan` that replays a trace.
+
+Each figure equals that of `pagewire replay` with the same number of blocks.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The whole of `pagewire serve` in separate processes, over TCP with keys, with OpenAI's own client."""
+"""Tests all of `pagewire serve` in separate processes, over TCP with keys, with OpenAI's own client."""
 
 import json
 import os

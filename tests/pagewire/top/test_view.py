@@ -1,4 +1,4 @@
-"""The contents of the views, apart from how they are drawn."""
+"""Tests the contents of the views, but not how they are drawn."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def streamed(
     on_part: Callable[[int], None] = lambda _: None,
     on_accepted: Callable[[], None] = lambda: None,
 ) -> Any:
-    """The tokens and the text of a stream, and its last part."""
+    """Returns the tokens and the text of a stream, and the last message of the stream."""
     tokens: list[int] = []
     text, last = "", None
     parts = complete(client, prompt, new, stream=True, stream_options={"include_usage": True})

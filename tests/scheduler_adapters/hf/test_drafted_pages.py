@@ -1,5 +1,5 @@
-"""The second state page of a request: which requests have one and when, what readers are told about it, and what
-remains if a step or a run fails.
+"""Tests the second state page of a request: which requests have such a page and when, what readers are told about it,
+and what remains after a failed step or run.
 """
 
 from __future__ import annotations

@@ -82,8 +82,9 @@ def test_a_minimax_with_a_window_and_a_recurrent_layer_first_gives_its_own_logit
 @STATES
 @pytest.mark.parametrize(("count", "budget"), [(1, 64), (4, 7)])
 def test_tokens_equal_with_hits_from_an_object_store(model: Any, states: str, count: int, budget: int) -> None:
-    """Another machine continues from what the first machine has written. This also works if the prefix that it finds
-    ends within an object of several pages.
+    """Another machine continues from what the first machine has written.
+
+    The prefix may also end within an object of several pages.
     """
     store = StoredObjects()
     tiers: dict[str, Any] = {"enable_kvcache_swapping_to_host": True, "host_kvcache_swap_space_gb": 1e-2}

@@ -77,7 +77,7 @@ def test_one_copy_goes_along_with_a_request_that_decodes(model: Any) -> None:
     prompt = PROMPTS[0][: 2 * PAGE]
     answer, _ = served(loop, prompt, 5 * PAGE)
     assert len(answer) > PAGE
-    # after the last full page before the prompt's last token, and after the answer's last full page
+    # states after the last full page before the prompt's last token, and after the answer's last full page
     assert states_of(loop).num_kept == 2
     assert states_of(loop).evictions == 0
     assert served(loop, [*prompt, *answer, 1], 1)[1] == full(len(prompt) + len(answer) - 1)

@@ -1,5 +1,5 @@
-"""A prefix is pulled from another process that has computed it: real processes, NIXL, the small Llama, and Bamba. Bamba
-has recurrent layers, so a state comes with the pages, in memory that both share.
+"""Pulls a prefix from another process that has computed it, with real processes and NIXL, for the small Llama and for
+Bamba. Bamba has recurrent layers, so a state comes with the pages. States and pages share one memory.
 """
 
 from __future__ import annotations

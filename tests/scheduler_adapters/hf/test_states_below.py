@@ -180,7 +180,8 @@ def test_a_damaged_newest_state_leaves_the_one_before_it(model: Any, tmp_path: P
     first.close()
     assert first.metrics.file_states_written == 2  # states after the last full pages of the prompt and of the answer
     again = below(model, folder=tmp_path)
-    files = files_of_states(again)  # one file with both states, or one file for each, depending on the writer's timing
+    # one file with both states, or one file for each state; the timing of the writer decides
+    files = files_of_states(again)
     file = max(files, key=lambda file: file.stat().st_mtime_ns)
     whole = bytearray(file.read_bytes())
     whole[state_bytes(model) if len(files) == 1 else 0] ^= 1

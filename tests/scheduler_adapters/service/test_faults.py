@@ -404,7 +404,7 @@ def test_offers_of_an_attempt_that_is_over_are_refused_and_their_pages_come_back
     service.submit_one("r", PROMPT)
     service.until(lambda: phase_of_prefill(service) == "held", "the pages", poll=_prefill_and_messages(service))
     request = service.decode._requests["r"]
-    request.attempt += 1  # as if this attempt had failed and the message about it was still on its way
+    request.attempt += 1  # simulates that this attempt has failed and that the message about it is still on its way
     service.until(lambda: not prefill_requests(service), "the refusal")
     assert service.decode.counts["late"] >= 1
     assert request.phase == "asked"

@@ -113,7 +113,7 @@ def test_each_replica_of_a_source_is_asked_and_shards_are_read(
     start: Callable[..., Service], expected: list[int], prefill: dict[str, int]
 ) -> None:
     service = start(**prefill)
-    # with a request on the first replica, the prompt goes to the last one
+    # the first replica has a request, so the prompt goes to the last replica
     service.loops["p0"].manager.external_claim("busy", 0)
     served(service, "first", FIRST, "p0")
     service.loops["p0"].manager.release("busy")

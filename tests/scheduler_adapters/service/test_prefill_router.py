@@ -135,7 +135,7 @@ def test_a_process_that_was_asked_for_more_of_a_prompt_is_named_as_a_source(flee
     assert sources(names[0]) == ()  # no process has been asked for this prompt before
     assert sources(names[0]) == ()  # only this process itself has been asked for the prompt
     assert sources(names[1]) == (msg.KVSource(f"at {id(routers[0])}", ("e",), 5 * CHUNK),)
-    # by now this process has been asked for as many tokens of the prompt as the other one
+    # by now both processes have been asked for the same number of the prompt's tokens
     assert sources(names[1]) == ()
     named = (msg.KVSource("elsewhere", ("x",)),)
     assert sources(names[1], kv_sources=named) == named  # if the client names sources itself, these are kept

@@ -21,11 +21,12 @@ TRIED_AGAIN, TRIED_ANYWAY = 32, 128
 
 
 class Prompt(NamedTuple):
-    """A prompt, and the milliseconds that each way takes. One way pulls the head and computes the rest, the other
-    computes everything.
+    """A prompt, and the milliseconds that each way takes.
 
-    The times were measured with two prefill processes and the small Llama of `benchmarks.prefix_peers`, on one host or
-    on two with a link of this rate. The machine was busy with other work.
+    One way pulls the head and computes the rest, the other computes everything.
+
+    The times were measured with two prefill processes and the small Llama of `benchmarks.prefix_peers`, on one host, or
+    on two hosts with a link of this rate. The machine was busy with other work.
     """
 
     cached: int
@@ -46,7 +47,7 @@ TIMES = {
 
 
 def replayed(prompts: list[Prompt]) -> list[bool]:
-    """Returns for each prompt whether its head is pulled, with the times of the earlier prompts known.
+    """Returns for each prompt whether its head is pulled. The times of all earlier prompts are known by then.
 
     Between two of these prompts, a prompt that no source has is computed.
     """

@@ -161,7 +161,7 @@ def test_a_room_goes_from_its_question_to_its_end(sides: Sides) -> None:
 
 @pytest.mark.parametrize("sides", [{"lease_s": 0.5}], indirect=True)
 def test_decode_without_pages_keeps_the_lease_until_it_has_some(sides: Sides) -> None:
-    sides.pulls.want(ROOM, sides.address, PROMPT)  # before prefill has the request
+    sides.pulls.want(ROOM, sides.address, PROMPT)  # asks before prefill has the request
     sides.open()
     sides.check_hears(sides.prefill, "room_wanted")
     sides.compute()

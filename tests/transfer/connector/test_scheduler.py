@@ -1,5 +1,5 @@
-"""The connector's scheduler: what it requests of every rank, when it accepts their outputs, and how it handles
-untrusted params.
+"""Tests the connector's scheduler: what it requests of every rank, when it accepts the ranks' outputs, and how it
+handles untrusted params.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A worker with its ranks in one process, over real NIXL: loads, leases, layers, host buffers and shutdown."""
+"""Tests a worker with its ranks in one process, over real NIXL: loads, leases, layers, host buffers and shutdown."""
 
 from __future__ import annotations
 

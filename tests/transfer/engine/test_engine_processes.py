@@ -1,4 +1,4 @@
-"""Two real processes with every byte compared, and their behaviour when one dies, stops or comes back."""
+"""Tests two real processes, and what happens if one of them dies, stops or comes back. Every byte is compared."""
 
 from __future__ import annotations
 

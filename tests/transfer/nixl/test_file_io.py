@@ -32,7 +32,8 @@ def test_a_file_of_pages_is_the_same_by_either(io: NixlFileIO, memory: torch.Ten
     digests = np.arange(2 * PAGES, dtype=np.uint64).reshape(PAGES, 2)
     rows = memory.numpy()
     given, taken = rows[:PAGES], rows[PAGES:]
-    pages = [[row[:1000], row[1000:]] for row in given[::-1]]  # each row in two parts, not in the order of memory
+    # each row has two parts, whose order differs from that in memory
+    pages = [[row[:1000], row[1000:]] for row in given[::-1]]
     name, size = write_pages(tmp_path, "0-0.tmp", layout, digests, pages, io)
     by_nixl = (tmp_path / name).read_bytes()
     assert len(by_nixl) == size

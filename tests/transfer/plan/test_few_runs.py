@@ -117,7 +117,7 @@ def test_blocks_become_pages_and_a_group_with_nothing_in_common_needs_none() -> 
 
 
 def with_window(layout: ShardLayout, pages: int, block_pages: int = 1) -> ShardLayout:
-    """Two groups over the same pool; the second keeps a window. A source names the blocks of both."""
+    """Two groups over the same pool. The second group keeps a window. A source names the blocks of both groups."""
     (group,) = layout.groups
     groups = tuple(
         msgspec.structs.replace(group, num_pages=pages, window=window, block_pages=block_pages) for window in (0, 32)

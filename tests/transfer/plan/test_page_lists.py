@@ -1,4 +1,4 @@
-"""The blocks that a source's scheduler names, converted to pages."""
+"""Tests the conversion of blocks that a source's scheduler names to pages."""
 
 from __future__ import annotations
 

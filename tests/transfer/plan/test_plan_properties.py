@@ -23,7 +23,7 @@ DIMS = 2
 
 @dataclass(frozen=True)
 class Pull:
-    """One request's pull: for each group its tokens, and pages on each side."""
+    """The pull of one request. For each group it has the tokens, and the pages on each side."""
 
     local: ShardLayout
     remotes: list[ShardLayout]
@@ -37,7 +37,6 @@ class Pull:
 def strided(
     draw: DrawFn, held: tuple[str, range, range, int], page_size: int, pages: int, region: int, offset: int
 ) -> Box:
-    """A box with its axes in any order, and with any gaps."""
     kind, layers, heads, sides = held
     sizes = {"page": pages, "layer": len(layers), "side": sides, "head": len(heads), "token": page_size, "dim": DIMS}
     strides, step = dict[str, int](), ITEMSIZE
@@ -65,7 +64,7 @@ def cuts(draw: DrawFn, total: int) -> list[range]:
 
 @st.composite
 def shards(draw: DrawFn, held: list[tuple[str, range, range, int]], states: list[bool]) -> ShardLayout:
-    """A shard that holds, for each group, a range of layers and heads; in one or several boxes and regions."""
+    """A shard that holds a range of layers and heads for each group, in one or several boxes and regions."""
     groups: list[Group] = []
     region_bytes: list[int] = [ITEMSIZE]
     for (kind, layers, heads, sides), state in zip(held, states, strict=True):

@@ -1,5 +1,5 @@
-"""The choice of source ranks: each element is read once, readers spread over replicas, and no more shards are read than
-needed.
+"""Tests the choice of source ranks: each element is read once, readers are spread over replicas, and no more shards are
+read than needed.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ def real(order: str, page_size: int = 16, heads: range = range(8)) -> ShardLayou
     ("local", "remote", "staged"),
     [
         (real(ORDERS[0]), real(ORDERS[0]), False),
-        (real(ORDERS[0]), real(ORDERS[2]), True),  # one run for each token and head, compared with one for each page
+        (real(ORDERS[0]), real(ORDERS[2]), True),  # compares one run for each token and head with one run for each page
         (real(PER_LAYER[1]), real(PER_LAYER[0]), True),  # HND against NHD
         (real(PER_LAYER[0]), real(PER_LAYER[0]), False),
         (real(ORDERS[0], heads=range(4)), real(ORDERS[0]), False),  # a range of heads is one run

@@ -38,7 +38,7 @@ class ScaledSide:
             yield page_rows(blocks).view(torch.uint8)
 
     def filled(self, rows: torch.Tensor, shard: int, pages: list[int]) -> torch.Tensor:
-        """The expected `rows` if `pages` hold the prompt."""
+        """The `rows` that are expected if `pages` hold the prompt."""
         expected = torch.zeros_like(rows)
         fill(expected.view(-1), self.manager.layouts[shard], pages, self.manager.page_size)
         return expected

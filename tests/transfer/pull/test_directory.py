@@ -208,7 +208,10 @@ def test_no_address_that_a_request_names_affects_a_pull_of_another_request(engin
 
 
 def changed(data: bytes, change: Callable[[bytearray], None]) -> bytes:
-    """A rank's metadata with a change in NIXL's part, sealed again without a key, as anybody could do."""
+    """Returns a rank's metadata with a change in NIXL's part.
+
+    The metadata is sealed again without a key, as anybody could do.
+    """
     rank = open_rank(data)
     metadata = bytearray(rank.agent_metadata)
     change(metadata)

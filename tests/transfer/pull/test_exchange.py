@@ -1,4 +1,4 @@
-"""A fleet's secret and its list of allowed peers, between two exchanges over real sockets and NIXL."""
+"""Tests a fleet's secret and its list of allowed peers, between two exchanges over real sockets and NIXL."""
 
 from __future__ import annotations
 

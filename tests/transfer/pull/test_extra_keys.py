@@ -51,7 +51,10 @@ def pulled(request: pytest.FixtureRequest) -> Any:
 
 
 def found(reader: Reader, **named: Any) -> int:
-    """The number of the prompt's tokens that the reader finds cached under these keys. It computes the rest."""
+    """The number of the prompt's tokens that the reader finds cached under these keys.
+
+    The reader computes the other tokens.
+    """
     context = TextContext([*PROMPT, 2, 3], 32, "q", **named)
     reader.manager.external_claim("q")
     assert reader.manager.maybe_reserve(context)

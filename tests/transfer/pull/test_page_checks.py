@@ -114,7 +114,7 @@ def checks_in(layout: ShardLayout, memory: list[np.ndarray]) -> PageChecks:
 
 
 def two_groups() -> ShardLayout:
-    """A group of tokens, and in the same region a group with one state for each request."""
+    """A layout with two groups in one region: a group of tokens, and a group with one state for each request."""
     (box,) = LAYOUT.groups[0].boxes
     begin = LAYOUT.region_bytes[0]
     state = Box("ssm", "bfloat16", 2, 0, begin + 32, 96, (0, 0, 0, 0), (1, 1, 4, 1, 8), (0, 0, 16, 0, 2))
@@ -290,7 +290,8 @@ def test_only_pages_that_differ_are_read_again_and_the_pull_continues_once_they_
     agent: Any = Registered()
     verifier = Verifier(checks, mine, there, 1.0, agent)
     planned = plan(mine.layout, there.layout, (mine.bases, there.bases))
-    tokens, states = verifier._words  # as if the words had arrived: pages 1 to 3 are the source's pages 4, 0 and 2
+    # the state after the words have arrived: pages 1 to 3 are the source's pages 4, 0 and 2
+    tokens, states = verifier._words
     tokens[[4, 0, 2]] = checks._sums(0, np.array([1, 2, 3]))
     states[6] = checks._sums(1, np.array([3]))[0]
     groups = [PageCopy([1, 2, 3], [4, 0, 2], (0, 48)), PageCopy([3, 4], [6, 1], (0, 48))]

@@ -901,8 +901,8 @@ def test_a_half_posted_part_of_a_failed_pull_is_settled_when_its_posted_transfer
         rig.agent.end(number)
         rig.polled(1)
     assert (moving.times, rig.puller.events[-1].safe) == (1, True)
-    # Now a part whose transfers all end as they are posted. It is still not posted whole when the time for posts is
-    # over.
+    # The transfers of this part all end as they are posted. Even so, the part is not posted as a whole when the time
+    # for posts is over.
     rig.agent.at_once = {8, 9}
     seconds = iter(np.arange(0.0, 1.0, 2e-4))
     monkeypatch.setattr("transfer.pull.pull.time", SimpleNamespace(perf_counter=lambda: float(next(seconds))))

@@ -1,4 +1,4 @@
-"""The side channel: no message ends it, and the silence of one peer delays no other."""
+"""Tests the side channel: no message ends it, and a silent peer delays no other peer."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def received(router: zmq.Socket[bytes], client: HandshakeClient, seconds: float 
 
 @pytest.fixture
 def router() -> Iterator[tuple[zmq.Socket[bytes], str]]:
-    """A reachable peer whose answers and their times the test controls."""
+    """A peer that can be reached. The test controls its answers and their times."""
     socket = zmq.Context.instance().socket(zmq.ROUTER)
     yield socket, f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
     socket.close(0)
@@ -214,7 +214,7 @@ def test_no_received_message_ends_the_server(
     client.ask_metadata(server.endpoint, "p", SAME, answers.append)
     assert isinstance(answers.wait(1), MetadataReply)
     deadline = time.monotonic() + 5
-    told = len(samples) - 2  # one sample sends nothing, and the gate drops one with 40 frames
+    told = len(samples) - 2  # One sample sends nothing. The gate drops the sample with 40 frames.
     while server.counts["malformed"] < told and time.monotonic() < deadline:
         time.sleep(0.01)
     assert server.counts["malformed"] == told
