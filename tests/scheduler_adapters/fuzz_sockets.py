@@ -2,7 +2,7 @@
 
 The schedulers of one prefill and one decode process serve in this process. A hostile client with many names floods
 prefill's socket. An impostor at the address of a second prefill process answers decode's messages with random bytes. In
-between, a good request must end with the model's own tokens. At the end nothing is held.
+between, a good request must end with the model's own tokens. At the end no page is held.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Tests the places at which a config puts registered tensors, and the refusal of tensors that do not match the config."""
+"""Tests where a config puts registered tensors, and the refusal of tensors that do not match the config."""
 
 from __future__ import annotations
 

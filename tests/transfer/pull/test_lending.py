@@ -1,4 +1,4 @@
-"""Pages pulled by content, whichever request has computed them and whatever happens to them meanwhile.
+"""Tests pulls by content. Any request may have computed the pages, and anything may happen to them during a pull.
 
 There are two managers with their exchanges and real NIXL. Every byte of a page holds its prompt's value, as in
 `test_ownership`.
