@@ -300,7 +300,8 @@ class Replicas:
             for replica, state in zip(self.each, states, strict=True):
                 # the copies from host memory must be complete when the model reads the pages
                 replica.tier.arrive(state.rows)
-            self._tick()
+            for tiers in self._all_tiers:
+                tiers.tick()
         fetched: list[RaggedKVCacheInputs] = []
         for place, state in zip(self.placed, states, strict=True):
             place.replica.counter.run(state.rows, state.starts, state.actives)
@@ -492,10 +493,6 @@ class Replicas:
         """Copy and write all pages and states that the tiers do not have yet."""
         for tiers in self._all_tiers:
             tiers.flush()
-
-    def _tick(self) -> None:
-        for tiers in self._all_tiers:
-            tiers.tick()
 
     def close(self, *, flush: bool) -> None:
         """Close the tiers and stop the events. With `flush`, first writes all published pages. Safe to call twice."""

@@ -242,7 +242,7 @@ class LeaseBook:
             return None
         lease = self._by_id[note.lease_id]
         if note.verdict == "renew":
-            self._renew(lease)
+            lease.deadline = max(lease.deadline, min(self._clock() + lease.duration_s, lease.last_deadline))
             return None
         lease.ranks[note.engine_id] = note.ranks
         lease.heard.setdefault(note.engine_id, set()).add((at, note.rank))
@@ -259,9 +259,6 @@ class LeaseBook:
         if (at, note.rank) in lease.heard.get(note.engine_id, ()):
             return "late" if note.verdict == "renew" else "duplicate"
         return "accepted"
-
-    def _renew(self, lease: Lease) -> None:
-        lease.deadline = max(lease.deadline, min(self._clock() + lease.duration_s, lease.last_deadline))
 
     def end(self, lease_id: int, reason: str) -> Lease | None:
         """Ends a lease even while it is read, and returns it with its words cleared; None if it had already ended.

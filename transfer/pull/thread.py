@@ -264,7 +264,8 @@ class TransferThread:
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _SLACK_NS, 0, 0, 0)
         try:
             while not self._stopping and self._failure is None:
-                self._sleep()
+                if self._alarm.sleep(self._pause()):  # a command has arrived before the next poll was due
+                    self._woken = time.perf_counter()
                 with self._turn:
                     self._round()
         except BaseException as error:  # noqa: BLE001  (the next call raises it)
@@ -326,11 +327,6 @@ class TransferThread:
         if now - self._leased < LINGER_S or any(rank.puller.is_moving for rank in self.replica.ranks):
             return POLL_S
         return AWAIT_POLL_S  # for example between two chunks of a prompt, when a poll would delay the next chunk
-
-    def _sleep(self) -> None:
-        """Sleeps until a command arrives or the next poll is due."""
-        if self._alarm.sleep(self._pause()):
-            self._woken = time.perf_counter()
 
 
 def start_thread(replica: ReplicaTransfer, ring: Callable[[], None] = lambda: None) -> TransferThread:
