@@ -110,7 +110,7 @@ class Pages(Protocol):
         ...
 
     def prefetch(self, context: Context) -> bool:
-        """Starts to load a waiting request's cached pages from lower tiers. Returns whether any are being fetched.
+        """Starts to load a waiting request's cached pages from lower tiers. Returns whether any page is being loaded.
 
         The call reserves nothing, so nothing has to be released.
         """

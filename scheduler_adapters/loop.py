@@ -105,7 +105,7 @@ class ServingLoop(Generic[PagesT_co]):
         self.fetching = False
         # Called when a request starts to run, with its id, its replica and its number of cached tokens.
         self.on_admit: Callable[[str, int, int], None] | None = None
-        # By request id, oldest first. A step admits requests in this order, and stops at the first one that has to
+        # By request id, oldest first. A step admits requests in this order, and stops at the first request that must
         # wait.
         self._waiting: OrderedDict[str, Entry] = OrderedDict()
         self._running: dict[str, Entry] = {}

@@ -84,7 +84,7 @@ class LaunchingRunner(ModelRunner, Protocol):
 
 
 class ThreadedRunner:
-    """Runs launched steps of any `ModelRunner` in a thread of its own."""
+    """Runs launched steps of any `ModelRunner` in a separate thread."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
@@ -240,7 +240,7 @@ class OverlappedLoop(ServingLoop[PagesAheadT_co]):
         return tokens
 
     def _finish(self, ran: _Planned, tokens: list[int]) -> list[Output]:
-        """Publishes computed pages, and returns the tokens of the requests that were not aborted meanwhile."""
+        """Publishes computed pages, and returns the tokens of the requests that were not aborted during the step."""
         places = [at for at, entry in enumerate(ran.entries) if self._running.get(entry.request.request_id) is entry]
         self.manager.step([ran.entries[at].context for at in places])
         self.manager.end_step(ran.step)

@@ -1,4 +1,4 @@
-"""Drives the manager with a request trace, and compares its hits with those of a reference LRU and of the optimum.
+"""Drives the manager with a request trace. Compares its hits with the hits of a reference LRU and of the optimum.
 
 A trace is in the Mooncake format: one JSON object per line, whose `hash_ids` name the blocks of a prompt. Equal ids
 mean an equal prefix up to and including that block. Requests run one after another, and a block is a page. Each prompt
@@ -50,8 +50,8 @@ class ReplayResult(msgspec.Struct, frozen=True):
     evictions: int
     reference_lru_hits: int  # hits of a plain LRU in one pool of the same capacity
     optimum_hits: int  # the most hits that are possible in one pool of the same capacity
-    # Where the manager's hits lie between those of the reference LRU (0.0) and those of the optimum (1.0). Negative if
-    # the manager hits less than the reference; None if the reference and the optimum hit equally often.
+    # Where the manager's hits lie between the hits of the reference LRU (0.0) and the hits of the optimum (1.0).
+    # Negative if the manager hits less than the reference; None if the reference and the optimum hit equally often.
     gap_closed: float | None
     us_per_request_p50: float
     # How uneven the load is. For each window of `WINDOW` requests, the number of blocks that the busiest replica

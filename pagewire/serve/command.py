@@ -220,7 +220,7 @@ async def _until_there(names: list[str], fleet: Fleet, frontend: Frontend) -> No
 
 
 async def _watch(fleet: Fleet) -> None:
-    """Restarts processes that have died, but not those that have drained."""
+    """Restarts processes that have died, but not processes that have drained."""
     again = dict.fromkeys(fleet.running, 0.0)
     while True:
         for name in again:

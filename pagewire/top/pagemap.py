@@ -131,7 +131,7 @@ def colours(cells: Cells, span: Span, lit: NDArray[np.bool_] | None = None, *, l
 def _summed(packed: NDArray[np.uint64], span: Span) -> NDArray[np.uint64]:
     """Returns, for each place, the sum of its pages' colours: `[places, 3]`.
 
-    It sums at most `_CHUNK` pages at a time, so that no sum needs more than 20 bits.
+    The function sums at most `_CHUNK` pages at a time, so that no sum needs more than 20 bits.
     """
     starts = np.arange(span.places) * span.per_place
     inner = (starts[:, None] + np.arange(0, span.per_place, _CHUNK)).ravel()

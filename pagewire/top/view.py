@@ -15,7 +15,7 @@ from kvcache.watched import Cells, Look, PageState, PoolLook, ages_of, owners_of
 from pagewire.top.pagemap import Span, span_of
 from pagewire.top.sources import Heard
 
-_SILENT_S = 3.0  # in seconds: a process counts as gone if it has been silent for so long
+_SILENT_S = 3.0  # in seconds: a process counts as gone if it has been silent for this time
 ANSWER_S = 5.0  # in seconds: how long an address may take to answer for the first time
 _KEPT = 240  # number of snapshots from which rates are computed
 _MOST_ZOOM = 24

@@ -95,7 +95,7 @@ class Placement(Protocol):
     """Chooses the prefill process that computes a prompt."""
 
     async def place(self, request_id: str, prompt: Sequence[int], prefills: Collection[str]) -> str:
-        """Chooses one of the processes in `prefills`, reserves the prompt's load there, and returns its name."""
+        """Chooses a process in `prefills`, reserves the prompt's load at the process, and returns its name."""
         ...
 
     async def prefilled(self, request_id: str) -> None:
@@ -133,7 +133,7 @@ class Frontend:
         self._holders = PageHolders(self._context)
         self._keyring = keyring
         self._attempts: dict[int, _Attempt] = {}
-        # Serials start at the clock, so that a restarted frontend does not repeat those of its predecessor.
+        # Serials start at the clock, so that a restarted frontend does not repeat the serials of its predecessor.
         self._serials = itertools.count(time.time_ns() // 1000)
         self._changed = asyncio.Event()
         self._is_due = False
@@ -151,7 +151,7 @@ class Frontend:
         return min(member.ready.max_tokens for member in self.members.values())
 
     async def run(self) -> None:
-        """Receives the messages of the processes, and tells each process about the others, until it is cancelled."""
+        """Receives the messages of the processes, and tells each process about the other ones. Runs until cancelled."""
         loop = asyncio.get_running_loop()
         loop.add_reader(self._socket.FD, self._poll)
         try:

@@ -103,7 +103,7 @@ class Selected:
                 await self._service.free_reservation(request_id)
 
     async def follow(self, members: Sequence[Ready]) -> None:
-        """Tells the service about new and restarted processes, and about those that are gone."""
+        """Tells the service which processes are new, restarted or gone."""
         there = {one.name: one for one in members if one.kv_events}
         for name, (number, known) in list(self._workers.items()):
             if name not in there or there[name].incarnation != known.incarnation:

@@ -136,8 +136,8 @@ class HFRunner:
         `drafted` has the number of guesses of each request.
 
         Returns `drafted + 1` greedy tokens for each request: one for the position of each guess, and one after the last
-        guess. The guesses are right up to the first one that differs from its greedy token. The greedy token at that
-        position, or after the last guess if none differs, is the next token.
+        guess. All guesses before the first difference from the greedy tokens are right. The next token is the greedy
+        token at the first difference, or after the last guess if there is no difference.
         """
         found: list[int] = self.logits(batch, inputs, drafted).argmax(-1).cpu().numpy().tolist()
         ends = np.cumsum([count + 1 for count in drafted]).tolist()

@@ -218,7 +218,7 @@ class Fleet:
     def _make(self) -> None:
         """Makes the folder, sockets and processes.
 
-        Signals are delayed meanwhile, so that everything made is recorded and can be ended.
+        Signals are delayed until everything that was made is recorded, so that all of it can be ended.
         """
         with held():
             self._folder = RunFolder()
@@ -306,7 +306,7 @@ class Fleet:
         return f": {lines[-1].strip()[:300]}" if lines else ""
 
     def _tell_to_stop(self) -> None:
-        """Tells every server to stop, and reads their messages meanwhile.
+        """Tells every server to stop. Reads the servers' messages at the same time.
 
         Their messages must be read, because a server with unread answers accepts no message. A server that was told to
         stop may end; any other server that ends has died.

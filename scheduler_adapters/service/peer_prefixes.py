@@ -71,7 +71,7 @@ _LATE = "its answer was no longer awaited"
 
 
 class Waiting(NamedTuple):
-    """A request that is to join the loop now. It uses the pages that are cached by then."""
+    """A request that should join the loop now. The request uses the pages that are cached at that time."""
 
     request: Request
     context: TextContext
@@ -354,7 +354,7 @@ class PeerPrefixes:
             if fetch.waiting is None:
                 self.on_pages(context.request_id, fetch.pending.tokens[0])
             return None
-        # no page was free here, or the pages of the stretch have been computed here meanwhile
+        # no page was free here, or this process has computed the pages of the stretch in the meantime
         self._refuse(fetch, _USELESS)
         return self._end(fetch, "no_room") if fetch.pending is None else self._take(fetch, None, ())
 

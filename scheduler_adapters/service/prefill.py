@@ -450,7 +450,7 @@ class PrefillScheduler:
     def _fail(self, request: PrefillRequest, reason: str) -> None:
         """Ends a request that has no lease any more, and tells its reader why.
 
-        If several reasons were recorded, the reader is told the first one.
+        If several reasons were recorded, the message has the first reason.
         """
         self.counts["failed"] += 1
         reason = request.blame(reason)

@@ -79,7 +79,7 @@ class PromptHistory:
 class OwnPages(NamedTuple):
     """Pages of a prompt that the decode process itself has cached.
 
-    Only decode processes compute the answers of a conversation, so earlier answers are cached only there.
+    Only decode processes compute the answers of a conversation, so earlier answers are cached only in decode processes.
 
     Attributes:
         source: the address at which prefill can ask for these pages, and the number of tokens in them.
@@ -91,7 +91,7 @@ class OwnPages(NamedTuple):
 
 
 def own_pages(manager: PulledPages, exchange: PageExchange, context: TextContext) -> OwnPages | None:
-    """Returns a request's pages that this process has cached, such as those of earlier turns; None if it has none."""
+    """Returns the pages of a request that this process has cached, for example from earlier turns; None without any."""
     contents, replicas = manager.contents, range(manager.num_replicas)
     wanted = contents.digests(context)
     cached = [contents.cached(replica, wanted) for replica in replicas]

@@ -19,7 +19,7 @@ PARENT_GONE = 3
 
 
 def die_with_parent() -> None:
-    """Ends this process when its parent ends, in whatever way the parent ends.
+    """Ends this process when its parent ends, even if the parent is killed.
 
     Standard input must be a pipe from the parent. A thread waits until the pipe hangs up, which happens when the parent
     ends, and reads nothing from it.

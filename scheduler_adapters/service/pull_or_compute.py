@@ -174,7 +174,7 @@ class PullOrCompute:
     def __init__(self) -> None:
         self.pull = TimeByTokens(_pull_terms)
         self.compute = TimeByTokens(_compute_terms)
-        # prompts that were computed since the last one that was pulled although computing was estimated to be quicker
+        # how many prompts were computed since a prompt was last pulled although computing was estimated to be quicker
         self._refused = 0
         self._spare_s = 0.0  # how many seconds may be lost by pulling such a prompt
 

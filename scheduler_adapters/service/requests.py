@@ -182,7 +182,7 @@ class TrackedRequest:
         """Tells the span that a new phase has begun. A side that traces overrides this method; here it does nothing."""
 
     def blame(self, reason: str) -> str:
-        """Records `reason` unless an earlier one is known. Returns the first reason."""
+        """Records `reason` unless an earlier reason is recorded. Returns the first reason."""
         self.reason = self.reason or reason
         return self.reason
 
@@ -322,7 +322,7 @@ class DecodeRequest(TrackedRequest):
 
     @property
     def tokens(self) -> list[int]:
-        """The prompt, followed by all tokens that the client already has. This is the prompt of the next attempt."""
+        """The prompt of the next attempt: the request's prompt, followed by all tokens that the client already has."""
         return [*self.spec.prompt, *self.emitted]
 
     @property
@@ -333,8 +333,7 @@ class DecodeRequest(TrackedRequest):
     def trace(self, span: HandoverSpan) -> None:
         """Updates the span.
 
-        Each attempt is a hand-over of its own. The hand-over ends when its pages are committed or when the attempt
-        ends.
+        Each attempt is a separate hand-over. The hand-over ends when its pages are committed or when the attempt ends.
         """
         if self.phase in ("waiting", "decoding", "over"):
             error = self.reasons[-1] if self.phase == "waiting" else self.reason

@@ -225,7 +225,7 @@ class PagewireCache(BasePrefixCache):
         return IncLockRefResult(delta=(self.pool.free_count - before) * self.page_size)
 
     def dec_lock_ref(self, node: Prefix, params: DecLockRefParams | None = None) -> DecLockRefResult:  # noqa: ARG002
-        """Releases one lock of a prefix. Raises `InvariantError` if it has none."""
+        """Releases one lock of a prefix. Raises `InvariantError` if the prefix is not locked."""
         if not self._locks[node]:
             raise InvariantError(f"a prefix of {len(node.pages)} pages is unlocked more often than locked")
         before = self.pool.free_count

@@ -196,7 +196,7 @@ class PagewireKVManager(CommonKVManager):
     def write_row(self, index: int, row: Sequence[bytes]) -> None:
         """Writes a row into SGLang's metadata buffers.
 
-        Raises ValueError if the sizes of the row's entries are not those of our buffers.
+        Raises ValueError if the sizes of the row's entries differ from the sizes of our buffers.
         """
         sizes = list(self.kv_args.aux_item_lens)
         if [len(data) for data in row] != sizes:

@@ -278,7 +278,7 @@ class RoomLeases:
 
 
 class FollowerLeases:
-    """The rooms of a prefill engine, as any of its ranks but rank 0 keeps them.
+    """The rooms of a prefill engine, as kept by any rank except rank 0.
 
     Rank 0 requests the leases. This rank grants a lease when its own pages of the room are computed.
 

@@ -95,7 +95,7 @@ class CachePool:
         return cells
 
     def owners(self, phases: Mapping[str, str]) -> OwnerColumns:
-        """The requests that have a row in SGLang, and those that still wait for a row."""
+        """The requests that have a row in SGLang, and the requests that still wait for a row."""
         rows = {id(req): (row + 1, len(pages)) for req, row, pages in self._rows()}
         known = [req for req in self._cache.requests() if id(req) in rows or not req.finished()]
         each = [rows.get(id(req), (0, 0)) for req in known]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def read_options(vllm_config: VllmConfig, *, listens: bool = False) -> Options:
-    """Returns the options. Each data-parallel engine gets a port of its own.
+    """Returns the options. Each data-parallel engine gets a separate port.
 
     `listens` is True in the scheduler's process, which answers readers if the engine serves any.
     """

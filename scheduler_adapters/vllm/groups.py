@@ -149,10 +149,10 @@ def _layers(where: str, vllm_config: VllmConfig, names: list[str]) -> dict[str, 
 
 
 def _of_all_stages(where: str, vllm_config: VllmConfig, layers: dict[str, int]) -> dict[str, int]:
-    """Returns the layers of all pipeline stages, given those of this stage.
+    """Returns the layers of all pipeline stages. `layers` has the layers of this stage.
 
-    A rank knows only its own layers. The names of all other layers are derived from these. Therefore all stages must
-    have layers of one kind, named in the same way.
+    A rank knows only its own layers. The names of all other layers are derived from the names of its own layers.
+    Therefore all stages must have layers of one kind, named in the same way.
     """
     total = int(vllm_config.model_config.hf_text_config.num_hidden_layers)
     first, number = next(iter(layers.items()))

@@ -368,8 +368,8 @@ def _is_source(params: dict[str, Any] | None) -> TypeGuard[dict[str, Any]]:
 def _without_null(block_ids: Sequence[list[int]]) -> tuple[list[list[int]], list[int]]:
     """Removes the null blocks at the front of each group.
 
-    vLLM puts them there in place of blocks that a window no longer covers. The function returns the other blocks of
-    each group, and the number of null blocks that were removed from each group.
+    A null block stands for a block that a window no longer covers. The function returns the other blocks of each group,
+    and the number of null blocks that were removed from each group.
     """
     first_blocks = [next((at for at, block in enumerate(group) if block != _NULL), len(group)) for group in block_ids]
     return [list(group[first:]) for group, first in zip(block_ids, first_blocks, strict=True)], first_blocks

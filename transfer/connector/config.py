@@ -325,7 +325,7 @@ def _plain(value: object) -> object:
 def _faults(config: WorkerConfig) -> Iterator[str]:
     """Yields a message for each fault of a config.
 
-    Only the first message is meaningful, because later checks rely on earlier ones.
+    Only the first message is meaningful, because each check relies on the checks before it.
     """
     if not config.engine_id or not config.incarnation or not config.groups:
         yield "an engine id, an incarnation and at least one group are needed"

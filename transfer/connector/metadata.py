@@ -13,8 +13,8 @@ from transfer.wire.messages import Wanted
 class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Which pages a request loads from a source.
 
-    If the source was told to hold its lease before the request had blocks (`NixlConnectorScheduler.hold`), two of these
-    messages are sent for the request: the first one without blocks, and the second one with them.
+    If the source was told to hold its lease before the request had blocks (`NixlConnectorScheduler.hold`), two
+    `LoadRequest`s are sent for the request: the first without blocks, and the second with blocks.
 
     Attributes:
         wanted: the source's lease, and the tokens whose pages it must hold.
@@ -59,8 +59,8 @@ class ConnectorMetadata(msgspec.Struct, kw_only=True):
     """The work of one step for every worker, by request.
 
     `reqs_to_send` names a request as soon as a lease is requested for it, even if the request was not part of a batch
-    yet. A reader that asks for the pages before every rank has granted the lease is told to ask again. It can therefore
-    never read pages that no rank has leased.
+    yet. A reader that asks for the pages before every rank has granted the lease is told to ask again. The reader can
+    therefore never read pages that no rank has leased.
 
     Attributes:
         reqs_to_recv: loads to begin or to continue.

@@ -1,4 +1,4 @@
-"""`NixlConnectorScheduler`: the connector's part beside an engine's scheduler, at a source and at a reader.
+"""`NixlConnectorScheduler`: the part of the connector that works with an engine's scheduler, at a source or a reader.
 
 The engine's scheduler tells this object about requests, sends the result of `build_metadata` to every worker once a
 step, and passes the result of each worker's `take_output` to `update`. At a source, call `offer` for a request, and

@@ -3,8 +3,8 @@
 The dict travels through proxies and HTTP bodies as JSON, so a reader trusts nothing in it. It only points to a lease:
 the reader asks the source, and the source's answer says which pages the lease holds, and for which tokens
 (`transfer.wire.messages.Wanted`). Every value is checked here. Only the source's answer shows whether the engine and
-the lease exist. If they do not, only that request fails. The keys are those of vLLM's NIXL connector, and in addition
-`lease_id`.
+the lease exist. If one of them does not exist, only the request fails. The dict has the keys of vLLM's NIXL connector,
+and the key `lease_id`.
 """
 
 from __future__ import annotations

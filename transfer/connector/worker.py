@@ -1,10 +1,10 @@
 """`NixlConnectorWorker`: one rank of an engine. It connects the step loop that runs the model with the transfer thread.
 
-Its methods have the names and meanings of those in vLLM's worker of the same name. The class has no code for tensor
-parallelism, page sizes, layouts or replicated heads. A box says where a part of a layer's KV lies in memory, and the
-boxes of the two sides describe all of these properties. The transfer plan is computed from the boxes. The step loop
-only hands work to the transfer thread and takes events from it. Only set-up, `take_output`, `get_kv_connector_stats`
-and `shutdown` make the loop wait.
+Its methods have the same names and meanings as the methods of vLLM's worker class of the same name. The class has no
+code for tensor parallelism, page sizes, layouts or replicated heads. A box says where a part of a layer's KV lies in
+memory, and the boxes of the two sides describe all of these properties. The transfer plan is computed from the boxes.
+The step loop only hands work to the transfer thread and takes events from it. Only set-up, `take_output`,
+`get_kv_connector_stats` and `shutdown` make the loop wait.
 """
 
 from __future__ import annotations

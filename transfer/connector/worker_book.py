@@ -140,7 +140,7 @@ class WorkerBook:
                 f"{where}: its blocks on this engine begin with token {first * group.block_size}, but the load "
                 f"starts at token {begin}"
             )
-        # the pages from the one that holds token `begin` to the one that holds token `stop - 1`
+        # the first page holds token `begin`, and the last page holds token `stop - 1`
         pages = kernel_pages(blocks[skipped:], group.block_pages)[begin % group.block_size // group.page_size :]
         pages = pages[: -(-stop // group.page_size) - begin // group.page_size]
         return BlocksOfGroup(pages, (begin, stop), needed)

@@ -293,9 +293,9 @@ class KVTransferEngine:
         Until it returns True, and after an error, the contents of the destination pages are undefined.
 
         Raises:
-            TransferFailedError: NIXL ended the transfer with an error. Each further call raises this again.
-            PeerFailedError: the transfer failed because the peer is gone or was disconnected. Each further call raises
-                this again.
+            TransferFailedError: NIXL ended the transfer with an error. Each later call raises this error again.
+            PeerFailedError: the transfer failed because the peer is gone or was disconnected. Each later call raises
+                this error again.
             UnknownTransferError: the transfer was cleaned up or given up.
             UnknownPeerError: the peer that started the transfer is not connected, so no notification can come.
             InvalidTransferError: the request does not belong to this engine.
@@ -387,12 +387,12 @@ class KVTransferEngine:
         self._notifications.given_up[name] = transfer_req
 
     def sync_and_release(self, transfer_req: TransferReqData, timeout_s: float = 30.0) -> None:
-        """Waits until a transfer ends, and serves peers meanwhile. Then forgets the transfer, even if it failed.
+        """Waits until a transfer ends, while serving peers. Then forgets the transfer, even if it failed.
 
         Raises:
             TransferTimeoutError: the transfer did not end within `timeout_s` seconds. The transfer is given up, its
                 local pages are in quarantine, and the peer is in `suspect_peers`.
-            InvalidTransferError: `timeout_s` is negative or NaN. The other errors are those of `is_complete`.
+            InvalidTransferError: `timeout_s` is negative or NaN. The method also raises the errors of `is_complete`.
         """
         if not timeout_s >= 0:  # the negation also refuses NaN
             raise InvalidTransferError(f"{self._here}: timeout_s is {timeout_s}: 0 or more is needed")

@@ -187,7 +187,7 @@ class NotificationBook:
         self.completed.setdefault(peer, {})
 
     def disconnect(self, peer: str) -> None:
-        """Forgets a peer's transfers, except those that are complete and not cleaned up yet."""
+        """Forgets a peer's transfers, except complete transfers that are not cleaned up yet."""
         left = {name: shards for name, shards in self.completed.pop(peer, {}).items() if shards == self._shards}
         if left:
             self.completed[peer] = left

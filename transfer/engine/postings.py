@@ -23,8 +23,8 @@ _MOST_FEW = 8
 def page_runs(label: str, src: Ints, dst: Ints, page_bytes: int) -> Runs:
     """Returns the runs that copy `src` pages to `dst` pages.
 
-    Offsets are in bytes from page 0. The runs' `local` side has the offsets of `dst`, and the `remote` side those of
-    `src`. Pairs of pages that are adjacent on both sides form one run.
+    Offsets are in bytes from page 0. The runs' `local` side has the offsets of `dst`, and the `remote` side has the
+    offsets of `src`. Pairs of pages that are adjacent on both sides form one run.
     """
     if src.size != dst.size:
         raise InvalidTransferError(
@@ -122,7 +122,7 @@ class Postings:
 
     Attributes:
         started: by name, the transfers that have not been cleaned up.
-        parked: by name, the failed or given-up transfers of which some copies are still in flight.
+        parked: by name, the failed or given-up transfers that still have copies in flight.
     """
 
     def __init__(self, engine: str) -> None:
@@ -185,7 +185,7 @@ class Postings:
                 self._park(posting)
 
     def reap(self) -> set[LoadedPeer]:
-        """Polls the parked transfers, and forgets those that have ended. Returns the connections of the other ones."""
+        """Polls the parked transfers. Forgets ended transfers, and returns the connections of all other transfers."""
         self.parked = {name: posting for name, posting in self.parked.items() if posting.is_moving()}
         return {posting.connection for posting in self.parked.values()}
 

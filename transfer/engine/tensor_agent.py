@@ -27,7 +27,7 @@ class TensorAgent:
         base_addr: address of page 0.
         ucx_backend: NIXL's handle for the UCX backend.
         device_id: index of the device; 0 for host memory.
-        agent_metadata: metadata that another NIXL agent loads in order to reach this one.
+        agent_metadata: metadata that another NIXL agent loads in order to reach this agent.
         reg_dlist: NIXL's record of the registration.
     """
 

@@ -200,7 +200,7 @@ class Agent:
 
     @property
     def metadata(self) -> bytes:
-        """The current metadata. Another NIXL agent loads it in order to reach this one."""
+        """The current metadata. Another NIXL agent loads this metadata in order to reach this agent."""
         with nixl_errors(f"agent {self.name!r}: its metadata"):
             return bytes(self._agent.get_agent_metadata())
 

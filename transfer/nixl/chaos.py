@@ -1,4 +1,4 @@
-"""An agent with random faults like those of NIXL and of networks. A seed determines the faults.
+"""An agent with random faults, as they happen in NIXL and in networks. A seed determines the faults.
 
 Tests and `pagewire demo --chaos` use it. It wraps the real agent: bytes move through NIXL, and faults hit real
 transfers. Each fault was either observed (short reads reported as done, copies that continue after an error,

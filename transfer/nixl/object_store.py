@@ -1,8 +1,8 @@
 """A process that calls NIXL's OBJ plugin for `object_io.py`, which kills it when a call takes too long.
 
 The script imports neither our packages nor torch, so that it starts within a second and takes 60 MB. Its arguments are
-two inherited descriptors: a socket and a memory file. A question is a line of JSON, and so is its answer: {"answer":
-...} or {"error": "..."}. The process ends when the socket closes, whatever NIXL is doing.
+two inherited descriptors: a socket and a memory file. A question is a line of JSON. Its answer is also a line of JSON:
+{"answer": ...} or {"error": "..."}. The process ends when the socket closes, whatever NIXL is doing.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Plugin:
         return self._move("READ", ranges)
 
     def _move(self, operation: str, ranges: list[tuple[str, int, int, int]]) -> list[bool]:
-        """Moves all ranges at once. Each has its own transfer, so that one failure does not affect the others."""
+        """Moves all ranges at once, each in a separate transfer, so that one failure affects no other range."""
         agent = self._agent
         objects = agent.register_memory(
             [(0, offset + size, at, key) for at, (key, offset, _, size) in enumerate(ranges)], "OBJ"

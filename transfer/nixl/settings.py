@@ -51,10 +51,10 @@ _TRUE = {"y", "yes", "1", "on", "true"}
 def effective_settings(
     memory_type: MemoryType = MemoryType.DRAM, environ: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Returns the environment variables for agents: those that are already set, and our defaults for the others.
+    """Returns the environment variables for agents: variables that are already set, and our defaults for all others.
 
-    A variable that is set is never changed. Transports are chosen only for host memory; a GPU needs those that UCX
-    finds itself. By default, shared-memory transports report a dead peer. `environ` defaults to the process's
+    A variable that is set is never changed. Transports are chosen only for host memory; a GPU needs the transports that
+    UCX finds itself. By default, shared-memory transports report a dead peer. `environ` defaults to the process's
     environment.
     """
     environ = os.environ if environ is None else environ

@@ -33,7 +33,7 @@ MAX_BOXES = 1 << 12
 MAX_INDEX = 1 << 24
 MAX_ITEMSIZE = 16
 MAX_NAME = 64
-MAX_PAGES = (1 << 31) - 1  # NIXL takes int32 indices, and so do block tables
+MAX_PAGES = (1 << 31) - 1  # NIXL and block tables use int32 indices
 ADDRESS_LIMIT = 1 << 63
 
 

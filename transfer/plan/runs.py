@@ -32,7 +32,8 @@ class Runs:
 
     Each pair of pages has as few runs as possible. If a page of a region is a single run, the runs of neighbouring
     pages are joined too. If a page has several runs, its last run may be adjacent to the first run of the next page.
-    These two are not joined: that would save only one of many runs for each page, and would need a sort over all runs.
+    These two runs are not joined: joining them would save only one of many runs for each page, and would need a sort
+    over all runs.
 
     Attributes:
         local: int64 `[runs]`, absolute address of each run in the reader's memory.

@@ -27,9 +27,9 @@ def sources(local: ShardLayout, remotes: Sequence[ShardLayout], local_rank: int)
     """Returns the remote shards to read from, and the part of `local` that each of them fills.
 
     Data that only one remote shard holds is read from that shard. Data that several shards hold (replicated heads,
-    latents) is read from a shard that is needed anyway, if there is one; otherwise from any of them. The choice depends
-    on the reader's rank, so that readers spread over the shards. `remotes` are the checked layouts of all ranks of the
-    peer, over all its pipeline stages.
+    latents) is read from a shard that is needed anyway, if possible; otherwise from any of these shards. The choice
+    depends on the reader's rank, so that readers spread over the shards. `remotes` are the checked layouts of all ranks
+    of the peer, over all its pipeline stages.
 
     The result is pairs: an index into `remotes`, ascending, and a copy of `local` whose boxes are cut to the part that
     this shard fills. The parts are disjoint, and together they cover `local`.

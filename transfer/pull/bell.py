@@ -1,8 +1,8 @@
 """Two ways to wake a thread that sleeps, and locks that are free in a forked child.
 
 A forked child has only the thread that forked. If another thread of the parent held a lock at that moment, the lock
-would stay held in the child. The child would then wait for it for ever, for example when it closes its copy of an
-exchange.
+would stay held in the child. The child would then wait for this lock for ever, for example when the child closes its
+copy of an exchange.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ An engine is found by its address and engine id, watched while pulls read from i
 
 A request names its source. If the name is wrong, only the requests with this name fail. With the first request for an
 engine, the directory asks for the engine's metadata. It forgets the engine when the engine dies, is replaced, or stays
-idle. If a second engine answers under the id of a loaded engine, the directory first pings the loaded engine, and
-replaces it only if it is gone. If no key authenticates metadata, an engine is loaded only if a process on this host
-confirms that the metadata is its own.
+idle. If a second engine answers under the id of a loaded engine, the directory first pings the loaded engine. It
+replaces the loaded engine only if the loaded engine is gone. If no key authenticates metadata, an engine is loaded only
+if a process on this host confirms that the metadata is its own.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Directory:
         return peer
 
     def connect(self, place: Place) -> None:
-        """Asks the engine at a place for its metadata unless it is loaded.
+        """Asks the engine at a place for its metadata unless the engine is loaded.
 
         `on_ready` or `on_lost` reports the outcome.
         """

@@ -286,7 +286,7 @@ class PageLending:
 
     @property
     def pages_lent(self) -> int:
-        """The number of pages leased so far to readers that asked for them by content."""
+        """The number of pages leased so far to readers that asked for pages by digest."""
         return sum(one.pages_lent for one in self.of)
 
     @property

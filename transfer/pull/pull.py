@@ -1,7 +1,7 @@
 """The reading side of one rank: READs of pages, the fence after them, and a record of everything in flight.
 
 A failing pull ends in two steps, which may be far apart. It *fails* as soon as a reason is known. Its pages are *safe*
-when nothing of it is in flight: NIXL cannot stop a copy, so bytes may still arrive in the pages until then.
+when none of its READs is in flight: NIXL cannot stop a copy, so bytes may still arrive in the pages until then.
 
 NIXL copies a small READ, and the READ of the lease word after it, within the call that posts it. A small pull has
 therefore ended as soon as it is posted, and needs none of the state that other pulls need: see `Puller.pull_at_once`.
@@ -188,7 +188,7 @@ class Puller:
         self._advance(pull)
 
     def fail(self, pull: RankPull, failure: Failure) -> None:
-        """Gives a pull up. A no-op if it is over or has failed."""
+        """Gives a pull up. Does nothing if the pull has ended or failed."""
         if not (pull.is_over or pull.error):
             self._fail(pull, failure)
             self._advance(pull)

@@ -105,7 +105,7 @@ class RankPull:
     post_s: float = 0.0  # seconds spent posting
     added: int = 0  # number of calls of `Puller.add` so far
     passed: int = 0  # number of `add` calls whose parts a fence has confirmed
-    marking: int = 0  # number of `add` calls that the fence in flight covers; 0 if it is the last fence
+    marking: int = 0  # number of `add` calls that the fence in flight covers; 0 for the last fence
     waiting: list[Part] = field(default_factory=_LIST)
     reading: list[tuple[Handle, Part]] = field(default_factory=_LIST)
     # For each READ of a lease word: its handle, the rank of the source, and the index of the puller's word.

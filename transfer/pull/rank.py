@@ -200,7 +200,7 @@ class RankTransfer:
         self._make_agent = agent
         self._remotes: dict[str, RemoteEngine] = {}
         self._retiring: list[RemoteEngine] = []
-        self._next = 0  # index into the known sources, at which the next poll continues with those that are not in use
+        self._next = 0  # index into the known sources, at which the next poll continues with unused sources
         self._readers: ReaderAgents | None = None
         self._agent: Agent | None = agent(name, memory_type)
         try:
@@ -273,7 +273,7 @@ class RankTransfer:
         engine must have.
 
         Raises:
-            MetadataError: the metadata is damaged, or not that of the ranks of one engine. NIXL has seen none of it.
+            MetadataError: the metadata is damaged, or does not come from the ranks of one engine. NIXL has not seen it.
             SettingsMismatchError: the peer runs with other UCX settings or another version of NIXL.
             HandshakeError: the metadata is that of another engine, or entries that must agree differ. The message has
                 both values.

@@ -374,7 +374,7 @@ class ReplicaTransfer:
         self._collect_pulls()
 
     def cancel(self, key: str, reason: str) -> None:
-        """Gives up an open pull. If its source has not answered yet, the source is told as soon as it answers."""
+        """Gives up an open pull. If the source has not answered yet, it learns of this as soon as it answers."""
         if key in self._shared:
             self._shared.cancel(key, reason)
             self._step_shared()

@@ -125,7 +125,7 @@ class _SourcePart:
 
     @property
     def rate(self) -> float:
-        """Bytes per second; 0 if not known."""
+        """Bytes per second; 0 if the rate is not known."""
         num_bytes, seconds = self.seen
         return num_bytes / seconds if seconds else 0.0
 

@@ -1,7 +1,8 @@
 """Where pages come from: a `Source`, or a `Wanted`, whose engine must first be asked which pages it holds.
 
-Clients carry only a pointer to a lease. The reader asks the source itself which pages the lease holds, and of which
-tokens. If these are the tokens of its own request, the reader reads the pages; otherwise it gives the lease back.
+Clients carry only a pointer to a lease. The reader asks the source which pages the lease holds, and for which tokens.
+If these tokens are the tokens of the reader's request, the reader reads the pages. Otherwise the reader gives the lease
+back.
 """
 
 from __future__ import annotations
