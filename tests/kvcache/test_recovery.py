@@ -116,6 +116,8 @@ def test_recover_releases_requests_that_no_caller_was_told_of_and_all_others_con
     if "r" in left:
         with pytest.raises(NotReservedError, match="'r': maybe_reserve while its import is pending"):
             manager.maybe_reserve(it.reader)
+        with pytest.raises(NotReservedError, match="'r': fetch while its import is pending"):
+            manager.fetch([it.reader])
     for name in released:
         assert not manager.contains(name)
         manager.external_claim(name, 0)  # the id is free again, and nothing is left of the released request

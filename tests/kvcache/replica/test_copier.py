@@ -43,8 +43,9 @@ def test_a_late_cancel_does_not_touch_the_pages_of_the_next_request_of_the_name(
     assert target.get_req_blocks("d") == pages
 
 
+@pytest.mark.parametrize("imports_again", [False, True])
 def test_after_an_interrupted_cancel_a_request_does_not_run_in_pages_that_others_may_share(
-    make: Any, monkeypatch: pytest.MonkeyPatch
+    make: Any, monkeypatch: pytest.MonkeyPatch, imports_again: bool
 ) -> None:
     def stops(*_: object) -> None:
         raise KeyboardInterrupt
@@ -60,8 +61,29 @@ def test_after_an_interrupted_cancel_a_request_does_not_run_in_pages_that_others
     assert target.recover().call == "cancel_import"
     with pytest.raises(NotReservedError, match="'d': fetch would write to pages of its cancelled import"):
         target.fetch([context])
+    if imports_again:
+        assert target.import_block_table(context, table).needs_copy
+        return
     assert target.maybe_reserve(context)
     target.fetch([context])
+
+
+def test_an_import_has_one_copier_which_proves_nothing_before_it_has_taken_all_pages(make: Any) -> None:
+    _, table = prefilled(make)
+    target = make(40, page_size=4)
+    context = receiver(target)
+    pending = target.import_block_table(context, table)
+    copier = target.copier(pending)
+    with pytest.raises(InvalidRequestError, match="'d': the copier of its pages took tokens up to 0, but not yet the"):
+        copier.prove()
+    with pytest.raises(InvalidRequestError, match="'d': the copier of this import was already handed out"):
+        target.copier(pending)
+    copier.take()
+    proof = copier.prove(8)
+    with pytest.raises(InvalidRequestError, match="'d': the copier of its pages has ended"):
+        copier.prove()
+    target.commit_import(context, pending, proof)
+    assert context.start_idx == 8
 
 
 def test_a_row_that_may_run_in_pages_that_others_may_share_is_a_discrepancy(make: Any) -> None:
