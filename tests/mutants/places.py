@@ -45,6 +45,7 @@ _DOORS: dict[str, dict[str, str]] = {
         "replica/context": "replica/batch replica/fork steps_in_flight",
         "replica/hashing": "replica/chained",
         "replica/hints": "replica/further_hints recovery states/kept_states_hints",
+        "replica/imports": "replica/further_imports handover events/events",
         "replica/inputs": "replica/batch steps_in_flight replica/further_tables",
         "replica/reservation": "replica/replica",
         "replica/resume": "replica/further_tables replica/pages_below states/grouped_states replica/lent_tables",

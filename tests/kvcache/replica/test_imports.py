@@ -95,6 +95,7 @@ def test_pages_are_copied_committed_and_run(make: Any, caching: bool) -> None:
     for mine, theirs in zip(target.get_req_blocks("d"), table.groups[0], strict=False):
         assert torch.equal(entry.blocks[mine], source.device_tensors[0][0][theirs])
     assert target.metrics.input_tokens == 0  # the prompt was computed elsewhere
+    assert np.count_nonzero(target._replicas.each[0].pool.index.published) == (4 if caching else 0)
     source.release("p")
     assert source.num_free_blocks == 16
     again = receiver(target, name="again")
@@ -271,6 +272,20 @@ def test_a_table_that_does_not_fit_is_refused_by_name(make: Any) -> None:
     with pytest.raises(BlockTableMismatchError, match="cache_salt"):
         target.import_block_table(salted, table)
     assert target.import_block_table(context, table) is not None
+
+
+@pytest.mark.parametrize(
+    ("partial", "message"),
+    [(False, "pages of 8 tokens, but the first table has pages of 4"), (True, "does not cover the whole prompt yet")],
+)
+def test_further_tables_must_have_pages_of_the_size_of_the_first_table(make: Any, partial: bool, message: str) -> None:
+    table, target, context = handed_over(make)
+    _, other = prefilled(make, size=8)
+    if partial:
+        table = other = beginning(table, 8)
+    with pytest.raises(BlockTableMismatchError, match=f"'d': the block table in `others` has .*{message}"):
+        target.import_block_table(context, table, partial=partial, others=[other])
+    assert target.num_free_blocks == 16
 
 
 OTHER_PAGES = [(4, 16), (16, 4), (4, 6), (8, 3)]
