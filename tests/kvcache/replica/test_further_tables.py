@@ -191,6 +191,58 @@ def test_a_table_finds_no_other_tables_pages() -> None:
     assert tables.shape == (3, 11)
 
 
+@pytest.mark.parametrize("indices", [(0, 9, 30), (0, 30, 30), (4, 12, 40), (0, 5, 7)])
+@pytest.mark.parametrize("kind", ["window", "chunked"])
+def test_the_most_pages_of_each_group_are_those_of_its_worst_start(indices: tuple[int, int, int], kind: Any) -> None:
+    groups = LayerGroup("full", (0,)), LayerGroup(kind, (1,), 8)
+    length, both = indices[2] + 3, make(groups)._replicas.each[0].tables
+    most = -(-length // SIZE)
+    alone = make((LayerGroup(kind, (0,), 8),), layers=1)._replicas.each[0].tables
+    most += max(alone.least(indices, length, at) for at in range(0, indices[2], SIZE))
+    assert both.most(indices, length) == most
+
+
+def test_the_last_free_pages_are_appended() -> None:
+    manager = make()
+    run(manager, start(manager, range(8), "r"))
+    replica = manager._replicas.each[0]
+    replica.pool.allocate(replica.pool.free_count - 2)
+    assert replica.tables.append(np.array([replica.rows.row_of["r"]]))
+    assert replica.pool.free_count == 0
+
+
+def test_a_fork_gets_pages_in_each_table_for_several_steps() -> None:
+    manager = make()
+    parent = start(manager, range(10), "parent")
+    run(manager, parent)
+    child = parent.fork("child")
+    assert manager.fork(parent, child, 6)
+    rows = manager._replicas.each[0].rows
+    table = rows.table[:, rows.row_of["child"]]
+    assert (table != 0).sum(axis=1).tolist() == [4, 4]
+    manager.check()
+
+
+def test_a_row_sees_a_token_if_each_table_has_all_pages_before_it() -> None:
+    manager = make()
+    replica = manager._replicas.each[0]
+    for name, length, chunk, seen in (("whole", 10, None, 12), ("chunk", 40, 8, 8)):
+        start(manager, range(length), name, chunk)
+        row = replica.rows.row_of[name]
+        assert [replica.tables.sees(row, at) for at in (seen, seen + 1, seen + 4)] == [True, False, False]
+
+
+def test_check_finds_one_row_that_lacks_a_published_page() -> None:
+    manager = make(checks=False)
+    for name in ("a", "b"):
+        start(manager, range(10), name)
+    replica = manager._replicas.each[0]
+    replica.tables.check()
+    replica.rows.committed[replica.rows.row_of["b"]] = 4
+    with pytest.raises(InvariantError, match="lacks published pages"):
+        replica.tables.check()
+
+
 def test_fetch_gives_a_table_a_group_and_one_without() -> None:
     manager = make()
     context = start(manager, range(9), "r")

@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 
+from kvcache import LayerGroup
 from kvcache.layer_groups import layer_tables
 from kvcache.replica.rows import NEVER, AllRows, BlockRows, PromptCounter, rows_at
 from tests.kvcache.random_model.run import Model
@@ -67,6 +68,34 @@ def test_whatever_a_request_does_each_token_of_its_prompt_is_counted_once(seed: 
         if len(mine) == prompt and step > 6:
             break
     assert not count.open
+
+
+def test_tokens_that_a_step_reports_and_tokens_of_an_import_leave_the_open_prompts() -> None:
+    count = counter()
+    for row in (0, 1, 2):
+        count.admit(row, 12)
+    count.computed(np.array([0]), np.array([12]))
+    count.ran_elsewhere(1, 12)
+    assert (count.ran, count.found, count.open) == (12, 0, {2})
+    count.forget(2)
+    assert count.open == set()
+    count.mend()
+    assert count.open == {2}
+
+
+def test_tables_are_cut_at_the_first_column_in_which_a_table_of_full_attention_has_no_page() -> None:
+    groups = layer_tables((LayerGroup("full", (0, 1)), LayerGroup("window", (2,), 6)), 3).groups
+    rows = BlockRows(AllRows(1, 2, 4), slice(0, 2), 20, 4, groups, pinned=False)
+    row = rows.claim("a")
+    rows.table[:, row] = [[1, 2, 3, 4, 0], [5, 6, 0, 8, 0], [0, 9, 10, 11, 0]]
+    rows.table[0, 1 - row, 0] = 12  # of a request that an interrupted release has forgotten
+    rows.ends[:], rows.firsts[1, row], rows.prompt[:] = 4, 1, 9
+    rows.mend({"a": row})
+    assert rows.table[:, row].tolist() == [[1, 2, 0, 0, 0], [5, 6, 0, 0, 0], [0, 9, 0, 0, 0]]
+    assert (rows.ends[:, row].tolist(), rows.firsts[:, row].tolist()) == ([2, 2], [0, 1])
+    assert not rows.table[:, 1 - row].any()
+    assert rows.prompt[[row, 1 - row]].tolist() == [9, -1]
+    assert rows.changed.all()
 
 
 def test_rows_at_positions_of_a_slice_and_of_an_array() -> None:
