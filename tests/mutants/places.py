@@ -53,7 +53,8 @@ _DOORS: dict[str, dict[str, str]] = {
         "replica/row_states": "million_moves admission states/row_states states/grouped_states "
         "states/grouped_states_below states/kept_states_hints states/cancelled_imports states/lent_states "
         "states/copied_states",
-        "replica/tables": "replica/further_tables replica/further_imports manager million_moves replica/leases",
+        "replica/tables": "replica/further_tables replica/further_imports replica/further_hints replica/rows manager "
+        "million_moves replica/leases",
         "replicas": "replicas manager admission handover steps_in_flight replica/batch replica/fork replica/partial "
         "events/events tiers/host_tier tiers/file_tier million_moves",
         "sizing": "sizing params devices",
