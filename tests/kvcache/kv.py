@@ -18,7 +18,7 @@ _WEIGHTS = np.random.default_rng(0).integers(1, 1 << 64, 4096, np.uint64, endpoi
 
 
 class Run(NamedTuple):
-    """A running request: tokens before `start` are cached, and those from there to `active` run now."""
+    """A running request: tokens before `start` are cached, and the tokens from `start` to `active` run now."""
 
     request_id: str
     replica: int

@@ -1,4 +1,4 @@
-"""The values that count as an integer, a number, a flag or a text, and the texts of refusals."""
+"""Tests which values count as an integer, a number, a flag or a text, and the texts of refusals."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The contract of eviction orders. Random moves are made on each of our orders and on a model that handles one page at
-a time, and the results are compared.
+"""Tests the contract of eviction orders.
+
+Random moves are made on each of our orders and on a model that handles one page at a time, and the results are
+compared.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ SALTS = (None, "a", "b", "big")
 
 
 class Model(list[int]):
-    """A model of the LRU order: the pages, the one that is evicted next first."""
+    """A model of the LRU order. It lists the pages in the order in which they are evicted."""
 
     def first(self) -> int:
         return self[0]

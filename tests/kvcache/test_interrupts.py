@@ -1,4 +1,4 @@
-"""The state that an interrupted call leaves, and what its caller is told.
+"""Tests the state that an interrupted call leaves, and what the caller is told.
 
 This file has chosen cases. The random model interrupts calls at random places.
 """

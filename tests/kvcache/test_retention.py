@@ -1,4 +1,4 @@
-"""The code that represents the hint of a page."""
+"""Tests the code that represents the hint of a page."""
 
 from __future__ import annotations
 

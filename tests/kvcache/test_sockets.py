@@ -1,4 +1,4 @@
-"""A bound socket: its limits, and what is left over if binding fails."""
+"""Tests a bound socket: its limits, and what is left over if binding fails."""
 
 from __future__ import annotations
 

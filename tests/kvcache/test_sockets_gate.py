@@ -1,5 +1,5 @@
-"""A gate in front of a socket: what it passes on and what it refuses, and what a hostile peer costs the process, its
-honest peers and its memory.
+"""Tests a gate in front of a socket: what it passes on, what it refuses, and what a hostile peer costs other peers and
+memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The manager's mark of a call in progress: which calls it lets in, and how it refuses the others."""
+"""Tests the manager's mark of a call in progress: which calls the mark lets in, and how it refuses other calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The records from which events are made: which contents of pages are known, for how long, and the events."""
+"""Tests the records from which events are made: which contents of pages are known, for how long, and which events
+result.
+"""
 
 from __future__ import annotations
 

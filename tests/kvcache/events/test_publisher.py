@@ -1,5 +1,6 @@
-"""An event stream in bad conditions: a replay is requested that is too old, a subscriber does not read, or a subscriber
-asks too often.
+"""Tests an event stream in bad conditions.
+
+A requested replay is too old, a subscriber does not read, or a subscriber asks too often.
 """
 
 from __future__ import annotations

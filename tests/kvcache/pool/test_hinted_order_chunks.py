@@ -1,5 +1,6 @@
-"""All kinds of hint share one log, which consists of chunks. It never runs out of chunks, wherever the pages of each
-kind lie in it.
+"""All kinds of hint share one log, which consists of chunks.
+
+The log never runs out of chunks, wherever the pages of each kind lie in it.
 """
 
 from __future__ import annotations

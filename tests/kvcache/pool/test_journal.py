@@ -1,4 +1,4 @@
-"""The readers of a journal, their order, and the entries that each gets."""
+"""Tests the readers of a journal, their order, and the entries that each reader gets."""
 
 from __future__ import annotations
 

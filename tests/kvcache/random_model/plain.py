@@ -159,7 +159,7 @@ class Replica:
     def has_slab(self) -> bool:
         """Whether there is room for a request's state.
 
-        Pages before the first slab and after the last cannot hold one.
+        Pages before the first slab and after the last slab cannot hold a state.
         """
         return self.free() >= self.slab_pages and self.slabs < (self.num_pages + 1) // self.slab_pages - 1
 

@@ -23,7 +23,10 @@ Columns = tuple[int, int]
 
 @dataclass(eq=False)
 class Prompt(Request):
-    """A prompt's full pages, as they are when an import of some of them begins. Its context may change after that."""
+    """The full pages of a prompt at the moment when an import of some of them begins.
+
+    The prompt's context may change later.
+    """
 
     def __post_init__(self) -> None:
         self._named = super().named

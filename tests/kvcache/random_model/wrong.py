@@ -221,7 +221,7 @@ class WrongCalls:
         return (lambda: call([self.pick(waiting)])) if waiting else None
 
     def wrong_start(self) -> Wrong | None:
-        """The context of a request with pages claims that tokens are computed that are not."""
+        """Makes the context of a request with pages claim too many computed tokens."""
         context = self.with_pages()
         if context is None:
             return None

@@ -1,4 +1,4 @@
-"""The module of `chained.c` by itself, how it is built, and what happens without it."""
+"""Tests the module of `chained.c` by itself: how it is built, and what happens without it."""
 
 from __future__ import annotations
 

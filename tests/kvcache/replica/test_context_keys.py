@@ -32,8 +32,9 @@ def files(tmp_path: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("chunk", [SIZE, 256])
 def test_pages_of_other_keys_are_not_found(tmp_path: Path, tier: str, place: int, chunk: int) -> None:
-    """Two prompts differ in one key. They share only the pages before the one that the key lies in, whichever of the
-    prompts was computed first.
+    """Two prompts differ in one key.
+
+    They share only the pages before the page with that key, whichever prompt was computed first.
     """
     it = Served(8 if tier == "host" else 40, 40, params=files(tmp_path) if tier == "files" else {})
     image: Keys = ((place, b"image"),)

@@ -405,8 +405,10 @@ def other_tokens(context: TextContext, keep: int) -> None:
 @pytest.mark.parametrize("call", ["maybe_reserve", "reserve_batch", "fetch"])
 @pytest.mark.parametrize("told", ["by a table before the lease", "by a table under the lease"])
 def test_tokens_told_under_a_lease_are_not_recomputed(make: Any, call: str, told: str) -> None:
-    """The request drops tokens and adds others. If it ran, it would write their KV into pages that readers of its lease
-    have already been told of.
+    """The request drops tokens and adds others.
+
+    If the request ran, it would write the KV of the new tokens into pages that readers of its lease have already been
+    told of.
     """
     manager = make(8, page_size=4, rows=2)
     context, bystander = computed(manager, range(10)), computed(manager, range(50, 56), "bystander")

@@ -44,7 +44,7 @@ def test_a_plan_changes_nothing_and_the_move_of_the_context_comes_first(
     features: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In random runs with many features, the manager's state is compared before a plan, after it, and at the moment
-    when the context's indices are set. It must not have changed.
+    when the context's indices are set. The state must not have changed.
     """
     seen: Counter[str] = Counter()
     before: list[tuple[Replica, Books]] = []

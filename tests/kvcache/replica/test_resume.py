@@ -1,4 +1,4 @@
-"""The last page end from which every block table can resume, compared with what each query sees, token by token."""
+"""Compares the last page end from which every block table can resume with what each query sees, token by token."""
 
 from __future__ import annotations
 

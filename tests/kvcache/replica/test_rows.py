@@ -45,8 +45,9 @@ def test_a_prompt_token_that_ran_is_not_counted_again_when_it_is_found(alone: bo
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_a_request_does_each_token_of_its_prompt_is_counted_once(seed: int, alone: bool) -> None:
-    """A token is counted when it runs or is found, whichever comes first. Tokens after the prompt, and those of other
-    rows, are not counted.
+    """A token is counted when it runs or is found, whichever comes first.
+
+    Tokens after the prompt and tokens of other rows are not counted.
     """
     rng, count = random.Random(seed), counter()
     prompt = rng.randint(1, 20)

@@ -1,4 +1,4 @@
-"""The states of a replica's rows."""
+"""Tests the states of a replica's rows."""
 
 from __future__ import annotations
 

@@ -267,7 +267,8 @@ def test_the_last_passing_copy_of_a_request_is_stored_in_lower_tiers_when_the_re
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_request_continues_from_the_state_of_its_accepted_tokens(kept: bool, leased: bool) -> None:
     """If nobody else knows the id of the request's state page, it is exchanged with the page of the drafted state.
-    Otherwise the drafted state is copied to it.
+
+    Otherwise the drafted state is copied to the request's state page.
     """
     states = states_of(SHAPE, 3)
     page = states.allocate("a")

@@ -1,5 +1,6 @@
-"""The work that a lower tier gives to its threads. Results are taken in order, and the slots of a piece of work become
-free whatever has become of it.
+"""Tests the work that a lower tier gives to its threads. Results are taken in order.
+
+The slots of a piece of work become free whatever its outcome is.
 """
 
 from __future__ import annotations

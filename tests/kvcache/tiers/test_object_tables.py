@@ -105,7 +105,10 @@ def test_the_store_is_asked_in_few_rounds(served: Make, store: StoredObjects) ->
 def test_the_store_is_not_asked_for_window_objects_of_a_prompt_that_nobody_has(
     served: Make, store: StoredObjects, length: int
 ) -> None:
-    """This also holds if the prompt has too few pages for an object. No process could have written an object of it."""
+    """The store is not asked either if the prompt has too few pages for an object.
+
+    No process could have written an object of such a prompt.
+    """
     it, keys = served(), list[str]()
     settled(it)
     io, tier = objects_of(it)._read_io, objects_of(it)

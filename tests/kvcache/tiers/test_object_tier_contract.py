@@ -1,5 +1,5 @@
-"""The promises of the object tier, for one block table, for several block tables, and for states together with the
-pages before them.
+"""Tests the promises of the object tier, for one block table, for several block tables, and for states together with
+the pages before them.
 """
 
 from __future__ import annotations

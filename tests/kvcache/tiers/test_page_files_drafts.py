@@ -1,5 +1,6 @@
-"""A draft lives as long as the process that writes it. The next start removes the drafts of killed processes, and no
-others.
+"""A draft lives as long as the process that writes it.
+
+The next start removes the drafts of killed processes, and keeps all other drafts.
 """
 
 from __future__ import annotations

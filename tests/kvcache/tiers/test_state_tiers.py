@@ -1,5 +1,6 @@
-"""A copy of a state is passed along with a request, until another request makes this copy permanent. It must then be
-saved to the host before it is overwritten.
+"""A copy of a state is passed along with a request, until another request makes this copy permanent.
+
+The copy must then be saved to the host before it is overwritten.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A watch agrees with the manager in a thousand states of a real one, over the socket, snapshot by snapshot."""
+"""A watch agrees with a real manager in a thousand states of that manager. The snapshots come over the socket."""
 
 from __future__ import annotations
 
