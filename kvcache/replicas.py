@@ -27,10 +27,10 @@ from kvcache.replica.devices import PageMemory, PlacedReplica, ReplicaPageMoves
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
 from kvcache.replica.partial import PartialReuse
 from kvcache.replica.peer_copies import PeerCopies
-from kvcache.replica.replica import Filled, Replica
+from kvcache.replica.replica import Replica
 from kvcache.replica.resume import Found
 from kvcache.replica.row_states import step_drafted
-from kvcache.replica.rows import NEVER, AllRows, BlockRows, Ints, rows_at
+from kvcache.replica.rows import NEVER, AllRows, BlockRows, Filled, Ints, rows_at
 from kvcache.sizing import Needs, Sizes
 from kvcache.states.state_memory import room_apart, room_in_slabs, slab_pages_of, state_layouts
 from kvcache.states.state_pages import StatePages
@@ -376,16 +376,19 @@ class Replicas:
         if gathered.due > 0:  # no page is full
             self.mark.call = call
             self._computed(gathered)
+            full = []
         else:
-            self._publish(gathered, call)
+            full = self._publish(gathered, call)
         if settle is not None:
             settle()
         for share in gathered.split(len(self.each)) if self.states else ():
-            self.states[share.replica].stepped(share.rows, computed[share.at])
+            self.each[share.replica].pool.moves.stepped(share.rows)
+        for share, pages in full if self.states else ():
+            self.states[share.replica].keep(pages)
         self.mark.call = None
 
-    def _publish(self, gathered: Gathered, call: tuple[str, object]) -> None:
-        """Publish all pages of these requests that are full of computed tokens.
+    def _publish(self, gathered: Gathered, call: tuple[str, object]) -> list[tuple[Share, Filled]]:
+        """Publish all pages of these requests that are full of computed tokens. Returns these pages.
 
         Sets the mark of the manager to `call`, and leaves it set: the caller clears the mark.
         """
@@ -416,6 +419,7 @@ class Replicas:
             else:
                 gathered.due = self._rows.due(gathered.places, computed) if self.each[0].caching else NEVER
         self._log.end_call()
+        return full
 
     def publish_events(self, options: KVEvents, params: KVCacheParams, tables: LayerTables) -> None:
         """From now on, report to subscribers what the pools and the tiers below them contain. Each replica is a rank.

@@ -213,15 +213,19 @@ class PagePool:
             return
         self._free(pages[self._unused(pages)][::-1].astype(INDEX))
 
-    def rewrite(self, pages: Pages, digests: Digests, write: Callable[[Pages], None]) -> None:
-        """Let `write` replace the content of idle `pages`. Then publish them under `digests` as the newest pages."""
+    def rewrite(self, pages: Pages, digests: Digests, write: Callable[[Pages], None]) -> Pages:
+        """Let `write` replace the content of idle `pages`. Then publish them under `digests` as the newest pages.
+
+        Returns the page that now has each digest. If this is an older page, the rewritten page is fresh.
+        """
         self.idle.renew(pages)
         self.idle.remove(pages)
         self.idle.forget(pages)
         self.index.withdraw(pages)
         write(pages)  # the index must not find pages whose content is being replaced
-        self.index.publish(pages, digests)
+        kept = self.index.publish(pages, digests)
         self._free(pages.astype(INDEX))
+        return kept
 
     def add_writer(self, pages: Pages) -> None:
         """Add a writer to held `pages`: a transfer that may write to these pages until `drop_writer` is called."""

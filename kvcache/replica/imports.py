@@ -522,7 +522,7 @@ def finish_import(
     replica.rows.cached[row] = cached
     replica.log.end_call()
     for states in replica.states:
-        states.commit_import(row, pending.num_tokens)
+        states.commit_import(row, context, pending.num_tokens)
 
 
 def _describe(replica: Replica, hasher: PrefixHasher, tokens: NDArray[np.integer[Any]], first: int, last: int) -> None:

@@ -1,7 +1,6 @@
 """One data-parallel replica: its pages, its prefix index, and the rows of its running requests."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +25,7 @@ from kvcache.replica.hints import ReplicaHints
 from kvcache.replica.leases import PageLease, PageLeases
 from kvcache.replica.resume import Found, Reservation
 from kvcache.replica.row_states import RowStates
-from kvcache.replica.rows import NEVER, ONE, BlockRows, Ints, Pages, PromptCounter, Rows, as_rows, rows_at
+from kvcache.replica.rows import NEVER, ONE, BlockRows, Filled, Ints, Pages, PromptCounter, Rows, as_rows, rows_at
 from kvcache.replica.tables import OneTable, RowTables
 from kvcache.states.state_pages import StatePages
 from kvcache.types import KVCacheMetrics, RequestID
@@ -35,15 +34,6 @@ from kvcache.under_way import UnderWay
 DigestsOf = Callable[[Ints, Ints, Ints], NDArray[np.uint64]]
 
 _NO_PAGES: Pages = np.zeros(0, np.int32)
-
-
-class Filled(NamedTuple):
-    """Full pages of computed tokens: pages `firsts[i]` to `lasts[i]` (excluded) of `rows[i]`, and their digests."""
-
-    rows: Ints
-    firsts: Ints
-    lasts: Ints
-    digests: NDArray[np.uint64]
 
 
 class Replica:

@@ -33,7 +33,7 @@ from kvcache.replica.block_table import ImportPart, PendingImport
 from kvcache.replica.context import Context, HasherOfRow, SafeContext
 from kvcache.replica.hashing import PrefixHasher
 from kvcache.replica.resume import Found, FromBelow, Reservation
-from kvcache.replica.rows import NEVER, BlockRows, Ints, Rows, rows_at
+from kvcache.replica.rows import NEVER, ONE, BlockRows, Filled, Ints
 from kvcache.replica.tables import RowTables
 from kvcache.states.state_pages import NO_STATE, StatePages
 
@@ -196,36 +196,28 @@ class RowStates:
             self.pages.resume(self._name(row), plan.state, plan.start)
         self._stops[row] = plan.stops
 
-    def stepped(self, rows: Rows, computed: Ints) -> None:
-        """Record that a model has run each of `rows` up to its number of `computed` tokens."""
-        self._pool.moves.stepped(rows)
-        self._keep(rows, computed)
+    def keep(self, full: Filled) -> None:
+        """Cache a copy of the state of each row whose computed tokens end with the last of the row's `full` pages."""
+        rows, tokens, digests = full.rows, full.lasts * self._rows.size, full.digests
+        if len(digests) > len(rows):
+            digests = digests[(full.lasts - full.firsts).cumsum() - ONE]
+        ended = self._rows.cached[rows] == tokens
+        if np.count_nonzero(ended) < len(rows):
+            rows, tokens, digests = rows[ended], tokens[ended], digests[ended]
+        if rows.size:
+            self._keep(rows, tokens, digests)
 
-    def _keep(self, stepped: Rows, computed: Ints) -> None:
-        """Cache a copy of the state of each row in `stepped` whose `computed` tokens end with a full page."""
-        if not self._caching:
-            return
-        rows = self._rows
-        at = ((computed % rows.size == 0) & (computed > 0)).nonzero()[0]
-        if not at.size:
-            return
-        ended, tokens = rows_at(stepped, at), computed[at]
-        pages = rows.entries[rows.places(ended, tokens // rows.size - 1)[0]]
-        # Rows with the null page at this column are left out: their window has moved on, although nothing was computed.
-        if len(there := pages.nonzero()[0]) < len(pages):
-            ended, tokens, pages = ended[there], tokens[there], pages[there]
-        of_rows: list[int] = ended.tolist()
+    def _keep(self, rows: Ints, tokens: Ints, digests: Digests) -> None:
+        """Cache a copy of the state of each of `rows` after `tokens` tokens, whose last pages have these `digests`."""
+        of_rows: list[int] = rows.tolist()
         counts: list[int] = tokens.tolist()
-        names = [rows.request_ids[row] or "" for row in of_rows]
-        # True for states that stay cached when their requests go on. Any other state is replaced by the request's next
-        # copy.
-        stops, spaced = self._stops, (tokens % self._spacing == 0).tolist()
-        stay = [fits or count in stops[row] for fits, row, count in zip(spaced, of_rows, counts, strict=True)]
-        digests = self._pool.index.digests_of(pages)
-        if not any(stay) and self.pages.keep_passing(names, digests, tokens):
-            return
-        for place, (name, count) in enumerate(zip(names, counts, strict=True)):
-            self.pages.keep(name, digests[place : place + 1], count, passing=not stay[place])
+        of_row = self._rows.request_ids
+        names = [of_row[row] or "" for row in of_rows]
+        # True for a copy that the request's next copy replaces. All other copies stay cached.
+        stops, spacing = self._stops, self._spacing
+        passing = [count % spacing > 0 and count not in stops[row] for row, count in zip(of_rows, counts, strict=True)]
+        for at in self.pages.keep_passing(names, digests, tokens, passing):
+            self.pages.keep(names[at], digests[at : at + 1], counts[at], passing=passing[at])
 
     def digest_at(self, row: int, context: SafeContext, tokens: int) -> Digests:
         """Returns the digest, `[1, words]`, of the page that ends with the request's token number `tokens`.
@@ -295,11 +287,14 @@ class RowStates:
             # planned again.
             self._stops[self._rows.row_of[request_id]] = ()
 
-    def commit_import(self, row: int, tokens: int) -> None:
+    def commit_import(self, row: int, context: SafeContext, tokens: int) -> None:
         """Record that the row's state has arrived, and covers `tokens` tokens."""
         self.pages.commit_import(self._name(row), tokens)
-        # The request may have been made only for this import, so its state is cached now.
-        self._keep(np.array([row]), np.array([tokens]))
+        last, beyond = divmod(tokens, self._rows.page_size)
+        # The request may have been made only for this import, so its state is cached now. If a window begins right
+        # after these tokens, no table has their last page.
+        if self._caching and last and not beyond and self._rows.table[0, row, last - 1] != NO_PAGE:
+            self._keep(np.array([row]), np.array([tokens]), self.digest_at(row, context, tokens))
 
     # ---- after an interrupt
 

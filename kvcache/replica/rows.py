@@ -3,6 +3,7 @@
 import heapq
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +31,15 @@ def rows_at(rows: Rows, at: NDArray[np.intp]) -> Ints:
     if isinstance(rows, slice):
         return at + rows.start if rows.start else at
     return rows[at]
+
+
+class Filled(NamedTuple):
+    """Full pages of computed tokens: pages `firsts[i]` to `lasts[i]` (excluded) of `rows[i]`, and their digests."""
+
+    rows: Ints
+    firsts: Ints
+    lasts: Ints
+    digests: NDArray[np.uint64]
 
 
 class AllRows:

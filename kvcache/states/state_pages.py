@@ -4,7 +4,7 @@
 further token overwrites it. Therefore other requests can resume from a state only if a copy of it was kept. A copy is a
 page of the same pool. It has no holder, and is found by the digest of the last token page that its state includes. The
 least recently used copies are evicted first, to make room for other copies and for new requests.
-`kvcache.replica.row_states` decides which states are copied, and `DraftedPages` describes how guessed tokens run.
+`kvcache.replica.row_states` decides what is copied. `kvcache.states.drafted_pages` says how guessed tokens run.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 from kvcache.errors import InvariantError, NoFreeStatePageError, StatePageError, UnknownRequestError
 from kvcache.layout import KindPages, from_numpy
 from kvcache.params import StateShape
-from kvcache.pool.index import INDEX, NO_PAGE, Digests, Pages
+from kvcache.pool.index import NO_PAGE, Digests, Pages
 from kvcache.pool.pages import HeldPages
 from kvcache.pool.pages_below import Asked, PagesBelow, last_end
-from kvcache.states.state_memory import StateRoom, StateViews
+from kvcache.states.drafted_pages import DraftedPages
+from kvcache.states.state_memory import StateRoom, StateViews, state_rows
 from kvcache.types import StateCopy
 from kvcache.under_way import UnderWay
 
@@ -31,83 +32,6 @@ Counts = NDArray[np.int64]
 """A number for each page of a pool."""
 NO_STATE: Digests = np.zeros((0, 1), np.uint64)  # takes the place of a digest if a request resumes from no cached state
 _LOOKED_AT = 128  # how many pages of a prompt are searched at a time for the newest state
-
-
-class DraftedPages:
-    """The second state pages of requests that run drafted tokens. Some of these tokens may be removed again.
-
-    A state cannot be rolled back. So a run of drafted tokens reads the request's own page, and writes the new state to
-    a second page. `StatePages.settle` then decides with which of the two pages the request continues. A speculating
-    engine does this in each step:
-
-    1. Reserve pages for one token and for each possible guess: `maybe_reserve(context, 1 + guesses)`.
-    2. If all known tokens are active and `HFRunner.draft` returns True, append the guesses (`update`), and set
-       `start_idx` back to its former value. Otherwise the request runs without guesses.
-    3. `fetch`, then `HFRunner.verify`, which returns the model's own token for the position of each guess, and for the
-       position after the last guess.
-    4. Remove the wrong guesses (`set_token_indices(active_idx=..., end_idx=...)`), and `update` with the token after
-       the right ones.
-    5. `step`. If a guess was wrong, `step` sets `start_idx` back to before all tokens that ran. The tokens that stay
-       run again in the next step.
-
-    Guesses up to the end of the request's last page need no additional page of the pool, and leave the cached copies of
-    states unchanged. If each step has a wrong guess, more and more tokens have to run again. An occasional step without
-    guesses brings the state up to date.
-
-    `tokens` has the number of tokens that the state in each state page includes.
-    """
-
-    def __init__(self, tokens: NDArray[np.int64]) -> None:
-        self.page_of: dict[str, int] = {}
-        self._tokens = tokens
-
-    def goes_on_from(self, request_id: str, before: int, start: int) -> int:
-        """Returns the position from which a request with a second page runs next, if its first `start` tokens stay.
-
-        The request has two states: one after `before` tokens, and one after all drafted tokens. If all drafted tokens
-        stay, or if they did not run, the request continues at `start`. If some drafted tokens are removed, the request
-        continues at `before`, and the drafted tokens that stay run again. Raises `StatePageError` if `start` is not
-        between the two states.
-        """
-        after = int(self._tokens[self.page_of[request_id]])
-        if not after:  # True if the drafted tokens did not run
-            return start
-        if not before <= start <= after:
-            raise StatePageError(
-                f"request {request_id!r}: {start} tokens are computed, but its state pages hold the states after "
-                f"{before} and {after}"
-            )
-        return start if start == after else before
-
-    def written(self, request_ids: Sequence[str], pages: torch.Tensor) -> torch.Tensor:
-        """Returns the page to which the model writes the next state of each request, int64 `[requests]`.
-
-        `pages` are the current state pages of the requests. A request without drafted tokens writes to its current
-        page.
-        """
-        if not self.page_of:
-            return pages
-        own: list[int] = pages.cpu().numpy().tolist()
-        found = [self.page_of.get(request_id, page) for request_id, page in zip(request_ids, own, strict=True)]
-        return torch.tensor(found, device=pages.device)
-
-    def forget_run(self, request_id: str) -> None:
-        """Drop the state in the request's second page, because the request resumes from another state."""
-        if (page := self.page_of.get(request_id)) is not None:
-            self._tokens[page] = 0
-
-    def check_booked(self, request_id: str) -> None:
-        """Raise `StatePageError` if the request's drafted tokens ran and `step` has not settled which of them stay."""
-        if (page := self.page_of.get(request_id)) is not None and self._tokens[page]:
-            raise StatePageError(f"request {request_id!r}: its drafted tokens ran, but step was not called for them")
-
-    def check(self, request_ids: Iterable[str]) -> None:
-        """Raise `InvariantError` if a request has a second page but no first page.
-
-        `request_ids` are the requests that have a first page.
-        """
-        if odd := self.page_of.keys() - set(request_ids):
-            raise InvariantError(f"requests {sorted(odd)} have a second state page, but no first state page")
 
 
 class _PageOf(dict[str, int]):
@@ -137,6 +61,7 @@ class StatePages:
         self._mark = mark  # the manager's mark
         self.shape, self._room, self.pool, self.num_pages = shape, room, room.pool, room.pool.num_pages
         self.layouts, self.blocks, self.tensors = room.layouts, room.blocks, room.tensors
+        self._rows = state_rows(self.layouts, self.blocks)
         self._views = StateViews(self.layouts, self.blocks, shape.matrix)
         self.read, self.write = self._views.read, self._views.write
         self._tokens = np.zeros(self.num_pages + 1, np.int64)
@@ -150,9 +75,8 @@ class StatePages:
         # The former content, in host memory, of each page that a transfer writes, if the state from which the page's
         # request had resumed is not cached.
         self._saved: dict[int, list[torch.Tensor]] = {}
-        # For each request, the digest, `[1, words]`, of its last full page, whose state is kept as a copy until the
-        # next page is full.
-        self._passing: dict[str, Digests] = {}
+        # For each request, the digest of its last full page, whose state is kept as a copy until the next page is full.
+        self._passing: dict[str, bytes] = {}
         self.hits = 0
         self.drafts = DraftedPages(self._tokens)
 
@@ -192,7 +116,8 @@ class StatePages:
         del self._page_of[request_id]
         # the copy of the state after the request's last full page stays cached
         if (stays := self._passing.pop(request_id, None)) is not None:
-            self._keep_below(int(self.pool.index.find(stays)[0]), stays)
+            digest = self._digests(stays)
+            self._keep_below(int(self.pool.index.find(digest)[0]), digest)
         self._let_go(page)
         self._drop_drafted(request_id)
 
@@ -309,7 +234,7 @@ class StatePages:
         if self._tokens[page] != tokens:
             return
         if (before := self._passing.pop(request_id, None)) is not None:
-            self._forget(before)
+            self._forget(self._digests(before))
         if not (copy := self._found(digest)):
             if not pool.make_room(moving=False):
                 return
@@ -318,36 +243,45 @@ class StatePages:
             copy = self._publish(copy, digest)
             self._let_go(copy)
             if passing:
-                self._passing[request_id] = digest
+                self._passing[request_id] = digest.tobytes()
         if not passing:
             self._keep_below(copy, digest)
 
-    def keep_passing(self, request_ids: Sequence[str], digests: Digests, tokens: NDArray[np.int64]) -> bool:
-        """Do the same as `keep` with `passing` for several requests at once.
+    def keep_passing(
+        self, request_ids: Sequence[str], digests: Digests, tokens: NDArray[np.int64], passing: Sequence[bool]
+    ) -> Sequence[int]:
+        """Do `keep` at once for all requests whose new copies can overwrite their former passing copies.
 
-        The new copies overwrite the requests' former passing copies, so no page is allocated. Returns False, and
-        changes nothing, if `keep` must be called for each request instead. That is the case if a request has no passing
-        copy, if a passing copy has a holder, if a digest already has a copy, or if a state includes another number of
-        tokens.
+        Returns the indices of the other requests. The caller must call `keep` for each of them. A request is among them
+        if it is not `passing`, if it has no passing copy, if its passing copy has a holder, or if its state includes
+        another number of tokens. If two requests have the same digest, all requests are among them.
         """
-        pages, index = self._pages_of(request_ids), self.pool.index
-        before = [self._passing[request_id] for request_id in request_ids if request_id in self._passing]
-        if not before or np.count_nonzero(self._tokens[pages] != tokens):
-            return False
-        copies = index.find(np.concatenate(before))
-        several = min(len(set(copies.tolist())), len(set(digests[:, 0].tolist()))) < len(digests)
-        holders = self.pool.holders[copies.astype(INDEX)]
-        if several or not copies.all() or np.count_nonzero(holders) or np.count_nonzero(index.find(digests)):
-            return False
+        pages, index, names = self._pages_of(request_ids), self.pool.index, as_bytes(digests)
+        former, none = self._passing, bytes(8 * index.digest_words)  # no page has the digest `none`
+        before = [former.get(one, none) if passes else none for one, passes in zip(request_ids, passing, strict=True)]
+        copies = index.find(self._digests(b"".join(before)))
+        fits = (copies != NO_PAGE) & (self.pool.holders[copies] == 0) & (self._tokens[pages] == tokens)
+        at = fits.nonzero()[0]
+        if not at.size or len({*copies[at].tolist()}) < len(at) or len({*names}) < len(names):
+            return range(len(names))
+        if len(at) < len(fits):
+            some: list[int] = at.tolist()
+            pages, copies, digests = pages[at], copies[at], digests[at]
+            request_ids, names = [request_ids[one] for one in some], [names[one] for one in some]
 
         def write(copies: Pages) -> None:
             self._spare(copies)
-            for page, copy in zip(pages.tolist(), copies.tolist(), strict=True):
-                self._copy(page, copy)
+            self._copy_each(pages, copies)
 
-        self.pool.rewrite(copies, digests, write)
-        self._passing |= {request_id: digests[at : at + 1] for at, request_id in enumerate(request_ids)}
-        return True
+        kept = self.pool.rewrite(copies, digests, write)
+        former.update(zip(request_ids, names, strict=True))
+        if kept is not copies:
+            there: list[int] = (kept != copies).nonzero()[0].tolist()  # these states were cached already
+            for one in there:
+                del former[request_ids[one]]
+                self._found(digests[one : one + 1])
+        others: list[int] = (~fits).nonzero()[0].tolist()
+        return others
 
     def copy_of(self, digest: Digests) -> StateCopy | None:
         """Returns the state that is cached under this digest, for another replica. None if the device has none."""
@@ -633,9 +567,14 @@ class StatePages:
         self.pool.release(one_page(page))
 
     def _copy(self, source: int, target: int) -> None:
-        for tensor in chain.from_iterable(self.blocks):
-            tensor[target] = tensor[source]
-        self._tokens[target] = self._tokens[source]
+        self._copy_each(one_page(source), one_page(target))
+
+    def _copy_each(self, sources: Pages | Counts, targets: Pages) -> None:
+        pairs: list[tuple[int, int]] = list(zip(sources.tolist(), targets.tolist(), strict=True))
+        for rows in self._rows:
+            for source, target in pairs:
+                rows[target] = rows[source]
+        self._tokens[targets] = self._tokens[sources]
 
     def _publish(self, copy: int, digest: Digests) -> int:
         """Publish a held copy. Returns the page that the index now has under `digest`, held for the caller.
@@ -647,6 +586,10 @@ class StatePages:
             self.pool.hold(found)
             self._let_go(copy)
         return int(found[0])
+
+    def _digests(self, joined: bytes) -> Digests:
+        """Returns digests that lie one after another in `joined`."""
+        return np.frombuffer(joined, np.uint64).reshape(-1, self.pool.index.digest_words)
 
     def _found(self, digest: Digests) -> int:
         """Returns the state that is cached under this digest, marked as just used; `NO_PAGE` if there is none."""
@@ -692,3 +635,9 @@ class StatePages:
 def one_page(page: int) -> Pages:
     """Returns an array with the number `page` as its only item."""
     return np.array([page], np.int32)
+
+
+def as_bytes(digests: Digests) -> list[bytes]:
+    """Returns each digest as bytes."""
+    names: list[bytes] = digests.view(f"V{8 * digests.shape[1]}")[:, 0].tolist()
+    return names

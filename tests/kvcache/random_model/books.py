@@ -107,6 +107,8 @@ class Books:
             self._learn_pages(at, replica, before, left, reset=reset)
             if self.manager.states:
                 self._learn_states(at, replica, stepped, reset=reset)
+            for name, one in replica.requests.items():
+                one.published = seam.published(self.manager, name)
         self._gone.clear()
         self._learn_host(reset=reset)
         # so that content which the next call uses counts as used later than content that this call has added
@@ -302,10 +304,10 @@ class Books:
         The new copy replaces a copy that is only passed along with the request.
         """
         start = one.cached
-        if start % PAGE_SIZE or not start or not replica.caching:
+        if start % PAGE_SIZE or not replica.caching:
             return
-        # a window has moved on, and the state was set back to the end of the request
-        if start // PAGE_SIZE - 1 not in one.rows[0]:
+        # No page was filled: a prefix hit ends here, or a step has removed all drafted tokens.
+        if start // PAGE_SIZE <= one.published:
             return
         digest = self.names.digest_of[content(0, one.tokens, one.named, start // PAGE_SIZE - 1)]
         room = len(replica.requests) < ROWS + self.built.copies

@@ -81,6 +81,7 @@ class Request:
     rows: list[dict[int, int]]
     first: list[int]  # for each table, the first column that may have a page
     cached: int = 0  # the number of tokens that were computed when the request's last step was recorded
+    published: int = 0  # the number of the request's pages that were published when the last call ended
     ready: bool = False  # it may run
     shared: int = 0  # the number of the request's tokens for which the last lookup has found pages
     ends: set[int] | None = None  # the tokens at which chunks of the request's prompt end; its state can be kept there

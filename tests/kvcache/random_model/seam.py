@@ -33,6 +33,12 @@ def rows(manager: PagedKVCacheManager, request_id: str) -> list[dict[int, int]]:
     return [{int(column): int(table[column]) for column in table.nonzero()[0]} for table in tables]
 
 
+def published(manager: PagedKVCacheManager, request_id: str) -> int:
+    """Returns the number of the request's published pages."""
+    replica, _, row = manager._claims.locate(request_id, "published")
+    return int(replica.rows.committed[row])
+
+
 def cached(manager: PagedKVCacheManager, request_id: str) -> int:
     """Returns how many tokens of the request were computed at its last step."""
     replica, _, row = manager._claims.locate(request_id, "cached")

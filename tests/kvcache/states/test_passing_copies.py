@@ -20,6 +20,7 @@ from tests.kvcache.build import states_of
 
 SHAPE = StateShape(1, 16, 1, 1, 1, 2, torch.uint8, torch.uint8, "short_conv")
 NAMES = ["a", "b", "c"]
+ALL = [True, True, True]
 
 
 def digests(*words: int) -> np.ndarray:
@@ -57,13 +58,14 @@ def kept(states: StatePages, *words: int) -> list[int]:
 def test_each_passing_copy_is_replaced_in_its_place_by_the_next_one() -> None:
     states = made(copies=3)
     on(states)
-    assert states.keep_passing(NAMES, digests(11, 12, 13), np.array([16, 16, 16]))
+    assert states.keep_passing(NAMES, digests(11, 12, 13), np.array([16, 16, 16]), ALL) == []
     assert kept(states, 1, 2, 3, 11, 12, 13) == [0, 0, 0, 10, 11, 12]
     assert (states._tokens[states.pool.index.find(digests(11, 12, 13))] == 16).all()
     assert (states.num_kept, states.evictions) == (3, 0)
     states.check(NAMES)
     on(states, 24)
-    assert states.keep_passing(NAMES, digests(21, 22, 23), np.array([24, 24, 24])), "these copies are passed along, too"
+    others = states.keep_passing(NAMES, digests(21, 22, 23), np.array([24, 24, 24]), ALL)
+    assert others == [], "these copies are passed along, too"
     assert states.num_kept == 3
     states.allocate("d")
     states.allocate("e")
@@ -77,7 +79,7 @@ def test_new_passing_copies_count_as_used_last() -> None:
     assert states.num_kept == 3
     for name in ("b", "c"):
         run(states, name, 16, 60)
-    assert states.keep_passing(["b", "c"], digests(12, 13), np.array([16, 16]))
+    assert states.keep_passing(["b", "c"], digests(12, 13), np.array([16, 16]), ALL[:2]) == []
     for name in ("d", "e"):
         states.allocate(name)
     assert kept(states, 9, 12, 13) == [0, 60, 60]
@@ -96,36 +98,56 @@ def evicted(states: StatePages) -> None:
         states.allocate(f"other {states.num_held}")
 
 
-def kept_by_now(states: StatePages) -> None:
-    states.allocate("d")
-    run(states, "d", 16, 70)
-    states.keep("d", digests(12), 16, passing=False)
-
-
 def elsewhere(states: StatePages) -> None:
     run(states, "b", 17, 70)
 
 
-@pytest.mark.parametrize("happens", [held, gone, evicted, kept_by_now, elsewhere])
-def test_passing_copies_are_made_one_by_one_if_they_cannot_be_made_together(
-    happens: Callable[[StatePages], None],
+@pytest.mark.parametrize(
+    ("happens", "others"), [(held, [1]), (gone, [0, 1, 2]), (evicted, [0]), (elsewhere, [1]), (str, [])]
+)
+def test_the_passing_copies_that_can_be_overwritten_are_made_together(
+    happens: Callable[[StatePages], object], others: list[int]
 ) -> None:
     states = made(copies=5)  # enough room for the following copies
     on(states)
     happens(states)
-    before = states._passing.copy(), kept(states, 1, 2, 3, 12), states.num_kept, states._tokens.copy()
-    assert not states.keep_passing(NAMES, digests(11, 12, 13), np.array([16, 16, 16]))
-    after = states._passing, kept(states, 1, 2, 3, 12), states.num_kept
-    assert after == before[:3]
-    assert (states._tokens == before[3]).all()
+    before = kept(states, 1, 2, 3)
+    assert [*states.keep_passing(NAMES, digests(11, 12, 13), np.array([16, 16, 16]), ALL)] == others
+    for at in range(3):
+        was, now = kept(states, at + 1, at + 11)
+        assert (was, now) == ((before[at], 0) if at in others else (0, 10 + at))
+
+
+def test_a_copy_that_becomes_permanent_is_not_made_with_the_passing_ones() -> None:
+    states = made()
+    on(states)
+    assert states.keep_passing(NAMES, digests(11, 12, 13), np.array([16, 16, 16]), [True, False, True]) == [1]
+    assert kept(states, 1, 2, 3, 11, 12, 13) == [0, 1, 0, 10, 0, 12]
+
+
+def test_a_state_that_is_cached_already_is_used_and_not_cached_again() -> None:
+    states = made(copies=5)
+    on(states)
+    states.allocate("d")
+    run(states, "d", 16, 70)
+    states.keep("d", digests(12), 16, passing=False)
+    free = states.pool.free_count
+    assert states.keep_passing(NAMES, digests(11, 12, 13), np.array([16, 16, 16]), ALL) == []
+    assert kept(states, 1, 2, 3, 11, 12, 13) == [0, 0, 0, 10, 70, 12]
+    assert states.pool.idle.pages()[-1:] == states.pool.index.find(digests(12)), "it counts as used last"
+    assert states.pool.free_count == free
+    on(states, 24)
+    assert states.keep_passing(NAMES, digests(21, 22, 23), np.array([24, 24, 24]), ALL) == [1]
+    assert kept(states, 12) == [70], "request b does not replace it"
+    states.check([*NAMES, "d"])
 
 
 def test_passing_copies_are_made_one_by_one_if_two_requests_have_the_same_tokens() -> None:
     states = made()
     on(states)
-    assert not states.keep_passing(NAMES, digests(11, 11, 13), np.array([16, 16, 16]))
+    assert states.keep_passing(NAMES, digests(11, 11, 13), np.array([16, 16, 16]), ALL) == range(3)
     states._passing["c"] = states._passing["b"]
-    assert not states.keep_passing(NAMES, digests(11, 12, 13), np.array([16, 16, 16]))
+    assert states.keep_passing(NAMES, digests(11, 12, 13), np.array([16, 16, 16]), ALL) == range(3)
     assert kept(states, 1, 2, 3, 11, 12, 13) == [0, 1, 2, 0, 0, 0]
 
 
@@ -139,7 +161,7 @@ def test_passing_copies_in_slabs_are_as_young_as_the_page_released_last() -> Non
         states.keep(name, digests(at + 1), 8, passing=True)
     pool.release(pool.allocate(4))
     on(states)
-    assert states.keep_passing(NAMES, digests(11, 12, 13), np.array([16, 16, 16]))
+    assert states.keep_passing(NAMES, digests(11, 12, 13), np.array([16, 16, 16]), ALL) == []
     assert pool.cached.oldest_use == pool.clock
     assert kept(states, 11, 12, 13) == [10, 11, 12]
     states.check(NAMES)

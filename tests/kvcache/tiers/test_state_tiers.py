@@ -45,7 +45,7 @@ def test_a_passing_copy_that_another_request_makes_permanent_is_saved_to_the_hos
         tensor[pages[0]] = 7
     states.advance(pages[:1], [16])
     if together:
-        assert states.keep_passing(["a"], digest(2), np.array([16]))
+        assert states.keep_passing(["a"], digest(2), np.array([16]), [True]) == []
     else:
         states.keep("a", digest(2), 16, passing=True)
     assert states.below.slots(digest(1))[0]
