@@ -5,8 +5,9 @@ The slots of a piece of work become free whatever its outcome is.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
@@ -206,3 +207,13 @@ def test_a_slot_has_one_part_in_the_memory_of_each_shard() -> None:
     first, second = (np.asarray(memory)[:, -1] for memory in host.memory)
     assert [*map(int, first)] == [0, 0, 2, 0, 0, 5]
     assert [*map(int, second)] == [0, 0, 12, 0, 0, 15]
+
+
+def test_a_thread_of_a_tier_runs_its_jobs_one_after_the_other() -> None:
+    may_end = threading.Event()
+    with TierThread("test") as thread:
+        first = thread.submit(may_end.wait, 10)
+        second = thread.submit(first.done)
+        wait([second], 0.1)
+        may_end.set()
+        assert second.result()
