@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache import BlockTableMismatchError, TextContext
+from kvcache import BlockTableMismatchError, InvalidRequestError, LayerGroup, TextContext
 from kvcache.tiers import host_tier
+from tests.kvcache.build import manager_of
 from tests.kvcache.served import SIZE, Served
 
 PROMPT = range(33)  # eight full pages and a token
@@ -66,6 +67,24 @@ def brought(it: Served, most: int = 100, first: int = 0) -> int:
     pages = len(found[1].groups[0])
     assert (found[1].first_page, found[1].num_tokens) == (first, (first + pages) * SIZE)
     return pages
+
+
+@pytest.mark.parametrize(
+    ("length", "first", "pages"), [(32, 0, 7), (33, 0, 8), (33, 3, 5), (33, 20, 0), (4, 0, 0), (5, 0, 1)]
+)
+def test_digests_leave_out_a_page_that_only_the_last_token_completes(length: int, first: int, pages: int) -> None:
+    context = TextContext(range(length), 256)
+    found = manager_of(page_size=SIZE).contents.digests(context, first)
+    assert (len(found.digests), found.first_page) == (32 * pages, first)
+    assert manager_of(page_size=SIZE, caching=False).contents.digests(context, first).digests == b""
+    groups = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6)
+    found = manager_of(page_size=SIZE, layers=2, params={"groups": groups}).contents.digests(context, first)
+    assert (len(found.digests), found.first_page) == ((length - 1) // SIZE * 32, 0)
+
+
+def test_an_object_that_is_no_context_has_no_digests() -> None:
+    with pytest.raises(InvalidRequestError, match="digests"):
+        manager_of().contents.digests(object())  # type: ignore[arg-type]
 
 
 def test_pages_that_only_the_host_has_are_loaded_with_the_right_content(served: Any) -> None:

@@ -232,6 +232,20 @@ def test_a_row_sees_a_token_if_each_table_has_all_pages_before_it() -> None:
         assert [replica.tables.sees(row, at) for at in (seen, seen + 1, seen + 4)] == [True, False, False]
 
 
+def test_pages_needed_to_resume_are_those_of_the_window_before_each_end() -> None:
+    manager = make()
+    context = start(manager, range(44), "r", 8)
+    while context.end_idx == 44:
+        run(manager, context)
+        context.set_token_indices(active_idx=min(context.end_idx, context.start_idx + 8))
+        assert manager.maybe_reserve(context)
+    replica = manager._replicas.each[0]
+    row = replica.rows.row_of["r"]
+    digests = replica.hasher(row, context).digests(context.tokens, 0, 11)
+    found, _ = replica.tables.needed(row, digests, [5])
+    assert sorted(found.tolist()) == sorted([*range(11), 3, 4, 9, 10])
+
+
 def test_check_finds_one_row_that_lacks_a_published_page() -> None:
     manager = make(checks=False)
     for name in ("a", "b"):
