@@ -41,7 +41,7 @@ _DOORS: dict[str, dict[str, str]] = {
         "replica/peer_copies": "replica/peer_copies states/copied_states replica/lent_tables",
         "pool/pages_below": "replica/pages_below tiers/host_tier tiers/object_tables states/grouped_states_below",
         "replica/batch": "replica/batch events/events",
-        "replica/contents": "replica/contents replica/imports_for_nobody",
+        "replica/contents": "replica/contents replica/imports_for_nobody replica/lent_tables states/lent_states",
         "replica/context": "replica/batch replica/fork steps_in_flight",
         "replica/hashing": "replica/chained",
         "replica/hints": "replica/further_hints recovery states/kept_states_hints",

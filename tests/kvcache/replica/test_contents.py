@@ -74,8 +74,10 @@ def brought(it: Served, most: int = 100, first: int = 0) -> int:
 )
 def test_digests_leave_out_a_page_that_only_the_last_token_completes(length: int, first: int, pages: int) -> None:
     context = TextContext(range(length), 256)
-    found = manager_of(page_size=SIZE).contents.digests(context, first)
+    contents = manager_of(page_size=SIZE).contents
+    found = contents.digests(context, first)
     assert (len(found.digests), found.first_page) == (32 * pages, first)
+    assert contents.cached(0, found) == 0
     assert manager_of(page_size=SIZE, caching=False).contents.digests(context, first).digests == b""
     groups = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6)
     found = manager_of(page_size=SIZE, layers=2, params={"groups": groups}).contents.digests(context, first)
