@@ -178,3 +178,10 @@ def test_a_tier_is_told_the_pages_of_a_request_that_ends_and_with_tails_each_end
     tier.lower[:] = [below.objects]
     tier.leave(0, pages, names(FILE, OBJECT, UNKNOWN)[0], lambda found: found[:, 0] == OBJECT)
     assert below.objects.noted == [("used", [FILE, OBJECT, UNKNOWN]), *(("ended", [each]) for each in ends)]
+
+
+def test_the_longest_tail_is_that_of_the_tier_with_the_longest_one() -> None:
+    below = Below()
+    assert below.tier.longest_tail == 0
+    below.objects.longest_tail = 3
+    assert below.tier.longest_tail == 3, "files have no tails"
