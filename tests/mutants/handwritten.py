@@ -104,6 +104,8 @@ HANDWRITTEN: tuple[Module, ...] = (
         "kvcache.tiers.tiers",
         [
             Mutation("make_tiers", "layout(*kept.objects_named)", "layout(*kept.files_named)"),
+            Mutation("StateTier._let_go", "self.pool.release(pages)", "self.pool.drop_writer(pages)"),
+            Mutation("divide_tiers", "space - slots * state_bytes", "space * (1 - share)"),
         ],
     ),
     Module(
@@ -179,13 +181,6 @@ HANDWRITTEN: tuple[Module, ...] = (
             Mutation("StatePages.generation", " + self.below.generation", ""),
             Mutation("StatePages.release", "self._passing.pop(request_id, None)", "self._passing.get(request_id)"),
             Mutation("StatePages.cancel_import", "self._copy(copy, page)", "self._reset(page)"),
-        ],
-    ),
-    Module(
-        "kvcache.tiers.tiers",
-        [
-            Mutation("StateTier._let_go", "self.pool.release(pages)", "self.pool.drop_writer(pages)"),
-            Mutation("divide_tiers", "space - slots * state_bytes", "space * (1 - share)"),
         ],
     ),
     Module(
