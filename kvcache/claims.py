@@ -26,8 +26,8 @@ class Claims:
 
     When a place gets its first pages, it is bound to the context for which they were reserved. From then on, another
     context object with the same request id is refused: its tokens could differ, and would be published as the content
-    of these pages. A serving loop that builds new contexts for a running request must either release the request and
-    claim it again, or always pass one object, which reads from the newest context.
+    of these pages. A serving loop that builds new contexts for a running request has two options. It can release the
+    request and claim it again. Or it can always pass one object, which reads from the newest context.
 
     The methods raise the errors that are documented at the `PagedKVCacheManager` methods that call them.
     """

@@ -138,8 +138,8 @@ class EvictionOrder(Protocol):
     def leads(self, pages: Pages | Indices) -> NDArray[np.float64]:
         """Returns for how long the hint of each page delays its eviction. Negative numbers mean an earlier eviction.
 
-        The unit is the pool's size: with 1.0, a page is evicted as if it had been released later by as many page
-        releases as the pool has pages.
+        The unit is the pool's size. For example, 1.0 delays the eviction of a page until the pool has released as many
+        more pages as it has.
         """
         return np.zeros(len(pages))
 

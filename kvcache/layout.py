@@ -58,7 +58,7 @@ class PageLayout(msgspec.Struct, frozen=True, omit_defaults=True, tag="page_layo
 
     @property
     def scales_offset(self) -> int:
-        """The number of bytes from the start of a page to its scales. If it has no scales, the bytes of its values."""
+        """The number of bytes of a page that come before its scales. All bytes of a page without scales."""
         values = self.page_elements * self.itemsize
         return _aligned(values) if self.scales else values
 

@@ -50,8 +50,8 @@ class PagedKVCacheManager:
     to the errors that a call documents:
 
     - `UnknownRequestError` (a KeyError): a request is not claimed.
-    - `InvalidRequestError` (a ValueError): an invalid argument; `num_steps` below 1; a request named twice; a context
-      other than the one that the request's pages were reserved for, or one whose salt or keys have changed since.
+    - `InvalidRequestError` (a ValueError): an invalid argument; `num_steps` below 1; a request named twice; another
+      context than the one for which the pages were reserved; a context whose salt or keys have changed since then.
     - `NotReservedError` (a RuntimeError): an import of a request's pages is pending.
     - `PromptTooLongError`, `SequenceTooLongError` (RuntimeErrors), from calls that count pages: the whole pool is too
       small for a request, or the request is longer than `max_seq_len`.
@@ -360,11 +360,11 @@ class PagedKVCacheManager:
     ) -> Sequence[RaggedKVCacheInputs]:
         """Returns the inputs of the next step of a multi-step run.
 
-        The tokens of the previous step count as cached in it.
+        In the next step, the tokens of the previous step count as cached.
 
-        A list is changed in place and returned. `prev_model_inputs.input_row_offsets` are the offsets `[batch + 1]` of
-        the ragged batch. If that is a list, its first item is used. With several replicas,
-        `prev_model_inputs.data_parallel_splits` `[replicas + 1]` assigns the requests to replicas.
+        If `kv_cache_inputs` is a list, the list is changed in place and returned. `prev_model_inputs.input_row_offsets`
+        are the offsets `[batch + 1]` of the ragged batch. If the offsets are in a list, its first item is used. With
+        several replicas, `prev_model_inputs.data_parallel_splits` `[replicas + 1]` assigns the requests to replicas.
         """
         return inputs.increment_cache_lengths(kv_cache_inputs, prev_model_inputs, replicas=self.num_replicas)
 
@@ -398,8 +398,8 @@ class PagedKVCacheManager:
         The call does not wait for a device. If the pages are on a GPU, do not pass the table to another process before
         the model has run.
 
-        With `full_pages`, a last page that is not full is left out. The pages before `first_page` are left out, too,
-        unless there are several block tables, in which case `first_page` is ignored.
+        With `full_pages`, a last page that is not full is left out. The result begins with page `first_page` of the
+        prompt if the model has a single block table of full attention. Otherwise `first_page` is ignored.
         """
         self._mark.check("block_table")
         replica, _, row = place = self._claims.locate(request_id, "block_table")
@@ -440,17 +440,19 @@ class PagedKVCacheManager:
     ) -> PendingImport | None:
         """Reserve pages for the claimed request, and find which must be copied from the manager that made `table`.
 
-        Returns None if too few pages are free. Pages that are cached here are shared. The object that `copier` returns
-        copies the other pages. The request can run after `commit_import`. After `cancel_import`, the request can
-        compute its tokens in its pages. With several block tables it cannot: call `maybe_reserve` first, which
-        replaces its pages unless they are leased. A request that is not leased and has not run may also import again.
-        Its pages are then freed before the new import begins, so the request has no pages if the result is None.
+        Returns None if too few pages are free. The request shares the pages that this manager has cached. The object
+        that `copier` returns copies the remaining pages. The request can run after `commit_import`.
+
+        After `cancel_import`, a request with one block table can compute its tokens in its pages. With several block
+        tables, call `maybe_reserve` first: it replaces the request's pages unless they are leased. A cancelled request
+        that is not leased and has not run may import again. Its pages are freed before the new import begins, so the
+        request has no pages if the new import returns None.
 
         The table may have any page size and split. It must cover fewer tokens than the context knows, because the last
-        token runs here. With `partial`, the table covers only the first full pages of the prompt, and `extend_import`
-        must follow. `others` are tables of further managers that hold some of the same tokens, in pages of the same
-        size. Each page may be copied from any manager that has it. Raises `BlockTableMismatchError` (a ValueError) if a
-        table does not fit.
+        known token runs here. With `partial`, the table covers only the first full pages of the prompt, and
+        `extend_import` must follow. `others` are tables of further managers that hold some of the same tokens, in pages
+        of the same size as `table`. Each page may be copied from any manager that has the page. Raises
+        `BlockTableMismatchError` (a ValueError) if a table does not fit.
         """
         self._mark.check("import_block_table")
         num_steps = arguments.steps(num_steps)
@@ -569,7 +571,7 @@ class PagedKVCacheManager:
 
     @property
     def num_held_blocks(self) -> int:
-        """The number of all replicas' pages that are held or written by a transfer or a step, including state pages."""
+        """The number of token and state pages, of all replicas, that are held, or that a transfer or a step writes."""
         return self.total_num_pages - self.num_free_blocks + sum(states.num_held for states in self.states)
 
     @property
@@ -673,7 +675,7 @@ class PagedKVCacheManager:
 
 
 def _check_around_calls(manager: PagedKVCacheManager) -> None:
-    """Replace each call that changes this manager by one that also runs `check` before and after, even on an error."""
+    """Let each call that changes this manager run `check` before and after its work, even if the call raises."""
     for name in _CHANGES_SOMETHING:
         setattr(manager, name, _checked_around(getattr(manager, name), manager.check))
 

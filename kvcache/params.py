@@ -129,9 +129,9 @@ class KVCacheQuantizationConfig:
 class KVEvents:
     """KV events in the wire format of vLLM 0.33: `KVCacheParams(..., kv_events=KVEvents())`.
 
-    Each replica is a data-parallel rank with its own stream. Its port is that of the endpoint plus the rank (0 means
-    any free port); an address of another kind gets `_dp<rank>` appended. `PagedKVCacheManager.kv_event_endpoints` has
-    the bound addresses.
+    Each replica is a data-parallel rank with its own stream. The port of a rank is the port of `endpoint` plus the
+    rank. Port 0 means any free port for each rank. If `endpoint` has no port, `_dp<rank>` is appended for ranks above
+    0. `PagedKVCacheManager.kv_event_endpoints` has the bound addresses.
 
     Events contain the tokens of prompts in clear text, and a replay reveals everything that is cached. Therefore the
     default endpoints can be reached only from this host. Use `secure` before you open them to others.
@@ -184,19 +184,22 @@ def _of_rank(address: str, rank: int) -> str:
 class Routing:
     """How `get_or_recommend_replica` chooses a replica, and whether replicas copy pages from each other.
 
-    `prefix` chooses the replica where the fewest pages must be computed, weighed against the replica's recent load.
-    `least-loaded` chooses the replica with the fewest claimed requests, and the lowest index among equals.
+    `prefix` chooses the replica of the lowest cost: the pages that the request must compute there, plus the recent
+    load. `least-loaded` chooses the replica with the fewest claimed requests, and the lowest index among equals.
     `round-robin` chooses the replica after the one that took the last new request.
 
-    All figures are for 8 replicas on two Mooncake traces. The first figure of each pair is for the conversation trace,
-    the second one for the synthetic trace. With the default load weight, the replicas get 93 and 98 % of the hits that
-    one pool of the same total size gets. In windows of 500 requests, the busiest replica computes 7 and 5 % more than
-    its share. In the worst of these windows it computes 17 and 7 % more. Doubling the load weight costs 3 to 5
-    percentage points of these hits. With `copy_pages`, the replicas get 98 and 99 % of the hits of one pool, and the
-    busiest replica computes 16 and 9 % more than its share in the worst window. For comparison, a router that sees only
-    the load, and places each request as it arrives, lets the busiest replica compute 15 and 5 % more in the worst
-    window. Another rule was tried and rejected: it counted a page that another replica has as cheaper to compute. It
-    costs hits, and balances no better.
+    The figures below are for 8 replicas on two Mooncake traces: the first of two figures is for the conversation trace,
+    the second one for the synthetic trace. *Hits* are a percentage of the hits of one pool of the same total size.
+    The fair share of a replica is an eighth of the computed pages. *Excess* says by how many percent the busiest
+    replica exceeds its fair share, in windows of 500 requests.
+
+    With the default load weight, the hits are 93 and 98 %. The excess is 7 and 5 %, and in the worst window 17 and 7 %.
+    Doubling the load weight costs 3 to 5 percentage points of hits. With `copy_pages`, the hits are 98 and 99 %, and
+    the excess in the worst window is 16 and 9 %. For comparison, a router that sees only the load has an excess of 15
+    and 5 % in the worst window.
+
+    A further rule was rejected: if another replica had a page, the rule counted the page as cheaper to compute. That
+    rule cost hits, and balanced the load no better.
 
     Raises `InvalidParamsError` (a ValueError) on the first value that cannot work.
     """
@@ -255,16 +258,16 @@ _RULES: dict[str, Callable[[str, Any], object]] = {
     "object_tier_timeout_s": functools.partial(number, least=0.01, most=60.0),
     "object_tier_tokens_per_s": optional(functools.partial(number, least=1.0, most=1e12)),
 }
-# For each parameter, the parameter that it needs. A parameter is refused unless it has its default value or the
-# parameter that it needs is given.
+# For each parameter, the parameter that it needs. If the needed parameter is not given, only the default value is
+# accepted.
 _REFUSED_WITHOUT = {
     "partial_reuse_min_tokens": _CACHING,
     _SWAPPING: _CACHING,
     "file_tier_dir": _SWAPPING,
     "object_tier_io": _SWAPPING,
 }
-# For each parameter, tuples of parameters. A parameter has no effect unless at least one parameter of each tuple is
-# given.
+# For each parameter, tuples of needed parameters. The parameter has an effect only if at least one parameter of each
+# tuple is given.
 _IDLE_WITHOUT = {
     "host_kvcache_swap_space_gb": ((_SWAPPING,),),
     "file_tier_max_gb": (("file_tier_dir",),),

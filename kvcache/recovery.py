@@ -102,7 +102,7 @@ def _doubtful(claims: Claims, call: str, about: object) -> Iterable[RequestID]:
         yield cast("RequestID", about)
     elif call in ("maybe_reserve", "import_block_table"):
         named = [cast("RequestID", about)]
-    # For a `step` without drafted tokens, `about` is None.
+    # A `step` has its rows in `about` only if some of its requests have drafted tokens.
     elif call == "reserve_batch" or (call == "step" and about is not None):
         named = claims.names_at(as_rows(cast("Rows", about)).tolist())
     for request_id, place in claims.places.items():

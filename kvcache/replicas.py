@@ -223,8 +223,8 @@ class Replicas:
             return False
         if first_time and len(self.each) > 1:  # with one replica, no replica has to be chosen
             self._router.admitted(replica_idx, new_pages)
-        # The partly equal page is not copied while a step is in flight, because the step may still write to the copy's
-        # target.
+        # No cached page is copied for partial reuse while a step is in flight, because the step may still write to the
+        # copy's target.
         if self._partial and (first_time or (context.active_idx - context.start_idx > 1 and not self.steps.open)):
             self._reuse_part(self._partial[replica_idx], replica_idx, row, context)
         return True
@@ -393,8 +393,8 @@ class Replicas:
         Sets the mark of the manager to `call`, and leaves it set: the caller clears the mark.
         """
         computed = gathered.computed
-        # No unpublished page was full before the last token, so only the requests for which this token fills a page
-        # have to be checked.
+        # Before the last token, every full page was published. So only the requests whose last token fills a page have
+        # to be checked.
         looked = None if gathered.due else gathered.turning()
         # All replicas hash before any of them publishes: a request whose salt or keys have changed is refused before
         # any change.
@@ -411,7 +411,7 @@ class Replicas:
             self._computed(gathered)
         if self._partial:
             _learn(self._partial, gathered, full)
-        if isinstance(gathered, Batch):  # the requests of a plain sequence are gathered again at the next step
+        if isinstance(gathered, Batch):  # only a `Batch` lasts for several steps, and keeps `due`
             if gathered.has_futures:
                 gathered.due = UNKNOWN
             elif full:
@@ -456,8 +456,8 @@ class Replicas:
     def mend(self, over: object) -> set[RequestID]:
         """Rebuild all state from rows, leases, imports and steps after an interrupt.
 
-        `stop` and `Claims.mend` must be called before this. `over` is the object that the interrupted call was about.
-        If `over` is a lease or a step, it has ended. Returns the requests that cannot continue.
+        `stop` and `Claims.mend` must be called first. `over` is the object that the interrupted call was about. A lease
+        or a step in `over` counts as ended. Returns the requests that cannot continue.
         """
         lost: set[RequestID] = set()
         self.steps.mend(over)

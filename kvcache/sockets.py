@@ -99,9 +99,8 @@ class FrameCounter:
     def passes(self, data: bytes, most: int) -> tuple[int, int]:
         """Returns how many bytes of `data` may be passed on now, and how many frames begin in these bytes.
 
-        At most `most` frames begin in these bytes. If there are fewer than `most` frames, but some of `data` must not
-        be passed on yet, the rest of `data` is an incomplete header of a frame. Raises `GateError` if the data is not
-        allowed.
+        At most `most` frames begin in these bytes. If fewer frames begin, the bytes of `data` that must not be passed
+        on yet are an incomplete header of a frame. Raises `GateError` if the data is not allowed.
         """
         at = self._greeting(data) if self._greeted < _GREETING else 0
         frames = 0

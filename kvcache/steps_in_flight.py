@@ -79,7 +79,7 @@ class StepsInFlight:
         return number
 
     def begin(self, step: StepInFlight) -> None:
-        """Record that the step is in flight, so that pages that are released from now on stay parked for it."""
+        """Record that the step is in flight. Pages that are released from now on are parked for this step."""
         self.open.append(step)
         for place in self._placed:
             place.replica.pool.begin_step()

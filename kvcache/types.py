@@ -44,11 +44,12 @@ class Admission(NamedTuple):
     replica_idx: int
     cached_pages: int  # how many pages of the request are published on that replica
     missing_pages: int  # how many pages must be allocated on that replica for the request
-    # Whether a row and the missing pages are free now. If so, `external_claim` and `maybe_reserve` succeed, provided
-    # that nothing else happens before. If not, the request must wait for a release: it fits on no replica (rule
-    # `prefix`), or not on this one (other rules). If recurrent states share memory with token pages, the claim itself
-    # may evict cached pages that the lookup has found. The check then counts the most pages that the request can need,
-    # so `fits` may be False for a request that would fit.
+    # Whether a row and the missing pages are free now. If True, `external_claim` and `maybe_reserve` succeed, provided
+    # that nothing else happens before. If False, the request must wait until another request is released. With the rule
+    # `prefix`, False means that the request fits on no replica. With other rules, it means that the request does not
+    # fit on this replica. If recurrent states share memory with token pages, the claim itself may evict cached pages
+    # that the lookup has found. `fits` is then computed from the most pages that the request can need, so it may be
+    # False for a request that would fit.
     fits: bool
 
 

@@ -82,7 +82,7 @@ class UnderWay:
             self.refuse(call)
 
     def changing(self, call: str, about: object = None, context: Refusing | None = None) -> Self:
-        """Returns a context manager for the block in which `call` changes the manager's state, and perhaps `context`.
+        """Returns a context manager. In its block, `call` changes the manager's state, and may change `context`.
 
         The mark is set during the block. It is cleared at the end of the block, and after an error that guarantees that
         nothing has changed: an error of this package, or an error of the context before any change. After any other

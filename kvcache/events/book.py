@@ -1,8 +1,9 @@
-"""`EventBook`: what subscribers should know about the caches, in arrays. It makes the events that report each change.
+"""`EventBook`: what subscribers should know about the caches, in arrays. The book makes the events for each change.
 
-The book stores each *content* once, under its hash. A content is what a page holds: its tokens, and the page that it
-continues. The book also records which sources have the content now. So the book can announce the whole state at any
-time. If a page moves to another medium, the serving loop need not supply the page's tokens again.
+The book stores each *content* once, under the hash of the content. A content is what a page holds: the page's tokens,
+and the content that they continue. The book also records which sources have each content now. So the book can announce
+the whole state at any time. If a page moves to another medium, the serving loop need not supply the page's tokens
+again.
 """
 
 import functools
@@ -136,8 +137,8 @@ class EventBook:
 
     def _describe(self, hashers: Sequence[Hashed], firsts: Ints, lasts: Ints, tokens: PageTokens) -> None:
         width = hashers[0].width
-        # This is a copy, because the loop appends to `known`. For each request, it has the digest of the page before
-        # its new pages (zeros before page 0), and the digests of its new pages.
+        # For each request: the digest of the page before its new pages (zeros before page 0), then the digests of its
+        # new pages. The digests are copied, because the loop appends to `hasher.known`.
         known = b"".join(
             hasher.known[(first - 1) * width : last * width] if first else bytes(width) + hasher.known[: last * width]
             for hasher, first, last in zip(hashers, firsts.tolist(), lasts.tolist(), strict=True)

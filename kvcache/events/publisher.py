@@ -1,11 +1,11 @@
 """`EventPublisher`: a thread that makes events from the loop's record, and sends them to subscribers.
 
-The loop only appends entries to a log, and the thread takes them from it. So no subscriber can delay the loop. Every
-buffer has a limit. If a buffer drops a message, subscribers see a gap in the sequence numbers, and can ask for a
-replay. The answer has all batches from the requested number on. If some of these are no longer kept, it has
-`AllBlocksCleared` and the whole state instead, numbered from the requested number on. The first sequence number is the
-clock in microseconds. So after a restart, a subscriber sees only higher numbers than before. The first event is
-`AllBlocksCleared`.
+The loop only appends entries to a log, and the thread takes the entries from the log. So no subscriber can delay the
+loop. Every buffer has a limit. If a buffer drops a message, subscribers see a gap in the sequence numbers, and can ask
+for a replay. The answer has all batches from the requested number on. If some of these batches are no longer kept, the
+answer has `AllBlocksCleared` and the whole state instead, in batches that are numbered from the requested number on.
+The first sequence number is the clock in microseconds. So after a restart, a subscriber sees only higher numbers than
+before. The first event is `AllBlocksCleared`.
 """
 
 import bisect
@@ -174,8 +174,8 @@ class _Stream:
     def _state(self, book: EventBook, first: int) -> Iterable[tuple[int, bytes]]:
         """Returns the whole state as batches that are numbered from `first` on.
 
-        No number is above that of the last batch sent. The subscriber also receives the batches that were sent after
-        its request. This does no harm, because the last event about a page decides.
+        No number is above the number of the last batch that was sent. The subscriber also receives the batches that
+        were sent after its request. These batches do no harm, because the last event about a page decides.
         """
         parts = list(batched(chain([AllBlocksCleared()], book.state(self.rank))))
         count = min(len(parts), max(1, self.sequence - first))

@@ -121,7 +121,7 @@ class FileIndex:
         self.forget(name)
         entries = self._pool.allocate(len(digests))
         self.pages.tables[entries] = tables
-        known = self.pages.publish(entries, digests) != entries  # the pages that another known file has, too
+        known = self.pages.publish(entries, digests) != entries  # the pages that another known file also has
         self._pool.release(entries[known])
         self._numbers += 1
         self._file_of[entries], self._place_of[entries] = self._numbers, np.arange(len(entries))

@@ -585,7 +585,7 @@ class ReplicaTier(PagesBelow, PageReader):
         return len(self.waiting[0][0]) if self.waiting else 0
 
     def _pass_uses(self) -> None:
-        """Apply the uses at the head of the queue: no page before them in the queue waits to be copied to the host."""
+        """Apply the recorded uses that are at the head of the queue, before any page that waits to be copied."""
         while self.waiting and not self.waiting[0][0].size and not self.stores:
             _, digests = self.waiting.popleft()
             if digests.ndim > 2:

@@ -1,23 +1,24 @@
 """The object tier keeps pages of the host tier in an object store, where they are found by their digests.
 
 The pages outlive the machine. All state belongs to the loop's thread. Two other threads talk to the store: one asks and
-reads, the other writes. The loop never waits for them. If pages have not arrived when a request needs them, the request
-computes them. A store that fails, or does not answer in time, is not used for a while.
+reads, the other writes. The loop never waits for these threads. If pages have not arrived when a request needs them,
+the request computes the tokens of these pages. A store that fails, or does not answer in time, is not used for a while.
 
 When a request is released, the pages of its prompt are written, many pages to one object. This tier never lists or
-deletes objects. Instead, the rules of the bucket must expire old objects. A request for an object that is gone ends as
-a miss.
+deletes objects. The rules of the bucket must let old objects expire. Looking up an expired object ends as a miss.
 
-Each block table has its own objects. Corresponding objects of different tables cover the same pages of a prompt. An
-object is named by the digest of its last page in its table. Objects are written in the order of the prompt: first the
-objects of all tables that begin with its first page, then the next objects of all tables, as far as the host has all
-their pages. The objects of a table with a window also include pages that have fallen out of the request's window. A
-lookup asks for the objects that the longest prefix needs. For full attention these are all objects. For a window, they
-are the objects with tokens that a query at the end of the prefix sees.
+Each block table has its own objects. The name of an object is the digest of its last page in its table. The first
+object of each table covers the same pages of a prompt, and so do the second objects, and so on. The first objects of
+all tables are written first, then the second objects of all tables. An object is written only if the host has all its
+pages. An object of a table with a window also includes pages that have fallen out of the request's window.
 
-A lookup takes two rounds of questions. The first round finds where the existing objects of full attention end. This end
-decides which objects of windows the second round asks for. If some of the objects of windows do not exist, a third
-round asks for all objects of windows.
+A lookup asks for the objects that a request needs to resume after the longest prefix. A table of full attention needs
+all objects of the prefix. A table with a window needs only the objects with tokens that a query at the end of the
+prefix sees.
+
+A lookup asks the store in two rounds. The first round finds the last existing object of the tables of full attention.
+The second round asks for the objects that tables with windows need at the end of that object. If some of these objects
+do not exist, a third round asks for all objects of the tables with windows.
 """
 
 import logging
@@ -78,7 +79,7 @@ class ReadRates:
         self._compute_page_s = compute_page_s
         self.answer_s = 0.0  # the running average of the seconds until the store has answered which objects exist
         self.page_s = 0.0  # the running average of the seconds for each page of a read, without the time for an answer
-        self._tried = -math.inf  # when pages were last read although computing them seemed faster
+        self._tried = -math.inf  # the time of the last read of pages that seemed faster to compute
 
     def asked(self, seconds: float) -> None:
         self.answer_s = _mean(self.answer_s, seconds)

@@ -16,8 +16,9 @@ page, or that belongs to another model, is refused in the same way as a corrupte
 accidents: a user who may write to the folder can write any page with a matching checksum.
 
 Only the owner may access the files, and no file is opened through a link. A *draft* is a file that is still being
-written. No process reads it until it is complete. Its writer holds a lock on it, and the kernel releases the lock when
-the process ends in whatever way. So a draft without a lock was left behind by a process that was killed.
+written. No process reads it until it is complete. The writer of a draft holds a lock on the draft. The kernel releases
+the lock when the writer's process ends, even if the process was killed. So a draft without a lock was left behind by a
+process that was killed.
 """
 
 import contextlib

@@ -66,9 +66,9 @@ class PageFolder:
     with the old folder, which is deleted. That process then has only misses, and never reads a wrong page.
 
     Only the owner may access these folders (0700). If an existing folder gives other users rights, the rights are
-    removed. A folder that is a link, or that belongs to another user, is refused. If a root also contains other things,
-    its rights are left as they are, and it is refused if other users may rename its contents. If a folder is deleted,
-    it is made again at the next write.
+    removed. A folder that is a link, or that belongs to another user, is refused. If the root folder also contains
+    other things, its rights are left as they are. Such a root is refused if other users may rename its contents. If a
+    folder is deleted, it is made again at the next write.
 
     Raises `InvalidParamsError` if this process cannot write there, or if other users could.
     """

@@ -6,11 +6,11 @@ An object holds `count` consecutive pages of a prompt. Each page is followed by 
              digest, checksum
 
 The first `count` pages of a prompt are one object, the next `count` pages are another one, and so on. If fewer than
-`count` pages are left at the end, they are in no object, or with `tails` in a shorter object. Tails are used for
-recurrent states, because another request resumes only where a run ends, which may be after any page. An object is named
-by the digest of its last page, which covers the tokens of all its pages. So the objects that a lookup asks for follow
-from the prompt alone, and no list of objects has to be kept or read. Consecutive pages of an object can be read as one
-range.
+`count` pages are left at the end, they are in no object. With `tails`, they form a shorter object, a tail. Tails are
+used for recurrent states, because another request resumes only where a run ends, which may be after any page. An object
+is named by the digest of its last page, which covers the tokens of all its pages. So the objects that a lookup asks for
+follow from the prompt alone, and no list of objects has to be kept or read. Consecutive pages of an object can be read
+as one range.
 """
 
 import re

@@ -7,9 +7,9 @@ one. So a state on the host is copied directly into the request's state page whe
 loop does not wait for this copy, because the device runs its later work after the copy.
 
 Host memory is divided between pages and states once, at the start. A state is as large as hundreds of pages, so slots
-of one common size would waste memory. Slots of different sizes cannot share memory either. Making room would mean to
-move slots, but their content may be in a write to files at that moment. Files are divided in the same way. A store is
-asked for the newest state of a prompt: from the prompt's last page backwards, a few pages at a time.
+of one common size would waste memory. Slots of different sizes cannot share memory either. Making room would require
+moving slots, but a slot must not move while its content is being written to a file. Files are divided in the same way.
+A store is asked for the newest state of a prompt: from the prompt's last page backwards, a few pages at a time.
 """
 
 import math
@@ -81,9 +81,9 @@ def divide_tiers(params: KVCacheParams, shards: int) -> TierRoom:
 class Tiers:
     """The host tier of a manager, and the files and objects below it. The manager's replicas share them.
 
-    At each `fetch`, a few published pages are copied to the host. The copies may take at most the part `share` of the
-    time that has passed since the last `fetch`. So they take at most this part of a step's time, however long a step
-    is. Pages that are about to be overwritten are copied at once.
+    At each `fetch`, a few published pages are copied to the host. These copies may take at most `share` (0.0 to 1.0) of
+    the time since the last `fetch`. So they take the same share of a step's time, however long the step is. Pages that
+    are about to be overwritten are copied at once.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ class Holding(NamedTuple):
 class OwnerNumbers:
     """Gives numbers to leases and imports that hold pages. A holder keeps its number as long as it exists.
 
-    The numbers up to `rows` are those of the rows, which are counted from 1.
+    The numbers 1 to `rows` belong to the rows, so these holders get larger numbers.
     """
 
     def __init__(self, rows: int) -> None:

@@ -133,11 +133,12 @@ class EvictionBook:
         return one.number
 
     def _count_again(self, words: Words, numbers: NDArray[np.int64]) -> None:
-        """Find the evicted pages that were published again, and count them for their evictions.
+        """Find the evicted pages that were published again, and add them to the counts of their evictions.
 
-        Each item of `words` is the content of a page that was evicted or published, in order of time. `numbers` has the
-        number of the eviction, or `_PUBLISHED`. The known evictions come before the new items. A stable sort by word
-        then puts each item right after the previous item with the same content.
+        The items of `words` stand for the contents of pages that were evicted or published, in order of time. `numbers`
+        has the number of each eviction, and `_PUBLISHED` for each publication. The evictions that are already known are
+        put before the new items. Then a stable sort by word puts each item right after the previous item with the same
+        content.
         """
         words, numbers = np.concatenate((self._words, words)), np.concatenate((self._numbers, numbers))
         order = np.argsort(words, kind="stable")
@@ -267,10 +268,11 @@ def _each(clocks: list[int], pages: list[NDArray[np.int32]]) -> NDArray[np.uint3
 
 
 def _with_below(heads: NDArray[np.intp], before: NDArray[np.int32], own: NDArray[np.intp]) -> NDArray[np.intp]:
-    """Returns the number of pages in each part of the prefix tree and in all parts below it.
+    """Returns, for each part of the prefix tree, how many pages are in the part and in all parts below it.
 
-    A part is named by its first page. `own` has the number of pages in each part, `heads` has the first pages, and
-    `before` has the first page of the part above each of them. Adds up level by level, the deepest level first.
+    The index of a part is its first page. `own` has the number of pages in each part. `heads` has the first page of
+    each part, and `before` has the first page of the part above it. The numbers are summed up one level of the tree
+    after another, the deepest level first.
     """
     level, reached = np.zeros(len(own), np.int32), before == 0
     levels = [reached]

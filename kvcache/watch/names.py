@@ -45,7 +45,7 @@ class WatchNames:
         return [_kept(self._tenants, one, tenant_name) for one in salts]
 
     def beside(self, beside: Beside) -> Beside:
-        """Replace the request ids in `leases` and `pulls` by names. `phases` keeps the ids as keys for lookups."""
+        """Replace the request ids in `leases` and `pulls` by names. The keys of `phases` stay request ids."""
         if self._are_clear:
             return beside
         replace = msgspec.structs.replace
