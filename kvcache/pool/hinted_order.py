@@ -5,13 +5,13 @@ A bounded share of the idle pages follows the hints. The other pages follow the 
     release ──► recent: the newest (1 - share), LRU ──oldest──► older: one LRU order a kind of hint ──► evicted
 
 `older` evicts the page of the lowest rank. The rank of a page is its position in the LRU order plus the lead of its
-hint. The lead says how much longer a page is kept than a page without a hint (negative: how much shorter), and is
-measured in pool sizes. When that time is over, the page is evicted as if it had no hint. So a hint decays and never
-pins a page. Whatever the hints say, the cache keeps at least the pages that plain LRU would keep in a smaller pool,
-which lacks the share of pages that follow hints. Two designs were rejected. Strict classes would pin pages. Leads
-without a limited share would let wrong hints cost any number of hits.
+hint. The lead says how much longer a page is kept than a page without a hint. A negative lead means a shorter time. The
+unit is the pool's size, and time passes with each released page. A page whose lead is used up is evicted as if it had
+no hint. So a hint decays and never pins a page. If a share of the pages follows hints, the cache still keeps at least
+the pages that plain LRU would keep in a pool without this share. Two designs were rejected. Strict classes of hints
+would pin pages. If all pages could follow hints, wrong hints could cost any number of hits.
 
-Hints have to earn their share of the idle pages (`HintShare`). To learn whether hints help, two caches are simulated.
+The share grows only while hints gain page hits (`HintShare`). To learn whether hints help, two caches are simulated.
 The first cache is plain LRU. In the second cache, the largest allowed share of the idle pages follows hints.
 """
 
@@ -74,8 +74,8 @@ class HintedOrder(EvictionOrder):
         # For each page, the time at which its hint expires. Read only for kinds of hints with a time to live.
         self._expires: Times = np.zeros(num_pages + 1)
         self._places = 0
-        # How many pages of `_older` were renewed and have not been replaced yet. When pages move to `_older` next, this
-        # many of them do not advance `_places`, so that renewals do not age the other pages.
+        # The number of pages of `_older` that are replaced by newer pages (`renew`). As many of the pages that move to
+        # `_older` next do not advance `_places`. So renewals do not age the other pages.
         self._renewed = 0
         self.count = recent.count
 
@@ -83,7 +83,7 @@ class HintedOrder(EvictionOrder):
         self.share = share
 
     def lead_by(self, pages: int) -> None:
-        """Set the size in pages of which `_LEAD` is a part: one level keeps a page longer by `_LEAD` times `pages`.
+        """Set the factor of all leads, in pages: one level of a hint is a lead of `_LEAD * pages` pages.
 
         The default is the size of the pool.
         """
@@ -196,7 +196,7 @@ class HintedOrder(EvictionOrder):
         return taken[0] if len(taken) == 1 else np.concatenate(taken) if taken else np.zeros(0, np.int32)
 
     def _settle(self, pages: Pages) -> None:
-        """Move `pages` from `recent`, whose oldest pages they are, to the order of each page's kind of hint."""
+        """Add `pages`, which were the oldest of `recent`, to `_older`: each page to the order of its kind of hint."""
         renewed = min(self._renewed, len(pages))
         self._renewed -= renewed
         self._since[pages] = self._places + np.maximum(0, np.arange(len(pages)) - renewed)
@@ -243,9 +243,9 @@ class HintedOrder(EvictionOrder):
         return (int(LEVEL_OF[code]) - NEUTRAL) * _LEAD * self._lead_pages
 
     def _expired(self, code: int, pages: Pages, now: float) -> tuple[bool, int]:
-        """Returns whether the hint of the first page has expired, and the length of the run of pages with this answer.
+        """Returns whether the hint of the first page has expired, and how many pages in a row have the same answer.
 
-        The run begins with the first page. All `pages` have hints of kind `code`, and are sorted, oldest first. All
+        The count begins with the first page. All `pages` have hints of kind `code`, and are sorted, oldest first. All
         hints of a kind have similar times to live. So a page whose hint has expired never waits long behind a page
         whose hint still holds.
         """
@@ -411,20 +411,23 @@ class HintedBaseline:
 
 
 class HintShare:
-    """The share of a pool's idle pages that follows hints. Hints have to earn it.
+    """The share of a pool's idle pages that follows hints. The share grows only while hints gain page hits.
 
-    Each page hit that plain LRU would have missed adds `_STEP` pages to the share. Each hit that plain LRU would have
-    had and the cache missed takes `_STEP` pages away. So wrong hints lose their share once they have cost as many hits
-    as an eighth of the share's pages. Right hints reach the largest share after lookups of a few times as many pages as
-    the pool has. On public traces, with pools of 1,000 to 30,000 pages, hints that are all inverted lose at most 0.6
-    percentage points of hit rate against plain LRU.
+    Each page hit that plain LRU would have missed adds `_STEP` pages to the share. Each page hit that plain LRU would
+    have had, and that the cache missed, takes `_STEP` pages away. So wrong hints lose their share when they have cost
+    as many hits as an eighth of the share's pages. Right hints reach the largest share after a number of page lookups
+    that is a few times the pool's size. On public traces, with pools of 1,000 to 30,000 pages, hints that are all
+    inverted lose at most 0.6 percentage points of hit rate against plain LRU.
 
-    If a share is too small to keep a hinted page until its next request, hints gain no hits, and the share would never
-    change, however good the hints are. So a baseline simulates the largest share. While the baseline has more hits than
-    both plain LRU and the real cache, its hits adjust the share, in place of the hits of the real cache. But the hits
-    of the baseline are only a promise, so they count only while there is credit. Each hit that plain LRU has and the
-    real cache misses uses up credit. The credit begins as a part of the pool's pages, and grows by a part of the pages
-    that are looked up. The credit bounds the cost of a promise that does not come true.
+    A small share may not keep a hinted page until its next request. Then even good hints gain no hits, and the share
+    would never grow. Therefore a baseline (a simulated cache) follows hints with the largest share. While the baseline
+    has more hits than both plain LRU and the real cache, the hits of the baseline adjust the share instead of the hits
+    of the real cache.
+
+    The hits of the baseline are only a promise, so they count only while there is credit. Each hit that plain LRU has
+    and the real cache misses uses up credit. The initial credit is a part of the pool's size. The credit grows by a
+    part of the number of pages that requests look up. So the credit bounds the cost of a promise that does not come
+    true.
 
     Attributes:
         value: the current share, from 0.0 to `most`.

@@ -148,7 +148,7 @@ class PrefixIndex:
         return self._words[pages]
 
     def published_words(self, mask: np.uint64) -> Buckets:
-        """Returns the first word of the digest of each published page, if the word has none of the bits of `mask`."""
+        """Returns the published pages whose digests begin with a word that has none of the bits of `mask`."""
         return np.flatnonzero(self.published & ((self._words & mask) == 0))
 
     def mend(self) -> None:

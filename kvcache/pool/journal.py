@@ -39,7 +39,7 @@ class PageReader:
         """`pages` were just published. Not called for pages that come from a lower tier."""
 
     def followed(self, pages: Pages, parents: Pages) -> None:
-        """Each of `pages`, just published, follows the page in `parents` within its prompt.
+        """`pages` were just published. In its prompt, `pages[i]` follows `parents[i]`, for each i.
 
         A parent of 0 means that the page begins the prompt.
         """

@@ -94,7 +94,7 @@ class PagesBelow:
         """Copy held host `slots` to `pages`, which only the row holds. The pages may be read after `arrive`."""
 
     def arrive(self, rows: NDArray[np.int64] | slice) -> None:
-        """Ensure that later reads of the pages of `rows` see the content that was copied from host memory."""
+        """Order the copies from host memory to the pages of `rows` before all later reads of these pages."""
 
     def load_all(self) -> None:
         """Wait for all copies to the device."""

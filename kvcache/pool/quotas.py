@@ -187,7 +187,7 @@ class TenantQuotas(NoQuotas):
         return self._orders[owner].count + self._slabs[owner] * (self.slab_pages - 1) - self._quotas[owner]
 
     def _forget_slabs(self, owner: int, gone: Pages | Indices) -> None:
-        """Remove the slabs among the entries `gone` from the tenant's count of slabs."""
+        """Subtract the slabs that are among the entries `gone` from the tenant's number of idle slabs."""
         if self._slabs[owner]:
             self._slabs[owner] -= int(np.count_nonzero(self._is_slab[gone]))
             self._is_slab[gone] = False
@@ -287,9 +287,9 @@ class QuotaOrder(OverOrder):
         self._quotas.check(self._named(self.pages()), slabs=self._of_slabs)
 
     def _named(self, pages: Pages | Indices) -> NDArray[Any]:
-        """Returns the numbers that stand for `pages` in the records of quotas.
+        """Returns the ids under which `pages` are in the records of quotas.
 
-        If the entries of this order are slabs, the number of the slab's first page stands for the slab.
+        If the entries of this order are slabs, the id of a slab is the number of its first page.
         """
         return pages * self._unit
 
@@ -304,9 +304,9 @@ class QuotaOrder(OverOrder):
         return surplus
 
     def _with(self, surplus: Pages, rest: Pages) -> Pages:
-        """Returns the pages `surplus` and then the pages `rest`. Removes `rest` from the records of quotas.
+        """Returns the pages `surplus`, followed by the pages `rest`. Removes `rest` from the records of quotas.
 
-        The wrapped order has popped `rest`.
+        The caller has popped `rest` from the wrapped order.
         """
         self._quotas.remove(self._named(rest))
         self._quotas.disown(self._named(rest))

@@ -67,8 +67,8 @@ class SlabPool(PagePool):
         self.clock = 1  # one more than the number of pages released so far
         # For each idle page, the value of `clock` at its last use; 0 for a fresh page.
         self._used = np.zeros(num_pages + 1, np.int64)
-        # For each page, its last use (`_used`), plus the lead of its hint at its release. While the order has no leads,
-        # this is the same array as `_used`.
+        # For each page, the sum of its last use (`_used`) and of the lead that its hint had at its release. While the
+        # order has no leads, this is the same array as `_used`.
         self._turn = self._used
         self._last_evicted = 0  # the last use of the page that was evicted last
         # For each slab, a lower bound for the last use of its most recently used page. Holding a page does not update
@@ -334,7 +334,7 @@ class SlabPool(PagePool):
         return evicted
 
     def _drop(self, pages: Pages, why: int = BY_TURN) -> None:
-        """Withdraw pages that have left the order from the index, and notify readers."""
+        """Withdraw `pages` from the index, and notify readers. The pages have already left the eviction order."""
         self.index.withdraw(pages)
         self.evictions += len(pages)
         for save in self.journal.going:

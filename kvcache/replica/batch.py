@@ -58,7 +58,7 @@ class Gathered:
     ) -> None:
         self.contexts: Sequence[Context] = contexts
         self.replicas = replicas  # the index of each request's replica
-        self.rows = rows  # the row of each request in that replica
+        self.rows = rows  # the row of each request in its replica
         # the place of each request in arrays over the rows of all replicas (`AllRows`)
         self.places: Rows = as_run(places)
         self._shares: list[Share] = []
@@ -194,7 +194,7 @@ class Batch(Gathered, Sequence[Context]):
         super().__init__(tuple(contexts), replicas, rows, places)
 
     def found_right(self, releases: int, *, unbound: bool) -> None:
-        """Record that the rows of the batch are the rows of its requests, after `releases` releases of the manager.
+        """Record that the batch has the right row of each request, as of the manager's count `releases` of releases.
 
         `unbound` says whether some requests have no pages yet.
         """
@@ -225,8 +225,8 @@ class Batch(Gathered, Sequence[Context]):
         # The results of `turning`. The key is the position of the first request's newest token within its page. The
         # value has the shares of the requests whose newest token then begins a page.
         self._turning: dict[int, list[Share]] = {}
-        # For each replica, how many more tokens the longest request of the batch has than the longest request on this
-        # replica.
+        # For each replica, a number of tokens: the length of the longest request of the batch, minus the length of the
+        # longest request on the replica.
         self._behind: dict[int, int] = {}
         self._updated = False
         own = self._own
@@ -437,7 +437,7 @@ class Batch(Gathered, Sequence[Context]):
         """Begin a new log of tokens. All contexts have all tokens of the old log."""
         # Set before `_began`: if a context is read between the two assignments, it must find that it lacks no token.
         self._count = self._page_size
-        # whether this log has had a future token, so that contexts may have copied a future token
+        # whether this log has ever had a future token; contexts may have copied it
         self._had_futures = False
         # how many tokens each context knew when this log began, and the row of the log for the next token
         self._began: tuple[list[int], int] = (self.ends.tolist(), self._page_size)
@@ -529,7 +529,7 @@ class Batch(Gathered, Sequence[Context]):
 
 
 def shares_of_all(replicas: Ints, rows: Ints, count: int) -> list[Share]:
-    """Returns one `Share` for each of `count` replicas. It is empty if the replica has no requests in the batch.
+    """Returns one `Share` for each of `count` replicas. Replicas without requests in the batch get an empty `Share`.
 
     `replicas` and `rows` have the replica and the row of each request, in batch order.
     """

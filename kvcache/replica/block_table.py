@@ -42,8 +42,8 @@ class BlockTable(msgspec.Struct, frozen=True, tag="block_table/1", omit_defaults
     digests: bytes = b""  # the digests of all full pages, one after another; empty if prefix caching is off
     # The kind of each group (`LayerTables.kinds_named`), except a first group of full attention.
     kinds: tuple[str, ...] = ()
-    # the index in the prompt of the page of the first id and of the first digest; the importing manager already has all
-    # earlier pages
+    # The index in the prompt of the first page in this table, to which the first digest belongs. The importing manager
+    # already has all earlier pages.
     first_page: int = 0
     # One seal for each lease of the request; empty without a lease. The manager that grants a lease makes its seal
     # (`manager.lease`). A reader compares the seal with the one that it expects (`transfer.pull.seals`), and so sees
@@ -105,9 +105,9 @@ class ImportPart:
     def named(self, pages: tuple[int, ...], num_tokens: int, page_size: int) -> Pages | None:
         """Returns the other manager's pages to copy.
 
-        Earlier tables named some of these pages. The new table names the pages `pages`. Returns None if the new table
-        leaves out a page that no earlier table named, if it names another page than an earlier table did, or if a page
-        occurs twice.
+        Earlier tables named some of these pages. The new table names the pages `pages`. Returns None in three cases:
+        the new table leaves out a page that no earlier table named; it contradicts an earlier table; or a page occurs
+        twice.
         """
         if self.is_state:
             new = np.array(pages, np.int32)
@@ -208,8 +208,8 @@ class PendingImport:
     def can_shorten(self) -> bool:
         """Whether the import may end earlier than its table.
 
-        False if a layer group has a window, or if there is a recurrent state. The table names the pages of the window
-        and the state only for its own end, so they fit no earlier end.
+        False if a layer group has a window, or if there is a recurrent state. The table names only the window pages and
+        the state that are needed at its own end. An earlier end needs others.
         """
         return len(self.parts) == 1 and not self.parts[0].at_end
 
@@ -264,8 +264,8 @@ class PendingImport:
     def take_up(self, table: BlockTable, named: list[Pages], *, last: bool) -> None:
         """Record that the other manager's block table now covers more tokens.
 
-        `named` has the other manager's pages that can be copied now, for each block table. `last` says that `table` is
-        the last table of this import.
+        `table` is the new table of the other manager. `named` has the other manager's pages that can be copied now, for
+        each block table. `last` says that `table` is the last table of this import.
         """
         self.num_tokens = table.num_tokens
         self.told.append(table)

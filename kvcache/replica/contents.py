@@ -118,13 +118,12 @@ class PageContents:
     ) -> PendingImport | None:
         """Reserve pages for full pages of a prompt that are to be copied from another manager.
 
-        No request waits for them. The pages may begin anywhere in the prompt. The import is copied like any other, and
-        ends with `commit_pages`, or with the manager's `cancel_import`. If a request computes the same prompt in the
-        meantime, it finds the imported pages once it has computed all pages before them. `table` and `others` are as
-        for `import_block_table`, but their pages must have this manager's page size, and their digests must be by this
-        manager's hash algorithm. Returns None if the import would take more than half of the free pages. Raises
-        `BlockTableMismatchError` if a table does not fit the context, and `InvalidRequestError` if `replica_idx` is not
-        the index of a replica.
+        No request waits for this import. The pages may begin anywhere in the prompt. The import is copied like any
+        other, and ends with `commit_pages`, or with the manager's `cancel_import`. If a request computes the same
+        prompt in the meantime, it finds the imported pages when it has computed all earlier pages. For `table` and
+        `others`, see `import_block_table`. In addition, they must have this manager's page size and hash algorithm.
+        Returns None if the import would take more than half of the free pages. Raises `BlockTableMismatchError` if a
+        table does not fit the context, and `InvalidRequestError` if `replica_idx` is not the index of a replica.
         """
         self._mark.check("contents.import_pages")
         check_context(context, "contents.import_pages")
@@ -138,7 +137,8 @@ class PageContents:
     def commit_pages(self, pending: PendingImport, proof: ImportProof | None) -> None:
         """Publish the pages of an import made by `import_pages`, all of which have been copied.
 
-        Afterwards the pages are cached, and no request holds them. `proof` is as for `commit_import`.
+        Afterwards the pages are cached, and no request holds them. For `proof`, see
+        `PagedKVCacheManager.commit_import`.
         """
         self._mark.check("contents.commit_pages")
         replica = imports.own_import(self._replicas, pending, "commit_pages", is_open=True)
@@ -150,9 +150,10 @@ class PageContents:
         return whole(f"{name}: replica_idx", replica_idx, 0, len(self._replicas) - 1, InvalidRequestError)
 
     def _wanted(self, name: RequestID, replica_idx: int, wanted: PageDigests) -> tuple[Replica, NDArray[np.uint64]]:
-        """Returns the replica with this index, and the wanted digests as an array.
+        """Returns the replica with this index, and the digests in `wanted` as an array.
 
-        Raises `BlockTableMismatchError` if they cannot be compared with the replica's digests.
+        Raises `BlockTableMismatchError` if the replica caches no pages of this size and hash algorithm, or cannot lend
+        pages from `wanted.first_page` on.
         """
         replica = self._replicas[self._index(f"request {name!r}", replica_idx)]
         if wanted.first_page and not replica.lends_any_part:

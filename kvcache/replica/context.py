@@ -145,7 +145,7 @@ class TextContext:
         # the first token that the step in flight runs; None if no step is in flight whose token is not known yet
         self._flight: int | None = None
         self.prefix_hasher: PrefixHasher | None = None
-        # The salt and the keys, on which pages depend as well as on tokens. They are in one tuple, so that usually one
+        # The content of pages depends on tokens, salt and keys. Salt and keys are in one tuple, so that usually one
         # identity test shows that neither has changed.
         self.named = (checked_salt(self.request_id, cache_salt), checked_keys(self.request_id, extra_keys))
         self.retention = retention
@@ -205,7 +205,7 @@ class TextContext:
 
     @property
     def computed_idx(self) -> int:
-        """The number of computed tokens: those before `start_idx` that no step in flight is still computing."""
+        """The number of computed tokens before `start_idx`. Tokens that a step in flight runs are not computed yet."""
         if self._follows:
             self._leader.catch_up(self._place, self._end)
         return self._start if self._flight is None else min(self._start, self._flight)
@@ -346,8 +346,7 @@ class TextContext:
         self._start, self._active = 0, self._end
 
     def __getstate__(self) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-        # Read first, because reading `tokens` catches up with a batch. The copied context does not belong to that
-        # batch.
+        # `tokens` is read first, because this applies the batch's updates. The copied context belongs to no batch.
         tokens = self.tokens.copy()
         if self._flight is not None:
             self._refuse_future("a copy")
@@ -409,7 +408,7 @@ class TextContext:
         return f"TextContext({self.request_id!r}, start={self.start_idx}, active={self.active_idx}, end={self.end_idx})"
 
     def append_future(self, start: int, end: int) -> None:
-        """Do `append_one` for the future token of a step in flight, whose run began at token `start`."""
+        """Append the future token of a step in flight that runs the tokens from token `start` on."""
         self._flight = start
         self.append_one(FUTURE_TOKEN, end - 1, end)
 
@@ -453,8 +452,8 @@ class TextContext:
 def chunk_end(indices: ContextIndices, start: int) -> int:
     """Returns the token at which a chunk that begins at token `start` ends.
 
-    `indices` are the context's indices before its start was moved to `start`. They describe the planned chunk. If
-    `start` is beyond the end of the planned chunk, another chunk of the same length begins at `start`.
+    `indices` are the context's indices before its start was moved to `start`. `indices` describe the planned chunk. If
+    `start` is not within the planned chunk, another chunk of the same length begins at `start`.
     """
     before, active, end = indices
     return active if start < active else min(end, start + active - before)

@@ -146,8 +146,8 @@ class ReplicaPageMoves(PageMoves):
     def staying(self) -> NDArray[np.bool_]:
         """Returns a mask of the pages that cannot be moved.
 
-        These are pages that something besides rows holds or writes, and pages of a row that a model runs, or that has a
-        lease, an import or an exported block table.
+        A page cannot be moved if a transfer writes it, or if anything besides rows holds it. The pages of a row cannot
+        be moved while a model runs the row, or while the row has a lease, an import or an exported block table.
         """
         pool = self._replica.pool
         by_rows = np.bincount(np.concatenate(self._pages_of_rows()), minlength=pool.num_pages + 1)

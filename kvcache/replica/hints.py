@@ -100,9 +100,9 @@ class ReplicaHints(PageReader):
         return self._share.value if self._baselines else 0.0
 
     def come(self, row: int, context: SafeContext, found: int) -> None:
-        """Called when the row's request asks for pages. `found` of the pages that it needs were already published.
+        """Record that the row's request asks for pages, and that `found` of the pages were already published.
 
-        Until `has_begun` is True, callers may leave out the call for a request without a hint.
+        While `has_begun` is False, callers may skip this call for a request without a hint.
         """
         self._found[row] += found
         if self._rows.prompt.item(row) >= 0:  # the request has asked before, and the baselines have counted it
@@ -127,8 +127,8 @@ class ReplicaHints(PageReader):
     def brought(self, pages: Pages, salt: str | None, words: Words) -> None:
         """Record that `pages` were copied from another replica or manager, for a request with this `salt`.
 
-        `words` has the first word of the digest of each page of the prompt that the request finds. The baselines get
-        these pages, too, because with plain LRU they would also have been copied.
+        `words` has the first word of the digest of each page that the request finds in its prompt. The baselines also
+        get these pages, because the pages would have been copied under plain LRU, too.
         """
         if self._quotas.limited:
             self._pool.idle.own(pages, salt)
@@ -245,7 +245,7 @@ class ReplicaHints(PageReader):
         return past * self._tables.count + len(rows.row_of) * self._pool.beside
 
     def _width(self) -> float:
-        """Returns the memory of all cached pages and states for each cached page of the first table, in pages."""
+        """Returns how many pages of memory all cached content takes for each cached page of the first table."""
         return self._pool.width * self._tables.width()
 
     def _start(self) -> None:
@@ -346,8 +346,8 @@ class StateHints:
         said, owned = _said_of(hints, columns, columns_before), self._owned(salt, copies)
         if not np.count_nonzero(touched := said | owned):
             return
-        # The pages are in reverse order, because `release` makes its last page the first one to be evicted, and this
-        # must be the oldest state.
+        # The pages are in reverse order: `release` makes the last page the first one to be evicted, and the oldest
+        # state must be evicted first.
         at = np.flatnonzero(touched)[::-1]
         self._pool.hold(copies[at])
         order.own(copies[owned], salt)

@@ -195,7 +195,7 @@ def _check_digests(
 ) -> PrefixHasher | None:
     """Raise unless the table has the digests of the context's own tokens, which shows that its pages hold this prompt.
 
-    Digests with another page size or algorithm are compared too, although the tokens then have to be hashed once more.
+    Digests of another page size or algorithm are compared, too. For this comparison, the tokens are hashed once more.
     Without this check, pages of another prompt or salt could be published here under this prompt's digests.
     """
     if not table.hash_algorithm:
@@ -310,7 +310,7 @@ def _plan(
 
 
 def _check_reach(context: SafeContext, table: BlockTable, kinds: Sequence[str], firsts: Sequence[int]) -> None:
-    """Raise `BlockTableMismatchError` unless the table names all pages of each window that have to be copied."""
+    """Raise `BlockTableMismatchError` unless the table names all window pages that this manager lacks."""
     wanted = -(-table.num_tokens // table.page_size)
     for kind, pages, first in zip(kinds, table.groups[: len(kinds)], firsts, strict=True):
         begins = (wanted - len(pages)) * table.page_size
@@ -366,8 +366,8 @@ def check_pages(
 ) -> PendingImport:
     """Make an import of full pages that no request waits for. `begin_pages` gives the import its pages.
 
-    The pages may begin anywhere in a prompt. Raises `BlockTableMismatchError` unless all tables hold pages of the
-    context's tokens, with digests by this manager's algorithm.
+    The pages may begin anywhere in a prompt. Raises `BlockTableMismatchError` unless all tables hold full pages of the
+    context's tokens, with this manager's page size and hash algorithm.
     """
     if not takes_any_part(replica):
         raise _mismatch(

@@ -146,7 +146,7 @@ def build_inputs(
 
 
 def max_lengths(state: BatchState, num_steps: int) -> torch.Tensor:
-    """Returns int32 `[num_steps, 2]`: for each step, the most tokens that one request runs, and the longest context.
+    """Returns int32 `[num_steps, 2]`: for each step, the most tokens that any request runs, and the longest context.
 
     From the second step on, each request runs one token.
     """

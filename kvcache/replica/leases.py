@@ -2,8 +2,8 @@
 
 While a request is claimed, its row holds its pages. When the request is released, for whatever reason, its open leases
 take over the pages. The pages are freed when the last of these leases ends. So a caller need not keep a request only
-because others still read its pages. If a page leaves the row earlier, because the row shares another page with the same
-content from then on, the leases take over the page at that moment.
+because others still read its pages. A page may also leave the row earlier, because the row shares another page with the
+same content instead. At that moment, the leases take over the page.
 """
 
 from collections.abc import Callable, Sequence
@@ -105,7 +105,7 @@ class PageLeases:
                 self.kept[row] = min(tokens, int(self.kept[row]))
 
     def sealed(self, row: int, table: BlockTable) -> BlockTable:
-        """Returns the block table with one seal for each lease of the row whose reader wants a seal."""
+        """Returns `table` with the seals of the row's leases (`BlockTable.seals`). A lease without `seal` adds none."""
         seals = [lease.seal for lease in self.of_row.get(row, ()) if lease.seal is not None]
         return replace(table, seals=tuple(seal(table) for seal in seals)) if seals else table
 
@@ -199,9 +199,9 @@ class PageLeases:
         return counts
 
     def mend(self, over: object) -> None:
-        """Restore the leases of each row after an interrupt, when the rows are repaired.
+        """Restore the leases of each row after an interrupt. The rows must be repaired first.
 
-        `over` may be a lease that has ended, and is then removed.
+        If `over` is a lease, the lease has ended and is removed.
         """
         self._held = {lease: held for lease, held in self._held.items() if lease is not over}
         rows = self._rows.request_ids

@@ -56,18 +56,18 @@ class PartialReuse:
         self._prefix_of.clear()
 
     def find(self, row: int, context: SafeContext) -> tuple[Pages, Pages, int] | None:
-        """Finds the pages that a row with reserved pages can copy. None if there are none.
+        """Finds cached pages that a row with reserved pages can copy. Returns None if there are no such pages.
 
-        Returns the pages to copy and the row's pages to copy them to, one for each table. Also returns the number of
-        tokens that are cached after the copy.
+        Returns the pages to copy, and the row's pages to copy them to: one page for each table. Also returns the number
+        of tokens that are cached after the copy.
         """
         size, rows, start = self._replica.page_size, self._replica.rows, context.start_idx
         at = start // size
         if int(rows.committed[row]) != at or _has_key(context, at, size):
             return None
         own, pool, tables = rows.table[:, row, at].copy(), self._replica.pool, self._replica.tables
-        # The last token is not compared, because it has to run. If a table has pages only up to the end of a chunk, the
-        # last token of the chunk is not compared. A shared or published page of the row must not be overwritten.
+        # The last token that has a page is not compared, because it has to run. If a table has pages only for a chunk,
+        # this is the last token of the chunk. A shared or published page of the row must not be overwritten.
         last = (context.active_idx if tables.in_chunks else context.end_idx) - 1
         wanted = np.asarray(context.tokens[at * size : min((at + 1) * size, last)])
         if len(wanted) < self._min_tokens or (pool.holders[own] != 1).any() or pool.index.published[own].any():

@@ -1,17 +1,17 @@
-"""`PeerCopies`: copies pages that a request lacks from other replicas of this process that have them.
+"""`PeerCopies`: copies the pages that a request lacks from other replicas of this process.
 
 With recurrent states, the copied prefix ends at the last page after which some replica has a cached state, and the
 state is copied, too. If host memory has pages after this prefix, the request resumes after these pages, and only the
 pages that it needs at that point are copied. If both a replica and the host have a page, it is copied from the replica,
 because the link between devices is faster.
 
-Copying is off by default (`Routing.copy_pages`). The copies evict pages of other prompts, and a router that sends
-requests to the replica with their prefix leaves little to copy. Copying helps where routing cannot: if the replica that
+Copying is off by default (`Routing.copy_pages`). The copies evict pages of other prompts. If the router sends each
+request to the replica with its prefix, little is left to copy. Copying helps where routing cannot: if the replica that
 has the pages is busy, or if all prompts begin with the same tokens.
 
-An alternative was rejected: to remove the pages from the replica that had them. It would save room, but pages would
-move back and forth. In a simulation on public traces, the number of hits was the same, and up to three times as many
-pages were copied.
+An alternative was rejected: to remove the copied pages from the other replica. Removing them would save memory, but
+pages would move back and forth. In a simulation on public traces, the number of hits was the same, and up to three
+times as many pages were copied.
 """
 
 from collections.abc import Sequence

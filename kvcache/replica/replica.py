@@ -98,8 +98,8 @@ class Replica:
         """Whether a new request may resume from another token than `find` returns.
 
         There are two reasons. Lower tiers are looked up only when the request reserves pages. If they have more pages
-        than the device, the request resumes from a later token, and there it needs other pages of a window. If states
-        and pages share memory, making room for the state of a new request may evict pages that the request would find.
+        than the device, the request resumes from a later token. It then needs other pages of a window. If states and
+        pages share memory, making room for the state of a new request may evict pages that the request would find.
         """
         costs = self.caching and any(states.pages.pool.room_may_cost for states in self.states)
         return costs or (self.tier.keeps and not self.tables.is_plain)
@@ -385,8 +385,8 @@ class Replica:
     def filled(self, rows: Rows, computed: Ints, digests_of: DigestsOf) -> Filled | None:
         """Returns the full pages that `publish` must publish, or None if there are none. Changes nothing.
 
-        `digests_of(at, firsts, lasts)` returns the digests of pages `firsts` to `lasts` of the rows with indices `at`
-        in `rows`. It may raise, so `filled` must be called before anything is changed.
+        `digests_of(at, firsts, lasts)` returns the digests of pages `firsts[i]` to `lasts[i]` of `rows[at[i]]`, for
+        each i. It may raise, so `filled` must be called before anything is changed.
         """
         if not self.caching:
             return None
@@ -422,9 +422,10 @@ class Replica:
         state.commit(filled, lasts)
 
     def publish_one(self, row: int, first: int, digests: NDArray[np.uint64]) -> None:
-        """Publish full pages of a row, in half the time of `publish`. No reader of a lease may know pages of the row.
+        """Do the same as `publish` for one row, in half the time. Requires that no reader knows pages of the row.
 
-        `digests` are those of the pages in columns `first` and later. The caller records how many tokens are computed.
+        `digests` are the digests of the full pages from column `first` on. The caller records how many tokens are
+        computed.
         """
         count = len(digests)
         if count == 1:
@@ -450,8 +451,8 @@ class Replica:
     def published_digests(self, row: int, context: SafeContext | None, first: int = 0, last: int = NEVER) -> Digests:
         """Returns the digests of the tokens in the row's published columns `first` to `last` (excluded).
 
-        If no table keeps all pages, the digests are computed from the context. The result is empty if the context has
-        dropped tokens of these columns after their pages were published.
+        If no table keeps the pages of all tokens, the digests are computed from the context. The result is empty if the
+        context has dropped tokens of these columns after their pages were published.
         """
         last = max(first, min(last, self.rows.committed.item(row)))
         if self.tables.keeps_prefix:
@@ -502,7 +503,7 @@ class Replica:
         self.counter.hit(row, indices[0], start)
 
     def mend(self, over: object) -> list[RequestID]:
-        """Restore everything that follows from rows and leases, after an interrupt. Claims and rows must be repaired.
+        """Restore everything that follows from rows and leases, after an interrupt. Call `Claims.mend` first.
 
         A page that a row holds stays published only if the row counts the page as committed, and all earlier pages of
         the row are published. `over` is a lease that has ended, or None. Returns the requests that cannot continue.
@@ -646,7 +647,8 @@ class Replica:
         found = self.look_up(row, context, start)
         if found.end * self.page_size > start:
             start = found.end * self.page_size
-        # The found pages have only computed tokens. `step` will replace the row's own pages by them.
+        # The row has computed all tokens of the found pages. `step` will replace the row's own pages by the found
+        # pages.
         elif found.end > found.first:
             found = self.tables.nothing(found.first)
         return self.tables.plan(row, indices, length, start, found)

@@ -27,14 +27,13 @@ Host = Callable[[Digests], Slots]
 
 
 class Found(NamedTuple):
-    """The pages with which a request resumes, after the first `first` columns, whose pages the request already has.
+    """The pages with which a request resumes. The request already has the pages of the first `first` columns.
 
     Attributes:
         end: the column after the last page of the prefix, where the request resumes.
-        pages: by group of tables, the pages in columns that a query at column `end` sees, except those that are the
-            row's own. The shape is `[tables, pages]`, or `[pages]` for a single table without `slots`.
-        reached: the column up to which pages are cached. It may be after `end`, because no recurrent state need be
-            cached there.
+        pages: by group of tables, the pages that a query at column `end` sees, without the row's own pages. The shape
+            is `[tables, pages]`, or `[pages]` for a single table without `slots`.
+        reached: the column up to which pages are cached. If no recurrent state is cached there, it is after `end`.
         slots: for each page that is missing in `pages`, the host slot from which it is restored, one table after
             another.
     """
@@ -121,9 +120,9 @@ def resume(
 ) -> int:
     """Returns the length of the longest prefix after which the request can resume in every table.
 
-    The first `first` pages are not counted, because all tables have them. `there` says which of the pages after the
-    first ones each table has, `[tables, pages]`. `ends` is a mask, `[pages]`, of the pages after which a request may
-    resume for other reasons, such as its recurrent state. None means after any page.
+    The first `first` pages are not counted, because all tables have them. `there` says which of the later pages each
+    table has, `[tables, pages]`. `ends` is a mask, `[pages]`, of the pages after which the request may resume as far as
+    recurrent states are concerned. None means after any page.
     """
     columns = np.arange(first, first + there.shape[1], dtype=np.int64)
     fits = np.ones(len(columns), np.bool_) if ends is None else ends[: len(columns)].copy()

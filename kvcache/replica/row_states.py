@@ -125,9 +125,9 @@ class RowStates:
     # ---- tiers
 
     def ask(self, tier: PagesBelow, digests: Digests, first: int) -> tuple[bool, Digests]:
-        """Ask remote stores for the last state after a page with one of these digests, and for the pages before it.
+        """Ask remote stores for the latest state of the prompt with these digests, and for the pages before it.
 
-        `tier` is asked for the pages. Only unknown answers are asked for. The caller already has the first `first`
+        `tier` is asked for the pages. Known answers are not asked for again. The caller already has the first `first`
         pages. Returns whether an answer is on its way, and the digests of the longest prefix that is known to exist. A
         short object at the end of a run of pages shows that a state was stored after this run.
         """
@@ -178,8 +178,8 @@ class RowStates:
         if not self._caching:
             return plan
         start, active, of_prompt = plan.start, plan.active, self._stops[row]
-        # A chunk of one token has not looked up its prefix, unless it is the first chunk of its request. In that case
-        # `cached` is set. `cached` is also set if a fork decodes.
+        # For a chunk of one token, no prefix was looked up, except for the first chunk of a request, where
+        # `plan.cached` is set. `plan.cached` is also set if a fork decodes.
         if not of_prompt and (plan.cached or active - start > 1):
             last, size = context.end_idx - 1, self._rows.page_size
             of_prompt = (plan.reached * size, last - last % size)
@@ -220,7 +220,7 @@ class RowStates:
             self.pages.keep(names[at], digests[at : at + 1], counts[at], passing=passing[at])
 
     def digest_at(self, row: int, context: SafeContext, tokens: int) -> Digests:
-        """Returns the digest, `[1, words]`, of the page that ends with the request's token number `tokens`.
+        """Returns the digest, `[1, words]`, of the last full page of the request's first `tokens` tokens.
 
         Empty if `tokens` is 0.
         """
@@ -258,7 +258,7 @@ class RowStates:
 
         While the page is leased, the state does not change. Raises `StatePageError` if drafted tokens ran without a
         `step` after them, or if the state covers another number of tokens than the table. With `full_pages`, the table
-        is for a prompt that still runs: readers may not read the state yet, and it may cover other tokens.
+        is for a prompt that still runs. Readers do not read the state yet, so it need not match the table.
         """
         request_id, pages = self._name(row), self.pages
         if not full_pages:

@@ -98,7 +98,7 @@ class BlockRows:
         self.tensor = torch.zeros(shape if shape[0] > 1 else shape[1:], dtype=torch.int32, pin_memory=pinned)
         self.table: Pages = self.tensor.numpy().reshape(shape)  # a view of `tensor`
         self._first_table: Pages = self.table[0]
-        # The same entries as a flat array, because numpy indexes it in a tenth of the time. `places` returns the
+        # A flat view of `table`, because numpy indexes a flat array in a tenth of the time. `places` returns the
         # indices.
         self.entries: Pages = self.table.reshape(-1)
         # Arrays, because numpy takes twice as long with a Python int.
@@ -111,7 +111,7 @@ class BlockRows:
         # for each group and row, the first column with a page, and the column after the last page
         self._bounds = np.zeros((2, len(groups), rows), np.int64)
         self.firsts, self.ends = self._bounds
-        # for each row, the column after the last page of the first group, which no other group exceeds
+        # For each row, the column after the last page of the first group. No other group has later pages.
         self.num_pages: Ints = self.ends[0]
         self.shortest: Ints = self.ends[-1]
         # a mask of the rows that have changed since they were last uploaded to devices
@@ -139,13 +139,13 @@ class BlockRows:
         return self._first_table[row, : self.num_pages[row]]
 
     def grow(self, row: int, end: int) -> None:
-        """Record that the row now has pages in all columns before column `end`. Only for a single table."""
+        """Record that the row now has pages in all columns before column `end`. There must be a single table."""
         self.num_pages[row] = end
         self.changed[row] = True
         self.capacity[row] = self._room[end]
 
     def places(self, rows: Ints, columns: Ints, tables: slice = slice(None)) -> Ints:
-        """Returns where `entries` has the page in column `columns[i]` of `rows[i]` in each of `tables`.
+        """Returns the index in `entries` of column `columns[i]` of `rows[i]`, for each i and each of `tables`.
 
         The result has the shape `[tables, rows]`.
         """
@@ -305,7 +305,7 @@ class PromptCounter:
         self.open.discard(row)
 
     def mend(self) -> None:
-        """Find the rows of `open` again from the counts of all rows, after an interrupt."""
+        """Find the rows whose prompts are not fully counted (`open`) again, after an interrupt."""
         self.open = {*np.flatnonzero(self._rows.counted < self._rows.prompt).tolist()}
 
     def forget(self, row: int) -> None:

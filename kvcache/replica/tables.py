@@ -71,10 +71,10 @@ class RowTables:
     # ---- lookups
 
     def run(self, first: int, digests: Digests) -> Found:
-        """Returns the columns from `first` on that `find` has to search, and their pages in the first table.
+        """Returns the columns that `find` has to search, from `first` on, and their pages in the first table.
 
-        The columns end before the first page that is not published. If no table keeps the pages of all tokens, all
-        columns of `digests` are returned.
+        The columns end before the first page that is not published. If no table keeps the pages of all tokens, the
+        result has a column for each of `digests`, and no pages.
         """
         if not self.keeps_prefix:
             end = first + len(digests)
@@ -91,13 +91,13 @@ class RowTables:
         return Found(first, first, self._no_pages, first)
 
     def shortened(self, run: Found, digests: Digests, ends: Asked) -> Found:
-        """Returns what `find` finds with `ends` among the columns of `run`. `digests` are those of their pages."""
+        """Do the same as `find` for the columns of `run`, whose tokens have these `digests`."""
         return self.find(run.first, digests, ends)._replace(reached=run.reached)
 
     def find(self, first: int, digests: Digests, ends: Asked | None = None) -> Found:
         """Returns the pages of the longest prefix after which the request can resume in all tables.
 
-        `digests` are those of the pages after the `first` ones, which the request already has. For `ends`, see
+        `digests` are the digests of pages `first` and later. The request has the earlier pages. For `ends`, see
         `resume`.
         """
         digests = digests[: self.run(first, digests).num_columns]
@@ -141,9 +141,8 @@ class RowTables:
     def whole(self, digests: Digests, most: int, ends: Asked | None = None) -> tuple[int, list[Pages]]:
         """Returns the longest prefix after which all tables can resume with at most `most` pages in all.
 
-        The result is the number of columns of the prefix, and the pages that each table needs. The number is 0 if no
-        table needs a page after the prefix and there is no state, because there is nothing to lend. For `ends`, see
-        `resume`.
+        The result is the number of columns of the prefix, and the pages that each table needs. The number is 0 if there
+        is nothing to lend, neither a page that a table needs nor a state. For `ends`, see `resume`.
         """
         end = len(digests)
         while end := self.find(0, digests[:end], ends).end:
@@ -159,9 +158,9 @@ class RowTables:
     def plan(self, row: int | None, indices: ContextIndices, length: int, start: int, found: Found) -> Reservation:
         """Plan the reservation of a request that runs from token `start`. `row` is None if the request has no row yet.
 
-        Changes nothing. `indices` are those of the context. `length` is the number of tokens that need pages. `found`
-        has the pages that were found after the row's published columns. If the context's chunk ends before `start`,
-        a chunk of the same length begins at `start`.
+        Changes nothing. `indices` are the context's. `length` is the number of tokens that need pages. `found` has the
+        cached pages to use after the row's published columns. If the context's chunk ends before `start`, a chunk of
+        the same length begins at `start`.
         """
         firsts: list[int] = []
         for number, (group, _) in enumerate(self.groups):
@@ -189,8 +188,8 @@ class RowTables:
     ) -> Reservation:
         """Plan the reservation of an import of all tokens before token `num_tokens`, for a row without pages.
 
-        `here` has the longest prefix that all tables have in the local cache. Beyond it, each group of tables looks up
-        which pages the device has and which pages `host` finds. No group takes pages that no later query sees.
+        `here` has the longest prefix that all tables have in the local cache. In addition, each group of tables looks
+        up the pages that later queries see: on the device, and with `host` in host memory.
         """
         cached = here.end * self._page_size  # no page of these tokens is copied, because all tables have them cached
         start = max(num_tokens, cached)
@@ -233,8 +232,8 @@ class RowTables:
                 leaves[tables, :now] = True
                 own = mine.T[tables, at - pages.shape[1] : at]
                 come = pages[:, : own.shape[1]]
-                # The row keeps its page in a column in two cases: a page from a lower tier is restored into this page,
-                # or the lookup has found this page.
+                # The row's own page leaves if another page was found for its column. If only a lower tier has the page,
+                # the content is restored into the row's own page.
                 leaves[tables, at - pages.shape[1] : at] |= (come != NO_PAGE) & (come != own)
                 new -= int(np.count_nonzero((come == NO_PAGE) & (own != NO_PAGE)))
             leaves &= mine.T != NO_PAGE
@@ -325,11 +324,11 @@ class RowTables:
         return True
 
     def publish(self, rows: Ints, columns: Ints, digests: Digests, told: Ints | None) -> tuple[Pages, Digests, Ints]:
-        """Publish the full pages in `columns` of `rows`. `digests` are those of their tokens, and all different.
+        """Publish the full pages in `columns` of `rows`, whose tokens have the distinct `digests`.
 
-        If a page with the same content is already published, the row shares that page instead. `told` has, by row, the
-        number of tokens whose pages readers may know; None if there are no leases. Returns the newly published pages,
-        and their digests. Also returns a row for each page of the first table that was replaced by a shared page.
+        If a page with the same content is already published, the row shares that page instead. For `told`, see
+        `_pass_to_readers`. Returns the newly published pages, and their digests. Also returns a row for each page of
+        the first table that was replaced by a shared page.
         """
         state, index, count = self._rows, self._pool.index, len(rows)
         where = state.places(rows, columns)
@@ -361,17 +360,17 @@ class RowTables:
     def _pass_to_readers(self, rows: Ints, columns: Ints, pages: Pages, told: Ints | None) -> None:
         """Let the leases of `rows` take over `pages`, which the rows are about to replace.
 
-        `told` has the number of tokens of each row whose pages readers may know; None if there are no leases.
+        `told[row]` is the number of tokens whose pages readers may know. `told` is None if there are no leases.
         """
         if told is not None:
             for row, column, page in zip(rows.tolist(), columns.tolist(), pages[:, None], strict=True):
                 self._leases.replace(row, column, page, int(told[row]))
 
     def fork(self, parent: int, row: int, full: int, end: int) -> list[tuple[int, int]]:
-        """Let `row` share the first `full` pages of row `parent`, and allocate the pages of `row` from there to `end`.
+        """Let `row` share the first `full` pages of row `parent`, and allocate pages for its columns `full` to `end`.
 
-        Returns, for each table, the parent's page in column `full`, and the page of `row` to which the caller must copy
-        the parent's page.
+        Returns a pair for each table: the parent's page in column `full`, and the page of `row` in that column. The
+        caller must copy the parent's page to the page of `row`.
         """
         rows, table = self._rows, self._rows.table
         shared = table[:, parent, :full]
@@ -388,7 +387,7 @@ class RowTables:
     def lists(self, row: int, tokens: int, *, first: int, windows: bool) -> tuple[tuple[int, ...], ...]:
         """Returns the pages of the row's first `tokens` tokens, one list for each table, from column `first` on.
 
-        The list of a table with a window has only the pages that the next query sees. It is empty if not `windows`.
+        The list of a table with a window has only the pages that the next query sees. Without `windows`, it is empty.
         """
         end, named = -(-tokens // self._page_size), list[tuple[int, ...]]()
         for number, (group, tables) in enumerate(self.groups):
@@ -402,10 +401,10 @@ class RowTables:
         return [one for group, one in zip(self.groups, of_groups, strict=True) for _ in range(group.num_tables)]
 
     def needed(self, row: int, digests: Digests, ends: Sequence[int]) -> tuple[Ints, Pages]:
-        """Returns the pages in the row's published columns, and the pages needed to resume at the columns `ends`.
+        """Returns the row's pages in published columns, and the cached pages needed to resume at the columns `ends`.
 
-        `digests` are those of the published columns. The result is two arrays: the column of each page, and the page.
-        The result has only cached pages, and each page once.
+        `digests` are the digests of the published columns. The result is two arrays: the column of each page, and the
+        page. The result has only cached pages, and each page once.
         """
         wanted = self._rows.table[:, row, : len(digests)] != NO_PAGE
         for group, tables in self.groups:
@@ -523,7 +522,7 @@ class RowTables:
             yield of, max(at - pages.shape[1], told), min(at, last)
 
     def _told(self, group: LayerGroup, row: int) -> tuple[int, int]:
-        """Returns the first and the last column (excluded) of `group` whose pages readers of a leased row may know."""
+        """Returns the range of columns (end excluded) whose pages in `group` readers of the leased `row` may know."""
         behind = -(-int(self._leases.told[row]) // self._page_size)
         return self._seen(group, int(self._leases.kept[row])), behind
 
@@ -554,11 +553,11 @@ class RowTables:
         return self._pool.index.find(mixed.reshape(-1, mixed.shape[2])).reshape(mixed.shape[:2])
 
     def _mix(self, tables: slice, digests: Digests) -> Digests:
-        """Returns the digest of each page in each of `tables`, `[tables, pages, words]`, from the tokens' digests."""
+        """Returns the digest in each of `tables` of pages whose tokens have `digests`: `[tables, pages, words]`."""
         return digests ^ self._mixed[tables]
 
     def _to_hold(self, group: LayerGroup, indices: ContextIndices, length: int, start: int) -> int:
-        """Returns the column after the last one that needs a page if the request runs from token `start`.
+        """Returns the column after the last column that needs a page if the request runs from token `start`.
 
         With full attention, pages are needed for `length` tokens. With a window, pages are needed up to the end of the
         chunk.
@@ -574,9 +573,9 @@ def _taken(digests: Digests, at: NDArray[np.intp]) -> Digests:
 
 
 def _before_hole(pages: Pages, end: int) -> int:
-    """Returns the first column in which `pages` lack a page.
+    """Returns the first column in which a table lacks its page, or `end` if no table lacks a page.
 
-    `pages` are `[tables, pages]`, and the last of them is in column `end - 1`. Returns `end` if they lack none.
+    `pages` is `[tables, pages]`. The last page of each table is in column `end - 1`.
     """
     holes = (pages == NO_PAGE).any(axis=0).nonzero()[0]
     return end - pages.shape[1] + int(holes[0]) if holes.size else end

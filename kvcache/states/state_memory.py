@@ -1,24 +1,27 @@
 """The memory of recurrent states: the layout of a state in its page, on each shard, and the pages of one replica.
 
-A recurrent layer keeps no key and value per token. It keeps the last few inputs of a convolution and one matrix per
-head, and overwrites both with every token. So the state of a request is laid out like a page of keys and values with a
-single token. It has one page of each of these kinds:
+A recurrent layer keeps no keys and values. It keeps the last inputs of a convolution, and one matrix for each head.
+Each token overwrites both. So the state of a request has the layout of a page of keys and values for a single token.
+There are up to four kinds of state, and a request has one page of each kind:
 
     conv.x   a "head" for each channel of x: its last `kernel - 1` inputs, oldest first
-    conv.B   the same for the channels of B, conv.C for those of C
-    ssm      a head for each head: `head_dim × d_state` elements
+    conv.B   a "head" for each channel of B: its last `kernel - 1` inputs, oldest first
+    conv.C   a "head" for each channel of C: its last `kernel - 1` inputs, oldest first
+    ssm      a head for each head of the model: its matrix of `head_dim × d_state` elements
 
-These are Mamba-2's names. In a gated delta network x stands for values, B for queries and C for keys. Mamba-1 convolves
-only x, and each of its channels is a head. A short convolution does the same and has no matrices. Linear attention
-without a convolution has only matrices.
+The names x, B and C are Mamba-2's. In a gated delta network, x stands for values, B for queries and C for keys. Mamba-1
+convolves only x, and each channel of x is a head. A layer that is only a short convolution has conv.x and no matrices.
+Linear attention without a convolution has only matrices.
 
-A shard holds a range of the heads, the channels of x that belong to these heads, and the channels of B and C that
-belong to their groups. The state of a request in all layers lies in one page of each kind, head-major like pages of
-keys and values. Therefore a transfer moves a state as it moves any page, and any range of heads or channels is one run.
+A shard holds a range of the heads, with the channels of x that belong to these heads. It also holds the channels of B
+and C that belong to the groups of these heads. A page of a kind has the states of all layers. Its outermost axis is the
+head, as in pages of keys and values. So any range of heads or channels is one run of bytes, and a transfer moves a
+state in the same way as any page.
 
-State pages have separate memory (`room_apart`), or share one budget with token pages (`room_in_slabs`). A slab
-(`kvcache.pool.slabs`) is a run of consecutive token pages, as many as a state needs on every shard. State page s is
-slab s. The kinds of a state follow each other from the slab's first byte on, and each kind is aligned.
+State pages have separate memory (`room_apart`), or share memory with token pages (`room_in_slabs`). With shared memory,
+a state takes a slab: a run of consecutive token pages (`kvcache.pool.slabs`). A slab is large enough for a state on
+every shard. State page s is slab s. The kinds of a state follow each other from the slab's first byte on, and the
+beginning of each kind is aligned.
 """
 
 from __future__ import annotations
@@ -41,10 +44,10 @@ StateLayouts = Sequence[Mapping[str, PageLayout]]
 
 
 def state_layouts(shape: StateShape | None, shards: int) -> list[Mapping[str, PageLayout]]:
-    """Returns the page layout of each kind of state on each of `shards` shards. Empty without recurrent layers.
+    """Returns the page layout of each kind of state on each of `shards` shards. No kinds without recurrent layers.
 
-    Heads are split evenly, and so are groups. If there are fewer groups than shards, several shards hold the same
-    group. Raises `InvalidParamsError` if the shards can neither split nor share them evenly.
+    Heads are split evenly over the shards, and so are groups. If there are fewer groups than shards, the same number of
+    shards holds each group. Raises `InvalidParamsError` if an even division is impossible.
     """
     if shape is None:
         return [{} for _ in range(shards)]

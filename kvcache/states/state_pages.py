@@ -1,10 +1,11 @@
-"""State pages: for each request of a hybrid model, the states of its recurrent layers, a page for each kind of state.
+"""State pages: they keep the recurrent states of the requests of a hybrid model.
 
-`kvcache.states.state_memory` describes a page. The state of a request includes all of its tokens so far, and each
-further token overwrites it. Therefore other requests can resume from a state only if a copy of it was kept. A copy is a
-page of the same pool. It has no holder, and is found by the digest of the last token page that its state includes. The
-least recently used copies are evicted first, to make room for other copies and for new requests.
-`kvcache.replica.row_states` decides what is copied. `kvcache.states.drafted_pages` says how guessed tokens run.
+`kvcache.states.state_memory` describes a page. The state of a request includes all tokens of the request so far. Each
+new token overwrites the state. Therefore other requests can resume from a state only if a copy of it was kept. A copy
+is a page of the same pool. It has no holder, and is found by the digest of the last token page that its state includes.
+The least recently used copies are evicted first, to make room for other copies and for new requests.
+`kvcache.replica.row_states` decides which states are copied. `kvcache.states.drafted_pages` describes how guessed
+tokens run.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ class _PageOf(dict[str, int]):
 class StatePages:
     """The state pages of one replica: their memory, each request's page, and how many tokens each state includes.
 
-    A `PagePool` tracks holders and writers as for any other page: the request and its leases hold the page, and a
-    transfer writes to it. This class adds the rules of states. A state cannot be rolled back, and a leased state does
+    A `PagePool` tracks the holders and writers of state pages. The request and its leases hold its page, and a transfer
+    may write to the page. This class adds the rules of states. A state cannot be rolled back, and a leased state does
     not advance past the tokens that its reader knows. The manager checks which calls a request may make (`RowStates`).
 
-    `room` has the memory. Separate memory has one page for each request that may hold a state at a time, and the other
-    pages are for copies. If states lie in slabs of token pages, a slab is taken for each state, and given back when the
-    state has no holder and is not cached.
+    `room` has the memory. Separate memory has one page for each request that can hold a state at a time. Its remaining
+    pages are for cached copies. If states lie in slabs of token pages, a slab is taken for each state, and given back
+    when the state has no holder and is not cached.
 
     Attributes:
         tensors: separate memory for states, `[shard][kind]`; empty lists if they lie in the token pages.
@@ -72,8 +73,8 @@ class StatePages:
         self._page_of = _PageOf()
         # For each page that a transfer writes, the cached state from which the page's request had resumed.
         self._before: dict[int, int] = {}
-        # The former content, in host memory, of each page that a transfer writes, if the state from which the page's
-        # request had resumed is not cached.
+        # For each page that a transfer writes: the page's former content, in host memory. The content is saved only if
+        # the state from which the request had resumed is not cached.
         self._saved: dict[int, list[torch.Tensor]] = {}
         # For each request, the digest of its last full page, whose state is kept as a copy until the next page is full.
         self._passing: dict[str, bytes] = {}
@@ -182,11 +183,11 @@ class StatePages:
         return self.below.answers != before  # an answer came during this call, so the caller should ask again
 
     def bring_newest(self, digests: Digests, *, wait: bool) -> bool:
-        """Load into host memory the latest state that a tier below the host has.
+        """Load the latest state that a tier below the host has into host memory.
 
         Does nothing if the device or the host has a later state. If the state cannot be read, the state before it is
-        tried, and so on. Returns whether a state is on its way. With `wait`, waits a while for the state, but not for
-        answers about which states exist.
+        tried, and so on. Returns whether a state is on its way. With `wait`, waits a while for the state. Never waits
+        for an answer about which states exist.
         """
         before = self.below.answers
         for first, some, there in self._below_host(digests):
@@ -579,7 +580,8 @@ class StatePages:
     def _publish(self, copy: int, digest: Digests) -> int:
         """Publish a held copy. Returns the page that the index now has under `digest`, held for the caller.
 
-        This is another page than `copy` if the state arrived from a lower tier while room was made for the copy.
+        The index may name another page than `copy`, if the state arrived from a lower tier while room was made for the
+        copy.
         """
         found = self.pool.index.publish(one_page(copy), digest)
         if found[0] != copy:
