@@ -27,8 +27,8 @@ class Entry:
     tokens: list[int]
     start: int
     active: int
-    advanced: bool = False  # whether the request has been given a future token for this step
-    realized: bool = False  # whether the value of the request's future token is known
+    advanced: bool = False  # The request has a future token for this step.
+    realized: bool = False  # The value of the request's future token is known.
 
 
 @dataclass(eq=False)

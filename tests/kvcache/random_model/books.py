@@ -63,9 +63,9 @@ class Books:
             )
             for at in range(count)
         ]
-        self.used: dict[Digest, int] = {}  # when each content was last used in host memory
+        self.used: dict[Digest, int] = {}  # The clock value of each content's last use in host memory.
         self.host: dict[Digest, int] = {}
-        # Contents that were in use during a reset. Their copies in lower tiers were forgotten by the reset, too.
+        # Contents that requests used during a reset. The reset also forgot their copies in lower tiers.
         self.not_below: set[Digest] = set()
         self.clock = 0
         self.seen_evictions = [0] * count
@@ -111,7 +111,7 @@ class Books:
                 one.published = seam.published(self.manager, name)
         self._gone.clear()
         self._learn_host(reset=reset)
-        # so that content which the next call uses counts as used later than content that this call has added
+        # The next call's uses must count as later than the pages that this call has added.
         self.clock += 1
         assert self.manager.num_free_blocks == sum(replica.free() for replica in self.replicas)
 
@@ -242,7 +242,7 @@ class Books:
                     if digest is not None:
                         self.names.learn(digest, content(number, tokens, named, column))
                     else:
-                        # After an interrupt, rows may share pages that no lookup finds any more.
+                        # After an interrupt, two requests may share a page that no lookup finds any more.
                         alone = holders[page] == 1 or one.unsure or not replica.caching
                         assert alone, f"{one.name}: page {page} is held by another request, too"
                         assert column >= full, (
@@ -286,7 +286,7 @@ class Books:
                 lent = seam.lent_states(self.manager, at)
                 oldest = [one for one in was if one in evicted or not (one in gone or was[one] in lent)]
                 assert {*oldest[:more]} == evicted, "the newest state was evicted"
-        # Pages that are copied from another replica may evict the state copy that comes with them.
+        # A copy of pages from another replica may evict the copy of the state after them.
         least = -1 if "peer copies" in self.features else 0
         assert len(mine) > 1 or least <= len(gone) - more <= len(mine), f"{more} states evicted, {len(gone)} are gone"
         for one in mine:
@@ -306,7 +306,7 @@ class Books:
         start = one.cached
         if start % PAGE_SIZE or not replica.caching:
             return
-        # No page was filled: a prefix hit ends here, or a step has removed all drafted tokens.
+        # The step filled no page: a prefix hit ends here, or the step has removed all drafted tokens.
         if start // PAGE_SIZE <= one.published:
             return
         digest = self.names.digest_of[content(0, one.tokens, one.named, start // PAGE_SIZE - 1)]
@@ -318,7 +318,7 @@ class Books:
         stays = start in (one.ends or ()) or bool(spacing and start % spacing == 0)
         made = digest in replica.kept and digest not in was
         one.passing = digest if not stays and (made or not alone or one.passing == digest) else None
-        # If several requests of the batch end here, it is not known which of them has made the copy.
+        # If several requests of the batch end at the same content, any of them may have made the copy.
         one.surely = alone
 
     def plain_states(self, at: int) -> bool:

@@ -32,7 +32,7 @@ class Import:
     table: BlockTable
     ends: set[int] | None  # the tokens at which chunks of the prompt end after the import
     copier: ImportCopier | None = None
-    is_taken: bool = False  # whether a copier has taken all of its pages
+    is_taken: bool = False  # A copier has taken all of the import's pages.
 
 
 class ImportMoves(Moves):
@@ -40,8 +40,8 @@ class ImportMoves(Moves):
 
     def __init__(self, choose: Any, world: World, features: frozenset[str] | None = None, *more: Any) -> None:
         self.imports: dict[str, Import] = {}
-        self.stray: list[Import] = []  # imports that were cancelled or abandoned, and whose copiers may still write
-        # the last import that was closed, and the proof with which it was committed
+        self.stray: list[Import] = []  # Cancelled or abandoned imports. Their copiers may still write.
+        # The last import that was closed, and the proof with which it was committed.
         self.closed: tuple[PendingImport | None, ImportProof | None] = (None, None)
         super().__init__(choose, world, features, *more)
         self.source = None
@@ -112,7 +112,7 @@ class ImportMoves(Moves):
             )
         except PromptTooLongError:
             return self.gives_up(one)
-        # These pages are loaded for the import, and count as used only when the import ends.
+        # The pages that this call loads from the host count as used only when the import ends.
         if seam.host_held(manager) - held:
             self.books.host_foretold = False
         self.books.learn(batch=[one])

@@ -47,7 +47,7 @@ REFUSED: dict[frozenset[str], str] = {
 the entry.
 """
 
-# By the number of pages that a state takes. A page has one layer, with keys and values of one head of two elements.
+# The keys are numbers of pages that a state takes. A page has one layer with one head of two elements for K and V.
 SHAPES = {
     pages: StateShape(2, heads, 1, 1, 1, 2, torch.int64, torch.int64)
     for pages, heads in ((1, 2), (2, 5), (4, 9), (7, 20))
@@ -85,7 +85,7 @@ def drawn(choose: Chooser, wanted: Iterable[str] = ()) -> frozenset[str]:
     has = with_needed(wanted)
     for one in sorted(FEATURES, key=lambda _: choose.integer(0, 1 << 20)):
         more = has | with_needed([one])
-        # slow features, and one that can be combined with few others, are drawn less often
+        # Slow features are drawn less often. A feature that excludes many other features is drawn less often, too.
         odds = 4 if one in {"interrupts", "hostile", "partial"} else 2
         if choose.integer(1, odds) == 1 and not is_refused(more) and not any(len(more & two) > 1 for two in ONE_OF):
             has = more
@@ -115,7 +115,7 @@ class Built(NamedTuple):
     manager: PagedKVCacheManager
     features: frozenset[str]
     caching: bool
-    copies: int  # room for this many copies of states, if states have separate memory
+    copies: int  # The number of state copies for which there is room, if states have separate memory.
     every: int  # pages between two copies of a state
     quotas: dict[str, float]
     quota: float
@@ -135,7 +135,7 @@ def build(
     needs_caching = {"host", "quotas", "partial", "peer copies", "hints", "lends", "tails"} & features
     caching = bool(needs_caching or choose.integer(0, 3))
     dp, tp = (2 if "replicas" in features else 1), (2 if "shards" in features else 1)
-    if layers:  # the same layers as another manager
+    if layers:  # The caller asks for the layers of another manager.
         groups = (params or {}).get("groups", ())
     else:
         layers, groups = choose.pick(layouts(features))
@@ -162,9 +162,9 @@ def build(
     memory = pages * page
     if apart:
         memory += (ROWS + copies + 1) * state_memory.page_bytes(state_memory.state_layouts(shape, tp))
-    elif states:  # each request takes a slab in addition to its pages
+    elif states:  # Each request takes a slab in addition to its pages.
         slab_pages = -(-state_memory.page_bytes(state_memory.state_layouts(shape, tp)) // page)
-        # At least as many pages as a slab has must remain for tokens.
+        # Tokens need at least as many pages as one slab has.
         memory = (max(pages, slab_pages) + choose.pick((1, 2, 3)) * slab_pages) * page
     made = KVCacheParams(dtype, tp, 2, **told)
     manager = PagedKVCacheManager(

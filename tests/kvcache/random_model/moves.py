@@ -82,7 +82,7 @@ class OwnContext:
     """A caller's own context class, which is no `TextContext` and has no hasher."""
 
     def __init__(self, inner: TextContext) -> None:
-        self.__dict__["inner"] = inner  # set first, because all attributes of the context are looked up in it
+        self.__dict__["inner"] = inner  # Each access to an attribute of the context needs `inner`.
 
     def __getattr__(self, name: str) -> Any:
         if name == "prefix_hasher":
@@ -104,7 +104,7 @@ class Lease:
     """
 
     ours: PageLease
-    one: Request | None  # the request whose pages are leased; None for pages leased by content
+    one: Request | None  # The request whose pages are leased. A lease by content has None.
     told: list[tuple[list[int], int, torch.Tensor]] = field(default_factory=list[tuple[list[int], int, torch.Tensor]])
     state: tuple[int, Digest] | None = None
 
@@ -133,7 +133,7 @@ class Moves:
         self.seen: Counter[str] = Counter()
         self.made = self.state_hits = 0
         self.told_fits = False
-        # whether pages are copied to the host at once, instead of only when they are evicted
+        # If true, pages are copied to the host at once. If false, pages are copied only when they are evicted.
         self.steady = choose.integer(0, 1) == 1
         self.books.host_foretold &= self.steady
         if "host" in self.features:
@@ -289,7 +289,7 @@ class Moves:
         """A prompt that shares a part or all of an earlier one."""
         choose = self.choose
         past, keys = choose.pick(self.past)
-        tokens = past[: choose.integer(0, 2 * len(past))]  # takes all tokens in half the cases
+        tokens = past[: choose.integer(0, 2 * len(past))]  # In half of the cases the slice takes all tokens.
         tokens = tokens + [choose.integer(1, 2) for _ in range(choose.integer(1, 6))]
         salt = choose.pick(TENANTS) if "quotas" in self.features else None if choose.integer(0, 5) else "other"
         self.made += 1
@@ -385,17 +385,18 @@ class Moves:
         self.fetch_below(context)
         if one.gives_back:
             self.books.gives_back(one)
-            if self.steps_are_in_flight:  # the steps in flight may still use the pages that were given back
+            if self.steps_are_in_flight:  # The steps in flight may still use the pages that were given back.
                 replica.beside |= {page for row in one.rows for page in row.values()}
             one.rows, one.first, one.gives_back = [{} for _ in one.rows], [0] * len(one.rows), False
         looks = not one.has_pages or context.active_length > 1
-        if looks:  # The contents that are being loaded for the request are used before those that this lookup finds.
+        # The lookup first uses the contents that are being loaded for the request, and then the contents that it finds.
+        if looks:
             self.books.use(one.loads)
             one.loads = []
         committed = replica.committed(one)
         device, low, high = self.ends(one, committed, steps) if looks else (committed, committed, committed)
         run = self.device_run(one, committed)
-        if looks:  # pages that an earlier lookup has found may be gone
+        if looks:  # Pages that an earlier lookup has found may have been evicted.
             one.shared = run * PAGE_SIZE
         there = self.call("maybe_reserve", lambda: self.manager.maybe_reserve(context, steps))
         if not looks and length + steps - 1 <= one.room:
@@ -405,13 +406,14 @@ class Moves:
         if not there:
             assert (context.start_idx, context.active_idx) == before
             found = [device if device * PAGE_SIZE > start else committed]
-            # lower tiers, replicas or a partly filled page may let the request continue from a later token
+            # With lower tiers, several replicas or partly filled pages, the request may continue from a later token.
             if not self.exact:
                 found = [*range(committed, high + 1)]
             left = min(self.surplus_at(one, (before, start, steps), committed, end) for end in found)
             assert left < 0, f"{one.name}: refused, but {left} pages would be left"
             self.seen["refused"] += 1
-            context.set_token_indices(active_idx=was)  # the request may run the range for which it was reserved earlier
+            # The request may still run up to the end of its earlier reservation.
+            context.set_token_indices(active_idx=was)
             self.books.learn()
             return False
         active = self.active_after(before, context)
@@ -430,7 +432,8 @@ class Moves:
     def active_after(self, before: tuple[int, int], context: TextContext) -> int:
         """Returns the end of a chunk after its start was moved from `before`."""
         start, (was, active) = context.start_idx, before
-        if "partial" in self.features and self.manager.params.groups:  # a partly filled page follows, within the chunk
+        # A partly filled page may follow the full pages of the chunk.
+        if "partial" in self.features and self.manager.params.groups:
             start = max(was, start - start % PAGE_SIZE)
         return active if start < active else min(context.end_idx, start + active - was)
 
@@ -446,7 +449,7 @@ class Moves:
         assert least <= now <= most, f"{one.name}: goes on from {now}, {least} to {most} may be"
         assert now < context.active_idx <= active <= context.end_idx, f"{context} was to run up to {active}"
         found = now // PAGE_SIZE if now > start else committed
-        # A partly filled page is copied when the full pages are there.
+        # A partly filled page is copied only after all full pages before it are present.
         planned = now - now % PAGE_SIZE if part and now > start and now % PAGE_SIZE else now
         plan = replica.plan(one, len(one.tokens), max(start, planned), active, steps, found)
         if self.exact:
@@ -522,7 +525,7 @@ class Moves:
         device = replica.resume(one, committed, there, ends_here)
         if not {"host", "peer copies"} & self.features:
             return device, device, device
-        if "host" not in self.features:  # other replicas have the missing pages, if these fit
+        if "host" not in self.features:  # The missing pages come from other replicas.
             every = self.books.replicas
             kept = {digest for other in every for digest in other.kept}
             most = replica.resume(
@@ -676,9 +679,9 @@ class Moves:
                 for one, length in zip(ready, lengths, strict=True)
             ):
                 break
-            # one after another, so that their order is known
+            # The requests are reserved one after another, because the model must know the order of the evictions.
             if self.hinted and not all(self.reserve_one(one, 1) for one in ready):
-                break  # which pages are evicted together is tested elsewhere
+                break  # Another test covers the order in which one call evicts several pages.
             if not self.reserve_all(batch, ready):
                 break
             self.compute(batch, ready, decodes=True)
@@ -726,7 +729,7 @@ class Moves:
     def speculate(self) -> bool:
         """Runs guessed tokens after all known ones, and removes some of them again."""
         ready = [one for one in self.ready if one.context.active_idx == one.context.end_idx]
-        # only requests with a hasher can drop tokens
+        # Only requests with a hasher can drop tokens.
         ready = [one for one in ready if type(one.context) is TextContext]
         one = self.any_of([one for one in ready if min(one.room, LONGEST - 1) > len(one.tokens)])
         if one is None:
@@ -875,7 +878,7 @@ class Moves:
         if one is None:
             return False
         if "renames" in self.features and self.choose.integer(0, 7) == 0:
-            one.context.cache_salt = "late"  # no call sees this change, so no page changes its tenant
+            one.context.cache_salt = "late"  # The manager does not see this change, so no page changes its tenant.
         self.leave(one)
         return True
 
@@ -894,7 +897,7 @@ class Moves:
         committed = 0 if one.unsure else self.committed(one)
         mine = {page for row in one.rows for page in row.values()}
         salt = next((self.books.orders.salt_of(d) for d, page in replica.there.items() if page in mine), said[0])
-        if committed:  # the pages that the manager has published decide, and not the position in the request's context
+        if committed:  # The salt of the published pages counts, not the salt of the request's context.
             one.context.cache_salt = salt
         self.books.orders.say(replica, one, committed)
         one.context.cache_salt = said[0]
@@ -920,7 +923,7 @@ class Moves:
         ]
         for parts in mine:
             held = [page for part in parts for page in part]
-            # After an interrupt it is not known which pages follow one that is still being fetched.
+            # After an interrupt the model does not know which pages follow a page that is still being fetched.
             kept = {page for row in one.rows for column, page in row.items() if column < pages_of(one.cached)}
             assert (kept if one.unsure else {*pages}) <= {*held}, f"{one.name}: its lease has lost pages"
             extra = {*held} - {*pages}
@@ -947,8 +950,8 @@ class Moves:
             if lease.one and lease.one.cached and self.live.get(lease.one.name) is lease.one
         ]
         may = [lease for lease in may if lease.one in self.running]
-        # If the request was found to have more cached tokens than it has computed, its state is ahead of its tokens
-        # until it runs. No table can be made then.
+        # A request may find more cached tokens than it has computed. Its state is then ahead of its tokens until it
+        # runs, and no table can be made.
         if self.manager.states:
             may = [lease for lease in may if lease.one and lease.one.context.start_idx == lease.one.cached]
         if not may:
@@ -983,7 +986,8 @@ class Moves:
         if "host" in self.features and self.choose.integer(0, 1):
             self.books.orders.blurred = True
             self.call("contents.bring", lambda: contents.bring("asker", at, wanted, most))
-            # Pages that are fetched for no request count as the newest ones, but the order among them is not specified.
+            # Pages that are fetched for no request count as the newest pages. The order among these pages is not
+            # specified.
             self.books.foretold = False
             self.books.learn()
         asked = Request(
@@ -1084,7 +1088,7 @@ class Moves:
             assert sum(states.hits for states in self.manager.states) == self.state_hits
         for at, states in enumerate(self.manager.states):
             assert states.num_held >= len(self.books.replicas[at].requests)
-        # A page that is loaded from the host belongs to no tenant until a request has used and left it.
+        # A page from the host belongs to no tenant until a request has used the page and given it back.
         strays = "host" in self.features and {"imports", "lends", "interrupts"} & self.features
         if "quotas" in self.features and not self.slabs and not strays:
             self.same_tenants()

@@ -17,7 +17,7 @@ class Orders:
     def __init__(self, built: Built, names: Names) -> None:
         self.built, self.names, self.now = built, names, 0.0
         self.hinted = bool({"hints", "quotas"} & built.features) and built.caching
-        # Whether pages have come from another manager. The model cannot predict what hints learn from these pages.
+        # Some pages have come from another manager. The model cannot predict what hints learn from these pages.
         self.blurred = False
         self.begun = False
 

@@ -77,22 +77,23 @@ class Request:
     context: TextContext
     replica: int
     claim: int
-    tokens: list[int]  # a copy, because reading a context makes it catch up with its batch
+    tokens: list[int]  # The list is a copy, because reading a context makes it catch up with its batch.
     rows: list[dict[int, int]]
-    first: list[int]  # for each table, the first column that may have a page
-    cached: int = 0  # the number of tokens that were computed when the request's last step was recorded
+    first: list[int]  # For each table, the index of the first block that may have a page.
+    cached: int = 0  # The number of tokens that were computed when the request's last step was recorded.
     published: int = 0  # the number of the request's pages that were published when the last call ended
     ready: bool = False  # it may run
-    shared: int = 0  # the number of the request's tokens for which the last lookup has found pages
-    ends: set[int] | None = None  # the tokens at which chunks of the request's prompt end; its state can be kept there
-    # the number of tokens before the state that readers were told of; -1 if they were told of none
+    shared: int = 0  # The number of the request's tokens whose pages the last lookup has found.
+    ends: set[int] | None = None  # The tokens at which chunks of the request's prompt end. The state can be kept there.
+    # The number of tokens before the state that a block table has given to readers. It is -1 if no block table has
+    # given one.
     state_told: int = -1
     loads: list[Digest] = field(default_factory=list)  # contents that are being loaded for the request from host memory
-    # whether a call was interrupted since the request's claim; its published pages are then not known
+    # A call was interrupted after the request's claim, so the model does not know which pages are published.
     unsure: bool = False
-    passing: Digest | None = None  # the copy of the request's state that the next copy will replace
-    surely: bool = True  # False if it is not known whether the copy will be replaced
-    # whether the request's import was cancelled; its next reservation then first gives its pages back
+    passing: Digest | None = None  # The digest of the state copy that the request's next copy will replace.
+    surely: bool = True  # False if the model does not know whether the copy will be replaced.
+    # The request's import was cancelled. Its next reservation first gives its pages back.
     gives_back: bool = False
 
     @property
@@ -125,7 +126,7 @@ class Plan(NamedTuple):
     """The columns of each table for which a request has pages after a reservation."""
 
     columns: list[range]
-    found: int  # the column after the last published one
+    found: int  # The index of the block after the last published block.
 
 
 @dataclass
@@ -137,12 +138,12 @@ class Replica:
     caching: bool
     order: list[Digest]
     there: dict[Digest, int] = field(default_factory=dict)
-    # the copies of states, each with its last use, the least recently used first
+    # For each state copy the clock value of its last use. The least recently used copy is first.
     kept: dict[Digest, int] = field(default_factory=dict)
     requests: dict[str, Request] = field(default_factory=dict)
-    beside: set[int] = field(default_factory=set)  # pages of leases, of imports, and of loads from lower tiers
-    slab_pages: int = 0  # pages that each request takes for its state
-    slabs: int = 0  # how many slabs are held
+    beside: set[int] = field(default_factory=set)  # The pages of leases, of imports, and of loads from lower tiers.
+    slab_pages: int = 0  # The number of pages that each request takes for its state.
+    slabs: int = 0  # The number of slabs that requests hold.
     evicted: int = 0
 
     @property

@@ -23,8 +23,8 @@ from tests.kvcache.tiers.stored_objects import StoredObjects
 
 T = TypeVar("T")
 MOVES_A_MANAGER = 200
-# Counters that show that a feature was at work, for features that have no move of their own. It is enough if one of a
-# feature's counters has counted.
+# For each feature without a move of its own, the counters that show that the feature was at work. One counter above
+# zero is enough.
 SIGNS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("window", "chunk", "windows alone"), ("slid",)),
     **dict.fromkeys(("latents", "shards", "replicas"), ("run",)),
@@ -137,10 +137,10 @@ class Model(AheadMoves):
         assert report.call is None
         for one in before | dict.fromkeys(self.live.values(), ()):
             self.name(one)
-        # the interrupted call may have made a copier without returning it
+        # The interrupted call may have made a copier and not returned it.
         for mine in (*self.imports.values(), *self.tails):
             mine.copier = mine.copier or next((one for one in report.copiers if one.pending is mine.pending), None)
-        # the proof of this import may be lost with the interrupted call
+        # The interrupted call may have lost the proof of this import.
         for mine in [mine for mine in self.tails if mine.is_taken]:
             self.tails.remove(mine)
             self.drop(mine)
@@ -185,7 +185,7 @@ class Model(AheadMoves):
             mine = self.imports.get(one.name)
             return mine is not None and not mine.pending.closed and not mine.is_taken
         if not there:
-            # the request's chunk has ended, and the request continues without pages
+            # The request's chunk has ended. The request continues without pages.
             if computed := seam.cached(self.manager, one.name):
                 assert all(table.seen(computed) * PAGE_SIZE >= computed for table in self.replica(one).tables)
                 return False
@@ -193,7 +193,7 @@ class Model(AheadMoves):
             return one.context.tokens.tolist() == one.tokens
         computed = one.context.computed_idx
         booked = seam.cached(self.manager, one.name) == one.cached
-        # if this is False, an import of the request was given up
+        # If `known` is false, the request has given up an import.
         known = bool(one.has_pages and (one.ready or one.cached))
         same = known and booked and one.context.tokens.tolist() == one.tokens
         return same and self.holds(one, computed)
@@ -207,7 +207,7 @@ class Model(AheadMoves):
 
     def finish(self) -> None:
         if self.interrupts is not None:
-            self.manager.fetch([])  # an interrupted call may have copied pages that the next call records
+            self.manager.fetch([])  # An interrupted call may have copied pages that only the next call records.
         metrics = self.manager.metrics
         self.seen["came from the host"] += metrics.h2d_blocks_copied + metrics.h2d_states_copied
         self.seen["read from files"] += metrics.file_blocks_read
@@ -238,7 +238,8 @@ class Run:
 
     def __init__(self, only: Iterable[str] = (), wanted: Sequence[tuple[str, str]] | None = None) -> None:
         self.only, self.wanted = frozenset(only), pairs() if wanted is None else wanted
-        self.pairs: Counter[tuple[str, str]] = Counter()  # by pair: on how many managers both features were at work
+        # For each pair of features, the number of managers on which both were at work.
+        self.pairs: Counter[tuple[str, str]] = Counter()
         self.events: Counter[str] = Counter()
         self.seen: Counter[str] = Counter()
         self.features: frozenset[str] = frozenset()

@@ -15,8 +15,8 @@ from tests.kvcache.random_model.handover import Import, ImportMoves
 from tests.kvcache.random_model.matrix import PAGE_SIZE
 from tests.kvcache.random_model.plain import Digest, Request, content
 
-_GARBAGE = -77  # the content of pages that must not be read
-# The page ids of the sources: a source's page for a column of the prompt has the column plus this number as its id.
+_GARBAGE = -77  # The value of elements that must not be read.
+# The first page id of each source. Block number n of a prompt has this page id plus n.
 _SOURCES = (1000, 2000, 3000)
 Columns = tuple[int, int]
 
@@ -41,7 +41,7 @@ class TailMoves(ImportMoves):
 
     def __init__(self, *args: Any) -> None:
         self.tails: list[Import] = []  # open
-        self.left_tails: list[Import] = []  # cancelled; their copiers may still write
+        self.left_tails: list[Import] = []  # Cancelled imports, whose copiers may still write.
         super().__init__(*args)
 
     def weights(self) -> dict[str, int]:
@@ -93,7 +93,7 @@ class TailMoves(ImportMoves):
         else:
             context = self.choose.pick(self.away) if self.away and self.choose.integer(0, 1) else self.newcomer()
             tokens = context.tokens.tolist()
-        full = (len(tokens) - 1) // PAGE_SIZE  # the last known token is never imported
+        full = (len(tokens) - 1) // PAGE_SIZE  # The last known token is never imported.
         return Prompt(context, at, 0, tokens[: full * PAGE_SIZE], [{}], [0])
 
     def part(self, first: int, stop: int) -> Columns:

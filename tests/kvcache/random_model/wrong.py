@@ -101,7 +101,7 @@ class WrongCalls:
         self.other.fetch([self.stranger])
         self.stranger.update(5)
         self.other.step([self.stranger])
-        # Threads of lower tiers may change the state at any time.
+        # The threads of lower tiers may change the manager's state at any time.
         self.is_quiet = not (manager.params.file_tier_dir or manager.params.object_tier_io)
         self.calls = [name for name in dir(self) if name.startswith("wrong_")]
 
@@ -127,8 +127,6 @@ class WrongCalls:
     def books(self) -> Books:
         contexts = [one.context for one in self.live.values()]
         return books_of(self.manager, contexts) if self.is_quiet else []
-
-    # ---- what is handed in
 
     def any_context(self) -> TextContext | None:
         names = sorted(self.live)
@@ -156,7 +154,7 @@ class WrongCalls:
     def pick(self, values: Sequence[Any]) -> Any:
         return self.choose.pick(values)
 
-    # # ---- wrong calls: each returns None if there is nothing to make it with
+    # ---- wrong calls: each method returns None if the manager has no suitable object
 
     def wrong_claim(self) -> Wrong:
         wrong = self.pick([*no_text(), None])
@@ -188,7 +186,7 @@ class WrongCalls:
             lambda context: manager.fork(context, TextContext([1], 9)),
             lambda context: manager.import_block_table(context, self.other.block_table("stranger")),
         ]
-        if not isinstance(wrong, TextContext):  # these calls ask about requests that are not claimed
+        if not isinstance(wrong, TextContext):  # The calls below also accept the name of a request that is not claimed.
             calls += [manager.get_replica, manager.get_or_recommend_replica, manager.admission, manager.prefetch]
             calls.append(lambda context: manager.claim(context).__enter__())
         return lambda: self.pick(calls)(wrong)
@@ -210,7 +208,7 @@ class WrongCalls:
         wrong, manager = self.no_batch(), self.manager
         calls: list[Callable[[Any], object]] = [manager.reserve_batch, manager.fetch, manager.step]
         calls.append(manager.fetch_ahead)
-        if not isinstance(wrong, Batch):  # a batch is a sequence of contexts, too
+        if not isinstance(wrong, Batch):  # A batch is a sequence of contexts, so `batch` accepts it.
             calls.append(manager.batch)
         return lambda: self.pick([*calls, manager.get_data_parallel_splits])(wrong)
 
@@ -229,8 +227,8 @@ class WrongCalls:
         if most >= context.active_idx - 1:
             return None
         start, manager = self.choose.integer(most + 1, context.active_idx - 1), self.manager
-        # One token to run makes a decode step. For a decode step `maybe_reserve` asks only for pages that the request
-        # has, so only the calls that run the step refuse it.
+        # A context with one token to run makes a decode step. `maybe_reserve` accepts a decode step whose pages the
+        # request has. Only the calls that run the step refuse it.
         asks = [] if start == context.active_idx - 1 and not is_through else [manager.maybe_reserve]
         calls: list[Callable[[Any], object]] = [*asks, lambda one: manager.fetch([one])]
         calls.append(lambda one: manager.fetch(manager.batch([one])))
@@ -262,7 +260,7 @@ class WrongCalls:
 
     def no_tables(self) -> Any:
         """Anything but a list of block tables."""
-        # an empty list is valid: it names no further table
+        # An empty list is valid, because it names no further table.
         nothing = [one for one in nothing_right() if type(one) is not list]
         return self.pick([*nothing, None, 5, "ab", [None], [self.stranger], [[]], {1: 2}])
 

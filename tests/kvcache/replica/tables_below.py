@@ -7,9 +7,9 @@ from collections.abc import Callable
 from kvcache import LayerGroup
 from tests.kvcache.served import Served
 
-WINDOW = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6)  # a window of 6 tokens takes 2 pages of 4 tokens
+WINDOW = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6)  # A window of 6 tokens takes 2 pages of 4 tokens.
 TWO = LayerGroup("full", (0, 1)), LayerGroup("window", (2,), 6), LayerGroup("chunked", (3,), 8)
-PROMPT = range(41)  # ten full pages and a token
+PROMPT = range(41)  # ten full pages of 4 tokens, and one more token
 Make = Callable[..., Served]
 
 

@@ -46,10 +46,11 @@ def indices(context: TextContext) -> tuple[int, int, int, list[int]]:
 def test_a_batch_made_before_an_interrupt_is_checked_again(make: Any) -> None:
     manager = make(40, page_size=4, checks=False)
     batch = manager.batch(running(manager, [5, 6]))
-    for _ in range(2):  # the second time, the batch already knows that its requests have room for these steps
+    for _ in range(2):  # In the second round the batch already knows that its requests have room for 9 steps.
         assert manager.reserve_batch(batch, 9).all()
     assert batch.slack >= 8
-    # as if no new page had been written into the row of the second request
+    # The table is set back, as if the interrupted call had not written the new pages into the row of the second
+    # request.
     manager._replicas.each[0].rows.table[0, 1, 2:] = 0
     manager._mark.call = ("reserve_batch", batch.places)
     assert manager.recover().released == ()
@@ -62,7 +63,7 @@ def test_a_batch_made_before_an_interrupt_is_checked_again(make: Any) -> None:
 @pytest.mark.parametrize("dp", [1, 2])
 @pytest.mark.parametrize("caching", [True, False])
 def test_a_batch_equals_the_plain_calls_over_hundreds_of_steps(make: Any, dp: int, caching: bool) -> None:
-    lengths = [3, 9, 4, 17, 9, 8]  # two prompts are equal, so their pages have the same digests
+    lengths = [3, 9, 4, 17, 9, 8]  # Two prompts are equal, so their pages have the same digests.
     options = {"page_size": 4, "max_seq_len": 1024, "caching": caching, "dp": dp, "checks": False}
     plain, batched = make(2000, **options), make(2000, **options)
     ours, theirs = running(batched, lengths), running(plain, lengths)
@@ -112,7 +113,8 @@ def test_one_step_publishes_pages_that_became_full_at_different_tokens(make: Any
     batch = batched.batch(ours)
     assert batched.reserve_batch(batch, 3).all()
     assert plain.reserve_batch(theirs, 3).all()
-    # the second pages of the three requests become full with the third, the second and the first of these tokens
+    # The first token fills a page of the third request, the second token a page of the second request, and the third
+    # token a page of the first request.
     for token in (1, 5, 2):
         batch.update([token, token + 1, token + 2])
         for at, context in enumerate(theirs):
@@ -177,7 +179,7 @@ def test_a_request_past_the_longest_is_refused_where_another_takes_a_page(make: 
         manager.fetch(batch)
         batch.update([3, 3])
         manager.step(batch)
-    # one length is at the first token of a page, and the other length exceeds its limit by one
+    # The first length exceeds the limit of 6 tokens. The second length ends with the first token of a page.
     assert batch.lengths.tolist() == [7, 5]
     with pytest.raises(SequenceTooLongError, match="7 tokens"):
         manager.reserve_batch(batch)
@@ -214,7 +216,7 @@ def test_a_request_that_was_claimed_again_is_examined_wherever_its_newest_token_
     assert rows.capacity[0] == 0
     assert manager.reserve_batch(batch).all()
     assert rows.capacity[0] == 8
-    assert rows.committed[0] == 1  # the first page was found, and the other pages are computed again
+    assert rows.committed[0] == 1  # The request has found its first page. It computes its other pages again.
     assert contexts[0].start_idx == 4
     batch.update([3, 3, 3])
     manager.step(batch)
@@ -268,7 +270,8 @@ def test_lengths_and_last_tokens_are_those_of_the_contexts(make: Any) -> None:
     contexts[0].update(7)
     assert contexts[0].tokens.tolist()[-4:] == [10, 11, 12, 7]
     assert batch.last_tokens.tolist()[0] == 7
-    contexts[1].set_token_indices(start_idx=5, active_idx=6)  # changed outside of the batch, to run a chunk of it again
+    # The context is changed outside of the batch, so that its last chunk runs again.
+    contexts[1].set_token_indices(start_idx=5, active_idx=6)
     expect()
     contexts[0].update(8)
     expect()
@@ -320,9 +323,9 @@ def test_a_context_that_was_moved_outside_of_the_batch_is_read_again(make: Any) 
         batch.update([token] * 3)
         manager.step(batch)
         assert manager.maybe_reserve(contexts[token % 3])
-        contexts[token % 3].update(90)  # moves this context without any batch
+        contexts[token % 3].update(90)  # This call advances the context without a batch.
         assert manager.reserve_batch(part).all()
-        part.update([91, 92])  # moves the contexts by another batch
+        part.update([91, 92])  # This call advances the contexts in another batch.
         manager.step(part)
     assert contexts[0].tokens.tolist()[-4:] == [28, 91, 29, 91]
     assert contexts[2].tokens.tolist()[-2:] == [29, 90]
@@ -562,7 +565,7 @@ def test_steps_that_are_planned_ahead_compute_and_publish_what_plain_ones_do(
         step = ahead.fetch_ahead(batch)
         same_inputs(step.inputs, plain.fetch(usual))
         if before is not None:
-            if at % 7 == 0:  # some contexts are read while tokens are still missing in them
+            if at % 7 == 0:  # Some contexts are read although the batch has not yet given them their last tokens.
                 assert [int(ours[place].tokens[-1]) for place in (0, at % len(ours))] == [FUTURE_TOKEN] * 2
             batch.realize_future_tokens(tokens)
             ahead.end_step(before)

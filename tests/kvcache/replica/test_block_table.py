@@ -47,9 +47,9 @@ def test_a_table_that_leaves_pages_out_follows_none_of_another_page_size_and_not
         ((13, 14), [10, 11, 12, 13, 14]),
         ((12, 13, 14), [10, 11, 12, 13, 14]),
         ((13, 13), None),  # page 13 is named twice
-        ((13, 11), None),  # page 11 was already named by the earlier table
+        ((13, 11), None),  # The earlier table has already named page 11.
         ((12, 13, 10), None),
-        ((11, 13, 14), None),  # the first page is not the one that the earlier table has named
+        ((11, 13, 14), None),  # The later table begins with another page than the earlier table.
     ],
 )
 def test_a_table_that_leaves_pages_out_names_each_page_once(pages: tuple[int, ...], named: list[int] | None) -> None:
@@ -61,8 +61,7 @@ def test_a_table_that_leaves_pages_out_names_each_page_once(pages: tuple[int, ..
 @pytest.mark.parametrize(("ours", "theirs"), [(2, 4), (4, 2), (4, 4)])
 def test_pages_are_taken_once_whatever_the_page_sizes_of_both_sides(ours: int, theirs: int) -> None:
     mine, other = np.arange(12 // ours, dtype=np.int32) + 10, np.arange(12 // theirs, dtype=np.int32) + 30
-    # The tokens before this one are cached here: one page on the side with pages of 4 tokens, and two pages on the side
-    # with pages of 2.
+    # The first 4 tokens are cached here. They take one page of 4 tokens or two pages of 2 tokens.
     first = 4
     part = ImportPart(first, mine[first // ours :])
     for before, now in ((4, 8), (8, 12), (12, 12)):

@@ -119,7 +119,7 @@ def test_a_step_of_chains_that_are_elsewhere_changes_nothing(chain: Any) -> None
     found = chain.extend_each([chain, other], [0, 1], PAGES[:128])
     assert found == chain.known + other.known[32:]
     assert other.known == wanted(PAGES[:128], 64)
-    chain.known.append(0)  # if a caller corrupts the chain, it returns no digests
+    chain.known.append(0)  # The caller has corrupted the chain, so the chain returns no digests.
     assert chain.extend_each([chain], [1], PAGES[:64]) is None
 
 
@@ -155,7 +155,7 @@ def test_calls_keep_no_reference_to_their_arguments(chain: Any) -> None:
             except (TypeError, ValueError):
                 continue
     assert list(map(sys.getrefcount, given)) == before
-    pages.clear()  # no buffer of `pages` is held, so it can be emptied
+    pages.clear()  # If a call still held a buffer of `pages`, `clear` would raise an error.
 
 
 def test_threads_hash_beside_each_other(chain: Any) -> None:

@@ -15,7 +15,7 @@ from kvcache.tiers import host_tier
 from tests.kvcache.build import manager_of
 from tests.kvcache.served import SIZE, Served
 
-PROMPT = range(33)  # eight full pages and a token
+PROMPT = range(33)  # eight full pages of 4 tokens, and one more token
 PAGES = 8
 
 
@@ -135,7 +135,7 @@ def test_a_run_begins_at_a_later_page_and_follows_what_the_device_has(served: An
     evicted(it)
     assert brought(it, first=3) == PAGES - 3
     assert it.manager.metrics.h2d_blocks_copied == PAGES - 3
-    assert brought(it) == PAGES  # three more pages, before those that were cached
+    assert brought(it) == PAGES  # This call loads the three pages before the cached pages.
     assert it.manager.metrics.h2d_blocks_copied <= PAGES + PAGES - 3
 
 
@@ -164,7 +164,7 @@ def test_loading_pages_does_not_evict_the_earlier_pages_of_the_prompt(served: An
     it = served()
     evicted(it)
     assert brought(it, 4) == 4
-    it.fill(12)  # the first pages are the oldest idle ones
+    it.fill(12)  # The first pages of the prompt are the oldest idle pages.
     assert cached(it) == 4
     assert brought(it) == PAGES
 
@@ -224,7 +224,7 @@ def test_pages_that_are_on_their_way_are_found_by_nobody(served: Any, monkeypatc
     assert it.manager.num_free_blocks == 16 - PAGES
     copy.is_over = True
     assert not contents.bring("theirs", 0, wanted(it), 100)
-    assert it.manager.metrics.h2d_blocks_copied == PAGES  # each page was copied once
+    assert it.manager.metrics.h2d_blocks_copied == PAGES  # Each page was copied once.
     assert cached(it) == PAGES
     assert it.manager.num_free_blocks == 16
 
@@ -273,7 +273,7 @@ def test_a_page_that_a_request_computes_while_it_is_loaded_is_published_once(
     it.fill(24)
     copy = copied_beside_us(it, monkeypatch)
     assert it.manager.contents.bring("theirs", 0, wanted(it), 100)
-    assert it.serve(PROMPT) == PAGES * SIZE  # the reader also gets the pages from the host
+    assert it.serve(PROMPT) == PAGES * SIZE  # The request also finds the pages that the call has loaded from the host.
     copy.is_over = True
     assert not it.manager.contents.bring("theirs", 0, wanted(it), 100)
     it.manager.check()

@@ -483,7 +483,7 @@ def test_a_batch_reads_the_salt_and_the_keys_of_a_request_again_after_a_change(m
             assert manager.reserve_batch(batch).all()
             manager.step(batch)
 
-    fill_a_page()  # from here on the batch knows the hasher
+    fill_a_page()  # The batch knows the hasher after its first full page.
     for name, other in (("cache_salt", "other"), ("extra_keys", [(0, b"other")])):
         before = getattr(context, name)
         setattr(context, name, other)

@@ -17,9 +17,9 @@ from kvcache.replica.context import checked_keys, checked_salt
 from tests.kvcache.kv import KVTokens
 from tests.kvcache.served import SIZE, Keys, Served
 
-PROMPT = [*range(100, 122)]  # five full pages of four, and two tokens
-# The positions are in the first page, at its end, in the second page, in the last full page, at its end, and in the
-# partial page.
+PROMPT = [*range(100, 122)]  # five full pages of 4 tokens, and two more tokens
+# The positions are in the first page (0 and 3), the second page (4), the last full page (17 and 19) and the partial
+# page (20).
 PLACES = [0, 3, 4, 17, 19, 20]
 
 

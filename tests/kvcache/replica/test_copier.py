@@ -34,7 +34,7 @@ def test_a_late_cancel_does_not_touch_the_pages_of_the_next_request_of_the_name(
     target = make(16, page_size=4)
     late = target.import_block_table(receiver(target), table)
     target.release("d")
-    context = receiver(target)  # another request, to which the same row was given
+    context = receiver(target)  # The same row was given to another request.
     assert target.maybe_reserve(context)
     target.cancel_import(late)
     pages = target.get_req_blocks("d")

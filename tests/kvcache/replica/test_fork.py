@@ -68,7 +68,7 @@ def test_a_fork_on_another_replica_copies_the_page_there(make: Any) -> None:
 def test_a_page_is_copied_where_it_is_partly_filled_and_only_there(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     manager, copied = make(32, page_size=4), list[tuple[int, int]]()
     monkeypatch.setattr(manager._replicas.placed[0].memory, "copy_page", lambda *pages: copied.append(pages))
-    for tokens, copies in ((3, 1), (8, 1), (10, 2)):  # the number of computed tokens, without the next one
+    for tokens, copies in ((3, 1), (8, 1), (10, 2)):  # `tokens` counts the computed tokens, without the next token.
         parent = parent_of(manager, range(tokens))
         assert manager.fork(parent, parent.fork("child"))
         assert len(copied) == copies

@@ -12,8 +12,9 @@ from kvcache import LayerGroup, PagedKVCacheManager, RangeRetention, Retention, 
 from tests.kvcache.build import manager_of
 from tests.kvcache.replica.test_hints import FIRST, LAST, trusting
 
-WINDOW = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6)  # a window of 6 tokens takes 2 pages of 4 tokens
-FULL = LayerGroup("full", (0, 1)), LayerGroup("window", (2,), 6)  # two tables of full attention
+WINDOW = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6)  # A window of 6 tokens takes 2 pages of 4 tokens.
+# The full group has two tables, because it has two layers.
+FULL = LayerGroup("full", (0, 1)), LayerGroup("window", (2,), 6)
 
 
 def make(pages: int, groups: tuple[LayerGroup, ...] = WINDOW, **params: Any) -> PagedKVCacheManager:
@@ -92,7 +93,8 @@ def test_right_hints_earn_a_share_and_wrong_ones_lose_it(groups: tuple[LayerGrou
     tables = 2 if groups is WINDOW else 3
     plain = rounds(make(60 * tables, groups), None, None, 8)
     manager = make(60 * tables, groups)
-    # Each of 8 prompts with 3 pages in each table recurs after 72 pages in each table, so plain LRU finds none.
+    # Each of 8 prompts has 3 pages in each table and recurs after 72 pages in each table. Plain LRU therefore finds
+    # none of them.
     assert plain == 0
     assert rounds(manager, FIRST, LAST, 8) > 0.75 * ROUNDS * 12
     assert manager.hint_share > 0.5
@@ -101,7 +103,7 @@ def test_right_hints_earn_a_share_and_wrong_ones_lose_it(groups: tuple[LayerGrou
     misled = make(60 * tables, groups)
     assert wanted == (ROUNDS - 4) * 12
     assert rounds(misled, LAST, FIRST, 4) > 0.95 * wanted
-    assert misled.hint_share <= 0.2  # the share at the beginning
+    assert misled.hint_share <= 0.2  # The share of hints is as small as at the beginning.
 
 
 def test_the_baselines_cover_only_the_pages_of_the_first_table() -> None:
@@ -131,14 +133,15 @@ def test_only_pages_after_the_prompt_and_partly_filled_ones_are_in_no_baseline()
 
 def test_the_quota_of_a_tenant_counts_its_pages_in_all_tables() -> None:
     manager = make(66, tenant_quota=0.25)
-    for name in range(4):  # each prompt has 8 pages, and the window still has 4 of its pages at the end
+    for name in range(4):  # Each prompt has 4 pages in the full table, and its window still has 4 pages at the end.
         serve(manager, prompt(name, 4), cache_salt="a")
     serve(manager, prompt(50, 4), cache_salt="b")
     replica = manager._replicas.each[0]
     quotas = replica.hints._quotas
     assert quotas.limited
     assert {salt: quotas._orders[owner].count for salt, owner in quotas._ids.items()} == {"a": 32, "b": 8}
-    # 42 more pages without a tenant: 26 are free, and the rest are those that "a" has above its quota of 16
+    # The five prompts take 42 more pages without a tenant. 26 pages are free, and "a" gives up the 16 pages above its
+    # quota.
     for name in range(60, 65):
         serve(manager, prompt(name, 4))
     assert {salt: quotas._orders[owner].count for salt, owner in quotas._ids.items()} == {"a": 16, "b": 8}

@@ -27,7 +27,8 @@ from tests.kvcache.random_model.matrix import layouts
 from tests.kvcache.replica.test_further_tables import columns, gone
 
 SIZE = 4
-FULL_TWICE = LayerGroup("full", (0, 1)), LayerGroup("window", (2,), 6)  # three tables; a window has 2 pages
+# The model has three tables. A window takes 2 pages.
+FULL_TWICE = LayerGroup("full", (0, 1)), LayerGroup("window", (2,), 6)
 PROMPT = [*range(100, 140)]
 NEXT = 7
 
@@ -143,7 +144,7 @@ def test_each_group_is_copied_from_its_own_first_missing_page_on() -> None:
     table = table_of(source, PROMPT)
     pulled(source, target, PROMPT, table)
     target.release("d")
-    gone(target, PROMPT, 0, 6)  # removes a page of the second full layer
+    gone(target, PROMPT, 0, 6)  # Table 1 is the table of the second full layer. It loses a page.
     assert pulled(source, target, PROMPT, table, "e")[1] == [4, 4, 0]
 
 
@@ -168,7 +169,7 @@ def test_a_source_with_larger_pages_need_not_name_those_before_the_end_of_the_ca
         kinds=("window 6",),
     )
     context = TextContext(PROMPT, 256, "d")
-    # everything that the table names is cached here
+    # All tokens of the table are cached here.
     imports._check_reach(context, table, ("full", "window 6"), [0, 24])
     with pytest.raises(BlockTableMismatchError, match="from token 16 on are needed"):
         imports._check_reach(context, table, ("full", "window 6"), [0, 16])
@@ -189,7 +190,7 @@ def test_a_table_shorter_than_the_prompt_leaves_the_rest_to_be_computed() -> Non
 
 def test_chunks_are_copied_as_they_come_and_windows_at_the_end() -> None:
     source, target = make(), make()
-    held = source.lease  # leased before the prompt runs
+    held = source.lease  # The lease begins before the prompt runs.
     prefill = TextContext(PROMPT, 256, "p")
     source.external_claim("p", 0)
     lease, pending, context, kv = held("p"), None, receiver(target, PROMPT), KVTokens(source)
@@ -304,7 +305,7 @@ def test_pages_that_leases_keep_do_not_count_as_room_for_a_request(groups: Any) 
     manager.step([context])
     lease = manager.lease("r")
     computed(manager, [*range(12)], "other")
-    columns_to_come = (manager.num_free_blocks - windows) // tables  # a window has no page for tokens 8 to 12
+    columns_to_come = (manager.num_free_blocks - windows) // tables  # The window has no page for tokens 8 to 12.
     assert not manager.maybe_reserve(context, 1 + 4 * (columns_to_come + 1))
     assert manager.maybe_reserve(context, 1 + 4 * columns_to_come)
     manager.check()
@@ -313,7 +314,7 @@ def test_pages_that_leases_keep_do_not_count_as_room_for_a_request(groups: Any) 
 
 def test_a_pool_that_holds_the_last_window_is_enough() -> None:
     source, target = make(), make(pages=40)
-    tokens = [*range(300, 360)]  # 15 pages in each table, of which a window needs 2 or 3
+    tokens = [*range(300, 360)]  # The prompt takes 15 pages in each table. A window keeps only 2 or 3 of its pages.
     table = table_of(source, tokens)
     alone = TextContext([*tokens, NEXT], 256, "whole")
     target.external_claim("whole", 0)

@@ -22,7 +22,7 @@ from kvcache import (
 from tests.kvcache.build import manager_of
 
 SIZE = 4
-# a window of 6 tokens takes 2 pages in addition to the pages that are written
+# A window of 6 tokens takes 2 pages in addition to the pages that are written.
 WINDOW = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6)
 CHUNKED = LayerGroup("full", (0,)), LayerGroup("chunked", (1,), 8)
 
@@ -83,7 +83,7 @@ def test_a_request_gives_back_pages_that_left_its_window() -> None:
     assert columns(manager, context) == list(range(10))
     run(manager, context)
     decode(manager, context, 1)
-    assert columns(manager, context) == [8, 9, 10]  # token 40 sees tokens 35 to 40
+    assert columns(manager, context) == [8, 9, 10]  # Token 40 sees tokens 35 to 40.
     decode(manager, context, 4)
     assert columns(manager, context) == [9, 10, 11]
     assert len(manager.get_req_blocks("r")) == 12
@@ -94,8 +94,8 @@ def test_a_chunked_layer_gives_back_the_chunk_before() -> None:
     manager = make(CHUNKED)
     context = start(manager, range(15), "r")
     run(manager, context)
-    decode(manager, context, 1)  # token 15 is in the chunk from token 8 on
-    assert columns(manager, context) == [0, 1, 2, 3]  # the token used the page that the request already had
+    decode(manager, context, 1)  # Token 15 is in the chunk that begins with token 8.
+    assert columns(manager, context) == [0, 1, 2, 3]  # Token 15 is in a page that the request already had.
     decode(manager, context, 1)
     assert columns(manager, context) == [4]
 
@@ -116,7 +116,8 @@ def test_a_prompt_in_chunks_takes_a_window_and_a_chunk() -> None:
         seen = max(seen, len(columns(manager, context)))
     assert seen == 4
     decode(manager, context, 5)
-    assert columns(manager, context) == [14, 15, 16]  # the request reserved its last page at token 64
+    # The request has reserved its last page, which begins at token 64.
+    assert columns(manager, context) == [14, 15, 16]
 
 
 def test_a_prompt_that_cannot_run_whole_is_refused_and_may_run_in_chunks() -> None:
@@ -158,7 +159,8 @@ def test_a_hit_ends_at_the_last_page_end_with_a_complete_window() -> None:
     gone(manager, range(40), 0, 9)
     assert manager.admission(TextContext([*range(40), 1], 99)).cached_pages == 9
     gone(manager, range(40), 0, 5)
-    assert manager.admission(TextContext([*range(40), 1], 99)).cached_pages == 9  # pages 7 and 8 are its window
+    # The query after page 9 sees only pages 7 and 8 of the window.
+    assert manager.admission(TextContext([*range(40), 1], 99)).cached_pages == 9
     assert manager.admission(TextContext([*range(28), 1], 99)).cached_pages == 5
     context = start(manager, [*range(28), 1], "short")
     assert context.start_idx == 20
@@ -264,7 +266,7 @@ def test_fetch_gives_a_table_a_group_and_one_without() -> None:
     assert table.shape == (2, 1, 3)
     assert table.dtype == torch.int32
     assert table[0, 0].tolist() == manager.get_req_blocks("r")
-    assert manager.device_tensors[0][0].shape[2] == 1  # each page has the KV of one layer
+    assert manager.device_tensors[0][0].shape[2] == 1  # Each page has the KV of one layer.
     (symbols,) = manager.input_symbols()
     assert symbols.inputs.lookup_table.ndim == 3
     dimensions: Any = symbols.dynamic_shapes.lookup_table
@@ -371,7 +373,7 @@ def test_each_table_of_each_group_must_have_its_window() -> None:
         assert [one.layers for one in manager.layer_tables.tables] == [(1,), (3,), (0,), (2,)]
         served(manager, range(40), "first")
         gone(manager, range(40), table, column)
-        # at this page end, the tables with windows of 5 tokens still have everything that the next query sees
+        # After eight pages, the windows of 5 tokens still have all pages that the next query sees.
         if column == 7:
             gone(manager, range(40), 1, 9)
             gone(manager, range(40), 1, 8)
@@ -444,12 +446,13 @@ def test_pages_age_alike_whether_they_are_reserved_for_a_batch_or_one_by_one() -
 def test_sizing_calls_count_the_pages_of_windows() -> None:
     manager = make()
     params = manager.params
-    page = 2 * 2 * SIZE * 4  # sides × head_dim × tokens × bytes of float32, for one layer
+    page = 2 * 2 * SIZE * 4  # For one layer: sides × head_dim × tokens × bytes of float32.
     sizes: dict[str, Any] = {"params": params, "num_layers": 2}
     full = PagedKVCacheManager.max_supported_sequence_length(memory_available=100 * page, **sizes)
-    assert full == 97 * SIZE  # 97 pages and 3 of the window
+    assert full == 97 * SIZE  # 97 pages are for the full table, and 3 pages are for the window.
     more: dict[str, Any] = {"max_seq_len": 400, "available_cache_memory": 1030 * page, "devices": ["cpu"], **sizes}
-    assert PagedKVCacheManager.infer_optimal_batch_size(**more) == 10  # 100 pages and 3
+    # Each request takes 100 pages for the full table and 3 pages for the window.
+    assert PagedKVCacheManager.infer_optimal_batch_size(**more) == 10
     assert PagedKVCacheManager.estimated_memory_size(max_batch_size=2, **more) == 206 * page
 
 

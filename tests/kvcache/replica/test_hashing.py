@@ -149,7 +149,7 @@ def test_one_more_page_of_every_request_is_hashed_in_one_call_if_no_key_follows(
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, 1 << 31, (5, 20), dtype=np.int32)
     hashers = [PrefixHasher("sha256", 4, None, ((1, b"image"),)) for _ in prompts]
-    befores = [1, 4, 2, 1, 3]  # numbers of pages, at most 4
+    befores = [1, 4, 2, 1, 3]  # For each hasher, the number of pages that it has hashed before, at most 4.
     for hasher, prompt, before in zip(hashers, prompts, befores, strict=True):
         hasher.digests(prompt, 0, before)
     twins = [hasher.copy() for hasher in hashers]
@@ -173,7 +173,7 @@ def check_walk(steps: list[tuple[str, int]], page_size: int, salt: str | None, k
     that hashlib computes over its whole input.
     """
     rng = np.random.default_rng(seed)
-    marks = [b""] * 64  # the digest before each page
+    marks = [b""] * 64  # For each page, the bytes of the extra keys that are hashed before the page.
     for position, key in sorted(keys):
         marks[position // page_size] += struct.pack("<iII", -1, position, len(key)) + key
     fields = (b"sha256", str(page_size).encode(), b"" if salt is None else b"=" + salt.encode())
@@ -237,7 +237,7 @@ def test_an_interrupted_hasher_begins_anew() -> None:
     hasher, tokens = PrefixHasher("sha256", 4, "a", ((5, b"k"),)), np.arange(16)
     right = hasher.digests(tokens, 0, 4)
     hasher.known[:] = hasher.known[:32]
-    hasher.running = None  # as if the hasher had been interrupted while it hashed the second page
+    hasher.running = None  # The test simulates an interrupt in the second page.
     assert (hasher.digests(tokens, 0, 4) == right).all()
     hasher.running = None
     assert (hasher.copy().digests(tokens, 0, 4) == right).all()

@@ -97,8 +97,8 @@ def rounds(manager: PagedKVCacheManager, first: Retention | None, last: Retentio
 
 
 def test_the_share_grows_while_hints_are_right_and_shrinks_while_they_are_wrong() -> None:
-    # Each of 8 prompts recurs after 48 pages, so plain LRU finds none of them. Each of 4 prompts recurs after 24 pages,
-    # so plain LRU finds all of them.
+    # With 8 prompts, each prompt recurs after 48 pages, so plain LRU finds none of them. With 4 prompts, each prompt
+    # recurs after 24 pages, so plain LRU finds all of them.
     manager = manager_of(40, checks=False)
     assert manager.hint_share == 0.0
     assert rounds(manager, FIRST, LAST)[1] > 0.95 * 200 * 8
@@ -120,7 +120,7 @@ def test_hints_that_are_all_wrong_cost_next_to_nothing() -> None:
     plain, misled = manager_of(60, checks=False), manager_of(60, checks=False)
     wanted = rounds(plain, None, None)
     got = rounds(misled, LAST, FIRST)
-    assert wanted[1] == 200 * 8  # all recurring prompts fit
+    assert wanted[1] == 200 * 8  # Plain LRU finds all pages of the recurring prompts.
     assert sum(got) > 0.97 * sum(wanted)
 
 
@@ -189,7 +189,7 @@ def test_after_an_interrupt_pages_follow_hints_if_there_was_one(begun: bool) -> 
     serve(manager, prompt(1))
     replica = manager._replicas.each[0]
     if begun:
-        replica.hints._begin_baselines()  # as if the first hint had been interrupted after this call
+        replica.hints._begin_baselines()  # The test simulates an interrupt of the first hint after this call.
     recover(manager)
     assert replica.pool.idle.by_age == (not begun)
     assert [{*plain._kept} for plain in replica.hints._baselines[:1]] == [{*words_of(manager, 1)}] * begun
@@ -201,7 +201,7 @@ def test_after_an_interrupt_a_page_is_not_counted_twice_as_found() -> None:
     context = TextContext(prompt(1), 64)
     manager.external_claim(context.request_id)
     hints = manager._replicas.each[0].hints
-    hints._found[0] = 2  # as if its first reservation had been interrupted
+    hints._found[0] = 2  # The test simulates an interrupt of the request's first reservation.
     recover(manager)
     learned = evidence(manager)
     assert manager.maybe_reserve(context)
@@ -262,7 +262,7 @@ def test_the_baseline_has_only_the_computed_part_of_an_aborted_prompt(computed: 
     serve(manager, prompt(0), neutral)
     learned = evidence(manager)
     tokens = prompt(1, pages=4)
-    for found in (0, computed):  # the second time it finds what ran the first time
+    for found in (0, computed):  # In the second round the request finds the pages that the first round has computed.
         context = TextContext(tokens, 64, retention=neutral)
         with manager.claim(context):
             for page in range(found, computed):
@@ -457,13 +457,13 @@ def test_pages_found_chunk_by_chunk_are_counted_once() -> None:
     with manager.claim(running):
         assert manager.maybe_reserve(running)
         assert running.start_idx == 8
-        # plain LRU would have found all of it from `running`
+        # Plain LRU would have found all pages of this prompt among the pages of `running`.
         assert serve(manager, prompt(1, pages=4), Retention()) == 8
         assert manager.maybe_reserve(running)
         assert running.start_idx == 16
         running.update(0)
         manager.step([running])
-    assert learned == [-2, 0, 2, 0]  # with the largest share, hints promise no more than plain LRU
+    assert learned == [-2, 0, 2, 0]  # At the largest share, hints promise no more than plain LRU.
 
 
 def test_a_reset_leaves_pages_of_running_requests_in_the_baselines() -> None:
@@ -547,7 +547,8 @@ def test_a_context_that_its_owner_drops_is_kept_until_its_release() -> None:
     assert manager.maybe_reserve(dropped)
     name, seen = dropped.request_id, ref(dropped)
     del dropped
-    assert seen() is not None  # the manager's pages are tied to its lifetime
+    # The request's pages are tied to the lifetime of its context, so the manager keeps the context.
+    assert seen() is not None
     manager.release(name)
     assert seen() is None
     trusting(manager)

@@ -21,7 +21,7 @@ from kvcache import (
 from kvcache.params import StateShape
 from tests.kvcache.build import proven
 
-PROMPT = list(range(100, 118))  # 18 tokens: 4 full pages of 4 and a partial one
+PROMPT = list(range(100, 118))  # 18 tokens take 4 full pages of 4 tokens and a partial page.
 
 
 def prefilled(
@@ -94,7 +94,7 @@ def test_pages_are_copied_committed_and_run(make: Any, caching: bool) -> None:
     assert entry.cache_lengths.tolist() == [18]
     for mine, theirs in zip(target.get_req_blocks("d"), table.groups[0], strict=False):
         assert torch.equal(entry.blocks[mine], source.device_tensors[0][0][theirs])
-    assert target.metrics.input_tokens == 0  # the prompt was computed elsewhere
+    assert target.metrics.input_tokens == 0  # Another manager has computed the prompt.
     assert np.count_nonzero(target._replicas.each[0].pool.index.published) == (4 if caching else 0)
     source.release("p")
     assert source.num_free_blocks == 16
@@ -107,7 +107,7 @@ def test_pages_that_are_cached_at_the_target_are_not_copied(make: Any) -> None:
     table, target = imported(make)
     second = receiver(target, name="e")
     pending = target.import_block_table(second, table)
-    assert pending.parts[0].src_pages.tolist() == [table.groups[0][4]]  # only the partial page
+    assert pending.parts[0].src_pages.tolist() == [table.groups[0][4]]  # The import copies only the partial page.
     target.commit_import(second, pending, proven(target, pending))
     assert second.start_idx == 18
     whole_source, whole = prefilled(make, PROMPT[:16])
@@ -125,7 +125,8 @@ def test_imported_pages_are_found_and_named_in_block_tables_before_the_request_r
     first = receiver(target, PROMPT[:12])
     pending = target.import_block_table(first, beginning(table, 8))
     target.commit_import(first, pending, proven(target, pending))
-    second = receiver(target, PROMPT[:12], name="e")  # two pages are cached here, and one is copied
+    # Two pages of the second request are cached here. Its third page is copied.
+    second = receiver(target, PROMPT[:12], name="e")
     pending = target.import_block_table(second, table)
     assert pending.tokens == (8, 12)
     target.commit_import(second, pending, proven(target, pending))
@@ -144,7 +145,7 @@ def test_a_table_shorter_than_the_cached_prefix_shortens_nothing(make: Any, cove
         part = change(part, groups=(table.groups[0][: -(-covers // 4)],))
     pending = target.import_block_table(second, part)
     assert pending.parts[0].src_pages.size == pending.parts[0].dst_pages.size == 0
-    here = -(-covers // 4) * 4  # the cached part ends with a full page
+    here = -(-covers // 4) * 4  # The cached tokens end at the end of a page.
     assert pending.tokens == pending.take(last=True)[0].tokens == (here, here)
     target.commit_import(second, pending)
     assert (second.start_idx, second.active_idx) == (16, 19)
@@ -200,13 +201,13 @@ def test_pages_of_a_released_request_stay_with_the_transfer_until_it_is_over(mak
     context = receiver(target)
     pending = target.import_block_table(context, table)
     target.release("d")
-    assert target.num_free_blocks == 0  # the reader of the cancelled import may still write into these pages
+    assert target.num_free_blocks == 0  # The copier of the cancelled import may still write into these pages.
     other = TextContext([1], 64, "other")
     target.external_claim("other")
     assert not target.maybe_reserve(other)
     with pytest.raises(UnknownRequestError, match="'d': commit_import"):
         target.commit_import(context, pending)
-    target.external_claim("d")  # a new request of the same name
+    target.external_claim("d")  # A new request takes the name "d".
     with pytest.raises(InvalidRequestError, match="belongs to another request"):
         target.commit_import(context, pending)
     target.cancel_import(pending)
@@ -308,7 +309,7 @@ def test_a_refused_table_of_another_page_size_is_described_in_pages_of_both_size
     second = receiver(target, [*tokens[:50], 9, *tokens[51:]], "e")
     _, other = prefilled(make, [*tokens[:50], 9, *tokens[51:]], size=theirs, params={"hash_algorithm": hashes[0]})
     pending = target.import_block_table(second, other)
-    # the cached part ends with a page of the target, which may end within a page of the source
+    # The cached tokens end at the end of a target page, which may be within a source page.
     start = 50 // ours * ours
     assert pending.tokens == (start, 70)
     assert pending.parts[0].src_pages.tolist() == list(other.groups[0][start // theirs :])
@@ -342,7 +343,7 @@ def test_a_growing_import_names_each_page_once_the_source_has_it(make: Any, thei
     tokens = list(range(100, 170))
     _, table = prefilled(make, tokens, size=theirs)
     target = make(40, page_size=ours)
-    context = TextContext(tokens, 256, "d")  # the first new token is not known yet
+    context = TextContext(tokens, 256, "d")  # The context does not know its first new token yet.
     target.external_claim("d")
     pending = target.import_block_table(context, beginning(table, 16), 2, partial=True)
     assert pending.tokens == (0, 16)
@@ -379,7 +380,7 @@ def test_a_table_that_begins_later_follows_the_cached_pages(make: Any, theirs: i
     target.commit_import(context, pending, proven(target, pending))
     target.release("d")
     context = receiver(target, tokens)
-    first = 48 // theirs // 2  # the source leaves out half of the pages that are cached here
+    first = 48 // theirs // 2  # The source leaves out half of the pages that are cached here.
     pending = target.import_block_table(context, from_page(table, first))
     assert pending.tokens == (48, 70)
     assert pending.parts[0].src_pages.tolist() == list(table.groups[0][48 // theirs :])
@@ -398,7 +399,8 @@ def test_a_table_that_leaves_a_gap_is_refused_and_takes_no_page(make: Any) -> No
     with pytest.raises(BlockTableMismatchError, match=f"'d': the block table {hole}"):
         target.import_block_table(context, from_page(table, 3))
     assert target.num_held_blocks == 0
-    context.set_token_indices(start_idx=12, active_idx=19)  # the start that the context claims does not fill a gap
+    # A context may claim to start at token 12. The claim does not fill the gap between the cached pages and the table.
+    context.set_token_indices(start_idx=12, active_idx=19)
     with pytest.raises(BlockTableMismatchError, match=f"'d': the block table {hole}"):
         target.import_block_table(context, from_page(table, 3))
     bad = [
@@ -422,7 +424,7 @@ def test_a_table_that_leaves_a_gap_is_refused_and_takes_no_page(make: Any) -> No
     target.release("d")
     target.cancel_import(pending)
     context = receiver(target)
-    # all of these pages are cached here
+    # All pages of this table are cached here.
     pending = target.import_block_table(context, beginning(table, 8), partial=True)
     with pytest.raises(BlockTableMismatchError, match="names other pages than the earlier table"):
         target.extend_import(context, pending, from_page(table, 3), last=True)
@@ -594,7 +596,7 @@ def test_a_repeated_import_that_gets_no_pages_leaves_the_request_without_pages(m
     other = TextContext(range(200, 212), 64, "other")
     target.external_claim("other")
     assert target.maybe_reserve(other)
-    # The request needs 5 pages, and 5 pages are left, including its own.
+    # The request needs 5 pages. 5 pages are left, including the pages of the cancelled import.
     target.cancel_import(target.import_block_table(context, table, 2))
     assert target.import_block_table(context, table, 5) is None
     assert target.get_req_blocks("d") == []

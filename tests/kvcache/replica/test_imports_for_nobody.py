@@ -22,7 +22,7 @@ from tests.kvcache.build import proven
 from tests.kvcache.events.mirror import Mirror
 from tests.kvcache.served import SIZE, Served
 
-PROMPT = range(33)  # eight full pages and a token
+PROMPT = range(33)  # eight full pages of 4 tokens, and one more token
 
 
 @pytest.fixture
@@ -46,7 +46,8 @@ def lent(source: Served, first: int, stop: int = 8, tokens: Sequence[int] = PROM
     context = TextContext([*tokens], 256, "theirs", **named)
     found = contents.lease("theirs", 0, contents.digests(context, first), stop - first)
     assert found is not None
-    source.manager.end_lease(found[0])  # the source runs nothing else, so the leased pages stay as they are
+    # The source runs no other request, so the pages keep their contents after the lease.
+    source.manager.end_lease(found[0])
     return found[1]
 
 
@@ -92,7 +93,7 @@ def test_a_running_prompt_continues_after_imported_pages_once_it_reaches_them(se
     it.manager.contents.commit_pages(pending, proven(it.manager, pending))
     it.manager.check()
     assert it.manager.num_held_blocks == 9
-    assert rest(it, context) == [8, 12, 32]  # `kv` has compared every byte that these chunks have read
+    assert rest(it, context) == [8, 12, 32]  # `kv` has compared all KV that these chunks have read.
     assert it.kv.compared == 8 + 12 + 32
     assert it.manager.metrics.cache_tokens == 16
     assert it.serve(PROMPT) == 32
@@ -345,7 +346,7 @@ def test_routers_learn_the_tokens_of_the_pages_even_if_the_prompt_has_changed(se
     with Mirror(it.manager.kv_event_endpoints[0]).begin() as mirror:
         context = it.waiting(PROMPT)
         pending = brought(it, source, context, lent(source, 4))
-        context.set_token_indices(active_idx=20, end_idx=20)  # drops the tokens of three pages
+        context.set_token_indices(active_idx=20, end_idx=20)  # The request drops the tokens of its last three pages.
         for token in range(100, 113):
             context.update(token)
         it.manager.contents.commit_pages(pending, proven(it.manager, pending))

@@ -72,7 +72,7 @@ def test_a_table_that_contradicts_the_pages_of_the_earlier_table_is_refused(make
         with pytest.raises(BlockTableMismatchError, match="names other pages than the earlier table"):
             target.extend_import(context, pending, wrong, last=True)
     with pytest.raises(BlockTableMismatchError, match="names other pages than the earlier table"):
-        # one page, with a gap of one page before it
+        # The table begins one page too late, so it leaves a gap.
         target.extend_import(context, pending, from_page(beginning(table, 48), 11), last=False)
     other = change(from_page(table, 10), digests=table.digests[: 7 * 32])
     with pytest.raises(BlockTableMismatchError, match="other tokens .*from page 10 on"):

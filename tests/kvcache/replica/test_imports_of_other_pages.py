@@ -21,16 +21,16 @@ from tests.kvcache.kv import KVTokens, goes_on
 WINDOW = 7
 GROUPS = LayerGroup("full", (0,)), LayerGroup("window", (1,), WINDOW), LayerGroup("chunked", (2,), 10)
 NEXT = 7
-STEPS = 3  # how many steps an imported request runs; some of them fill its last page
+STEPS = 3  # The number of steps that an imported request runs. Some steps fill its last page.
 
 
 def make(page_size: int) -> PagedKVCacheManager:
-    pages = 600 // page_size  # the pool has so few pages that some pages are evicted
+    pages = 600 // page_size  # The pool is so small that some pages are evicted.
     manager = manager_of(
         pages, page_size=page_size, layers=3, dtype=torch.int64, max_seq_len=96, params={"groups": GROUPS}
     )
     for tensor in manager.device_tensors[0]:
-        tensor.fill_(-1)  # so that reading memory that was never written is noticed
+        tensor.fill_(-1)  # The value -1 reveals a read of memory that was never written.
     return manager
 
 

@@ -25,7 +25,7 @@ def test_symbols_export_a_graph_that_runs_on_what_fetch_gives(make: Any) -> None
     (symbols,) = manager.input_symbols()
     assert {tensor.device.type for tensor in symbols.inputs if tensor is not None} == {"meta"}
     program = torch.export.export(ReadsTheCache(), (symbols.inputs,), dynamic_shapes=(symbols.dynamic_shapes,))
-    program.example_inputs = None  # the tensors are on the meta device and have no bytes to move
+    program.example_inputs = None  # The tensors are on the meta device, so they have no bytes to move.
     context = TextContext(range(9), 64)
     manager.external_claim(context.request_id)
     assert manager.maybe_reserve(context, 3)
@@ -36,7 +36,7 @@ def test_symbols_export_a_graph_that_runs_on_what_fetch_gives(make: Any) -> None
     manager.device_tensors[0][0][1:] = 2.0
     (entry,) = manager.fetch([context], 3)
     dynamic = {str(symbol) for symbol in program.range_constraints}
-    assert len(dynamic) == 4  # pages, batch, columns, steps
+    assert len(dynamic) == 4  # The four symbols are the numbers of pages, requests, blocks and steps.
     assert (
         move_to_device_pass(program, "cpu").module()(entry).tolist()
         == ReadsTheCache()(entry).tolist()

@@ -47,10 +47,10 @@ def test_release_passes_what_is_computed_to_the_lease_and_the_rest_is_free(make:
     manager = make(8, page_size=4, caching=caching)
     context = computed(manager, range(9))
     lease = manager.lease("r")
-    assert manager.maybe_reserve(context, 8)  # pages in which nothing is computed
+    assert manager.maybe_reserve(context, 8)  # The reservation adds pages in which no token is computed.
     pages = manager.get_req_blocks("r")
     assert len(pages) == 5
-    assert manager.num_leased_blocks == 0  # the row holds them
+    assert manager.num_leased_blocks == 0  # The request's row still holds the leased pages.
     manager.release("r")
     assert (manager.num_leased_blocks, manager.num_free_blocks) == (3, 5)
     other = computed(manager, range(100, 119), "other")
@@ -197,8 +197,8 @@ def test_a_page_known_to_readers_does_not_count_as_room_when_a_later_chunk_hits_
     manager.lease("r")
     manager.block_table("r")
     run(manager, twin)
-    assert manager.num_free_blocks == 1  # each request has 4 pages, and they share the first one
-    # The request needs 3 more pages. The pages of its twin replace 2 pages, and readers were told of one of these 2.
+    assert manager.num_free_blocks == 1  # Each of the two requests has 4 pages. The first page is shared.
+    # The request needs 3 more pages. Pages of its twin replace 2 of its pages, and readers know 1 of these 2 pages.
     assert not manager.maybe_reserve(context, 12)
     assert manager.maybe_reserve(context, 8)
     assert manager.num_free_blocks == 0
@@ -245,7 +245,7 @@ def test_pages_being_loaded_from_the_host_are_not_free_before_they_have_arrived(
     assert manager.maybe_reserve(context)
     assert context.start_idx
     lease = manager.lease("r")
-    manager.release("r")  # the request will not run, so nothing waits for the copies from the host
+    manager.release("r")  # The request does not run, so it does not wait for the copies from the host.
     manager.check()
     manager.end_lease(lease)
     assert manager.num_free_blocks == 8
@@ -341,7 +341,7 @@ def test_the_pages_of_a_cancelled_import_are_free_when_its_copier_ends(make: Any
         target.maybe_reserve(context)
     target.release("r")
     assert target.num_free_blocks == 6
-    assert copier.prove() is not None  # a proof is returned, but it cannot be used any more
+    assert copier.prove() is not None  # The copier returns a proof, but no call accepts the proof any more.
     copier.give_up()
     assert target.num_free_blocks == 8
 
@@ -421,7 +421,7 @@ def test_tokens_told_under_a_lease_are_not_recomputed(make: Any, call: str, told
         pages = manager.block_table("r").groups[0]
     assert manager.maybe_reserve(context, 4)
     other_tokens(context, 6)
-    manager.step([context])  # the row now has fewer tokens than its readers were told
+    manager.step([context])  # The row now has fewer tokens than its readers know.
     before = manager.metrics
     calls = {
         "maybe_reserve": lambda: manager.maybe_reserve(context),
@@ -434,7 +434,7 @@ def test_tokens_told_under_a_lease_are_not_recomputed(make: Any, call: str, told
         calls[call]()
     assert manager.metrics == before
     manager.fetch([bystander])
-    manager.release("r")  # the lease also holds pages that readers were told of before the request dropped tokens
+    manager.release("r")  # The lease also holds pages that readers have learned of before the request dropped tokens.
     assert manager.num_leased_blocks == len(pages)
     manager.end_lease(lease)
     again = TextContext(context.tokens, 64, "r")
@@ -497,7 +497,7 @@ def test_a_lease_takes_over_the_pages_computed_told_or_published_whichever_are_m
     assert books.leases.last_read(1) == 0
     books.leases.check()
     held = pages[:passed].copy()
-    pages[:] = 0  # the row's memory now belongs to another request
+    pages[:] = 0  # Another request now has the memory of the row.
     assert books.held_by(lease) == held.tolist()
 
 
@@ -521,7 +521,7 @@ def test_leases_keep_the_computed_or_told_pages_that_leave_their_row(cached: int
 def test_the_tokens_told_to_readers_only_grow_and_the_window_pages_they_see_only_shrink() -> None:
     books = Books()
     books.claim(1, 6)
-    books.leases.tell(1, 6)  # while the row has no lease, no reader counts as told
+    books.leases.tell(1, 6)  # The row has no lease, so it has no readers to inform.
     assert (books.leases.told.tolist(), books.leases.kept[1]) == ([0] * 4, NEVER)
     books.lease(1)
     assert (books.leases.told[1], books.leases.kept[1]) == (6, 6)
@@ -546,7 +546,7 @@ def test_after_an_interrupt_leases_belong_to_the_rows_of_their_requests() -> Non
         books.leases._hold(lease, HeldPages(books.pool, page[None]))
     books.pool.release(pages)
     books.leases.tell(0, 8)
-    # as if the lease's request had been released, and another request had claimed the row
+    # The test simulates that the request of the lease was released and that another request has claimed the row.
     books.rows.request_ids[1] = "another"
     books.leases.of_row.clear()  # the state that an interrupt may leave
     books.leases.mend(over)
@@ -584,7 +584,7 @@ def test_a_table_is_sealed_by_each_lease_with_a_seal() -> None:
     table = BlockTable("r1", 0, 8, 4, ((1, 2),), "f")
     assert books.leases.sealed(1, table) is table
     books.lease(1)
-    assert books.leases.sealed(1, table) is table  # a row with one lease adds nothing
+    assert books.leases.sealed(1, table) is table  # With one lease in the row, `sealed` returns the table unchanged.
     for word in (b"first ", b"second "):
         books.lease(1, lambda sealed, word=word: word + sealed.request_id.encode())
     assert books.leases.sealed(1, table).seals == (b"first r1", b"second r1")

@@ -39,12 +39,12 @@ def test_pages_are_leased_by_what_they_hold_in_all_tables(served: Make) -> None:
     it.serve(PROMPT, chunk=8)
     assert it.manager.contents.cached(0, wanted(it)) == 40
     assert leased(it) == [10, 2]
-    assert leased(it, 7) == [5, 2]  # the window's pages that the token after the fifth page sees
+    assert leased(it, 7) == [5, 2]  # These are the two window pages that the query after page 5 sees.
     assert leased(it, 1) == []
     lost(it, 8)
     assert it.manager.contents.cached(0, wanted(it)) == 32
     assert leased(it) == [8, 2]
-    assert wanted(it, 3) == wanted(it)  # asking from a later page changes nothing
+    assert wanted(it, 3) == wanted(it)  # A question that begins at a later page gets the same answer.
     with pytest.raises(BlockTableMismatchError, match="from page 3 on; .* the model has full, window 6"):
         it.manager.contents.lease("theirs", 0, wanted(it)._replace(first_page=3), 9)
 
@@ -88,7 +88,7 @@ def test_other_replicas_pages_are_copied_for_every_table(served: Make, groups: t
     full = 2 if groups is TWO else 1
     assert it.manager.metrics.d2d_blocks_copied == 10 * full + 2
     lost(it, 9)
-    # pages come from two replicas: the window's last page comes from the second one
+    # The request copies pages from two replicas. The last page of the window comes from the second replica.
     assert it.serve(PROMPT, replica=2) == 40
     assert it.manager.metrics.d2d_blocks_copied == 2 * (10 * full + 2)
     assert it.kv.compared > 2 * 40 * full

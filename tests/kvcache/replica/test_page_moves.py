@@ -98,7 +98,7 @@ def test_a_moved_page_is_found_and_held_where_it_is_now() -> None:
     now = [before[0], *targets.tolist()]
     assert list(rig.manager.get_req_blocks("a")) == now
     assert rig.replica.rows.changed[row]
-    pool.release(sources)  # outside of this test, `SlabPool` does this part of a move
+    pool.release(sources)  # In the manager, `SlabPool` releases the sources of a move.
     rig.manager.check()
     rig.manager.release("a")
     again, _ = rig.start("b")

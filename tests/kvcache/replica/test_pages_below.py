@@ -22,8 +22,8 @@ def test_the_pages_of_every_table_are_loaded_from_the_host(served: Make, groups:
     fill(it, 80)
     assert it.serve(PROMPT) == 40
     full = 2 if groups is TWO else 1
-    # Token 40 sees tokens 35 to 40 of the window: two pages, though ten are in the lower tiers. In the chunked table a
-    # chunk begins with token 40, so no earlier page is needed.
+    # Token 40 sees tokens 35 to 40 of the window, which are in two pages. The lower tiers have ten pages of the window.
+    # In the chunked table a chunk begins with token 40, so no earlier page is needed.
     assert it.manager.metrics.h2d_blocks_copied == 10 * full + 2
     assert it.kv.compared > 40 * full
 
@@ -55,7 +55,7 @@ def test_a_hit_ends_where_one_table_cannot_continue(served: Make) -> None:
     it.tiers.host.pool.hold(gone)
     slots.withdraw(gone)
     it.tiers.host.pool.release(gone)
-    assert it.serve(PROMPT) == 32  # the window's pages 6 and 7 are cached, but page 8 and later ones are not
+    assert it.serve(PROMPT) == 32  # Pages 6 and 7 of the window are cached. Page 8 and the later pages are not cached.
     assert it.manager.metrics.h2d_blocks_copied == 8 + 2
 
 
@@ -109,7 +109,8 @@ def test_a_prompt_that_just_fits_is_loaded(served: Make) -> None:
     it.serve(PROMPT, chunk=8)
     fill(it, 22)
     beside(it, 8)
-    context = it.claim(PROMPT)  # 11 pages and 3 of the window: all free pages
+    # The request needs 11 pages in the first table and 3 pages in the window: all free pages.
+    context = it.claim(PROMPT)
     assert it.manager.maybe_reserve(context)
     assert (context.start_idx, it.manager.num_free_blocks) == (40, 0)
     it.run(context)
@@ -124,7 +125,8 @@ def test_idle_pages_that_a_hit_uses_take_room_too(served: Make) -> None:
     pool, context = it.manager._replicas.each[0].pool, it.claim(PROMPT)
     assert (pool.free_count, np.count_nonzero(pool.index.find(it.digests(PROMPT)))) == (13, 10)
     before = pool.index.generation
-    assert not it.manager.maybe_reserve(context)  # the request needs 14 pages, whatever is found, and only 13 are free
+    # The request needs 14 pages, even if it finds its prefix. Only 13 pages are free.
+    assert not it.manager.maybe_reserve(context)
     assert it.manager.metrics.h2d_blocks_copied == 0
     assert pool.index.generation == before
 
@@ -148,7 +150,7 @@ def test_no_request_waits_for_pages_that_do_not_fit_into_the_host(served: Make) 
     it = served(files=True)
     it.serve(PROMPT, chunk=8)
     it.manager.close()
-    again = served(40, 8, files=True)  # half of the slots at once
+    again = served(40, 8, files=True)  # A read from files fills at most half of the host's slots at once.
     assert again.serve(PROMPT) == 0
     assert again.manager.metrics.file_blocks_read < 12
     assert again.manager.metrics.h2d_blocks_copied == 0
@@ -158,7 +160,7 @@ def test_a_waiting_request_finds_pages_that_others_have_written_since(served: Ma
     waiting = served(22, files=True)
     beside(waiting, 8)
     context = waiting.claim(PROMPT)
-    assert not waiting.manager.maybe_reserve(context)  # it needs 22 pages
+    assert not waiting.manager.maybe_reserve(context)  # The request needs 22 pages.
     writer = served(files=True)
     writer.serve(PROMPT, chunk=8)
     writer.manager.close()
@@ -202,7 +204,7 @@ def test_files_outlive_the_manager_for_all_tables(served: Make) -> None:
     assert again.manager.metrics.file_blocks_read == again.manager.metrics.h2d_blocks_copied == 12
     assert again.kv.compared == 40 + 5
     other = served(files=True, groups=(LayerGroup("full", (0,)), LayerGroup("window", (1,), 7)))
-    assert other.serve(PROMPT) == 0  # the window of this request keeps other pages
+    assert other.serve(PROMPT) == 0  # The window of this model keeps other pages.
 
 
 def test_files_supply_the_pages_that_the_host_lacks(served: Make) -> None:
@@ -245,10 +247,10 @@ def test_prefetch_loads_the_pages_that_all_tables_need(served: Make) -> None:
 def test_pages_of_all_tables_that_a_request_used_stay_longest_in_the_host(served: Make) -> None:
     it = served(60, 40)
     it.serve(PROMPT, chunk=8)  # 20 pages
-    it.serve([7, *range(31)], chunk=8)  # 14 pages: 6 slots are left
+    it.serve([7, *range(31)], chunk=8)  # This prompt takes 14 slots of the host, so 6 slots are left.
     it.tiers.store_all()
     it.serve(PROMPT)
-    it.serve([8, *range(31)], chunk=8)  # 14 pages, which replace the pages that were not used since
+    it.serve([8, *range(31)], chunk=8)  # These 14 pages replace the least recently used pages of the host.
     it.tiers.store_all()
     fill(it, 60)
     assert it.serve(PROMPT) == 40
@@ -302,16 +304,16 @@ def test_pages_found_after_a_page_that_is_being_loaded_are_shared(served: Make) 
     context, other = it.claim(PROMPT), it.claim(PROMPT)
     free = it.manager.num_free_blocks
     assert it.manager.maybe_reserve(context)
-    # before the first request has run; the second request loads the page for itself
+    # The first request has not run yet, so the second request loads the page itself.
     assert it.manager.maybe_reserve(other)
     assert context.start_idx == other.start_idx == 40
-    # Both requests share ten pages of the first table and one of the window. One page in each table is new, and one was
-    # loaded.
+    # Both requests share ten pages of the first table and one page of the window. In each table each request has one
+    # new page. In the window each request has loaded one page.
     assert free - it.manager.num_free_blocks == 11 + 2 * 3
     it.run(context)
     it.run(other)
     assert it.manager.metrics.h2d_blocks_copied == 2
-    assert free - it.manager.num_free_blocks == 11 + 2 * 2 + 1  # the second request now shares the page
+    assert free - it.manager.num_free_blocks == 11 + 2 * 2 + 1  # The second request now shares the loaded page.
     it.manager.check()
 
 

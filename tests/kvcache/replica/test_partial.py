@@ -57,7 +57,7 @@ def test_a_prompt_that_leaves_a_cached_one_within_a_page_goes_on_from_there(make
     manager = made(make, tp=2, heads=2)
     assert served(manager, range(12)) == 0
     assert served(manager, [*range(6), 90, 91, 92]) == 6
-    assert served(manager, range(3)) == 2  # the prompt ends within the first page, and its last token has to run
+    assert served(manager, range(3)) == 2  # The prompt ends within the first page. Its last token has to run.
     assert served(manager, [*range(10)]) == 9
     assert served(manager, [50, *range(9)]) == 0
     assert manager.metrics.cache_tokens == 17
@@ -154,7 +154,7 @@ def test_salts_and_keys_stay_apart(make: Any) -> None:
     assert served(manager, [*range(3), 90, 91], cache_salt="b") == 0
     assert served(manager, [*range(3), 90, 91]) == 0
     assert served(manager, [*range(3), 90, 91], cache_salt="a") == 3
-    assert served(manager, [*range(7), 90, 91], cache_salt="a") == 4  # the image lies on the second page
+    assert served(manager, [*range(7), 90, 91], cache_salt="a") == 4  # The image is in the second page.
 
 
 def test_a_page_that_was_evicted_is_not_copied(make: Any) -> None:
@@ -226,7 +226,7 @@ def test_every_token_that_counts_as_cached_is_present(make: Any, seed: int) -> N
             try:
                 forked = manager.fork(live[0], child)
             except ValueError:
-                continue  # the parent's last step has not been recorded, or its replica has no free row
+                continue  # The parent's last step has not been recorded, or the parent's replica has no free row.
             if forked:
                 live.append(child)
         elif live:

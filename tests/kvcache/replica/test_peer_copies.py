@@ -89,7 +89,7 @@ def test_the_head_comes_from_one_replica_and_the_tail_from_another() -> None:
     assert manager.metrics.d2d_blocks_copied == 3 + 3 + 7
     forget(manager, 0, prompt, slice(5, 6))
     manager._replicas.each[2].forget_idle()
-    assert serve(manager, prompt, 1) == 20  # no replica has the sixth page, so the pages after it are not copied
+    assert serve(manager, prompt, 1) == 20  # No replica has the sixth page, so the request copies no later page.
     assert manager.metrics.d2d_blocks_copied == 3 + 3 + 7 + 2
 
 
@@ -164,11 +164,11 @@ def test_pages_that_a_window_drops_where_the_host_lets_the_request_resume_are_no
     run_once(manager, prompt, 1)
     manager.flush_tiers()
     manager._replicas.each[1].forget_idle()
-    # loads three pages of the full layer and two pages of the window from the host
+    # The request loads three pages of the full layer and two pages of the window from the host.
     assert run_once(manager, prompt[:13], 1) == 12
     before = manager.metrics
     assert (before.d2d_blocks_copied, before.h2d_blocks_copied) == (0, 5)
-    # four later pages of the full layer, and the two pages of the window at that place
+    # The request loads four more pages of the full layer, and the last two pages of the window.
     assert run_once(manager, prompt, 0) == 28
     assert manager.metrics.d2d_blocks_copied == 3
     assert manager.metrics.h2d_blocks_copied == 5 + 6
@@ -198,7 +198,7 @@ def test_idle_pages_behind_a_gap_are_no_room_for_what_is_missing() -> None:
     waiting = TextContext(prompt, 64)
     manager.external_claim(waiting.request_id, 0)
     before = manager.metrics
-    assert not manager.maybe_reserve(waiting)  # the request needs all eight pages
+    assert not manager.maybe_reserve(waiting)  # The request needs all eight pages of the pool.
     assert manager.metrics == before
     manager.check()
 

@@ -50,7 +50,7 @@ def test_pages_that_hits_replace_count_as_free(make: Any) -> None:
     manager.fetch([second])
     second.update(1)
     manager.step([second])
-    # the request takes a new page, and gives back three pages because it now shares published ones
+    # The request takes one new page. It shares three published pages and gives back its own three pages.
     assert manager.maybe_reserve(first, 5)
     assert first.start_idx == 12
     assert manager.num_free_blocks == 2
@@ -88,13 +88,14 @@ def test_a_match_is_made_again_after_a_decode_step_evicted_its_page(make: Any) -
     grows, waits = TextContext(range(50, 65), 64), TextContext([*range(9), 7], 64)
     manager.external_claim(grows.request_id)
     manager.external_claim(waits.request_id)
-    assert manager.maybe_reserve(grows)  # the four fresh pages
+    assert manager.maybe_reserve(grows)  # The request takes the four fresh pages.
     assert not manager.maybe_reserve(waits)  # there is no free page for the third page of the request
     grows.update(1)
     manager.step([grows])
-    assert not manager.maybe_reserve(waits)  # the match of the waiting request is still valid; the eviction comes later
+    # The waiting request still finds its pages, because none of them was evicted yet.
+    assert not manager.maybe_reserve(waits)
     grows.update(1)
-    assert manager.maybe_reserve(grows)  # takes one more page: the last one that `waits` has matched
+    assert manager.maybe_reserve(grows)  # The reservation takes one more page: the last page that `waits` has found.
     manager.check()
     manager.fetch([grows])
     assert not manager.maybe_reserve(waits)

@@ -114,7 +114,7 @@ def test_a_context_that_refuses_to_be_moved_leaves_everything_as_it_was(
         books = books_of(self)  # type: ignore[arg-type]
         refuses[0] = True
         try:
-            return reserved(self, *args)  # this reservation does not move the context
+            return reserved(self, *args)  # The call returns only if the reservation does not move the context.
         except RuntimeError:
             assert not (changed := first_difference(books, books_of(self))), changed  # type: ignore[arg-type]
             seen["refused"] += 1

@@ -54,7 +54,7 @@ def test_the_last_end_agrees_with_a_check_of_each_query_for_random_pages(name: s
     groups = layer_tables(GROUPS[name], 2).groups
     for _ in range(400):
         there = rng.random((groups[-1].tables.stop, 8)) < 0.8
-        ends = None if rng.random() < 0.5 else rng.random(11) < 0.5  # values for ends after the last page do not count
+        ends = None if rng.random() < 0.5 else rng.random(11) < 0.5  # Array elements after the last page do not count.
         said = None if ends is None else ends.tolist()
         first = int(rng.integers(0, 4))
         expected = by_hand(there, groups, first, ends)

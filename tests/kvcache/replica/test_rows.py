@@ -34,7 +34,7 @@ def test_a_prompt_token_that_ran_is_not_counted_again_when_it_is_found(alone: bo
     count.admit(1, 12)
     run(count, 1, 0, 8, alone=alone)
     assert (count.ran, count.found, count.open) == (8, 0, {1})
-    count.hit(1, 0, 8)  # the request was set back to its first token
+    count.hit(1, 0, 8)  # The request was set back to its first token.
     assert (count.ran, count.found) == (8, 0)
     count.hit(1, 4, 10)
     assert (count.ran, count.found) == (8, 2)
@@ -61,7 +61,7 @@ def test_whatever_a_request_does_each_token_of_its_prompt_is_counted_once(seed: 
         else:
             count.admit(2, prompt)
             run(count, 2, start, end, alone=alone)
-        # tokens before `start` were counted, because a request never runs ahead of its cached tokens
+        # Each token before `start` was counted earlier, because a request never runs ahead of its cached tokens.
         for token in range(end):
             by_hand.setdefault(token, "found" if step % 2 else "ran")
         mine = [by_hand[token] for token in range(prompt) if token in by_hand]
@@ -89,7 +89,7 @@ def test_tables_are_cut_at_the_first_column_in_which_a_table_of_full_attention_h
     rows = BlockRows(AllRows(1, 2, 4), slice(0, 2), 20, 4, groups, pinned=False)
     row = rows.claim("a")
     rows.table[:, row] = [[1, 2, 3, 4, 0], [5, 6, 0, 8, 0], [0, 9, 10, 11, 0]]
-    rows.table[0, 1 - row, 0] = 12  # of a request that an interrupted release has forgotten
+    rows.table[0, 1 - row, 0] = 12  # An interrupted release has forgotten the request that had this page.
     rows.ends[:], rows.firsts[1, row], rows.prompt[:] = 4, 1, 9
     rows.mend({"a": row})
     assert rows.table[:, row].tolist() == [[1, 2, 0, 0, 0], [5, 6, 0, 0, 0], [0, 9, 0, 0, 0]]

@@ -18,7 +18,7 @@ from kvcache.tiers.tiers import Tiers
 from tests.kvcache.kv import KVTokens, Run, kv_of
 from tests.kvcache.served import SIZE, Served
 
-SHAPE = StateShape(2, 5, 1, 1, 1, 2, torch.int64, torch.int64)  # a state takes as much memory as two or three pages
+SHAPE = StateShape(2, 5, 1, 1, 1, 2, torch.int64, torch.int64)  # A state takes as much memory as two or three pages.
 STATE_BYTES = sum(kind_offsets(kinds)[-1] for kinds in state_layouts(SHAPE, 1))
 
 

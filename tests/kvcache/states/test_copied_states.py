@@ -14,7 +14,7 @@ from kvcache import LayerGroup, Routing
 from tests.kvcache.served import SIZE
 from tests.kvcache.states.served_states import ServedStates
 
-PROMPT = [*range(1, 42)]  # ten pages and a token
+PROMPT = [*range(1, 42)]  # ten full pages of 4 tokens, and one more token
 WAYS = [True, False]
 WINDOWS = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6)
 
@@ -44,9 +44,9 @@ def test_a_request_resumes_from_pages_and_the_state_copied_from_another_replica(
     it.serve(PROMPT, replica=1)
     assert it.serve(PROMPT, replica=0) == 40
     assert copied(it) == (10, 1, 1)
-    assert it.serve(PROMPT, replica=0) == 40  # after this copy, the replica has both the pages and the state itself
+    assert it.serve(PROMPT, replica=0) == 40  # The replica now has both the pages and the state.
     assert copied(it) == (10, 1, 2)
-    assert it.compared == 3  # the third state is at the end of the prompt's first chunk
+    assert it.compared == 3  # The third state is the one after the prompt's first chunk.
     assert it.serve([*PROMPT[:40], 9, 9, 9], replica=1) == 40
 
 
@@ -54,7 +54,8 @@ def test_a_request_resumes_from_pages_and_the_state_copied_from_another_replica(
 def test_no_page_after_the_last_state_of_any_replica_is_copied(slabs: bool) -> None:
     it = of(slabs, every=4)
     it.serve(PROMPT, replica=1)
-    other = [*PROMPT[:30], *range(200, 216)]  # shares seven pages, and the state after four of them
+    # The two prompts share seven pages. The last kept state in them is after four pages.
+    other = [*PROMPT[:30], *range(200, 216)]
     assert it.serve(other, replica=0) == 16
     assert copied(it) == (4, 1, 1)
 
@@ -103,19 +104,18 @@ def test_only_the_last_pages_of_a_window_are_copied_with_the_state(slabs: bool) 
 
 def test_without_a_slab_for_the_state_pages_are_copied_up_to_the_last_state_of_this_replica() -> None:
     it = of(slabs=True, pages=60, every=4)
-    it.serve(PROMPT[:18], replica=0)  # a state after four pages
+    it.serve(PROMPT[:18], replica=0)  # Replica 0 keeps a state after four pages.
     it.serve(PROMPT, replica=1)
     forget_pages(it, 0, slice(1, 3))
     pool = it.manager._replicas.each[0].pool
     running = it.claim(range(500, 500 + SIZE * (pool.free_count - 2 * pool.beside - 11)))
     assert it.manager.maybe_reserve(running)
     late = it.claim(PROMPT)
-    # The request needs all of these pages, so none are left for the slab of a further state.
+    # The request needs all 11 free pages for its tokens, so no page is left for the slab of a state.
     assert pool.free_count == 11
     assert it.manager.maybe_reserve(late)
     assert late.start_idx == 16
-    # The other replica had copied four pages from this replica. Now this replica has copied the two pages back that it
-    # had lost.
+    # Replica 1 had copied four pages from replica 0. Replica 0 has now copied its two lost pages back.
     assert copied(it) == (4 + 2, 1, 2)
 
 
@@ -123,7 +123,7 @@ def test_without_a_free_state_page_pages_are_copied_up_to_the_last_state_of_this
     it = of(slabs=False)
     it.serve(PROMPT, replica=1)
     leases = list[Any]()
-    for at in range(4):  # These requests are released, but leases still hold their states.
+    for at in range(4):  # The requests are released, but leases still hold their states.
         context = it.claim([300 + at, 1, 2])
         assert it.manager.maybe_reserve(context)
         it.run(context)
@@ -167,7 +167,7 @@ def test_pages_are_loaded_from_the_host_if_it_has_them_and_copied_from_the_other
     it.serve(PROMPT, replica=1)
     it.manager.flush_tiers()
     assert it.serve(PROMPT, replica=0) == 40
-    # the state is in host memory, which replicas share, and is loaded directly to the replica that needs it
+    # The replicas share host memory, so replica 0 loads the state from there.
     assert copied(it) == (10, 0, 1)
     assert it.manager.metrics.h2d_states_copied == 1
     it.manager.states[0].forget_copies()
@@ -175,7 +175,8 @@ def test_pages_are_loaded_from_the_host_if_it_has_them_and_copied_from_the_other
     assert it.serve(PROMPT, replica=0) == 40
     assert copied(it) == (10, 1, 2)
     it.manager.flush_tiers()
-    assert it.state_tiers.host.pool.index.published.any()  # copied states are saved to the host again
+    # States that come from another replica are saved to the host again.
+    assert it.state_tiers.host.pool.index.published.any()
 
 
 @pytest.mark.few(1)

@@ -26,7 +26,7 @@ from tests.kvcache.kv import KVTokens, kv_of
 from tests.kvcache.replica.test_further_tables import gone
 
 SIZE, NEXT = 4, 7
-# a window of 6 tokens: the first query after a page sees that page and the one before it
+# The window has 6 tokens: the first query after a page sees this page and the page before it.
 GROUPS = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6)
 SHAPE = StateShape(2, 2, 1, 1, 1, 2, torch.int64, torch.int64)
 LARGE = StateShape(2, 20, 1, 1, 1, 2, torch.int64, torch.int64)  # a state is as large as 6 pages
@@ -46,7 +46,7 @@ def make(
     If `copies` is None, states lie among the pages. `files` has the params of a file tier below `host_slots`.
     """
     told = (files or {}) | {"groups": GROUPS, "states": shape, "state_copies": copies, "state_every_pages": every}
-    # how many pages remain besides the memory that the states take
+    # The manager gets `own` pages for the states in addition to `pages` for tokens.
     own = 0 if copies is None else (options.get("rows", 8) + copies + 1) * 8
     return manager_of(pages + own, page_size=SIZE, layers=2, dtype=torch.int64, params=told, **options)
 
@@ -99,10 +99,10 @@ def without_state_at(manager: PagedKVCacheManager, pages: int) -> None:
     ("windows", "states", "found"),
     [
         ((), (), 9),
-        ((8,), (), 8),  # page 8 was evicted from the window, and the query after page 9 would see it
+        ((8,), (), 8),  # Page 8 of the window was evicted. The query after page 9 would see page 8.
         ((), (9,), 8),
         ((7,), (), 7),
-        ((7,), (7,), 6),  # more of the prompt would be found if only one of the two objects were lost
+        ((7,), (7,), 6),  # If only one of the two objects were lost, a longer prefix would be found.
         ((8,), (8, 7), 6),
         ((8, 5), (8, 7, 5), 4),
         ((4, 7), (7, 4), 3),

@@ -17,7 +17,7 @@ from tests.kvcache.replica.test_further_tables import gone
 from tests.kvcache.states.test_grouped_states import NEXT, PROMPT, SIZE, make, run, served, start, without_state_at
 from tests.kvcache.tiers.stored_objects import StoredObjects
 
-FOUND = 9 * SIZE  # the cached tokens of the prompt; its last token has to run
+FOUND = 9 * SIZE  # The number of the prompt's cached tokens. The last token always has to run.
 FORMS = pytest.mark.parametrize("copies", [20, None], ids=["apart", "among-pages"])
 
 
@@ -65,7 +65,7 @@ def test_from_files_only_the_pages_up_to_the_last_state_are_read(tmp_path: Path)
     served(first, PROMPT)
     first.close()
     again = below(20, tmp_path, every=2)
-    # seven pages of this prompt are cached, but the last state is the one after six pages
+    # Seven pages of this prompt are cached, but the last cached state is after six pages.
     assert served(again, PROMPT[:30])[0] == 6 * SIZE
     metrics = again.metrics
     assert (metrics.file_states_read, metrics.file_blocks_read) == (1, 6 + 2)
@@ -108,7 +108,7 @@ def test_no_page_after_the_last_state_is_loaded() -> None:
     evict_all(manager)
     gone_from_host(manager, 9)
     again = start(manager, PROMPT, "again")
-    assert again.start_idx == 8 * SIZE  # a state is kept after every second page, so the hit ends after page 8
+    assert again.start_idx == 8 * SIZE  # A state is kept after every second page, so the hit ends after page 8.
     run(manager, again)
     assert manager.metrics.h2d_blocks_copied == 8 + 2
 
@@ -135,7 +135,7 @@ def test_a_waiting_request_notices_a_new_state_on_the_device() -> None:
     served(manager, PROMPT)
     manager.flush_tiers()
     pool, states = manager._replicas.each[0].pool, manager.states[0].pool.index
-    pool.release(pool.allocate(pool.free_count))  # the pages are only in the host
+    pool.release(pool.allocate(pool.free_count))  # Only the host still has the pages.
     _, _, digest = gone_from_host(manager, 9)
     page = states.find(digest)
     states.withdraw(page)
@@ -157,14 +157,14 @@ def test_a_state_after_the_last_end_of_all_tables_is_not_read(tmp_path: Path) ->
     manager.flush_tiers()
     tiers = manager._replicas.tiers
     assert tiers is not None
-    tiers.close()  # the files have only the states after every second page and after page 9
+    tiers.close()  # The files have the states after every second page and after page 9.
     for of_host in (tiers, manager._replicas.state_tiers):
         assert of_host is not None
         of_host.host.pool.forget_idle()
     for pages in (2, 4, 6, 8, 9):
         without_state_at(manager, pages)
-    # The layers with a window lose page 8, counted from 0. The first query after nine pages would see this page, so the
-    # prompt can be resumed after eight pages at most, and the state after nine pages is useless.
+    # The window loses page 8, counted from 0. The first query after nine pages would see this page, so the prompt can
+    # be resumed after eight pages at most. The state after nine pages is useless.
     gone(manager, PROMPT, 0, 8)
     assert start(manager, PROMPT, "again").start_idx == 8 * SIZE
     assert manager.metrics.file_states_read == 1
@@ -178,8 +178,8 @@ def test_if_a_state_cannot_be_read_the_window_before_the_previous_state_is_loade
     served(manager, PROMPT)
     manager.flush_tiers()
     gone_from_host(manager, 9)
-    without_state_at(manager, 9)  # only files have it
-    # the query after page 8 sees this page of the window, and the query after page 9 does not
+    without_state_at(manager, 9)  # Only the files still have this state.
+    # The query after page 8 sees page 6 of the window. The query after page 9 does not see it.
     gone(manager, PROMPT, 0, 6)
     monkeypatch.setattr(StateTier, "to_host", lambda *_, **__: False)
     again = start(manager, PROMPT, "again")
@@ -255,7 +255,7 @@ def test_no_request_resumes_where_one_table_lacks_its_object(table: int, end: in
     (gone_now,) = [key for key in store.pages if key.endswith(name) and key[:32] == of_pages[:32]]
     del store.objects[gone_now]
     fetched(again, PROMPT)
-    # The query after page 9 sees the window's pages 7 and 8. Page 7 is in the object that ends at page 8.
+    # The query after page 9 sees pages 7 and 8 of the window. Page 7 is in the object that ends at page 8.
     found = {(0, 9): 8, (1, 9): 8, (0, 8): 6, (1, 8): 6}[table, end]
     assert served(again, PROMPT)[0] == found * SIZE
     again.close()
@@ -288,7 +288,7 @@ def test_a_damaged_object_is_a_miss() -> None:
     assert served(again, PROMPT)[0] == 0
     assert again.metrics.object_states_refused
     again.close()
-    right = stored(store)  # the damaged objects were overwritten
+    right = stored(store)  # The manager has written the damaged objects anew.
     fetched(right, PROMPT)
     assert served(right, PROMPT)[0] == FOUND
     right.close()

@@ -218,7 +218,7 @@ def test_without_hints_and_quotas_copies_are_in_the_plain_order() -> None:
 
 
 def test_a_tenant_above_its_quota_gives_up_its_own_copies() -> None:
-    manager = made(400, 18, tenant_quota=0.2)  # four of 20 state pages
+    manager = made(400, 18, tenant_quota=0.2)  # The quota is four of 20 state pages.
     for name in range(4):
         serve(manager, prompt(name))
     for name in range(100, 130):
@@ -236,7 +236,7 @@ def test_a_tenant_above_its_quota_gives_up_its_own_copies() -> None:
 
 @pytest.mark.parametrize("params", [{}, {"tenant_quota": 0.5}])
 def test_after_an_interrupt_a_tenant_has_the_state_copies_that_it_had(params: dict[str, Any]) -> None:
-    manager = made(400, 10, **params)  # half of 12 state pages
+    manager = made(400, 10, **params)  # The quota is half of 12 state pages.
     for name in range(5):
         serve(manager, prompt(name), cache_salt="a")
     recover(manager)
@@ -264,7 +264,7 @@ def test_copies_of_a_tenant_are_as_old_as_their_last_use() -> None:
 def test_in_one_memory_a_hinted_prefix_is_found_after_a_flood(said: Retention | None) -> None:
     manager = trusting(shared(60))
     serve(manager, prompt(1), said)
-    for name in range(100, 120):  # each prompt takes six pages, four of which hold the copy
+    for name in range(100, 120):  # Each prompt takes six pages. Four of the six pages hold the copy of its state.
         serve(manager, prompt(name))
     assert found(manager, prompt(1)) == (0 if said is None else 2)
 
@@ -323,7 +323,7 @@ def test_in_one_memory_a_state_copy_counts_towards_the_quota_as_the_pages_of_its
     assert [found(manager, prompt(name)) for name in (*range(3), *range(201, more + 1))] == [2] * (3 + more - 200)
 
 
-HALF = 72  # number of prompts in each half of the rounds
+HALF = 72  # The number of prompts in each half of the rounds.
 
 
 def rounds(manager: PagedKVCacheManager, first: Retention | None, last: Retention | None) -> list[int]:
@@ -362,7 +362,7 @@ def test_in_one_memory_the_slabs_of_running_requests_reduce_the_room_of_the_plai
         manager.external_claim(context.request_id, 0)
         assert manager.maybe_reserve(context)
         rooms.append(plain._room)
-    # Each request has a slab, the full pages of its prompt, and one partial page.
+    # Each running request has a slab and one partial page in addition to the full pages of its prompt.
     assert rooms == [60 - running * (manager.slab_pages + 1) for running in (1, 2, 3)]
 
 

@@ -48,8 +48,7 @@ def test_latents_are_on_every_shard_and_states_are_split(tp: int, shared: bool) 
         }
         of_shard = sum(layout.page_bytes for layout in kinds.values())
         assert of_shard * tp == 3 * 4 * (3 * 8 * 3 + 8 * 8) * 4
-        # The number of pages on each shard. With more shards a slab has fewer pages, because states are divided among
-        # shards and latents are not.
+        # A shard has only its part of a state, but all latents. With more shards, a slab therefore has fewer pages.
         if shared:
             page = LAYERS * PAGE * WIDTH * 4
             assert (manager.slab_pages - 1) * page < of_shard <= manager.slab_pages * page

@@ -16,7 +16,7 @@ from tests.kvcache.kv import kv_of
 from tests.kvcache.served import SIZE
 from tests.kvcache.states.served_states import ServedStates
 
-PROMPT = [*range(1, 42)]  # ten pages and a token
+PROMPT = [*range(1, 42)]  # ten full pages of 4 tokens, and one more token
 WAYS = pytest.mark.parametrize("slabs", [True, False])
 WINDOWS = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6)
 NO_HOST = {"enable_kvcache_swapping_to_host": False, "host_kvcache_swap_space_gb": None, "tier_state_share": 0.5}
@@ -58,9 +58,9 @@ def test_the_pages_are_leased_up_to_the_last_state_and_the_state_with_them(slabs
     assert state_in(it, table.groups[1][0]) == value_after(40)
     assert it.manager.num_held_blocks == 10 + 1 + (0 if not slabs else it.manager.slab_pages)
     it.manager.reset_prefix_cache()
-    for other in range(6):  # together, these prompts need more pages than are free while the lease lasts
+    for other in range(6):  # Together, these prompts need more pages than are free during the lease.
         it.serve([100 + other, *range(60)])
-    assert state_in(it, table.groups[1][0]) == value_after(40)  # no request gets the lent state page
+    assert state_in(it, table.groups[1][0]) == value_after(40)  # No other request has written to the leased state page.
     it.manager.end_lease(lease)
     it.manager.end_lease(lease)
     it.manager.check()
@@ -163,7 +163,7 @@ def test_a_state_in_a_lower_tier_is_loaded_after_its_pages(slabs: bool, tmp_path
     again.manager.end_lease(held[0])
     assert again.serve(PROMPT) == 40
     assert again.compared == 1
-    again.manager.states[0].forget_copies()  # the host still has the state, and the pages are on the device
+    again.manager.states[0].forget_copies()  # The host still has the state. The pages are still on the device.
     assert leased(again) is None
     brought(again)
     held = leased(again)
@@ -201,7 +201,7 @@ def test_making_room_for_a_state_from_the_host_does_not_reuse_its_slot() -> None
     assert all(it.manager.maybe_reserve(other) for other in others)
     it.run(*others)
     for other in others:
-        it.manager.release(other.request_id)  # the host has not stored the copy of this request's state yet
+        it.manager.release(other.request_id)  # The host has not stored the copy of this request's state yet.
     for number in range(len(others)):
         it.claim([number])  # holds a page
     it.manager.contents.bring("theirs", 0, wanted(it), 100)

@@ -75,7 +75,7 @@ def test_each_passing_copy_is_replaced_in_its_place_by_the_next_one() -> None:
 def test_new_passing_copies_count_as_used_last() -> None:
     states = made()
     run(states, "a", 9, 50)
-    states.keep("a", digests(9), 9, passing=False)  # this copy is permanent, and replaces copy 1
+    states.keep("a", digests(9), 9, passing=False)  # This copy is permanent. It replaces copy 1.
     assert states.num_kept == 3
     for name in ("b", "c"):
         run(states, name, 16, 60)
@@ -108,7 +108,7 @@ def elsewhere(states: StatePages) -> None:
 def test_the_passing_copies_that_can_be_overwritten_are_made_together(
     happens: Callable[[StatePages], object], others: list[int]
 ) -> None:
-    states = made(copies=5)  # enough room for the following copies
+    states = made(copies=5)  # Five copies have room for all copies that follow.
     on(states)
     happens(states)
     before = kept(states, 1, 2, 3)

@@ -45,7 +45,8 @@ def found(manager: PagedKVCacheManager, replica_idx: int, context: TextContext) 
     hasher = replica.hasher(None, context)
     digests = hasher.digests(context.tokens, 0, (context.current_length - 1) // replica.page_size)
     (pages,) = replica.tables.run(0, digests).pages
-    # A request's own claim may evict a state. That is left out here: `match` foresees it, but no reader can.
+    # A request's own claim may evict a state. `match` foresees this eviction, but no reader of the events can, so the
+    # claim is left out here.
     return last_end(replica.ends(digests[: len(pages)])), hashes_of(digests).tolist()
 
 

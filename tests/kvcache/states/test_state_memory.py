@@ -60,7 +60,7 @@ def test_the_shards_hold_every_channel_and_each_its_own_heads(shards: int) -> No
             assert sum(map(len, held(kind))) == whole
     for heads, x, b in zip(held("ssm"), held("conv.x"), held("conv.B"), strict=True):
         assert {channel // 5 for channel in x} == heads
-        assert {channel // 6 for channel in b} == {head // 4 for head in heads}  # every 4 heads share one B
+        assert {channel // 6 for channel in b} == {head // 4 for head in heads}  # Four heads share one channel of B.
     assert held("conv.B") == held("conv.C")
 
 

@@ -20,7 +20,8 @@ from tests.kvcache.served import SIZE
 from tests.kvcache.states.served_states import STATE_BYTES, ServedStates
 from tests.kvcache.tiers.stored_objects import COUNT, StoredObjects, key_of, settled, tiers_of
 
-PROMPT = range(43)  # ten full pages and some tokens: two full objects, and one of two pages
+# The prompt has ten full pages and three more tokens: two full objects, and one object of two pages.
+PROMPT = range(43)
 Make = Callable[..., ServedStates]
 
 
@@ -67,24 +68,27 @@ def test_a_new_machine_resumes_prompts_with_the_store_alone(served: Make, slabs:
 def test_continued_conversations_and_common_beginnings_of_prompts_are_found(served: Make) -> None:
     system, new = [*range(50, 80)], 12
     asked = [[*system, *range(at * 10, at * 10 + 7)] for at in range(3)]
-    written(served, *asked[:2], new=new)  # the second prompt diverges from the first one, so a state is kept there
+    # The second prompt diverges from the first prompt here, so a state is kept here.
+    written(served, *asked[:2], new=new)
     again = served()
     turn = [*asked[0], *[1] * new, 5, 6, 7]
-    # the last token of the answer was never run, so no page has it
+    # The last token of the answer has never run, so no page contains its KV.
     assert again.again(turn) == (len(asked[0]) + new - 1) // SIZE * SIZE
     assert again.again(asked[1]) == (len(asked[1]) - 1) // SIZE * SIZE
     assert again.again([*asked[1], 3, 3, 3]) == len(asked[1]) // SIZE * SIZE
     assert again.again(asked[2]) == len(system) // SIZE * SIZE
-    assert again.manager.metrics.object_states_read == 3  # includes the state at the end of the second prompt's answer
+    assert again.manager.metrics.object_states_read == 3  # One of the three states is at the end of the second answer.
 
 
 def test_an_intermediate_state_is_found_by_a_prompt_that_continues_differently(served: Make) -> None:
     written(served, PROMPT, every=3)
     again = served()
-    other = [*range(39), 99, 98, 97, 96]  # nine pages, with states after three, six and nine of them
+    # The prompt finds nine pages. There are states after three, six and nine pages.
+    other = [*range(39), 99, 98, 97, 96]
     assert again.again(other) == 36
-    assert again.again([*range(35), 99, 98, 97]) == 24  # eight pages, where an object ends, but without a state
-    assert again.again([*range(23), 99, 98, 97]) == 12  # five pages, where no object ends
+    # The prompt finds eight pages. An object ends after page 8, but no state was kept there.
+    assert again.again([*range(35), 99, 98, 97]) == 24
+    assert again.again([*range(23), 99, 98, 97]) == 12  # The prompt finds five pages. No object ends after page 5.
 
 
 def test_no_request_resumes_from_pages_without_a_state_or_from_a_state_without_pages(
@@ -110,7 +114,7 @@ def test_a_state_object_is_not_mistaken_for_a_page_object(served: Make, store: S
     again = served(params={"object_tier_pages": 1})
     assert again.again(PROMPT) == 40
     other = served()
-    other.fetch(PROMPT)  # the state is found, but no page
+    other.fetch(PROMPT)  # The store has the state, but none of the pages.
     assert other.serve(PROMPT) == 0
     assert other.manager.metrics.object_states_read == 0
 
@@ -132,7 +136,7 @@ def test_the_store_is_asked_in_few_rounds(served: Make, store: StoredObjects) ->
     settled(again)
     store.calls.clear()
     again.fetch(PROMPT)
-    # one question and one read each for pages and states
+    # The store gets one question and one read for the pages, and one of each for the states.
     assert sorted(store.calls) == ["exist", "exist", "read", "read"]
     again.fetch(PROMPT)
     assert len(store.calls) == 4
@@ -145,7 +149,7 @@ def test_a_shorter_last_object_of_pages_is_read_together_with_the_state_after_it
     again = served()
     again.fetch(PROMPT)
     for tiers in (again.tiers, again.state_tiers):
-        tiers.host.pool.forget_idle()  # the contents of the store are still known after this
+        tiers.host.pool.forget_idle()  # The tiers still remember which objects the store has.
     store.may.clear()
     assert again.manager.prefetch(again.waiting(PROMPT))
     assert [[len(slots) for slots in tier.held_slots] for tier in tiers_of(again)] == [[10], [1]]
@@ -181,8 +185,8 @@ def test_the_store_is_asked_for_older_states_a_few_at_a_time(
     store.calls.clear()
     assert again.again(PROMPT) == 8
     asked = [call for call in store.calls if call != "read"]
-    # One question asks for pages. Three questions ask for the states after pages 7 to 10, after pages 3 to 6, and after
-    # the first pages.
+    # The manager asks once for pages. It asks three times for states: after pages 7 to 10, after pages 3 to 6, and
+    # after the first two pages.
     assert len(asked) >= 4
 
 
@@ -261,8 +265,8 @@ def test_a_store_that_fails_after_the_lookup_is_left_alone(served: Make, store: 
     calls = len(store.calls)
     again.fetch(PROMPT, seconds=2.0)
     again.fetch(PROMPT, seconds=2.0)
-    settled(again)  # if the read of the state fails, no request waits for the pages any more
-    # if both reads fail, the read of the state may have begun before that of the pages has failed
+    settled(again)  # After the read of the state has failed, no request waits for the pages any more.
+    # If both reads fail, the read of the state may have begun before the read of the pages failed.
     tried = store.calls[calls:]
     assert set(tried) == {"read"}
     assert len(tried) == 1 or (which == "both" and len(tried) == 2)
@@ -287,7 +291,7 @@ def test_reading_a_state_does_not_evict_the_state_from_which_the_request_resumes
     early, other = PROMPT[:21], [99, *PROMPT]
     written(served, early, PROMPT, other)
     again = served(80, 120, 2)
-    again.fetch(PROMPT)  # the contents of the store are known
+    again.fetch(PROMPT)  # The manager now remembers which objects the store has.
     for tiers in (again.tiers, again.state_tiers):
         tiers.host.pool.forget_idle()
     again.fetch(early)
@@ -300,7 +304,7 @@ def test_reading_a_state_does_not_evict_the_state_from_which_the_request_resumes
 
 def test_a_full_host_reads_no_state_and_refuses_nothing(served: Make) -> None:
     written(served)
-    again = served(80, 120, 2, checks=False)  # the checks do not know the holders of the slots
+    again = served(80, 120, 2, checks=False)  # The checks do not know that this test holds slots.
     pool = again.state_tiers.host.pool
     slots = pool.allocate(2)
     assert again.again(PROMPT) == 0
@@ -394,7 +398,7 @@ def test_random_prompts_over_four_tiers(served: Make, store: StoredObjects, tmp_
         for tier in tiers_of(it):
             tier._clock = lambda: now
     for move in range(120):
-        now += 11.0  # absent objects are asked for again
+        now += 11.0  # After 11 s the manager asks again for objects that were absent.
         for it in both:
             it.manager.flush_tiers()
             settled(it)
@@ -405,7 +409,7 @@ def test_random_prompts_over_four_tiers(served: Make, store: StoredObjects, tmp_
         ends = range(1, len(prompt) // SIZE + 1)
         objects = store.objects.keys() & {key_of(it, prompt, end, state=one) for end in ends for one in (False, True)}
         removes, which = rng.random(2)  # drawn in each move, so that the prompts do not depend on what is stored
-        if objects and removes < 0.3:  # the manager may still expect the removed object in the store
+        if objects and removes < 0.3:  # The manager may still expect the removed object in the store.
             del store.objects[sorted(objects)[int(which * len(objects))]]
         expected = longest(it, prompt, store)
         before, gone = it.manager.metrics, sum(tier.refusals.total() for tier in tiers_of(it))
@@ -472,7 +476,7 @@ def test_a_state_that_arrives_between_two_lookups_is_not_read_again(
     written(served)
     again = served()
     again.fetch(PROMPT)
-    again.state_tiers.host.pool.forget_idle()  # the state is known to be in the store
+    again.state_tiers.host.pool.forget_idle()  # The manager remembers that the store has the state.
     states, digests = again.manager.states[0], again.digests(PROMPT)
     store.may.clear()
     assert states.bring_newest(digests, wait=False)
@@ -494,7 +498,7 @@ def test_only_states_later_than_what_is_known_are_asked_for(served: Make, store:
     settled(again)
     keys, exist = list[str](), tier._read_io.exist
     tier._read_io.exist = lambda asked: keys.extend(asked) or exist(asked)  # type: ignore[method-assign]
-    assert not states.ask(digests)  # the last state is there already, so nothing is asked
+    assert not states.ask(digests)  # The host already has the last state, so the manager does not ask the store.
     settled(again)
     assert keys == []
     del store.objects[key_of(again, PROMPT, 10, state=True)]
@@ -502,5 +506,5 @@ def test_only_states_later_than_what_is_known_are_asked_for(served: Make, store:
     tier._known.clear()
     assert states.ask(digests)
     settled(again)
-    assert not states.ask(digests)  # the store is not asked again
+    assert not states.ask(digests)  # The manager does not ask the store again.
     assert again.manager.metrics.object_store_failures == 1

@@ -111,7 +111,7 @@ def test_a_cancelled_import_leaves_the_page_as_allocated() -> None:
     states = states_of(SHAPE, 1)
     states.allocate("a")
     page = states.begin_import("a")
-    states.tensors[0][3][page] = 9  # half of the state had arrived
+    states.tensors[0][3][page] = 9  # The import has written half of the state.
     states.cancel_import(page)
     assert states.tokens_of("a") == 0
     assert not any(tensor.any() for tensor in states.tensors[0])
@@ -201,7 +201,7 @@ def test_a_state_copy_is_found_by_its_digest_and_copied_into_the_page_of_the_req
     states.write(1, torch.tensor([first]), (SSM_KIND,), torch.randn(1, 4, 3, 5))
     states.advance(torch.tensor([first]), [8])
     states.keep("a", digest(1), 7, passing=False)
-    assert states.num_kept == 0  # the state covers 8 tokens
+    assert states.num_kept == 0  # The state covers 8 tokens, so no copy is kept for 7 tokens.
     states.keep("a", digest(1), 8, passing=False)
     assert (states.num_kept, states.num_held, states.pool.free_count) == (1, 2, 2)
     assert [states.kept_after(digest(number)).item() for number in (1, 2, 3)] == [True, False, False]
@@ -218,7 +218,7 @@ def test_a_passing_copy_is_replaced_by_the_next_copy_of_its_own_request_only() -
     pages = [states.allocate(name) for name in "ab"]
     states.advance(torch.tensor(pages), [8, 8])
     states.keep("a", digest(1), 8, passing=True)
-    # this copy exists already, and is replaced only by the next copy of "a"
+    # The copy of digest 1 exists already. Only the next copy of "a" replaces it.
     states.keep("b", digest(1), 8, passing=True)
     states.keep("b", digest(2), 8, passing=True)
     assert states.num_kept == 2
@@ -227,7 +227,7 @@ def test_a_passing_copy_is_replaced_by_the_next_copy_of_its_own_request_only() -
     states.forget_copies()
     assert states.num_kept == 0
     states.keep("a", digest(2), 8, passing=False)
-    # the copy that "b" passed along was forgotten; this one belongs to "a"
+    # The passing copy of "b" was forgotten. The copy of digest 2 belongs to "a".
     states.keep("b", digest(4), 8, passing=False)
     assert [int(states.kept_after(digest(number))[0]) for number in (2, 4)] == [1, 1]
     states.check(["a", "b"])
@@ -293,7 +293,7 @@ def test_a_request_continues_from_the_state_of_its_accepted_tokens(kept: bool, l
 def test_copies_give_way_to_requests_and_to_newer_ones() -> None:
     states = states_of(SHAPE, 3)
     states.advance(torch.tensor([states.allocate("a")]), [8])
-    for number in (1, 2, 1, 3):  # copy 1 is used again before copy 3 is made
+    for number in (1, 2, 1, 3):  # Copy 1 is used again before copy 3 is made.
         states.keep("a", digest(number), 8, passing=False)
     assert [int(states.kept_after(digest(number))[0]) for number in (1, 2, 3)] == [1, 0, 1]
     states.allocate("b")
@@ -315,7 +315,8 @@ def test_only_cancelling_an_import_restores_what_its_state_page_held_before(end:
     page = states.allocate("a")
     for tensor in states.blocks[0]:
         tensor[page] = 5
-    assert states.begin_import("a", digest(1)) == page  # that state has no copy, so the page's content is saved
+    # The current state has no copy, so the content of the page is saved.
+    assert states.begin_import("a", digest(1)) == page
     for tensor in states.blocks[0]:
         tensor[page] = 7
     if end == "committed":

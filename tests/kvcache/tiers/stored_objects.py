@@ -13,9 +13,9 @@ from kvcache.tiers.object_tier import ObjectTier
 from kvcache.types import ObjectIO, ObjectRange, Part
 from tests.kvcache.served import Served
 
-COUNT = 4  # pages of an object
-# Ways to damage an object. After "longer", the object has extra bytes at its end, and all of its pages are still right:
-# they are read, and the object stays.
+COUNT = 4  # The number of pages in an object.
+# Ways to damage an object. "longer" adds extra bytes at the end of the object. All of its pages are then still right,
+# so they are read and the object stays.
 DAMAGE = ("gone", "swapped", "empty", "cut", "noise", "shifted", "pushed", "flipped", "longer")
 S = TypeVar("S", bound=Served)
 
@@ -28,7 +28,7 @@ class StoredObjects:
         self.calls: list[str] = []
         self.read_bytes = 0
         self.fails = False
-        self.may = threading.Event()  # calls wait for this event, or until their time is over if the event is not set
+        self.may = threading.Event()  # While the event is not set, each call of the store waits until its time limit.
         self.may.set()
         self.open = 0
         self._machines: list[Served] = []

@@ -22,7 +22,7 @@ from kvcache.tiers.page_files import FileFormat, SystemIO
 from kvcache.tiers.page_folder import PageFolder
 from tests.kvcache.served import Served
 
-PROMPT = range(17)  # four full pages and a token
+PROMPT = range(17)  # four full pages of 4 tokens, and one more token
 Make = Callable[..., Served]
 
 
@@ -96,7 +96,7 @@ def test_reads_leave_half_of_the_free_slots_to_writes(served: Make) -> None:
     assert again.tiers.host.pool.index.published.sum() == again.manager.metrics.file_blocks_read == 5
     held = again.tiers.host.pool.allocate(7)
     files_of(again).fetch(digests[None, 5:], every[:, 5:], wait=True, gain=10)
-    assert again.manager.metrics.file_blocks_read == 6  # takes one of the three remaining slots
+    assert again.manager.metrics.file_blocks_read == 6  # The read takes one of the three free slots.
     again.tiers.host.pool.release(held)
 
 
@@ -117,7 +117,7 @@ def test_a_file_that_is_not_full_is_written_late(served: Make) -> None:
     it.serve([7, *range(48)])
     it.tiers.store_all()
     files_of(it).tick()
-    assert files_of(it)._writer.jobs  # the file is full, so it is written at once
+    assert files_of(it)._writer.jobs  # The pages fill a whole file, so the tier writes the file at once.
     assert len(files_of(it)._writer.jobs[0].slots) == 10
 
 
@@ -181,8 +181,8 @@ def damage(it: FileTier, path: Path, how: str, rng: np.random.Generator) -> None
         path.write_bytes(content)
 
 
-# For each kind of damage, two sets of reasons: why pages are refused if the damage happens while the tier runs, and why
-# files are refused if it happens before the tier starts.
+# For each kind of damage: the reasons for which pages are refused if the damage happens while the tier runs, and the
+# reasons for which files are refused if it happens before the tier starts.
 DAMAGE: dict[str, tuple[set[str], set[str]]] = {
     "gone": ({"gone"}, set()),
     "folder": ({"unreadable"}, {"unreadable"}),
@@ -191,7 +191,7 @@ DAMAGE: dict[str, tuple[set[str], set[str]]] = {
     "cut": ({"cut"}, {"cut"}),
     "longer": ({"cut"}, {"cut"}),
     "noise": ({"foreign"}, {"foreign"}),
-    "page": ({"corrupted"}, set()),  # a starting process reads only the end of a file
+    "page": ({"corrupted"}, set()),  # A starting process reads only the end of a file.
     "row": ({"foreign", "corrupted"}, {"corrupted"}),
     "footer": (set(), {"foreign", "corrupted"}),
 }
@@ -214,7 +214,7 @@ def test_damaged_files_are_misses(served: Make, tmp_path: Path, how: str, when: 
             damage(it.tiers._counted[0], path, how, rng)
         again = again or served(8, 200, key=f"{round_number}")
         for prompt in prompts * 2:
-            again.serve(prompt)  # this compares its KV
+            again.serve(prompt)  # `serve` compares the KV.
         again.manager.check()
         counted = again.manager.metrics
         assert counted.file_blocks_refused == files_of(again).refusals.total()
@@ -259,12 +259,13 @@ def test_damaged_files_are_replaced_by_the_next_write_of_their_pages(
         for path in paths:
             damage(it.tiers._counted[0], path, how, rng)
     again = again or served(8, 200)
-    # In these cases all pages are still read right, because a running process does not use the footer, and a starting
-    # process does not use the names.
+    # In these cases all pages are still right. A running process does not use the footer, and a starting process does
+    # not use the file names.
     unharmed = (how, when) in (("footer", "while it runs"), ("swapped", "before the start"))
-    for _ in range(2):  # either the first process notices the damage, or one that starts later does
+    # The first process notices the damage while it runs, or the second process notices it at its start.
+    for _ in range(2):
         for prompt in prompts:
-            found = again.serve(prompt)  # this compares its KV
+            found = again.serve(prompt)  # `serve` compares the KV.
             assert unharmed == (found == 24), prompt
             down(again)
         again.manager.close()
@@ -319,7 +320,7 @@ def test_the_least_recently_used_file_goes_first(served: Make) -> None:
     for first in (100, 200):
         it.serve([first, *range(28)])
         down(it)
-    it.serve([100, *range(28)])  # served from the host, but its file counts as used too
+    it.serve([100, *range(28)])  # The pages come from the host, but their file counts as used, too.
     down(it)
     it.serve([300, *range(28)])
     down(it)
@@ -357,7 +358,7 @@ def test_after_a_reset_no_earlier_page_is_found_even_after_a_restart(served: Mak
     it.manager.reset_prefix_cache()
     assert it.serve(PROMPT) == 0
     it.manager.reset_prefix_cache()
-    # This manager was not reset. It writes pages of the old weights to a folder where no other process looks.
+    # This manager was not reset. It writes pages of the old weights to a folder that no other process reads.
     neighbour.serve(PROMPT)
     down(neighbour)
     it.manager.close()
@@ -487,7 +488,7 @@ def test_a_root_with_other_things_is_left_as_it_is(served: Make, tmp_path: Path)
     assert served().serve(PROMPT) == 0
     assert tmp_path.stat().st_mode & 0o7777 == 0o755
     assert (tmp_path / "other").stat().st_mode & 0o077 == 0o044
-    tmp_path.chmod(0o1777)  # like the mode of /tmp
+    tmp_path.chmod(0o1777)  # `/tmp` has this mode.
     assert served(key="b").serve(PROMPT) == 0
     tmp_path.chmod(0o777)
     with pytest.raises(InvalidParamsError, match="other users may rename its files: its mode is 777"):
@@ -549,7 +550,7 @@ def test_a_full_disk_is_no_error(served: Make, caplog: pytest.LogCaptureFixture)
     assert it.serve(PROMPT) == 0
     down(it)
     assert "No space left" in caplog.text
-    for passed in (0.1, 9.8, 0.2):  # for ten seconds after a failure, nothing is tried
+    for passed in (0.1, 9.8, 0.2):  # For ten seconds after a failure the tier does not try to write.
         now += passed
         assert it.serve(PROMPT) == 16
         down(it)
@@ -621,7 +622,8 @@ def test_a_damaged_page_does_not_remove_the_page_that_has_taken_its_entry_meanwh
     (job,) = files._reader.jobs
     others = np.arange(16, dtype=np.uint64).reshape(4, 4) + 1
     size = files._layout.size_of(4)
-    # as if the file had been removed, and its entries in the index had been given to the pages of another file
+    # The test simulates that the file was removed and that its entries in the index now belong to pages of another
+    # file.
     files._index.forget(path.name)
     files._index.add("f" * 32 + ".pages", size, others, np.array(0))
     SlowReads.may.set()

@@ -32,7 +32,7 @@ def served() -> Iterable[Callable[..., Served]]:
         one.manager.close()
 
 
-PROMPT = range(17)  # four full pages and a token
+PROMPT = range(17)  # four full pages of 4 tokens, and one more token
 
 
 def test_an_evicted_prompt_is_restored(served: Any) -> None:
@@ -67,13 +67,13 @@ def test_pages_that_the_host_has_are_not_copied_again(served: Any) -> None:
     it.fill(8)
     it.serve(PROMPT)
     it.tiers.store_all()
-    assert it.manager.metrics.d2h_blocks_copied == 4 + 7  # the seven full pages that `fill` computed
+    assert it.manager.metrics.d2h_blocks_copied == 4 + 7  # `fill` has computed the seven other pages.
 
 
 def test_a_hit_goes_on_from_device_pages_to_host_pages(served: Any) -> None:
     it = served(8, 40)
     it.serve(PROMPT)
-    it.fill(6)  # evicts only the tail of the prompt
+    it.fill(6)  # The fill evicts only the last pages of the prompt.
     context = it.claim(PROMPT)
     assert it.manager.maybe_reserve(context)
     assert context.start_idx == 16
@@ -93,10 +93,10 @@ def test_pages_that_are_still_being_loaded_are_found_by_no_request(served: Any) 
     assert replica.find(second).end == 0
     pages = replica.rows.pages(0)[:4]
     assert (replica.pool.writers[pages] == 1).all()
-    assert it.manager.maybe_reserve(second)  # loads the pages a second time, for itself
+    assert it.manager.maybe_reserve(second)  # The second request loads its own copies of the pages.
     it.run(first, second)
     assert it.kv.compared == 32
-    # Two copies were loaded. `step` shared the first one and freed the second.
+    # The host pages were loaded twice. `step` lets the requests share the first copies and frees the second copies.
     assert it.manager.get_req_blocks(first.request_id)[:4] == it.manager.get_req_blocks(second.request_id)[:4]
 
 
@@ -167,7 +167,7 @@ def test_a_refused_request_finds_pages_that_have_come_to_the_host_meanwhile() ->
     assert not manager.maybe_reserve(waiting), "neither the device nor the host has a page of the prompt"
     manager.release(holder.request_id)
     run_once(manager, range(17))
-    run_once(manager, range(200, 231))  # evicts the prompt from the device
+    run_once(manager, range(200, 231))  # This prompt evicts the first prompt from the device.
     assert manager.maybe_reserve(waiting)
     assert waiting.start_idx == 16
     manager.fetch([waiting])
@@ -181,7 +181,7 @@ def test_salts_never_share_a_page(served: Any) -> None:
     assert it.serve(PROMPT, salt="b") == 0
     assert it.serve(PROMPT) == 0
     it.fill(8)
-    assert it.serve(PROMPT, salt="a") == 16  # the KV of each is compared, and depends on the salt
+    assert it.serve(PROMPT, salt="a") == 16  # `serve` compares the KV, which depends on the salt.
 
 
 def test_replicas_share_the_tier(served: Any) -> None:
@@ -203,7 +203,7 @@ def test_the_same_content_stored_by_two_replicas_at_once_takes_one_slot(served: 
 
 def test_a_page_is_copied_to_the_host_before_it_is_evicted(served: Any) -> None:
     it = served(8, 40)
-    it.tiers.share = 0.0  # the background copying gets no time, so nothing is copied before an eviction needs it
+    it.tiers.share = 0.0  # Background copies get no time, so a page is copied only when it is to be evicted.
     it.serve(PROMPT)
     assert it.manager.metrics.d2h_blocks_copied == 0
     it.fill(8)
@@ -289,7 +289,8 @@ def test_a_step_spends_only_a_share_of_its_time_on_copies(served: Any) -> None:
     it.tiers.share = 1 / 16
     copied = []
     for _ in range(40):
-        clock.now += 2**-7  # the time of one step: the share of it that copies may use is half of the time of a copy
+        # This is the time of one step. Copies may use a part of the step that is half as long as a copy.
+        clock.now += 2**-7
         it.tiers.tick()
         copied.append(before - waits(it))
     assert copied[:6] == [1, 1, 2, 2, 3, 3]
@@ -308,18 +309,18 @@ def test_the_time_earned_in_a_long_pause_is_not_spent_at_once(served: Any) -> No
     for copied in (6, 12, 18):
         clock.now += 3600
         it.tiers.tick()
-        assert before - waits(it) == copied  # 5 ms of copies
+        assert before - waits(it) == copied  # The copies take 5 ms.
 
 
 def test_the_least_recently_used_slot_goes_first_and_a_tail_before_its_head(served: Any) -> None:
     it = served(8, 12)
-    for first in (100, 200, 300):  # four full pages for each prompt
+    for first in (100, 200, 300):  # Each prompt has four full pages.
         it.serve([first, *range(16)])
         it.tiers.store_all()
     it.serve([100, *range(16)])  # used again
-    it.serve([400, *range(16)])  # takes the four slots of prompt 200
+    it.serve([400, *range(16)])  # The new prompt takes the four slots of prompt 200.
     it.tiers.store_all()
-    it.fill(8)  # seven full pages, which evict those of prompt 300 and the tail of prompt 100
+    it.fill(8)  # The seven full pages take the slots of prompt 300 and of the last pages of prompt 100.
     it.tiers.store_all()
     it.manager._replicas.each[0].pool.forget_idle()  # now no page is on the device
     context = {first: it.claim([first, *range(16)]) for first in (100, 200, 300, 400)}
@@ -336,12 +337,12 @@ def test_a_long_prompt_copied_late_does_not_outlive_its_head(served: Any) -> Non
     it.tiers.share = 0.0
     it.serve([*range(33)])
     it.tiers.store_all()
-    grown = it.claim([*range(41)])  # eight cached pages and two new ones
+    grown = it.claim([*range(41)])  # The request has eight cached pages and two new pages.
     assert it.manager.maybe_reserve(grown)
     it.run(grown)
     it.manager.release(grown.request_id)
     it.tiers.store_all()
-    it.fill(9)  # this needs eight slots, and four of them come from the last pages of the prompt
+    it.fill(9)  # The fill needs eight slots. It takes four of them from the last pages of the prompt.
     it.tiers.store_all()
     it.manager._replicas.each[0].pool.forget_idle()
     assert it.serve([*range(41)]) == 6 * SIZE
@@ -389,7 +390,7 @@ def test_an_import_leaves_restored_pages_to_the_tier(served: Any) -> None:
     for src, dst in zip(pending.parts[0].src_pages.tolist(), pending.parts[0].dst_pages.tolist(), strict=True):
         ours[dst] = theirs[src]
     it.manager.commit_import(taker, pending, proven(it.manager, pending))
-    # finds the pages that the import has published, also loaded ones, before the importing request runs
+    # The other request finds the pages of the committed import, although the importing request has not run yet.
     another = it.claim([*tokens, 2])
     assert it.manager.maybe_reserve(another)
     assert another.start_idx == 24
@@ -545,7 +546,7 @@ def test_loading_a_page_from_a_lower_tier_evicts_no_page_that_is_needed_with_it(
     tier = ReplicaTier(host, PagePool(8, 1), PageMover([], None))
     slots, words = host.pool.allocate(3), np.array([[1], [2], [3]], np.uint64)
     host.pool.index.publish(slots, words)
-    for at in range(3):  # the first one is the oldest
+    for at in range(3):  # The first slot is the least recently used one.
         host.pool.release(slots[at : at + 1])
     host.lower.append(OnePageBelow(host, 9))  # type: ignore[arg-type]
     prefix = np.array([[[1], [9]]], np.uint64)

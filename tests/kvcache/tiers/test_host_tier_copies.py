@@ -98,7 +98,8 @@ def test_pages_without_a_free_host_slot_are_not_copied() -> None:
     assert it.mover.begun == [("store", [1, 2], [1, 2])]
     assert it.host.pool.index.tables.tolist() == [0, 1, 2]
     assert it.tier.storing.nonzero()[0].tolist() == [1, 2]
-    it.tier.came(pages[2:], names(13))  # as if a fork published the third page again, for which there was no slot
+    # This call simulates a fork that publishes the third page again while no slot is free for the page.
+    it.tier.came(pages[2:], names(13))
     it.mover.copies[0].ended = True
     it.tier.poll()
     assert it.tier.storing.nonzero()[0].tolist() == [3], "the page waits to be copied"
@@ -172,7 +173,7 @@ def test_pages_that_a_copy_frees_while_others_are_allocated_are_not_allocated_tw
     it.tier.leave(0, ids(), names(), lambda _: np.zeros(0, np.bool_))
     it.pool.release(restored)
     it.mover.copies[0].ended = True
-    taken = it.pool.allocate(4)  # the three fresh pages and an idle one
+    taken = it.pool.allocate(4)  # The allocation takes the three fresh pages and one idle page.
     assert sorted(taken.tolist()) == [2, 6, 7, 8]
     holders = np.zeros(9, np.int64)
     holders[taken] = 1
@@ -219,9 +220,9 @@ def test_after_an_interrupt_each_published_page_is_queued_once_unless_the_host_h
     it.publish(11, 12, 13, 14)
     it.tier.store(1)
     it.pool.index.withdraw(ids(2))
-    it.tier.storing[:] = [0, 0, 0, 1, 0, 1, 0, 0, 0]  # the state that an interrupt may leave
+    it.tier.storing[:] = [0, 0, 0, 1, 0, 1, 0, 0, 0]  # An interrupt may leave these flags.
     later = it.pool.allocate(1)
-    it.pool.index.publish(later, names(15))  # as just before the tier is told of the page
+    it.pool.index.publish(later, names(15))  # The page was published, but the tier does not know it yet.
     it.tier.used(names(12))
     it.tier.mend([])
     assert it.tier.storing.nonzero()[0].tolist() == [1, 3, 4, 5]

@@ -15,7 +15,8 @@ from kvcache.pool.pages import PagePool
 from kvcache.pool.pages_below import Asked
 from kvcache.tiers.host_tier import HostTier, LowerTier, ReplicaTier
 
-HOST, FILE, OBJECT, UNKNOWN, NOWHERE = 1, 2, 3, 4, 5  # five pages, each named after the tier that has it
+# These are five pages. Each page has the name of the tier that has it.
+HOST, FILE, OBJECT, UNKNOWN, NOWHERE = 1, 2, 3, 4, 5
 EVERY = (HOST, FILE, OBJECT, UNKNOWN, NOWHERE)
 
 
@@ -88,7 +89,7 @@ class Below:
         self.files = Tier(self.host, [FILE])
         self.objects = Tier(self.host, [OBJECT, FILE], [UNKNOWN], asks=True)
         self.tier = ReplicaTier(self.host, PagePool(8, 2), PageMover([], None))
-        self.tier.lower.extend([self.files, self.objects])  # the host's own list
+        self.tier.lower.extend([self.files, self.objects])  # The replica's tier reads the host's list of lower tiers.
 
 
 def test_a_page_is_looked_up_tier_by_tier_until_one_has_it() -> None:

@@ -22,7 +22,7 @@ from tests.kvcache.tiers.stored_objects import COUNT, StoredObjects, forget_host
 from tests.kvcache.tiers.test_object_tier_contract import LONG
 
 ONE = (LayerGroup("full", (0,)),)
-PROMPT = range(51)  # twelve full pages and some tokens: three objects in each table
+PROMPT = range(51)  # The prompt has twelve full pages and three more tokens: three objects in each table.
 
 
 @pytest.fixture
@@ -58,8 +58,8 @@ def test_a_new_machine_finds_what_was_written_of_every_table(
     again = served(groups=groups)
     again.fetch(PROMPT)
     full = 2 if groups is TWO else 1
-    # Token 48 sees tokens 43 to 47 of the window: two pages of the last object. In the chunked table a chunk begins
-    # with token 48, so no earlier page is needed.
+    # Token 48 sees tokens 43 to 47 of the window, which are in two pages of the last object. In the chunked table a
+    # chunk begins with token 48, so no earlier page is needed.
     assert again.manager.metrics.object_blocks_read == 12 * full + 2
     assert store.read_bytes == (12 * full + 2) * objects_of(again)._layout.record_bytes
     assert again.serve(PROMPT) == 48
@@ -82,7 +82,8 @@ def test_the_store_is_asked_in_few_rounds(served: Make, store: StoredObjects) ->
     settled(again)
     store.calls.clear()
     again.fetch(longer)
-    # first asks where the objects of full layers end, then for the windows' objects there
+    # The first question asks for the objects of the full layers. The second question asks for the windows' objects at
+    # the same ends.
     assert store.calls == ["exist", "exist", "read"]
     assert again.serve(longer) == 48
     gone = [key_of(again, 1, number) for number in (1, 2)]
@@ -136,9 +137,9 @@ def test_reading_pages_does_not_evict_the_window_with_which_the_request_resumes_
 ) -> None:
     written(served)
     again = served(60, 52)
-    again.fetch(PROMPT)  # the contents of the store are known
+    again.fetch(PROMPT)  # The manager now remembers which objects the store has.
     forget_host(again)
-    again.fetch(PROMPT[:19])  # four pages; a window has the last two of them
+    again.fetch(PROMPT[:19])  # This prompt has four full pages. A window keeps the last two of them.
     pool = again.tiers.host.pool
     others = pool.allocate(52 - 6)  # newer than these
     pool.index.publish(others, np.arange(len(others) * 4, dtype=np.uint64).reshape(len(others), 4) + np.uint64(7))
@@ -201,7 +202,8 @@ def test_an_answer_that_comes_between_two_looks_is_another_question(
     written(served)
     again = served()
     again.fetch(PROMPT)
-    again.tiers.host.pool.forget_idle()  # the contents of the store are known, for windows only the last object
+    # The manager still remembers which objects the store has. For windows it remembers only the last object.
+    again.tiers.host.pool.forget_idle()
     del store.objects[key_of(again, 1, 2)]
     store.may.clear()
     context, tier = again.claim(PROMPT), objects_of(again)
@@ -231,7 +233,7 @@ def test_the_time_to_read_pages_is_compared_with_the_time_to_compute_their_token
 ) -> None:
     written(served)
     again, weighed = served(), list[tuple[int, int]]()
-    again.serve(PROMPT[:27], chunk=8)  # six pages in each table
+    again.serve(PROMPT[:27], chunk=8)  # The prompt has six pages in each table.
     again.tiers.store_all()
 
     def pays(pages: int, _before: int, gain: int, _now: float) -> bool:
@@ -241,7 +243,8 @@ def test_the_time_to_read_pages_is_compared_with_the_time_to_compute_their_token
     with monkeypatch.context() as patched:
         patched.setattr(objects_of(again).rates, "pays", pays)
         assert again.again(PROMPT) == 24
-    assert set(weighed) == {(6 + 2, 6)}  # (pages to read, pages whose tokens need not be computed)
+    # Each pair is the number of pages to read and the number of pages whose tokens need not be computed.
+    assert set(weighed) == {(6 + 2, 6)}
 
 
 def test_pages_in_a_store_are_loaded_for_any_reader_that_asks(served: Make) -> None:
@@ -266,7 +269,7 @@ def longest(it: Served, prompt: list[int], store: StoredObjects) -> int:
     every = replica.tables.every(it.digests(prompt)[:last])
     indexes = [replica.pool.index, it.tiers.host.pool.index]
     indexes += [it.tiers.files.index] if it.tiers.files is not None else []
-    # the pages that are read at a time fit into the host
+    # One read takes only as many pages as fit into the host.
     most = it.tiers.host.pool.num_pages // 2 // len(every) // COUNT * COUNT
 
     def there(table: int, column: int) -> bool:
@@ -301,7 +304,7 @@ def test_random_prompts_over_four_tiers(
     for it in both:
         objects_of(it)._clock = lambda: now
     for move in range(200):
-        now += 11.0  # absent objects are asked for again
+        now += 11.0  # After 11 s the manager asks again for objects that were absent.
         for it in both:
             it.tiers.store_all()
             settled(it)

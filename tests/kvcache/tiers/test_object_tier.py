@@ -20,7 +20,7 @@ from kvcache.tiers.object_tier import ReadRates
 from tests.kvcache.served import Served
 from tests.kvcache.tiers.stored_objects import COUNT, DAMAGE, StoredObjects, forget_host, objects_of, settled
 
-PROMPT = range(33)  # eight full pages and a token, which make two objects
+PROMPT = range(33)  # eight full pages of 4 tokens, which make two objects, and one more token
 Make = Callable[..., Served]
 
 
@@ -37,7 +37,8 @@ def test_a_new_machine_finds_what_was_written(served: Make, store: StoredObjects
     assert it.serve(PROMPT) == 0
     assert it.serve([7, *range(40)]) == 0
     it.manager.close()
-    assert it.manager.metrics.object_blocks_written == 16  # each prompt makes two objects; its last two pages make none
+    # Each prompt has two full objects. Its last two pages are written to no object.
+    assert it.manager.metrics.object_blocks_written == 16
     again = served()
     again.fetch(PROMPT)
     again.fetch([7, *range(40)])
@@ -62,7 +63,7 @@ def test_objects_are_asked_for_once_and_written_once(served: Make, store: Stored
     store.calls.clear()
     third = served()
     third.fetch([*range(150)])
-    # the questions: the epoch, which objects exist, and their contents
+    # The manager asks for the epoch, then for the objects that exist, and then reads their contents.
     assert store.calls == ["exist", "exist", "read"]
 
 
@@ -182,7 +183,8 @@ def test_an_object_has_the_pages_of_all_shards_side_by_side(served: Make) -> Non
     assert again.kv.compared == 64
 
 
-# In an object with extra bytes at its end every page is right: the pages are read, and the object stays.
+# "longer" adds extra bytes at the end of an object. All of its pages are then still right, so they are read and the
+# object stays.
 @pytest.mark.few(3)
 @pytest.mark.parametrize("how", DAMAGE)
 def test_the_writer_of_an_object_replaces_it_when_it_finds_it_damaged(
@@ -209,7 +211,7 @@ def test_the_writer_of_an_object_replaces_it_when_it_finds_it_damaged(
     assert replaced == (damage if how == "longer" else right)
     again = served(40, 40)
     for prompt in prompts:
-        assert again.again(prompt) == 32  # the KV is compared, too
+        assert again.again(prompt) == 32  # `again` also compares the KV.
 
 
 def test_a_damaged_object_stays_marked_until_it_is_overwritten(
@@ -225,7 +227,7 @@ def test_a_damaged_object_stays_marked_until_it_is_overwritten(
     it.manager.flush_tiers()
     name = it.digests(PROMPT)[COUNT - 1].tobytes()
     tier._broken.add(name)
-    tier._know(name, tier._clock() + 10)  # what a read does that has found the damage
+    tier._know(name, tier._clock() + 10)  # A read that finds damage makes these two changes.
     tier._take_written({name: it.digests(PROMPT)[:COUNT]}, [])
     assert name in tier._broken
     assert tier._known[name] is not None, (
@@ -245,12 +247,12 @@ def test_a_reset_drops_pages_that_are_being_read(served: Make, store: StoredObje
     tier = objects_of(again)
     context = again.claim(PROMPT)
     store.may.clear()
-    assert again.manager.prefetch(context)  # this call would have handled an immediate answer
+    assert again.manager.prefetch(context)  # This call would have handled the answer if the store had answered at once.
     asked = tier._reader.jobs[0]
     store.may.set()
     asked.work.result()
     store.may.clear()
-    assert again.manager.prefetch(context)  # handles the answer, and reads
+    assert again.manager.prefetch(context)  # This call handles the answer and begins to read.
     assert tier.held_slots[0].size == 8
     again.manager.reset_prefix_cache()
     again.manager.check()
@@ -274,13 +276,14 @@ def test_an_answer_from_before_a_reset_does_not_affect_questions_after_it(served
     first = tier._reader.jobs[0]
     names = first.names
     again.manager.reset_prefix_cache()
-    assert again.manager.prefetch(context)  # asks again, for the same objects
+    assert again.manager.prefetch(context)  # The call asks for the same objects again.
     busy = dict(tier._busy)
     assert busy
     assert names == [*busy]
     assert [job.names for job in tier._reader.jobs] == [(), names]
     again.manager.check()
-    held = tier._reader.jobs.popleft()  # only the earlier answer arrives
+    # The answer to the earlier question arrives. The answer to the later question does not.
+    held = tier._reader.jobs.popleft()
     store.may.set()
     held.work.result()
     tier._end(held)
@@ -332,13 +335,13 @@ def test_an_epoch_that_is_broken_is_a_miss_until_a_reset(served: Make, store: St
 
 def test_objects_are_read_if_reading_pays() -> None:
     rates = ReadRates(0.010)
-    assert rates.pays(100, 0, 100, 0.0)  # nothing is known yet
+    assert rates.pays(100, 0, 100, 0.0)  # No rate was measured yet.
     rates.asked(0.020)
     rates.fetched(10, 0.070)
     assert rates.page_s == pytest.approx(0.005)
     assert rates.pays(5, 0, 5, 1.0)
     assert not rates.pays(5, 5, 5, 1000.0) or not rates.pays(5, 5, 5, 1000.0)
-    assert rates.pays(3, 0, 3, 2000.0)  # sometimes it pays nevertheless
+    assert rates.pays(3, 0, 3, 2000.0)  # Now and then a read is tried although it does not pay.
     assert not rates.pays(3, 0, 3, 2029.0)
     assert rates.pays(3, 0, 3, 2031.0)
     for _ in range(40):
@@ -354,7 +357,7 @@ def test_a_store_slower_than_the_model_is_not_read(served: Make) -> None:
     it.manager.close()
     again = served(params={"object_tier_tokens_per_s": 1e9})
     again.fetch(PROMPT)
-    assert again.manager.metrics.object_blocks_read == 8  # the first read is measured
+    assert again.manager.metrics.object_blocks_read == 8  # The first read is always tried, to measure its rate.
     objects_of(again).rates._tried = time.monotonic()
     assert again.again([7, *PROMPT]) == 0
     assert again.manager.metrics.object_blocks_read == 8

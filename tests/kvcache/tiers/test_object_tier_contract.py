@@ -28,7 +28,7 @@ from tests.kvcache.tiers.stored_objects import (
     tiers_of,
 )
 
-# a window of 22 tokens: six pages, two objects
+# The window of 22 tokens takes six pages, which are in two objects.
 LONG = LayerGroup("full", (0,)), LayerGroup("window", (1,), 22)
 Make = Callable[..., Served]
 
@@ -58,10 +58,11 @@ class Kind(NamedTuple):
 
 
 _TABLE = {(4, 0, False): 0, (8, 0, False): 16, (12, 0, False): 32}
-_STATES = dict.fromkeys([(4, 0, False), (8, 0, False), (10, 0, False), (10, 0, True)], 0)  # there is one state
+# There is only one state, so each missing object costs the whole prefix.
+_STATES = dict.fromkeys([(4, 0, False), (8, 0, False), (10, 0, False), (10, 0, True)], 0)
 KINDS = {
     "one table": Kind(Served, (12, 40), (40, 80), range(33), 32, (8, 0), {(4, 0, False): 0, (8, 0, False): 16}),
-    # Token 48 sees tokens 43 to 47 of the window: two pages of the last object.
+    # Token 48 sees tokens 43 to 47 of the window, which are in two pages of the last object.
     "window": Kind(Served, (60, 120), (80, 160), range(51), 48, (14, 0), {**_TABLE, (12, 1, False): 32}, groups=WINDOW),
     "two tables beside": Kind(Served, (60, 120), (80, 160), range(51), 48, (26, 0), {}, groups=TWO),
     "long window": Kind(Served, (60, 120), (80, 160), range(51), 48, (18, 0), {}, groups=LONG),
@@ -124,13 +125,13 @@ def test_a_slow_store_is_waited_for_no_longer_than_its_timeout(served: Make, kin
     context = again.claim(kind.prompt)
     assert again.manager.maybe_reserve(context)
     again.manager.release(context.request_id)
-    again.fetch(kind.prompt, seconds=1.5)  # less than the time of other machines
+    again.fetch(kind.prompt, seconds=1.5)  # The fetch ends before the time limit of the store.
     assert serve(again, kind.prompt) == 0
     settled(again)
     store.may.set()
     assert again.manager.metrics.object_store_failures == len(tiers_of(again))
     calls = len(store.calls)
-    again.fetch([5, *kind.prompt], seconds=0.1)  # the store is not asked again
+    again.fetch([5, *kind.prompt], seconds=0.1)  # After a failure the manager does not ask the store again.
     serve(again, [5, *kind.prompt])
     again.tiers.store_all()
     assert not any(tier._queue for tier in tiers_of(again))
@@ -154,7 +155,7 @@ def test_a_manager_can_be_closed_while_the_store_has_not_answered(
     while not job.work.running():
         time.sleep(0.001)
     threading.Timer(0.05, store.may.set).start()
-    again.manager.close()  # waits for the answer, after which pages would have been read
+    again.manager.close()  # `close` waits for the answer. After this answer, pages would have been read.
     assert job.work.done()
     assert again.manager.metrics.object_blocks_read == 0
 
@@ -246,7 +247,7 @@ def test_pages_in_files_are_read_before_the_store_is_asked(served: Make, kind: K
     again = served(params=files)
     assert again.again(kind.prompt) == kind.found
     metrics = again.manager.metrics
-    # files have the two window pages of the prefix that is known while the store is asked
+    # The files provide the last two window pages of the prefix that was known before the store answered.
     windows = 2 * len(kind.groups[1:])
     assert metrics.file_blocks_read == 4 + windows
     assert metrics.object_blocks_read == kind.read[0] - 4
@@ -308,7 +309,8 @@ def test_pages_are_not_read_twice_at_a_time_and_reads_leave_half_of_the_free_slo
     slots = kind.sizes[1]
     held = again.tiers.host.pool.allocate(slots)
     context, tier = again.claim(kind.prompt), objects_of(again)
-    while again.manager.prefetch(context):  # the manager knows the objects, but has no room for them
+    # The manager knows which objects exist, but the host has no free slots for them.
+    while again.manager.prefetch(context):
         time.sleep(0.001)
     again.tiers.host.pool.release(held[:11])
     store.may.clear()
@@ -341,7 +343,8 @@ def test_a_damaged_object_shortens_the_prefix_and_is_replaced_by_the_next_write(
         found = serve(again, kind.prompt)
         assert found == kind.found if how == "longer" else without <= found < kind.found, (pages, table, state)
         again.manager.close()
-        kept = {key: store.objects[key] for key in right}  # a run with another start also leaves states at other places
+        # A request that starts at another token also leaves states at other tokens.
+        kept = {key: store.objects[key] for key in right}
         assert kept == (broken if how == "longer" else right), (pages, table, state)
         store.objects |= right
         for key in store.pages.keys() - right.keys():
@@ -372,7 +375,7 @@ def test_damaged_objects_are_misses(served: Make, kind: Kind, store: StoredObjec
         again = served(*kind.many, params=params)
         for prompt in prompts * 2:
             again.fetch(prompt)
-            serve(again, prompt)  # this compares its KV
+            serve(again, prompt)  # `serve` compares the KV.
         again.manager.check()
         metrics = again.manager.metrics
         seen |= {refusal.value for refusal in tiers_of(again)[-1].refusals}

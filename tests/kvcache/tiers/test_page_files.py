@@ -112,7 +112,7 @@ def test_random_damage(tmp_path: Path) -> None:
             broken[first:first] = broken[first : first + length]
         elif kind == 3:
             broken[first : first + length] = bytes(len(broken[first : first + length]))
-        else:  # exchanges two pages or two rows
+        else:  # This change exchanges two pages or two rows.
             size, start = (PAGE_BYTES, 0) if kind == 4 else (LAYOUT.row_bytes, COUNT * PAGE_BYTES)
             one, two = (start + int(at) * size for at in rng.choice(COUNT, 2, replace=False))
             broken[one : one + size], broken[two : two + size] = (
@@ -163,7 +163,7 @@ def test_a_page_is_refused_under_another_digest(tmp_path: Path) -> None:
     it = Written(tmp_path)
     it.digests = it.digests[::-1].copy()
     it.content = it.content[::-1].copy()
-    assert it.read().tolist() == [False, False, True, False, False]  # the middle page is in its place
+    assert it.read().tolist() == [False, False, True, False, False]  # The reversal leaves the middle page at its index.
 
 
 @pytest.mark.parametrize("sealed", [False, True])

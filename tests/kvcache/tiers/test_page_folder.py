@@ -32,7 +32,7 @@ def test_a_folder_that_another_process_begins_during_a_reset_is_not_removed(
         def look(*given: Any) -> Any:
             found = looks(*given)
             if not resets:
-                resets.append(other.path)  # looks at the folder that the reset itself makes trigger no further reset
+                resets.append(other.path)  # The reset below also calls `look`. This call triggers no further reset.
                 other.renew()
                 (other.path / "content").write_text("is somebody's")
             return found

@@ -29,11 +29,11 @@ def test_reading_pays_as_long_as_there_are_no_measurements() -> None:
 @pytest.mark.parametrize(
     ("pages", "before", "gain", "pays"),
     [
-        (4, 0, 4, False),  # 0.5 + 0.5 s to read and 1 s to compute: no gain
+        (4, 0, 4, False),  # The read takes 0.5 + 0.5 s and saves 1 s, so it gains nothing.
         (5, 0, 5, True),
-        (5, 1, 5, False),  # the previous page is read first
+        (5, 1, 5, False),  # One page is read before these pages.
         (6, 1, 6, True),
-        (5, 0, 4, False),  # one of the pages saves no computation
+        (5, 0, 4, False),  # One of the five pages saves no computation.
         (4, 0, 5, True),
         (1, 0, 0, False),
     ],
@@ -64,7 +64,6 @@ def test_each_measurement_counts_for_a_quarter_of_the_estimate() -> None:
         made.asked(seconds)
         assert made.answer_s == pytest.approx(mean)
     for pages, seconds, mean in ((2, 2.4, 1.0), (1, 0.4, 0.75), (3, 0.1, 0.5625)):
-        # The answer of the store takes 0.4 s of this time. If that is more than the whole time, the rest counts as
-        # zero.
+        # The store needs 0.4 s of these seconds to answer. The rest is the time of the read. It is at least zero.
         made.fetched(pages, seconds)
         assert made.page_s == pytest.approx(mean)

@@ -62,7 +62,8 @@ class Lower:
 
     def __init__(self, *there: int) -> None:
         self.there = there
-        # for each state that was asked for: its digest, and how many pages need not be computed with it
+        # For each state that was asked for, its digest and the number of pages that need not be computed if it is
+        # found.
         self.fetched: list[tuple[int, int]] = []
 
     def has_of(self, digests: np.ndarray, asked: np.ndarray, *, perhaps: bool) -> np.ndarray:  # noqa: ARG002
