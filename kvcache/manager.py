@@ -645,10 +645,10 @@ class PagedKVCacheManager:
 
         Waits until no copy is in flight. Then it rebuilds the state from rows, leases and imports, and recounts it.
 
-        Three kinds of requests are released: those whose pages may have wrong contents; those that the interrupted call
-        claimed, forked, imported or released; and those whose `with claim` block has ended in the meantime. Claim them
-        again and run them from their first token. The other requests continue; repeat the interrupted call for them. If
-        `recover` itself is interrupted, call it again.
+        Three kinds of requests are released: requests whose pages may have wrong contents; requests that the
+        interrupted call claimed, forked, imported or released; and requests whose `with claim` block has ended in the
+        meantime. Claim them again and run them from their first token. The other requests continue; repeat the
+        interrupted call for them. If `recover` itself is interrupted, call it again.
 
         Raises `InvariantError` (a RuntimeError) if the state is still wrong. Then only `close` works.
         """

@@ -21,7 +21,7 @@ class StepInFlight:
     Attributes:
         inputs: as `fetch` returns them. The tensors stay unchanged until the step has ended. `cache_lengths` and
             `lookup_table` have the same addresses as in the step before the previous one, because two sets of tables
-            take turns.
+            are used in turn.
     """
 
     __slots__ = ("inputs", "num_requests", "number", "owner")

@@ -1,10 +1,10 @@
 """The messages between a manager and a watcher. A `Look` is a snapshot of every page and request.
 
-A snapshot is complete, or lists the changes since an earlier one. It is one message: the header below, in msgpack, and
-then two frames of little-endian uint32 for each pool. The first frame has the numbers of the changed pages, and the
-second one their cells. In a complete snapshot the first frame is empty, and the second one has a cell for every page,
-including the null page. A cell holds everything about a page: its state, its place in the eviction order, whether it is
-shared, and its owner.
+A snapshot is complete, or lists the changes since an earlier snapshot. Each snapshot is one message: the header below,
+in msgpack, and then two frames of little-endian uint32 for each pool. The first frame has the numbers of the changed
+pages, and the second one their cells. In a complete snapshot the first frame is empty, and the second one has a cell
+for every page, including the null page. A cell holds everything about a page: its state, its place in the eviction
+order, whether it is shared, and its owner.
 """
 
 import hashlib
@@ -84,7 +84,7 @@ class AskLook(msgspec.Struct, frozen=True, kw_only=True, tag="ask_look/1"):
 
     # the number of the last snapshot that the watcher received; 0 if there was none, so that the answer is complete
     known: Count = 0
-    incarnation: Label = ""  # the random id of the watch that sent that snapshot (`Look.incarnation`)
+    incarnation: Label = ""  # the random id of the watch that sent the last snapshot (`Look.incarnation`)
     # Whether the loop should recount all pages. The loop runs no step during the recount. `CheckReport` has the result.
     check: bool = False
 
@@ -177,7 +177,7 @@ class Look(msgspec.Struct, frozen=True, kw_only=True, tag="look/1"):
     name: Label  # the name of the process
     incarnation: Label  # a random id of the watch
     number: Count  # the number of the snapshot
-    base: Count  # the number of the earlier snapshot to which changes are listed; 0 for a complete snapshot
+    base: Count  # the number of the earlier snapshot since which changes are listed; 0 for a complete snapshot
     at: float  # seconds since 1970
     cost_s: float  # how many seconds of processor time the last snapshot took
     page_size: Count

@@ -1,8 +1,8 @@
 """KV events as vLLM 0.33 sends them: msgpack maps whose kind is under "type", in batches for each rank.
 
-The fields, their order and their defaults are those in vLLM's `kv_events.py`. A field that vLLM omits when it is None
-is also omitted here. The last field of `BlockStored` exists only here. Only events of chunked local attention have it,
-and readers skip fields that they do not know.
+The fields, their order and their defaults are the same as in vLLM's `kv_events.py`. A field that vLLM omits when it is
+None is also omitted here. The last field of `BlockStored` exists only here. Only events of chunked local attention have
+it, and readers skip fields that they do not know.
 """
 
 from collections.abc import Sequence
@@ -28,8 +28,8 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     """Reports that consecutive blocks of one prompt were stored.
 
     `token_ids` has the tokens of all blocks, and `extra_keys` has one item for each block. Some fields are never set
-    here. They are declared because a map begins with the number of its fields, and its bytes must be those that vLLM
-    would send.
+    here. These fields are declared, because a map begins with the number of its fields, and the bytes of the map must
+    be the bytes that vLLM would send.
     """
 
     block_hashes: list[int]

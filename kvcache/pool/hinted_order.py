@@ -357,7 +357,7 @@ class HintedBaseline:
         """Record that a request releases these pages. `hints` are the request's hints for these pages, or None."""
         at = self._sampled(words)
         pages = self._take(words[at].tolist())
-        if hints is not None:  # `_take` may have dropped the last of these pages
+        if hints is not None:  # `_take` may have dropped the last pages of `at`
             at = at[: len(pages)]
             hints = hints.of(at)
         self._order.hint(pages, hints)

@@ -253,7 +253,7 @@ class PrefixIndex:
             # If several pages belong to one bucket, only one of them was written as the bucket's head, and links to the
             # old head. The other pages go through the loop again.
             written = self._heads[buckets]
-            # this also writes an entry for the null page, which is never read
+            # the next line also writes the null page's entry, which is never read
             self._before[heads.astype(INDEX)] = written
             self._before[at] = buckets + self._firsts
             lost = (written != pages).nonzero()[0]

@@ -150,7 +150,7 @@ class SlabPool(PagePool):
 
     @property
     def width(self) -> float:
-        """The number of cached pages, including those of cached slabs, divided by the number of published pages."""
+        """The number of cached pages, including the pages of cached slabs, divided by the number of published pages."""
         published = np.count_nonzero(self.index.published)
         return 1.0 + self.cached.num_idle * self.slab_pages / published if published else 1.0
 

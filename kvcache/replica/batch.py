@@ -69,7 +69,7 @@ class Gathered:
         """Read the indices of every context. With `starts_only`, `actives` and `ends` are not read."""
         contexts, count = self.contexts, len(self.contexts)
         self.starts: Ints = np.fromiter([context.start_idx for context in contexts], np.int64, count)
-        self.computed: Ints = self.starts  # while steps are in flight, this is wrong until `read_computed` corrects it
+        self.computed: Ints = self.starts  # while steps are in flight, `computed` is wrong until `read_computed`
         # A lower bound of the number of tokens by which every request can grow within its pages. Each update subtracts
         # one.
         self.slack = UNKNOWN
@@ -173,9 +173,9 @@ class Gathered:
 class Batch(Gathered, Sequence[Context]):
     """Contexts that are bound to their rows and advanced together by `update`. Made by `PagedKVCacheManager.batch`.
 
-    The batch keeps the indices of its contexts in arrays. An update changes these arrays, and a `TextContext` applies
-    it only when it is read. If a caller changes such a context directly, the context leaves the batch, and the next
-    call of the batch reads all contexts again. A batch is valid until one of its requests is released.
+    The batch keeps the indices of its contexts in arrays. An update changes these arrays. A `TextContext` applies the
+    update only when the context is read. If a caller changes a `TextContext` directly, the context leaves the batch,
+    and the next call of the batch reads all contexts again. A batch is valid until one of its requests is released.
     """
 
     def __init__(
@@ -407,7 +407,7 @@ class Batch(Gathered, Sequence[Context]):
         if behind <= 0:
             return
         context = self._own[place]
-        end += behind  # the context runs the last of these tokens next
+        end += behind  # the context runs the last of the missing tokens next
         if behind == 1:
             context.append_one(self._log.item(count - 1, place), end - 1, end)
         else:
@@ -517,7 +517,8 @@ class Batch(Gathered, Sequence[Context]):
                 f"batch of {len(self.contexts)} requests: got tokens of shape {array.shape} and dtype {array.dtype}; "
                 "one integer for each request is needed"
             )
-        if array.size and array.dtype not in _UNSIGNED:  # fewer bytes, or in another order than this machine's
+        # Items of fewer bytes, or of another byte order than this machine's, are converted first.
+        if array.size and array.dtype not in _UNSIGNED:
             array = array.astype(np.int64)
         # Read as unsigned, a negative token is a huge number. So one comparison finds both kinds of error.
         if array.size and array.view(_UNSIGNED[array.dtype]).max() >= 1 << 31:
@@ -543,7 +544,7 @@ def shares_of_all(replicas: Ints, rows: Ints, count: int) -> list[Share]:
 
 
 def shares_at(replicas: Ints, rows: Rows, places: Ints) -> list[Share]:
-    """Returns the requests at the indices `places` of the batch, as one `Share` for each replica that has some."""
+    """Returns the requests at the indices `places` of the batch, as one `Share` for each replica that has any."""
     if not places.size:
         return []
     mine, own = replicas[places], rows_at(rows, places)

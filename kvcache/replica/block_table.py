@@ -92,8 +92,8 @@ class ImportPart:
     # The ids of this manager's pages, beginning with the page of token `first`. The transfer owns these pages until the
     # import is closed.
     dst_pages: Pages
-    # True for layers with a window. Their pages are copied only at the end, because the source may free them while the
-    # prompt runs.
+    # True for layers with a window. The pages of these layers are copied only at the end, because the source may free
+    # pages while the prompt runs.
     at_end: bool = False
     # True for a recurrent state. `dst_pages` is then one page of the pool of states, for the whole request.
     is_state: bool = False
@@ -174,8 +174,8 @@ class PendingImport:
     told: list[BlockTable] = field(default_factory=list[BlockTable])
     others: tuple[BlockTable, ...] = ()  # the block tables of other managers that hold some of the same tokens
     # A copy of the prompt's tokens up to the end of the imported pages, for an import that no request waits for
-    # (`PageContents.import_pages`). It is needed because the context may drop tokens and get others while pages are
-    # copied.
+    # (`PageContents.import_pages`). The copy is needed because the context may drop tokens and get other tokens while
+    # pages are copied.
     prompt: NDArray[np.integer[Any]] | None = None
 
     @property
@@ -209,7 +209,7 @@ class PendingImport:
         """Whether the import may end earlier than its table.
 
         False if a layer group has a window, or if there is a recurrent state. The table names only the window pages and
-        the state that are needed at its own end. An earlier end needs others.
+        the state that are needed at its own end. An earlier end needs other window pages and another state.
         """
         return len(self.parts) == 1 and not self.parts[0].at_end
 

@@ -1,7 +1,7 @@
 """Finds, leases and imports pages by their content, no matter which request computed them.
 
 A *column* is a place in a row of a block table: column 0 is for the page of the request's first `page_size` tokens,
-column 1 for the page of the next ones, and so on.
+column 1 for the page of the next `page_size` tokens.
 """
 
 from collections.abc import Sequence

@@ -302,8 +302,8 @@ class TextContext:
     def realize_future_token(self, token: int) -> None:
         """Record the token of the step in flight. The tokens that the step ran then count as computed.
 
-        `token` is dropped if the step ran a chunk other than the last one. The request may have been released
-        meanwhile. Raises `InvalidRequestError` if the token is out of range, or if no step is in flight.
+        `token` is dropped if the step ran another chunk than the last chunk of the prompt. The request may have been
+        released meanwhile. Raises `InvalidRequestError` if the token is out of range, or if no step is in flight.
         """
         self.leave()
         if self._flight is None:
@@ -357,7 +357,7 @@ class TextContext:
         """Returns a context of another request with the same tokens, indices, salt and keys.
 
         While a step is in flight, the new context has only the known tokens, and runs from the end of the computed
-        ones.
+        tokens.
         """
         tokens, start, active = self.tokens, self.computed_idx, self.active_idx
         if tokens[-1] == FUTURE_TOKEN:
@@ -413,7 +413,7 @@ class TextContext:
         self.append_one(FUTURE_TOKEN, end - 1, end)
 
     def realize(self, token: int) -> None:
-        """Replace the future token, if there is one, by the real `token`, which the leader has got."""
+        """Replace the future token, if the context has a future token, by the real `token` from the leader."""
         if self._flight is not None:
             self._buffer[self._end - 1] = token
             self._flight = None

@@ -121,7 +121,7 @@ class ImportBook:
         self._mark = mark
         self._shares_ahead = shares_ahead
         # Rows of requests whose import was cancelled, if `shares_ahead` is True. Other requests may share the pages of
-        # such a row, so the row must give back its pages before its request runs.
+        # these rows. So each of these rows must give back its pages before its request runs.
         self.to_give_back: set[int] = set()
         # open imports, and cancelled imports to whose pages a copier may still write
         self.each: list[PendingImport] = []

@@ -25,10 +25,10 @@ from kvcache.states.state_pages import StatePages
 class ReplicaHints(PageReader):
     """The retention hints and tenant quotas of one replica.
 
-    Hints are followed only as far as they prove useful. To measure that, two simulated caches (*baselines*) get the
-    same requests as the pool: one evicts by plain LRU, the other follows hints as far as is allowed. Before the first
-    hint, there are no baselines, and pages are evicted by plain LRU (within quotas). The first hint costs one pass over
-    the pool. Without prefix caching there are no cached pages, so hints are ignored.
+    Hints are followed only as far as they prove useful. To measure their use, two simulated caches (*baselines*) get
+    the same requests as the pool. The first baseline evicts by plain LRU. The second baseline follows hints as far as
+    is allowed. Before the first hint, there are no baselines, and pages are evicted by plain LRU (within quotas). The
+    first hint costs one pass over the pool. Without prefix caching there are no cached pages, so hints are ignored.
 
     With several block tables, a hint for a prefix applies to every page that a request needs to resume after the
     prefix. In a table with a window, these are the last pages of the prefix. The baselines simulate only the pages of

@@ -87,7 +87,8 @@ class PageLeases:
     def grant_pages(self, lease: PageLease, pages: Pages, besides: Sequence[HeldPages] = ()) -> None:
         """Open a lease of published pages, no matter which request computed them.
 
-        The lease also holds the pages in `besides`: those of the recurrent state after the last token page.
+        The lease also holds the pages in `besides`, which are the pages of the recurrent state after the last token
+        page.
         """
         self._held[lease] = []
         for held in (HeldPages(self._pool, pages), *besides):

@@ -38,7 +38,7 @@ class PeerCopies:
         self.pages = self.states = 0
 
     def bring(self, replica_idx: int, row: int, context: SafeContext, num_steps: int) -> None:
-        """Copy pages of a row's new request to its replica, if other replicas have more of its prompt than this one.
+        """Copy pages of a row's new request to its replica, if other replicas have more pages of the prompt.
 
         Reserves nothing. Copies only if the request fits afterwards, because a request that is refused must leave
         everything as it was. If even an empty pool is too small for the request, the call raises the errors of

@@ -184,7 +184,7 @@ class Replica:
             context.run_from(plan.start, plan.active)
         if not self.rows.num_pages.item(row):
             before = 0
-        if plan.slots.size:  # held before pages are evicted below, because evicted pages may take host slots
+        if plan.slots.size:  # first, because pages that are evicted below may take host slots
             self.tier.hold(plan.slots)
         found = plan.found[0].shape[-1] if self.tables.keeps_prefix else plan.committed - self.rows.committed.item(row)
         for states in self.states:
@@ -229,7 +229,7 @@ class Replica:
     def find(self, context: SafeContext, row: int | None = None, hasher: PrefixHasher | None = None) -> Found:
         """Returns the published pages with which a request can resume, after the pages that its row has published.
 
-        The last known token is never in these pages, because it has to run to give the next one. `hasher` is the
+        The last known token is never in these pages, because it has to run to give the next token. `hasher` is the
         context's hasher, if the caller has it.
         """
         first, tokens = 0 if row is None else self.rows.committed.item(row), context.tokens
@@ -255,7 +255,8 @@ class Replica:
         pages.
         """
         found = self.find(context, row)
-        # for other requests, lower tiers are looked up again after `step`
+        # Lower tiers are not looked up here for a request that has pages in several tables. They are looked up after
+        # `step`.
         if self.tier.keeps and (self.tables.is_plain or not self.rows.num_pages.item(row)):
             last = (context.end_idx - 1) // self.page_size
             if found.end < last:

@@ -1,9 +1,9 @@
 """Where a request resumes: the pages that were found for it (`Found`, `FromBelow`), and its `Reservation`.
 
 A *column* is a place in a row of a block table: column 0 is for the page of the request's first `page_size` tokens,
-column 1 for the page of the next ones, and so on. The function `resume` finds the longest prefix after which a request
-can resume in every block table. Its callers look for the pages in different places: on the device, in host memory and
-the tiers below it, on other replicas, at another process.
+column 1 for the page of the next `page_size` tokens. The function `resume` finds the longest prefix after which a
+request can resume in every block table. Its callers look for the pages in different places: on the device, in host
+memory and the tiers below it, on other replicas, at another process.
 """
 
 from collections.abc import Callable, Sequence
@@ -80,7 +80,7 @@ class Reservation(NamedTuple):
         found: by group, the pages that were found. They take the last columns before `ends_found`.
         ends_found: by group, the column after the last found page.
         firsts: by group, the first column that has a page after the reservation.
-        ends: by group, the column after the last one that has a page after the reservation.
+        ends: by group, the column after the last column that has a page after the reservation.
         leaving: the pages that leave the row, in the order of its columns.
         new: the number of pages to allocate.
         committed: the number of columns, from the first on, whose pages are published after the reservation.

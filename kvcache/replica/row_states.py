@@ -8,7 +8,7 @@ without the state.
 A cached copy of a state is worth its memory if another request can resume from it. Copies are cached
 
 - at the end of a prompt's last full page, for the same prompt again,
-- at the end of the prefix that a prompt shares with earlier ones, for the next prompt with that prefix,
+- at the end of the prefix that a prompt shares with earlier prompts, for the next prompt with that prefix,
 - after the last full page that a request has reached, for the next turn of its conversation,
 - and every `state_every_pages` pages, if that is configured.
 
@@ -301,7 +301,7 @@ class RowStates:
     def mend(self, written: Sequence[int], leased: NDArray[np.int64]) -> None:
         """Rebuild the holders of the state pages after an interrupt, as `StatePages.mend` does."""
         below = self.pages.below
-        below.mend(())  # ends the running copies, whose pages have holders, before the holders are rebuilt
+        below.mend(())  # first ends the running copies, because these copies hold pages
         self.pages.mend(self._rows.row_of, written, leased)
         below.mend(())  # looks up the pages of waiting copies in the repaired pool
 

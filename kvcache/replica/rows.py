@@ -60,11 +60,11 @@ class AllRows:
         self.commit_at: Ints = np.full(replicas * rows, page_size, np.int64)
 
     def slack(self, places: Rows, ends: Ints) -> int:
-        """Returns the number of tokens by which all requests at `places` can grow before one needs a new page."""
+        """Returns by how many tokens each request at `places` can grow before any of these requests needs a page."""
         return int((self.capacity[places] - ends).min()) if len(ends) else NEVER
 
     def due(self, places: Rows, starts: Ints) -> int:
-        """Returns the number of tokens that all requests at `places` can each compute before one fills a page."""
+        """Returns how many tokens each request at `places` can compute before any of these requests fills a page."""
         return int((self.commit_at[places] - starts).min()) if len(starts) else NEVER
 
 

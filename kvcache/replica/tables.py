@@ -1,11 +1,11 @@
 """`RowTables`: the block tables of a replica's rows, with their pages, reservations and publication.
 
 A *column* is a place in a row of a block table: column 0 is for the page of the request's first `page_size` tokens,
-column 1 for the page of the next ones, and so on. A table has pages from the first column that the request's next query
-sees. With full attention this is column 0, with a window or chunk the window's or chunk's first column. Earlier columns
-hold the null page. When the request next asks for pages, pages that have fallen out of a window are freed. Freed pages
-that are published stay cached, and are evicted independently of the request. A page is found by the digest of its
-tokens, mixed with the index of its table. So a lookup for one table never finds a page of another table.
+column 1 for the page of the next `page_size` tokens. A table has pages from the first column that the request's next
+query sees. With full attention this is column 0, with a window or chunk the window's or chunk's first column. Earlier
+columns hold the null page. When the request next asks for pages, pages that have fallen out of a window are freed.
+Freed pages that are published stay cached, and are evicted independently of the request. A page is found by the digest
+of its tokens, mixed with the index of its table. So a lookup for one table never finds a page of another table.
 
 A request may resume after a page if each table has the pages that the next query sees (`resume`). Tables of full
 attention have pages for all known tokens. Tables with a window have pages up to the end of the chunk that runs, so a

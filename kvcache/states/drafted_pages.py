@@ -24,7 +24,7 @@ class DraftedPages:
     3. `fetch`, then `HFRunner.verify`, which returns the model's own token for the position of each guess, and for the
        position after the last guess.
     4. Remove the wrong guesses (`set_token_indices(active_idx=..., end_idx=...)`), and `update` with the token after
-       the right ones.
+       the right guesses.
     5. `step`. If a guess was wrong, `step` sets `start_idx` back to before all tokens that ran. The tokens that stay
        run again in the next step.
 

@@ -115,7 +115,7 @@ class StateRoom(NamedTuple):
     Attributes:
         layouts: the page layout of each kind, per shard.
         blocks: the states, `[shard][kind]`: tensors `[pages + 1, ...]`. Page 0 is the null page.
-        tensors: those tensors of `blocks` that do not lie in token pages, `[shard][kind]`.
+        tensors: the tensors of `blocks` that do not lie in token pages, `[shard][kind]`.
         kinds: where each kind lies, `[shard][kind]`.
         pool: the holders of the pages, and the cached states, which are found by their digests. The least recently used
             state is evicted first.

@@ -171,7 +171,7 @@ class StatePages:
     def ask(self, digests: Digests) -> bool:
         """Ask the lower tiers which states they have, where this is not known yet. Later states are asked for first.
 
-        Only states after the last one on the device or the host are asked for, because a request resumes from the
+        Only states after the last state on the device or the host are asked for, because a request resumes from the
         latest state. Returns whether an answer is on its way.
         """
         before = self.below.answers
@@ -229,7 +229,7 @@ class StatePages:
         """Keep a copy of the request's state, if it includes exactly `tokens` tokens and a page is free for the copy.
 
         `digest`, `[1, words]`, is the digest of the last page of these tokens. With `passing`, the request's next copy
-        replaces this one.
+        replaces this copy.
         """
         page, pool = self.page_of(request_id), self.pool
         if self._tokens[page] != tokens:

@@ -1,7 +1,8 @@
 """The file tier keeps pages of the host tier in files of a folder, where they are found by their digests.
 
-The pages outlive the process. Several processes may share the folder. Each process scans it from time to time for files
-that the others have written. If a file that a process knows is gone, a lookup of one of its pages ends as a miss.
+The pages outlive the process. Several processes may share the folder. Each process scans the folder from time to time
+for files that other processes have written. If a file that a process knows is gone, a lookup of one of its pages ends
+as a miss.
 """
 
 import contextlib
@@ -297,7 +298,7 @@ class FileTier(LowerTier):
     def close(self) -> None:
         """Finish all work that has begun, and end the threads. Safe to call twice."""
         self._reader.shutdown()
-        self._take_up(self._reader)  # frees the slots into which the last reads have read
+        self._take_up(self._reader)  # handles the last reads, which frees their slots
         self._writer.shutdown()
 
     def counts(self, noun: str) -> Mapping[str, int]:
@@ -345,7 +346,7 @@ class FileTier(LowerTier):
     def _read_file(self, path: Path, first: int, names: Digests, pages: list[list[Part]]) -> list[FileRefusal | None]:
         """Read pages of a file. Runs in the read thread.
 
-        Also marks the file as just used, so that other processes, and the next start of this one, keep it longer.
+        Also marks the file as just used. So other processes, and this process after a restart, keep the file longer.
         """
         refusals = read_pages(path, self._layout, first, names, pages, self._read_io)
         with contextlib.suppress(OSError):

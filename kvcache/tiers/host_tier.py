@@ -516,7 +516,7 @@ class ReplicaTier(PagesBelow, PageReader):
         for row in [row for row in self._loads if (asked == row).any()]:
             for load in self._loads[row]:
                 load.copy.order()
-            # removed last, so that after an interrupt `arrive` orders the copies again
+            # The copies are removed last. So after an interrupt, `arrive` orders them again.
             self._left += self._loads.pop(row)
         self.poll()
 
@@ -564,7 +564,7 @@ class ReplicaTier(PagesBelow, PageReader):
         digests = self.pool.index.digests_of(published)
         absent = self.host.pool.index.find(digests) == NO_PAGE
         self.came(published[absent], digests[absent])
-        self.waiting += uses  # appended last, because a use is applied only after all pages before it are copied
+        self.waiting += uses  # `uses` come last: a use waits for all earlier pages in the queue
 
     # ---- inside
 

@@ -98,7 +98,7 @@ class Tiers:
         self.files = files
         self.lower = host.lower  # the tiers below the host, in the same list object that each `ReplicaTier` uses
         self._noun = noun  # what metrics call the contents of the tiers: "blocks" or "states"
-        self._counted = [*self.lower]  # a copy of the list, for metrics that are read after `close`
+        self._counted = [*self.lower]  # a copy of `lower`, for metrics that are read after `close`
         self._batch = max(1, _BATCH_BYTES // sum(memory.shape[1] for memory in host.memory))
         self.share = share
         self._credit = 0.0
