@@ -17,13 +17,12 @@ from kvcache import PagedKVCacheManager, TextContext
 
 Books = list[object]
 
-# Attributes that are left out of the comparison, because calls may change them without changing the state: the clock,
-# cached answers with their generation, bounds of slabs' ages, and the tables of steps in flight, which are made when
-# they are first needed.
+# The comparison leaves these attributes out, because calls may change them without changing the state: the clock,
+# cached answers with their generation, bounds of slabs' ages, and the tables of steps in flight.
 _SKIPPED = {"_seen", "matches", "_credit", "_ages", "_ages_back", "_of_steps"}
 _PLAIN = {type(None), bool, int, float, str, bytes}
 _LEFT_OUT = (type, types.FunctionType, types.MethodType, TextContext, torch.Tensor)
-_SHORT = 256  # in bytes: the bytes of shorter arrays are listed, and longer arrays are listed as a hash
+_SHORT = 256  # In bytes. A shorter array is listed with its bytes, a longer array with a hash of its bytes.
 
 
 def books_of(manager: PagedKVCacheManager, contexts: Sequence[TextContext] = ()) -> Books:

@@ -49,7 +49,7 @@ def manager_of(
         data_parallel_degree=dp,
         **{name: value for name, value in (params or {}).items() if not name.startswith(_LOWER)},
     )
-    if host_slots:  # the size of a page is known only when the manager has been made
+    if host_slots:  # The host memory can be sized only after the manager knows the size of a page.
         tables = layer_tables(made.groups, layers)
         space = page_bytes(made, tables.layers_per_page, page_size) * host_slots / 2**30
         files = {name: value for name, value in (params or {}).items() if name.startswith(_LOWER)}

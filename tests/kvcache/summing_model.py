@@ -57,7 +57,7 @@ def decode(blocks: torch.Tensor, table: torch.Tensor, starts: torch.Tensor, toke
 
 def sums(blocks: torch.Tensor, table: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
     """Returns the token after place `last` of each row, int64 `[rows]`."""
-    held = blocks[table.long()]  # [rows, columns, sides, layers, page_size, heads, dim]
+    held = blocks[table.long()]  # [requests, blocks, sides, layers, page_size, heads, dim]
     copies = held.shape[2] * held.shape[3] * held.shape[5] * held.shape[6]
     found = held.sum(dim=(2, 3, 5, 6)).flatten(1)
     places = torch.arange(found.shape[1], device=found.device)

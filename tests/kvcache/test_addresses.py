@@ -27,7 +27,7 @@ def test_pools_and_tables_keep_their_addresses_while_requests_grow_and_others_ar
         assert [len(row) for row in pages] == [-(-length // 4) for length in batch.lengths]
         batch.update([step] * 4)
         manager.step(batch)
-        if step == 10:  # another request takes a later row, and gives it back at once
+        if step == 10:  # Another request takes a later row and gives the row back at once.
             other = TextContext(range(900, 920), 64)
             with manager.claim(other):
                 assert manager.maybe_reserve(other)

@@ -45,7 +45,7 @@ def test_a_prompt_that_never_fits_says_so_and_touches_nothing() -> None:
 def test_admission_prefers_a_replica_where_the_request_fits_and_says_if_there_is_none() -> None:
     manager = manager_of(10, dp=2)
     run_once(manager, range(28), 0)
-    # ten pages are free; the request needs its seven cached pages and two other pages
+    # Ten pages are free. The request needs its seven cached pages and two more pages.
     waiting = TextContext(range(36), 64)
     assert manager.admission(waiting) == Admission(0, 7, 2, True)
     busy = running(manager, range(100, 108), 0)
@@ -54,7 +54,7 @@ def test_admission_prefers_a_replica_where_the_request_fits_and_says_if_there_is
     found = manager.admission(waiting)
     assert not found.fits
     manager.external_claim(waiting.request_id, found.replica_idx)
-    assert not manager.maybe_reserve(waiting)  # as `admission` has said
+    assert not manager.maybe_reserve(waiting)  # `admission` has predicted this refusal.
     manager.release(waiting.request_id)
     manager.release(busy.request_id)
     assert manager.admission(waiting).fits
@@ -66,7 +66,7 @@ def test_idle_pages_of_a_hit_do_not_count_as_room() -> None:
     run_once(manager, range(28), 0)
     assert manager.admission(TextContext(range(40), 64)) == Admission(0, 7, 3, True)
     blocker = running(manager, range(100, 104), 0)
-    # Nine pages are free, and seven of them are cached pages of the request. The request needs three more.
+    # Nine pages are free. Seven of them are cached pages of the request, and it needs three more pages.
     assert manager.admission(TextContext(range(40), 64)) == Admission(0, 7, 3, False)
     manager.release(blocker.request_id)
 
@@ -77,7 +77,7 @@ def test_pages_count_as_room_as_soon_as_their_copies_from_the_host_have_ended() 
     end_copies_late(manager, lambda: copies_end)
     run_once(manager, range(24))
     manager.flush_tiers()
-    run_once(manager, range(100, 131))  # evicts the prompt from the device
+    run_once(manager, range(100, 131))  # This prompt evicts the first prompt from the device.
     copies_end = False
     context = running(manager, range(24), 0)
     assert context.start_idx == 20
@@ -219,8 +219,8 @@ def test_admission_foresees_a_claim_that_evicts_the_state_to_resume_from(shared:
 
     Then nothing is found, and the pages do not suffice for the whole prompt.
     """
-    # With shared memory a state takes three pages: there are four slabs, and the last free one has the copy. With
-    # separate memory three states take the memory of ten pages, and six pages remain: the last free state page has the
+    # With shared memory a state takes three pages, so the pool has four slabs. The last free slab has the copy. With
+    # separate memory, three states take the memory of ten pages and leave six pages. The last free state page has the
     # copy.
     manager = with_states(15, 4) if shared else with_states(16, 3, state_copies=0)
     for at in range(others):
@@ -246,7 +246,7 @@ def test_admission_foresees_pages_that_only_a_hit_in_host_memory_makes_necessary
     prompt, fitted = list(range(30)), {True: 0, False: 0}
     run_once(manager, prompt, 0)
     manager.flush_tiers()
-    run_once(manager, range(100, 210), 0)  # evicts the prompt from the device
+    run_once(manager, range(100, 210), 0)  # This prompt evicts the first prompt from the device.
     for held in range(60, 120, 2):
         other, context = running(manager, range(1000, 1000 + held), 0), TextContext(prompt, 64)
         context.set_token_indices(active_idx=4)

@@ -26,7 +26,7 @@ from kvcache.arguments import (
     whole,
 )
 
-ENDLESS = 10**5000  # Python refuses to write it
+ENDLESS = 10**5000  # Python cannot write a number with so many digits.
 
 
 class Silent:

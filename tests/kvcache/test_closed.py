@@ -77,7 +77,8 @@ REFUSED: dict[str, Callable[[Closed], object]] = {
 ANSWERED = {
     *("release", "end_lease", "cancel_import", "check", "recover", "close", "contains", "get_replica"),
     *("get_req_blocks", "reset_metrics", "end_step"),
-    *("increment_cache_lengths", "input_symbols"),  # these depend only on their arguments and on shapes
+    # The results of these two calls depend only on arguments and shapes.
+    *("increment_cache_lengths", "input_symbols"),
     *("estimated_memory_size", "infer_optimal_batch_size", "max_supported_sequence_length"),
 }
 

@@ -17,7 +17,7 @@ from tests.kvcache.summing_model import wait_on_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 COUNT = 64
-TAKEN = np.array([3, 4, 5, 40, 9, 10, 63, 1], np.int32)  # some consecutive pages, and some that are not
+TAKEN = np.array([3, 4, 5, 40, 9, 10, 63, 1], np.int32)  # Some of the pages are consecutive.
 GIVEN = np.array([7, 8, 2, 50, 51, 52, 0, 33], np.int32)
 
 
@@ -88,7 +88,7 @@ def test_a_load_waits_for_a_kernel_that_still_reads_the_pages(pools: Pools) -> N
 
 def test_the_staging_memory_of_a_copy_is_not_reused_before_the_copy_ends() -> None:
     """Several copies are larger than the staging memory. Kernels allocate and free memory meanwhile."""
-    pools = Pools(words=1 << 20)  # 8 MiB for each page
+    pools = Pools(words=1 << 20)  # A page has 8 MiB.
     pages, slots = np.arange(16, dtype=np.int32), np.arange(16, 32, dtype=np.int32)
     for round_ in range(3):
         pools.pages.copy_(pools.values(1000 * round_))
@@ -113,7 +113,8 @@ def test_every_byte_survives_a_copy_to_the_host_and_back(dtype: torch.dtype, wor
 
 def test_strided_rows_and_empty_lists_are_copied_too() -> None:
     pools = Pools(words=8)
-    slots = pools.slots.view(COUNT // 2, -1)[:, 64:]  # the second halves of half as many slots
+    # The view has half as many slots. Each row is the second half of a slot.
+    slots = pools.slots.view(COUNT // 2, -1)[:, 64:]
     mover = PageMover([(pools.pages, slots)], None)
     pools.pages.copy_(pools.values(100))
     taken, given = np.array([3, 4, 5], np.int32), np.array([7, 8, 9], np.int32)

@@ -71,7 +71,7 @@ def test_prompts_that_were_evicted_come_back_from_the_host(device: str, own_stre
         pytest.skip("streams are a GPU's")
     stream = torch.cuda.Stream() if own_stream else None
     manager = pages_on(device, pages=16, host_slots=200, session=stream)
-    with torch.cuda.stream(stream):  # None stands for the current stream
+    with torch.cuda.stream(stream):  # With None the current stream is used.
         for _ in range(3):
             for prompt in PROMPTS:
                 assert serve(manager, prompt) == answer(prompt, NEW)
@@ -118,7 +118,7 @@ def test_pages_are_copied_to_another_replica_after_the_model_has_written_them(de
         context = TextContext(prompt, LONGEST)
         with manager.claim(context, 0):
             assert manager.maybe_reserve(context)
-            # the model is still running when the copy is made
+            # The copy is made while the model still runs.
             context.set_token_indices(active_idx=context.end_idx - 1)
             step(manager, [context])
             other = TextContext(prompt, LONGEST)
@@ -140,7 +140,7 @@ def test_copies_of_forks_and_partial_pages_wait_for_the_model_to_write_them(devi
         with manager.claim(parent):
             assert manager.maybe_reserve(parent)
             parent.set_token_indices(active_idx=parent.end_idx - (2 if parent.end_idx % SIZE == 1 else 1))
-            # the request's last page is not full, and on a GPU the model has not written it yet
+            # The request's last page is not full. On a GPU the model has not written it yet.
             step(manager, [parent])
             child = parent.fork()
             assert manager.fork(parent, child)
@@ -231,8 +231,8 @@ class Ahead:
 
     def __init__(self, manager: PagedKVCacheManager) -> None:
         self.manager = manager
-        self.captured: dict[int, Launched] = {}  # graphs by the address of their tables
-        self.left: dict[TextContext, list[int]] = {}  # the expected tokens that have not come yet
+        self.captured: dict[int, Launched] = {}  # The captured graphs, by the address of their block tables.
+        self.left: dict[TextContext, list[int]] = {}  # For each context, the expected tokens that have not come yet.
         self.launched: tuple[StepInFlight, list[TextContext], Launched] | None = None
         self.answered = 0
 

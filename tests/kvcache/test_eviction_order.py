@@ -23,7 +23,8 @@ from tests.kvcache.hinted_idle import HintedIdle, said_of
 from tests.programs import ROOT
 
 PAGES = 24
-# how many pages a level of a hint is worth, times two; small, so that one eviction takes pages of several kinds
+# Twice the number of pages that a level of a hint is worth. The number is small, so that one eviction takes pages of
+# several kinds.
 LEAD = 2
 QUOTA, QUOTAS = 0.2, {"big": 0.4}
 SALTS = (None, "a", "b", "big")
@@ -250,7 +251,7 @@ class Moves:
         away = self.away(8)
         half = len(away) // 2
         sources, targets = away[:half], away[half : 2 * half]
-        for target in targets:  # a page moves only to an empty page, which its mover has allocated
+        for target in targets:  # The mover of a page has allocated an empty page as its target.
             self.model.forget(target)
         self.order.forget(ids(targets))
         self.order.moved(ids(sources), ids(targets))

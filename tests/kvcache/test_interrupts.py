@@ -189,7 +189,7 @@ def test_a_context_that_raises_leaves_everything_as_it_was_and_nobody_has_to_rec
     raised = 0
     for at in range(60):
         manager = manager_of(checks=False)
-        # publishes the pages that the request of this test finds
+        # This request publishes the pages that the request of this test finds.
         with manager.claim(first := TextContext([1] * 13, 60, "first")):
             manager.maybe_reserve(first)
             manager.fetch([first])
@@ -218,7 +218,7 @@ def test_a_context_that_raises_leaves_everything_as_it_was_and_nobody_has_to_rec
         if manager.contains("child"):
             manager.release("child")
         assert manager.num_free_blocks == manager.total_num_pages
-    assert raised or call == "release"  # `release` succeeds even if the context raises
+    assert raised or call == "release"  # `release` succeeds even if the context raises an error.
 
 
 def do(manager: PagedKVCacheManager, call: str, context: Any) -> None:
@@ -290,11 +290,11 @@ def test_an_interrupted_batch_update_gives_all_requests_their_tokens_or_none() -
     while done:
         at += 1
         tokens = [at, at + 1, at + 2]
-        batch.update(tokens)  # the batch has a token that its contexts have not read yet
+        batch.update(tokens)  # The batch now has a token that its contexts have not read yet.
 
         def update(mine: list[int] = tokens, nth: int = at % 3) -> None:
             batch.update(mine)
-            # the context leaves the batch, and reads the token first
+            # The context leaves the batch. It reads the token before it leaves.
             batch.contexts[nth].set_token_indices(active_idx=None)
 
         _, _, done = interrupted(update, at, KeyboardInterrupt)
@@ -342,7 +342,7 @@ def test_pages_that_an_interrupted_call_published_are_in_host_memory_after_the_r
 
     def serve() -> None:
         manager.maybe_reserve(context)
-        manager.fetch([context])  # begins to copy the pages that an earlier step has published
+        manager.fetch([context])  # The call begins to copy the pages that an earlier step has published.
         context.update(1)
         manager.step([context])
 

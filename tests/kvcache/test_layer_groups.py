@@ -27,7 +27,7 @@ def lost(tables: LayerTables, tokens: int) -> float:
 @pytest.mark.parametrize(
     ("layers", "full", "window", "per_page", "count"),
     [
-        (62, range(5, 62, 6), 1024, 5, 13),  # Gemma 3 27B: 10 full layers and 52 with a window
+        (62, range(5, 62, 6), 1024, 5, 13),  # Gemma 3 27B has 10 full layers and 52 layers with a window.
         (36, range(1, 36, 2), 128, 18, 2),  # gpt-oss 120B
         (48, range(3, 48, 4), 8192, 12, 4),  # Llama 4 Scout
         (34, range(5, 34, 6), 1024, 5, 7),  # Gemma 3 4B
@@ -59,7 +59,7 @@ def test_each_layer_has_one_place_and_little_is_lost() -> None:
             assert place < tables.layers_per_page
         assert {group for group, _ in tables.groups} == set(groups)
         assert sum(one.num_tables for one in tables.groups) == len(tables.tables)
-        for group, at in tables.groups:  # the tables of a group are consecutive, and have its layers in their order
+        for group, at in tables.groups:  # The tables of a group are consecutive. They have the group's layers in order.
             assert [layer for table in tables.tables[at] for layer in table.layers] == list(group.layers)
         assert all(lost(tables, tokens) <= MOST_LOST for tokens in (1, 50, 1000, 1 << 20))
 
@@ -87,7 +87,8 @@ def test_a_query_sees_the_tokens_that_the_kind_of_attention_defines(kind: Any) -
             for size in most:
                 most[size] = max(most[size], position // size - first // size + 1)
                 assert most[size] <= group.most_pages(position + 1, size)
-        if kind != "chunked":  # a chunk begins at few offsets in a page, so this is left out for chunks
+        # A chunk begins only at few offsets in a page, so `most_pages` is only an upper limit for chunks.
+        if kind != "chunked":
             assert most == {size: group.most_pages(40, size) for size in most}
 
 

@@ -34,7 +34,7 @@ def test_every_element_lies_where_the_layout_says(order: PageOrder) -> None:
 
 def test_the_default_order_keeps_a_head_and_a_tile_in_one_run() -> None:
     made = layout()
-    assert made.strides["head"] == 5 * 2 * 4 * 3  # all layers, sides and tokens of a head are contiguous
+    assert made.strides["head"] == 5 * 2 * 4 * 3  # All layers, sides and tokens of a head are contiguous.
     assert (made.strides["token"], made.strides["dim"]) == (3, 1)
     assert made.page_bytes == 2 * (2 * 5 * 2 * 4 * 3)
 

@@ -44,7 +44,7 @@ def run(manager: PagedKVCacheManager, contexts: list[TextContext], token: int = 
     manager.step(contexts)
 
 
-# ---- the worked example of the documentation: 1,000 tokens, pages of 128, ten steps
+# ---- the worked example of the documentation: 1,000 tokens, pages of 128 tokens, ten steps
 
 
 @pytest.fixture
@@ -60,7 +60,8 @@ def test_fetch_returns_the_lengths_and_the_table_of_the_worked_example(worked: A
     (entry,) = manager.fetch([context], num_steps=10)
     assert entry.cache_lengths.tolist() == [0]
     assert entry.cache_lengths.dtype == entry.lookup_table.dtype == entry.max_lengths.dtype == torch.int32
-    assert entry.lookup_table.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8]]  # ceil(1009 / 128) pages, neighbours
+    # The prompt takes ceil(1009 / 128) adjacent pages.
+    assert entry.lookup_table.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8]]
     assert entry.max_lengths.tolist() == [[1000, 1000], *([1, 1000 + step] for step in range(1, 10))]
     assert entry.blocks is manager.device_tensors[0][0]
     assert entry.blocks.shape == (17, 2, 1, 128, 1, 2)
@@ -179,7 +180,7 @@ def test_claim_as_a_context_manager_releases_at_the_end(make: Any) -> None:
         raise ZeroDivisionError("the block's own")
     assert not manager.contains(context.request_id)
     with manager.claim(context):
-        # the request was released within the block, so nothing is left to give back at the block's end
+        # The `with` block has released the request, so its end gives nothing back.
         manager.release(context.request_id)
     assert manager.num_free_blocks == 8
 
@@ -188,7 +189,8 @@ def test_claim_as_a_context_manager_releases_at_the_end(make: Any) -> None:
 
 
 def test_a_failed_reserve_after_a_hit_changes_nothing_and_works_later(make: Any) -> None:
-    # In the documented version this leaves start_idx advanced and pages held, and the retry fails an assert.
+    # In the documented version, a failed reservation leaves `start_idx` advanced and pages held. Its retry fails an
+    # assert.
     manager = make(8, page_size=4)
     run(manager, [owner := claimed(manager, range(16))])
     manager.release(owner.request_id)
@@ -213,7 +215,7 @@ def test_idle_pages_of_a_hit_do_not_also_count_as_free(make: Any) -> None:
     run(manager, [owner := claimed(manager, range(16))])
     manager.release(owner.request_id)
     assert manager.maybe_reserve(claimed(manager, [99]))
-    # 4 of the 6 free pages hold the prefix, so 3 new pages are one too many
+    # Of the 6 free pages, 4 pages hold the prefix and only 2 pages are left. The request needs 3 new pages.
     assert not manager.maybe_reserve(long := claimed(manager, range(28)))
     manager.release(long.request_id)
     assert manager.maybe_reserve(fits := claimed(manager, range(24)))
@@ -271,7 +273,7 @@ def test_reserve_batch_gives_each_its_answer(make: Any) -> None:
     manager.release(contexts[0].request_id)
     with pytest.raises(PromptTooLongError, match="21 tokens need 6 pages, but the pool has 5 pages of 4 tokens"):
         manager.reserve_batch([contexts[2], too_long])
-    assert manager.num_free_blocks == before + 2  # the request before it in the batch has taken no page
+    assert manager.num_free_blocks == before + 2  # The first request of the batch has taken no page.
 
 
 # ---- prefix caching
@@ -283,7 +285,8 @@ def test_a_full_hit_is_impossible(make: Any) -> None:
     manager.release(owner.request_id)
     same = claimed(manager, range(28))
     assert manager.maybe_reserve(same)
-    assert same.start_idx == 24  # exactly 7 pages; 6 are found, because the last token has to run
+    # The prompt has exactly 7 pages. The request finds 6 of them, because its last token has to run.
+    assert same.start_idx == 24
 
 
 def test_two_requests_that_compute_the_same_page_share_it_after_step(make: Any) -> None:
@@ -312,7 +315,7 @@ def test_generated_tokens_are_found_by_the_next_turn(make: Any) -> None:
     manager.release(turn.request_id)
     following = claimed(manager, [*range(6), *range(100, 107), 50, 51])
     assert manager.maybe_reserve(following)
-    assert following.start_idx == 12  # 12 of the 13 tokens have KV, which fills three pages
+    assert following.start_idx == 12  # Of the 13 tokens of the first turn, 12 tokens have KV. They fill three pages.
 
 
 def test_salts_keep_requests_apart(make: Any) -> None:
@@ -337,7 +340,7 @@ def test_a_chunk_finds_pages_that_another_request_has_published_meanwhile(make: 
     assert manager.maybe_reserve(slow)
     assert slow.start_idx == 16
     assert manager.get_req_blocks(slow.request_id)[:4] == manager.get_req_blocks(quick.request_id)[:4]
-    assert manager.num_free_blocks == free + 3  # the request's own copies of pages 1 to 3 were given back
+    assert manager.num_free_blocks == free + 3  # The request has given back its own copies of pages 1 to 3.
 
 
 def test_a_hit_that_saves_no_token_replaces_no_page_before_step(make: Any) -> None:
@@ -346,7 +349,7 @@ def test_a_hit_that_saves_no_token_replaces_no_page_before_step(make: Any) -> No
     assert manager.maybe_reserve(slow)
     slow.set_token_indices(active_idx=8)
     manager.fetch([slow])
-    slow.update(0)  # eight tokens have run, but no step has recorded them
+    slow.update(0)  # Eight tokens have run, but no step has recorded them.
     quick = claimed(manager, [*range(8), 99])
     run(manager, [quick])
     pages = manager.get_req_blocks(slow.request_id)
@@ -368,7 +371,7 @@ def test_a_hit_past_the_chunk_moves_the_chunk(make: Any) -> None:
 def test_dropped_tokens_are_never_found_after_the_tokens_that_replaced_them(make: Any) -> None:
     manager = make(32, page_size=4)
     draft = claimed(manager, range(12))
-    assert manager.maybe_reserve(draft)  # this call has hashed the pages of all twelve tokens
+    assert manager.maybe_reserve(draft)  # This call has hashed the pages of all twelve tokens.
     draft.set_token_indices(active_idx=6, end_idx=6)
     for token in (90, 91, 92):
         run(manager, [draft], token)
@@ -394,7 +397,8 @@ def test_a_reset_request_that_kept_its_pages_finds_them_again(make: Any) -> None
     context.reset()
     assert manager.maybe_reserve(context)
     assert context.start_idx == 8
-    assert manager.metrics.cache_tokens == 0  # no prompt token was saved, because these tokens ran here
+    # The hit has saved no prompt token, because the request has computed these tokens itself.
+    assert manager.metrics.cache_tokens == 0
 
 
 def test_pages_that_were_never_published_are_reused_before_cached_pages(make: Any) -> None:
@@ -429,9 +433,10 @@ def test_evicted_pages_are_handed_out_in_ascending_order(make: Any) -> None:
     owners = [claimed(manager, range(start, start + 17)) for start in (0, 100)]
     run(manager, owners)
     assert manager.num_free_blocks == 2
-    for owner in owners[::-1]:  # all owners release, the last one first: the last page of each is then evicted first
+    # The last owner releases first. Each owner's last page is evicted before its first page.
+    for owner in owners[::-1]:
         manager.release(owner.request_id)
-    assert manager.maybe_reserve(claimed(manager, range(300, 316)))  # takes the empty pages
+    assert manager.maybe_reserve(claimed(manager, range(300, 316)))  # The request takes the empty pages.
     assert manager.metrics.evictions == 0
     following = claimed(manager, range(200, 220))
     assert manager.maybe_reserve(following)
@@ -447,7 +452,7 @@ def test_the_least_recently_used_page_is_evicted_first_and_a_hit_counts_as_use(m
         manager.release(one.request_id)
     run(manager, [again := claimed(manager, range(8))])
     manager.release(again.request_id)
-    run(manager, [claimed(manager, range(300, 308))])  # takes the pages of prompt 100
+    run(manager, [claimed(manager, range(300, 308))])  # The request takes the pages of prompt 100.
     for start, hit in ((0, 4), (200, 4), (100, 0)):
         probe = TextContext(range(start, start + 8), 64)
         with manager.claim(probe):
@@ -544,7 +549,8 @@ def test_a_page_is_stored_head_by_head(make: Any) -> None:
     manager = make(4, page_size=8, layers=3, heads=2, head_dim=5)
     blocks = manager.device_tensors[0][0]
     assert blocks.shape == (5, 2, 3, 8, 2, 5)
-    assert blocks.permute(0, 4, 2, 1, 3, 5).is_contiguous()  # page, head, layer, side, token, dim
+    # The order in memory is page, head, layer, side, token, dim.
+    assert blocks.permute(0, 4, 2, 1, 3, 5).is_contiguous()
 
 
 def test_an_mla_page_has_no_separate_keys_and_values(make: Any) -> None:
@@ -565,7 +571,7 @@ def test_step_refuses_tokens_that_have_no_page_before_touching_any_request(make:
     with pytest.raises(NotReservedError, match="'wrong': 4 tokens computed.*hold 0"):
         manager.step([fine, wrong])
     with pytest.raises(InvalidRequestError, match="none of its tokens are computed yet"):
-        manager.block_table(fine.request_id)  # the prompt ran, but no `step` has recorded it
+        manager.block_table(fine.request_id)  # The prompt has run, but no `step` has recorded it.
 
 
 def test_release_gives_everything_back_once(make: Any) -> None:
@@ -661,7 +667,7 @@ def test_a_prompt_is_counted_when_it_runs_or_at_the_latest_by_its_step(make: Any
     context.update(0)
     manager.step([context])
     assert manager.metrics.input_tokens == 6
-    context.update(7)  # a token that ran without a `fetch`
+    context.update(7)  # The token has run without a `fetch`.
     manager.step([context])
     assert manager.metrics.input_tokens == 10
     run(manager, [context])
@@ -842,7 +848,7 @@ def test_any_object_with_the_attributes_of_a_context_is_accepted(make: Any) -> N
     assert manager.metrics.cache_tokens == 8
     shipped = claimed(manager, range(10))
     assert manager.maybe_reserve(shipped)
-    assert shipped.start_idx == 8  # the digests are the same, whatever class the context has
+    assert shipped.start_idx == 8  # The class of a context does not change its digests.
     row = manager._replicas.each[0].rows.row_of[first.request_id]
     manager.release(first.request_id)
     other = Own([7] * 10)
@@ -868,7 +874,7 @@ def test_a_context_that_refuses_its_new_start_changes_no_page(make: Any) -> None
     assert manager.get_req_blocks(stubborn.request_id) == []
 
 
-# # ---- a list with one request, for which no arrays are made
+# ---- a list with one request, for which the manager makes no arrays
 
 
 def in_a_tuple(manager: PagedKVCacheManager, contexts: list[TextContext]) -> None:
@@ -883,7 +889,7 @@ def in_a_tuple(manager: PagedKVCacheManager, contexts: list[TextContext]) -> Non
 def test_a_batch_of_one_request_is_served_like_a_larger_batch(make: Any, caching: bool) -> None:
     one, many = make(16, page_size=4, caching=caching), make(16, page_size=4, caching=caching)
     contexts = [claimed(manager, range(6), request_id="r") for manager in (one, many)]
-    for _ in range(14):  # crosses three page ends
+    for _ in range(14):  # The tokens cross three ends of pages.
         run(one, contexts[:1])
         in_a_tuple(many, contexts[1:])
         for manager, context in zip((one, many), contexts, strict=True):

@@ -24,7 +24,7 @@ from tests.kvcache.tiers.stored_objects import StoredObjects
 
 T = TypeVar("T")
 COMMON = ("forks", "preemption", "batches", "renames", "stale", "resets")
-# Rare events that must occur on managers with these features, each with the least number of times.
+# The least number of times that a rare event must occur on managers with the given features.
 SELDOM: dict[tuple[str, ...], dict[str, int]] = {
     (*COMMON, "leases", "lends"): {"hit": 20, "refused": 10, "evicted": 20, "moved back": 5, "kept": 5, "fits": 10},
     (*COMMON, "hints", "quotas", "window"): {"hint": 50, "evicted": 20, "slid": 20, "came back": 10, "chunk": 20},
@@ -37,16 +37,16 @@ SELDOM: dict[tuple[str, ...], dict[str, int]] = {
 }
 
 
-# Seeds with which the model itself once made a mistake, with the features of their managers.
+# Seeds at which the model itself had a mistake, with the features of their managers.
 MENDED = {
-    # two replicas of a batch use the same page ids
+    # Mistake: two replicas of a batch use the same page ids.
     840246: "batches,chunk,drafts,forks,hostile,leases,partial,preemption,renames,replicas,shards",
-    # an import determines where the chunks of its prompt end
+    # Mistake: an import determines where the chunks of its prompt end.
     900497: (
         "chunk,drafts,forks,imports,leases,lends,own contexts,preemption,renames,replicas,resets,stale,states in slabs,"
         "window,windows alone"
     ),
-    # a state copy that a reader holds is not evicted
+    # Mistake: a state copy that a reader holds is not evicted.
     902136: "chunk,forks,lends,own contexts,preemption,resets,states apart,window,windows alone",
 }
 
@@ -115,7 +115,7 @@ class DrawnChooser:
 @given(st.data(), st.integers(0, 1 << 20), st.integers(1, 40))
 def test_drawn_moves(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, seed: int, count: int) -> None:
     """If a run fails, Hypothesis shrinks it: both the number of moves and each choice in them."""
-    # interrupts depend on the length of calls, which Hypothesis does not control
+    # The place of an interrupt depends on the length of calls, which Hypothesis does not control.
     features = drawn(SeededChooser(seed)) - {"interrupts"}
     model = Model(DrawnChooser(data), World(tmp_path_factory.mktemp("files"), StoredObjects()), features)
     for _ in range(count):

@@ -47,7 +47,7 @@ def test_a_wrong_number_of_steps_changes_nothing(make: Any, wrong: Any, computed
     manager = make(16)
     context = TextContext(range(9), 64, "r")
     manager.external_claim("r")
-    if computed:  # without this, the next call would take the fast path
+    if computed:  # Without computed tokens, the next call would take the fast path.
         assert manager.maybe_reserve(context)
         context.update(1)
     before = manager.num_free_blocks
@@ -82,7 +82,7 @@ def test_a_request_that_waits_may_be_rebuilt_and_a_released_one_is_bound_anew(ma
     rebuilt = TextContext(range(9), 64, "r")
     assert manager.maybe_reserve(rebuilt)
     with pytest.raises(InvalidRequestError, match="another context object"):
-        manager.reserve_batch(batch)  # the batch was made while none of its requests had pages
+        manager.reserve_batch(batch)  # The batch was made before its requests had pages.
     manager.release("r")
     assert running(manager, range(9)).start_idx == 0
     manager.release("r")
@@ -160,7 +160,7 @@ def test_keys_that_change_under_pages_are_refused_until_they_are_changed_back(
     before = context.cache_salt, context.extra_keys
     manager.step([context])
     assert manager.maybe_reserve(context)
-    context.update(2)  # eight tokens are computed, so the second page is full
+    context.update(2)  # Eight tokens are computed, so the second page is full.
     for name, value in change.items():
         setattr(context, name, value)
     books = manager._replicas.each[0].rows.cached.copy()

@@ -24,7 +24,7 @@ from kvcache.replica.rows import BlockRows
 from kvcache.tiers.host_tier import HostTier, ReplicaTier
 from tests.kvcache.random_model.run import Model
 
-# These tests check the model, not the product.
+# These tests check the model and not the manager.
 pytestmark = pytest.mark.ci
 
 LOOK_UP = Replica.look_up
@@ -217,8 +217,8 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 }
 
 
-# All managers have the features whose moves exercise the rule. Half of them have host memory; all have it if the rule
-# belongs to the tiers.
+# All managers have the features whose moves exercise the rule. Half of the managers have host memory. If the rule
+# belongs to the tiers, all managers have it.
 COMMON = ("forks", "preemption", "batches", "renames", "stale", "resets", "leases")
 BELOW = (ReplicaTier, HostTier, PageMover)
 OF_TIERS = {name for name, (owner, *_) in MUTATIONS.items() if owner in BELOW} | {"the last token may be restored"}

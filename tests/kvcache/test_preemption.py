@@ -95,7 +95,7 @@ def test_a_preempted_request_comes_back(
 ) -> None:
     context = started(manager, "r", made)
     before = context.tokens.tolist()
-    for _ in range(2):  # the request may be preempted again
+    for _ in range(2):  # A request may be preempted several times.
         manager.release("r")
         if evicted:
             use_all_pages(manager)
@@ -121,7 +121,7 @@ def test_a_start_that_was_set_before_the_first_reservation_is_ignored(manager: P
     manager.release("r")
     again = TextContext(PROMPT, 250, "again", cache_salt="ours")
     manager.external_claim("again", 0)
-    # compares the pages that are published under the request's digests with what it would have computed
+    # `run` compares the KV of the found pages with the KV that this request would have computed.
     run(manager, again, steps=3)
 
 
@@ -189,7 +189,7 @@ def test_a_prompt_runs_from_no_token_that_was_not_computed(
 def test_a_request_has_computed_no_more_than_its_pages_hold(
     manager: PagedKVCacheManager, call: str, made: type[TextContext], more: int
 ) -> None:
-    context = started(manager, "r", made, steps=3)  # the request has 20 tokens in 5 pages, and one token to run
+    context = started(manager, "r", made, steps=3)  # The request has 20 tokens in 5 pages and one more token to run.
     assert manager.maybe_reserve(context)
     room = len(manager.get_req_blocks("r")) * SIZE
     while context.start_idx < room + more - 1:
@@ -200,7 +200,7 @@ def test_a_request_has_computed_no_more_than_its_pages_hold(
     with pytest.raises(NotReservedError, match="'r'"):
         manager.step([context])
     assert manager.get_req_blocks("r") == pages
-    context.set_token_indices(start_idx=20)  # back to its real position
+    context.set_token_indices(start_idx=20)  # The context returns to its real position.
     run(manager, context, steps=5)
 
 
@@ -213,7 +213,7 @@ def test_several_steps_at_once_are_accepted(manager: PagedKVCacheManager) -> Non
         for _ in range(5):
             kv.run_contexts([context], inputs)
             context.update(7)
-        assert manager.maybe_reserve(context)  # before the step that records these tokens
+        assert manager.maybe_reserve(context)  # The reservation comes before the step that records these tokens.
         manager.step([context])
         assert context.start_idx == start + 5
     run(manager, context)
@@ -301,7 +301,7 @@ def test_a_cancelled_import_adds_no_computed_tokens(found: int) -> None:
     context = TextContext(PROMPT[:17], 250, "r")
     manager.external_claim("r")
     assert context.end_idx == 17
-    context.update(7)  # the source has sampled this token
+    context.update(7)  # The source has sampled this token.
     pending = manager.import_block_table(context, table)
     assert pending is not None
     manager.cancel_import(pending)

@@ -33,7 +33,8 @@ def params(**changes: Any) -> KVCacheParams:
     [
         ("token and head", (2, 3, 16, 2, 3), 2 * 3 * 16 * 2 * (6 + 4 * 3)),
         ("page and head", (2, 3, 1, 2, 3), 2 * 3 * 2 * (16 * 6 + 4 * 3)),
-        ("page", (2, 3, 1, 1, 3), 2 * 3 * (16 * 2 * 6 + 4 * 3) + 8),  # rounded up to words of 16 bytes
+        # The size is rounded up to a multiple of 16 bytes.
+        ("page", (2, 3, 1, 1, 3), 2 * 3 * (16 * 2 * 6 + 4 * 3) + 8),
     ],
 )
 def test_the_scales_lie_at_the_end_of_each_page(scale_of: ScaleOf, shape: tuple[int, ...], num_bytes: int) -> None:

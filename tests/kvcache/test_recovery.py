@@ -120,7 +120,7 @@ def test_recover_releases_requests_that_no_caller_was_told_of_and_all_others_con
             manager.fetch([it.reader])
     for name in released:
         assert not manager.contains(name)
-        manager.external_claim(name, 0)  # the id is free again, and nothing is left of the released request
+        manager.external_claim(name, 0)  # The id is free again.
         manager.release(name)
     for context in it.contexts:
         if context.request_id in left:

@@ -98,7 +98,7 @@ def test_each_broken_invariant_is_named(make: Any, name: str) -> None:
     action(manager, replica)
     with pytest.raises(InvariantError, match=message):
         manager.check()
-    manager.check = lambda: None  # the state is broken now, so the check of the fixture would fail, too
+    manager.check = lambda: None  # The manager is inconsistent now, so the check of the fixture would fail, too.
 
 
 def test_runtime_checks_run_around_each_call(make: Any) -> None:

@@ -21,7 +21,7 @@ def test_missing_pages_are_weighed_against_recent_load() -> None:
     assert router.recommend([10, 4], [0, 0], [True, True]) == 1
     for _ in range(4):
         router.admitted(1, 5)
-    # the load is 4 plus half of the nearly 20 pages that were computed there
+    # The load of replica 0 is 10. The load of replica 1 is 4 plus half of the nearly 20 pages that were computed there.
     assert router.recommend([10, 4], [0, 0], [True, True]) == 0
     for _ in range(200):
         router.admitted(0, 0)
@@ -50,7 +50,7 @@ def test_the_old_routing_rules_count_claims_or_take_turns() -> None:
     router = Router(3, Routing(rule="round-robin"))
     turns = []
     for _ in range(4):
-        # a question does not advance the round robin
+        # A recommendation does not advance the round robin.
         assert router.without_looking([0, 0, 0]) == router.without_looking([5, 0, 0])
         turns.append(router.without_looking([0, 0, 0]))
         router.admitted(turns[-1], 1)

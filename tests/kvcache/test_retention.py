@@ -114,8 +114,9 @@ def test_the_latest_hint_counts_but_a_page_of_several_sessions_is_not_put_first(
     first, last = page_hints(FIRST, 1, 1).codes, page_hints(LAST, 1, 1).codes
     none = np.full(1, NEUTRAL, np.uint8)
     assert merge_codes(none, first).tolist() == first.tolist()
-    assert merge_codes(last, first).tolist() == first.tolist()  # the continued session has ended
-    # The page was used by two requests whose sessions have ended. It is shared, so it is not put first.
+    assert merge_codes(last, first).tolist() == first.tolist()  # The continued session has ended.
+    # Two requests have used the page, and the sessions of both have ended. The page counts as shared, so it is not
+    # evicted first.
     assert merge_codes(first, first).tolist() == [SHARED]
     assert merge_codes(np.array([SHARED], np.uint8), first).tolist() == [SHARED]
     assert merge_codes(np.array([SHARED], np.uint8), last).tolist() == last.tolist()

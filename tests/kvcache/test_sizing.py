@@ -24,7 +24,7 @@ def params(**changes: Any) -> KVCacheParams:
     return KVCacheParams(**{"dtype": torch.float16, "n_kv_heads": 4, "head_dim": 8, "page_size": 16, **changes})
 
 
-PAGE = 2 * 3 * 4 * 8 * 2 * 16  # bytes of a page with 3 layers
+PAGE = 2 * 3 * 4 * 8 * 2 * 16  # The number of bytes of a page with 3 layers.
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
@@ -33,7 +33,7 @@ def test_pages_follow_from_the_budget_of_each_replica(dp: int, tp: int) -> None:
     manager = PagedKVCacheManager(made, 8, 64, 3, ["cpu"] * (dp * tp), available_cache_memory=PAGE * 7 * dp + PAGE - 1)
     assert manager.total_num_pages == 7 * dp
     shard = manager.device_tensors[0][0]
-    assert shard.shape[0] == 8  # includes the null page
+    assert shard.shape[0] == 8  # The 8 pages include the null page.
     assert sum(tensor.nbytes for tensor in manager.device_tensors[0]) == 8 * PAGE
 
 
@@ -62,7 +62,7 @@ def test_batch_size_derives_from_the_budget() -> None:
     assert infer(params(), 33, 3, PAGE * 3 * 5 + PAGE, ["cpu"]) == 5
     assert infer(params(), 33, 3, PAGE, ["cpu"]) == 1
     assert infer(params(), 33, 3, 1 << 50, ["cpu"]) == 512
-    for degree in (1, 2, 4):  # one request on each replica, however small the budget
+    for degree in (1, 2, 4):  # Each replica gets one request, even with the smallest budget.
         many = params(n_devices=degree, data_parallel_degree=degree)
         for budget in (0, PAGE, PAGE * 3 * degree - 1, PAGE * 3 * degree):
             assert infer(many, 33, 3, budget, ["cpu"] * degree) == degree

@@ -178,7 +178,7 @@ def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Served]:
         (
             frame(4, b"\x09SUBSCRIBE" + bytes(900)) * 64,
             1 << 17,
-        ),  # only few connections, because connections that subscribe to nothing have to wait
+        ),  # Connections that subscribe to nothing have to wait, so only few connections are open at a time.
     ],
     ids=["empty frames", "long frames", "commands"],
 )

@@ -252,7 +252,8 @@ def test_a_duplicate_that_a_step_gives_up_stays_until_the_step_that_reads_it_has
     two.update(7)
     assert manager.reserve_batch([one, two]).all()
     step = manager.fetch_ahead([one, two])
-    manager.step([one, two])  # `step` records what ran earlier. From then on, both requests share their first page.
+    # `step` records the tokens that ran earlier. From now on, both requests share their first page.
+    manager.step([one, two])
     assert manager.get_req_blocks("one")[0] == manager.get_req_blocks("two")[0]
     assert manager.num_free_blocks == 16 - 4
     manager.end_step(step)
@@ -379,7 +380,7 @@ def test_a_reservation_does_not_count_pages_that_a_step_in_flight_reads_as_free(
     step = manager.fetch_ahead([context])
     context.update(4)
     manager.step([context])
-    assert context.current_length == 17  # each table gets one more page, and one page leaves the window
+    assert context.current_length == 17  # Each table gets one more page. One page leaves the window.
     assert manager.num_free_blocks == 1
     assert not manager.maybe_reserve(context)
     manager.end_step(step)
@@ -414,7 +415,7 @@ def test_a_token_planned_after_the_end_of_a_request_is_dropped_with_it(make: Mak
     first = manager.fetch_ahead([context])
     context.update_with_future_token()
     assert manager.maybe_reserve(context)
-    # this step is planned before the caller knows that the request ends with this token
+    # The caller plans this step before it knows that the request ends with this token.
     second = manager.fetch_ahead([context])
     context.realize_future_token(2)
     manager.step([context])

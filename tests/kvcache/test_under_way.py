@@ -78,13 +78,13 @@ def test_a_close_hides_no_interruption_and_a_recovery_opens_nothing_that_was_clo
 @pytest.mark.parametrize(
     ("error", "refused", "open_again"),
     [
-        (InvalidRequestError("no"), False, True),  # one of our own errors, so nothing has changed
+        (InvalidRequestError("no"), False, True),  # The manager raises this error before it changes anything.
         (InvariantError("no"), False, False),
         (InterruptedCallError("no"), False, False),
         (KeyboardInterrupt(), False, False),
         (ValueError("no"), None, False),
         (ValueError("no"), False, False),
-        (ValueError("no"), True, True),  # raised by the caller's own context
+        (ValueError("no"), True, True),  # The caller's own context raises this error.
         (KeyboardInterrupt(), True, False),
     ],
 )

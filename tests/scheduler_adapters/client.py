@@ -47,7 +47,7 @@ class Client:
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
         self.asked: dict[str, Asked] = {}
-        self.aborts: list[tuple[float, str]] = []  # times at which requests are to be cancelled
+        self.aborts: list[tuple[float, str]] = []  # The times at which the client cancels requests.
         self.ready: list[str] = []
         self.stats: dict[str, msg.Stats] = {}
         self._serials = itertools.count(1)

@@ -39,8 +39,8 @@ DELTA = {
     "linear_value_head_dim": 16,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-# Latents have 16 elements and 8 shared ones; keys have 16 elements and the shared ones; values have 12. The first MLP
-# is dense.
+# Latents have 16 elements, and 8 more elements are shared by all heads. A key has 16 own elements and the 8 shared
+# elements. A value has 12 elements. The first MLP is dense.
 LATENTS = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 16,
@@ -118,8 +118,8 @@ HYBRIDS = {
             "eos_token_id": None,
         },
     ),
-    # One attention layer serves two places, with adapters for each. The lower limit of dt applies only in steps of
-    # several tokens.
+    # The model uses one attention layer at two depths, with a separate adapter for each depth. The lower limit of dt
+    # applies only to steps of several tokens.
     "zamba2": (
         "Zamba2Config",
         {
@@ -187,8 +187,8 @@ def _make_model(kind: str, **changes: Any) -> Any:
         "gemma2": ("Gemma2Config", {}),
         # With tied embeddings a random model repeats its last token.
         "gemma3": ("Gemma3TextConfig", {"tie_word_embeddings": False}),
-        # Latents have 16 elements and 8 rotated ones; keys have 16 elements and the rotated ones; values have 12. The
-        # first layer is dense.
+        # Latents have 16 elements, and 8 more elements are rotated. A key has 16 elements and the 8 rotated elements. A
+        # value has 12 elements. The first layer is dense.
         "deepseek_v3": (
             "DeepseekV3Config",
             {
@@ -249,7 +249,7 @@ class SharedModels:
             if _fingerprint(model) != before
         }
         for key in changed:
-            del self._made[key]  # a mistake of one test must fail only that test
+            del self._made[key]  # The changed model is dropped, so that the mistake of one test fails only this test.
         assert not changed, f"a test changed models that others run: {changed}"
 
 
@@ -261,7 +261,7 @@ def _fingerprint(model: Any) -> Any:
         digest.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy())
     modes = [module.training for module in model.modules()]
     attention = model.config._attn_implementation
-    # `save_pretrained` records the architecture, which changes no token.
+    # `save_pretrained` changes the recorded architecture. The architecture changes no token.
     config = str({key: value for key, value in model.config.to_dict().items() if key != "architectures"})
     return digest.hexdigest(), config, attention, modes, model.generation_config.to_json_string()
 

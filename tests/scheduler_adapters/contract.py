@@ -29,8 +29,8 @@ class Limits(NamedTuple):
 
     page_size: int
     pages: int
-    rows: int  # requests that run at a time
-    budget: int  # most tokens of one run of the model if only one request runs
+    rows: int  # The number of requests that may run at a time.
+    budget: int  # The largest number of tokens that one run of the model may compute for a single request.
 
     @property
     def tokens(self) -> int:
@@ -41,7 +41,7 @@ class Outcome(NamedTuple):
     """The state of a request: its tokens so far, why it has ended ("" while it continues), and its error."""
 
     tokens: list[int]
-    finished: str = ""  # "eos", "length", "cancelled", "error"
+    finished: str = ""  # One of "eos", "length", "cancelled" and "error".
     error: str = ""
 
 
@@ -148,7 +148,8 @@ class Case:
         self._reference = reference
         self._limit_s = limit_s
         self._asked: dict[str, tuple[Sequence[int], int]] = {}
-        self._most: dict[str, int] = {}  # for cancelled requests, the most tokens that may have been generated
+        # For each cancelled request, the largest number of tokens that it may have generated.
+        self._most: dict[str, int] = {}
         self._may_fail: set[str] = set()
 
     def submit(self, request_id: str, prompt: Sequence[int], new: int = NEW) -> None:
@@ -166,7 +167,7 @@ class Case:
 
     def cancel(self, request_id: str) -> None:
         before = self.adapter.outcome(request_id)
-        # A step in flight may add one more token.
+        # The step in flight may add one more token.
         self._most.setdefault(request_id, len(before.tokens) + (not before.finished))
         self.adapter.cancel(request_id)
 
@@ -302,7 +303,7 @@ class AdapterContract:
         """A cancelled request affects no other request, and leaves nothing behind."""
         case.start_bystander()
         case.bring("victim", phase)
-        for _ in range(2):  # a second call must be harmless
+        for _ in range(2):  # A second cancellation must be harmless.
             case.cancel("victim")
         case.adapter.cancel("nobody")
         case.check_end()

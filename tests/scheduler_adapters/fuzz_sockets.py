@@ -26,8 +26,8 @@ from tests.transfer.fuzz import mutated, resident_kib, with_odd_values
 
 PROMPT = [at * 7 % 250 for at in range(40)]
 NEW = 4
-AT_ONCE = 50  # messages between two rounds of the schedulers
-GOOD_EVERY = 200  # rounds between two good requests
+AT_ONCE = 50  # The number of messages between two rounds of the schedulers.
+GOOD_EVERY = 200  # The number of rounds between two valid requests.
 ENDS_S = 30.0
 LEAVES = 1e-3
 STRANGER = msg.encode(next(message for message in MESSAGES if isinstance(message, msg.Rejected)))
@@ -48,7 +48,7 @@ def rubbish(rng: random.Random, seeds: list[bytes]) -> list[bytes]:
             except OverflowError:
                 data = b"\xdf\xff"
         case 4:
-            pass  # a valid message may still come at a wrong time
+            pass  # The message stays valid, but it may come at a wrong time.
         case _:
             data = mutated(data, rng)
     return [data] * rng.choice((1, 1, 1, 1, 1, 1, 1, 1, 2, 5))
@@ -106,7 +106,7 @@ class Impostor:
             elif isinstance(message, msg.Prefill):
                 self._asked = [*self._asked[-4:], message]
         if self._readers:
-            # a wrong answer makes the decode process disconnect, and it reconnects a little later
+            # A wrong answer makes the decode process disconnect. It reconnects a little later.
             if rng.random() > LEAVES:
                 seeds = [data for data in seeds if data != STRANGER]
             self._socket.send_multipart([self._readers[-1], *rubbish(rng, self._about_what_was_asked(rng, seeds))])

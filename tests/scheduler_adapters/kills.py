@@ -59,7 +59,9 @@ class Fault(NamedTuple):
 
     role: str
     phase: str
-    kind: str  # "kill": restarted after the others are done; "restart": restarted at once; "stop": stopped for a while
+    # "kill" restarts the process after the other requests are done. "restart" restarts the process at once. "stop"
+    # stops the process for a while.
+    kind: str
 
 
 FAULTS = [Fault(role, phase, kind) for role in PHASES for phase in PHASES[role] for kind in ("kill", "restart", "stop")]
@@ -170,7 +172,7 @@ class Range:
         if number == signal.SIGKILL:
             self.fleet.expect_end(victim)
         if fetched:
-            # the process that has the pages, and the process that reads them
+            # One process has the pages, and the other process reads them.
             both = f"prefill-{1 - int(victim[-1])}", victim
             self.submit_twice(*(both if fault.phase in FETCHING else both[::-1]))
         else:
@@ -188,7 +190,7 @@ class Range:
             self.let_go_on(victim, at)
         elif not struck:
             fuse.unlink(missing_ok=True)
-            # no request has come into that phase, so the victim is still alive and is ended now
+            # No request has reached the phase of the fault, so the victim still runs and is ended here.
             if number == signal.SIGKILL:
                 self.fleet.kill(victim)
                 self.restart(victim)

@@ -49,7 +49,7 @@ class Run:
             "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": "1",
             "TMPDIR": str(folder),
-            "TORCHINDUCTOR_CACHE_DIR": str(folder.parent / "torch"),  # torch's own folder, made at its import
+            "TORCHINDUCTOR_CACHE_DIR": str(folder.parent / "torch"),  # torch makes this folder when it is imported.
             "UCX_POSIX_DIR": str(self.memory),
             MARK: self._mark,
         }
@@ -92,7 +92,7 @@ class Run:
             try:
                 return self.process.wait(60), self.stderr()
             finally:
-                self.process.kill()  # a process that does not end makes its own test fail, but must not delay others
+                self.process.kill()  # A process that does not end fails its own test, but must not delay other tests.
 
     def descendants(self) -> dict[int, str]:
         """The processes that carry the mark, by id, with their command lines."""
@@ -101,7 +101,7 @@ class Run:
             try:
                 if entry.name.isdigit() and f"{MARK}={self._mark}".encode() in (entry / "environ").read_bytes():
                     found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
-            except OSError:  # the process has ended, or was just reaped
+            except OSError:  # The process has ended.
                 continue
         self._shared |= set(map(str, found))
         return found
@@ -111,7 +111,7 @@ class Run:
         left = [f"process {pid}: {line}" for pid, line in self.descendants().items()]
         left += [f"file {path}" for root in (self.folder, self.memory) for path in root.rglob("*") if files]
         for line in Path("/proc/sysvipc/shm").read_text().splitlines()[1:]:
-            if line.split()[4] in self._shared:  # the id of the process that made this shared memory
+            if line.split()[4] in self._shared:  # The fifth field is the id of the process that made the shared memory.
                 left.append(f"shared memory: {line}")
         return left
 

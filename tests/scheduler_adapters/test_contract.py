@@ -241,7 +241,7 @@ class PairDriver:
         self.service.poll()
 
     def bring(self, request_id: str, phase: str) -> tuple[list[int], int]:
-        # The request stays in "offered" because decode has no room for it next to another request, and in "pulling"
+        # The request stays in "offered" because another request leaves too few pages at decode. It stays in "pulling"
         # because a READ is in flight.
         self.stalled = phase == "pulling"
         prompt, new = (prompt_of(202, 300), 10) if phase == "offered" else (LONG, 3 * NEW)
@@ -282,7 +282,7 @@ class PairDriver:
         if peer == "prefill":
             self.service.stop_prefill("p0")
             return ()
-        # if the READ were still stalled, the end of the decode engine in this process would wait for it
+        # The end of the decode engine waits for READs in flight, so the READ must no longer be stalled.
         self.stalled = False
         self.service.stop_decode("d0")
         lost = {request_id for request_id in self.service.tokens if request_id not in self.service.ended}

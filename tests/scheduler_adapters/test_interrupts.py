@@ -40,7 +40,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder for a run. Its path is short, because the path of a socket in it may have 107 bytes."""
     folder = tmp_path_factory.mktemp("t")
     yield folder
-    shutil.rmtree(memory_beside(folder), ignore_errors=True)  # of a test that has failed
+    shutil.rmtree(memory_beside(folder), ignore_errors=True)  # A failed test may have left this folder.
 
 
 def run_demo(folder: Path, stage: str, *arguments: str) -> Run:
@@ -55,7 +55,7 @@ def assert_ended(run: Run, number: int) -> None:
     if number == signal.SIGKILL:
         assert status == -signal.SIGKILL
         run.assert_nothing_left(files=False)
-        # The only remains are the two folders of the run, which the next start removes.
+        # The run has left only its two folders. The next start removes them.
         assert all(path.name.startswith(PREFIX) for root in (run.folder, run.memory) for path in root.iterdir())
         following = Run(run.folder, "demo", "--requests", "2000")
         following.wait_for(STAGES["serving"])
@@ -75,7 +75,7 @@ def assert_ended(run: Run, number: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_outlives_the_demo(place: Path, kind: str, number: signal.Signals, stage: str) -> None:
     run = run_demo(place, stage, *KINDS[kind])
-    # The signal comes at a random time of the stage, while processes are made, import, connect or serve.
+    # The signal comes at a random time of the stage, while the processes start, import, connect or serve.
     time.sleep(random.Random(f"{kind} {number} {stage}").uniform(0, 3 if stage == "start" else 0.5))
     assert_ended(run, number)
 
@@ -87,13 +87,13 @@ def test_the_demo_that_starts_with_keys_leaves_nothing_at_a_hangup(place: Path) 
 
 @pytest.mark.long
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-# SIGTERM only asks a process to drain: it first finishes its requests.
+# SIGTERM is left out, because a process finishes its requests after SIGTERM.
 @pytest.mark.parametrize("number", [one for one in EVERY if one != signal.SIGTERM], ids=lambda number: number.name)
 def test_the_end_of_one_child_ends_the_whole_demo(place: Path, role: str, number: signal.Signals) -> None:
     run = Run(place, "demo", "--requests", "2000", "--curve")
     run.wait_for(STAGES["serving"])
     (pid,) = re.findall(rf"{role}: pid (\d+)", "".join(run.lines))
-    if number == signal.SIGINT:  # a child ignores this signal, because its parent gets it too and ends its children
+    if number == signal.SIGINT:  # A child ignores SIGINT. Its parent gets SIGINT, too, and ends its children.
         os.kill(int(pid), number)
         assert run.process.poll() is None
         number = signal.SIGKILL
@@ -167,7 +167,7 @@ def end_of(pid: int) -> tuple[int, float]:
     """
     deadline = time.monotonic() + 60
     while True:
-        # the process is our child now, because `tests.conftest` adopts orphans
+        # The process is now a child of this process, because `tests.conftest` adopts orphans.
         ended, status, usage = os.wait4(pid, os.WNOHANG)
         if ended:
             return os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
@@ -183,7 +183,7 @@ def test_a_signal_is_an_exception_once(number: signal.Signals) -> None:
             signal.raise_signal(number)
         finally:
             for other in HANDLED:
-                signal.raise_signal(other)  # the first signal is still being handled
+                signal.raise_signal(other)  # The first signal is still being handled.
     assert (raised.value.signal, raised.value.status) == (number, 128 + number)
     assert signal.getsignal(number) is before
 

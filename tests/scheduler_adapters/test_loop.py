@@ -136,7 +136,7 @@ def test_a_prompt_that_can_never_fit_is_refused_by_name_and_the_others_run(
 
 
 def test_only_the_request_past_the_sequence_limit_fails(model: Any, expected: list[list[int]]) -> None:
-    loop = new_loop(model, pages=600)  # room for 9,600 tokens, sequences of at most 4,096
+    loop = new_loop(model, pages=600)  # The pool has room for 9,600 tokens. A sequence may have 4,096 tokens.
     outputs = serve(loop, [Request("long", [1] * 4200, 2), Request("short", PROMPTS[1], NEW)])
     assert [(o.token, o.finished) for o in outputs["long"]] == [(None, "error")]
     assert "long" in outputs["long"][0].error
@@ -169,7 +169,7 @@ def test_the_last_token_of_the_vocabulary_is_taken_and_the_one_after_it_is_not(m
 def test_an_id_can_be_used_by_one_request_at_a_time(model: Any) -> None:
     loop = new_loop(model)
     loop.add(Request("r", [1, 2], 2, hold_pages=True))
-    for _ in range(4):  # aborts the request while it waits, while it runs, and while it holds its pages
+    for _ in range(4):  # The first request waits, then runs, and then holds its pages.
         with pytest.raises(AlreadyClaimedError, match="'r'"):
             loop.add(Request("r", [1, 2], 2))
         loop.step()
@@ -224,7 +224,7 @@ def test_an_adopted_request_continues_where_another_manager_stopped(model: Any, 
     request = Request("r", PROMPTS[0], NEW)
     serve(source, [Request("r", PROMPTS[0], 1, hold_pages=True)])
     context = target.context_for(request)
-    context.update(0)  # a placeholder, replaced below by prefill's token
+    context.update(0)  # The token 0 is a placeholder. The token of prefill replaces it below.
     context = target.context_for(Request("r", [*PROMPTS[0], expected[0][0]], NEW - 1))
     target.manager.external_claim("r")
     pending = target.manager.import_block_table(context, source.manager.block_table("r"))
@@ -276,13 +276,14 @@ def test_a_reused_page_with_garbage_does_not_spoil_a_batch(model: Any, expected:
     loop = new_loop(model, enable_prefix_caching=False)
     serve(loop, requests_of(PROMPTS[:2]))
     for blocks in loop.manager.device_tensors[0]:
-        blocks[1:] = float("nan")  # a page that is used again may have any content
+        blocks[1:] = float("nan")  # A reused page may have any content.
     assert tokens_of(serve(loop, requests_of(PROMPTS))) == expected
     assert not any(torch.any(blocks[0]) for blocks in loop.manager.device_tensors[0])
 
 
 def test_a_request_may_fill_the_cache_to_its_last_token_and_not_beyond(model: Any) -> None:
-    loop = new_loop(model, pages=4)  # 64 tokens; the last token of a request is never fed back, so it needs no room
+    # The cache has room for 64 tokens. The last token of a request is never fed back, so it needs no room.
+    loop = new_loop(model, pages=4)
     prompt = PROMPTS[3][:50]
     outputs = serve(loop, [Request("fits", prompt, 15)])
     assert tokens_of(outputs) == [own_tokens(model, prompt, 15)]
@@ -312,14 +313,14 @@ def test_pages_that_never_arrive_hold_a_request_up_for_five_seconds_and_no_other
     now = [100.0]
     monkeypatch.setattr("scheduler_adapters.loop.time", SimpleNamespace(monotonic=lambda: now[0]))
     loop = new_loop(model)
-    # Simulates a store that has the pages but does not answer.
+    # The store has the pages, but does not answer.
     monkeypatch.setattr(loop.manager, "prefetch", lambda context: context.request_id == "r1")
     for request in requests_of(PROMPTS[:3]):
         loop.add(request)
     for now[0] in (100.0, 102.5, 104.9):
         loop.step()
         assert (loop.fetching, loop.num_running, loop.num_waiting) == (True, 1, 2)
-    now[0] = 105.0  # five seconds after the first look
+    now[0] = 105.0  # Five seconds have passed since the first attempt to fetch.
     outputs = loop.step()
     assert (loop.fetching, loop.num_running, loop.num_waiting) == (False, 3, 0)
     while loop.has_work:

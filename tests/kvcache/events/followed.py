@@ -31,7 +31,7 @@ from tests.kvcache.events.mirror import settled, worker_of
 
 PAGE, PAGES, SLOTS = 4, 48, 40
 PATIENCE_S = 20.0
-ANSWER_S = 60.0  # in seconds: how long a service may take to answer one question
+ANSWER_S = 60.0  # The time in seconds that a service may take to answer one question.
 
 
 class LossyWay:
@@ -42,7 +42,7 @@ class LossyWay:
         self._sub, self._pub = self._context.socket(zmq.SUB), self._context.socket(zmq.PUB)
         self._sub.subscribe(b"")
         self.address = f"tcp://127.0.0.1:{self._pub.bind_to_random_port('tcp://127.0.0.1')}"
-        self.rate = 0.0  # the share of messages that are dropped
+        self.rate = 0.0  # The fraction of messages that are dropped.
         self.lost = 0
         self._random = random.Random(seed)
         self._open = True
@@ -104,7 +104,7 @@ class Worker:
         while True:
             try:
                 self.manager = self._made(endpoint, replay)
-            except InvalidParamsError:  # the old sockets are still being closed
+            except InvalidParamsError:  # The sockets of the earlier manager are still being closed.
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.01)

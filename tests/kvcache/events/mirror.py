@@ -35,8 +35,10 @@ class Known:
         self.there: dict[str, dict[int, tuple[tuple[int, ...], int | None]]] = {}
         self.tree: dict[int, int | None] = {}
         self.events: list[dict[str, Any]] = []
-        self.groups: dict[int, Known] = {}  # what is known of the pages of each further block table, by its index
-        self.spec: tuple[str, int | None] | None = None  # what the layers keep, according to the events
+        # For each further block table, by its index, the pages that the events have reported.
+        self.groups: dict[int, Known] = {}
+        # The attention type and window of the layers, according to the events.
+        self.spec: tuple[str, int | None] | None = None
 
     def take_up(self, events: list[dict[str, Any]]) -> None:
         for event in events:

@@ -36,8 +36,8 @@ from tests.kvcache.events.mirror import indexes_of, settled
 
 ROUTER = shutil.which("vllm-router", path=str(Path(sys.executable).parent))
 PATIENCE_S = 60.0
-PD_PAGE = 16  # with separate prefill and decode, vllm-router 0.1.17 uses this size, whatever its options say
-ROUND_S = 15.0  # time that a router may take to learn everything
+PD_PAGE = 16  # With separate prefill and decode, vllm-router 0.1.17 uses a page size of 16 for all options.
+ROUND_S = 15.0  # The time that a router may take to learn all pages.
 
 
 class Server(ThreadingHTTPServer):
@@ -209,7 +209,8 @@ class Routed(Followed):
 
         If a router chooses wrongly, it gets some time to learn, and is asked again.
         """
-        await asyncio.sleep(2.5)  # after two quiet batches, every router knows which messages it has missed
+        # After 2.5 s the publisher has sent two empty batches, so every router knows which messages it has missed.
+        await asyncio.sleep(2.5)
         deadline = time.monotonic() + ROUND_S
         for tokens in self.random.choices(self.prompts[1:], k=count):
             prompt = [*tokens[: len(tokens) // self.page_size * self.page_size], 1]

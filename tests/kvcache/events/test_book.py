@@ -85,7 +85,7 @@ def test_a_page_keeps_its_tokens_while_any_source_has_it() -> None:
     assert event.token_ids == [*range(24)]
     assert event.extra_keys == [("salt",), None, None, None, None, None]
     book.apply([prompt.go(HOST, 0, 6), prompt.go(FILES, 0, 6)])
-    again = book.apply([prompt.come(HOST, 0, 6)])[0].event  # the previous call has forgotten nothing yet
+    again = book.apply([prompt.come(HOST, 0, 6)])[0].event  # The book has not forgotten the tokens yet.
     assert isinstance(again, BlockStored)
     assert again.token_ids == [*range(24)]
     book.apply([prompt.go(HOST, 0, 6), None])

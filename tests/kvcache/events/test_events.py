@@ -120,7 +120,7 @@ def test_each_block_table_is_a_group_with_its_kind_and_equal_hashes() -> None:
         assert kinds == {0: ("full_attention", None), 1: ("chunked_local_attention", 8), 2: ("sliding_window", 6)}
         assert len({tuple(event["block_hashes"]) for event in told}) == 1
         assert {tuple(event["token_ids"]) for event in told} == {tuple(range(28))}
-        run_once(manager, [*range(100, 148)])  # evicts windows' pages first
+        run_once(manager, [*range(100, 148)])  # This prompt first evicts pages of windows.
         mirror.settle(manager, 0)
         mirror.check_same(manager, 0)
         gone = {event["group_idx"] for event in mirror.events if event["type"] == "BlockRemoved"}
@@ -153,14 +153,15 @@ def test_tiers_report_which_pages_come_and_go(tmp_path: Path) -> None:
                 mirror.settle(manager, rank)
                 mirror.check_same(manager, rank)
         assert one.there["CPU"] == other.there["CPU"]
-        run_once(manager, [*range(1, 25)], 1)  # the pages come from files or the host, to another replica
+        run_once(manager, [*range(1, 25)], 1)  # Replica 1 loads the pages from files or from the host.
         for rank, mirror in enumerate((one, other)):
             mirror.settle(manager, rank)
             mirror.check_same(manager, rank)
         count = len(one.there["STORAGE"])
         assert count > 16
     manager.close()
-    # A restarted process knows only the digests of pages in files. It learns their tokens when a prompt has them.
+    # A restarted process knows only the digests of the pages in files. It learns the tokens of a page when a prompt
+    # contains them.
     manager = manager_of(8, params={"kv_events": events(), **files}, host_slots=16)
     with Mirror(manager.kv_event_endpoints[0]) as mirror:
         mirror.settle(manager, 0)
@@ -219,7 +220,7 @@ def test_if_no_thread_reads_the_log_the_loop_reads_it_and_subscribers_stay_right
     manager = manager_of(16, params={"kv_events": events()})
     worker = worker_of(manager)
     with Mirror(manager.kv_event_endpoints[0]).begin() as mirror:
-        with worker._applying:  # the publisher's thread is blocked here
+        with worker._applying:  # The lock stops the publisher's thread.
             for start in range(4):
                 run_once(manager, [*range(start * 100 + 1, start * 100 + 30)])
             assert len(worker._log.entries) > 8
@@ -287,7 +288,7 @@ def test_a_loop_waits_for_nobody_and_a_log_that_nobody_takes_is_dropped(monkeypa
         run_once(manager, [*range(1, 30)])
         mirror.settle(manager, 0)
         assert mirror.there["GPU"]
-        with worker._applying:  # here the publisher's thread takes long to send
+        with worker._applying:  # While this lock is held, the publisher's thread cannot send.
             longest = 0
             while not worker._lost:
                 run_once(manager, [*range(longest * 100 + 1, longest * 100 + 30)])
@@ -295,7 +296,7 @@ def test_a_loop_waits_for_nobody_and_a_log_that_nobody_takes_is_dropped(monkeypa
             assert 30 < longest < 60
         mirror.settle(manager, 0)
         assert not any(mirror.there.values())
-        for start in range(200, 208):  # evicts all earlier pages
+        for start in range(200, 208):  # These prompts evict all earlier pages.
             run_once(manager, [*range(start * 100 + 1, start * 100 + 30)])
         mirror.settle(manager, 0)
         mirror.check_same(manager, 0)

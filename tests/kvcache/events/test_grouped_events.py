@@ -119,11 +119,12 @@ def test_the_next_process_also_reports_the_table_of_pages_in_files(tmp_path: Pat
     assert [known.there.keys() for known in tables] == [{"STORAGE"}] * 3
     specs = [known.spec for known in tables]
     assert specs == [("full_attention", None), ("chunked_local_attention", 8), ("sliding_window", 6)]
-    assert run_once(manager, prompts[0]) == 28  # pages that are loaded from lower tiers are reported for their table
+    assert run_once(manager, prompts[0]) == 28  # A page that is loaded from a lower tier is reported for its own table.
     readers.follow()
     for prompt in prompts:
         readers.agree(PrefixHasher("sha256", PAGE, None, ()), prompt)
-    for known in tables:  # includes the tokens of the files that were used, which become known only now
+    # The tables now include the files' tokens, which the manager learns only when a prompt uses the files.
+    for known in tables:
         told = {tokens for tokens, _ in known.there["STORAGE"].values()}
         assert known.there["CPU"]
         assert {(21, 22, 23, 24), ()} <= told

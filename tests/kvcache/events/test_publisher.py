@@ -27,7 +27,7 @@ from tests.kvcache.build import manager_of, run_once
 from tests.kvcache.events.mirror import PATIENCE_S, Known, Mirror, settled, worker_of
 
 ANY = "tcp://127.0.0.1:0"
-_names = itertools.count()  # a name can be used again only some time after its socket is closed
+_names = itertools.count()  # A closed socket blocks its name for some time, so each test takes a new name.
 
 
 @pytest.fixture
@@ -109,14 +109,14 @@ def test_the_whole_state_comes_in_parts_with_numbers_up_to_the_last_one(
     assert numbers == [5, 6, 7]
     assert len(told[0][1]) == 2
     worker = worker_of(manager)
-    with worker._applying:  # if few numbers are left, the last part has all of them
+    with worker._applying:  # If few sequence numbers are left, the last message has all remaining pages.
         few = list(worker.streams[0]._state(worker._book, worker.streams[0].sequence - 2))
     assert [number - worker.streams[0].sequence for number, _ in few] == [-2, -1]
     assert [len(msgspec.msgpack.decode(payload)[1]) for _, payload in few] == [2, 2]
 
 
 def test_a_manager_that_closes_answers_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcache.events.publisher._REPLAY_SHARE", 1e-6)  # after one answer, the next answer has to wait
+    monkeypatch.setattr("kvcache.events.publisher._REPLAY_SHARE", 1e-6)  # After one answer the next answer has to wait.
     made = manager_of(16, params={"kv_events": KVEvents(ANY, ANY, topic="kv@a@m")})
     run(made, 1)
     assert asked(made, 0)
@@ -174,7 +174,7 @@ def test_a_flood_of_questions_takes_a_share_of_the_threads_time_and_no_memory(ma
     socket.connect(manager.kv_event_endpoints[0][1])
     for _ in range(5000):
         socket.send_multipart([b"", bytes(8)])
-    run(manager, 101)  # `run` waits until this has been reported, too
+    run(manager, 101)  # `run` also waits until the publisher has reported its pages.
     assert worker._replay_at > 0
     started = time.thread_time()
     run(manager, 201)
@@ -184,7 +184,7 @@ def test_a_flood_of_questions_takes_a_share_of_the_threads_time_and_no_memory(ma
 
 @pytest.fixture
 def stream() -> Iterator[_Stream]:
-    # both ends are in this process, so only ZMQ's own queues lie between them
+    # Both ends are in this process, so ZMQ's queues are the only buffers between them.
     made = _Stream(KVEvents(ANY, f"inproc://replays-{next(_names)}"), 0)
     yield made
     made.close()
@@ -283,7 +283,7 @@ def test_few_messages_of_unread_answers_are_kept(stream: _Stream, monkeypatch: p
         stream.reply()
         got += read(reader)
     assert len(got) == 301
-    # The peer keeps asking. No part of the answers to it is stored, and these answers delay no other peer.
+    # The peer keeps asking. The publisher stores no part of the answers, and the answers delay no other peer.
     for _ in range(20):
         deaf.send_multipart([b"", first.to_bytes(8, "big")])
         assert stream.answer(EventBook(1, 8, 4, CacheSpec("full_attention")))
@@ -360,7 +360,7 @@ def test_after_an_error_in_the_events_all_pages_are_reported_as_gone_and_the_loo
             run(manager, 301, 401)
             mirror.settle(manager, 0)
             assert len(mirror.there["GPU"]) == 14
-            run(manager, *range(1001, 2000, 100))  # after these prompts, every earlier page is evicted
+            run(manager, *range(1001, 2000, 100))  # These prompts evict every earlier page.
             mirror.settle(manager, 0)
             mirror.check_same(manager, 0)
 
@@ -452,13 +452,14 @@ def test_a_follower_that_missed_too_much_causes_a_new_whole_state_but_not_too_of
         mirror.until(lambda: {"type": "AllBlocksCleared"} in mirror.events)
         mirror.settle(manager, 0)
         mirror.check_same(manager, 0)
-        worker._paid_at = time.monotonic() + 60  # as if a large cache had been resent a few times
+        # The publisher behaves as if it had resent a large cache several times.
+        worker._paid_at = time.monotonic() + 60
         del mirror.events[:]
         asked(manager, 0)
         run(manager, 101)
         mirror.settle(manager, 0)
         assert {"type": "AllBlocksCleared"} not in mirror.events
-        worker._paid_at = 0.0  # now the state may be sent again, and it is sent without a new request of a follower
+        worker._paid_at = 0.0  # The publisher may now send the state again. No follower has to ask for it.
         mirror.until(lambda: {"type": "AllBlocksCleared"} in mirror.events)
         assert not worker._owed
 
@@ -567,7 +568,7 @@ def test_followers_that_return_one_after_another_get_the_state_without_waiting(
             socket.subscribe(b"")
             socket.connect(address)
         for stream in worker_of(made).streams:
-            stream.send = lambda _: None  # a killed process sends nothing any more
+            stream.send = lambda _: None  # A killed process sends no more messages.
         made.close()
         for socket in followers:
             while socket.poll(200):

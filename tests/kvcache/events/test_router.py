@@ -73,7 +73,7 @@ def test_prompts_are_sent_to_the_manager_that_has_them_also_if_only_in_its_host_
     for number, tokens in enumerate(prompts):
         holders.until(tokens, f"w{number}")
         assert Counter(holders.router.ask([*tokens, 9, nth]) for nth in range(10)) == {f"w{number}": 10}
-    # The first prompt's pages leave the pool of the first manager, and stay in its host tier.
+    # The first manager's pool evicts the pages of the first prompt. Its host tier keeps them.
     holders.managers[0].flush_tiers()
     for start in range(3000, 3400, 100):
         holders.run(0, [*range(start, start + 64)])

@@ -69,7 +69,7 @@ def test_a_hint_decays_and_never_pins() -> None:
         said(order, None, 2)
         order.remove(pages(2))
     said(order, None, 3)
-    assert order.pop(1).tolist() == [3]  # this page still comes just before the others
+    assert order.pop(1).tolist() == [3]  # Page 3 is still evicted just before the other pages.
     said(order, None, 3)
     said(order, None, 4)
     assert order.pop(3).tolist() == [3, 1, 4]
@@ -78,7 +78,7 @@ def test_a_hint_decays_and_never_pins() -> None:
 def test_only_the_share_follows_hints() -> None:
     order = order_of(0.5)
     said(order, None, *range(1, 11))
-    said(order, FIRST, *range(11, 21))  # the newer half of the pages, which follows LRU although it has a hint
+    said(order, FIRST, *range(11, 21))  # The newer half of the pages follows LRU, although these pages have a hint.
     assert order.pop(10).tolist() == [*range(1, 11)]
     order.check()
 
@@ -156,7 +156,7 @@ def test_with_any_hints_the_order_keeps_the_pages_that_lru_keeps_in_a_pool_small
     order, lru, free = order_of(share), list[int](), [*range(1, POOL + 1)]
     for _ in range(3000):
         page = int(rng.integers(1, POOL + 1))
-        if page in free:  # a miss, which evicts another page if none is free
+        if page in free:  # The page is missing. If no page is free, the miss evicts another page.
             free.remove(page)
             if not free:
                 free += order.pop(1).tolist()
@@ -194,7 +194,7 @@ def test_after_an_interrupt_hints_count_as_before_and_pages_not_known_are_the_yo
     said(before, None, 5, 6)
     before.append(pages(9))
     order.remove(pages(2, 4))
-    order.count = 17  # the state that an interrupt may leave
+    order.count = 17  # An interrupt may leave this count.
     order.remove = None  # type: ignore[assignment] - nothing is taken out one by one
     order.mend(np.array([1, 3, 5, 6, 9]))
     del order.remove
@@ -221,7 +221,7 @@ def test_leads_are_in_pool_sizes_of_the_share_and_that_of_the_next_page_ends_wit
     order.hint(pages(2), page_hints(LAST, 1, 1))
     order.hint(pages(4), page_hints(Retention(priority=75), 1, 1))
     order.append(pages(1, 2, 3, 4))
-    # a level of a hint is worth twice the pool's pages, and the share of 0.5 halves that number
+    # One level of a hint counts twice the number of pages in the pool. The share of 0.5 halves this number.
     assert order.leads(pages(1, 2, 3, 4)).tolist() == [-2.0, 2.0, 0.0, 1.0]
     assert order.first_lead() == -2.0
     now[0] = 6.0

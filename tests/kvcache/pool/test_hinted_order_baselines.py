@@ -32,7 +32,7 @@ def test_a_small_pool_is_followed_whole_and_exactly() -> None:
         while run < len(prompt) and prompt[run] in lru:
             run += 1
         assert baseline.visit(words(*prompt), room) == run
-        for page in reversed(prompt):  # the last page first, in the order in which a pool frees pages
+        for page in reversed(prompt):  # A pool also frees the last page of a prompt first.
             lru.pop(page, None)
             lru[page] = None
         while len(lru) > room:
@@ -122,7 +122,7 @@ def test_a_promise_that_never_comes_true_costs_no_more_than_its_credit() -> None
         share.learn(gained, 10, 10)
         lost, looked = lost - gained, looked + 10
         assert lost <= 250 + 1000 / 8 + 0.01 * looked
-    assert lost > 1000  # there are so many lookups that the wrong hints are trusted again and again
+    assert lost > 1000  # The number of lookups is so large that the wrong hints are trusted again and again.
 
 
 # ---- with full trust in hints: right hints are found right in any pool
@@ -201,7 +201,7 @@ def test_both_baselines_of_a_sampled_pool_keep_one_page_in_rate() -> None:
     plain = LruBaseline(4099)
     assert plain.rate == 4
     for baseline in (plain, HintedBaseline(4099, plain.rate, plain.mask, 0.5)):
-        baseline.touch(words(*range(2000)))  # small numbers: each is in the sample
+        baseline.touch(words(*range(2000)))  # The sample contains every small number.
         assert baseline.visit(words(*range(2000)), 4099) == 1024
         baseline.visit(words(*range(10)), 15)
         assert baseline.visit(words(*range(10)), 15) == 3
@@ -276,7 +276,7 @@ def test_hints_in_pools_of_any_size(pages: int, sessions: float, others: float) 
     assert sum(right) >= sum(plain)
     load.rounds(4, DROP, KEEP)
     assert load.rounds(ROUNDS, KEEP, DROP)[-1] == SESSIONS * load.length  # the share recovers
-    # The share never falls below 0.02, or one page. Each lost page has reduced it by eight pages.
+    # The share never falls below 0.02 or one page. Each lost page has reduced the share by eight pages.
     least = Load(pages, sessions, others, pages - 1 - pages // 50).rounds(ROUNDS, None, None)
     wrong = Load(pages, sessions, others).rounds(ROUNDS, DROP, KEEP)
     assert sum(wrong) >= sum(least) - 2 * SESSIONS * load.length

@@ -26,7 +26,7 @@ def skip(order: HintedOrder, code: int, first: int, count: int) -> None:
 
 
 def test_every_kind_with_a_page_in_its_oldest_chunk_and_one_in_its_newest_leaves_chunks_for_the_rest() -> None:
-    size, free = 2 * CHUNK, CHUNK + 200  # the pages from number `free` on are appended only to be removed again
+    size, free = 2 * CHUNK, CHUNK + 200  # The test appends the pages from number `free` on only to remove them again.
     order = HintedOrder(size, LruOrder(size), share=1.0)
     kinds, rest = range(SHARED), SHARED
     for code in kinds:
@@ -35,7 +35,7 @@ def test_every_kind_with_a_page_in_its_oldest_chunk_and_one_in_its_newest_leaves
         skip(order, code, free, 199)
         append(order, code, 2 + 2 * code, 1)
     first = 1 + 2 * len(kinds)
-    for count in (1, CHUNK, 1, 1):  # no two of these chunks fit into one
+    for count in (1, CHUNK, 1, 1):  # Any two consecutive counts are too many pages for one chunk.
         append(order, rest, first, count)
         if count == 1:
             skip(order, rest, free, CHUNK - 200)

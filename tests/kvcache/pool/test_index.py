@@ -130,7 +130,7 @@ def test_a_long_chain_is_followed_to_its_end() -> None:
 def test_any_sequence_equals_a_dict(moves: list[tuple[bool, list[int]]]) -> None:
     index, known, told = PrefixIndex(40, 4), dict[int, int](), dict[int, list[int]]()
     everything = digests(*range(40))
-    everything[::3, 0] = 7  # some share a bucket
+    everything[::3, 0] = 7  # Every third digest falls into the same bucket.
 
     class Reader(PageReader):
         def changed(self, pages: Any, come: bool, digests: Any) -> None:
@@ -213,7 +213,7 @@ def test_a_page_that_is_not_published_cannot_be_withdrawn() -> None:
     behind = np.flatnonzero(index._before[1:] < 41).astype(np.int32) + 1
     index.clear()
     with pytest.raises(InvariantError, match="is not in the chain"):
-        index.withdraw(behind)  # more pages than are removed one by one
+        index.withdraw(behind)  # The list has more pages than `withdraw` removes one by one.
 
 
 def test_a_renamed_page_counts_neither_as_added_nor_as_removed() -> None:
@@ -255,7 +255,8 @@ def test_after_an_interrupt_all_published_pages_are_linked_again() -> None:
 def test_after_an_interrupt_of_two_pages_with_one_digest_the_first_stays() -> None:
     index = PrefixIndex(8, 4)
     index.publish(pages(2, 3, 5), digests(0, 1, 2))
-    index._digests[5] = index._digests[2]  # the state in which page 5 is about to replace page 2
+    # Page 5 is about to replace page 2, so both pages have the same digest. An interrupt may leave this.
+    index._digests[5] = index._digests[2]
     index.mend()
     index.check()
     assert index.find(digests(0, 1, 2)).tolist() == [2, 3, 0]

@@ -29,7 +29,7 @@ def test_the_first_word_of_a_digest_is_still_known_after_its_page_is_gone() -> N
 
 
 def test_a_sample_has_the_published_pages_whose_word_has_none_of_its_bits() -> None:
-    index = index_of(pages(5, 2, 7, 1))  # words 1, 3, 5, 7
+    index = index_of(pages(5, 2, 7, 1))  # The pages have the words 1, 3, 5 and 7.
     assert index.published_words(np.uint64(0)).tolist() == [1, 2, 5, 7]
     assert index.published_words(np.uint64(2)).tolist() == [5, 7]
     index.withdraw_one(7)

@@ -99,7 +99,7 @@ def test_the_newest_chunk_is_filled_when_older_ones_are_given_up() -> None:
 def test_a_page_at_the_very_first_place_keeps_its_turn_after_an_interrupt() -> None:
     order = LruOrder(4)
     order.append(pages(1, 2, 3, 4))
-    order._spare.append(order._spare.pop(0))  # chunk 0 is opened next
+    order._spare.append(order._spare.pop(0))  # The order now opens chunk 0 next.
     for _ in range(2 * CHUNK):
         if not order._stamp[2]:
             break

@@ -58,7 +58,7 @@ class Books:
         self.published: dict[int, int] = {}
         self.next_digest = 1
         self.evictions = 0
-        self.news: list[tuple[int, list[int]]] = []  # what the pool should report to its readers
+        self.news: list[tuple[int, list[int]]] = []  # The reasons and pages that the pool should report to its readers.
         self.guarded: list[int] = []
         self.expected: list[tuple[int, list[int]]] = []
         self.evicted: list[int] = []
@@ -116,7 +116,7 @@ class Books:
         self.pool.release(pages(*some))
 
     def release_each(self, some: list[int]) -> None:
-        for page in reversed(some):  # the order is the same as if the pages were released one by one
+        for page in reversed(some):  # The pages are released in reverse order, as if each page were released alone.
             self.holders[page] -= 1
             self.free([page])
         self.pool.release_each(pages(*some))
@@ -154,7 +154,7 @@ class Books:
         assert pool.idle.pages().tolist() == self.idle
         free = len(self.fresh) + len(self.idle)
         assert (pool.free_count, pool.num_held) == (free, SIZE - free)
-        # No other pool lends this pool room, and requests take no other pages than those for their tokens.
+        # No other pool lends this pool pages, and requests take pages only for their tokens.
         assert pool.has_room == pool.make_room(moving=True) == (free > 0)
         assert (pool.room_may_cost, pool.beside, pool.width) == (False, 0, 1.0)
         assert pool.evictions == self.evictions
@@ -210,7 +210,7 @@ def test_allocate_returns_a_copy_and_begins_with_the_lowest_pages() -> None:
     pool.release(first)
     again = pool.allocate(2)
     assert again.tolist() == [1, 2]
-    first[:] = again[:] = 0  # a caller may overwrite the array that it gets
+    first[:] = again[:] = 0  # The caller may overwrite the array that `allocate` returns.
     assert pool.allocate(6).tolist() == [3, 4, 5, 6, 7, 8]
     assert pool.free_count == 0
 
@@ -220,7 +220,7 @@ def test_a_large_pool_evicts_all_its_pages_with_and_without_a_reader() -> None:
     held = pool.allocate(pool.num_pages)
     pool.index.publish(held, digests([*range(1, len(held) + 1)]))
     pool.release(held)
-    assert pool.allocate_one() == held[-1]  # the page at the end of the prompt is evicted first
+    assert pool.allocate_one() == held[-1]  # The last page of the prompt is evicted first.
     assert np.array_equal(pool.allocate(len(held) - 1), held[:-1])
     assert pool.evictions == pool.num_pages
     assert not pool.index.published.any()
@@ -315,7 +315,7 @@ def test_would_be_freed_predicts_what_a_release_frees() -> None:
     pool.release(held)
     assert pool.free_count == before + 2
     assert pool.would_be_taken(held) == 2
-    # Four pages have only one holder. Two of these are being written, so only the other two would become free.
+    # Four pages have only one holder. Two of the four pages are being written, so only two pages would become free.
     assert pool.would_be_freed(held[4:]) == 2
     pool.drop_writer(held[2:6])
     assert pool.would_be_freed(held) == 4
@@ -343,8 +343,8 @@ def test_a_page_whose_transfer_ends_while_a_step_is_in_flight_waits_for_the_step
     pool.add_writer(held[:2])
     pool.release(held[:1])
     pool.begin_step()
-    pool.drop_writer(held[:1])  # after this, the page has no holder and no writer
-    pool.drop_writer(held[1:2])  # the request still holds this page
+    pool.drop_writer(held[:1])  # The page now has no holder and no writer.
+    pool.drop_writer(held[1:2])  # The request still holds this page.
     assert pool.free_count == SIZE - 3
     assert [one.tolist() for one in pool.parked[0]] == [held[:1].tolist()]
     pool.end_step(0)
@@ -419,11 +419,11 @@ def test_after_an_interrupt_the_pool_agrees_with_a_recount(wrong: str) -> None:
     pool.check(holders, writers)
     assert pool.free_count == free
     assert pool.index.find(digests([*range(1, 7)])).tolist() == held[:6].tolist()
-    pool.drop_writer(held[7:8])  # the page has no holder and is in no index, so it is fresh
+    pool.drop_writer(held[7:8])  # The page has no holder and is not in the index, so it is fresh.
     fresh = {*range(1, SIZE + 1)} - {*held[:7].tolist()}
     assert {*pool.allocate(len(fresh)).tolist()} == fresh
     assert pool.evictions == 0
-    # a page that only the recount finds idle counts as the youngest
+    # A page that the recount finds idle counts as the youngest page.
     expected = [2, 3, 1, 0] if wrong != "idle" else [3, 1, 0, 2]
     assert [pool.allocate_one() for _ in range(4)] == held[expected].tolist()
     assert pool.evictions == 4

@@ -46,8 +46,8 @@ def test_a_released_page_is_free_once_every_step_that_was_in_flight_at_its_relea
     ended: tuple[int, ...],
 ) -> None:
     pool, steps = PagePool(SIZE, 2), [1, 2, 3]
-    # the first of these pages is released while one step is in flight, the second during two steps, and the third
-    # during three
+    # The first page is released with one step in flight, the second page with two steps, and the third page with three
+    # steps.
     pages = published(pool, 3)
     for page in pages:
         pool.begin_step()
@@ -137,7 +137,7 @@ def test_readers_are_told_the_reason_that_the_order_gives_for_each_page() -> Non
 def test_writers_that_an_interrupt_left_uncounted_keep_their_pages() -> None:
     pool = PagePool(SIZE, 2)
     pages = published(pool, 2)
-    pool.writers[pages] += 1  # the state after an interrupted `add_writer`
+    pool.writers[pages] += 1  # An interrupted `add_writer` may leave these counts.
     holders, writers = np.zeros(SIZE + 1, np.int64), np.zeros(SIZE + 1, np.int64)
     holders[pages] = writers[pages] = 1
     pool.mend(holders, writers)

@@ -30,7 +30,7 @@ def test_a_tenants_pages_above_its_quota_go_first() -> None:
     owned(order, quotas, "small", 10, 11, 12, 13, 14)
     owned(order, quotas, "big", 20, 21, 22, 23, 24, 25, 26)
     order.check()
-    # these are the pages above quotas of 3 and 6 pages; all other pages belong to tenants without a quota
+    # These three pages are above quotas of 3 and 6 pages. All other pages belong to tenants without a quota.
     assert order.pop(3).tolist() == [10, 11, 20]
     order.check()
     assert order.pop(8).tolist() == [1, 2, 3, 4, 5, 6, 12, 13]
@@ -43,7 +43,7 @@ def test_held_pages_do_not_count_towards_a_quota() -> None:
     owned(order, quotas, "a", 1, 2, 3, 4, 5)
     owned(order, quotas, "b", 6)
     order.remove(pages(1, 2))
-    assert order.pop(1).tolist() == [3]  # evicted by age, because "a" has only three pages left
+    assert order.pop(1).tolist() == [3]  # Page 3 is evicted by its age, because "a" has only three pages left.
     owned(order, quotas, "a", 1, 2)
     gone, why = order.pop_explained(1)
     assert (gone.tolist(), why.tolist()) == ([4], [BY_QUOTA])
@@ -72,12 +72,12 @@ def test_tenants_beyond_the_number_of_places_share_one_quota(monkeypatch: pytest
     for number, salt in enumerate("abcd", 1):
         owned(order, quotas, salt, number, 10 + number)
         order.check()
-    assert order.pop(1).tolist() == [3]  # "c" and "d" share one quota, and have four pages together
+    assert order.pop(1).tolist() == [3]  # "c" and "d" share one quota and have four pages together.
     order.remove(pages(1, 11))
-    owned(order, quotas, "e", 5, 6, 7, 8)  # "e" takes the place of "a", which has no pages left
+    owned(order, quotas, "e", 5, 6, 7, 8)  # "e" gets the entry of "a", which has no pages left.
     order.check()
     assert order.pop(1).tolist() == [5]
-    owned(order, quotas, "a", 1, 11)  # "a" now shares one quota with others
+    owned(order, quotas, "a", 1, 11)  # "a" now shares one quota with other tenants.
     order.check()
     assert order.pop(2).tolist() == [13, 4]
 
@@ -97,7 +97,7 @@ def test_broken_quota_books_are_named() -> None:
 def test_pop_explained_says_which_pages_were_evicted_for_a_quota() -> None:
     quotas = TenantQuotas(POOL, 0.1, {})
     order = QuotaOrder(HintedOrder(POOL, LruOrder(POOL), share=1.0), quotas)
-    owned(order, quotas, "a", 1, 2, 3, 4)  # the quota of "a" is three of 30 pages
+    owned(order, quotas, "a", 1, 2, 3, 4)  # The quota of "a" is three of 30 pages.
     order.hint(pages(5), page_hints(Retention(session_continues=False), 1, 1))
     order.append(pages(5))
     gone, reasons = order.pop_explained(3)

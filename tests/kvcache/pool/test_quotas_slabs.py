@@ -12,7 +12,7 @@ from kvcache.eviction_order import Pages
 from kvcache.pool.quotas import QuotaOrder, TenantQuotas
 
 SLAB_PAGES, SLABS, PAGES = 4, 10, 43
-# quotas of a pool of 43 pages: two slabs for "a", four slabs for "b", and none for "c"
+# In a pool of 43 pages, "a" has a quota of two slabs, "b" of four slabs and "c" of none.
 QUOTAS = {"a": 0.2, "b": 0.4, "c": 0.0}
 
 
@@ -29,7 +29,7 @@ class Moves:
         self.order = QuotaOrder(LruOrder(SLABS), self.quotas, SLAB_PAGES)
         self.idle: list[int] = []
         self.tenants: dict[int, str] = {}
-        self.known: list[str] = []  # the tenants, in the order in which they appeared
+        self.known: list[str] = []  # The tenants in the order of their first pages.
         self.evicted_above = 0
 
     def some(self, among: list[int]) -> list[int]:

@@ -108,7 +108,9 @@ def test_a_slab_that_comes_back_is_the_last_to_be_handed_out_page_by_page() -> N
 def test_a_slab_is_taken_from_among_fresh_pages_wherever_they_lie() -> None:
     pool, _, _ = made(31)
     pages = pool.allocate(31)
-    pool.release(pages[np.r_[8:20, 3:8, 27:31]])  # slabs 1 and 7 first, then 2 and others on top of the stack
+    # The pages of slabs 1 and 7 are released first. The pages of slab 2 and of other slabs are released later and are
+    # taken first.
+    pool.release(pages[np.r_[8:20, 3:8, 27:31]])
     for _ in range(3):
         taken = [pool.take_slab() for _ in range(3)]
         assert sorted(taken) == [3, 4, 7]
@@ -174,7 +176,7 @@ def test_nothing_is_evicted_for_a_slab_that_fresh_pages_can_form_not_even_conten
     quotas = TenantQuotas(15, 0.1, {})
     pool.follow(QuotaOrder(pool.idle, quotas))
     assert kept.keep() == 3
-    kept.slabs = [(3, -5)]  # the rank that a copy has whose tenant is above its quota
+    kept.slabs = [(3, -5)]  # A copy has this rank if its tenant is above its quota.
     pages = pool.allocate(4)
     publish(pool, pages)
     quotas.own(pages, "tenant")
@@ -230,7 +232,7 @@ def test_a_kept_slab_is_evicted_for_pages_if_it_is_older_or_pages_are_too_few() 
     publish(pool, pages)
     pool.release(pages)
     assert pool.free_count == 15
-    one = pool.allocate_one()  # the first eviction, before any age of evicted content is known
+    one = pool.allocate_one()  # This is the first eviction, so the age of evicted content is not known yet.
     assert kept.num_idle == 1
     two = pool.allocate_one()
     assert kept.num_idle == 0
@@ -258,7 +260,7 @@ def test_held_pages_are_moved_out_of_the_slab_that_has_the_fewest_of_them() -> N
     assert pool.take_slab() == 3
     ((sources, targets),) = moves.moved
     assert sources == [13, 14]
-    assert told.saved[:2] == [[12, 15], sources]  # these are the pages that are evicted to make room for the others
+    assert told.saved[:2] == [[12, 15], sources]  # These pages are evicted to make room for other pages.
     assert not set(targets) & {12, 13, 14, 15}
     pool.index.withdraw(np.array(sources, np.int32))
     recount(pool, np.array([1, 5, 5, 9, 10, *targets, targets[0]]))
@@ -335,7 +337,7 @@ def test_pages_of_a_returned_slab_are_fresh_whatever_hints_they_had() -> None:
 
 
 def test_an_expired_hint_makes_a_page_no_younger() -> None:
-    pool, _, order = hinted(4 + 5)  # a hint for at most four seconds
+    pool, _, order = hinted(4 + 5)  # The hint lasts for at most four seconds.
     assert pool.use_of(order, pool._used) > pool.clock
     order._expires[:] = 99.0
     assert pool.use_of(order, pool._used) == pool.clock
@@ -402,10 +404,11 @@ def test_a_slab_is_given_back_as_soon_as_nobody_holds_or_finds_its_state() -> No
     states.index.publish(pages[0], digest)
     for page in pages:
         states.release(page)
-    assert np.flatnonzero(pool.taken).tolist() == pages[0].tolist()  # the other slab serves token pages again
+    # The pages of the other slab are free for tokens again.
+    assert np.flatnonzero(pool.taken).tolist() == pages[0].tolist()
     assert (states.num_idle, pool.free_count) == (1, 31)
     states.check(np.zeros(8, np.int64), np.zeros(8, np.int64))
-    pool.release(pool.allocate(31))  # the copy is evicted for it
+    pool.release(pool.allocate(31))  # This allocation evicts the copy.
     assert not pool.taken.any()
     assert states.index.find(digest).tolist() == [0]
     states.check(np.zeros(8, np.int64), np.zeros(8, np.int64))

@@ -34,7 +34,7 @@ def test_in_a_pool_where_nothing_moves_and_no_slab_is_cached_held_pages_keep_the
     pages = pool.allocate(15)
     publish(pool, pages)
     assert pool.width == 1.0
-    pool.release(pages[[3, 4, 7, 8, 11, 12]])  # every slab has some held pages and some free ones
+    pool.release(pages[[3, 4, 7, 8, 11, 12]])  # Every slab has some held pages and some free pages.
     assert (pool.free_count, pool.can_take_slab(), pool.take_slab()) == (6, False, 0)
     assert pool.cached.oldest_use > pool.clock
 
@@ -210,7 +210,7 @@ def test_after_an_interrupt_slabs_that_are_held_or_found_are_taken_and_no_others
     pages = pool.allocate(9)
     publish(pool, pages[:8])
     pool.release(pages[3:8])
-    pool.taken[[held, lost, 1]] = False, False, True  # slab 1 has pages of requests, and no request holds slab `lost`
+    pool.taken[[held, lost, 1]] = False, False, True  # Slab 1 has pages of requests. No request holds slab `lost`.
     states._used[:] = 0  # pyright: ignore[reportPrivateUsage]
     pool._used[pages[3:6]] = 0  # pyright: ignore[reportPrivateUsage]
     pool._ages[:] = 1 << 40  # pyright: ignore[reportPrivateUsage]

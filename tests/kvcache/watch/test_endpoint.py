@@ -152,18 +152,18 @@ def test_evictions_have_reasons_and_it_is_seen_when_an_evicted_page_is_requested
     watcher.look()
     served(manager, "a", list(range(33)))
     manager.release("a")  # 8 idle pages
-    served(manager, "b", list(range(100, 157)))  # takes 15 pages, for which 7 pages of other requests are evicted
+    served(manager, "b", list(range(100, 157)))  # Request "b" takes 15 pages and evicts 7 pages of other requests.
     manager.release("b")
     look = watcher.look()
     assert look.evicted == {"LRU": (7, 0)}
-    served(manager, "c", list(range(33)))  # computes all pages of "a" except the first one again
+    served(manager, "c", list(range(33)))  # Request "c" computes all pages of "a" again, except the first page.
     manager.release("c")
     look = watcher.look()
     assert sum(again for _, again in look.evicted.values()) == 7
     assert sum(row.again for row in look.evictions) == 7
     assert {row.reason for row in look.evictions} == {"LRU"}
     served(manager, "d", list(range(200, 230)), cache_salt="t")
-    manager.release("d")  # leaves 7 idle pages, with a quota of 4
+    manager.release("d")  # The tenant "t" leaves 7 idle pages. Its quota is 4 pages.
     served(manager, "e", list(range(300, 357)))
     manager.release("e")
     look = watcher.look()
@@ -330,7 +330,7 @@ def test_a_pool_that_was_replaced_is_watched_anew(monkeypatch: pytest.MonkeyPatc
         first, book = watcher.look(), watcher.watch._worker._book
         assert book is not None
         deadline = time.monotonic() + 20
-        while not book.cost_s and time.monotonic() < deadline:  # the watch sets this after it has answered
+        while not book.cost_s and time.monotonic() < deadline:  # The watch sets `cost_s` after its answer.
             time.sleep(0.001)
         assert 0.0 < book.beside_s < book.cost_s
         monkeypatch.setattr(book._pools[0].watched, "pool", other._replicas.each[0].pool)
@@ -361,7 +361,7 @@ def test_a_look_waits_as_long_as_a_loop_that_never_rests_needs(monkeypatch: pyte
             manager.release("a")
         watcher.look()
         worker, deadline = watcher.watch._worker, time.monotonic() + 20
-        # the watch sets this after it has sent its answer
+        # The watch moves `_due` after it has sent its answer.
         while worker._due <= worker._asked_at + 0.5 and time.monotonic() < deadline:
             time.sleep(0.001)
         assert worker._due > worker._asked_at + 0.5, "this thread has run all the time"
@@ -553,7 +553,7 @@ def test_one_snapshot_answers_all_waiting_clients_and_a_new_client_comes_first(m
         asked_by(*everybody)
         assert sorted(numbers.values()) == [20], "one snapshot answers all clients"
         known = set(order)
-        monkeypatch.setattr(endpoint, "_TURN_S", 0.0)  # one answer in each turn
+        monkeypatch.setattr(endpoint, "_TURN_S", 0.0)  # Each turn now sends one answer.
         asked_by(*everybody)
         assert len(numbers) == 20
         first = list(order)

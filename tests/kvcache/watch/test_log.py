@@ -45,7 +45,8 @@ class OneByOne:
     def __init__(self) -> None:
         self.pages: Counter[str] = Counter()
         self.again: Counter[str] = Counter()
-        self.groups = list[tuple[float, str, str, list[int]]]()  # time, pool, reason, pages, and pages that occur again
+        # Time, pool, reason, and two counts: the evicted pages, and those of them that were published again.
+        self.groups = list[tuple[float, str, str, list[int]]]()
         self.of_word: OrderedDict[int, int] = OrderedDict()
 
     def apply(self, pool: str, one: PoolEntry) -> None:

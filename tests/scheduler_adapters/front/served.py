@@ -117,7 +117,7 @@ def streamed(
     tokens: list[int] = []
     text, last = "", None
     parts = complete(client, prompt, new, stream=True, stream_options={"include_usage": True})
-    on_accepted()  # the HTTP status has arrived, but no token yet
+    on_accepted()  # The HTTP status has arrived. No token has arrived yet.
     for number, part in enumerate(parts):
         if part.choices:
             tokens += part.choices[0].token_ids

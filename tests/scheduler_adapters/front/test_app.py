@@ -45,7 +45,8 @@ async def exchange(port: int, *sent: bytes) -> bytes:
 def test_clients_that_go_away_while_they_send_are_counted_in_one_line(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(frontend_module, "_UNSENT_S", 1e6)  # a busy machine takes longer than ten seconds
+    # A busy machine may need more than ten seconds to send a message.
+    monkeypatch.setattr(frontend_module, "_UNSENT_S", 1e6)
 
     async def run() -> tuple[int, bytes]:
         context: zmq.Context[Any] = zmq.Context()

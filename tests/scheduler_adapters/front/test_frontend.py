@@ -136,7 +136,7 @@ async def fronted(folder: Path, placement: Any = None) -> AsyncIterator[Fronted]
         for peer in made.peers:
             peer.die()
         made.socket.close(0)
-        made.context.term()  # would hang if the front had left a socket open
+        made.context.term()  # `term` would hang if the front had left a socket open.
 
 
 Story = Callable[[Fronted], Coroutine[Any, Any, None]]
@@ -203,7 +203,7 @@ def test_a_process_that_refused_a_request_is_not_asked_again_and_if_all_refuse_i
         peers = all_of.join("d1", "d2")
         await all_of.there("d1", "d2")
         asked = all_of.ask()
-        # the front first asks the process with the fewest requests, or the earliest of several such processes
+        # The front first asks the process with the fewest requests. Among equal processes it asks the earliest one.
         for peer in peers:
             submit = await peer.heard(msg.Submit)
             peer.tell(submit, finished="error", error="one too many", elsewhere=True)
@@ -246,7 +246,7 @@ def test_a_request_whose_client_is_gone_is_aborted(played: Callable[..., None]) 
         asked.cancel()
         abort = await peer.heard(msg.Abort)
         assert (abort.request_id, abort.serial) == (submit.request_id, submit.serial)
-        peer.tell(submit, 3)  # the message was still on its way, or belongs to an earlier front
+        peer.tell(submit, 3)  # This token was still on its way, or it belongs to an earlier front.
         assert (await peer.heard(msg.Abort)).serial == submit.serial
         peer.tell(submit, finished="cancelled")
         assert peer.heard_now(msg.Abort) == []

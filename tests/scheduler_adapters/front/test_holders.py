@@ -169,7 +169,7 @@ def test_after_a_gap_nothing_is_known_until_all_pages_are_reported_again(holders
         until(known, 4)
         tell(11, [5])
         until(known, 0)
-        while stream.recv() != b"\x01":  # the front subscribes again, before or after it unsubscribes
+        while stream.recv() != b"\x01":  # The front subscribes again. It may unsubscribe before or after this.
             pass
         tell(12, [6])
         until(known, 1)
@@ -201,7 +201,7 @@ def test_the_next_turn_at_other_processes_finds_the_answer_at_the_process_that_g
     tmp_path: Path, tiny_model: Any
 ) -> None:
     """The request names no source. The front knows which pages d1 has filled, and itself names d1 as a source."""
-    # needs the extra 'fleet': if a front places by events, all processes publish them
+    # The test needs the extra 'fleet': only if a front places requests by events do all processes publish events.
     pytest.importorskip("dynamo.llm")
     served, placed = Served(tmp_path), ("--placement", "dynamo")
     try:
@@ -219,7 +219,7 @@ def test_the_next_turn_at_other_processes_finds_the_answer_at_the_process_that_g
         for number in itertools.count():
             first = encoded(f"{number}. " + 40 * "A conversation.")
             second = [*first, *tokens_of(turn(first, "p1", "d1")), *encoded("And then?")[1:]]
-            time.sleep(0.1)  # an event takes some time
+            time.sleep(0.1)  # An event takes some time to arrive.
             found = turn(second, "p2", "d2")
             if found.usage.prompt_tokens_details.cached_tokens == (len(first) + 63) // PAGE * PAGE:
                 break

@@ -74,7 +74,8 @@ async def fronted(folder: Path) -> AsyncIterator[tuple[Frontend, httpx.AsyncClie
     app = make_app(frontend, ServedModel("tiny", ByteTokenizer(), VOCAB_SIZE))
     try:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://front") as client:
-            for role in ("prefill", "decode"):  # one after the other, because weights come from torch's global seed
+            # The processes start one after the other, because their weights come from torch's global seed.
+            for role in ("prefill", "decode"):
                 processes.append(InThread(role, folder))
                 async with asyncio.timeout(90):
                     while role not in frontend.members:
@@ -146,8 +147,8 @@ def test_a_hundred_requests_of_a_client_are_in_its_traces_and_in_the_metrics(tmp
     assert value(front, "pagewire_front_processes", state="serving") == 2
     cached = sum(one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in answers)
     assert value(front, "pagewire_front_prompt_tokens_total", source="cached") == cached > 0
-    # A later chunk may find pages that another request has published meanwhile. Only the process counts these, and not
-    # the answer.
+    # A later chunk may find pages that another request has published meanwhile. The process counts these pages, but the
+    # answer does not.
     assert value(processes["prefill"], "pagewire_prompt_tokens_total", source="cached") >= cached
     assert value(processes["prefill"], "pagewire_prompt_tokens_total") == prompts
     assert value(processes["decode"], "pagewire_pull_seconds_count") > 0

@@ -83,7 +83,7 @@ def test_prompts_go_where_they_are_cached_while_that_process_is_there(
         assert await placement.place("gone", [*PROMPTS["p1"], 9], ["p1", "p2"]) == "p2"
         await placement.over("gone")
         await placement.follow([ready("p1", managers["p1"], "2"), members[1]])
-        # a placement that subscribes late still learns which pages the process holds
+        # A placement that subscribes late still learns the pages of the process.
         await check_placed_soon(placement, [*PROMPTS["p1"], 9], "p1")
 
     asyncio.run(run())
@@ -99,7 +99,7 @@ def test_a_process_that_goes_takes_its_reservations_with_it_and_costs_no_request
         assert await placement.place("stays", PROMPTS["p2"], ["p2"]) == "p2"
         assert await placement.place("goes", PROMPTS["p1"], ["p1"]) == "p1"
         number, _ = placement._workers["p1"]
-        await placement._service.delete_worker(number)  # `follow` does this when it notices that a process has ended
+        await placement._service.delete_worker(number)  # `follow` makes this call when a process has ended.
         assert await placement.place("late", PROMPTS["p1"], ["p1"]) == "", "decode chooses"
         assert await placement.place("late", PROMPTS["p2"], ["p2"]) == "p2", (
             "a prompt that was refused may be placed again"
@@ -113,7 +113,7 @@ def test_a_process_that_goes_takes_its_reservations_with_it_and_costs_no_request
         assert await placement.place("goes", PROMPTS["p1"], ["p2"]) == "", (
             "a name must not be used twice at the same time"
         )
-        await placement.over("goes")  # the reservation is freed nevertheless
+        await placement.over("goes")  # The reservation is freed although the name was used twice.
         assert await placement.place("goes", PROMPTS["p1"], ["p2"]) == "p2"
 
     asyncio.run(run())
@@ -128,7 +128,8 @@ def test_a_restarted_process_is_followed_at_its_new_endpoints(managers: dict[str
             compute(managers["p2"], prompt[:100])
             compute(managers["p1"], prompt)
             await placement.follow([ready("p1", before, "1"), ready("p2", managers["p2"])])
-            await check_placed_soon(placement, prompt, "p2")  # p2 has the pages of half of this prompt, and p1 has none
+            # p2 has half of the pages of this prompt, and p1 has none.
+            await check_placed_soon(placement, prompt, "p2")
             await placement.follow([ready(name, manager, "2") for name, manager in managers.items()])
             await check_placed_soon(placement, prompt, "p1")
             assert {name: known.incarnation for name, (_, known) in placement._workers.items()} == {

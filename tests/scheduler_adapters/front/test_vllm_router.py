@@ -23,7 +23,7 @@ PAGE, LENGTH = 16, 200
 
 @pytest.fixture
 def fleets(tmp_path: Path) -> Iterator[list[Served]]:
-    # needed for `--placement dynamo`, with which prefill processes publish their events
+    # The fleets run with `--placement dynamo`, because only then do prefill processes publish their events.
     pytest.importorskip("dynamo.llm")
     made: list[Served] = []
     try:
@@ -41,7 +41,8 @@ def fleets(tmp_path: Path) -> Iterator[list[Served]]:
 
 
 def router_of(fleets: list[Served], log: Path) -> Router:
-    prefills = [served.get("/fleet")["prefill-1"] for served in fleets]  # decode also has events, for other pages
+    # The router follows only the prefill processes. Decode processes publish events for other pages.
+    prefills = [served.get("/fleet")["prefill-1"] for served in fleets]
     events = {served.url: (one["kv_events"], one["kv_replay"]) for served, one in zip(fleets, prefills, strict=True)}
     return Router(events, log, model="pagewire", page_size=PAGE)
 

@@ -36,7 +36,7 @@ _RECURRENT = {
 }
 
 
-@pytest.hookimpl(tryfirst=True)  # before tests are selected by mark
+@pytest.hookimpl(tryfirst=True)  # The hook must run before pytest selects tests by their marks.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     families: dict[str, dict[str, list[pytest.Function]]] = defaultdict(lambda: defaultdict(list))
     for item in items:

@@ -47,7 +47,7 @@ def serve(
                 loop.add(Request("theirs", prompt, 1))
                 while loop.has_work:
                     loop.step()
-                    exchange.poll()  # if pages are short, only this call returns lent pages
+                    exchange.poll()  # If the pool has too few pages, only `poll` takes back lent pages.
             case ("tail", prompt, page):
                 contents = loop.manager.contents
                 wanted = contents.digests(TextContext([*prompt, 0], len(prompt) + 1, "tail"), page)

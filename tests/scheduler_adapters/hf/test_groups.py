@@ -29,7 +29,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"layer_types": MIXED, "sliding_window": WINDOW, "use_sliding_window": True}),
     "llama4": ("llama4", {"layer_types": CHUNKED, "attention_chunk_size": 24}),
 }
-# Models in which no layer attends to all tokens.
+# In these models no layer attends to all tokens.
 ALONE: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral alone": ("mistral", {"sliding_window": WINDOW}),
     "phi3 alone": ("phi3", {"sliding_window": WINDOW}),

@@ -113,7 +113,7 @@ def test_a_request_continues_from_copied_pages_and_a_copied_state_page(
     model: Any, expected: list[list[int]], shards: int
 ) -> None:
     source, target = hybrid_loop(model, shards=shards), hybrid_loop(model, shards=shards)
-    # these requests hold pages, so that page numbers differ later
+    # These requests hold pages, so that the target's page numbers differ from the source's.
     serve(target, requests_of(PROMPTS[1:3], 2, hold_pages=True))
     for name, prompt, tokens in zip("abc", PROMPTS, expected, strict=False):
         serve(source, [Request(name, prompt, 1, hold_pages=True)])
@@ -177,7 +177,7 @@ def test_pages_of_a_request_that_is_gone_stay_with_the_transfer(model: Any) -> N
     target.manager.release("r0")
     assert states_of(target).num_held == 1
     target.add(Request("next", [1, 2], 1))
-    assert target.step() == []  # a row is free, but the state page of that row is not
+    assert target.step() == []  # A row is free, but its state page is not.
     with pytest.raises(UnknownRequestError, match="'r0'"):
         target.manager.commit_import(context, pending)
     target.manager.cancel_import(pending)
@@ -291,7 +291,7 @@ def test_a_step_that_failed_changed_nothing_and_runs_again(
         raise KeyboardInterrupt("behind every layer")
 
     with monkeypatch.context() as patched:
-        patched.setattr(model.lm_head, "forward", fail)  # every layer has run by then
+        patched.setattr(model.lm_head, "forward", fail)  # Every layer has run when `lm_head` is called.
         with pytest.raises(KeyboardInterrupt, match="behind every layer"):
             loop.step()
     while loop.has_work:
@@ -364,7 +364,7 @@ def test_state_pages_are_part_of_the_budget(model: Any) -> None:
     def built(memory: int) -> PagedKVCacheManager:
         return manager_for(model, params, 4, 128, ["cpu"], available_cache_memory=memory)
 
-    states = 5 * state  # four requests, and the null state page
+    states = 5 * state  # The memory holds the states of four requests and the null state page.
     assert built(states + 20 * page).total_num_pages == 20
     with pytest.raises(
         PoolTooSmallError,

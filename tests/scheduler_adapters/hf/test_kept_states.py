@@ -76,7 +76,8 @@ def test_one_copy_goes_along_with_a_request_that_decodes(model: Any) -> None:
     prompt = PROMPTS[0][: 2 * PAGE]
     answer, _ = served(loop, prompt, 5 * PAGE)
     assert len(answer) > PAGE
-    # states after the last full page before the prompt's last token, and after the answer's last full page
+    # One state is after the last full page before the prompt's last token. The other state is after the answer's last
+    # full page.
     assert states_of(loop).num_kept == 2
     assert states_of(loop).evictions == 0
     assert served(loop, [*prompt, *answer, 1], 1)[1] == full(len(prompt) + len(answer) - 1)
@@ -86,7 +87,7 @@ def test_copies_are_made_at_a_spacing(model: Any) -> None:
     loop = cached_loop(model, every=2)
     prompt = (SYSTEM * 3)[: 7 * PAGE]
     served(loop, prompt, 1)
-    assert states_of(loop).num_kept == 3 + 1  # states after pages 2, 4 and 6, and after the prompt's last page
+    assert states_of(loop).num_kept == 3 + 1  # The states are after pages 2, 4 and 6, and after the prompt's last page.
     for shared in (1, 2, 3, 5):
         assert served(loop, [*prompt[: shared * PAGE], 7, 7], 1)[1] == shared // 2 * 2 * PAGE
 
@@ -95,7 +96,7 @@ def test_without_a_copy_nothing_is_found_and_nothing_is_lost(model: Any) -> None
     loop = cached_loop(model, rows=1, copies=0)
     expected = own_tokens(model, PROMPTS[0], NEW)
     assert served(loop, PROMPTS[0]) == (expected, 0)
-    assert served(loop, PROMPTS[0]) == (expected, 0)  # the only remaining page is the request's own
+    assert served(loop, PROMPTS[0]) == (expected, 0)  # The pool has only one state page, which the request itself uses.
     assert_nothing_held(loop.manager)
 
 
@@ -149,9 +150,9 @@ def test_a_state_that_a_reader_was_promised_is_not_overwritten_by_a_hit(model: A
     lease = manager.lease("r")  # type: ignore[attr-defined]
     if told:
         manager.block_table("r", full_pages=False)
-    served(loop, PROMPTS[1], 1, "other")  # keeps states from which the first request could continue
+    served(loop, PROMPTS[1], 1, "other")  # The other request keeps states from which the first request could continue.
     assert manager.maybe_reserve(context)
-    # readers know of this state only if a block table names it
+    # Readers know of a state only if a block table names it.
     at = 2 * PAGE if told else full(len(PROMPTS[1]) - 1)
     assert (context.start_idx, states_of(loop).tokens_of("r")) == (at, at)
     manager.end_lease(lease)  # type: ignore[attr-defined]

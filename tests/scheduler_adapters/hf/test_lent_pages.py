@@ -24,7 +24,8 @@ from transfer import Lent, PageExchange, PullEvent
 
 pytestmark = pytest.mark.slow
 
-HEAD = ByteTokenizer().encode("Whoever has computed a prefix has it for all. " * 4)  # 185 tokens: 23 full pages
+# The 185 tokens have 23 full pages.
+HEAD = ByteTokenizer().encode("Whoever has computed a prefix has it for all. " * 4)
 PROMPT = [*HEAD, *ByteTokenizer().encode("And what follows is mine.")[1:]]
 NEW = 8
 QUICK = {"handshake_timeout_s": 1.0, "heartbeat_s": 0.2, "dead_after_s": 1.0}
@@ -164,7 +165,7 @@ def test_a_source_that_forgets_gives_fewer_pages_or_what_it_has_lent(
     def forget(now: str) -> None:
         if now == when:
             told(pipe, "reset")
-            # Another prompt takes 38 of the 41 pages that are available while the lent pages are held.
+            # While the pages are lent, another prompt takes 38 of the 41 pages that are left.
             told(pipe, "run", [7 + token % 200 for token in range(300)])
 
     tokens, found = reader.generate(address, forget)

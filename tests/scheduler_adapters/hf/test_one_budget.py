@@ -93,7 +93,7 @@ def test_a_request_runs_on_from_moved_pages_and_those_that_others_know_stay(mode
         assert manager.maybe_reserve(context)
         fetched = manager.fetch([context])
     rows = manager._replicas.each[0].rows
-    rows.changed[:] = False  # clears the marks as if the table had just been copied to a device
+    rows.changed[:] = False  # The flags are cleared, as if the table had just been copied to a device.
     claim_all(manager)
     assert (manager.get_req_blocks("r") == before) == bool(known)
     assert rows.changed[rows.row_of["r"]] != bool(known)

@@ -39,7 +39,7 @@ PAGE, NEW, COPIES = 8, 12, 16
 SYSTEM = ByteTokenizer().encode("What all of these prompts begin with. ")
 ENDS = ("Who wrote it?", "And who read it, some time later?", "x", "Long was it?")
 PROMPTS = [[*SYSTEM, *ByteTokenizer().encode(text)[1:]] for text in ENDS]
-OTHERS = [[at, *prompt] for at, prompt in enumerate(PROMPTS)]  # prompts that share no page
+OTHERS = [[at, *prompt] for at, prompt in enumerate(PROMPTS)]  # No two of these prompts share a page.
 
 
 class Form(NamedTuple):
@@ -272,10 +272,11 @@ def test_conversations_find_all_pages_of_their_earlier_turns(form: str, model: A
     assert len(differ) <= 1
     assert all(is_rounding_tie(model, *one) for one in differ)
     found = sum(full(len(prompt) + len(answer) - 1) for prompt, answer in answered[:8])
-    # the most tokens that the first turn can find, if the requests come one after another
+    # The largest number of tokens that the first turn can find. It finds them if the requests run one after another.
     most = found + 3 * full(len(SYSTEM) + len("User "))
     assert found <= manager.metrics.cache_tokens <= most
-    assert all(states.num_kept <= 4 * (3 + 3) for states in manager.states)  # states after each prompt and each answer
+    # Each prompt and each answer leaves a state.
+    assert all(states.num_kept <= 4 * (3 + 3) for states in manager.states)
     assert_nothing_held(manager)
 
 
@@ -289,7 +290,7 @@ def test_tokens_equal_with_hits_from_the_host_and_from_files(form: str, name: st
     expected = [own_tokens(model, prompt, NEW) for prompt in prompts]
     first = manager_of(model, form, *FORMS[form].few, copies=4, tiers=tiers)
     loop = loop_of(first, model, 16)
-    for prompt in (*prompts, *OTHERS):  # each prompt evicts the earlier ones
+    for prompt in (*prompts, *OTHERS):  # Each prompt evicts the earlier prompts.
         serve(loop, [Request("r", prompt, NEW)])
     manager = first
     for again in (False, True):

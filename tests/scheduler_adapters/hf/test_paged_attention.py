@@ -64,7 +64,8 @@ def pools(pages: int, page_size: int, tp: int) -> Any:
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
-@pytest.mark.parametrize("window", [None, 2, 3])  # if this is 2, the first visible key is the last key of a page
+# With a window of 2 tokens, the first visible key is the last key of a page.
+@pytest.mark.parametrize("window", [None, 2, 3])
 def test_ragged_chunks_equal_the_formula_and_ignore_stale_pages(tp: int, window: int | None) -> None:
     check_formula(tp, Layer(), window=window)
 

@@ -64,7 +64,8 @@ def scaled(dtype: torch.dtype, **changes: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
 def model(request: pytest.FixtureRequest, shared_model: Callable[..., Any]) -> Any:
-    return shared_model(request.param, initializer_range=0.3)  # large enough that the rounding to eight bits matters
+    # With such large weights, rounding to eight bits changes the results.
+    return shared_model(request.param, initializer_range=0.3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

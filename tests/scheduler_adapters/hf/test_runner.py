@@ -31,7 +31,7 @@ NEW = 12
 
 @pytest.fixture(scope="module", params=["llama", "qwen3", "qwen3-mixed", "mistral"])
 def model(request: pytest.FixtureRequest, shared_model: Callable[..., Any]) -> Any:
-    if request.param == "qwen3-mixed":  # a model with both kinds of layers: with a window and without
+    if request.param == "qwen3-mixed":  # The model has layers with a window and layers without a window.
         kinds = ["full_attention", "sliding_attention", "full_attention"]
         return shared_model("qwen3", use_sliding_window=True, sliding_window=20, layer_types=kinds)
     return shared_model(request.param)
@@ -48,7 +48,7 @@ def run_to_the_end(runner: Any, pool: Any, contexts: list[TextContext], chunk: i
         for context in contexts:
             if chunk and context.end_idx - context.start_idx > chunk:
                 context.set_token_indices(active_idx=context.start_idx + chunk)
-        # A finished request runs its last token again, which rewrites the same values.
+        # A finished request runs its last token again. This writes the same values again.
         done = [len(c.tokens) == c.max_length for c in contexts]
         tokens = runner.run(contexts, pool.inputs(contexts))
         for context, token, finished in zip(contexts, tokens, done, strict=True):
@@ -140,7 +140,8 @@ def test_a_call_of_another_thread_is_refused_while_the_attention_is_switched() -
             for switch in (paged_attention, own_attention):
                 with pytest.raises(ModelInUseError, match="LlamaForCausalLM: a call of another thread has"):
                     elsewhere(switch)
-                with switch(model):  # this thread has switched the model's attention
+                # The model's attention was switched by this thread, so this thread may switch it again.
+                with switch(model):
                     pass
         assert model.config._attn_implementation == before
         assert elsewhere(paged_attention) == ATTENTION
@@ -153,7 +154,7 @@ def test_a_call_of_another_thread_is_refused_while_the_attention_is_switched() -
 def test_a_model_is_as_it_was_after_each_call_of_a_runner(hand_pool: Callable[..., Any]) -> None:
     model = load_model(None)
     model.train()
-    model.model.layers[1].eval()  # some layers are in training mode and others are not
+    model.model.layers[1].eval()  # Some layers are in training mode, and other layers are not.
     before = model.config._attn_implementation, [module.training for module in model.modules()]
     runner = HFRunner(model)
     assert (model.config._attn_implementation, [module.training for module in model.modules()]) == before
@@ -251,6 +252,6 @@ def test_only_a_small_gap_of_logits_is_a_tie(tiny_model: Any, own_logits: Callab
     assert not is_rounding_tie(tiny_model, prompt, [worst], [best])
     assert not is_rounding_tie(tiny_model, prompt, [best], [best, second])
     tied = load_model(None, seed=5)
-    with torch.no_grad():  # gives two tokens almost the same output weights
+    with torch.no_grad():  # Two tokens now have almost the same output weights.
         tied.lm_head.weight[second] = tied.lm_head.weight[best] * (1 + 1e-6)
     assert is_rounding_tie(tied, prompt, [second], [best])

@@ -39,7 +39,7 @@ def test_tokens_are_the_models_own_whatever_is_guessed(
 ) -> None:
     engine = Engine(each_model, share, most, budget=budget, shards=shards, across=across)
     answers = engine.knows(PROMPTS)
-    for _ in range(2):  # the second time the prefixes are cached
+    for _ in range(2):  # In the second round the prefixes are cached.
         assert_equal(each_model, answers, engine.serve(PROMPTS))
     assert engine.manager.metrics.cache_tokens >= len(PROMPTS) * 4 * PAGE
     assert engine.drafted > 40
@@ -87,7 +87,7 @@ def test_right_guesses_save_steps_and_copies_are_made_of_the_pages_they_fill(mod
     steps: list[int] = []
     engine.serve(PROMPTS[:1], lambda: steps.append(1))
     assert engine.accepted == engine.drafted
-    assert engine.accepted + len(steps) - 1 >= NEW  # two steps for the prompt, the first of which yields no token
+    assert engine.accepted + len(steps) - 1 >= NEW  # The prompt takes two steps. Its first step yields no token.
     assert len(steps) <= NEW * 3 // 4
     before = engine.manager.metrics.cache_tokens
     engine.answers = [[*answer, 1, 2]]
@@ -100,5 +100,5 @@ def test_without_a_second_page_a_request_continues_without_guesses(model: Any) -
     answers = engine.knows(PROMPTS)
     assert_equal(model, answers, engine.serve(PROMPTS))
     assert engine.without > 10
-    assert engine.accepted  # a free row implies a free state page
+    assert engine.accepted  # A free row has a free state page.
     assert_nothing_held(engine.manager)

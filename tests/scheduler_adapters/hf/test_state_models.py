@@ -32,7 +32,7 @@ REFUSED = {
     "lara_mini": "layer 0 is 'linear_attention'",
     "inkling2_loop_text": "layer 0 is 'hybrid_sliding'",
 }
-# Words in a model's code which show that the model keeps states.
+# Words in a model's code that occur only if the model keeps states.
 _KEEPS = re.compile(r"conv_state|recurrent_state|linear_cache|_is_stateful = True")
 
 

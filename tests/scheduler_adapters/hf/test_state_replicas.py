@@ -70,7 +70,7 @@ def test_tokens_equal_on_both_replicas_with_separate_hits(
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_equal_when_requests_of_both_replicas_are_preempted(model: Any, way: str) -> None:
     prompts = [[at, *prompt] for at, prompt in enumerate(PROMPTS * 2)]
-    # enough for two prompts on each replica
+    # The memory is enough for two prompts on each replica.
     manager = two_replicas(model, way, 17 * PAGE, states=2 if way == "shared" else 13)
     loop = loop_of(manager, model, 32)
     expected = [own_tokens(model, prompt, NEW) for prompt in prompts]
@@ -200,8 +200,8 @@ def test_a_fork_without_room_for_its_state_changes_nothing(model: Any, monkeypat
     manager.external_claim("parent", 1)
     run(manager, HFRunner(model, manager.states), [parent])
     child = parent.fork("child")
-    manager.reset_prefix_cache()  # no copy is left that could be evicted
-    child.set_token_indices(start_idx=3)  # a child need not start where its parent is
+    manager.reset_prefix_cache()  # The pool has no copy left that it could evict.
+    child.set_token_indices(start_idx=3)  # The child may start at another token than its parent.
     before = child.start_idx, child.active_idx, manager.num_free_blocks
     monkeypatch.setattr(manager._replicas.each[1].pool, "can_take_slab", lambda: False)
     with pytest.raises(NoFreeStatePageError, match="'child': all .* state pages are held"):
@@ -219,7 +219,8 @@ def test_a_fork_without_room_for_its_state_changes_nothing(model: Any, monkeypat
 def test_a_replica_without_room_for_a_state_is_not_recommended(model: Any, way: str) -> None:
     manager = two_replicas(model, way, tokens=120)
     states, rows, leases = manager.states[0], manager._replicas.each[0].rows, []
-    while states.pool.has_room:  # takes all state pages; a lease holds the state even after its request is released
+    # The loop takes all state pages. A lease holds a state even after its request is released.
+    while states.pool.has_room:
         manager.external_claim("gone", 0)
         leases.append(manager.lease("gone"))
         manager.release("gone")

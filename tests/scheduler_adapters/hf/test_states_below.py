@@ -53,7 +53,7 @@ def test_conversations_that_the_device_has_no_room_for_come_back_from_the_host(
     assert metrics.d2h_states_copied >= 8
     assert metrics.h2d_blocks_copied
     assert metrics.evictions
-    # The last page of the previous answer, whose last token was never run, and everything after it have to run.
+    # The last token of the previous answer was never run, so its last page has to run again with everything after it.
     asked = [len(prompt) for _, prompt, _ in turns_of(each_model, PROMPTS, 1, NEW)]
     assert metrics.cache_tokens == sum((count + NEW - 1) // PAGE * PAGE for count in asked)
     assert_nothing_held(manager)
@@ -178,21 +178,22 @@ def test_a_damaged_newest_state_leaves_the_one_before_it(model: Any, tmp_path: P
     prompt, answer = PROMPTS[1], own_tokens(model, PROMPTS[1], NEW)
     serve(loop_of(first, model), [Request("r", prompt, NEW)])
     first.close()
-    assert first.metrics.file_states_written == 2  # states after the last full pages of the prompt and of the answer
+    # The states are after the last full page of the prompt and after the last full page of the answer.
+    assert first.metrics.file_states_written == 2
     again = below(model, folder=tmp_path)
-    # one file with both states, or one file for each state; the timing of the writer decides
+    # The writer's timing decides whether both states are in one file or each state is in its own file.
     files = files_of_states(again)
     file = max(files, key=lambda file: file.stat().st_mtime_ns)
     whole = bytearray(file.read_bytes())
     whole[state_bytes(model) if len(files) == 1 else 0] ^= 1
     file.write_bytes(whole)
-    # A damaged file is removed as a whole. If both states are in one file, the older state goes with it.
+    # A damaged file is removed as a whole. If both states are in one file, the older state is lost, too.
     turn, left = [*prompt, *answer, 1, 2, 3], (len(prompt) - 1) // PAGE * PAGE * (len(files) > 1)
     if announced:
         loop = loop_of(again, model)
         assert tokens_of(serve(loop, [Request("r", turn, NEW)])) == [own_tokens(model, turn, NEW)]
         assert again.metrics.cache_tokens == left
-    else:  # without an announcement, the pages are requested only once, by `maybe_reserve`
+    else:  # Without an announcement, only `maybe_reserve` requests the pages.
         context = TextContext(turn, 4096, "r")
         again.external_claim("r")
         assert again.maybe_reserve(context)
@@ -202,7 +203,7 @@ def test_a_damaged_newest_state_leaves_the_one_before_it(model: Any, tmp_path: P
 
 
 def test_a_full_host_keeps_no_state_and_refuses_nothing(model: Any) -> None:
-    manager = below(model, host_states=2, checks=False)  # the checks do not know who holds the slots
+    manager = below(model, host_states=2, checks=False)  # The checks do not know that this test holds slots.
     pool = manager._replicas.state_tiers.host.pool
     slots = pool.allocate(2)
     asked_again(manager, model)
@@ -247,7 +248,7 @@ def test_a_page_and_a_slot_stay_with_a_slow_copy(model: Any, monkeypatch: pytest
     assert manager.maybe_reserve(context)
     manager.check()
     assert context.start_idx
-    # the device starts after the copy, so the request may run
+    # The device starts the request after the copy, so the request may run.
     assert manager.states[0].tokens_of("a") == context.start_idx
     manager.release("a")
     manager.check()
@@ -297,7 +298,8 @@ def test_a_reset_forgets_states_below(model: Any, tmp_path: Path) -> None:
     manager.reset_prefix_cache()
     before = manager.metrics.cache_tokens
     asked_again(manager, model)
-    assert manager.metrics.cache_tokens - before == (len(PROMPTS[0]) - 1) // PAGE * PAGE  # found only the second time
+    # Only the second request of `asked_again` finds pages.
+    assert manager.metrics.cache_tokens - before == (len(PROMPTS[0]) - 1) // PAGE * PAGE
     manager.reset_prefix_cache()
     manager.close()
     assert not files_of_states_in(tmp_path)

@@ -38,10 +38,10 @@ class Side(NamedTuple):
     count: int = 1
     rows: int = 4
     budget: int = 128
-    groups: bool = False  # whether each group of layers has its own block table
-    # Makes the runner of an overlapped loop; None for a plain loop.
+    groups: bool = False  # If true, each group of layers has its own block table.
+    # Makes the runner of an overlapped loop. A plain loop has None.
     overlap: Callable[[ModelRunner], LaunchingRunner] | None = None
-    params: Mapping[str, Any] = MappingProxyType({})  # further params of the cache
+    params: Mapping[str, Any] = MappingProxyType({})  # Additional params of the KV cache.
     replaced: Mapping[str, Any] = MappingProxyType({})  # in these
     options: Mapping[str, Any] = MappingProxyType({})
 
@@ -122,7 +122,8 @@ class Service:
         )
         if side.overlap is None:
             self.loops[name] = ServingLoop(manager, HFRunner(self.model, manager.states), side.budget)
-        else:  # a copy of the model, because a runner switches the attention of its model, perhaps in a thread
+        # The runner gets a copy of the model, because it switches the model's attention, perhaps in another thread.
+        else:
             runner = side.overlap(HFRunner(copy.deepcopy(self.model), manager.states))
             self.loops[name] = OverlappedLoop(manager, runner, side.budget)
         self.exchanges[name] = PageExchange(
@@ -140,7 +141,7 @@ class Service:
     def start_decode(self, name: str) -> None:
         loop, exchange = self._start(name, self.sides["decode"])
         client, frontend = self.context.socket(zmq.PAIR), self.context.socket(zmq.PAIR)
-        endpoint = f"inproc://frontend-{next(_numbers)}"  # sent messages arrive at once
+        endpoint = f"inproc://frontend-{next(_numbers)}"  # With inproc sockets a message arrives as soon as it is sent.
         client.bind(endpoint)
         frontend.connect(endpoint)
         self.clients[name], self.frontends[name] = client, frontend
@@ -175,8 +176,8 @@ class Service:
     def _stop(self, name: str) -> None:
         self.loops[name].close()
         self.exchanges.pop(name).close()
-        # The memory of a real process would go when it ends. Here the loop is kept, because a READ of freed memory
-        # would be a different fault.
+        # A real process frees its memory at its end. This service keeps the loop, because a READ of freed memory would
+        # be a different fault.
         self.buried.append(self.loops.pop(name))
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ def test_the_end_of_an_earlier_attempt_does_not_affect_a_later_one(error: str, m
     news: list[tuple[Any, ...]] = []
     monkeypatch.setattr(DecodeScheduler, "_fail", lambda _, *of: news.append(of))
     monkeypatch.setattr(DecodeScheduler, "_join", lambda _, *of: news.append(of))
-    decode = object.__new__(DecodeScheduler)  # neither the manager nor the transfer is used
+    decode = object.__new__(DecodeScheduler)  # The calls of this test use neither the manager nor the transfer.
     decode._requests = {"r#0": request}
     for key in ("r#0#1", "r#0", "nobody#2"):
         decode._on_event(ExchangeEvent(0, PullEvent(key, error, safe=True)))
@@ -91,7 +91,7 @@ def test_an_abort_of_one_submission_ends_no_other_of_the_same_name(
     request = DecodeRequest("r#0", 2, "asked", 5.0, spec=Request("r#0", [1], 1), serial=7)
     decode = object.__new__(DecodeScheduler)
     decode._requests, decode._submitted = {"r#0": request}, Recent()
-    for known in (3, 7):  # the first request has ended
+    for known in (3, 7):  # Serial 3 belongs to an earlier request, which has ended.
         decode._submitted.add(known)
     ended: list[tuple[Any, ...]] = []
     monkeypatch.setattr(DecodeScheduler, "_give_up", lambda *_, **__: None)
@@ -105,7 +105,7 @@ def test_offers_wait_behind_requests_that_were_preempted() -> None:
     request = DecodeRequest("r#0", 2, "asked", 5.0, spec=Request("r#0", [1], 1))
     decode, loop = object.__new__(DecodeScheduler), SimpleNamespace(num_waiting=1)
     decode._loop = loop  # type: ignore[assignment]
-    decode._arrived = [deque([(request, 1)])]  # belongs to an attempt that has ended
+    decode._arrived = [deque([(request, 1)])]  # This offer belongs to an attempt that has ended.
     decode._admit()
     assert len(decode._arrived[0]) == 1, "the offer must not be looked at"
     loop.num_waiting = 0

@@ -12,7 +12,7 @@ from tests.scheduler_adapters.serving import own_tokens
 
 PROMPTS = [
     [number, *range(60, 140), *range(60, 220), *range(14, 254)] for number in range(4)
-]  # the prompt has many chunks, so that each phase lasts long
+]  # The prompts have many chunks, so that each phase lasts long.
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_prompts_sent_to_a_process_that_begins_to_drain_go_to_another(
         service.submit_one(f"r{number}", prompt)
     service.decode.poll()  # asks
     assert any(one.prefill.name == "p0" for one in service.decode._requests.values() if one.prefill)
-    drained.draining = True  # before the drain is announced
+    drained.draining = True  # The process drains, but decode does not know it yet.
     service.until(lambda: len(service.ended) == 4, "all")
     assert [service.tokens[f"r{number}"] for number in range(4)] == theirs(model, PROMPTS)
     assert drained.stats().prompt_tokens == 0

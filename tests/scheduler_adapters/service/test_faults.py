@@ -97,12 +97,12 @@ def pulling(service: Service) -> DecodeRequest:
     """Prefill has computed only the first chunk of the prompt. Decode reads the pages of this chunk."""
     request = service.submit_one("r", PROMPT)
     with pytest.MonkeyPatch.context() as held:
-        # even if a busy machine delays the lease, the lease must cover only one chunk
+        # A busy machine may delay the lease. Even then the lease must cover only one chunk.
         for prefill in service.prefills.values():
             held.setattr(prefill._loop, "step", partial(step_but_while_leasing, prefill, prefill._loop.step))
         service.until(lambda: phase_of_prefill(service) == "offered", "the first chunk")
-    # Prefill is not polled from here on. Otherwise it might compute the rest of the prompt before it hears that decode
-    # pulls.
+    # From here on the test does not poll prefill. A poll might compute the rest of the prompt before prefill learns
+    # that decode pulls.
     service.until(lambda: request.phase == "pulling", "the word of it", poll=service.decode.poll)
     assert phase_of_prefill(service) == "offered"
     return request
@@ -116,7 +116,7 @@ def decoding(service: Service) -> DecodeRequest:
 
 def cancel(service: Service) -> None:
     service.decode.abort("r")
-    service.decode.abort("r")  # a second call must be harmless
+    service.decode.abort("r")  # A second cancellation must be harmless.
     service.until(lambda: "r" in service.ended, "the end", poll=lambda: None)
     assert service.ended["r"].finished == "cancelled"
 
@@ -143,12 +143,12 @@ def assert_serves_on(service: Service, expected: dict[str, list[int]]) -> None:
 def test_a_cancelled_request_ends_in_every_phase(
     start: Callable[..., Service], expected: dict[str, list[int]], phase: str
 ) -> None:
-    service = start(lease_s=1000.0)  # with this lease, only a message from decode ends the request at prefill
+    service = start(lease_s=1000.0)  # The lease is so long that only a message from decode ends the request at prefill.
     request = PHASES[phase](service)
     assert request.phase == phase
     cancel(service)
     assert request.phase == "over"
-    # This is checked before pages are free again, because an unwanted prompt must not be computed.
+    # The test waits for this before pages are free again, because prefill must not compute an unwanted prompt.
     service.until(lambda: not prefill_requests(service), "the end at prefill")
     assert not any(one._untold for one in service.prefills.values())
     assert_serves_on(service, expected)
@@ -171,8 +171,8 @@ def test_a_request_that_stays_in_a_phase_for_too_long_fails_with_the_reason(
     request = PHASES[phase](service)
     service.decode._times = DecodeTimes(**DEADLINES[phase])
     request.deadline = 0.0
-    # In phase "pulling", prefill is not polled until the deadline of the pull has passed. In the other phases the
-    # request cannot go on anyway.
+    # In phase "pulling" the test does not poll prefill until the deadline of the pull has passed. In the other phases
+    # the request cannot continue.
     service.until(lambda: "r" in service.ended, "the end", poll=service.decode.poll if phase == "pulling" else None)
     end = service.ended["r"]
     assert end.finished == "error"
@@ -205,7 +205,7 @@ def test_a_prefill_process_that_dies_is_replaced_by_another(
     service = start(PREFILL._replace(count=2))
     connection = service.decode.connections[0]
     service.until(lambda: connection.welcome, "the first prefill process")
-    service.decode.connections[1].lose("not yet")  # makes sure that the first process is asked
+    service.decode.connections[1].lose("not yet")  # Decode must ask the first process.
     service.decode.connections[1]._again_at = time.monotonic() + 60
     request = PHASES[phase](service)
     assert request.prefill is connection
@@ -306,7 +306,7 @@ def test_pages_stay_held_until_their_lease_word_is_cleared(
     service.prefill._end(request, "says the test")
     assert request.phase == "ending"
     assert not service.loops["p0"].manager.contains(request.key)
-    # Pages of an unfinished prompt that were not offered are already free.
+    # The pages of an unfinished prompt that were not offered are already free.
     held = service.prefill.stats().pages_held if phase == "pulling" else held
     assert held >= told > 0
     assert service.prefill.stats().pages_held == held
@@ -325,8 +325,8 @@ def test_a_lease_that_runs_out_fails_the_attempt_and_none_of_its_pages_is_accept
 ) -> None:
     service = start(lease_s=3.0)
     request = offered(service)
-    # The reader's thread renews the lease by itself. So the test ends the lease at the source, as if the reader had
-    # been stopped.
+    # The reader's thread renews the lease by itself. The test therefore ends the lease at the source, as if the reader
+    # had been stopped.
     prefill = prefill_requests(service)[0]
     assert prefill.source is not None
     service.exchanges["p0"].revoke(prefill.source, "expired, says the test")
@@ -356,7 +356,7 @@ def test_the_time_of_a_lease_runs_from_the_last_offer_on(start: Callable[..., Se
 def test_a_lease_is_renewed_while_decode_has_no_room(
     start: Callable[..., Service], expected: dict[str, list[int]]
 ) -> None:
-    service = start(lease_s=2.5)  # a busy machine once kept the reader's thread from running for more than a second
+    service = start(lease_s=2.5)  # On a busy machine the reader's thread may have to wait for more than a second.
     request = offered(service)
     until = time.monotonic() + 5
     service.until(lambda: time.monotonic() > until, "twice the lease")
@@ -404,7 +404,8 @@ def test_offers_of_an_attempt_that_is_over_are_refused_and_their_pages_come_back
     service.submit_one("r", PROMPT)
     service.until(lambda: phase_of_prefill(service) == "held", "the pages", poll=_prefill_and_messages(service))
     request = service.decode._requests["r"]
-    request.attempt += 1  # simulates that this attempt has failed and that the message about it is still on its way
+    # The test simulates that this attempt has failed and that the message about its failure is still on its way.
+    request.attempt += 1
     service.until(lambda: not prefill_requests(service), "the refusal")
     assert service.decode.counts["late"] >= 1
     assert request.phase == "asked"
@@ -460,7 +461,7 @@ def say_rubbish(service: Service, stranger: Stranger) -> None:
     stranger.ask(msg.encode(msg.Hello(reader="x", incarnation="i")))
     offer = stranger.ask(msg.encode(asking))
     assert isinstance(offer, msg.PagesOffer)
-    stranger.socket.send(msg.encode(asking))  # repeats the request after it was served
+    stranger.socket.send(msg.encode(asking))  # The stranger repeats its request after prefill has served it.
     stranger.socket.send(msg.encode(msg.Cancel(request_id="nobody", attempt=1, reason="?")))
     service.until(lambda: service.prefill.counts["late"] == 2, "what is late")
     answer = stranger.ask(msg.encode(msg.Prefill(request_id="y", attempt=2, prompt=(1,) * 400, within_s=5.0)))

@@ -66,7 +66,7 @@ def test_two_processes_serve_a_prompt_and_end_in_order(tiny_model: object) -> No
 def test_idle_processes_sleep() -> None:
     """A loop that checks for work every millisecond would use a tenth of a core."""
     with forked.fleets(), Fleet(CONFIGS) as fleet:
-        for name in ("first", "second"):  # both processes are asleep when the second request comes
+        for name in ("first", "second"):  # Both processes are asleep when the second request arrives.
             fleet.send("decode", msg.Submit(request_id=name, prompt=PROMPT, max_new_tokens=8))
             finished, deadline = False, time.monotonic() + 30
             while not finished:
@@ -135,7 +135,7 @@ def fill(fleet: Fleet) -> int:
 def test_unread_answers_do_not_keep_the_processes_from_ending() -> None:
     with forked.fleets(), Fleet(CONFIGS, send_timeout_s=0.5) as fleet:
         assert fill(fleet) > 1000
-        fleet._send_timeout_s = 10.0  # a busy machine takes some time to read the messages
+        fleet._send_timeout_s = 10.0  # On a busy machine it takes some time until the messages are read.
         processes = list(fleet._processes.values())
     assert [process.returncode for process in processes] == [0, 0]
 

@@ -20,7 +20,7 @@ from tests.scheduler_adapters.serving import own_tokens
 from transfer.pull.lease import LENT_SLOTS
 from transfer.wire.messages import ContentQuery, encode_message
 
-QUESTIONS = 4200  # more than the number of lease words for requests
+QUESTIONS = 4200  # There are more questions than lease words.
 
 
 @pytest.fixture(scope="module")

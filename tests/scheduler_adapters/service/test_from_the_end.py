@@ -351,7 +351,8 @@ def test_a_request_that_is_cancelled_meanwhile_leaves_nothing_held(start: Callab
 
 def test_without_room_the_rest_is_computed(start: Callable[..., Service], expected: list[int]) -> None:
     service = start()
-    service.prefills["p1"].peers.estimate = Fixed(0.75)  # more than half of the free pages
+    # The pulled part of the prompt takes more than half of the free pages.
+    service.prefills["p1"].peers.estimate = Fixed(0.75)
     manager = service.loops["p1"].manager
     taken = (manager.total_num_pages - PAGES - 8) * SIZE
     hog = TextContext(range(taken), taken, "hog")
@@ -418,7 +419,7 @@ def test_the_speed_of_the_model_is_measured_before_the_first_page_is_found(
     service.until(lambda: service.prefills["p1"].peers.counts["split"], "the first stretch")
     paced.go()
     service.until(lambda: "second" in service.ended, "the end")
-    # The computation is not measured to its end, because by then tokens at its end were left out.
+    # The whole computation is not measured, because it leaves out the last tokens of the prompt.
     assert measured == ([(64, 0)] if runs_first else [])
 
 

@@ -55,16 +55,16 @@ def test_unread_messages_wait_in_order_and_the_frontend_turns_deaf_at_its_limit(
         frontend.send(msg.Tokens(request_id=name))
     assert (len(frontend._unread), frontend.flush(), frontend.is_deaf) == (8, False, False)
     frontend.send(msg.Tokens(request_id="one more"))
-    assert [frontend.flush() for _ in range(3)] == [True, False, False]  # the frontend counts as deaf only once
+    assert [frontend.flush() for _ in range(3)] == [True, False, False]  # The frontend is reported as deaf only once.
     assert frontend.is_deaf
     heard = [theirs.recv() for _ in range(3)]
     time.sleep(0.05)
     assert not frontend.flush()
-    # the frontend stays deaf until half of the messages are read
+    # The frontend stays deaf until it has read half of the messages.
     assert frontend.is_deaf == (len(frontend._unread) > 4)
     heard += [data for (data,) in received(theirs)]
     assert ours.poll(5000, zmq.POLLOUT)
-    # this message waits behind the others, although the sockets have room
+    # The last message waits behind the unread messages, although the sockets have room.
     frontend.send(msg.Tokens(request_id="the last"))
     while frontend._unread:
         frontend.flush()
@@ -84,7 +84,7 @@ def test_requests_of_a_deaf_front_fail_and_their_pages_come_back(
     service.until(lambda: service.decode.frontend.is_deaf, "the limit")
     assert service.decode.counts["failed"] == 8
     service.assert_nothing_held()
-    # the limit, plus a last message for each request and a token for each row
+    # The sum is the limit, one last message for each request, and one token for each row.
     assert len(service.decode.frontend._unread) <= 20 + 8 + 4
     service.clients.pop("d0").close()
     service.clients["d0"] = theirs
@@ -226,8 +226,7 @@ def test_a_front_that_submits_without_end_and_reads_is_refused_beyond_its_limit(
     assert [(one.pages_held, one.open_requests) for one in stats.values()] == [(0, 0)] * 2
 
 
-# The program of a process that also writes a file when its frontend turns deaf. A deaf frontend receives no message
-# that would say so.
+# The program of a process that also writes a file when its frontend turns deaf. No message would reach a deaf frontend.
 TELLING = """
 import sys
 from pathlib import Path
@@ -287,7 +286,7 @@ def test_messages_to_a_process_that_takes_none_fail_at_a_deadline() -> None:
             assert time.monotonic() - begin < 20
         finally:
             os.kill(pid, signal.SIGCONT)
-        collected(fleet, 10)  # accepted requests are served
+        collected(fleet, 10)  # All accepted requests are served.
 
 
 def send_without_end(fleet: Fleet) -> None:

@@ -62,10 +62,10 @@ def test_tokens_are_the_models_own_and_only_windows_are_pulled(
     stats, manager = service.decode.stats(), service.loops["d0"].manager
     assert len(manager.layer_tables.tables) == 4
     whole = [-(-len(prompt) // PAGE) for prompt in PROMPTS]
-    # In three of four layers a prompt needs a window of 20 tokens, which touches 4 pages, or a chunk of 24 tokens.
+    # Three of the four layers need only a window of 20 tokens, which touches 4 pages, or a chunk of 24 tokens.
     assert whole[0] < stats.pages_pulled <= sum(whole) + 3 * 4 * len(PROMPTS) < 2 * sum(whole)
     per_page = sum(layout.page_bytes for layout in manager.layouts)
-    # Pages of different sizes or shards go through the staging area as whole pages.
+    # If pages have other sizes or shards, whole pages go through the staging area.
     assert stats.bytes_pulled == stats.pages_pulled * per_page or chunkwise
     assert service.serve(PROMPTS) == expected
     pulled_again = service.decode.stats().pages_pulled - stats.pages_pulled
@@ -95,7 +95,7 @@ def test_tokens_are_the_models_own_and_windows_and_a_state_are_pulled(
     stats, manager = service.decode.stats(), service.loops["d0"].manager
     assert len(manager.layer_tables.tables) == 3
     whole = sum(-(-len(prompt) // PAGE) for prompt in PROMPTS)
-    # In two layers of three a prompt needs a window of 20 tokens, which touches 4 pages. It also needs its state.
+    # Two of the three layers need only a window of 20 tokens, which touches 4 pages. Each prompt also needs its state.
     assert stats.pages_pulled <= whole + (2 * 4 + 1) * len(PROMPTS) < 2 * whole
     assert service.serve(PROMPTS) == expected
     again = service.decode.stats().pages_pulled - stats.pages_pulled
@@ -122,7 +122,7 @@ def test_with_only_windows_or_chunks_decode_pulls_the_pages_that_the_next_token_
 @pytest.mark.parametrize("model", [*GROUPED, "lfm3"], indirect=True)
 def test_a_decode_process_computes_its_preempted_requests_itself(start: Callable[..., Service], model: Any) -> None:
     prompts = [[at, *prompt] for at, prompt in enumerate(PROMPTS)]
-    # 72 tokens are enough for all requests to run at the same time, however quick they are
+    # With 72 new tokens each, all requests run at the same time for a while, even on a fast machine.
     wanted = [own_tokens(model, prompt, 72) for prompt in prompts]
     service = start({}, {"pages": 21 if "Lfm3" in type(model).__name__ else 19, "budget": 16})
     assert service.serve(prompts, 72) == wanted
@@ -133,7 +133,7 @@ def test_a_decode_process_computes_its_preempted_requests_itself(start: Callable
 def test_a_request_that_does_not_fit_into_several_tables_fails_without_affecting_others(
     start: Callable[..., Service], expected: Any
 ) -> None:
-    service = start({}, {"pages": 16})  # each of the 64 pages has only one layer
+    service = start({}, {"pages": 16})  # Each of the 64 pages has only one layer.
     assert service.serve([PROMPTS[0], [*HEAD, *HEAD, *HEAD]])[0] == expected[0]
     assert "as 4 block tables take" in service.ended["r1"].error
     service.assert_nothing_held()
@@ -141,7 +141,8 @@ def test_a_request_that_does_not_fit_into_several_tables_fails_without_affecting
 
 def test_pages_that_are_not_whole_in_a_window_are_refused_by_name(start: Callable[..., Service], model: Any) -> None:
     service = start({}, {"page_size": 16, "pages": 50})
-    # The first token that the next token sees begins a page of 8 tokens. It also lies within a page of 16 tokens.
+    # The window of the next token begins with a token that is the first token of a page of 8 tokens. The same token is
+    # in the middle of a page of 16 tokens.
     prompt = PROMPTS[0][: 24 * 7 + 3]
     service.serve([prompt])
     if "error" in service.ended["r0"].finished:  # pyright: ignore[reportOperatorIssue]
@@ -154,7 +155,8 @@ def test_pages_that_are_not_whole_in_a_window_are_refused_by_name(start: Callabl
 def test_a_peer_with_one_table_is_refused_by_name(start: Callable[..., Service]) -> None:
     service = start({"groups": False}, {})
     service.serve([PROMPTS[0]])
-    error = service.ended["r0"].error  # refused by its first pages, or by the description of the process
+    # Decode refuses either the first pages of the request or the description of the process.
+    error = service.ended["r0"].error
     assert "has 1 page groups; this manager has 4" in error or "layer tables: None at the source, 'full of" in error
     service.assert_nothing_held()
 
@@ -203,6 +205,6 @@ def test_one_process_pulls_a_prefix_of_another_for_all_tables(
     assert service.ended["second"].cached_tokens == PAGE * pages
     assert service.prefills["p1"].stats().pages_pulled == pages
     lent = sum(service.exchanges[name].lending.pages_lent for name in ("p0", "d0"))
-    # in the three layers with a window, only the pages that the next token sees are lent
+    # In the three layers with a window, the source lends only the pages that the next token sees.
     assert pages < lent <= pages + 3 * 4
     service.assert_nothing_held()

@@ -26,7 +26,7 @@ class LatestRunner(ThreadedRunner):
 
     def __init__(self, runner: ModelRunner) -> None:
         super().__init__(runner)
-        self.computed: dict[Any, int] = {}  # the number of computed tokens of each request
+        self.computed: dict[Any, int] = {}  # For each request, the number of tokens that are computed.
 
     def launch(self, batches: Sequence[RunBatch]) -> Any:
         return _Unrun(self, batches)

@@ -31,7 +31,8 @@ from transfer.pull.lending import LENT_S
 from transfer.pull.pull_state import PullEvent, PullShare
 from transfer.pull.source import Source
 
-HEAD = ByteTokenizer().encode("Whoever has computed a prefix has it for all that ask. " * 4)  # 221 tokens: 13 pages
+# The 221 tokens have 13 full pages.
+HEAD = ByteTokenizer().encode("Whoever has computed a prefix has it for all that ask. " * 4)
 FIRST, SECOND = ([*HEAD, *ByteTokenizer().encode(text)[1:]] for text in ("First?", "Second? " * 5))
 PAGES = len(HEAD) // 16
 
@@ -90,7 +91,7 @@ def test_one_process_pulls_what_another_has_computed_and_computes_the_rest(
     assert (stats.prompt_tokens, stats.cached_tokens) == (len(SECOND), 16 * PAGES)
     assert service.exchanges["p0"].lending.pages_lent == PAGES
     service.assert_nothing_held()
-    # now the prefix is cached at this process, so no source is asked
+    # The prefix is cached at this process now, so it asks no source.
     assert served(service, "again", SECOND, "p1") == expected
     assert outcome(service) == {"pulled": 1}
 
@@ -113,7 +114,7 @@ def test_each_replica_of_a_source_is_asked_and_shards_are_read(
     start: Callable[..., Service], expected: list[int], prefill: dict[str, int]
 ) -> None:
     service = start(**prefill)
-    # the first replica has a request, so the prompt goes to the last replica
+    # The first replica has a request, so the prompt goes to the last replica.
     service.loops["p0"].manager.external_claim("busy", 0)
     served(service, "first", FIRST, "p0")
     service.loops["p0"].manager.release("busy")
@@ -125,7 +126,7 @@ def test_each_replica_of_a_source_is_asked_and_shards_are_read(
 def test_a_source_that_has_forgotten_costs_a_question(start: Callable[..., Service], expected: list[int]) -> None:
     service = start()
     served(service, "first", FIRST, "p0")
-    for name in ("p0", "d0"):  # if d0 kept its pages, the decode process would name itself as a source
+    for name in ("p0", "d0"):  # If d0 kept its pages, the decode process would name itself as a source.
         service.loops[name].manager.reset_prefix_cache()
     assert served(service, "second", SECOND, "p1") == expected
     assert outcome(service) == {"stale": 1}
@@ -139,9 +140,10 @@ def test_sources_that_a_client_names_are_asked_in_turn(start: Callable[..., Serv
     wrong = msg.KVSource(known.address, ("p7/0",))
     assert served(service, "second", SECOND, "p1", kv_sources=(wrong, known)) == expected
     assert outcome(service) == {"pulled": 1}
-    far = msg.KVSource("tcp://192.0.2.1:9", ("p7/0",))  # the source is not allowed, and does not exist
+    # The address is not allowed as a source, and no process uses it.
+    far = msg.KVSource("tcp://192.0.2.1:9", ("p7/0",))
     other = [*range(100, 190)]
-    # by this estimate, pulling such a short prompt does not pay
+    # With this estimate a pull of such a short prompt does not pay.
     service.prefills["p1"].peers.estimate = PullOrCompute()
     served(service, "third", other, "p1", kv_sources=(far,))
     assert outcome(service) == {"pulled": 1, "unanswered": 1}
@@ -370,7 +372,7 @@ def test_a_silent_source_leaves_time_for_the_next_one(
     with monkeypatch.context() as patch:
         patch.setattr(service.prefills["p0"], "poll", lambda: False)  # stops its loop
         assert served(service, "second", SECOND, "p1", kv_sources=known(service, "p0", "p2")) == expected
-    assert engines == ["p0/0", "p2/0"]  # a source that does not answer is not asked for the next stretch
+    assert engines == ["p0/0", "p2/0"]  # A source that does not answer is not asked for the next stretch of the prompt.
     assert outcome(service) == {"pulled": 1}
     assert service.ended["second"].cached_tokens == 16 * PAGES
     service.assert_nothing_held()
@@ -413,7 +415,7 @@ def test_a_request_that_is_cancelled_meanwhile_leaves_nothing_held(start: Callab
     service.until(lambda: "second" in service.ended, "the end")
     began, asks, lending = time.monotonic(), service.exchanges["p1"]._asks, service.exchanges["p0"].lending
     service.until(lambda: not (asks._open or lending.num_leases), "the answer, and what comes of it")
-    assert time.monotonic() - began < LENT_S / 2  # unwanted pages are given back at once, before their lease expires
+    assert time.monotonic() - began < LENT_S / 2  # Unwanted pages are given back before their lease expires.
     service.assert_nothing_held()
     assert not service.prefills["p1"].peers._open
     assert served(service, "third", FIRST, "p1")
@@ -447,7 +449,7 @@ def large(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def begins(wait_s: float = 1.0) -> None:
         for name, value in (("ONE_SOURCE_BYTES", 0), ("_PROBE_BYTES", 1), ("_LEAST_BYTES", 1)):
             monkeypatch.setattr(f"transfer.pull.shared_pull.{name}", value)
-        for name in ("_LEAST_WAIT_S", "_MOST_WAIT_S"):  # the test machine may be busy
+        for name in ("_LEAST_WAIT_S", "_MOST_WAIT_S"):  # A busy test machine may need more time.
             monkeypatch.setattr(f"scheduler_adapters.service.peer_prefixes.{name}", wait_s)
 
     return begins
@@ -551,7 +553,7 @@ def test_a_source_with_fewer_pages_is_read_for_these_and_the_other_source_for_th
     large()
     spy = Spy(service, monkeypatch)
     assert served(service, "second", SECOND, "p1", kv_sources=known(service, "p0", "p2")) == expected
-    assert spy.named == [["p2/0", "p0/0"]]  # an import covers the pages of the first table in its list
+    assert spy.named == [["p2/0", "p0/0"]]  # The first table in the list determines the pages that the import covers.
     page_bytes = sum(layout.page_bytes for layout in service.loops["p1"].manager.layouts)
     assert 0 < spy.shares["p0/0"] <= 6 * page_bytes
     assert sum(spy.shares.values()) == PAGES * page_bytes
@@ -576,7 +578,7 @@ def test_a_source_that_fails_in_a_pull_from_two_leaves_its_pages_to_the_other(
     assert served(service, "second", SECOND, "p1", kv_sources=known(service, "p0", "p2")) == expected
     assert [share.place[1] for share in spy.pulls[-1].shares if share.error] == ["p2/0"]
     assert service.ended["second"].cached_tokens == 16 * PAGES
-    assert service.prefills["p1"].stats().taken_s["pull"] == 0  # a pull with a failed source is not measured
+    assert service.prefills["p1"].stats().taken_s["pull"] == 0  # A pull with a failed source is not measured.
     service.assert_nothing_held()
 
 
@@ -590,7 +592,7 @@ def test_a_silent_second_source_is_not_awaited_for_long_and_its_late_pages_are_g
     monkeypatch.setattr(service.prefills["p0"], "poll", lambda: p0() if spy.named else False)
     submit(service, "second", SECOND, "p1", kv_sources=known(service, "p0", "p2"))
     service.until(lambda: spy.named, "the pull")
-    assert time.monotonic() - began < 0.4  # if p0 had been the only source, p1 would have waited half a second for it
+    assert time.monotonic() - began < 0.4  # If p0 had been the only source, p1 would have waited half a second for p0.
     assert spy.named == [["p2/0"]]
     service.until(lambda: spy.refused and not lending.num_leases, "what it lends late", LENT_S / 2)
     service.until(lambda: "second" in service.ended, "the end")
@@ -859,7 +861,7 @@ def test_pages_that_were_lent_to_a_dropped_request_are_given_back_also_if_they_c
 def test_answers_that_do_not_fit_are_all_given_back(answers: Answers) -> None:
     answers.begin("a", "b")
     answers.answer("a", 20, 0.001)
-    assert answers.answer("b", 21, 0.001)  # more pages than the prompt has
+    assert answers.answer("b", 21, 0.001)  # The answer names more pages than the prompt has.
     assert sorted(answers.refused) == ["a", "b"]
     assert answers.peers.counts == {"failed": 1}
 
@@ -911,7 +913,8 @@ def nothing_held(fleet: Fleet) -> dict[str, msg.Stats]:
 
 @pytest.mark.slow
 def test_three_processes_pull_from_each_other_and_an_idle_source_wakes(tiny_model: Any) -> None:
-    long = (HEAD * 8)[:900]  # fewer than 64 pages, because a process with 256 pages lends 64
+    # The prompt has fewer than 64 pages, because a process with 256 pages lends at most 64 pages.
+    long = (HEAD * 8)[:900]
     with forked.fleets(), Fleet(CONFIGS) as fleet:
         introduced(fleet)
         heard(fleet, "first", FIRST, "p0")

@@ -52,7 +52,7 @@ def test_if_there_are_too_few_pages_the_row_is_given_back(table: BlockTable, las
     made = manager()
     others = TextContext(range(100, 127), 32, "others")
     made.external_claim("others", 0)
-    assert made.maybe_reserve(others)  # this request takes seven of the eight pages
+    assert made.maybe_reserve(others)  # This request takes seven of the eight pages.
     for _ in range(3):
         assert reserve(made, TextContext(PROMPT, 32, "r"), 0, table, last=last) is None
         assert held(made) == (7, ["others"])

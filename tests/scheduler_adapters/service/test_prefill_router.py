@@ -88,7 +88,7 @@ def test_load_counts_until_it_is_removed_once(fleet: Fleet) -> None:
     assert all(request.ask(connections, 1.0, chunkwise=True) for request in requests)
     first, second, third = (request.prefill for request in requests)
     assert first is not second
-    assert third is first  # the first process has the least load
+    assert third is first  # The first process has the least load.
     assert sorted(connection.load for connection in connections) == [101, 202]
     for _ in range(2):
         requests[0].relieve()
@@ -132,13 +132,13 @@ def test_a_process_that_was_asked_for_more_of_a_prompt_is_named_as_a_source(flee
         assert isinstance(heard_of, msg.Prefill)
         return heard_of.kv_sources
 
-    assert sources(names[0]) == ()  # no process has been asked for this prompt before
-    assert sources(names[0]) == ()  # only this process itself has been asked for the prompt
+    assert sources(names[0]) == ()  # Decode has sent this prompt to no process yet.
+    assert sources(names[0]) == ()  # Decode has sent this prompt only to this process.
     assert sources(names[1]) == (msg.KVSource(f"at {id(routers[0])}", ("e",), 5 * CHUNK),)
-    # by now both processes have been asked for the same number of the prompt's tokens
+    # Decode has now sent equally many tokens of the prompt to both processes.
     assert sources(names[1]) == ()
     named = (msg.KVSource("elsewhere", ("x",)),)
-    assert sources(names[1], kv_sources=named) == named  # if the client names sources itself, these are kept
+    assert sources(names[1], kv_sources=named) == named  # Decode keeps the sources that the client names.
 
 
 def test_the_asking_process_names_itself_if_it_has_more_of_the_prompt(fleet: Fleet) -> None:
@@ -157,7 +157,7 @@ def test_the_asking_process_names_itself_if_it_has_more_of_the_prompt(fleet: Fle
 
     assert sources(first, 2, 0) == []
     assert sources(first, 4, 3 * CHUNK) == ["here"]
-    # decode has more of the prompt than it has sent to this prefill process, but less than one chunk more
+    # Decode has more of the prompt than it has sent to this prefill process. The difference is less than one chunk.
     assert sources(first, 5, 4 * CHUNK + 8) == []
     assert sources(second, 5, 2 * CHUNK) == [f"at {id(routers[0])}", "here"]
     assert sources(second, 5, 5 * CHUNK) == []

@@ -47,8 +47,8 @@ def test_a_scrape_has_the_documented_metrics_and_agrees_with_the_counters(servic
     documented = set(re.findall(r"^\| `(pagewire_(?!front_)\w+)` \|", table(), re.MULTILINE))
     for name in ("p0", "d0"):
         text, made = text_of(*observed(service, name)), observed(service, name)
-        # A family whose name ends in `_created` is not one of ours. Each room has one family for figures that could not
-        # be read.
+        # A family whose name ends in `_created` is not a family of pagewire. Each package has one family that counts
+        # figures which could not be read.
         found = set(re.findall(r"^# TYPE (\w+) ", text, re.MULTILINE))
         assert found - {one.families[-1].name for one in made} == documented
         assert list(faults(text)) == []
@@ -73,7 +73,7 @@ def test_requests_are_counted_by_phase(service: Service) -> None:
     assert set(phases(scraped(*observed(service, "p0")))) == PREFILL_MOVES.keys() - {"over"}
     before = phases(scraped(*observed(service, "d0")))
     assert before == dict.fromkeys(DECODE_MOVES.keys() - {"over"}, 0)
-    for number in range(7):  # four rows, so three requests wait
+    for number in range(7):  # Only four requests get a row. Three requests wait.
         service.submit_one(f"n{number}", [*range(70 + number, 100 + number)], 200)
     assert phases(scraped(*observed(service, "d0")))["waiting"] == 7
     service.until(lambda: phases(scraped(*observed(service, "d0")))["decoding"] == 4, "four that decode")

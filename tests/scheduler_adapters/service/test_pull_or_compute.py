@@ -13,7 +13,8 @@ import pytest
 
 from scheduler_adapters.service.pull_or_compute import PullOrCompute, TimeByTokens
 
-# Measured milliseconds for pulling the head of a prompt, and for computing a prompt (benchmarks.prefix_peers).
+# The milliseconds that benchmarks.prefix_peers has measured: to pull the beginning of a prompt, and to compute a
+# prompt. The keys are numbers of tokens.
 PULLED = {64: 5.2, 128: 5.4, 256: 6.5, 512: 7.3, 1024: 9.0, 2048: 14.0, 3072: 14.5}
 COMPUTED = {8: 10.0, 72: 12.9, 136: 15.9, 264: 26.4, 520: 45.3, 1032: 86.0, 2056: 211.9, 3080: 367.3}
 REST = 8
@@ -211,7 +212,7 @@ def test_a_link_that_slows_is_noticed_at_one_length_and_recovers(seed: int, leng
     prompts.slower = 1.0
     pulled_since = [prompts.next(length) for _ in range(TRIED_ANYWAY + 8)]
     assert all(pulled_since[-4:])
-    if slower < 10.0:  # a trial costs little here
+    if slower < 10.0:  # If the link was less than ten times slower, a trial costs little.
         assert pulled_since.index(True) <= TRIED_AGAIN
     assert prompts.wrong_of(prompts.shuffled(each=20)) <= 0.05 * 20 * len(PULLED)
 
@@ -232,7 +233,8 @@ def test_the_slower_way_is_tried_now_and_then() -> None:
     for tokens in (100, 1000, 3000):
         choice.pull.add(tokens, 0.03 + 1e-5 * tokens)
         choice.compute.add(tokens, 0.001 + 1e-4 * tokens)
-    # 333 tokens. The rest of the prompt is computed in both ways, so the latency of a computation does not count.
+    # The crossover is at 333 tokens. Both ways compute the rest of the prompt, so the latency of a computation does not
+    # count.
     crossover = 0.03 / 9e-5
     right = [choice.pays(0, tokens, 8) == (tokens > crossover) for tokens in range(1, 1000, 7)]
     assert sum(right) / len(right) >= 0.95

@@ -17,7 +17,7 @@ from tests.scheduler_adapters.service.test_faults import empty, fill
 
 PROMPTS = [[seed * 7 % 250 + at % 5 for at in range(length)] for seed, length in enumerate((150, 40, 90, 16, 64, 100))]
 NEW = 6
-# Moves that need an error of the transfer thread, or a race that is shorter than a millisecond.
+# Moves that need an error of the transfer thread, or a race of less than a millisecond.
 RARE = {(phase, "over") for phase in ("fetching", "leasing", "computing", "offered")} | {("leasing", "computing")}
 
 
@@ -44,9 +44,10 @@ class Storm:
 
     def __init__(self, service: Service, expected: list[list[int]], seed: int) -> None:
         self.service, self.expected, self.random = service, expected, random.Random(seed)
-        self.asked: dict[str, tuple[int, str]] = {}  # for each request, its prompt and its decode process
-        self.lost: set[str] = set()  # requests of stopped decode processes
-        self.faults: Counter[str] = Counter()  # counts of the faults that had an effect
+        # For each request, the index of its prompt and the name of its decode process.
+        self.asked: dict[str, tuple[int, str]] = {}
+        self.lost: set[str] = set()  # The requests of stopped decode processes.
+        self.faults: Counter[str] = Counter()  # For each fault, how often it had an effect.
 
     def act(self, kind: str) -> bool:  # noqa: C901  (a case for each kind)
         """Causes a fault, if it has a target. Returns whether it had one."""
@@ -88,7 +89,7 @@ class Storm:
                 return False
             try:
                 fill(service, name)
-            except NoFreeRowError:  # all rows of the replica are claimed
+            except NoFreeRowError:  # Requests have claimed all rows of the replica.
                 return False
         elif kind in ("prefill", "decode"):
             self.restart(kind)
@@ -118,7 +119,7 @@ class Storm:
             kind = todo.pop(0)
             if self.act(kind):
                 self.faults[kind] += 1
-            else:  # there is no target now, so the fault is tried again later
+            else:  # The fault has no target now, so it is tried again later.
                 if "submit" in todo:
                     todo.remove("submit")
                 todo[:3] = ["submit", *todo[:2], kind, *todo[2:3]]
@@ -183,7 +184,7 @@ def test_storms_make_every_legal_move(storm: Any, monkeypatch: pytest.MonkeyPatc
     for seed in range(100, 124):
         one = storm(seed)
         one.check_run(80)
-        one.service.close()  # its threads would slow down the following storms
+        one.service.close()  # The threads of this service would slow down the next storms.
         if wanted <= set(moves.seen):
             break
     assert wanted <= set(moves.seen), f"never made: {sorted(wanted - set(moves.seen))}"

@@ -109,7 +109,8 @@ def test_an_offer_that_younger_ones_have_overtaken_is_dropped(
 ) -> None:
     said = Said(service, monkeypatch)
     request = pulling(service)
-    service.until(lambda: len(said.offers) > 2, "some chunks", poll=service.prefill.poll)  # decode pulls the first
+    # Decode pulls the first chunk.
+    service.until(lambda: len(said.offers) > 2, "some chunks", poll=service.prefill.poll)
     service.until(
         lambda: request.offer is not None and request.offer.table.num_tokens > said.offers[0].table.num_tokens,
         "a younger one",

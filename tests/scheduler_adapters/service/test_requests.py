@@ -55,7 +55,7 @@ def test_every_phase_leads_to_the_end_and_nothing_leads_from_it(side: str) -> No
 def test_only_a_request_that_is_over_or_held_has_no_deadline() -> None:
     request = request_in("prefill", "computing")
     request.move("held")
-    assert request.deadline == math.inf  # the lease has its own deadline
+    assert request.deadline == math.inf  # The lease has a deadline of its own, so the request has none.
 
 
 def test_the_first_reason_is_kept() -> None:
@@ -98,9 +98,10 @@ def test_a_request_that_asks_again_hashes_no_page_a_second_time(monkeypatch: pyt
             found = hasher_of(context, "sha256", 16).digests(context.tokens, 0, pages)
             anew = PrefixHasher("sha256", 16, "s").digests(np.array(request.tokens), 0, pages)
             assert found.tolist() == anew.tolist()
-            del hashed[-1]  # forgets the hashes that the comparison has made
+            del hashed[-1]  # The last entry comes from the comparison above.
         request.emitted.append(token)
-    assert hashed == [4, 1]  # after the prompt's pages, only the page that the tenth token fills is hashed
+    # First the pages of the prompt are hashed, and then only the page that the tenth token fills.
+    assert hashed == [4, 1]
 
 
 def test_a_context_of_an_earlier_attempt_keeps_its_own_hashes() -> None:
@@ -124,7 +125,7 @@ def test_an_offer_is_of_the_prompt_and_of_what_the_client_has_had_since_the_last
     request = DecodeRequest("r", 1, "waiting", 5.0, spec=Request("r", [*range(1, 40)], 8, cache_salt="s"))
     if asked:
         request.new_context()
-    request.emitted += [7, 8]  # these tokens belong to an attempt that has failed
+    request.emitted += [7, 8]  # A failed attempt has emitted these tokens.
     every = [*range(1, 40), 7, 8]
     for count in (16, 39, 41):
         table, digest = SimpleNamespace(num_tokens=count), prompt_of(every, "s").digest(count)

@@ -26,7 +26,8 @@ class Schedule:
     def __init__(self, service: Service, deliverer: Deliverer, expected: list[list[int]], seed: int) -> None:
         self.service, self.deliverer, self.expected = service, deliverer, expected
         self.random = random.Random(seed)
-        self.asked: dict[str, tuple[int, str]] = {}  # maps a request to its prompt and its decode process
+        # For each request, the index of its prompt and the name of its decode process.
+        self.asked: dict[str, tuple[int, str]] = {}
         self.aborted: set[str] = set()
         self.trouble: Counter[str] = Counter()
 
@@ -110,7 +111,7 @@ class Schedule:
             self.judge(request_id, self.expected[prompt], trouble=trouble)
         every = [*self.service.prefills.values(), *self.service.decodes.values()]
         until(lambda: not any(one.open_requests for one in every), "the last lease", 60, self.poll)
-        assert [one.stats().pages_held for one in every] == [0] * len(every)  # `stats` also runs `check()`
+        assert [one.stats().pages_held for one in every] == [0] * len(every)  # `stats` also calls `check()`.
 
     def judge(self, request_id: str, wanted: list[int], *, trouble: bool) -> None:
         tokens, end = self.service.tokens[request_id], self.service.ended[request_id]
@@ -167,8 +168,8 @@ def test_late_messages_of_attempts_that_failed_touch_no_other(schedule: Callable
     assert one.trouble.total() > 0
 
 
-# The deliveries that must have occurred: the message, the beginning of the phase's name, and how the message was
-# delivered.
+# The deliveries that must have occurred. Each has the message, the beginning of the phase's name, and the way in which
+# the message was delivered.
 WANTED = {
     *(Reached("last offer", phase, "again") for phase in ("offered, after the last", "pulling, after the last")),
     *(Reached("last offer", phase, "again") for phase in ("decoding", "over", "another attempt")),

@@ -14,11 +14,11 @@ from tests.scheduler_adapters.serving import assert_nothing_held, new_loop, own_
 HEAD = "A window that slides sees only the last few tokens of a text. " * 2
 PROMPTS = [ByteTokenizer().encode(text) for text in (HEAD + "Which?", "ab", HEAD + "How many, and whose?", HEAD)]
 NEW = 12
-WINDOW = 24  # window of mistral and gemma3: shorter than every long prompt, and no multiple of a page
+WINDOW = 24  # The window of mistral and gemma3. It is shorter than every long prompt, and no multiple of the page size.
 
 
 def model_of(make_model: Callable[..., Any], kind: str) -> Any:
-    if kind == "gemma3":  # some layers have a window, and others do not
+    if kind == "gemma3":  # Some layers have a window, and other layers have none.
         kinds = ["sliding_attention", "full_attention", "sliding_attention"]
         return make_model(kind, sliding_window=WINDOW, layer_types=kinds, query_pre_attn_scalar=16)
     return make_model(kind)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 HEAD = "What a page holds, who may write to it, and when it may be used again. " * 3
 PROMPTS = [ByteTokenizer().encode(text) for text in (HEAD + "First?", "short", HEAD + "Second?", HEAD + "First?")]
 
-APART = {"replaced": {"share_state_memory": False}}  # recurrent states have memory of their own
+APART = {"replaced": {"share_state_memory": False}}  # With these params recurrent states have separate memory.
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_sides_that_differ_give_the_same_tokens(
 ) -> None:
     service = start(prefill={"budget": 48, **prefill}, decode=decode, chunkwise=chunkwise)
     assert service.serve(PROMPTS) == expected
-    assert service.serve(PROMPTS[::-1]) == expected[::-1]  # now the prefixes are already cached
+    assert service.serve(PROMPTS[::-1]) == expected[::-1]  # The prefixes are cached now.
     assert service.decode.stats().pages_reused > 0
     service.assert_nothing_held()
 
@@ -164,7 +164,8 @@ def test_a_poll_looks_at_no_request_that_has_no_news(start: Callable[..., Servic
     every: list[Any] = [service.prefill, service.decode]
     for one in every:
         one._requests = Unwalked()
-        one._expire_at = math.inf  # the process compares deadlines with the clock only every few milliseconds
+        # The process compares deadlines with the clock only every few milliseconds. The test stops this comparison.
+        one._expire_at = math.inf
     assert service.serve(PROMPTS) == expected
     for one in every:
         one._requests, one._expire_at = {**one._requests}, 0.0
@@ -198,7 +199,7 @@ def test_decode_pulls_only_what_it_lacks(start: Callable[..., Service], expected
     assert service.serve(PROMPTS[:1]) == expected[:1]
     full, rest = divmod(len(PROMPTS[0]), 16)
     assert rest
-    assert service.decode.stats().pages_pulled - before == 1  # this is the last page, which is not full
+    assert service.decode.stats().pages_pulled - before == 1  # The pulled page is the last page, which is not full.
     assert service.decode.stats().pages_reused == full
     service.assert_nothing_held()
 
@@ -240,8 +241,7 @@ def test_preempted_requests_come_before_new_ones(start: Callable[..., Service]) 
     service.decode.submit(msg.Submit(request_id="late", prompt=(9,) * 20, max_new_tokens=4))
     service.until(lambda: len(service.ended) == 3, "the last token")
     assert [len(service.tokens[request_id]) for request_id in ("r0", "r1", "late")] == [60, 60, 4]
-    # The request whose pages came last is preempted. If the short request had come before it, the short request would
-    # have ended first.
+    # The request whose pages came last is preempted. If this were the short request, it would end first.
     assert list(service.ended).index("late") > 0, service.ended.keys()
     service.assert_nothing_held()
 

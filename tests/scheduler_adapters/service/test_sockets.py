@@ -173,7 +173,7 @@ def test_the_pulse_reports_processes_that_stop_or_die_and_not_busy_ones(
     pulse.close()
     with pytest.raises(zmq.ZMQError, match="Invalid argument .*'nowhere'"):
         Pulse(context, "nowhere", None)
-    context.term()  # would hang if a socket was left open
+    context.term()  # `term` would hang if a socket had been left open.
 
 
 class Pipe:

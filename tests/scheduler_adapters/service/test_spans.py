@@ -96,8 +96,8 @@ def test_spans_of_100_requests_sum_to_the_whole_and_lie_in_what_the_client_waite
         whole += end - start
     pulled = value(found, "pagewire_pull_seconds_count")
     assert pulled == sum(span["attributes"]["pagewire.fence_seconds"] > 0 for span in spans) > COUNT // 2
-    # The transfer thread counts the time from the offer to the fence as a pull, but not the time that the command takes
-    # to reach the thread.
+    # The transfer thread counts the time from the offer to the fence as the time of a pull. It does not count the time
+    # until the command reaches the thread.
     assert reading >= value(found, "pagewire_pull_seconds_sum") - 1e-3
     assert stats.pages_held == 0
     report = {part: sum(span["attributes"][f"pagewire.{part}_seconds"] for span in spans) for part in PARTS}

@@ -27,7 +27,7 @@ from transfer import PageExchange
 
 pytestmark = pytest.mark.slow
 
-ALL = ByteTokenizer().encode("Whoever has computed a prefix has it for all. " * 4)  # 185 tokens: 23 full pages
+ALL = ByteTokenizer().encode("Whoever has computed a prefix has it for all. " * 4)  # The 185 tokens have 23 full pages.
 HEAD = ALL[:80]  # ten of them
 PROMPT = [*ALL, *ByteTokenizer().encode("And what follows is mine.")[1:]]
 NEW, SIZE = 8, CONFIG.page_size
@@ -147,7 +147,7 @@ def two(start: Callable[..., SourceProcess]) -> tuple[SourceProcess, SourceProce
 
 
 def given_back(*sources: SourceProcess) -> None:
-    deadline = time.monotonic() + 20  # a lease that its reader does not know expires
+    deadline = time.monotonic() + 20  # If the reader does not know a lease, the lease has to expire.
     for source in sources:
         while source.told("held") != (0, 0):
             assert time.monotonic() < deadline
@@ -185,7 +185,7 @@ def test_a_fault_of_the_second_source_does_not_affect_the_first_stretch(
         assert pid is not None
         if fault == "reset":
             second.told("reset")
-            # another prompt takes all pages that it can get
+            # The other prompt takes all pages that it can get.
             second.told("run", [7 + token % 200 for token in range(300)])
         elif fault == "stopped":
             os.kill(pid, signal.SIGSTOP)
@@ -193,13 +193,13 @@ def test_a_fault_of_the_second_source_does_not_affect_the_first_stretch(
             second.process.kill()
             second.process.join()
         if fault == "restarted":
-            alive.append(start("q", second.address))  # the new process has none of the prompt
+            alive.append(start("q", second.address))  # The new process has no page of the prompt.
             assert alive[-1].address == second.address
 
     tokens, found = reader.generate([first, second], happens)
     assert reached
     assert tokens == expected
-    # Lent pages can still be read after a reset. A source that is new must first answer the handshake.
+    # Lent pages can still be read after a reset. A new source must answer the handshake first.
     assert found == (23 if (when, fault) == ("pulling", "reset") else 10) * SIZE
     if fault == "stopped":
         os.kill(second.process.pid or 0, signal.SIGCONT)
@@ -260,7 +260,7 @@ def test_a_tail_that_the_second_source_has_only_in_host_memory(
     first, second = start("p"), start("q", "tcp://127.0.0.1:0", 8 << 20)
     first.told("run", HEAD)
     second.told("run", ALL)
-    for seed in (7, 11):  # the other prompts take all pages of the source
+    for seed in (7, 11):  # The other prompts take all pages of the source.
         second.told("run", [seed + token % 200 for token in range(480)])
     assert reader.generate([first, second], lambda *_: None) == (expected, 23 * SIZE)
     given_back(first, second)

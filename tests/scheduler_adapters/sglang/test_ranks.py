@@ -29,7 +29,7 @@ def test_a_rank_that_connects_late_gets_all_messages_once_and_in_order(server: R
         for peer, message in server.received():
             assert leader.heard(peer, message) == (1, WorkerOutput())
         heard += follower.steps()
-    follower.report(WorkerOutput())  # known the second time
+    follower.report(WorkerOutput())  # This is the second report, so the leader knows the rank already.
     leader.tell(told[2])
     while len(heard) < 3 and time.monotonic() < end:
         for peer, message in server.received():

@@ -34,7 +34,7 @@ PROMPT = Prompt(range(TOKENS))
 WRITTEN = torch.arange(1.0, 3 * PAGE + 1)
 
 
-_VALUES: list[torch.Tensor] = []  # the tensors live as long as the process, because READs may still write to them
+_VALUES: list[torch.Tensor] = []  # The process keeps the tensors until its end, because READs may still write to them.
 
 
 class Told:
@@ -161,7 +161,7 @@ def test_a_room_goes_from_its_question_to_its_end(sides: Sides) -> None:
 
 @pytest.mark.parametrize("sides", [{"lease_s": 0.5}], indirect=True)
 def test_decode_without_pages_keeps_the_lease_until_it_has_some(sides: Sides) -> None:
-    sides.pulls.want(ROOM, sides.address, PROMPT)  # asks before prefill has the request
+    sides.pulls.want(ROOM, sides.address, PROMPT)  # Decode asks before prefill has the request.
     sides.open()
     sides.check_hears(sides.prefill, "room_wanted")
     sides.compute()
