@@ -61,7 +61,7 @@ class Worker:
 
     def signal(self, number: int) -> None:
         if number == signal.SIGKILL:
-            self.process.kill()  # safe to call twice
+            self.process.kill()
             self.process.join(10)
         else:
             os.kill(self.process.pid, number)

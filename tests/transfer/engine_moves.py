@@ -128,7 +128,8 @@ class World:
         self.source = self._make("source", tps[0])
         self.readers = [self._make(f"reader{at}", tp) for at, tp in enumerate(tps[1:])]
         self.server = HandshakeServer([self.source.card])
-        self.server._throttle.admits = lambda _: True  # with this clock questions come more often than in reality
+        # The clock of this model is fast, so questions come more often than in reality.
+        self.server._throttle.admits = lambda _: True
         self.held: dict[int, Held] = {}
         self.reading: list[dict[str, Reading]] = [{}, {}]
         self.retired: list[Side] = []
@@ -168,7 +169,7 @@ class World:
     def pull(self) -> None:
         at = self._random.randrange(2)
         reader, offered = self.readers[at], [held for held in self.held.values() if held.offered]
-        # Sometimes an ended lease is used, as a late reader would do.
+        # A late reader may use a lease that has ended.
         if not offered or (self._random.random() < 0.1 and self._stale is not None):
             offered = [self._stale] if self._stale is not None else []
         if not offered:
@@ -233,7 +234,7 @@ class World:
         self.server.serve(self.source.card)
         old.replica.close()
         old.fill(list(range(PAGES)), FREE)
-        self.retired.append(old)  # the memory of the old source stays mapped, unlike the memory of a dead process
+        self.retired.append(old)  # The memory of a dead process is unmapped. The memory of the old source stays mapped.
         self._stale = next(iter(self.held.values()), None)
         self.held.clear()
 
@@ -250,7 +251,7 @@ class World:
         while events:
             match events.popleft():
                 case Offered(lease_id=lease_id, error=error):
-                    if error:  # the slot of the lease word was taken
+                    if error:  # Another lease has taken the slot of the lease word.
                         self._give_back(self.held.pop(lease_id))
                     else:
                         self.held[lease_id].offered = True

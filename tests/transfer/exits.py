@@ -76,7 +76,8 @@ def ends(conn: Connection, what: str, how: str, path: str, wait_s: float) -> Non
     os.dup2(log, 1)
     os.dup2(log, 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # the collector would otherwise search all imported modules at the end, which would take most of the time
+    # At the end of the process, the garbage collector would search all imported modules. The search would take most of
+    # the time.
     gc.freeze()
     OPENED[what]()
     time.sleep(wait_s)
@@ -94,4 +95,4 @@ def ends(conn: Connection, what: str, how: str, path: str, wait_s: float) -> Non
         traceback.print_exc()
     conn.close()
     sys.stderr.flush()
-    ctypes.pythonapi.Py_Exit(STATUS[how])  # finalizes the interpreter, which `multiprocessing` skips
+    ctypes.pythonapi.Py_Exit(STATUS[how])  # `Py_Exit` finalizes the interpreter. `multiprocessing` would skip this.

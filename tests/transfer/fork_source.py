@@ -60,7 +60,7 @@ def serve(pipe: Connection, life: Connection, reborn: bool) -> None:
     parent = os.getpid()
     if not os.fork():
         seen = (int(words.sum()), int(fences.sum()), bool(pages.any()))
-        words[0] = fences[5] = 1234  # changes only the fork's copy, which no peer reads
+        words[0] = fences[5] = 1234  # The values change only in the fork's copy, which no peer reads.
         pipe.send((os.getpid(), seen))
         if reborn:
             _take_pid(parent, pipe, life)

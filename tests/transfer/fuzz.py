@@ -58,7 +58,7 @@ from transfer.wire.prompt import Prompt
 
 KEY = b"fleet"
 SLOW_S = 2.0
-ENOUGH = 1000  # number of messages after which each target must have refused some
+ENOUGH = 1000  # After this number of messages, each target must have refused some messages.
 ODD = (
     0,
     1,
@@ -150,7 +150,8 @@ class Target:
         self.give(data)
 
     def give(self, data: bytes) -> None:
-        begin = time.thread_time()  # processor time, because this thread may have to wait for others
+        # The test measures processor time, because this thread may have to wait for other threads.
+        begin = time.thread_time()
         try:
             self._take(data)
             self.verdicts["taken"] += 1
@@ -248,7 +249,7 @@ class Flood:
     def send(self, rng: random.Random) -> None:
         frames = [mutated(rng.choice(self._seeds), rng) for _ in range(rng.choice((1, 1, 1, 2, 5)))]
         if rng.random() < 0.001:
-            frames = [b"\0" * 100_000]  # exceeds the limit, which ends the connection
+            frames = [b"\0" * 100_000]  # The frame is larger than the limit, so the server closes the connection.
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
@@ -284,7 +285,7 @@ def run(messages: int, seed: int, say: Callable[[str], None]) -> list[str]:
     card = EngineCard("p", "p1", ranks, {"model": "m"}, lambda query: offer.answer(query, config, KEY))
     wrong: list[str] = []
     with HandshakeServer([card]) as server:
-        server._throttle.admits = lambda _: True  # so that messages are not dropped before they are read
+        server._throttle.admits = lambda _: True  # Without a throttle, no message is dropped unread.
         targets, flood = make_targets(server), Flood(server, [encode_message(Ping(query_id=1))])
         half_kib = 0
         for number in range(messages):

@@ -182,8 +182,8 @@ class RankCaches:
     def _state(self, spec: GroupSpec) -> tuple[torch.Tensor, torch.Tensor]:
         channels = [len(share(part.units, self.side.tp, self.tp_rank)) * part.width for part in spec.parts]
         pages, length = self.side.num_blocks, 3
-        # The convolution's state and the SSM's state share one storage, as in hybrid models: a page holds the
-        # convolution's state, then the SSM's, then padding.
+        # The states of the convolution and of the SSM share one storage, as in hybrid models. A page holds the state of
+        # the convolution, the state of the SSM, and padding.
         conv, ssm = sum(channels[:3]) * length, channels[3] * 2 * spec.dim
         memory = torch.full((pages, conv + ssm + 5), UNTOUCHED, dtype=torch.int32)
         shape = (pages, sum(channels[:3]), length) if self.side.channels_first else (pages, length, sum(channels[:3]))

@@ -60,7 +60,7 @@ class RankHost:
             blocks, first = pair.reader_blocks[number], begin // config.block_size
             expected.write(number, blocks, first, (needed, end))
             allowed.write(number, blocks, first, (begin, end))
-            # host buffers are copied back page by page, so all other elements are zeros
+            # A host buffer is copied back page by page, so all other elements of its pages become zeros.
             if self.caches.side.host_buffer and spec.kind != "mamba":
                 whole = -(-pair.num_tokens // config.page_size) * config.page_size
                 allowed.write(number, blocks, first, (end, whole), 0)

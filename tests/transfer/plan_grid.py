@@ -85,7 +85,7 @@ class Triple:
 @cache
 def layout(held: Held, order: str, page_size: int) -> ShardLayout:
     sizes = {"layers": held.layers[1] - held.layers[0], "sides": held.sides, "page_size": page_size}
-    pages = TOKENS // page_size + 2  # two more pages than the request has
+    pages = TOKENS // page_size + 2  # The pool has two pages more than the request.
     return check(dense(page_layout(range(*held.heads), order=order, **sizes), pages, held.layers[0]))
 
 

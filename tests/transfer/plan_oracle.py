@@ -29,12 +29,12 @@ Pool = NDArray[np.int32]
 ITEMSIZE = 4
 UNTOUCHED = -1
 ORDERS = (
-    "head,layer,side,token,dim",  # our own order, in which any range of heads is one run
-    "layer,side,head,token,dim",  # HND, all layers in one tensor
+    "head,layer,side,token,dim",  # The order of pagewire. Any range of heads is one run.
+    "layer,side,head,token,dim",  # HND, with all layers in one tensor
     "layer,side,token,head,dim",  # NHD
-    "layer,head,token,side,dim",  # packed K and V, heads first
+    "layer,head,token,side,dim",  # K and V of a token side by side, heads first
     "layer,token,head,side,dim",  # packed, tokens first
-    "side,layer,token,head,dim",  # the documented shape of `blocks`, dense
+    "side,layer,token,head,dim",  # the documented order of `blocks`, without gaps
 )
 
 PER_LAYER = (SPLIT_NHD, SPLIT_HND, BLOCKS_FIRST_NHD, BLOCKS_FIRST_HND, PACKED_NHD, PACKED_HND)
@@ -100,7 +100,7 @@ def elements(box: Box, start: int, page: int, tokens: Sequence[tuple[int, int]])
 KINDS = ("kv", "conv.x", "conv.B", "conv.C", "ssm")
 
 
-_SIZES = (8, 2, 32, 160, 16)  # upper limits of layers, sides, heads, tokens and dims in tests
+_SIZES = (8, 2, 32, 160, 16)  # The largest numbers of layers, sides, heads, tokens and dims in tests.
 
 
 def value(group: int, kind: str, logical: tuple[int, ...]) -> int:

@@ -41,7 +41,7 @@ from tests.transfer.protocol_room import (
 )
 from tests.transfer.protocol_rules import ASSUMPTIONS, CASTS, RULES, SHOWN_BY, Cast, Part
 
-_BITS = 20  # bits of a room's index in a state
+_BITS = 20  # The number of bits that a room's index takes in a state.
 _MASK = (1 << _BITS) - 1
 _SOURCES = "PQ"
 
@@ -51,16 +51,17 @@ class Face(NamedTuple):
 
     held: int
     pages: tuple[int, ...]
-    failed: bool  # a new attempt may begin
-    past: int  # number of readers that have gone on to a later attempt
-    new: int  # number of readers that do not know this attempt yet
-    claims: bool  # whether the slot of this attempt's lease word is taken
-    standing: int  # the number of source ranks on which this attempt's lease word is set
+    failed: bool  # True if a new attempt may begin.
+    past: int  # The number of readers that have started a later attempt.
+    new: int  # The number of readers that do not know this attempt yet.
+    claims: bool  # True if the slot of this attempt's lease word is taken.
+    standing: int  # The number of source ranks on which this attempt's lease word is set.
     said: int
-    # The state of the only reader's pull, for a prompt that comes in stretches.
+    # The state of the only reader's pull, if the prompt comes in stretches.
     pull: int = IDLE
-    here: int = -1  # number of pages that the reader has; -1 while the stretch is not over
-    # for one part of an import: every lease word that the reader has read held the lease's id, and the pull is not over
+    here: int = -1  # The number of pages that the reader has. It is -1 until the stretch is over.
+    # For one part of an import. True if every lease word that the reader has read held the lease's id and the pull is
+    # not over.
     passed: bool = False
 
 
@@ -71,8 +72,8 @@ class Steps(NamedTuple):
     """
 
     deltas: tuple[tuple[int, int], ...]
-    deaths: tuple[tuple[int, int], ...]  # the same two numbers for the death of each process
-    spoils: bool  # whether a move writes to pages of other rooms, which never happens with all rules
+    deaths: tuple[tuple[int, int], ...]  # For the death of each process, the same two numbers as in `deltas`.
+    spoils: bool  # True if a move writes to pages of other rooms. With all rules this never happens.
     wrong: bool
 
 
@@ -100,7 +101,7 @@ class Explorer:
         self.cast = cast
         self.protocol = Protocol(cast.shape, without)
         readers = cast.shape.readers
-        # True if it matters which pages of a request are present. Otherwise only their number matters.
+        # True if the set of a request's present pages matters. False if only their number matters.
         self._exact = (
             bool(without & {"writer-hold", "quarantine", "settled-ends", "named-by-source"})
             or cast.shape.by_content
@@ -344,7 +345,7 @@ class Explorer:
         began = time.perf_counter()
         rooms = [self._id(position, self.protocol.initial) for position in range(len(self.cast.parts))]
         first = self._key(self.cast.crashes, rooms)
-        seen: dict[int, int] = {first: first}  # maps each state to the one from which it was first reached
+        seen: dict[int, int] = {first: first}  # For each state, the state from which the search first reached it.
         level, depth, moves, finals = [first], 0, 0, 0
         while level:
             following: list[int] = []

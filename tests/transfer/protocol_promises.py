@@ -25,7 +25,8 @@ from tests.transfer.protocol_room import (
     bits,
 )
 
-_STAGE = {IDLE: 0, PULLING: 1, GIVEN_UP: 2, COMMITTED: 2, KEPT: 3, CLOSED: 4}  # the progress of a pull
+# For each state of a pull, its rank in the order of progress.
+_STAGE = {IDLE: 0, PULLING: 1, GIVEN_UP: 2, COMMITTED: 2, KEPT: 3, CLOSED: 4}
 
 
 def stale(protocol: Protocol, name: str, size: int, room: Room) -> str:

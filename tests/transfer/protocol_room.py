@@ -20,12 +20,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple, TypeVar
 
-UNSET, STANDING, STALE, CLEARED = range(4)  # states of a lease word; STALE: the id is still set, but the pages are gone
-# states of a reader's pull; KEPT: its pages are cached and idle
+# States of a lease word. STALE means that the id is still set, but the pages are gone.
+UNSET, STANDING, STALE, CLEARED = range(4)
+# States of a reader's pull. KEPT means that its pages are cached and idle.
 IDLE, PULLING, GIVEN_UP, COMMITTED, CLOSED, KEPT = range(6)
 NONE, COPYING, FENCED_EARLY, FENCING, MATCHED, MISMATCHED, PASSED, FLYING = range(8)  # a link
 
-# for leases by content. ABSENT: not computed yet; UNASKED: computed, but no reader has been answered
+# Special numbers of leased pages, for leases by content. ABSENT: P has not computed the pages yet. UNASKED: P has
+# computed the pages, but has answered no reader.
 ABSENT, UNASKED = 0, -1
 
 T = TypeVar("T")
@@ -35,49 +37,56 @@ class Room(NamedTuple):
     """One attempt of one request. In masks over pages of the request, bit k stands for page k of the request."""
 
     word: tuple[int, ...]  # [source rank]
-    held: int  # pages held by P, a mask over its pool, the same on every rank
-    intact: tuple[int, ...]  # [source rank] pages of the request that still have the leased content there
-    said: int  # links over which the reader has sent "done" or "refused"
-    former: int  # links over which an earlier incarnation of the reader has sent such a message
-    heard: int  # links whose message the source has recorded
+    held: int  # The pages that P holds, as a mask over its pool. Every rank has the same mask.
+    intact: tuple[int, ...]  # For each source rank, the request's pages that still have the leased content there.
+    said: int  # The links over which the reader has sent "done" or "refused".
+    former: int  # The links over which an earlier incarnation of the reader has sent "done" or "refused".
+    heard: int  # The links whose message the source has recorded.
     pull: tuple[int, ...]  # [reader]
-    pages: tuple[int, ...]  # [reader] pages held there, a mask over its pool, the same on every rank
-    # [reader] pages that the reader has given back although a READ may still write to them; none with all rules
+    # For each reader, the pages that it holds, as a mask over its pool. All its ranks have the same mask.
+    pages: tuple[int, ...]
+    # For each reader, the pages that it has given back although a READ may still write to them. With all rules there
+    # are none.
     loose: tuple[int, ...]
-    link: tuple[tuple[int, int, int], ...]  # [link] state, copied pages, pages whose copy has the leased content
-    # By content: the number of leased pages, counted from the first page that was asked for; UNASKED until a reader has
-    # been answered
+    # For each link: its state, its copied pages, and the pages whose copy has the leased content.
+    link: tuple[tuple[int, int, int], ...]
+    # For leases by content, the number of leased pages, counted from the first requested page. It is UNASKED until P
+    # has answered a reader.
     found: int = ABSENT
-    listed: int = 0  # pages that P finds in its index
-    below: int = 0  # pages that P also has in a lower tier, and may load again
-    coming: int = 0  # pages that are being loaded from the lower tier
-    # number of the prompt's pages before the first one asked for; the other masks do not include these pages
+    listed: int = 0  # The pages that P finds in its index.
+    below: int = 0  # The pages that P has in a lower tier and may load again.
+    coming: int = 0  # The pages that P is loading from the lower tier.
+    # The number of the prompt's pages before the first requested page. The other masks do not include these pages.
     first: int = 0
-    forged: int = 0  # readers whose table was changed in transit: its first page id belongs to another request
-    own: int = 0  # if no request waits: the number of pages that the reader has computed, or found, during the pull
+    # The readers whose table was changed in transit, so that its first page id belongs to another request.
+    forged: int = 0
+    own: int = 0  # If no request waits, the number of pages that the reader has computed or found during the pull.
 
 
 class View(NamedTuple):
     """What a room sees of the other rooms."""
 
-    may_lease: bool = False  # whether the previous attempt has failed somewhere and the slot of the lease word is free
+    may_lease: bool = False  # True if the previous attempt has failed somewhere and the slot of the lease word is free.
     free_source: int = 0
     free_reader: tuple[int, ...] = ()
-    may_take: int = 0  # readers for which this attempt is not out of date
-    late: int = 0  # links over which the previous attempt's message was sent; matters only without the attempt check
-    # source ranks on which another lease's word is set in the same slot; matters only without fresh ids
+    may_take: int = 0  # The readers for which this attempt is not out of date.
+    # The links over which the previous attempt's message was sent. They matter only without the attempt check.
+    late: int = 0
+    # The source ranks on which another lease's word is set in the same slot. They matter only without fresh ids.
     foreign: int = 0
-    has_tail: bool = False  # whether another stretch of the prompt follows this one
-    tail: int = IDLE  # the state of the pull of the stretch that follows
-    # number of pages of the previous stretch that the reader has; -1 if that stretch is not over, or there is none
+    has_tail: bool = False  # True if another stretch of the prompt follows this stretch.
+    tail: int = IDLE  # The state of the next stretch's pull.
+    # The number of the previous stretch's pages that the reader has. It is -1 if there is no previous stretch, or if it
+    # is not over.
     head: int = -1
-    # number of source ranks on which the lease word of the previous stretch is set; -1 if there is no such stretch
+    # The number of source ranks on which the previous stretch's lease word is set. It is -1 if there is no previous
+    # stretch.
     head_words: int = -1
-    # for the back of an import that is read from two sources: whether there is a front
+    # For the back of an import from two sources. True if the import has a front.
     has_front: bool = False
-    front_passed: bool = False  # whether the front has passed and is not over
-    front_words: int = -1  # number of source ranks on which the lease word of the front is set
-    back_committed: bool = False  # for the front: whether the import was committed together with the back
+    front_passed: bool = False  # True if the front has passed its fence and is not over.
+    front_words: int = -1  # The number of source ranks on which the front's lease word is set.
+    back_committed: bool = False  # For the front of an import. True if the front was committed together with the back.
 
 
 class Move(NamedTuple):
@@ -101,8 +110,9 @@ class Shape(NamedTuple):
     readers: tuple[tuple[int, ...], ...]
     pool: int
     by_content: bool = False
-    tiers: bool = False  # for leases by content: whether P may load lost pages again
-    # Whether no request waits for the pages: the reader computes them meanwhile, and may commit a part of them.
+    tiers: bool = False  # For leases by content. True if P may load lost pages again.
+    # True if no request waits for the pages. The reader then computes the pages during the pull, and may commit a part
+    # of the import.
     ahead: bool = False
 
 
@@ -201,7 +211,7 @@ class Protocol:
         first = max(0, view.head)
         listed, coming = room.listed >> first, room.coming >> first
         run = next(page for page in range(size + 1) if not listed >> page & 1)
-        run = min(run, view.free_source.bit_count())  # pages that another lease holds are not available to this request
+        run = min(run, view.free_source.bit_count())  # Pages of other leases are not available to this request.
         behind = f"what is behind page {first} of {name}" if first else name
         room = room._replace(below=0, coming=0 if self.has("list-when-there") else coming)
         if not run:
@@ -216,7 +226,7 @@ class Protocol:
 
     def _hold(self, name: str, room: Room, view: View) -> Move:
         held = lowest(view.free_source, room.found)
-        # the number of pages beyond the leased ones does not matter
+        # The pages after the leased pages do not matter.
         kept = (1 << room.found) - 1 if self.has("take-what-is-held") else -1
         intact = tuple(mask & kept for mask in room.intact)
         return Move(f"P holds {room.found} pages of {name}", room._replace(held=held, intact=intact, listed=0))
@@ -305,7 +315,7 @@ class Protocol:
                 taken = taken._replace(pull=put(room.pull, reader, PULLING), pages=put(room.pages, reader, pages))
                 text = f"D{reader} takes the offer of {name}, reserves pages {bits(pages)}, posts its READs"
                 yield Move(text, taken)
-                # With the rule, the reader refuses such an offer. Refusing any offer is a separate move.
+                # The rule lets the reader refuse a changed table. The refusal of any offer is a separate move.
                 if not self.has("named-by-source"):
                     text = f"{text}: its table was changed on its way, and names another request's page for page 0"
                     yield Move(text, taken._replace(forged=room.forged | 1 << reader))
@@ -386,7 +396,7 @@ class Protocol:
             left = left._replace(loose=put(room.loose, reader, room.pages[reader]))
         return Move(f"D{reader} {cause}: {name} fails, its pages are given back", left, due)
 
-    # NIXL's part at a reader.
+    # ---- the part of NIXL at a reader
 
     def _read(self, name: str, size: int, link: int, room: Room, view: View) -> Iterator[Move]:
         state = room.link[link][0]
@@ -484,7 +494,7 @@ class Protocol:
             text = f"the READ of {name} that D{reader} gave up writes to page {page}"
             yield Move(text, room, writes=(reader, page))
 
-    # Events from outside of a room.
+    # ---- events from outside of a room
 
     def crash_source(self, room: Room, rank: int) -> Room:
         """A rank of P dies and restarts: its pages have other bytes, its words are empty, and its memory is lost."""

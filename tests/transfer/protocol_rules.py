@@ -18,9 +18,9 @@ class Part(NamedTuple):
     pages: int
     before: int = -1
     slot: int = 0
-    source: int = 0  # the source that has the slot and the pages: P or Q
-    head: int = -1  # the earlier stretch of the same prompt (or -1)
-    front: int = -1  # the front of the same import, read at the same time (or -1)
+    source: int = 0  # The source that has the slot and the pages: P or Q.
+    head: int = -1  # The index of the earlier stretch of the same prompt, or -1.
+    front: int = -1  # The index of the front of the same import, or -1. Front and back are read at the same time.
 
 
 class Cast(NamedTuple):

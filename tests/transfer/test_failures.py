@@ -14,7 +14,7 @@ from transfer.failures import Failure, FailureKind
 
 TRANSFER = Path(failures.__file__).parent
 
-# The kind of failure that each error gives to a pull. A new error needs a line here.
+# For each error, the kind of failure that the error gives to a pull. A new error needs an entry here.
 KINDS = {
     "AgentError": FailureKind.TRANSPORT,
     "AlreadyConnectedError": FailureKind.OTHER,
@@ -36,8 +36,8 @@ KINDS = {
     "UnknownPeerError": FailureKind.OTHER,
     "UnknownTransferError": FailureKind.OTHER,
 }
-# The places in the code where a failure is "other" on purpose: the caller's own call is wrong, or the error is not one
-# of ours.
+# The places in the code where a failure is "other" on purpose: the caller's own call is wrong, or pagewire has not
+# raised the error.
 OTHER = {
     ("errors.py", "TransferError"): 1,
     ("errors.py", "PullFailedError"): 1,

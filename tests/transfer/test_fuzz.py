@@ -43,4 +43,5 @@ def test_boxes_that_cut_each_other_into_too_many_cells_are_refused_at_once(count
     begin = time.process_time()
     with pytest.raises(MetadataError, match="cells"):
         RemoteEngine(ranks, mine, {})
-    assert time.process_time() - begin < 5  # bounds the work, not the speed: without the limit it would take terabytes
+    # The time bounds the amount of work. Without the limit, the work would take terabytes.
+    assert time.process_time() - begin < 5

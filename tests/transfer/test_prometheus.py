@@ -99,7 +99,7 @@ def test_a_failed_pull_is_in_quarantine_while_something_of_it_is_in_flight(side:
     reader = side(Reader, "d")
     replica = reader.exchange.threads[0].replica
     pull = type("Pull", (), {"error": "it failed", "refusal": ""})()
-    replica.__dict__["_pulls"] = {"k": pull}  # between two polls of the thread
+    replica.__dict__["_pulls"] = {"k": pull}  # Between two polls the thread may have such a pull.
     found = scraped(TransferCollector(reader.exchange))
     replica.__dict__["_pulls"] = {}
     assert value(found, "pagewire_quarantined_pulls") == 1

@@ -65,7 +65,7 @@ def test_a_figure_at_a_bound_lies_below_it() -> None:
         buckets.add(figure)
     assert (buckets.counts, buckets.total) == ([2, 2, 1], 7.5)
     stats = TransferStats()
-    stats.record(PullRecord(2048, 4, 1e-5, 1e-4))  # each value lies at the bound of a different bucket
+    stats.record(PullRecord(2048, 4, 1e-5, 1e-4))  # Each value is at the bound of a different bucket.
     for name in PULL_BUCKETS:
         by_hand = Buckets(PULL_BUCKETS[name])
         by_hand.add({"num_bytes": 2048, "num_runs": 4, "post_s": 1e-5, "total_s": 1e-4}[name])

@@ -74,6 +74,6 @@ def serve(conn: Connection, pages: int) -> None:
             try:
                 name, args = conn.recv()
             except (EOFError, ConnectionError):
-                os._exit(0)  # a transfer may be in flight, so nothing can be released properly
+                os._exit(0)  # A transfer may be in flight, so the process exits without releasing its memory.
             conn.send(getattr(peer, name)(*args))
         peer.agent.notifications()

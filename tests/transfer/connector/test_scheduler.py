@@ -88,7 +88,7 @@ def test_what_a_lease_holds_is_told_when_it_stands_on_every_rank_and_not_before(
     scheduler.offer("r", running=True)
     lease = scheduler.build_metadata().reqs_to_send["r"].lease
     assert lease.duration_s == 7.0
-    made = params(scheduler)  # the params are made in the step that sends the lease to the workers
+    made = params(scheduler)  # The params are made in the step that sends the lease to the workers.
     for rank, missing in ((1, [0, 2]), (0, [2])):
         assert not scheduler.update(rank, WorkerOutput(offered={"r": ""})).offered
         again = LeaseReply(query_id=7, waits_for=f"ranks {missing} have not granted it yet")
@@ -142,7 +142,7 @@ def test_a_lease_that_is_over_or_never_was_holds_nothing(make: Any) -> None:
     assert answer(scheduler, made).is_over
     scheduler.update(1, WorkerOutput(sent={"r": "expired"}))
     assert "has ended, or engine 'p' never had it" in answer(scheduler, made).error
-    offered(scheduler)  # the request gets a second lease, perhaps over the same pages
+    offered(scheduler)  # The request gets a second lease, which may cover the same pages.
     assert params(scheduler)["lease_id"] != made["lease_id"]
     assert "has ended" in answer(scheduler, made).error
     aborted = params(scheduler)
@@ -314,7 +314,7 @@ def test_with_nothing_to_load_the_source_is_notified_and_no_request_waits(make: 
     offered(scheduler)
     asked = loading(scheduler, scheduler.read("R", params(scheduler), PROMPT), 20, 24)
     assert asked.num_computed_tokens > asked.total_tokens == 20
-    # no load is open any more, so this call raises nothing
+    # No load is open any more, so this call raises no error.
     scheduler.load("R", scheduler.read("R", params(scheduler), PROMPT), [[]], 20, 24)
 
 
@@ -343,7 +343,7 @@ def test_if_nothing_is_missing_in_the_end_a_held_source_is_still_waited_for(make
     scheduler.build_metadata()
     assert loading(scheduler, read, 20, 24).local_block_ids
     assert scheduler.update(0, WorkerOutput(received={"R"})).received == {"R"}
-    scheduler.hold("R", read)  # no rank was told of this load, so it is dropped without an event
+    scheduler.hold("R", read)  # No rank knows of this load yet, so the scheduler drops it without an event.
     assert loading(scheduler, read, 20, 24).local_block_ids
     scheduler.load("R", read, [[]], 20, 24)
 

@@ -23,7 +23,8 @@ GOOD = params_of(MADE)
 def test_a_reader_reads_the_params_that_a_source_makes_also_through_json() -> None:
     assert read_params("r", GOOD) == MADE
     assert read_params("r", json.loads(json.dumps(GOOD))) == MADE
-    assert GOOD["lease_id"] == "0xffffffffffffffff"  # a string, because a JavaScript proxy would round a number
+    # The id is a string, because a JavaScript proxy would round a number.
+    assert GOOD["lease_id"] == "0xffffffffffffffff"
 
 
 def test_the_keys_are_those_that_other_connectors_and_proxies_know() -> None:

@@ -99,7 +99,8 @@ def test_a_prefix_that_is_there_is_not_read_again(engine: Any) -> None:
     transfer(pair, source, reader)
     assert reader.call("compare", pair) == [[]]
     (stats,) = reader.call("stats")
-    assert stats.num_bytes == 2 * 2 * 4 * 16 * 4 * 4  # 16 of 24 tokens: layers, sides, heads, tokens, dims, bytes
+    # Of 24 tokens, 16 are read. The factors are layers, sides, heads, tokens, dims and bytes of an element.
+    assert stats.num_bytes == 2 * 2 * 4 * 16 * 4 * 4
 
 
 def test_if_everything_is_cached_the_source_is_notified_and_nothing_is_received(engine: Any) -> None:
@@ -187,15 +188,17 @@ def test_an_error_of_one_load_affects_no_other(engine: Any) -> None:
     run_until(lambda: len(reader.received) == 10, source, reader)
     assert set(reader.failed) == set(wrong)
     assert all(f"request {request_id!r}" in reason for request_id, reason in reader.failed.items())
-    assert not any("#" in reason for reason in reader.failed.values())  # no other engine's name contains our key
+    # The internal key of a request contains "#". No reason of a failure shows this key.
+    assert not any("#" in reason for reason in reader.failed.values())
     for request_id, (_, _, part) in wrong.items():
         assert part in reader.failed[request_id], reader.failed[request_id]
-    # Every lease that the params name has ended. Requests whose params name no lease have ended none.
+    # Every lease that the params name has ended. Params that name no lease have ended none.
     named = {"good", "short", "range", "more", "prompt", "salt", "keys"}
     run_until(lambda: set(source.sent) >= named, source, reader)
     assert set(source.sent) == named
     for tensor in reader.ranks[0].host.caches.tensors.values():
-        tensor[:, [11, 12, 13]] = -1  # overwrites the data that was read before the fence failed
+        # The pages get other contents, because the pull has read them before its fence failed.
+        tensor[:, [11, 12, 13]] = -1
     assert reader.call("compare", pair) == [[]]
 
 
@@ -206,7 +209,7 @@ def test_too_few_blocks_of_ours_are_an_error_of_their_request(engine: Any) -> No
     load(reader, replace(pair, reader_blocks=((1, 2),)), params)
     run_until(lambda: reader.received, source, reader)
     assert "local pages: got 2, but tokens 0 to 24 take 3 pages" in reader.failed["r"]
-    run_until(lambda: source.sent, source, reader)  # the source is notified, too
+    run_until(lambda: source.sent, source, reader)  # The source is notified, too.
     assert "local pages" in source.sent["r"]
 
 
@@ -312,7 +315,7 @@ def test_page_checks_find_a_page_that_changed_on_its_way(engine: Any) -> None:
     source.call("fill_source", pair)
     source.scheduler.offer("r", block_ids=pair.source_blocks)
     run_until(lambda: source.scheduler.is_offered("r"), source)
-    # changes the page after its checksum was taken
+    # The page changes after its checksum was computed.
     source.ranks[0].host.caches.tensors["model.layers.1.mixer"][8, 0, 0, 0, 0] ^= 1
     load(reader, pair, source.scheduler.params("r", PROMPT, pair.source_blocks, 21))
     run_until(lambda: reader.received, source, reader)

@@ -181,12 +181,13 @@ def test_a_load_that_was_given_up_is_not_reported_as_a_failure() -> None:
 @pytest.mark.parametrize(
     ("asks", "read", "unwritten"),
     [
-        # Whole blocks are read. The window's first block begins at token 24, and the first needed token is 31.
+        # Whole blocks are read. The window's first block begins at token 24, and the first token that is needed is
+        # token 31.
         (asked(((1, 2, 3, 4, 5), (4, 5)), (0, 40), first=(0, 3)), (0, 24), {}),
         (asked(((1, 2, 3, 4, 5), (4, 5)), (0, 40), first=(0, 3)), (0, 28), {1: 28}),
-        # The blocks before those that are read get no data.
+        # The blocks before the read blocks get no data.
         (asked(((1, 2, 3, 4, 5), (1, 2, 3, 4, 5)), (0, 40), first=(0, 0)), (0, 24), {1: 24}),
-        # 28 tokens are local, including those at the beginning of the first block.
+        # 28 tokens are local. Some of them are at the beginning of the first block.
         (asked(((4, 5), (4, 5)), (28, 40), first=(3, 3)), (28, 28), {}),
         (asked(((4, 5), (4, 5)), (28, 40), first=(3, 3)), (28, 30), {1: 30}),
     ],

@@ -53,7 +53,7 @@ def test_1_latents_of_more_source_ranks_are_released_by_every_rank_at_once(engin
     pair = Pair(latent, Side(tp=2), Side(tp=1), 16, source_blocks=((3, 4),), reader_blocks=((1, 2),))
     begin = time.monotonic()
     source, _ = check_exchange(engine, pair)
-    # the source was told that the reader is done, so it did not wait for the lease to expire
+    # The source knows that the reader is done, so it did not wait for the lease to expire.
     assert time.monotonic() - begin < source.scheduler.config.timing.lease / 2
     assert [rank.host.worker._running().replica.leases.ids() for rank in source.ranks] == [[], []]
     assert [rank.host.worker._running().replica.leases.counts["accepted"] for rank in source.ranks] == [1, 1]
@@ -142,7 +142,7 @@ def test_7_a_group_with_nothing_to_load_reads_nothing(engine: Any) -> None:
     pair = Pair(groups, PLAIN, PLAIN, 16, source_blocks=((5, 6), (7, 8)), reader_blocks=((), (1, 2)))
     _, reader = check_exchange(engine, pair)
     (stats,) = reader.call("stats")
-    assert stats.num_bytes == 2 * 4 * 16 * 4 * 4  # sides, heads, tokens, dims, bytes of one layer
+    assert stats.num_bytes == 2 * 4 * 16 * 4 * 4  # Sides, heads, tokens, dims and bytes of an element, for one layer.
 
 
 @pytest.mark.parametrize("longer", [1, 8, 30])
@@ -288,7 +288,7 @@ def test_14_a_reader_that_dies_costs_its_source_a_lease_and_no_more(engine: Any)
         params = source.scheduler.params("r", PROMPT, pair.source_blocks, 16)
         reader.scheduler.hold("r", reader.scheduler.read("r", params, PROMPT))
         begin = time.monotonic()
-        # for three durations of the lease, the reader has no blocks, and renews the lease meanwhile
+        # The reader has no blocks for three durations of the lease. It renews the lease meanwhile.
         while time.monotonic() < begin + 1.5:
             source.step()
             reader.step()

@@ -149,7 +149,7 @@ def test_an_engine_needs_a_name(name: Any):
 
 
 def test_a_strided_view_with_pages_outermost_moves_whole_pages():
-    # Memory is [page, head, layer, side, token, dim], seen as [page, side, layer, token, head, dim].
+    # The memory is [page, head, layer, side, token, dim]. The view is [page, side, layer, token, head, dim].
     views = [
         torch.arange(6 * 192, dtype=torch.int32).reshape(6, 2, 3, 2, 4, 4).permute(0, 3, 2, 4, 1, 5) + seed
         for seed in (0, 10_000)
@@ -263,7 +263,7 @@ def test_an_address_outside_of_the_registered_memory_is_refused(make_engine: Any
     wrong = sealed(msgspec.structs.replace(right.metadata, agents_meta=moved))
     left.connect(wrong)
     for kind in ("read", "send"):
-        # with the moved addresses, page 7 of the peer lies beyond its memory
+        # With the changed addresses, page 7 of the peer is beyond the peer's memory.
         pages = ([7], [0]) if kind == "read" else ([0], [7])
         with pytest.raises(TransferFailedError, match="of 1 runs of 'right"):
             getattr(left, f"initiate_{kind}_transfer")(wrong, *pages, 0, 0)
@@ -439,7 +439,8 @@ def test_unexpected_notifications_are_counted_and_dropped(pair: Any, make_engine
     until(lambda: arrived(9))
     assert right.notification_counts == {"accepted": 2, "unknown": 2, "malformed": 3, "duplicate": 1, "late": 1}
     assert right.completed_recv_transfers == {"left": {}}
-    # A notification with the right content does not count for this shard if the agent of another shard sent it.
+    # The notification has the right content, but the agent of another shard has sent it. It does not count for this
+    # shard.
     meet(left.tensor_agents[0][1], right)
     left.tensor_agents[0][1].agent.notify(to[0], uuid.uuid4().hex.encode())
     until(lambda: arrived(10) and right.notification_counts["unknown"] == 3)

@@ -34,7 +34,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
 @pytest.mark.parametrize("world", CONFIGS[::-1], indirect=True, ids=["verified", "1to2", "2to2", "1to1"])
 def test_what_is_accepted_is_what_the_source_held_and_every_page_comes_back(world: World):
     for seed in range(400):
-        # Whether a pull passes depends on the machine's speed, so a slow machine needs more runs.
+        # The speed of the machine decides whether a pull succeeds, so a slow machine needs more runs.
         if seed >= 40 and min(world.counts["pulls accepted"], world.counts["pulls failed"]) > 20:
             break
         world.run(seed)

@@ -152,7 +152,8 @@ def test_a_dead_peer_fails_its_own_transfers_only(hire: Any, until: Any, transpo
     join(left, third)
     rng = np.random.default_rng(0)
     check_move(left, right, "read", rng, 4)
-    mortal.signal(signal.SIGSTOP)  # over TCP the READ cannot end while the peer is stopped; over shared memory it can
+    # Over TCP the READ cannot end while the peer is stopped. Over shared memory it can end.
+    mortal.signal(signal.SIGSTOP)
     if transport == "shm":
         mortal.signal(signal.SIGKILL)
     request = None
@@ -176,7 +177,8 @@ def test_a_dead_peer_fails_its_own_transfers_only(hire: Any, until: Any, transpo
         reader("start", "send", "right", [0], [0], 0, 0)
     assert "PeerFailedError" in caught.value.kinds
     until(lambda: not reader("call", "quarantined_pages", 0))
-    for shard in range(2):  # we may overwrite whatever the failed READ left in our pages
+    # The failed READ may have left any data in the reader's pages, and the reader may overwrite the data.
+    for shard in range(2):
         left.expected[0][shard] = np.frombuffer(reader("pool", 0, shard), np.uint8).reshape(64, -1).copy()
     check_move(left, third, "read", rng, 64)
     check_move(third, left, "send", rng, 8)
@@ -233,7 +235,7 @@ def test_time_out_quarantines_until_the_end_is_known(hire: Any, until: Any, tran
     until(lambda: not reader("call", "quarantined_pages", 0))
     for shard in range(2):
         left.expected[0][shard][[4, 5, 6]] = right.expected[0][shard][[1, 2, 3]]
-    slow("request", "sync_and_release", request, 20.0)  # the source is notified nevertheless
+    slow("request", "sync_and_release", request, 20.0)  # The source is notified although the call has failed.
     check_move(left, right, "read", np.random.default_rng(0), 16)
     assert reader("look", "suspect_peers") == frozenset()
 

@@ -56,7 +56,7 @@ def promised(source: Side, target: Side) -> tuple[TextContext, PendingImport]:
     theirs.update(7)
     source.manager.step([theirs])
     table = source.manager.block_table(theirs.request_id)
-    source.manager.release(theirs.request_id)  # the contents of the pages do not matter here
+    source.manager.release(theirs.request_id)  # This test does not use the contents of the pages.
     ours = TextContext([*tokens, 7], 2560)
     target.manager.external_claim(ours.request_id)
     pending = target.manager.import_block_table(ours, table)
@@ -65,7 +65,8 @@ def promised(source: Side, target: Side) -> tuple[TextContext, PendingImport]:
 
 
 def write(source: Side, target: Side, pending: PendingImport) -> TransferReqData:
-    # In opposite orders no two pages are copied as one run. From eight runs on, NIXL copies in another thread.
+    # The lists have opposite orders, so no two pages are copied as one run. From eight runs on, NIXL copies in a thread
+    # of its own.
     pages = pending.parts[0].src_pages[::-1].tolist(), pending.parts[0].dst_pages.tolist()
     return source.engine.initiate_send_transfer(target.engine.metadata, *pages, 0, 0)
 
@@ -112,7 +113,7 @@ def test_pages_whose_writer_is_given_up_are_nobodys_until_the_write_has_ended(si
     target.manager.cancel_import(pending)
     target.manager.release(context.request_id)
     until(lambda: source.engine.is_complete(request))
-    # no byte arrived after the pages had left quarantine
+    # No byte has arrived after the pages left quarantine.
     assert torch.equal(target.manager.device_tensors[0][0], arrived)
     assert target.manager.num_free_blocks == target.free
     target.manager.check()
@@ -121,7 +122,7 @@ def test_pages_whose_writer_is_given_up_are_nobodys_until_the_write_has_ended(si
 def test_pages_of_a_released_request_stay_reserved_while_its_import_is_open(sides: tuple[Side, Side]):
     source, target = sides
     context, pending = promised(source, target)
-    target.manager.release(context.request_id)  # the client has disconnected, but the source still has the ids
+    target.manager.release(context.request_id)  # The client has disconnected. The source still has the page ids.
     assert target.manager.num_free_blocks < target.free
     assert nobody_else_gets(target, pending)
     request = write(source, target, pending)
@@ -135,7 +136,8 @@ def test_a_writer_that_is_gone_gives_the_pages_back_at_the_callers_word(sides: t
     source, target = sides
     context, pending, _ = given_up(source, target)
     assert nobody_else_gets(target, pending)
-    source.engine.cleanup()  # waits until the engine's copies have ended, and then destroys its agents
+    # The call waits until the engine's copies have ended. It then destroys the engine's agents.
+    source.engine.cleanup()
     target.engine.disconnect(source.engine.name)
     target.engine.release_quarantine(source.engine.name)
     assert not target.engine.quarantined_pages(0)

@@ -76,7 +76,7 @@ def test_every_changed_byte_is_found():
             with contextlib.suppress(MetadataError):
                 passed.append(decode_metadata(bytes(changed)))
     assert passed == [engine()] * len(passed)
-    # some changes in the key of a tag pass; they lose the name of an optional field, and nothing else
+    # Some changes in the key of a tag are accepted. They lose only the name of an optional field.
     assert len(passed) <= 16
 
 

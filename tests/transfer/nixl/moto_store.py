@@ -23,7 +23,7 @@ class MotoStore(NamedTuple):
     url: str
 
     def request(self, method: str, path: str, data: bytes | None = None) -> bytes:
-        # moto requires a signature, but does not check it.
+        # moto requires a signature, but does not check the signature.
         signed = {"Authorization": "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request, Signature=0"}
         request = urllib.request.Request(f"{self.url}/{path}", data, signed, method=method)  # noqa: S310 - as below
         with urllib.request.urlopen(request, timeout=20) as answer:  # noqa: S310 - of http, as the store has it
@@ -57,7 +57,8 @@ def moto_store() -> Iterator[MotoStore]:
     command = [sys.executable, "-W", "ignore", "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     assert process.stderr is not None
-    drain = threading.Thread(target=process.stderr.read)  # drained, because later output must not fill the pipe
+    # The thread reads the later output, so that the pipe never gets full.
+    drain = threading.Thread(target=process.stderr.read)
     try:
         for line in process.stderr:
             if found := re.search(rb"http://127.0.0.1:\d+", line):

@@ -30,7 +30,7 @@ class SlowLink:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # `close` alone would leave a thread in `accept`
+            self._listener.shutdown(socket.SHUT_RDWR)  # `close` alone would leave a thread in `accept`.
         self._listener.close()
 
     def _accept(self) -> None:
@@ -50,7 +50,7 @@ class SlowLink:
         for end in (one, other):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
-        one.close()  # the other direction's thread closes the other socket
+        one.close()  # The thread of the other direction closes the other socket.
 
 
 @contextlib.contextmanager

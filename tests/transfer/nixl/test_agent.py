@@ -179,8 +179,8 @@ def test_an_agent_describes_its_tensor():
 
 
 def test_a_closed_agent_is_no_longer_referenced():
-    # An agent ends when its last reference goes. As long as one reference is left, its worker lives, and transfers in
-    # flight continue to write.
+    # The last reference keeps an agent's worker alive. Until this reference is dropped, transfers in flight continue to
+    # write.
     memory = torch.zeros(2, 4096, dtype=torch.uint8)
     runs = [(memory.data_ptr() + at, 4096, 0) for at in (0, 4096)]
     source, agent = Agent("alone@3"), Agent("alone@4")
@@ -198,7 +198,7 @@ def test_a_closed_agent_is_no_longer_referenced():
     bound = agent._agent.agent
     agent.close()
     gc.collect()
-    assert sys.getrefcount(bound) == 2  # the references: `bound` and the argument
+    assert sys.getrefcount(bound) == 2  # The two references are `bound` and the argument.
 
 
 def test_words_are_read_one_at_a_time_and_a_peer_takes_their_lists_with_it():
@@ -206,7 +206,7 @@ def test_words_are_read_one_at_a_time_and_a_peer_takes_their_lists_with_it():
     here = torch.zeros(8, dtype=torch.int64)
     agent = Agent("alone@5")
     agent.register([(here.data_ptr(), here.nbytes, 0)])
-    for name in ("alone@6", "alone@7"):  # nothing is left of a later agent at the same addresses
+    for name in ("alone@6", "alone@7"):  # A later agent at the same addresses leaves no state behind.
         source = Agent(name)
         source.register([(words.data_ptr(), words.nbytes, 0)])
         agent.add_peer(name, source.metadata)

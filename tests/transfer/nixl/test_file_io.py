@@ -32,7 +32,7 @@ def test_a_file_of_pages_is_the_same_by_either(io: NixlFileIO, memory: torch.Ten
     digests = np.arange(2 * PAGES, dtype=np.uint64).reshape(PAGES, 2)
     rows = memory.numpy()
     given, taken = rows[:PAGES], rows[PAGES:]
-    # each row has two parts, whose order differs from that in memory
+    # Each row has two parts. The order of the parts differs from their order in memory.
     pages = [[row[:1000], row[1000:]] for row in given[::-1]]
     name, size = write_pages(tmp_path, "0-0.tmp", layout, digests, pages, io)
     by_nixl = (tmp_path / name).read_bytes()
@@ -52,7 +52,7 @@ def test_a_refusal_of_the_system_is_an_os_error(io: NixlFileIO, memory: torch.Te
     path.write_bytes(bytes(100))
     with path.open("rb") as file:
         with pytest.raises(OSError, match="READ of 1 parts"):
-            io.read(file.fileno(), [rows[0]], 0)  # asks for more bytes than the file has
+            io.read(file.fileno(), [rows[0]], 0)  # The file has fewer bytes than the rows.
         with pytest.raises(OSError, match="WRITE of 1 parts"):
             io.write(file.fileno(), [rows[0]], 0)  # the file is open only for reading
         io.read(file.fileno(), [rows[0][:100]], 0)  # the plugin still works
@@ -60,7 +60,7 @@ def test_a_refusal_of_the_system_is_an_os_error(io: NixlFileIO, memory: torch.Te
     file = os.open(path, os.O_RDWR)
     try:
         with pytest.raises(OSError, match="READ of 1 parts"):
-            io.read(file, [elsewhere], 0)  # this memory was not registered
+            io.read(file, [elsewhere], 0)  # The memory of `elsewhere` was not registered.
     finally:
         os.close(file)
 

@@ -72,8 +72,8 @@ def test_an_object_is_written_whole_and_read_by_ranges(io: Any) -> None:
     assert io.read(wanted) == [True, False, True]
     assert np.array_equal(io.memory[7:90_007], content[105_000:195_000])
     assert not io.memory[90_007:100_000].any()
-    # For the missing object a/3 the store sends an error message in place of data. The beginning of the message lands
-    # in the ten bytes that were meant for the object, and nothing of it may land behind them.
+    # The store has no object a/3, so it sends an error message instead. The ten bytes for the object receive the
+    # beginning of the message. No byte may be written after these ten bytes.
     assert not io.memory[100_010:200_000].any()
     assert io.memory[200_000] == content[9]
 
@@ -129,7 +129,8 @@ def test_a_store_that_stops_is_an_error_in_time(store: MotoStore) -> None:
             began = time.monotonic()
             with pytest.raises(OSError, match=re.escape("no answer in 0.5 s")):
                 call()
-            assert time.monotonic() - began < 5.0  # includes the start of a process if the last call has ended one
+            # The time includes the start of a process, if the last call has ended a process.
+            assert time.monotonic() - began < 5.0
     finally:
         store.go_on()
     assert io.exist(["never"]) == [False]
@@ -195,7 +196,7 @@ def test_broken_objects_of_a_real_store_are_misses(store: MotoStore, rounds: int
         again = served(objects, timeout_s=10.0)
         for prompt in prompts[number % 2 :: 2] if rounds > 2 else prompts:
             again.fetch(prompt)
-            again.serve(prompt)  # `serve` also compares the KV of the cached tokens
+            again.serve(prompt)  # `serve` also compares the KV of the cached tokens.
         refused += again.manager.metrics.object_blocks_refused
         again.manager.check()
         assert again.manager.metrics.object_store_failures == 0
@@ -257,7 +258,7 @@ def test_requests_are_served_while_the_store_stops_and_continues(
         store.go_on()
     assert longest < 2 * 0.5 + 0.5
     before, ends = it.manager.metrics.object_blocks_read, time.monotonic() + 30
-    while it.manager.metrics.object_blocks_read == before:  # the store must first finish its earlier requests
+    while it.manager.metrics.object_blocks_read == before:  # The store first has to finish its earlier requests.
         assert time.monotonic() < ends
         it.manager.flush_tiers()
         forget(it)
@@ -277,7 +278,7 @@ def test_requests_are_served_over_a_link_that_becomes_slow(store: MotoStore, mon
         forget(it)
         it.fetch([0, *PROMPT])
         assert it.serve([0, *PROMPT]) == 32
-        # longest call by delay: none, a tolerable delay, and one beyond every time limit
+        # The longest call for each delay: no delay, a tolerable delay, and a delay beyond every time limit.
         longest = {0.0: 0.0, 0.05: 0.0, 6.0: 0.0}
         for first in range(6):
             link.delay_s = (0.0, 0.05, 6.0)[first // 2]
@@ -290,7 +291,8 @@ def test_requests_are_served_over_a_link_that_becomes_slow(store: MotoStore, mon
             if link.delay_s < 1.0:
                 assert it.manager.metrics.object_store_failures == 0
         assert it.manager.metrics.object_store_failures > 0
-        assert longest[6.0] < 2 * 2.0 + 1.0  # one existence check and one read, each limited to `timeout_s`
+        # The call makes one existence check and one read. Each is limited to `timeout_s`.
+        assert longest[6.0] < 2 * 2.0 + 1.0
         link.delay_s = 0.0
         before, ends = it.manager.metrics.object_blocks_read, time.monotonic() + 30
         while it.manager.metrics.object_blocks_read == before:
@@ -312,12 +314,12 @@ def test_a_link_that_carries_less_than_the_model_computes_is_not_read(store: Mot
         link.delay_s = 0.02
         it = served(replace(objects, endpoint=link.url), timeout_s=10.0, params={"object_tier_tokens_per_s": 1e4})
         it.fetch([*PROMPT])
-        assert it.manager.metrics.object_blocks_read == 8  # pages are read, because no read was measured before
+        assert it.manager.metrics.object_blocks_read == 8  # Pages are read, because no read was measured before.
         for _ in range(4):  # computing the 32 tokens takes 3.2 ms
             forget(it)
             forget(it)
             it.fetch([*PROMPT])
-        # one trial every 30 s, because the store may have become faster
+        # The tier tries one read every 30 s, because the store may have become faster.
         assert it.manager.metrics.object_blocks_read == 16
         it.manager.check()
         it.manager.close()

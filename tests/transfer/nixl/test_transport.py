@@ -23,10 +23,10 @@ from tests.transfer.transport_peer import FILLED, PAGE, region, runs
 from transfer.errors import AgentError
 from transfer.nixl.agent import Agent, Handle
 
-MANY, FEW = 2048, 64  # pages of a copy that takes tens of milliseconds, and of a short one
-QUIET_S = 0.1  # longer than any copy here
+MANY, FEW = 2048, 64  # Copying MANY pages takes tens of milliseconds. Copying FEW pages is short.
+QUIET_S = 0.1  # QUIET_S is longer than any copy in this file.
 EMPTY = 0
-HALF_GONE, GONE = 0, 1  # pages of the peer: one half of the first is unreadable, and all of the second
+HALF_GONE, GONE = 0, 1  # Two pages of the peer. Half of page HALF_GONE is unreadable, and all of page GONE.
 
 numbers = itertools.count()
 Order = NDArray[np.int64]
@@ -87,7 +87,7 @@ class Here:
         try:
             self.wait(lambda: done or self.agent.done(handle))
         finally:
-            self.agent.release(handle)  # an agent must not be destroyed while a handle exists
+            self.agent.release(handle)  # An agent must not be destroyed while it has a handle.
 
     def wait(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 20
@@ -123,7 +123,7 @@ def meet(remote: Remote) -> Iterator[Callable[[int], Here]]:
 
 
 def shuffled(pages: int) -> Order:
-    return np.random.default_rng(0).permutation(pages)  # pages in ascending order would be a single run
+    return np.random.default_rng(0).permutation(pages)  # Pages in ascending order would be a single run.
 
 
 def test_a_run_that_fails_amid_others_is_not_reported(meet: Callable[[int], Here]):
@@ -153,7 +153,7 @@ def test_when_an_error_is_reported_nothing_is_in_flight(meet: Callable[[int], He
 def destroy_in_flight(conn: Connection, remote: Described) -> None:
     """Runs in a process of its own. Reports how many pages are missing when the agent is gone, and how many later."""
     here = Here(remote, MANY)
-    here.read(shuffled(FEW))  # the thread that copies makes a connection of its own with this READ
+    here.read(shuffled(FEW))  # This READ makes the copying thread open a connection of its own.
     here.memory[:] = EMPTY
     handle, done = here.start(shuffled(MANY))
     assert not done
@@ -183,7 +183,7 @@ def test_when_the_agent_that_reads_is_destroyed_nothing_is_in_flight_or_the_proc
 def test_nothing_that_is_done_here_stops_a_peer_that_writes(meet: Callable[[int], Here], remote: Remote, how: str):
     here = meet(FEW)
     remote("prepare_write", here.agent.name, here.agent.metadata, here.memory.ctypes.data, FEW)
-    done = remote("write")  # the first transfer makes the connection, which needs both sides
+    done = remote("write")  # The first transfer opens the connection, for which both sides must be polled.
     here.wait(lambda: done or remote("has_written"))
     here.memory[:] = EMPTY
     if how == "destroyed":

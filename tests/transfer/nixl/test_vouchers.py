@@ -84,7 +84,7 @@ def test_a_process_in_another_network_namespace_counts_as_on_another_host(metada
     A peer could reach the container's agents through shared memory. The peer cannot reach the agents' vouchers, because
     the sockets of the vouchers belong to another network.
     """
-    with ThreadPoolExecutor(1) as elsewhere:  # one thread with its own network namespace
+    with ThreadPoolExecutor(1) as elsewhere:  # The single thread of the pool gets its own network namespace.
         if elsewhere.submit(_LIBC.unshare, _CLONE_NEWNET).result():
             pytest.skip("the kernel gives this process no network of its own")
         voucher = elsewhere.submit(Voucher, metadata).result()

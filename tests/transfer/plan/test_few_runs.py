@@ -72,7 +72,7 @@ def test_the_runs_are_those_of_the_plan(local: ShardLayout, remote: ShardLayout)
 @pytest.mark.parametrize(
     ("local", "remote", "tokens"),
     [
-        ([1], [80], (0, 16)),  # the pool does not have this page
+        ([1], [80], (0, 16)),  # The pool does not have page 80.
         ([-1], [1], (0, 16)),
         ([1, -1], [1, 2], (0, 32)),
         (np.array([1.0]), [1], (0, 16)),  # ids must be integers
@@ -80,7 +80,7 @@ def test_the_runs_are_those_of_the_plan(local: ShardLayout, remote: ShardLayout)
         (1, [1], (0, 16)),
         ([2, 2], [1, 3], (0, 32)),  # a local page is named twice
         ([1], [1, 2], (0, 32)),  # there are too few local pages
-        ([1], [1], (4, 16)),  # the first tokens of the page are not to be written
+        ([1], [1], (4, 16)),  # The reader does not write the first tokens of the page.
         ([1], [1], (16, 16)),  # there are no tokens
         ([1], [1], (-16, 0)),
         ([[1]], [["a"]], (0, 16)),
@@ -108,7 +108,7 @@ def test_other_page_sizes_states_and_a_sources_blocks_are_left_to_the_plan() -> 
 def test_blocks_become_pages_and_a_group_with_nothing_in_common_needs_none() -> None:
     named: PageCopy = PageCopy([1], [2], (0, 16))
     assert made_of(shard(), shard()).pages([named])[0] is named
-    blocks = BlocksOfGroup([1], (0, 16), 0, [1], 8)  # the source has computed fewer tokens than the pull needs
+    blocks = BlocksOfGroup([1], (0, 16), 0, [1], 8)  # The source has computed only 8 tokens. The pull needs 16 tokens.
     assert made_of(shard(range(2)), shard(range(2, 4))).pages([blocks]) == [NOTHING]
     with pytest.raises(
         InvalidTransferError, match="group 0: tokens up to 16 are needed, but the source has computed 8"

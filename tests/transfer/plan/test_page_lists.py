@@ -66,8 +66,8 @@ def test_a_list_that_was_cut_at_the_front_is_counted_from_its_end() -> None:
 
 
 def test_pages_that_no_window_reaches_may_be_missing() -> None:
-    # Pages have 8 tokens at the reader and 4 at the source. Token 13 is needed, so the source has kept tokens 12 to 24,
-    # and the reader's page begins at token 8.
+    # The reader has pages of 8 tokens, and the source has pages of 4 tokens. The window needs token 13, so the source
+    # has kept tokens 12 to 24. The reader's page begins at token 8.
     named = pages([1, 2], [5, 6, 7], 24, (8, 24), needed=13)
     assert lists(pages_of("group 0", named, group(8), group(4))) == ([1, 2], [5, 6, 7], (12, 24))
     assert first_read(named, group(4)) == 12
@@ -128,7 +128,7 @@ def test_each_token_is_copied_from_its_place_at_the_source_to_its_place_at_the_r
         blocks = rng.sample(range(100), -(-end // size))
         start = rng.randint(0, end - 1)
         stop = rng.randint(start + 1, end)
-        lost = rng.randint(0, (stop - 1) // size)  # number of blocks at the beginning that the source has left out
+        lost = rng.randint(0, (stop - 1) // size)  # The number of blocks that the source has left out at the beginning.
         needed = rng.randint(max(start, lost * size), stop)
         local = rng.sample(range(100), -(-stop // ours) - start // ours)
         named = pages(local, blocks[lost:], end, (start, stop), needed)
@@ -158,7 +158,7 @@ def test_a_state_is_that_after_all_tokens_of_the_source_and_its_newest() -> None
 
 def test_blocks_that_the_source_has_named_are_those_of_each_group() -> None:
     blocks, fixed = BlocksOfGroup([1, 2], (0, 8), 0), PageCopy([3], [4], (0, 4))
-    assert blocks.end == 0  # the source has not stated its number of tokens yet
+    assert blocks.end == 0  # The source has not stated its number of tokens yet.
     there = [[5, 6], [7]], 8
     found = with_blocks("request 'r'", [blocks, fixed], *there)
     assert found == [BlocksOfGroup([1, 2], (0, 8), 0, [5, 6], 8), fixed]

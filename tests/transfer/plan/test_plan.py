@@ -51,7 +51,7 @@ def check_pull(local: ShardLayout, remotes: list[ShardLayout], tokens: tuple[int
         starts = region_starts(local), region_starts(remote)
         runs = plan(part, remote, starts).runs(0, local_pages, remote_pages, tokens)
         missed, pairs = len(runs) - fewest(runs), max(len(local_pages), len(remote_pages))
-        tensors = 2 * max(len(local.region_bytes), len(remote.region_bytes))  # K and V may be separate
+        tensors = 2 * max(len(local.region_bytes), len(remote.region_bytes))  # K and V may have separate tensors.
         assert missed < pairs * tensors if len(runs) > pairs * tensors else missed == 0
         copied(runs, source, pool)
         total += len(runs)
@@ -119,7 +119,8 @@ def test_tokens_continue_over_pages_of_another_size() -> None:
     local = shard(range(2), order=SPLIT_NHD, pages=16, layers=range(1))
     remote = shard(range(2), order=SPLIT_NHD, page_size=16, pages=4, layers=range(1))
     token = 2 * 2 * 4
-    # Tokens 2 to 32 in pages of 4 and 16: four local pages and half a remote one are contiguous, then there is a gap.
+    # Tokens 2 to 32 are in local pages of 4 tokens and remote pages of 16 tokens. Four local pages and half of a remote
+    # page are one contiguous run. After the run there is a gap.
     runs = plan(local, remote).runs(0, [4, 5, 6, 7, 0, 1, 2, 3], [1, 3], (2, 32))
     assert runs.local.tolist()[:2] == [0, (4 * 4 + 2) * token]
     assert runs.remote.tolist()[:2] == [3 * 16 * token, (16 + 2) * token]
@@ -151,7 +152,7 @@ def test_a_pull_takes_one_run_a_page_whatever_its_last_token() -> None:
         assert len(runs) == 5
 
 
-# # Cases in which the pulls of other systems gave wrong results.
+# ---- cases in which the pulls of other systems gave wrong results
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(8, 2), (2, 8), (8, 4), (4, 8), (8, 1), (1, 8), (3, 8), (8, 3)])
@@ -201,7 +202,7 @@ def test_lists_that_do_not_fit_name_the_value_and_the_limit() -> None:
         ({"tokens": (3, 49)}, "group 0: tokens 3 to 49 do not fit the 12 local pages, which hold 48"),
         ({"local_pages": [0, -1, 2]}, "group 0: local page -1 does not exist: the pages are 0 to 11"),
         ({"local_pages": [0, 1, 0]}, "group 0: local page 0 is named twice"),
-        # filled from two halves of one remote page
+        # Two halves of one remote page would fill the same local page.
         ({"local_pages": [1, 1, 0]}, "group 0: local page 1 is named twice"),
         ({"remote_pages": [0, 1 << 63]}, "group 0: remote pages are not 64-bit integers"),
         ({"remote_pages": [0, None]}, "group 0: remote pages are not 64-bit integers"),
@@ -262,7 +263,7 @@ def test_shards_of_two_models_are_refused() -> None:
         with pytest.raises(MetadataError, match=message):
             plan(local, remote)
     other = plan(local, replace(local, groups=(replace(group, boxes=(replace(box, kind="ssm"),)),)))
-    assert len(other.runs(0, [0], [0], (0, 4))) == 0  # different kinds have nothing in common
+    assert len(other.runs(0, [0], [0], (0, 4))) == 0  # The ranks have no common kind of state, so nothing is copied.
 
 
 FAULTS = """
@@ -288,7 +289,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's allocator")
 def test_large_pulls_find_the_memory_of_the_last_one() -> None:
     done = subprocess.run([sys.executable, "-c", FAULTS], check=True, capture_output=True, text=True, cwd=ROOT)
-    assert int(done.stdout) < 100  # if each pull mapped its arrays anew, there would be 2,300 page faults
+    assert int(done.stdout) < 100  # Mapping new memory for each pull would cost 2,300 page faults.
 
 
 def test_a_window_is_pulled_from_its_first_page_on() -> None:

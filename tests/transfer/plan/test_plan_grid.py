@@ -23,5 +23,6 @@ def test_a_sample_of_the_grid_copies_each_element(found: set[Triple], staged: bo
 def test_the_grid_has_the_documented_combinations() -> None:
     every = set(topologies())
     assert len(every) == 9 * 8 * 3 * 8 * 3
-    assert (2, 2, 2, 1, 4, 1) in every  # 4 ranks to 2 with 2 heads: replicated heads, which other systems refuse
+    # 4 source ranks and 2 readers share 2 heads, so heads are replicated. Other systems refuse this case.
+    assert (2, 2, 2, 1, 4, 1) in every
     assert (1, 1, 8, 3, 3, 2) in every  # latents

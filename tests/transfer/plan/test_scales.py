@@ -52,7 +52,7 @@ def carry_out(runs: Runs, local: torch.Tensor, remote: torch.Tensor) -> None:
     for target, source, length in zip(runs.local.tolist(), runs.remote.tolist(), runs.length.tolist(), strict=True):
         ours[target : target + length] = theirs[source : source + length]
         times[target : target + length] += 1
-    assert times.max(initial=0) <= 1  # the scale of a page is copied once with the page, not with each of its tokens
+    assert times.max(initial=0) <= 1  # The scale of a page is copied once with the page, and not once with each token.
 
 
 def pulled(

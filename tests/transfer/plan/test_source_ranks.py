@@ -67,8 +67,8 @@ def ranks(heads: int, number: int, order: str = ORDERS[0]) -> list[ShardLayout]:
         (4, 2, 4, [[0], [0], [1], [1]]),
         (4, 2, 1, [[0, 1]]),
         (4, 4, 2, [[0, 1], [2, 3]]),
-        (2, 2, 4, [[0], [0], [1], [1]]),  # the reader replicates its heads
-        (2, 4, 2, [[0], [3]]),  # the source replicates its heads, and each reader reads another replica
+        (2, 2, 4, [[0], [0], [1], [1]]),  # Two readers share each head.
+        (2, 4, 2, [[0], [3]]),  # Two source ranks share each head. Each reader reads from one of the two.
         (2, 4, 1, [[0, 2]]),
         (2, 4, 4, [[0], [1], [2], [3]]),  # on both
         (2, 4, 8, [[0], [1], [0], [1], [2], [3], [2], [3]]),
@@ -134,7 +134,7 @@ def test_states_of_hybrids_arrive_element_by_element(theirs: int, ours: int, gro
 
 def test_elements_that_several_shards_hold_come_from_a_shard_that_is_read_anyway() -> None:
     remotes = [mamba(rank, 4, 1) for rank in range(4)]
-    # Only shard 3 has these channels of x. Shards 2 and 3 have this head, and all shards have B and C.
+    # Only shard 3 has these channels of x. Shards 2 and 3 have this head. All shards have B and C.
     assert chosen(mamba(3, 4, 1), remotes, 0) == [3]
     assert chosen(mamba(1, 2, 1), remotes, 0) == [2, 3]
 

@@ -45,7 +45,7 @@ def check_staged_pull(local: ShardLayout, remotes: list[ShardLayout], tokens: tu
         remote = remotes[index]
         remote_pages = pages_for(remote, tokens, 2 + index)
         staging = plan(part, remote).staging(0)
-        # The area has exactly the requested size, so that `copied` finds a run beyond its end.
+        # The area has exactly the required size, so `copied` notices a run beyond the end of the area.
         area = np.full(staging.num_bytes(tokens) // ITEMSIZE, -1, np.int32)
         runs = staging.runs(remote_pages, tokens, 0, region_starts(remote))
         copied(runs, fill(remote, [remote_pages], (0, 10**6), tokens[0] // remote.groups[0].page_size), area)
@@ -126,12 +126,13 @@ def real(order: str, page_size: int = 16, heads: range = range(8)) -> ShardLayou
     ("local", "remote", "staged"),
     [
         (real(ORDERS[0]), real(ORDERS[0]), False),
-        (real(ORDERS[0]), real(ORDERS[2]), True),  # compares one run for each token and head with one run for each page
+        # Without staging there is one run for each token and head. With staging there is one run for each page.
+        (real(ORDERS[0]), real(ORDERS[2]), True),
         (real(PER_LAYER[1]), real(PER_LAYER[0]), True),  # HND against NHD
         (real(PER_LAYER[0]), real(PER_LAYER[0]), False),
         (real(ORDERS[0], heads=range(4)), real(ORDERS[0]), False),  # a range of heads is one run
         (real(ORDERS[0], heads=range(1)), real(ORDERS[2]), True),
-        (real(ORDERS[0], 64), real(ORDERS[0], 16), True),  # one run for each head, layer and side
+        (real(ORDERS[0], 64), real(ORDERS[0], 16), True),  # There is one run for each head, layer and side.
     ],
 )
 def test_the_cheaper_way_is_chosen(local: ShardLayout, remote: ShardLayout, staged: bool) -> None:
@@ -157,7 +158,8 @@ def test_neighbouring_remote_pages_are_staged_as_one_run() -> None:
 def test_runs_that_lie_a_page_apart_are_not_staged_together() -> None:
     local, remote = shard(range(2)), shard(range(2), order=PER_LAYER[0])
     staging = plan(local, remote).staging(0)
-    page = 4 * 2 * 2 * ITEMSIZE  # the page of K or V in one layer; the bytes between the two belong to other pages
+    # The bytes of K or V in one page and one layer. Between K and V there are bytes of other pages.
+    page = 4 * 2 * 2 * ITEMSIZE
     assert staging.num_bytes((0, 8)) == 2 * 2 * 2 * page
     assert staging.runs([1, 5], (0, 8), 0, [0, 0]).num_bytes == 2 * 2 * 2 * page
 

@@ -126,7 +126,7 @@ def serve(pipe: Connection, name: str, pages: int, options: dict[str, Any]) -> N
             side.poll()
             side.manager.reset_prefix_cache()
             other = TextContext([99] * 252, len(PROMPT) + 8, "other")
-            with side.manager.claim(other):  # the lent pages get other contents from now on
+            with side.manager.claim(other):  # The other request now writes to the formerly leased pages.
                 assert side.manager.maybe_reserve(other)
                 for shard in range(len(side.manager.layouts)):
                     side.blocks(shard)[side.manager.get_req_blocks("other")] = -1.0

@@ -75,7 +75,7 @@ def test_a_ring_during_a_system_call_does_not_silence_later_rings(
         if by == "a thread":
             threads.append(threading.Thread(target=bell.ring))
             threads[-1].start()
-            threads[-1].join(0.05)  # the thread may have to wait until the system call has ended
+            threads[-1].join(0.05)  # The thread may have to wait until the system call has ended.
         else:
             bell.ring()
 
@@ -94,7 +94,7 @@ def test_a_ring_during_a_system_call_does_not_silence_later_rings(
     (bell.hear if call == "eventfd_read" else bell.ring)()
     for thread in threads:
         thread.join()
-    bell.ring()  # no `hear` comes before this ring, because a sleeping thread calls `hear` only after it has woken
+    bell.ring()  # A sleeping thread calls `hear` only after it has woken. Therefore no `hear` comes before this ring.
     assert rings(bell)
     bell.hear()
     assert not rings(bell)

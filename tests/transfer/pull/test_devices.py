@@ -16,7 +16,7 @@ ON_GPU = [pytest.param(*devices, marks=gpu) for devices in [("cuda", "cuda"), ("
 def test_every_page_arrives_and_a_kernel_reads_it_right_after_the_commit(
     monkeypatch: pytest.MonkeyPatch, source: str, reader: str
 ) -> None:
-    if source != reader:  # both sides need the same transports
+    if source != reader:  # The source and the reader need the same transports.
         monkeypatch.setenv("UCX_TLS", TRANSPORTS)
     found = between(source, reader, [1, 3, 300, 64])
     assert [(count, wrong) for count, _, wrong in found] == [(1, 0), (3, 0), (300, 0), (64, 0)]

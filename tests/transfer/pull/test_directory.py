@@ -78,7 +78,7 @@ def test_an_engine_that_was_lost_may_come_back_elsewhere_at_once(engine: Any) ->
     p, d = engine("p"), engine("d")
     pull(d, p.source(p.offer()))
     run(p, d, until=settled(d, "r"))
-    # no later request has asked for this engine when its connection is lost
+    # No later request has asked for this engine before its connection is lost.
     d.ranks[0].disconnect("p", Failure(FailureKind.SOURCE_GONE, "a READ from it failed"))
     successor = engine("p", seed=50)
     pull(d, successor.source(successor.offer()), "new")
@@ -204,7 +204,7 @@ def test_no_address_that_a_request_names_affects_a_pull_of_another_request(engin
     crowd.close()
 
 
-# ---- whose metadata is loaded
+# ---- the engine whose metadata is loaded
 
 
 def changed(data: bytes, change: Callable[[bytearray], None]) -> bytes:

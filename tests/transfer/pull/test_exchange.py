@@ -141,7 +141,7 @@ def test_the_time_of_an_offer_runs_at_once_or_from_the_end_of_its_request(side: 
     def over() -> list[int]:
         return [happened.event.lease_id for happened in source.of(LeaseOver)]
 
-    source.until(over)  # no reader came, so the lease expires
+    source.until(over)  # No reader came, so the lease expires.
     source.until(lambda: len(source.of(Offered)) == 2)
     assert over() == [ran.lease.lease_id]
     assert source.manager.num_leased_blocks == 4
@@ -169,7 +169,7 @@ def test_a_pull_in_one_call_is_refused_before_it_takes_the_copier(side: Any) -> 
     reader.exchange.open_pull(0, "k", offer, 60.0)
     with pytest.raises(InvalidRequestError, match="'k': its pull is already open on replica 0"):
         reader.exchange.pull("k", offer, pending, 60.0)
-    # this pull still works, because the refused pull has not taken the import's copier
+    # The refused pull has not taken the import's copier, so this pull still works.
     reader.exchange.read(0, "k", pending, last=True)
     event, proof = reader.end(source)
     assert event.error == ""

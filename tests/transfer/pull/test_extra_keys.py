@@ -9,7 +9,7 @@ import pytest
 from kvcache import BlockTableMismatchError, TextContext
 from tests.transfer.pull.test_ownership import MINE, OTHERS, PAGE_SIZE, PROMPT, Reader, Side
 
-IMAGE = {"extra_keys": [(9, b"image")]}  # lies in the third of four pages
+IMAGE = {"extra_keys": [(9, b"image")]}  # The image is in the third of four pages.
 SALT = {"cache_salt": "tenant"}
 
 
@@ -76,7 +76,7 @@ def test_pulled_pages_are_found_up_to_the_first_key_that_differs(pulled: Any) ->
     assert found(reader, **IMAGE) == 16
     assert found(reader) == 8
     assert found(reader, extra_keys=[(9, b"other")]) == 8
-    assert found(reader, **SALT) == 0  # the last check, because it evicts one of the found pages
+    assert found(reader, **SALT) == 0  # This check comes last, because its request evicts one of the found pages.
 
 
 def test_pages_pulled_for_a_tenant_are_found_only_by_that_tenant(pulled: Any) -> None:

@@ -95,7 +95,7 @@ def test_a_fork_neither_sees_nor_writes_the_lease_words_of_its_parent(forking: A
     word = source.words + 8 * fork_source.SLOT
     assert memory_of(source.pid, word, 8) == source.lease.lease_id.to_bytes(8, "little")
     assert memory_of(child, word, 8) == bytes(8)
-    # the fork does have the contents of the pages
+    # The fork has the contents of the pages, but not of the words.
     assert memory_of(child, source.pages, 64) == memory_of(source.pid, source.pages, 64)
     source.pipe.send("what do your words hold")
     assert source.told() == (True, True)
@@ -130,7 +130,7 @@ def test_a_pull_from_a_fork_with_the_pid_of_its_parent_fails_at_the_fence(forkin
     )
     size = reader.pools[0][0].nbytes
     held = [memory_of(source.pid, source.pages + page * size, size) for page in REMOTE]
-    # the pages had arrived, and only the word showed the difference
+    # The pages had arrived. Only the lease word showed that the source was another process.
     assert [reader.pools[0][page].tobytes() for page in LOCAL] == held
 
 
@@ -147,5 +147,5 @@ def test_a_fork_can_close_its_exchange_while_threads_of_its_parent_hold_locks() 
     assert conn.poll(60), "the parent has sent no message"
     held, status = conn.recv()
     parent.join(20)
-    assert held >= 4  # the locks of the thread, the bell and the lending
+    assert held >= 4  # The held locks include the locks of the thread, of the bell and of the lending.
     assert status == 3

@@ -47,7 +47,7 @@ def test_words_lie_in_pages_of_their_own() -> None:
 def test_ids_are_random_words_and_never_the_empty_one(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = {new_lease_id() for _ in range(1000)}
     assert len(drawn) == 1000
-    assert max(drawn) >> 60  # all 64 bits are used
+    assert max(drawn) >> 60  # The ids use all 64 bits.
     monkeypatch.setattr("secrets.randbelow", lambda below: 0)
     assert new_lease_id() == 1
     monkeypatch.setattr("secrets.randbelow", lambda below: below - 1)
@@ -154,7 +154,7 @@ def test_a_renewal_extends_never_shortens_and_has_an_end(book: LeaseBook, clock:
     clock.now = 104
     book.hear(note(5, verdict="renew"))
     assert lease.deadline == 114
-    clock.now = 103  # turning the clock back simulates a message that was long under way
+    clock.now = 103  # The earlier time simulates a message that was long on its way.
     book.hear(note(5, verdict="renew"))
     assert lease.deadline == 114
     for clock.now in (113, 121, 129):
@@ -202,7 +202,7 @@ def test_the_time_of_a_request_that_is_still_computed_does_not_run(book: LeaseBo
     book.start_clock(5)
     assert lease.deadline == clock.now + 10
     clock.now += 9
-    book.start_clock(5)  # the clock of this lease already runs
+    book.start_clock(5)  # The clock of lease 5 already runs.
     book.start_clock(6)
     assert book.expire() == []
     clock.now += 1
@@ -251,7 +251,7 @@ def test_the_memory_of_ended_leases_is_bounded(book: LeaseBook, monkeypatch: pyt
     for lease_id in range(1, 101):
         book.grant(lease_id, "r", 0, 1.0)
         book.end(lease_id, "x")
-    assert list(book._ended) == [*range(91, 101)]  # the oldest are forgotten
+    assert list(book._ended) == [*range(91, 101)]  # The book has forgotten the oldest leases.
     for lease_id in range(91, 101):
         assert book.hear(note(lease_id)) is None
     assert book.counts == {"late": 10}
@@ -304,7 +304,7 @@ def test_the_times_of_a_lease_are_since_its_time_began_and_to_its_deadline(clock
     while not book.expire():
         clock.now += 4
         book.hear(note(6, verdict="renew"))
-    # three durations after the lease's clock was started, whatever was renewed in between
+    # Readers may renew a lease for at most three of its durations after its clock was started.
     assert 105 + 30 <= clock.now < 105 + 34
 
 

@@ -30,7 +30,7 @@ from transfer.pull.pull_state import PullEvent
 from transfer.pull.replica import LeaseOver, Offered
 from transfer.wire.messages import ContentQuery, open_pages
 
-# the prompt with one more page and one more token, which no request has computed
+# The prompt has one more page and one more token. No request has computed them.
 LONGER = [*PROMPT, 91, 92, 93, 94, 95]
 QUICK = {"handshake_timeout_s": 1.0}
 
@@ -108,9 +108,9 @@ def test_pages_that_another_request_has_computed_are_found_pulled_and_published(
     assert lent.table is not None
     assert lent.table.num_tokens == 16
     assert source.manager.num_leased_blocks == 4
-    source.overwrite()  # no request gets the lent pages
+    source.overwrite()  # No other request gets the lent pages.
     assert taken(reader, source, context, lent) == ""
-    assert context.start_idx == 16  # the rest of the prompt is computed by the reader
+    assert context.start_idx == 16  # The reader computes the rest of the prompt.
     reader.run(context, MINE)
     source.manager.release("other")
     all_given_back(source)
@@ -125,7 +125,7 @@ def test_a_reader_asks_once_and_is_answered_when_the_lease_stands(side: Any, mon
     monkeypatch.setattr("transfer.wire.handshake._HOLD_S", 1e3)
     source, reader = side(Side, "p"), side(Reader, "d")
     computed(source)
-    # With this time limit the question would be repeated only after 500 s.
+    # With a time limit of 1,000 s, the reader would repeat its question only after 500 s.
     lent = asked(reader, source, TextContext(LONGER, 32, "mine"), timeout_s=1e3)
     assert lent.source is not None
     assert len(source.exchange.threads[0].replica.leases) == 1
@@ -146,7 +146,8 @@ def test_only_what_the_reader_lacks_is_read(side: Any) -> None:
 def test_what_was_lost_meanwhile_makes_the_answer_shorter_and_never_an_error(side: Any) -> None:
     source, reader = side(Side, "p"), side(Reader, "d")
     computed(source)
-    source.compute("other", list(range(100, 123)))  # takes six of eight pages, so two pages of the prompt are left
+    # The other request takes six of eight pages, so two pages of the prompt are left.
+    source.compute("other", list(range(100, 123)))
     source.manager.release("other")
     context = TextContext(LONGER, 32, "mine")
     lent = asked(reader, source, context)
@@ -294,9 +295,9 @@ def test_the_reader_is_told_of_a_load_and_what_is_late_makes_the_answer_shorter(
     source.poll()
     for _ in range(3):
         assert lender.answer(first).waits_for == "its pages to come from a lower tier"
-        assert lender.is_asked  # there is a question, so the source's loop must not sleep
+        assert lender.is_asked  # A question waits, so the source's loop must not sleep.
         source.poll()
-    assert source.manager.metrics.h2d_blocks_copied == 0  # copies count only when they have ended
+    assert source.manager.metrics.h2d_blocks_copied == 0  # A copy counts only after its end.
     source.until(lambda: lender.answer(first).pages)
     assert open_pages(lender.answer(first).pages, "p/0", None).num_tokens == 0
     assert not lender.is_asked
@@ -304,7 +305,7 @@ def test_the_reader_is_told_of_a_load_and_what_is_late_makes_the_answer_shorter(
     lender.answer(second)
     source.until(lambda: lender.answer(second).pages)
     assert open_pages(lender.answer(second).pages, "p/0", None).num_tokens == 16
-    assert source.manager.metrics.h2d_blocks_copied == 4  # the late pages have arrived by now
+    assert source.manager.metrics.h2d_blocks_copied == 4  # The pages of the slow copy have arrived now.
 
 
 @pytest.mark.parametrize("met", [False, True])
@@ -336,7 +337,7 @@ def test_what_is_refused_comes_back_at_once_and_is_no_failed_pull(side: Any, met
         TextContext([7, *LONGER[1:]], 32, "mine"),
         TextContext(LONGER, 32, "mine", cache_salt="a"),
         TextContext(LONGER, 32, "mine", extra_keys=[(0, b"image")]),
-        # the last token of a prompt always runs at the reader, so there is nothing to ask for
+        # The last token of a prompt always runs at the reader, so the reader has no page to ask for.
         TextContext(PROMPT[:PAGE_SIZE], 32, "mine"),
     ],
 )
@@ -353,7 +354,7 @@ def test_the_limit_of_lent_pages_leaves_the_other_pages_to_the_source_s_own_requ
     context = TextContext(LONGER, 32, "mine")
     first = asked(reader, source, context, "first")
     assert first.table is not None
-    assert first.table.num_tokens == 12  # three of eight pages
+    assert first.table.num_tokens == 12  # The 12 tokens take three of the eight pages.
     assert asked(reader, source, context, "second") == Lent("second", None, None, "")
     assert source.manager.num_free_blocks == 5
     assert taken(reader, source, context, first) == ""
@@ -392,7 +393,7 @@ def test_an_unread_lease_ends_by_itself(side: Any, monkeypatch: pytest.MonkeyPat
     source.manager.reset_prefix_cache()
     source.overwrite()
     assert "lease" in taken(reader, source, context, lent)
-    assert reader.manager.maybe_reserve(context)  # the request computes its tokens itself
+    assert reader.manager.maybe_reserve(context)  # The request computes its tokens itself.
     assert context.start_idx == 0
 
 
@@ -454,7 +455,7 @@ def test_a_source_that_is_gone_or_does_not_look_is_given_up(side: Any) -> None:
     computed(source)
     wanted = reader.manager.contents.digests(context)
     reader.exchange.ask(0, "idle", source.exchange.address, source.exchange.engine_id(0), wanted, timeout_s=0.3)
-    reader.until(lambda: reader.of(Lent))  # the source's loop does not run meanwhile
+    reader.until(lambda: reader.of(Lent))  # Only the reader polls, so the source's loop does not run.
     (idle,) = reader.of(Lent)
     assert "waited in vain for its serving loop to look" in idle.event.error
     source.exchange.close()
@@ -484,7 +485,7 @@ def test_a_question_wakes_a_loop_that_sleeps_and_one_turn_after_it_sleeps_again(
     assert not select.select([bell], [], [], 0.0)[0]
     wanted = reader.manager.contents.digests(TextContext(LONGER, 32, "mine"))
     reader.exchange.ask(0, "k", exchange.address, exchange.engine_id(0), wanted)
-    # only the reader polls, because the source's loop sleeps
+    # Only the reader polls, because the source's loop sleeps.
     reader.until(lambda: select.select([bell], [], [], 0.0)[0])
     source.until(lambda: lending.num_leases and not lending.is_asked)
     source.poll()
@@ -504,7 +505,7 @@ def test_an_answer_wakes_a_loop_that_sleeps_on_the_sockets(side: Any) -> None:
     assert reader.exchange.sockets == [reader.exchange.bell]
     reader.exchange.ask(0, "k", exchange.address, exchange.engine_id(0), wanted)
     assert not is_woken()
-    source.until(is_woken)  # only the source polls, because the reader's loop sleeps
+    source.until(is_woken)  # Only the source polls, because the reader's loop sleeps.
     reader.poll()
     assert reader.of(Lent)[-1].event.key == "k"
     assert not is_woken()
@@ -578,13 +579,13 @@ def test_questions_that_come_while_the_loop_is_busy_take_little_memory(
     answers = [lender.answer(question(0, ask_id, wanted)) for ask_id in range(5)]
     assert [answer.error for answer in answers] == ["", "", "", *["3 questions already wait for its serving loop"] * 2]
     assert len(lender._asked) == 3
-    assert lender.answer(question(0, 1, wanted)).waits_for  # a repeated question does not count again
+    assert lender.answer(question(0, 1, wanted)).waits_for  # A repeated question does not count again.
     with monkeypatch.context() as loading:
-        loading.setattr(type(source.manager.contents), "bring", lambda *_: True)  # simulates a slow tier
+        loading.setattr(type(source.manager.contents), "bring", lambda *_: True)  # The test simulates a slow tier.
         source.poll()
-        assert lender.answer(question(0, 4, wanted)).error  # the questions wait for their pages now
+        assert lender.answer(question(0, 4, wanted)).error  # All questions now wait for their pages.
     source.poll()
-    # the loop has answered the questions, so the reader may ask again
+    # The loop has answered the questions, so the reader may ask again.
     assert not lender.answer(question(0, 4, wanted)).error
 
 
@@ -600,7 +601,8 @@ def test_a_manager_leases_the_pages_that_it_has_by_content_and_refuses_what_it_c
     assert (table.num_tokens, len(table.groups[0]), table.digests) == (12, 3, wanted.digests[:96])
     assert source.manager.num_leased_blocks == 3
     source.manager.reset_prefix_cache()
-    assert contents.lease("more", 0, wanted, 8)[1].num_tokens == 12  # leased pages can still be found
+    # A reader can still find leased pages after a reset.
+    assert contents.lease("more", 0, wanted, 8)[1].num_tokens == 12
     assert contents.lease("none", 0, wanted, 0) is None
     assert contents.lease("none", 0, wanted, -4) is None
     source.manager.check()
@@ -629,7 +631,7 @@ class Flood:
             kind=kv_kind(source.manager.layouts),
             page_size=wanted.page_size,
             hash_algorithm=wanted.hash_algorithm,
-            # the digest of the first page
+            # The question has only the digest of the first page.
             digests=wanted.digests[: len(wanted.digests) // (len(LONGER) // PAGE_SIZE)],
         )
         self.asked = 0
@@ -650,7 +652,7 @@ def pool_of(side: Any, pages: int) -> Side:
     source.manager.close()
     source.manager = build.manager_of(
         pages, page_size=PAGE_SIZE, max_seq_len=32, checks=False
-    )  # counting all pages again at each call would be slow
+    )  # The checks would count all pages again at each call, which takes long.
     source.exchange = PageExchange(source.manager, "p", lend=1.0)
     return source
 
@@ -691,7 +693,7 @@ def test_a_flood_of_one_reader_leaves_room_for_the_questions_of_others(side: Any
     source = pool_of(side, 100)
     computed(source)
     flood = Flood(source, source.manager.contents.digests(TextContext(LONGER, 32)))
-    for number in range(100):  # the loop does not read the questions
+    for number in range(100):  # The loop does not read the questions meanwhile.
         flood.lender.answer(replace(flood.query, ask_id=1000 + number, asker="one reader"))
     assert flood.lender.answer(replace(flood.query, ask_id=2000, asker="another reader")).error == ""
 

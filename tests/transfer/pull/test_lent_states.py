@@ -89,7 +89,7 @@ def test_no_more_than_the_share_of_the_state_pages_is_lent(pair: Pair) -> None:
     assert first.table is not None
     assert [*map(len, first.table.groups)] == [5, 1]
     assert pair.lent(200) == (5, 1)
-    assert pair.lent(300) == ()  # the request's five pages would fit, but a third state would exceed the limit
+    assert pair.lent(300) == ()  # The limit has room for the request's five pages, but not for a third state.
     pair.give_back(first)
     assert pair.lent(300) == (5, 1)
 
@@ -101,7 +101,8 @@ def test_a_state_in_a_slab_counts_as_the_pages_of_the_slab(pair: Pair) -> None:
     slab = pair.it.manager.slab_pages
     assert (int(0.25 * pair.it.manager.total_num_pages), slab) == (20, 2)
     assert pair.lent(100) == (10, 1)
-    assert pair.lent(200) == (4, 1)  # eight of 20 pages would be left, but with the next state it would be ten
+    # The limit is 20 pages, and 12 are lent. Eight more pages would fit, but with the next state the request needs ten.
+    assert pair.lent(200) == (4, 1)
 
 
 class Three:
@@ -186,8 +187,8 @@ def test_pages_and_the_state_behind_them_come_from_two_sources(
     assert not it.pull().error
     mine = it.sides[2]
     compared = mine.compared
-    # `serve` finds 40 cached tokens. When it runs the remaining ones, it compares the KV of the cached tokens and their
-    # state with the expected values, and fails if any of them differs.
+    # `serve` finds 40 cached tokens and runs the last token. It then compares the KV of the cached tokens and their
+    # state with the expected values.
     assert mine.serve([*prompt(100, 40), 7]) == 40
     assert mine.compared > compared
 

@@ -56,7 +56,7 @@ class Side:
         self.events += self.exchange.poll()
 
     def until(self, condition: Callable[[], object]) -> None:
-        # the first contact checks the source in a helper process that must start first
+        # At the first contact the source is checked in a helper process, which has to start first.
         deadline = time.monotonic() + 60
         while not condition():
             self.poll()
@@ -187,7 +187,7 @@ def test_preempted_and_run_again_under_the_same_id(sides: tuple[Side, Reader]) -
     source.manager.release("r")
     context.reset()
     source.manager.reset_prefix_cache()
-    # another prompt under the same request id; the pages of the old lease stay as they are
+    # Another prompt runs under the same request id. The pages of the old lease keep their contents.
     source.compute("r", list(range(50, 60)), OTHERS)
     check_accepted(source, reader, offer, table)
 
@@ -252,7 +252,7 @@ def test_a_lease_that_is_revoked_gives_its_pages_back_and_the_pull_fails(sides: 
     offer, table = source.offer(), source.manager.block_table("r")
     source.manager.release("r")
     source.exchange.revoke(offer, "over")
-    # the pages stay held until the word is cleared and the scheduler has been told
+    # The pages stay held until the word is cleared and the scheduler has the event.
     assert source.manager.num_leased_blocks == 4
     source.until(lambda: source.of(LeaseOver))
     assert source.manager.num_leased_blocks == 0
@@ -292,7 +292,7 @@ def test_offers_that_are_refused(sides: tuple[Side, Reader]) -> None:
         source.exchange.offer("r", 30.0)
     source.compute()
     with pytest.raises(UnknownRequestError, match="'r': lease"):
-        reader.exchange.offer("r", 30.0)  # the request belongs to another manager
+        reader.exchange.offer("r", 30.0)  # The request belongs to another manager.
     reader.reserve(source.manager.block_table("r"))
     with pytest.raises(NotReservedError, match="import is pending"):
         reader.exchange.offer("r", 30.0)
@@ -306,13 +306,13 @@ def test_offers_that_are_refused(sides: tuple[Side, Reader]) -> None:
 def test_an_offer_that_is_not_granted_holds_nothing(sides: tuple[Side, Reader]) -> None:
     source, _ = sides
     source.compute()
-    assert source.exchange.offer("r", 0.0) is not None  # a lease of 0 s is granted by no rank
+    assert source.exchange.offer("r", 0.0) is not None  # No rank grants a lease of 0 s.
     source.manager.release("r")
     assert source.manager.num_leased_blocks == 4
     source.until(lambda: source.of(Offered))
     assert source.of(Offered)[0].event.error  # type: ignore[union-attr]
     assert source.idle
-    assert source.exchange._slots[0]._free[0] == 0  # the lease word is free again
+    assert source.exchange._slots[0]._free[0] == 0  # The slot of the lease word is free again.
 
 
 def test_there_are_at_most_as_many_leases_as_words(sides: tuple[Side, Reader]) -> None:
@@ -336,7 +336,7 @@ def test_a_lease_is_ended_only_by_its_own_manager(sides: tuple[Side, Reader]) ->
             source.manager.end_lease(wrong)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match="'r': end_lease: another manager made this lease"):
         reader.manager.end_lease(lease)
-    source.manager.end_lease(PageLease(lease.owner, "r", 0))  # a hand-made lease holds nothing
+    source.manager.end_lease(PageLease(lease.owner, "r", 0))  # A lease that no manager has made holds no pages.
     assert source.manager.num_leased_blocks == 4
     source.manager.end_lease(lease)
     assert lease.is_over
@@ -368,7 +368,8 @@ def test_a_thread_that_dies_gives_nothing_back_before_it_is_closed(sides: tuple[
     with pytest.raises(EngineClosedError, match="the transfer thread died: .*says the test"):
         source.exchange.offer("s", 30.0)
     source.manager.release("s")
-    assert words[offer.lease.slot] == offer.lease.lease_id  # a reader may still accept the pages
+    # A reader may still accept the pages, because the lease word is still set.
+    assert words[offer.lease.slot] == offer.lease.lease_id
     assert source.manager.num_leased_blocks == 4
     source.exchange.close()
     assert words[offer.lease.slot] == 0
@@ -395,7 +396,7 @@ def test_an_offer_that_a_closed_thread_never_took_holds_nothing(
     assert source.exchange.offer("r", 30.0) is not None
     source.manager.release("r")
     with monkeypatch.context() as stuck:
-        stuck.setattr(thread, "close", lambda: None)  # simulates a thread that does not end when it is told to
+        stuck.setattr(thread, "close", lambda: None)  # The test simulates a thread that does not end.
         source.exchange.close()
         assert source.manager.num_leased_blocks == 4
     source.exchange.close()
@@ -458,7 +459,7 @@ def test_the_copier_is_handed_out_once(sides: tuple[Side, Reader]) -> None:
     reader.open(offer)
     reader.exchange.read(0, "k", pending, last=True)
     with pytest.raises(InvalidRequestError, match="'r': the copier of this import was already handed out"):
-        reader.manager.copier(pending)  # without a copier nothing proves what a pull reads
+        reader.manager.copier(pending)  # Only a copier can prove that a pull has read the pages.
     with pytest.raises(InvalidRequestError, match="'r': there are no pages left to copy"):
         reader.exchange.read(0, "k", pending, last=True)
     _, proof = reader.end(source)
@@ -530,7 +531,7 @@ def test_cancelled_then_committed(sides: tuple[Side, Reader]) -> None:
     reader.exchange.read(0, "k", pending, last=True)
     reader.manager.cancel_import(pending)
     free = reader.manager.num_free_blocks
-    reader.manager.release("r")  # the READs of the pull may still write to these pages
+    reader.manager.release("r")  # The READs of the pull may still write to these pages.
     assert reader.manager.num_free_blocks == free + (5 - 4)
     reader.overwrite()
     _, proof = reader.end(source)

@@ -90,9 +90,9 @@ def test_every_page_of_a_pull_is_verified_including_the_first_and_the_last(
     there = msgspec.structs.replace(mine, checks_addrs=(checks.words[0].ctypes.data,))
     agent: Any = SimpleNamespace(register=lambda *_: None)
     planned = plan(LAYOUT, LAYOUT, (mine.bases, there.bases))
-    for wrong in (1, 2):  # pages that are read into
+    for wrong in (1, 2):  # The pages 1 and 2 are the targets of the read.
         verifier = Verifier(checks, mine, there, 1.0, agent)
-        verifier._words[0][[1, 2]] = checks.words[0][[3, 4]]  # the checksums that arrive from the source
+        verifier._words[0][[1, 2]] = checks.words[0][[3, 4]]  # The source's checksums arrive in these words.
         pool[[1, 2]] = pool[[3, 4]]
         pool[wrong, -1] ^= 1
         part = verifier.part("r", planned, [([1, 2], [1, 2], span)])
@@ -158,7 +158,8 @@ def test_sealing_a_page_does_not_change_the_checksums_of_other_pages(pool: np.nd
 
 def test_pages_with_gaps_are_not_checked() -> None:
     (box,) = dense(replaced(SIZES, order="layer,side,token,head,dim"), PAGES).groups[0].boxes
-    part = sub_box(box, (0, 0, 1, 0), (2, 2, 3, 8))  # two heads of four, with another shard's heads between the tokens
+    # The box has two of four heads. Between its tokens there are heads of another shard.
+    part = sub_box(box, (0, 0, 1, 0), (2, 2, 3, 8))
     layout = check(ShardLayout((Group(16, PAGES, (part,)),), LAYOUT.region_bytes))
     with pytest.raises(InvalidEngineError, match=r"group 0: .* box 'kv' has 2048 bytes spread over 4064"):
         PageChecks(layout, [0])
@@ -183,9 +184,10 @@ def changed(layout: ShardLayout, of_box: dict[str, object] | None = None, **of_g
         changed(LAYOUT, state=True),
         changed(LAYOUT, {"kind": "ssm"}),
         changed(LAYOUT, {"dtype": "float16"}),
-        changed(LAYOUT, {"first": (0, 0, 4, 0)}),  # other heads, in pages of the same size
+        changed(LAYOUT, {"first": (0, 0, 4, 0)}),  # The box has other heads. Its pages have the same size.
         changed(LAYOUT, {"extent": (2, 2, 4, 8, 16)}),
-        changed(LAYOUT, {"strides": (1, 2, 3, 4, 2)}),  # the checksum of the same elements in another order
+        # The box has the same elements, but their checksum is computed in another order.
+        changed(LAYOUT, {"strides": (1, 2, 3, 4, 2)}),
         changed(two_groups(), {"dtype": "float32"}),
         ShardLayout((*LAYOUT.groups, *LAYOUT.groups), LAYOUT.region_bytes),
         per_layer(SIZES, PAGES, PACKED_NHD),
@@ -273,7 +275,7 @@ def test_a_pull_also_reads_the_checksums_of_its_pages_for_each_group() -> None:
     assert read([nothing, ([3], [6], (0, 1))])[1] == [[(2 << 40) + 6 * WORD_BYTES, WORD_BYTES, 0]]
     assert read([([1], [1], (0, 1)), nothing])[1] == [[(1 << 40) + WORD_BYTES, WORD_BYTES, 0]]
     assert verifier.part("r", planned, [nothing, nothing]) is None
-    for empty in ((0, 0), (16, 16), (48, 16)):  # if no tokens are read, it does not matter which pages are named
+    for empty in ((0, 0), (16, 16), (48, 16)):  # If no tokens are read, the named pages do not matter.
         tokens = PageCopy([1, 2, 3, 4], [1, 2, 3, 4], empty)
         assert read([tokens, ([3], [6], (0, 1))])[1] == [[(2 << 40) + 6 * WORD_BYTES, WORD_BYTES, 0]]
         assert read([([1], [1], (0, 1)), ([3], [6], empty)])[1] == [[(1 << 40) + WORD_BYTES, WORD_BYTES, 0]]
@@ -290,7 +292,7 @@ def test_only_pages_that_differ_are_read_again_and_the_pull_continues_once_they_
     agent: Any = Registered()
     verifier = Verifier(checks, mine, there, 1.0, agent)
     planned = plan(mine.layout, there.layout, (mine.bases, there.bases))
-    # the state after the words have arrived: pages 1 to 3 are the source's pages 4, 0 and 2
+    # The words have arrived. Pages 1 to 3 are copies of the source's pages 4, 0 and 2.
     tokens, states = verifier._words
     tokens[[4, 0, 2]] = checks._sums(0, np.array([1, 2, 3]))
     states[6] = checks._sums(1, np.array([3]))[0]
@@ -332,7 +334,7 @@ def test_a_share_of_the_pages_is_compared(share: float, expected: int) -> None:
     planned = plan(layout, layout, (mine.bases, there.bases))
     local = np.arange(4000)
     remote = local[::-1]
-    # no checksum has arrived, so all pages differ
+    # No checksum has arrived, so all pages differ from their checksums.
     again = arrived(verifier.part("r", planned, [(local, remote, (0, 16 * 4000))]))
     assert abs(verifier.repeated - expected) <= 250 * (0 < share < 1), (
         "the tolerance is nine times the standard deviation of such a draw"

@@ -16,7 +16,7 @@ from tests.transfer.protocol_rules import ASSUMPTIONS, CASTS, RULES, SHOWN_BY, C
 
 HOLE = "hole: D0 serves"
 STALE_PAGE, ROBBED, WAITS, WITHOUT_CAUSE = "stale page", "lease ended as read while", "may never", "has not ended"
-# The harm of leaving each rule out, and the fewest moves that lead to it.
+# For each rule, the harm of leaving the rule out, and the smallest number of moves to this harm.
 HARM = {
     "fence": (STALE_PAGE, 10),
     "fence-after-data": (STALE_PAGE, 12),
@@ -63,9 +63,9 @@ SIZES = {
     "again from another source": 1_080,
     "no request waits": 443,
 }
-# Number of final states, in which everything is given back. For pages by content, final states differ in how many pages
-# were found: none, one or two. With two stretches, they differ in this number for each stretch, and in the page at
-# which the second stretch begins. If no request waits, they differ in whether the pull ended early.
+# The number of final states, in which all pages and leases are given back. Final states of a lease by content differ in
+# the number of found pages: none, one or two. With two stretches, they differ in this number for each stretch and in
+# the page at which the second stretch begins. If no request waits, they differ in whether the pull ended early.
 FINALS = {"by content": 3, "by content, lower tiers": 3, "2 stretches, 2 sources": 7, "no request waits": 2}
 
 
@@ -73,7 +73,7 @@ FINALS = {"by content": 3, "by content, lower tiers": 3, "2 stretches, 2 sources
 def test_no_interleaving_breaks_a_promise(cast: Cast):
     result = Explorer(cast).run()
     assert (result.wrong, result.story) == ("", ())
-    assert result.states == SIZES[cast.title]  # guards against unintended changes of the explored model
+    assert result.states == SIZES[cast.title]  # The number of states reveals unintended changes of the explored model.
     assert result.finals == FINALS.get(cast.title, 1)
 
 
@@ -182,7 +182,7 @@ def test_every_part_of_every_cast_is_committed_somewhere(monkeypatch: pytest.Mon
     for cast in CASTS["small"]:
         reached.clear()
         Explorer(cast).run()
-        # Equal readers are mirror images, so the first of them need not commit anything.
+        # Equal readers are interchangeable, so the first reader need not commit anything.
         assert {name for name, _ in reached} == {part.name for part in cast.parts}
 
 
@@ -193,7 +193,7 @@ def test_the_command_tells_the_story(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def test_the_command_fails_where_no_harm_is_seen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    # with one reader it does no harm to leave the rule out
+    # With one reader, leaving the rule out does no harm.
     monkeypatch.setitem(SHOWN_BY, "all-readers", SHOWN_BY["fence"])
     monkeypatch.setattr(sys, "argv", ["protocol_model", "--without", "all-readers"])
     assert protocol_model.main() == 1

@@ -36,7 +36,7 @@ class Agent:
         self.notes: list[tuple[str, Any]] = []
         self.auto = True
         self.raise_at: dict[int, AgentError] = {}
-        self.at_once: set[int] = set()  # numbers of the posted transfers that end at once
+        self.at_once: set[int] = set()  # The numbers of the posted transfers that end as soon as they are posted.
         self.release_fails: AgentError | None = None
 
     def read(self, peer: str, local: Any, remote: Any, kinds: Any = None, note: bytes = b"") -> int | None:
@@ -170,7 +170,7 @@ def test_no_fence_while_a_read_is_in_flight_and_no_done_while_more_is_to_come(ri
     assert len(rig.agent.posted) == 2
     rig.agent.end(1)
     assert rig.polled() == []
-    # a notification would tell the source that the data is good
+    # A notification would promise the source that the data is good.
     assert [one["note"] for one in rig.agent.posted[2:]] == [b"", b""]
     rig.add(part(0))
     rig.agent.end(4)
@@ -228,7 +228,7 @@ def test_parts_without_runs_are_not_posted(rig: Rig) -> None:
 
 @pytest.mark.parametrize("word", [0, 1, LEASE.lease_id + 1, None])
 def test_a_fence_that_does_not_bring_the_lease_s_id_fails_the_pull(rig: Rig, word: int | None) -> None:
-    # Earlier fences have left the expected id in every slot. With `None`, a READ ends as "done" but delivers nothing.
+    # Earlier fences have left the expected id in every slot. With `None`, a READ ends as "done" but writes no data.
     rig.puller.words[:] = LEASE.lease_id
     rig.agent.word = word
     rig.open()
@@ -260,7 +260,8 @@ def test_fences_wait_for_each_other_if_there_are_too_few_words() -> None:
 
 
 def test_reads_that_do_not_end_at_once_are_counted(rig: Rig) -> None:
-    rig.agent.auto, rig.agent.at_once = False, {0, 3}  # a READ of pages, and the fence on one rank
+    # Transfer 0 is a READ of pages. Transfer 3 is the fence on one rank.
+    rig.agent.auto, rig.agent.at_once = False, {0, 3}
     rig.open()
     rig.add(part(0), part(1))
     assert rig.puller.num_posted == 1
@@ -320,7 +321,7 @@ def test_no_handle_is_released_in_flight_and_none_twice(rig: Rig) -> None:
     assert [event.safe for event in rig.polled()] == [False, True]
     assert [one["released"] for one in rig.agent.posted] == [1, 1, 1]
     assert rig.said("refused") == ["p/0", "p/1"]
-    assert len(rig.agent.posted) == 3  # no fence after a failure
+    assert len(rig.agent.posted) == 3  # After a failure the pull posts no fence.
 
 
 def test_a_post_that_is_refused_stops_the_others_and_waits_for_what_is_in_flight(rig: Rig) -> None:
@@ -332,7 +333,8 @@ def test_a_post_that_is_refused_stops_the_others_and_waits_for_what_is_in_flight
     assert len(rig.agent.posted) == 2
     rig.agent.end(0)
     assert [event.safe for event in rig.polled()] == [False, True]
-    assert rig.engine.failure is None  # the pull was refused, but the engine is not lost: the next pull may succeed
+    # The pull was refused, but the engine is still usable, so the next pull may succeed.
+    assert rig.engine.failure is None
 
 
 class Settled(Part):
@@ -541,7 +543,7 @@ def test_an_engine_s_pulls_are_given_up_together_and_no_others(rig: Rig) -> None
     rig.puller.open("s", other.engine, LEASE, 5.0)
     assert rig.puller.uses(rig.engine)
     rig.puller.fail_engine(rig.engine, why("gone"))
-    assert rig.puller.uses(rig.engine)  # the READ of this part is in flight
+    assert rig.puller.uses(rig.engine)  # The READ of this part is still in flight.
     rig.agent.end(0)
     assert [event.key for event in rig.polled()] == ["r", "r"]
     assert not rig.puller.uses(rig.engine)
@@ -727,7 +729,7 @@ def test_a_pull_at_once_also_waits_for_a_free_word() -> None:
     rig.open("first")
     rig.add(part(), key="first")
     rig.agent.end(0)
-    rig.polled()  # the fence of this pull uses the only free word
+    rig.polled()  # The fence of the first pull uses the only free word.
     assert isinstance(rig.puller.pull_at_once("r", rig.engine, LEASE, 9.0, part()), RankPull)
     assert len(rig.puller) == 2
     rig.agent.auto = True
@@ -749,7 +751,7 @@ def test_a_fence_whose_word_comes_later_does_not_hold_up_the_one_behind_it(rig: 
     (event,) = rig.polled()
     assert event.safe
     assert "it broke" in event.error
-    assert rig.said("refused") == ["p/0"]  # the second source was told "done"
+    assert rig.said("refused") == ["p/0"]  # The second source rank got "done".
     assert len(rig.puller._free) == 8
 
 
@@ -774,10 +776,10 @@ def test_pulls_that_stay_stuck_name_their_engine_once_and_others_do_not(rig: Rig
         rig.open(key)
         rig.add(part(0), key=key)
     rig.now += 3.0
-    assert rig.puller.stuck(1.0) == []  # the data of these READs may still arrive
+    assert rig.puller.stuck(1.0) == []  # The data of these READs may still arrive.
     rig.fail("a", why("late"))
     rig.fail("b", why("late"))
-    assert rig.puller.stuck(0.0) == []  # the pulls count as stuck only some time after they have failed
+    assert rig.puller.stuck(0.0) == []  # A pull counts as stuck only some time after it has failed.
     rig.now += 2.0
     assert rig.puller.stuck(2.0) == []
     assert rig.puller.stuck(1.5) == [rig.engine]
@@ -859,7 +861,8 @@ def test_a_pull_has_at_most_eight_transfers_in_flight_one_of_them_in_nixls_threa
     assert [len(one["local"]) for one in rig.agent.posted] == [128, *[16] * 7]
     rig.open("s")
     rig.add(long_part(1000), key="s")
-    assert len(rig.agent.posted[8]["local"]) == 16  # NIXL's thread is still busy with earlier runs
+    # Only 16 runs are posted, because NIXL's thread is still busy with earlier runs.
+    assert len(rig.agent.posted[8]["local"]) == 16
     rig.agent.end(1)
     rig.polled(2)
     assert [len(one["local"]) for one in rig.agent.posted[16:]] == [16]
@@ -876,7 +879,7 @@ def test_transfers_that_end_as_they_are_posted_are_released_once_and_posting_sto
     monkeypatch.setattr("transfer.pull.pull.time", SimpleNamespace(perf_counter=lambda: float(next(seconds))))
     rig.open()
     rig.add(long_part(160))
-    assert len(rig.agent.posted) == 2  # each post takes 0.2 ms, and no post begins after 0.3 ms
+    assert len(rig.agent.posted) == 2  # Each post takes 0.2 ms. After 0.3 ms no post begins.
     assert not any(one["released"] for one in rig.agent.posted), "nothing is left to release"
     assert rig.puller.is_copying
     rig.polled(1)
@@ -892,7 +895,7 @@ def test_a_half_posted_part_of_a_failed_pull_is_settled_when_its_posted_transfer
 ) -> None:
     rig.agent.auto = False
     rig.open()
-    moving = long_part(1000)  # more than may be in flight at a time
+    moving = long_part(1000)  # The part has more runs than may be in flight at a time.
     rig.add(moving)
     rig.fail("r", why("late"))
     assert (moving.times, rig.puller.events[-1].safe) == (0, False)
@@ -901,8 +904,8 @@ def test_a_half_posted_part_of_a_failed_pull_is_settled_when_its_posted_transfer
         rig.agent.end(number)
         rig.polled(1)
     assert (moving.times, rig.puller.events[-1].safe) == (1, True)
-    # The transfers of this part all end as they are posted. Even so, the part is not posted as a whole when the time
-    # for posts is over.
+    # Each transfer of this part ends as soon as it is posted. Nevertheless, the pull stops posting the part when the
+    # time for posts is over.
     rig.agent.at_once = {8, 9}
     seconds = iter(np.arange(0.0, 1.0, 2e-4))
     monkeypatch.setattr("transfer.pull.pull.time", SimpleNamespace(perf_counter=lambda: float(next(seconds))))
@@ -996,7 +999,7 @@ def test_the_times_of_an_earlier_pull_are_not_those_of_the_next_pull_of_that_nam
     rig.polled()
     rig.now += 2.5
     rig.open()
-    rig.now += 1.0  # a third of the lease's duration is over at the first source
+    rig.now += 1.0  # Since the first pull began, a third of the lease's duration has passed.
     rig.polled()
     assert rig.said("renew") == []
     rig.now += 2.0
@@ -1020,7 +1023,7 @@ def test_a_pull_that_is_timed_says_when_its_fence_was_posted_and_when_it_was_ove
         assert event.times == (PullTimes(posted, rig.now) if timed else None)
 
 
-# # ---- what a fence has passed, and who is told
+# ---- the parts that a fence covers, and the ranks that are notified
 
 
 def test_a_fence_covers_the_parts_before_it_and_is_not_posted_again_without_new_parts(rig: Rig) -> None:
@@ -1030,7 +1033,7 @@ def test_a_fence_covers_the_parts_before_it_and_is_not_posted_again_without_new_
     rig.agent.end(0)
     rig.polled()
     assert len(rig.agent.posted) == 2
-    rig.add(part(0), last=False)  # while the fence of the first part is in flight
+    rig.add(part(0), last=False)  # The fence of the first part is in flight.
     rig.agent.end(1)
     rig.polled()
     assert rig.passed("r") == 1
@@ -1132,7 +1135,7 @@ def test_a_notification_that_cannot_be_sent_does_no_harm(rig: Rig) -> None:
 
     rig.agent.notify = lost  # type: ignore[method-assign]
     rig.open()
-    rig.add(part(0))  # the other rank must be told separately
+    rig.add(part(0))  # The pull has to notify the other rank separately.
     assert rig.polled() == [OK]
     rig.open("s")
     rig.now += LEASE.duration_s / 3 + 0.01
@@ -1141,7 +1144,7 @@ def test_a_notification_that_cannot_be_sent_does_no_harm(rig: Rig) -> None:
     assert rig.puller.events[-1] == PullEvent("s", "enough", safe=True)
 
 
-@pytest.mark.parametrize("runs", [40, 48])  # a transfer has at most 16 runs
+@pytest.mark.parametrize("runs", [40, 48])  # A transfer has at most 16 runs.
 def test_a_part_in_several_transfers_is_read_once_and_counted_once(rig: Rig, runs: int) -> None:
     rig.open()
     asked = long_part(runs, lambda: None)

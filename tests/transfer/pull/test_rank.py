@@ -33,7 +33,7 @@ def test_copies_that_never_end_are_given_up_at_the_limit_with_the_agent_that_mak
     clock.now += 2.1
     run(p, q, d, until=lambda: d.pulls)
     assert [(event.key, event.safe) for event in d.pulls] == [("r", False)]
-    for seconds in (STUCK_S - 0.2, 0.1):  # within the time limit
+    for seconds in (STUCK_S - 0.2, 0.1):  # Both times are within the time limit.
         clock.now += seconds
         for _ in range(20):
             d.poll()
@@ -77,7 +77,7 @@ def test_an_agent_with_memory_of_a_verifier_is_not_used_for_another_source(engin
     p, d = engine("p"), engine("d")
     (mine,) = d.ranks
     remote = mine.load(mine.inspect([p.ranks[0].metadata]))
-    # the verifier's words lie in memory that is freed together with the verifier
+    # The words of a verifier are in memory that is freed together with the verifier.
     remote.verifier = object() if verifies else None
     agent = remote.agent
     mine.disconnect("p", Failure(FailureKind.SOURCE_GONE, "it is over"))

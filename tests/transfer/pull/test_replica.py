@@ -144,7 +144,7 @@ def test_pages_arrive_chunk_by_chunk_and_the_lease_is_renewed_meanwhile(engine: 
     lease = p.offer(duration_s=3.0)
     pull(d, p.source(lease), groups=None, timeout_s=60.0)
     run(p, d, until=lambda: all(len(rank.puller) for rank in d.ranks))
-    run(p, d, until=lambda: all(len(rank.puller) for rank in d.ranks))  # from here on the reader renews the lease
+    run(p, d, until=lambda: all(len(rank.puller) for rank in d.ranks))  # From here on the reader renews the lease.
     for at, (local, remote) in enumerate(zip(LOCAL, REMOTE, strict=True)):
         tokens = (at * TOKENS, (at + 1) * TOKENS)
         d.replica.add_pages("r", [PageCopy([local], [remote], tokens)], last=at == 2)
@@ -170,7 +170,7 @@ def test_chunks_are_read_while_prefill_computes_and_the_lease_does_not_run_out(e
     pull(d, p.source(lease), groups=None, timeout_s=1e6)
     d.replica.add_pages("r", [PageCopy([1], [5], (0, TOKENS))], last=False)
     run(p, d, until=lambda: np.array_equal(d.heads([1]), p.heads([5])))
-    p.pools[0][6] = 7  # the next chunk is computed
+    p.pools[0][6] = 7  # The source computes the next chunk.
     d.replica.add_pages("r", [PageCopy([2], [6], (TOKENS, 2 * TOKENS))], last=True)
     p.replica.start_clock(lease.lease_id)
     run(p, d, until=lambda: settled(d)() and p.overs)
@@ -309,7 +309,7 @@ def test_a_pull_that_is_cancelled_before_its_source_has_answered_is_refused_ther
     assert d.pulls == [PullEvent("r", "the client left", safe=True)], (
         "the owner gets the event at once, without waiting for the source"
     )
-    pull(d, p.source(p.offer("other", 1)))  # the name of the pull can be used again
+    pull(d, p.source(p.offer("other", 1)))  # The key of the ended pull can be used again.
     run(p, d, until=lambda: len(d.pulls) == 2 and len(p.overs) == 2)
     assert {over.request_id: over.reason for over in p.overs} == {"r": "the client left", "other": "read"}
     assert d.pulls[1].error == ""
@@ -565,7 +565,7 @@ def test_a_dead_source_fails_its_own_pulls_in_its_own_time(engine: Any) -> None:
         pull(d, dead._replace(engine_id=f"dead{number}", address=f"tcp://127.0.0.1:{9 + number}"), key=f"dead{number}")
     pull(d, p.source(p.offer()))
     run(p, d, until=settled(d))
-    assert [event.key for event in d.pulls] == ["r"]  # this pull did not wait for the five pulls whose sources are dead
+    assert [event.key for event in d.pulls] == ["r"]  # This pull has not waited for the five pulls of dead sources.
     run(p, d, until=lambda: len(d.pulls) == 6)
     assert all("in 0.3 s" in event.error for event in d.pulls[1:])
     assert d.replica.stats.failed_handshakes == 5

@@ -21,7 +21,7 @@ def test_pages_that_passed_are_kept_and_only_the_rest_is_pulled_from_another_sou
     engine: Callable[..., Engine],
 ) -> None:
     first, second, reader = engine("p", 2), engine("q"), engine("d", 2)
-    for pool, at in ((first.pools[0], 0), (first.pools[1], 2)):  # both sources hold the same tokens
+    for pool, at in ((first.pools[0], 0), (first.pools[1], 2)):  # Both sources hold the same tokens.
         pool[FIRST] = second.pools[0][SECOND][:, at : at + 2]
     reader.blank()
     lease = first.offer()
@@ -31,7 +31,7 @@ def test_pages_that_passed_are_kept_and_only_the_rest_is_pulled_from_another_sou
     run(first, reader, until=lambda: reader.replica.look_up("r").passed == 2)
     first.replica.revoke(lease.lease_id, "aborted")
     for pool in first.pools:
-        pool[FIRST] = 0xAB  # the source has reused the pages for another prompt
+        pool[FIRST] = 0xAB  # The source has reused the pages for another prompt.
     reader.replica.add_pages("r", chunk(FIRST, 2), last=False)
     run(first, reader, until=lambda: reader.pulls and reader.pulls[-1].safe)
     failed = reader.pulls[-1]
@@ -46,4 +46,5 @@ def test_pages_that_passed_are_kept_and_only_the_rest_is_pulled_from_another_sou
     assert reader.pulls[-1].error == ""
     assert np.array_equal(reader.heads(OURS), second.heads(SECOND))
     page_bytes = second.pools[0][0].nbytes
-    assert sum(record.num_bytes for record in reader.replica.stats._last) == 2 * page_bytes  # only the second pull
+    # The count has only the bytes of the second pull.
+    assert sum(record.num_bytes for record in reader.replica.stats._last) == 2 * page_bytes

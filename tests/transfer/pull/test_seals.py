@@ -75,7 +75,7 @@ def computed(manager: PagedKVCacheManager, name: str, prompt: list[int]) -> Text
     return context
 
 
-# # ---- changes that can happen to a table in transit
+# ---- changes of a table in transit
 
 Change = Callable[[random.Random, BlockTable, BlockTable], BlockTable]
 
@@ -194,7 +194,8 @@ def changed(rng: random.Random, table: BlockTable, other: BlockTable) -> tuple[s
     for name in names:
         try:
             table = CHANGES[name](rng, table, other)
-        except (ValueError, IndexError):  # the second change cannot be applied to the result of the first one
+        # The second change cannot be applied to the table that the first change has made.
+        except (ValueError, IndexError):
             continue
     return " and ".join(names), table
 
@@ -206,7 +207,7 @@ def says(table: BlockTable) -> tuple[object, ...]:
     return table.groups, table.num_tokens, table.page_size, table.first_page, table.hash_algorithm
 
 
-# ---- between two exchanges
+# ---- pulls between two exchanges
 
 
 class Pulled(NamedTuple):
@@ -312,7 +313,7 @@ def pulls(pair: Pair, rounds: int, seed: int) -> Pulled:
 def test_a_table_that_was_changed_on_its_way_brings_no_byte_of_another_request(pair: Pair) -> None:
     found = pulls(pair, 150, seed=1)
     assert found.refused_by_seal > 20
-    assert found.accepted  # a table with the same pages for the same tokens counts as unchanged
+    assert found.accepted  # A changed table is accepted if it names the same pages for the same tokens.
 
 
 @pytest.mark.long
@@ -329,7 +330,7 @@ def test_a_table_of_one_lease_is_refused_for_another_lease(pair: Pair) -> None:
     pair.source.exchange.revoke(before, "over")
     pair.source.until(lambda: before.lease.lease_id in pair.over())
     pair.offer = pair.source.offer("r")
-    # this table names the same pages, but it was made before the offer
+    # The table names the same pages, but it was made before the new offer.
     assert pair.pull(table, pair.offer) == "refused by seal"
     offer = pair.again()
     assert pair.pull(pair.source.manager.block_table("r"), offer) == "accepted"

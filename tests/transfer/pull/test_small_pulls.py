@@ -55,7 +55,7 @@ def test_a_small_pull_is_over_when_the_call_returns(engine: Any) -> None:
     found = d.replica.stats.snapshot()
     assert (found.pulls - before.pulls, found.interval_pulls) == (1, 1)
     assert found.num_bytes - before.num_bytes == d.pools[0][LOCAL].nbytes == found.records[0].num_bytes
-    assert found.num_runs - before.num_runs == 2  # pages 1 and 2 are neighbours on both sides
+    assert found.num_runs - before.num_runs == 2  # Pages 1 and 2 are adjacent at both sides, so they are one run.
     run(p, d, until=lambda: p.overs)
     assert p.overs == [LeaseOver("r", lease.lease_id, "read")]
     assert d.pulls == [PullEvent("r", "", safe=True)]
@@ -150,7 +150,7 @@ def test_a_small_pull_fails_with_the_same_messages_as_any_other(engine: Any, wro
     if wrong == "slot":
         lease = lease._replace(slot=1 << 20)
     elif wrong == "id":
-        lease = lease._replace(lease_id=0, slot=1)  # the content of a word without a lease
+        lease = lease._replace(lease_id=0, slot=1)  # A lease word without a lease holds 0.
     else:
         groups = [PageCopy(LOCAL, [5, 6, PAGES], (0, 3 * TOKENS))]
     pull(p, d, lease, groups=groups)

@@ -122,7 +122,7 @@ def test_a_part_whose_first_read_cannot_be_posted_gives_its_slab_back() -> None:
     rig.open()
     rig.add(*parts)
     assert [event.safe for event in rig.polled()] == [False]
-    assert len(area._free) == staging_area.SLABS - 1  # the part in flight still has its slab
+    assert len(area._free) == staging_area.SLABS - 1  # The part in flight still has its slab of the staging area.
     rig.agent.end(0)
     assert [event.safe for event in rig.polled()] == [False, True]
     assert sorted(area._free) == [*range(staging_area.SLABS)]
@@ -147,7 +147,7 @@ def test_a_part_that_is_settled_again_does_not_give_back_a_slab_of_another_part(
     assert sorted(slabs) == [*range(staging_area.SLABS)]
     ends = [int(part.local[-1, 0] + part.local[-1, 1]) - area.address for part in parts[:-1]]
     assert [(end - 1) // staging_area.SLAB_BYTES for end in ends] == slabs, "each part must read into its own slab"
-    parts[-1].settle()  # the last part never had a slab
+    parts[-1].settle()  # The last part never got a slab.
     assert area._free == []
     parts[0].settle()
     assert parts[-1].is_ready()

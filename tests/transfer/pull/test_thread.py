@@ -41,7 +41,7 @@ class Threaded:
             return poll()
 
         self.engine.replica.poll = counted  # type: ignore[method-assign]
-        self.rung: list[int] = []  # for each ring of the bell, the number of events at that time
+        self.rung: list[int] = []  # For each ring of the bell, the number of events at the time of the ring.
         self.thread = TransferThread(self.engine.replica, lambda: self.rung.append(len(self.thread.events)))
 
     def polls_within(self, seconds: float) -> int:
@@ -103,7 +103,7 @@ def test_the_thread_rests_without_leases_and_pulls_and_polls_while_there_are_som
     at_rest(d)
     lease = p.offer(0)
     started = p.polls
-    # At the idle rate this many polls would take a minute.
+    # At the idle rate, so many polls would take a minute.
     p.until(lambda: p.polls - started > 60 / IDLE_POLL_S)
     source = p.engine.source(lease)
     d.thread.pull("r0", source, [PageCopy([1], [4], (0, TOKENS))], 20.0)
@@ -120,7 +120,7 @@ def test_a_pull_that_waits_for_its_owner_to_name_pages_is_polled_seldom(threaded
     p.until(lambda: bool(p.thread.events))
     d.thread.pull("r0", p.engine.source(lease), None, 60.0)
     deadline = time.monotonic() + 20
-    while d.polls_within(20 * AWAIT_POLL_S) > 25:  # a busy machine can delay polls, but never causes more of them
+    while d.polls_within(20 * AWAIT_POLL_S) > 25:  # A busy machine can delay polls, but cannot cause more polls.
         assert time.monotonic() < deadline, "a pull without named pages is polled as often as any other"
     assert d.polls_within(2 * IDLE_POLL_S) > 4, (
         "there must be enough polls to renew the lease and to end the pull in time"
@@ -137,7 +137,7 @@ def test_a_source_that_pulls_as_well_is_polled_for_its_readers(threaded: Callabl
     time.sleep(LINGER_S)
     d.offer(1)
     deadline = time.monotonic() + 20
-    while d.polls_within(50 * AWAIT_POLL_S) <= 60:  # a pull alone causes at most 50
+    while d.polls_within(50 * AWAIT_POLL_S) <= 60:  # A pull alone causes at most 50 polls.
         assert time.monotonic() < deadline, "the source is polled too rarely for its readers"
     d.thread.call_soon(ReplicaTransfer.cancel, "r0", "test")
 
@@ -191,7 +191,7 @@ def test_the_source_polls_often_while_a_reader_may_need_its_polls(
     p, soon = threaded("p"), (SOON_POLL_S, BUSY_POLL_S) if tls == "tcp,self" else (POLL_S, POLL_S)
 
     def pause_after(act: Callable[[ReplicaTransfer], None]) -> float:
-        p.until(lambda: not p.thread._early)  # the last command's events are delivered
+        p.until(lambda: not p.thread._early)  # The events of the last command are delivered.
         return p.thread.call(lambda replica: (act(replica), p.thread._pause())[1])
 
     running, lease = (LeaseRef(new_lease_id(), slot, 30.0) for slot in (0, 1))
@@ -227,7 +227,7 @@ def test_a_lease_is_granted_when_the_call_returns_unless_the_thread_is_busy(
     threaded: Callable[[str], Threaded],
 ) -> None:
     p, at_once = threaded("p"), False
-    for slot in range(50):  # a poll may be at work at any time
+    for slot in range(50):  # A poll may be running, so the test tries several times.
         lease = p.offer(slot)
         at_once = at_once or (bool(p.thread.events) and p.thread.events[-1] == Offered(f"r{slot}", lease.lease_id, ""))
         p.until(lambda slot=slot: len(p.thread.events) > slot)  # type: ignore[misc]
@@ -241,7 +241,7 @@ def test_a_lease_is_granted_when_the_call_returns_unless_the_thread_is_busy(
 def test_a_sleeping_thread_is_woken_by_a_grant(
     threaded: Callable[[str], Threaded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("transfer.pull.thread.POLL_S", 60.0)  # longer than `until` waits
+    monkeypatch.setattr("transfer.pull.thread.POLL_S", 60.0)  # 60 s is longer than `until` waits.
     p = threaded("p")
     started = p.polls
     p.offer(0)
@@ -262,7 +262,7 @@ def test_a_page_of_a_known_source_has_arrived_when_the_call_returns_unless_the_t
 ) -> None:
     p, d = pair
     at_once = False
-    for slot in range(1, 50):  # a poll may be at work at any time
+    for slot in range(1, 50):  # A poll may be running, so the test tries several times.
         rings = len(d.rung)
         d.pull(p, slot)
         at_once = at_once or (d.ended(slot) and d.rung[rings:] == [len(d.thread.events)])
@@ -280,7 +280,7 @@ def test_commands_run_in_the_order_in_which_they_were_given(pair: tuple[Threaded
     pull = d.engine.replica.pull
     d.engine.replica.pull = lambda *args, **named: ran.append("pull") or pull(*args, **named)  # type: ignore[method-assign,func-returns-value]
     at_rest(d)
-    # simulates a command for which the thread has not woken yet
+    # The test simulates a command that the sleeping thread has not seen yet.
     d.thread._commands.append(lambda: ran.append("before"))
     d.pull(p, 1)
     d.until(lambda: d.ended(1))
@@ -291,7 +291,7 @@ def test_a_thread_at_rest_is_woken_by_a_read_of_the_caller(
     pair: tuple[Threaded, Threaded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     p, d = pair
-    monkeypatch.setattr("transfer.pull.thread.IDLE_POLL_S", 60.0)  # longer than `until` waits
+    monkeypatch.setattr("transfer.pull.thread.IDLE_POLL_S", 60.0)  # 60 s is longer than `until` waits.
     at_rest(d)
     d.pull(p, 1)
     started = d.polls

@@ -205,7 +205,8 @@ def test_no_received_message_ends_the_server(
     query = encode_message(MetadataQuery(query_id=1, engine_id="p", compatibility=SAME))
     samples: list[list[bytes]] = [[], [b""], [b"", b""], [b"", b"", b""], [query, query], [b""] * 40, [b"\x91" * 5000]]
     samples += [[b"\x81" * 60000], [query[:-1]], [query + b"\0"], [encode_message(QueryRefusal(reason="x"))]]
-    samples += [[b"\x93\xacget_meta_msg\0\x63"]]  # vLLM's query for a missing rank, which would end their own listener
+    # vLLM sends this query for a missing rank. It would end the thread that answers.
+    samples += [[b"\x93\xacget_meta_msg\0\x63"]]
     samples += [[rng.randbytes(rng.randrange(100))] for _ in range(60)]
     for sample in samples:
         socket = dealer()
@@ -214,7 +215,7 @@ def test_no_received_message_ends_the_server(
     client.ask_metadata(server.endpoint, "p", SAME, answers.append)
     assert isinstance(answers.wait(1), MetadataReply)
     deadline = time.monotonic() + 5
-    told = len(samples) - 2  # One sample sends nothing. The gate drops the sample with 40 frames.
+    told = len(samples) - 2  # One sample sends no message. The gate drops the sample with 40 frames.
     while server.counts["malformed"] < told and time.monotonic() < deadline:
         time.sleep(0.01)
     assert server.counts["malformed"] == told
@@ -286,7 +287,7 @@ def test_closing_twice_is_fine_and_frees_the_port() -> None:
     first.close()
     first.close()
     deadline = time.monotonic() + 5
-    while True:  # ZMQ frees the port shortly after the close has returned
+    while True:  # ZMQ frees the port shortly after `close` has returned.
         try:
             second = HandshakeServer([CARD], first.endpoint)
         except HandshakeError:
@@ -321,7 +322,7 @@ def test_a_peer_that_is_reached_may_be_busy_for_longer_than_one_that_is_not(
     socket, address = router
     start = time.monotonic()
     client.ping(address, "p", answers.append, 0.3)
-    while time.monotonic() < start + 1.0:  # three times the time for which a peer may be unreachable
+    while time.monotonic() < start + 1.0:  # The loop lasts three times as long as a peer may be unreachable.
         client.poll()
         time.sleep(1e-3)
     assert not answers
@@ -528,7 +529,7 @@ def test_a_question_for_pages_is_answered_when_there_is_more_to_say_than_what_is
     lender = Lender(server, client)
     lender.ask(1)
     lender.until(lambda: lender.looks)
-    server.look_again()  # the answer to this call belongs to another question
+    server.look_again()  # The answer to this call belongs to another question.
     lender.until(lambda: lender.looks >= 2)
     client.poll()
     assert not lender.answers

@@ -121,7 +121,8 @@ def test_the_sender_that_was_heard_last_is_forgotten_last():
 
 def test_a_sender_that_floods_is_ignored_and_the_next_one_answered():
     with HandshakeServer([CARD]) as server:
-        server._throttle = Throttle(100, lambda: 0.0)  # time stands still, however long the flood takes on this machine
+        # The clock stands still, so the speed of this machine does not matter.
+        server._throttle = Throttle(100, lambda: 0.0)
         flood = zmq.Context.instance().socket(zmq.DEALER)
         flood.connect(server.endpoint)
         for number in range(2000):

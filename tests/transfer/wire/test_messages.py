@@ -85,7 +85,7 @@ def test_no_bit_of_what_the_metadata_says_can_be_changed(key: bytes) -> None:
         damaged = bytearray(data)
         damaged[at] ^= 1 << (at % 8)
         try:
-            assert open_rank(bytes(damaged), key) == sealed  # the damaged byte was in the name of an optional key
+            assert open_rank(bytes(damaged), key) == sealed  # The damaged byte was in the name of an optional key.
             harmless += 1
         except MetadataError:
             pass
