@@ -58,7 +58,7 @@ class PageLayout(msgspec.Struct, frozen=True, omit_defaults=True, tag="page_layo
 
     @property
     def scales_offset(self) -> int:
-        """The number of bytes of a page that come before its scales. All bytes of a page without scales."""
+        """The number of bytes of a page that come before its scales. Without scales: the number of all its bytes."""
         values = self.page_elements * self.itemsize
         return _aligned(values) if self.scales else values
 

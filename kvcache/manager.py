@@ -438,14 +438,14 @@ class PagedKVCacheManager:
         partial: bool = False,
         others: Sequence[BlockTable] = (),
     ) -> PendingImport | None:
-        """Reserve pages for the claimed request, and find which must be copied from the manager that made `table`.
+        """Reserve pages for the claimed request, and find the pages to copy from the manager that made `table`.
 
         Returns None if too few pages are free. The request shares the pages that this manager has cached. The object
         that `copier` returns copies the remaining pages. The request can run after `commit_import`.
 
         After `cancel_import`, a request with one block table can compute its tokens in its pages. With several block
-        tables, call `maybe_reserve` first: it replaces the request's pages unless they are leased. A cancelled request
-        that is not leased and has not run may import again. Its pages are freed before the new import begins, so the
+        tables, call `maybe_reserve` first: it replaces the request's pages unless they are leased. A request that is
+        not leased and has not run may also import again. Its pages are freed before the new import begins, so the
         request has no pages if the new import returns None.
 
         The table may have any page size and split. It must cover fewer tokens than the context knows, because the last
@@ -641,14 +641,14 @@ class PagedKVCacheManager:
         self._claims.check()
 
     def recover(self) -> Recovered:
-        """Repair the state after a call was interrupted in the middle of a change. Otherwise only check it.
+        """Repair the state after a call was interrupted. If no call was interrupted, only check the state.
 
         Waits until no copy is in flight. Then it rebuilds the state from rows, leases and imports, and recounts it.
 
         Three kinds of requests are released: requests whose pages may have wrong contents; requests that the
         interrupted call claimed, forked, imported or released; and requests whose `with claim` block has ended in the
-        meantime. Claim them again and run them from their first token. The other requests continue; repeat the
-        interrupted call for them. If `recover` itself is interrupted, call it again.
+        meantime. Claim these requests again, and run them from their first token. All other requests continue: repeat
+        the interrupted call for them. If `recover` itself is interrupted, call it again.
 
         Raises `InvariantError` (a RuntimeError) if the state is still wrong. Then only `close` works.
         """

@@ -184,9 +184,9 @@ def _of_rank(address: str, rank: int) -> str:
 class Routing:
     """How `get_or_recommend_replica` chooses a replica, and whether replicas copy pages from each other.
 
-    `prefix` chooses the replica of the lowest cost: the pages that the request must compute there, plus the recent
-    load. `least-loaded` chooses the replica with the fewest claimed requests, and the lowest index among equals.
-    `round-robin` chooses the replica after the one that took the last new request.
+    `prefix` chooses the replica of the lowest cost. The cost is the number of pages that the request must compute
+    there, plus the weighted recent load. `least-loaded` chooses the replica with the fewest claimed requests, and the
+    lowest index among equals. `round-robin` chooses the replica after the one that took the last new request.
 
     The figures below are for 8 replicas on two Mooncake traces: the first of two figures is for the conversation trace,
     the second one for the synthetic trace. *Hits* are a percentage of the hits of one pool of the same total size.

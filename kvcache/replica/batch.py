@@ -194,9 +194,10 @@ class Batch(Gathered, Sequence[Context]):
         super().__init__(tuple(contexts), replicas, rows, places)
 
     def found_right(self, releases: int, *, unbound: bool) -> None:
-        """Record that the batch has the right row of each request, as of the manager's count `releases` of releases.
+        """Record that the batch has the right row of each request.
 
-        `unbound` says whether some requests have no pages yet.
+        `releases` is the number of releases that the manager has made so far. `unbound` says whether some requests have
+        no pages yet.
         """
         self.unbound = unbound
         self.slack = self.due = UNKNOWN  # a request may have been claimed again, and may have other pages

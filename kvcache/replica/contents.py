@@ -119,8 +119,8 @@ class PageContents:
         """Reserve pages for full pages of a prompt that are to be copied from another manager.
 
         No request waits for this import. The pages may begin anywhere in the prompt. The import is copied like any
-        other, and ends with `commit_pages`, or with the manager's `cancel_import`. If a request computes the same
-        prompt in the meantime, it finds the imported pages when it has computed all earlier pages. For `table` and
+        other import, and ends with `commit_pages`, or with the manager's `cancel_import`. If a request computes the
+        same prompt in the meantime, it finds the imported pages when it has computed all earlier pages. For `table` and
         `others`, see `import_block_table`. In addition, they must have this manager's page size and hash algorithm.
         Returns None if the import would take more than half of the free pages. Raises `BlockTableMismatchError` if a
         table does not fit the context, and `InvalidRequestError` if `replica_idx` is not the index of a replica.

@@ -413,7 +413,7 @@ class TextContext:
         self.append_one(FUTURE_TOKEN, end - 1, end)
 
     def realize(self, token: int) -> None:
-        """Replace the future token, if the context has a future token, by the real `token` from the leader."""
+        """Replace the context's future token, if any, by the real `token`, which the leader has got."""
         if self._flight is not None:
             self._buffer[self._end - 1] = token
             self._flight = None

@@ -187,7 +187,7 @@ def _seeded(algorithm: HashAlgorithm, page_size: int, salt: str | None) -> Any:
 
 
 def _known(running: Any, digests: bytes | bytearray) -> bytearray:
-    """Returns the byte array to which a hasher appends its digests. It begins with `digests`.
+    """Returns the byte array to which a hasher appends its digests. The array begins with `digests`.
 
     If `running` is a `_Chain`, its own array is returned, because the C code appends to that array.
     """

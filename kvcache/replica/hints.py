@@ -32,9 +32,9 @@ class ReplicaHints(PageReader):
 
     With several block tables, a hint for a prefix applies to every page that a request needs to resume after the
     prefix. In a table with a window, these are the last pages of the prefix. The baselines simulate only the pages of
-    the first table. Their pools are smaller than the real one, because the other tables and the states need a part of
-    it. A hint for a prefix also applies to the recurrent states that are cached within the prefix. The share
-    of states that follow hints is the same as that of pages.
+    the first table. The pools of the baselines are smaller than the real pool, because the other tables and the states
+    need a part of the real pool. A hint for a prefix also applies to the recurrent states that are cached within the
+    prefix. The same share of pages and of states follows hints.
     """
 
     def __init__(

@@ -193,7 +193,7 @@ def _mismatch(context: SafeContext, reason: str) -> BlockTableMismatchError:
 def _check_digests(
     replica: Replica, context: SafeContext, table: BlockTable, hasher: PrefixHasher | None
 ) -> PrefixHasher | None:
-    """Raise unless the table has the digests of the context's own tokens, which shows that its pages hold this prompt.
+    """Raise unless the table has the digests of the context's tokens, and therefore holds the KV of these tokens.
 
     Digests of another page size or algorithm are compared, too. For this comparison, the tokens are hashed once more.
     Without this check, pages of another prompt or salt could be published here under this prompt's digests.

@@ -86,10 +86,11 @@ class Reservation(NamedTuple):
         committed: the number of columns, from the first on, whose pages are published after the reservation.
         cost: an upper bound of the free pages that the reservation takes; negative if it frees more pages than it
             takes.
-        start: the token from which the request runs. The reservation sets its context's `start_idx` to this.
-        active: the token at which the request's chunk ends. The reservation sets its context's `active_idx` to this.
+        start: the token from which the request runs. The reservation sets `start_idx` of its context to this token.
+        active: the token at which the request's chunk ends. The reservation sets `active_idx` of its context to this
+            token.
         cached: the token up to which pages were found; 0 if no page was found in addition to the row's own.
-        reached: as in `Found`.
+        reached: the column up to which pages are cached, as in `Found`.
         slots: for each page that is missing in `found`, the host slot from which it is restored, one table after
             another.
         state: the digest, `[1, words]`, of the last page before the cached recurrent state with which the request

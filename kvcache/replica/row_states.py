@@ -258,7 +258,7 @@ class RowStates:
 
         While the page is leased, the state does not change. Raises `StatePageError` if drafted tokens ran without a
         `step` after them, or if the state covers another number of tokens than the table. With `full_pages`, the table
-        is for a prompt that still runs. Readers do not read the state yet, so it need not match the table.
+        is for a prompt that still runs. Readers do not read the state yet, so the state need not match the table.
         """
         request_id, pages = self._name(row), self.pages
         if not full_pages:

@@ -305,7 +305,7 @@ class PromptCounter:
         self.open.discard(row)
 
     def mend(self) -> None:
-        """Find the rows whose prompts are not fully counted (`open`) again, after an interrupt."""
+        """Restore `open`, the rows whose prompts are not fully counted, after an interrupt."""
         self.open = {*np.flatnonzero(self._rows.counted < self._rows.prompt).tolist()}
 
     def forget(self, row: int) -> None:

@@ -2,10 +2,10 @@
 
 A *column* is a place in a row of a block table: column 0 is for the page of the request's first `page_size` tokens,
 column 1 for the page of the next `page_size` tokens. A table has pages from the first column that the request's next
-query sees. With full attention this is column 0, with a window or chunk the window's or chunk's first column. Earlier
-columns hold the null page. When the request next asks for pages, pages that have fallen out of a window are freed.
-Freed pages that are published stay cached, and are evicted independently of the request. A page is found by the digest
-of its tokens, mixed with the index of its table. So a lookup for one table never finds a page of another table.
+query sees. With full attention, this is column 0. With a window or chunk, this is the first column of the window or
+chunk. Earlier columns hold the null page. When the request next asks for pages, pages that have fallen out of a window
+are freed. Freed pages that are published stay cached, and are evicted independently of the request. A page is found by
+the digest of its tokens, mixed with the index of its table. So a lookup never finds another table's page.
 
 A request may resume after a page if each table has the pages that the next query sees (`resume`). Tables of full
 attention have pages for all known tokens. Tables with a window have pages up to the end of the chunk that runs, so a
@@ -141,8 +141,8 @@ class RowTables:
     def whole(self, digests: Digests, most: int, ends: Asked | None = None) -> tuple[int, list[Pages]]:
         """Returns the longest prefix after which all tables can resume with at most `most` pages in all.
 
-        The result is the number of columns of the prefix, and the pages that each table needs. The number is 0 if there
-        is nothing to lend, neither a page that a table needs nor a state. For `ends`, see `resume`.
+        The result is the number of columns of the prefix, and the pages that each table needs. The number is 0 if
+        neither a page nor a state can be lent. For `ends`, see `resume`.
         """
         end = len(digests)
         while end := self.find(0, digests[:end], ends).end:
@@ -387,7 +387,8 @@ class RowTables:
     def lists(self, row: int, tokens: int, *, first: int, windows: bool) -> tuple[tuple[int, ...], ...]:
         """Returns the pages of the row's first `tokens` tokens, one list for each table, from column `first` on.
 
-        The list of a table with a window has only the pages that the next query sees. Without `windows`, it is empty.
+        The list of a table with a window has only the pages that the next query sees. Without `windows`, this list is
+        empty.
         """
         end, named = -(-tokens // self._page_size), list[tuple[int, ...]]()
         for number, (group, tables) in enumerate(self.groups):

@@ -1,9 +1,9 @@
 """State pages: they keep the recurrent states of the requests of a hybrid model.
 
 `kvcache.states.state_memory` describes a page. The state of a request includes all tokens of the request so far. Each
-new token overwrites the state. Therefore other requests can resume from a state only if a copy of it was kept. A copy
-is a page of the same pool. It has no holder, and is found by the digest of the last token page that its state includes.
-The least recently used copies are evicted first, to make room for other copies and for new requests.
+new token overwrites the state. Therefore other requests can resume from a state only if a copy of the state was kept. A
+copy is a page of the same pool. A copy has no holder, and is found by the digest of the last token page that its state
+includes. The least recently used copies are evicted first, to make room for other copies and for new requests.
 `kvcache.replica.row_states` decides which states are copied. `kvcache.states.drafted_pages` describes how guessed
 tokens run.
 """
@@ -169,10 +169,10 @@ class StatePages:
         return found | self.below.has(digests[None], ~found[None])[0]
 
     def ask(self, digests: Digests) -> bool:
-        """Ask the lower tiers which states they have, where this is not known yet. Later states are asked for first.
+        """Ask the lower tiers which states they have, unless the answer is already known.
 
-        Only states after the last state on the device or the host are asked for, because a request resumes from the
-        latest state. Returns whether an answer is on its way.
+        Later states are asked for first. Only states after the last state on the device or the host are asked for,
+        because a request resumes from the latest state. Returns whether an answer is on its way.
         """
         before = self.below.answers
         for _, some, there in self._below_host(digests):

@@ -16,9 +16,9 @@ A lookup asks for the objects that a request needs to resume after the longest p
 all objects of the prefix. A table with a window needs only the objects with tokens that a query at the end of the
 prefix sees.
 
-A lookup asks the store in two rounds. The first round finds the last existing object of the tables of full attention.
-The second round asks for the objects that tables with windows need at the end of that object. If some of these objects
-do not exist, a third round asks for all objects of the tables with windows.
+A lookup asks the store in two rounds. The first round finds where the existing objects of the tables of full attention
+end. The second round asks for the objects that the tables with windows need at this end. If some of these objects do
+not exist, a third round asks for all objects of the tables with windows.
 """
 
 import logging
