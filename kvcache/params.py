@@ -49,9 +49,10 @@ class StateShape:
     """
 
     layers: int  # the number of recurrent layers
-    heads: int  # the heads of one layer
-    head_dim: int  # channels of x in each head
-    groups: int  # groups of heads that share one B and one C; 1 if B and C are not convolved
+    heads: int  # the number of heads of one layer
+    head_dim: int  # the number of channels of x in each head
+    # the number of groups of heads; the heads of a group share one B and one C; 1 if B and C are not convolved
+    groups: int
     # the number of elements of the matrix for each channel of x; each group has `d_state` channels of B, and as many
     # channels of C
     d_state: int

@@ -62,8 +62,8 @@ class Retention(msgspec.Struct, frozen=True, omit_defaults=True):
     worth as much as a pool of twice the size. Raises `InvalidRequestError` (a ValueError) if a value is out of range.
     """
 
-    session_continues: bool | None = None  # whether a later request is expected to extend this one; None: unknown
-    priority: int = 50  # from 0 (evicted first) to 100 (evicted last), in steps of 25
+    session_continues: bool | None = None  # whether a later request is expected to extend this request; None: unknown
+    priority: int = 50  # from 0 (evicted first) to 100 (evicted last), rounded to a multiple of 25
     # how many seconds after the release the hint holds; None: no limit, but its effect decays
     ttl_s: float | None = None
     ranges: tuple[RangeRetention, ...] = ()  # hints for some tokens; a page follows the last range that contains it

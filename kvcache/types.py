@@ -119,36 +119,43 @@ MakeObjectIO = Callable[[int, float], ObjectIO]
 class KVCacheMetrics(msgspec.Struct, frozen=True):
     """Counts of what a manager did since it was made or since `reset_metrics`, over all replicas."""
 
-    input_tokens: int = 0  # prompt tokens that ran, each counted once, without decode steps and refused reservations
-    cache_tokens: int = 0  # prompt tokens that did not run, because their pages were cached
-    h2d_blocks_copied: int = 0  # pages copied from the host tier
-    d2h_blocks_copied: int = 0  # pages copied to the host tier
-    evictions: int = 0  # published pages that were evicted
-    d2d_blocks_copied: int = 0  # pages copied from one replica to another
-    file_blocks_written: int = 0  # pages written to the file tier
-    file_blocks_read: int = 0  # pages read from the file tier into the host tier
-    file_blocks_refused: int = 0  # pages of the file tier that were not read, for one of the next five reasons
-    file_blocks_gone: int = 0  # refused pages whose file was deleted
-    file_blocks_unreadable: int = 0  # refused pages whose file is a link or a folder, or cannot be read by the system
-    file_blocks_cut: int = 0  # refused pages whose file has changed its size
-    file_blocks_foreign: int = 0  # refused pages in whose place the file has other pages
-    file_blocks_corrupted: int = 0  # refused pages whose checksum does not match
-    object_blocks_written: int = 0  # pages written to the object store
-    object_blocks_read: int = 0  # pages read from the object store into the host tier
-    object_blocks_refused: int = 0  # pages of objects that were not accepted: damaged, cut short or gone
-    object_store_failures: int = 0  # calls of the object store that failed or timed out
-    h2d_states_copied: int = 0  # recurrent states copied from the host tier
-    d2h_states_copied: int = 0  # recurrent states copied to the host tier
-    d2d_states_copied: int = 0  # recurrent states copied from one replica to another
-    file_states_written: int = 0  # recurrent states written to the file tier
-    file_states_read: int = 0  # recurrent states read from the file tier into the host tier
-    file_states_refused: int = 0  # recurrent states of the file tier that were not read, for the same reasons as pages
-    object_states_written: int = 0  # recurrent states written to the object store
-    object_states_read: int = 0  # recurrent states read from the object store into the host tier
-    object_states_refused: int = 0  # recurrent states of objects that were not accepted: damaged, cut short or gone
-    state_hits: int = 0  # requests that resumed from a cached recurrent state
-    state_evictions: int = 0  # cached recurrent states that were evicted from the device
-    files_refused: int = 0  # files in the file tier's folder that were not accepted: broken, or of another kind
+    # The number of prompt tokens that a model ran. Each token is counted once. Decoded tokens, and tokens of refused
+    # reservations, are not counted.
+    input_tokens: int = 0
+    cache_tokens: int = 0  # the number of prompt tokens that did not run, because their pages were cached
+    h2d_blocks_copied: int = 0  # the number of pages copied from the host tier
+    d2h_blocks_copied: int = 0  # the number of pages copied to the host tier
+    evictions: int = 0  # the number of published pages that were evicted
+    d2d_blocks_copied: int = 0  # the number of pages copied from one replica to another
+    file_blocks_written: int = 0  # the number of pages written to the file tier
+    file_blocks_read: int = 0  # the number of pages read from the file tier into the host tier
+    # the number of pages of the file tier that were not read, for one of the next five reasons
+    file_blocks_refused: int = 0
+    file_blocks_gone: int = 0  # the number of refused pages whose file was deleted
+    # the number of refused pages whose file is a link or a folder, or cannot be read by the system
+    file_blocks_unreadable: int = 0
+    file_blocks_cut: int = 0  # the number of refused pages whose file has changed its size
+    file_blocks_foreign: int = 0  # the number of refused pages in whose place the file has other pages
+    file_blocks_corrupted: int = 0  # the number of refused pages whose checksum does not match
+    object_blocks_written: int = 0  # the number of pages written to the object store
+    object_blocks_read: int = 0  # the number of pages read from the object store into the host tier
+    object_blocks_refused: int = 0  # the number of pages of objects that were not accepted: damaged, cut short or gone
+    object_store_failures: int = 0  # the number of calls of the object store that failed or timed out
+    h2d_states_copied: int = 0  # the number of recurrent states copied from the host tier
+    d2h_states_copied: int = 0  # the number of recurrent states copied to the host tier
+    d2d_states_copied: int = 0  # the number of recurrent states copied from one replica to another
+    file_states_written: int = 0  # the number of recurrent states written to the file tier
+    file_states_read: int = 0  # the number of recurrent states read from the file tier into the host tier
+    # the number of recurrent states of the file tier that were not read, for the same reasons as pages
+    file_states_refused: int = 0
+    object_states_written: int = 0  # the number of recurrent states written to the object store
+    object_states_read: int = 0  # the number of recurrent states read from the object store into the host tier
+    # the number of recurrent states of objects that were not accepted: damaged, cut short or gone
+    object_states_refused: int = 0
+    state_hits: int = 0  # the number of requests that resumed from a cached recurrent state
+    state_evictions: int = 0  # the number of cached recurrent states that were evicted from the device
+    # the number of files in the file tier's folder that were not accepted: broken, or of another kind
+    files_refused: int = 0
 
     @property
     def prompt_tokens(self) -> int:

@@ -29,7 +29,7 @@ class PageState(IntEnum):
 
     FREE = 0  # the page's content is not needed
     IDLE = 1  # the page is cached and has no holder, so it may be evicted
-    HELD = 2  # a request holds it
+    HELD = 2  # a request holds the page
     LEASED = 3  # no request holds the page, but a lease keeps it for a reader
     WRITTEN = 4  # a transfer, or a copy from a lower tier, writes to the page
     QUARANTINED = 5  # the page's import was cancelled, but a write in flight may still reach the page
@@ -135,7 +135,7 @@ class PullRow(msgspec.Struct, frozen=True, kw_only=True):
     pool: Label
     source: Label
     stage: Label
-    num_bytes: Count  # the bytes that the pull has read or is reading
+    num_bytes: Count  # the number of bytes that the pull has read or is reading
     age_s: float | None  # seconds since the pull began; None if it has not begun
     left_s: float
 
@@ -159,7 +159,7 @@ class EvictionRow(msgspec.Struct, frozen=True, kw_only=True):
     reason: Label  # "LRU", "hint", "quota" or "reset"
     pages: Count
     again: Count  # how many of the evicted pages were published again later
-    first: Label  # the beginning of the digest of one page
+    first: Label  # the beginning of the digest of one of the evicted pages
 
 
 class CheckReport(msgspec.Struct, frozen=True, kw_only=True):

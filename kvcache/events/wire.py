@@ -47,7 +47,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     ownership: str | None = None
     session_id: str | None = None
     lookahead_token_ids: list[list[int]] | None = None
-    # a length in tokens; vLLM has no such field, and its readers skip it
+    # The length of a chunk of local attention, in tokens. vLLM has no such field, and its readers skip the field.
     kv_cache_spec_attention_chunk_size: int | None = None
 
 

@@ -158,7 +158,7 @@ class PendingImport:
     Made by `import_block_table` and by `PageContents.import_pages`.
     """
 
-    request_id: RequestID  # the request that receives the pages
+    request_id: RequestID  # the id of the request that receives the pages
     owner: object  # the `Replica` of the manager that made this import
     page_size: int  # the number of tokens in a page of this manager
     src_page_size: int  # the number of tokens in a page of the other manager
@@ -168,7 +168,7 @@ class PendingImport:
     num_tokens: int = 0  # how many tokens the other manager's table covers; extending the import raises this number
     # The hasher of the request's tokens, in the table's page size and algorithm; None if the table has no digests.
     hasher: PrefixHasher | None = None
-    closed: bool = False  # committed or cancelled
+    closed: bool = False  # whether the import was committed or cancelled
     on_free: Callable[[], None] = _nothing  # called after the import was cancelled and its pages were freed
     # the tables of the other manager whose pages no copier has taken yet
     told: list[BlockTable] = field(default_factory=list[BlockTable])

@@ -24,7 +24,7 @@ class ImportProof:
     object is invalid.
     """
 
-    request_id: str  # the request whose import was copied
+    request_id: str  # the id of the request whose import was copied
     num_tokens: int  # how many tokens of the prompt, counted from its first token, are in the copy
 
 

@@ -677,7 +677,7 @@ class Replica:
     def _publish(self, rows: Ints, columns: Ints, digests: NDArray[np.uint64], told: Ints | None) -> None:
         """Publish the page in column `columns[i]` of `rows[i]`, for each i. All `digests` are different.
 
-        `told` has the number of tokens of each row whose pages readers know.
+        `told[row]` is the number of tokens whose pages readers may know. None if there are no leases.
         """
         pages, names, shared = self.tables.publish(rows, columns, digests, told)
         if shared.size:

@@ -65,7 +65,7 @@ _ABANDONED_S = 3600.0  # in seconds: on a file system without locks, a draft old
 class FileRefusal(StrEnum):
     """The reason why a page or a file was refused."""
 
-    GONE = "gone"  # no file has this name any more
+    GONE = "gone"  # there is no file or object of this name any more
     UNREADABLE = "unreadable"  # the name belongs to a link, a folder or a pipe, or a system call failed
     CUT = "cut"  # a file of pages cannot have this size, or the file ends before the page does
     FOREIGN = "foreign"  # the file has pages of another model or layout, or the digests differ from the expected ones
