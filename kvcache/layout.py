@@ -97,7 +97,7 @@ class KindPages(NamedTuple):
 
     kind: str  # the name of the logical tensor, such as "ssm"
     layout: PageLayout  # the layout of one page
-    # the index of the tensor of these pages among the tensors of all such kinds; None if they lie in token pages
+    # The index of the tensor of this kind among the tensors of all kinds. None if the pages lie in token pages.
     region: int | None
     offset: int  # the number of bytes from the start of the tensor to page 0
     stride: int  # the number of bytes from the start of one page to the start of the next page

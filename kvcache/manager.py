@@ -59,14 +59,14 @@ class PagedKVCacheManager:
     Args:
         params: shape and placement of the cache.
         max_batch_size: the most requests that may be claimed at a time, split evenly over the replicas.
-        max_seq_len: the most tokens of a request.
-        num_layers: layers that have KV.
+        max_seq_len: the largest number of tokens of a request.
+        num_layers: the number of layers that have KV.
         devices: `params.n_devices` torch devices or their names, replica by replica.
         session: the CUDA stream that orders device work, or an object with a `stream`; None means the current stream.
-        available_cache_memory: bytes for pages over all devices.
+        available_cache_memory: the number of bytes for pages, over all devices together.
         zmq_endpoint_base: opens a socket at `<base>-reset_prefix_cache`. A message there drops the prefix cache before
             the next lookup or `fetch`. Without prefix caching no socket is opened, and a warning is logged.
-        page_size: tokens per page. Leave it out if `params.page_size` is given.
+        page_size: the number of tokens per page. Leave it out if `params.page_size` is given.
         enable_runtime_checks: whether to run `check` before and after every call that changes something (slow).
 
     Raises:

@@ -309,7 +309,7 @@ class KVCacheParams:
     # page is copied back.
     enable_kvcache_swapping_to_host: bool = False
     # The size of the host memory for pages, in units of 2**30 bytes. All replicas share it. It also holds copies of the
-    # device's pages, so it should be several times as large as these.
+    # device's pages, so it should be several times as large as the device's pool.
     host_kvcache_swap_space_gb: float | None = None
     page_size: int | None = None  # the number of tokens per page; None: use the manager's argument of the same name
     n_devices: int = 1  # the number of devices of all replicas together

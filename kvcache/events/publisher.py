@@ -35,8 +35,8 @@ _LOOK_MS = 5  # in milliseconds: how long the thread sleeps when the log is empt
 _ENTRIES_A_TURN = 16
 _TOKENS_A_TURN = 1 << 11
 _PAUSE_S = 5e-5
-# If the publisher's thread gets no time, the loop applies this many entries in each call. The thread sends their events
-# later. If too many events wait for that, they are dropped, and the whole state is announced again.
+# If the publisher's thread gets no time, the loop applies this many entries in each call. The thread sends the events
+# later. If too many events wait to be sent, they are dropped, and the whole state is announced again.
 _ENTRIES_OF_LOOP = 128
 _MOST_UNTOLD = 1 << 12
 _LOST_AT = 4 * MOST_ENTRIES  # if the log has more unread entries than this number, all unread entries are dropped

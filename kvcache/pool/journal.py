@@ -1,6 +1,6 @@
 """`Journal`: reports to readers what happens to the pages of one pool.
 
-Readers are called before the call that caused the change returns, in the order in which they were added. A reader that
+Readers are called in the order in which they were added, before the call that caused the change returns. A reader that
 saves pages before they are overwritten comes first. No reader knows the others. A report without readers costs only a
 test of an empty tuple:
 

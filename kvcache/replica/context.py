@@ -166,8 +166,8 @@ class TextContext:
     @cache_salt.setter
     def cache_salt(self, salt: str | None) -> None:
         self.named = (checked_salt(self.request_id, salt), self.named[1])
-        # A batch keeps the hashers of its requests. Leaving the batch makes it read this context, and its new hasher,
-        # again.
+        # A batch keeps the hashers of its requests. When a context leaves its batch, the batch reads the context and
+        # its new hasher again.
         self.leave()
 
     @property

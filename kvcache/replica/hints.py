@@ -63,8 +63,8 @@ class ReplicaHints(PageReader):
         self._most_hinted = params.max_hint_share if caching and not self._has_own else 0.0
         self._tables = tables
         self._of_states = [StateHints(pages, rows, salt_of, pool.beside) for pages in states]
-        # For each row, how many pages of its prompt the baseline with plain LRU has found, how many the baseline with
-        # hints has found, and how many were looked up.
+        # For each row, three numbers of prompt pages: the pages that the baseline with plain LRU has found, the pages
+        # that the baseline with hints has found, and the pages that were looked up.
         self._expected: dict[int, tuple[int, int, int]] = {}
         # The simulated caches: plain LRU, and one that follows hints for the largest share of pages that is allowed.
         # They exist from the first hint on.

@@ -44,10 +44,10 @@ Step = Callable[[Gathered, Callable[[], None] | None], None]
 class RowStates:
     """The recurrent state of each row of one replica. A row has a state page from `claim` to `release`.
 
-    If states have separate memory, it has a page for each row, and pages for cached copies. If states share memory with
-    token pages (`SlabPool`), token pages that are held may be moved to make room for the state of a new request. Pages
-    that a model reads (from `fetch` to `step`), or that a lease, an import or an exported block table names, are never
-    moved.
+    If states have separate memory, that memory has a page for each row, and pages for cached copies. If states share
+    memory with token pages (`SlabPool`), token pages that are held may be moved to make room for the state of a new
+    request. Pages that a model reads (from `fetch` to `step`), or that a lease, an import or an exported block table
+    names, are never moved.
 
     Attributes:
         pages: the state pages.

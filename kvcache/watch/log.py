@@ -90,8 +90,8 @@ class EvictionBook:
     """The last evictions of all pools. Counts how many of the evicted pages were published again.
 
     The loop may write a thousand entries between two snapshots. It would be too slow to look up each page in a dict,
-    because this thread and the loop share the interpreter lock. Instead, many entries are applied at once by sorting
-    them with numpy. The loop can run during the sort.
+    because the watch's thread and the loop share the interpreter lock. Instead, many entries are applied at once by
+    sorting them with numpy. The loop can run during the sort.
     """
 
     def __init__(self) -> None:
