@@ -176,7 +176,7 @@ class ImportBook:
 
     def commit(self, pending: PendingImport) -> None:
         pending.closed = True
-        self._free(pending)
+        self._free(pending, may_run=True)
 
     def cancel(self, pending: PendingImport) -> None:
         """Cancel the import.
@@ -222,7 +222,6 @@ class ImportBook:
 
         Called after an interrupt, when the rows are repaired.
         """
-        self._given_up.clear()
         over = [pending for pending in self.each if pending.closed and not self._is_written(pending)]
         self.each[:] = [pending for pending in dict.fromkeys(self.each) if pending not in over]
         self.copiers = {pending: copier for pending, copier in self.copiers.items() if pending in self.each}
@@ -254,17 +253,18 @@ class ImportBook:
                 raise InvariantError(f"row {row} waits for an import of {pending.request_id!r} that is not its own")
 
     def _give_back(self, pending: PendingImport) -> None:
-        self._free(pending)
+        self._free(pending, may_run=not self._shares_ahead)
         pending.on_free()
 
-    def _free(self, pending: PendingImport) -> None:
+    def _free(self, pending: PendingImport, *, may_run: bool) -> None:
+        """Forget the import. `may_run` says whether its request may run in the pages of the import."""
         self.each.remove(pending)
         self.copiers.pop(pending, None)
         row = self._rows.row_of.get(pending.request_id)
         if row is not None and self.of_row.get(row) is pending:
             del self.of_row[row]
-            if self._shares_ahead and row in self._given_up:
-                self.to_give_back.add(row)
-            else:
+            if may_run:
                 self._rows.measure(row)
+            else:
+                self.to_give_back.add(row)
         self._pool.drop_writer(pending.written)

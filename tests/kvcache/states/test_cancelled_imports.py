@@ -4,6 +4,7 @@ can find.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from kvcache import InvalidRequestError, LayerGroup, NotReservedError, PagedKVCacheManager, PendingImport, TextContext
 from tests.kvcache.build import manager_of
+from tests.kvcache.random_model.interrupts import interrupted
 from tests.kvcache.replica.test_further_tables import gone
 from tests.kvcache.states.test_grouped_states import NEXT, PROMPT, SHAPE, SIZE, run, served, start, without_state_at
 
@@ -196,4 +198,59 @@ def test_a_state_page_is_freed_when_its_copier_gives_up_after_the_release_of_the
     assert target.states[0].num_held == 1 + claimed_again
     copier.give_up()
     assert target.states[0].num_held == claimed_again
+    target.check()
+
+
+def shared_import(groups: tuple[LayerGroup, ...]) -> tuple[PagedKVCacheManager, TextContext, PendingImport]:
+    """Returns an open import that shares cached pages from which its request could not resume by itself."""
+    source, target = make(groups, states=False), make(groups, states=False)
+    without_states(target, "first")
+    target.lease("first")
+    target.release("first")
+    for column in range(10):
+        gone(target, PROMPT, 0, column)
+    return target, *importing(source, target)
+
+
+@pytest.mark.parametrize("groups", [WIDE, NARROW])
+def test_a_copier_that_ends_after_a_recovery_does_not_let_its_request_overwrite_shared_pages(
+    groups: tuple[LayerGroup, ...],
+) -> None:
+    target, context, pending = shared_import(groups)
+    copier = target.copier(pending)
+    target.cancel_import(pending)
+    target._mark.call = ("prefetch", None)  # the call was interrupted
+    assert target.recover().released == ()
+    copier.give_up()
+    target.check()
+    while context.start_idx < 45:
+        assert target.maybe_reserve(context)
+        compute(target, context)
+
+
+def test_if_a_cancel_is_interrupted_anywhere_its_request_does_not_overwrite_shared_pages() -> None:
+    at, done = 1, True
+    while done:
+        target, context, pending = shared_import(WIDE)
+        copier = target.copier(pending)
+        target._mark.call = ("cancel_import", pending)
+        _, _, done = interrupted(partial(target._replicas.each[0].imports.cancel, pending), at, KeyboardInterrupt)
+        assert target.recover().released == ()
+        target.cancel_import(pending)
+        copier.give_up()
+        target.check()
+        while context.start_idx < 45:
+            assert target.maybe_reserve(context), f"interrupted at {at}"
+            compute(target, context)
+        at += 4
+    assert at > 40
+
+
+def test_a_request_whose_import_was_cancelled_before_a_recovery_may_import_again() -> None:
+    source, target = make(states=False), make(states=False)
+    context, pending = importing(source, target)
+    target.cancel_import(pending)
+    target._mark.call = ("prefetch", None)  # the call was interrupted
+    assert target.recover().released == ()
+    assert target.import_block_table(context, source.block_table("r")) is not None
     target.check()
