@@ -528,7 +528,7 @@ class Replica:
         self.tier.mend(claimed)
         self.hints.begin_orders()
         for states in self.states:
-            states.mend(self.imports.written_states, self.leases.holders(states.pages.pool))
+            states.pages.mend(rows.row_of, self.imports.written_states, self.leases.holders(states.pages.pool))
         self.pool.mend(*self.counted())
         self.hints.mend()
         # the state in the page of a request whose import has ended may be half written

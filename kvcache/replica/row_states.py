@@ -21,7 +21,6 @@ import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvcache.errors import NoFreeStatePageError, StatePageError
 from kvcache.params import KVCacheParams
@@ -297,13 +296,6 @@ class RowStates:
             self._keep(np.array([row]), np.array([tokens]), self.digest_at(row, context, tokens))
 
     # ---- after an interrupt
-
-    def mend(self, written: Sequence[int], leased: NDArray[np.int64]) -> None:
-        """Rebuild the holders of the state pages after an interrupt, as `StatePages.mend` does."""
-        below = self.pages.below
-        below.mend(())  # first ends the running copies, because these copies hold pages
-        self.pages.mend(self._rows.row_of, written, leased)
-        below.mend(())  # looks up the pages of waiting copies in the repaired pool
 
     def goes_on(self, row: int, start: int) -> bool:
         """Whether the row's state covers exactly `start` tokens. False while drafted tokens wait for their `step`."""

@@ -54,6 +54,25 @@ def test_a_passing_copy_that_another_request_makes_permanent_is_saved_to_the_hos
     states.check(["a", "b"])
 
 
+def test_a_repair_queues_complete_copies_for_the_host_and_ends_the_copies_to_the_device() -> None:
+    states = states_of(SHAPES[1], 5)
+    states.below = tier = tier_below(states)
+    page = torch.tensor([states.allocate("a")])
+    states.advance(page, [8])
+    states.keep("a", digest(1), 8, passing=False)
+    tier.store_all()
+    states.forget_copies()
+    slots = tier.slots(digest(1))
+    tier.hold(slots)
+    tier.restore(int(page[0]), page.numpy().astype(np.int32), slots)  # the interrupt has come before `arrive`
+    states.keep("a", digest(2), 8, passing=False)
+    states.pool.index.publish(page.numpy().astype(np.int32), digest(3))  # the request still writes this page
+    states.mend(["a"], [], np.zeros(6, np.int64))
+    states.check(["a"])
+    assert not tier.open_loads
+    assert [pages.tolist() for pages, _ in tier.waiting] == [states.pool.index.find(digest(2)).tolist()]
+
+
 class Lower:
     """A tier below the host that says that it has the states of these digests, but never delivers one."""
 
