@@ -150,7 +150,7 @@ class RowStates:
         A request that does not wait resumes after `there` pages, so the state after these pages must stay on the host.
         Returns whether a state is on its way. With `wait`, the call waits a limited time for the state.
         """
-        self.pages.below.touch(digests[max(0, there - 1) : there])
+        self.pages.below.touch(digests[:there][-1:])
         return self.pages.bring_newest(digests, wait=wait)
 
     def to_device(self, wanted: FromBelow, digests: Digests) -> bool:

@@ -521,8 +521,7 @@ class StatePages:
         self._saved = {page: saved for page, saved in self._saved.items() if page in written}
         published = self.pool.index.published
         published[(self._tokens == 0) | np.isin(np.arange(len(published)), self._own)] = False
-        # The copies to the device have ended. They must be forgotten before the holders are counted, because such a copy
-        # counts as a holder.
+        # A copy to the device counts as a holder, so the ended copies are forgotten before the holders are counted.
         self.below.mend(())
         self.pool.mend(*self._counted(written, leased))
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import zmq
 
 from kvcache import InvalidParamsError, TextContext
+from kvcache.reset_endpoint import ResetEndpoint
 from tests.kvcache.build import run_once
 
 
@@ -49,6 +51,20 @@ def test_closing_twice_is_fine_and_frees_the_address(make: Any, tmp_path: Path) 
         manager.close()
         assert not listens()
     make(4, zmq_endpoint_base=base).close()
+
+
+def test_a_close_in_a_forked_process_does_not_end_the_thread_of_its_parent(tmp_path: Path) -> None:
+    endpoint = ResetEndpoint(f"ipc://{tmp_path}/pw")
+    if not (child := os.fork()):
+        try:
+            endpoint.close()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    endpoint._thread.join(0.3)
+    assert endpoint._thread.is_alive()
+    endpoint.close()
+    assert not listens()
 
 
 def test_without_caching_no_socket_is_opened_and_the_log_says_so(

@@ -151,6 +151,36 @@ def test_a_waiting_request_notices_a_new_state_on_the_device() -> None:
     assert manager.metrics.h2d_states_copied == 0
 
 
+def test_only_the_state_from_which_the_request_would_resume_counts_as_used_by_a_lookup() -> None:
+    manager = below(20, every=1)
+    served(manager, PROMPT)
+    manager.flush_tiers()
+    (states,), tiers, replica = manager._replicas.states, manager._replicas.state_tiers, manager._replicas.each[0]
+    assert tiers is not None
+    context = TextContext(PROMPT, 256)
+    digests, pool = replica.hasher(None, context).digests(context.tokens, 0, 9), tiers.host.pool
+    before = pool.idle.pages().tolist()
+    states.to_host(digests, 0, wait=False)
+    assert pool.idle.pages().tolist() == before
+    states.to_host(digests, 4, wait=False)
+    (used,) = pool.index.find(digests[3:4]).tolist()
+    assert pool.idle.pages().tolist() == [*(slot for slot in before if slot != used), used]
+
+
+def test_admission_handles_the_end_of_a_copy_of_a_state_even_if_no_page_is_copied() -> None:
+    manager, over = below(20), list[bool]()
+    served(manager, PROMPT)
+    manager.flush_tiers()
+    without_state_at(manager, 9)
+    seam.end_copies_late(manager, lambda: bool(over))
+    start(manager, PROMPT, "again")
+    manager.release("again")
+    assert (manager.metrics.h2d_blocks_copied, manager.states[0].num_held) == (0, 1)
+    over.append(True)
+    manager.admission(TextContext(PROMPT, 256, "asked"))
+    assert manager.states[0].num_held == 0
+
+
 def test_a_state_after_the_last_end_of_all_tables_is_not_read(tmp_path: Path) -> None:
     manager = below(20, tmp_path, every=2)
     served(manager, PROMPT)

@@ -215,6 +215,15 @@ def test_loading_a_page_for_a_row_does_not_count_as_loading_for_no_row() -> None
     assert it.tier.is_bringing
 
 
+def test_a_reset_ends_running_copies_and_begins_no_waiting_one() -> None:
+    it = Beside()
+    it.publish(11, 12)
+    it.tier.store(1)
+    it.tier.reset()
+    assert it.mover.begun == [("store", [1], [1])]
+    assert (it.found(11, 12), [*it.tier.stores], it.tier.storing.any()) == ([True, False], [], False)
+
+
 def test_after_an_interrupt_each_published_page_is_queued_once_unless_the_host_has_it() -> None:
     it = Beside(slots=8)
     it.publish(11, 12, 13, 14)

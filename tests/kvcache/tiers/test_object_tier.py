@@ -18,7 +18,17 @@ from kvcache.pool.index import NO_PAGE
 from kvcache.tiers import object_tier as module
 from kvcache.tiers.object_tier import ReadRates
 from tests.kvcache.served import Served
-from tests.kvcache.tiers.stored_objects import COUNT, DAMAGE, StoredObjects, forget_host, objects_of, settled
+from tests.kvcache.states.served_states import ServedStates
+from tests.kvcache.tiers.stored_objects import (
+    COUNT,
+    DAMAGE,
+    StoredObjects,
+    forget_host,
+    key_of,
+    objects_of,
+    settled,
+    tiers_of,
+)
 
 PROMPT = range(33)  # eight full pages of 4 tokens, which make two objects, and one more token
 Make = Callable[..., Served]
@@ -331,6 +341,55 @@ def test_an_epoch_that_is_broken_is_a_miss_until_a_reset(served: Make, store: St
     again.serve(PROMPT)
     again.manager.close()
     assert served().manager.metrics.object_store_failures == 0
+
+
+def test_an_epoch_that_cannot_be_read_is_not_taken_from_an_earlier_read(served: Make, store: StoredObjects) -> None:
+    it = served()
+    it.manager.reset_prefix_cache()
+    settled(it)
+    tier = objects_of(it)
+    (current,) = store.objects
+    assert tier._find_epoch() == tier._epoch
+    store.objects[current] = b""
+    with pytest.raises(OSError, match="names no epoch; call reset_prefix_cache to rewrite it"):
+        tier._find_epoch()
+
+
+def test_a_request_that_waits_for_free_pages_uses_the_pages_that_come_from_the_store_meanwhile(
+    served: Make, store: StoredObjects
+) -> None:
+    it = served()
+    it.serve(PROMPT)
+    it.manager.close()
+    again = served()
+    holder, waiting = again.claim(range(1000, 1040)), again.claim(PROMPT)
+    assert again.manager.maybe_reserve(holder)
+    ends = time.monotonic() + 20
+    while again.manager.metrics.object_blocks_read < 8:  # no step runs, so only these calls handle what arrives
+        store.may.clear()
+        assert not again.manager.maybe_reserve(waiting)
+        assert time.monotonic() < ends
+        store.may.set()
+        for job in objects_of(again)._reader.jobs:
+            job.wait()
+    again.manager.release(holder.request_id)
+    assert again.manager.maybe_reserve(waiting)
+    assert waiting.start_idx == 32
+    again.run(waiting)
+    again.manager.release(waiting.request_id)
+
+
+def test_a_state_that_the_store_has_lost_is_written_again_when_it_is_used(store: StoredObjects) -> None:
+    it = store.machine(ServedStates)
+    prompt = range(43)
+    it.serve(prompt)
+    it.manager.flush_tiers()
+    key = key_of(it, prompt, 10, state=True)
+    del store.objects[key]
+    tiers_of(it)[1]._known.clear()  # the tier has forgotten the object among many others
+    assert it.serve(prompt) == 40
+    it.manager.flush_tiers()
+    assert key in store.objects
 
 
 def test_objects_are_read_if_reading_pays() -> None:

@@ -74,13 +74,16 @@ def test_a_repair_queues_complete_copies_for_the_host_and_ends_the_copies_to_the
 
 
 class Lower:
-    """A tier below the host that says that it has the states of these digests, but never delivers one."""
+    """A tier below the host that says that it has the states of these digests, but never delivers one.
+
+    Attributes:
+        coming: whether it says that a state is on its way.
+    """
 
     generation = 0
-    asks = False
 
-    def __init__(self, *there: int) -> None:
-        self.there = there
+    def __init__(self, *there: int, asks: bool = False) -> None:
+        self.there, self.asks, self.coming = there, asks, False
         # For each state that was asked for, its digest and the number of pages that need not be computed if it is
         # found.
         self.fetched: list[tuple[int, int]] = []
@@ -89,13 +92,13 @@ class Lower:
         return asked & np.isin(digests[:, :, 0], self.there)
 
     def ask(self, digests: np.ndarray, perhaps: np.ndarray) -> bool:  # noqa: ARG002
-        return False
+        return self.asks
 
     def fetch(self, digests: np.ndarray, wanted: np.ndarray, *, wait: bool, gain: int) -> None:  # noqa: ARG002
         self.fetched.append((int(digests[wanted][0, 0]), gain))
 
     def brings(self, digests: np.ndarray, wanted: np.ndarray) -> bool:  # noqa: ARG002
-        return False
+        return self.coming
 
 
 def test_the_gain_of_a_state_is_all_pages_before_it_however_many_states_are_looked_up_at_once(
@@ -108,6 +111,21 @@ def test_the_gain_of_a_state_is_all_pages_before_it_however_many_states_are_look
     prompt = np.concatenate([digest(number) for number in range(1, 11)])
     assert not states.bring_newest(prompt, wait=False)
     assert lower.fetched == [(10, 10), (7, 7), (6, 6), (2, 2)]
+
+
+def test_a_lookup_says_whether_an_answer_or_a_state_is_on_its_way() -> None:
+    states = states_of(SHAPES[1], 3)
+    states.below = tier = tier_below(states)
+    tier.host.lower.append(lower := Lower(1, asks=True))  # type: ignore[arg-type]
+    assert states.bring_newest(digest(1), wait=False), "the store is asked for later states"
+    assert lower.fetched == []
+    lower.coming = True
+    assert states.bring_newest(digest(1), wait=True)
+    lower.asks = False
+    assert states.bring_newest(digest(1), wait=False)
+    lower.coming = False
+    assert not states.bring_newest(digest(1), wait=False)
+    assert lower.fetched == [(1, 1)] * 3
 
 
 def test_files_are_asked_only_for_states_later_than_the_available_ones() -> None:
