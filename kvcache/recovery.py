@@ -30,9 +30,9 @@ _OF_A_REQUEST = {"external_claim", "release", "fork", "extend_import", "commit_i
 class Recovered:
     """The result of `PagedKVCacheManager.recover`, and the state after it.
 
-    The interrupted call has returned nothing. If the interrupt came while it was returning, the manager cannot know
-    that its result was lost. So the other fields list everything that is open. End every listed object that you do not
-    know.
+    The interrupted call has returned nothing. If the interrupt came while the call was returning, the manager cannot
+    know that the result was lost. So the other fields list everything that is open. End every listed object that you do
+    not know.
     """
 
     call: str | None

@@ -252,10 +252,10 @@ class _Worker:
         self._closing.set()
 
     def catch_up(self) -> None:
-        """Apply some entries if the log is too long. The loop calls this, so it must never wait.
+        """Apply some entries to the book if the log is too long. The loop calls this method, so it must never wait.
 
-        While the thread uses the book, this call applies nothing, and the log grows. If it has more than `_LOST_AT`
-        entries, they are dropped. The next turn then begins with an empty book.
+        While the thread uses the book, this call applies nothing, and the log grows. If the log has more than
+        `_LOST_AT` entries, all its entries are dropped. The next turn then begins with an empty book.
         """
         entries = self._log.entries
         if self._applying.acquire(blocking=False):

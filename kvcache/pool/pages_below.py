@@ -112,6 +112,6 @@ class PagesBelow:
     def leave(self, row: int, pages: Pages, names: Digests, ends: Callable[[Digests], Asked]) -> None:
         """Called when the row releases its pages. Its request has used the published `pages`, in logical order.
 
-        `names` has the digests of its published columns. `ends` returns after which of these columns other requests may
-        resume.
+        `names` has the digests of the tokens in the row's published columns. `ends` returns a mask of the columns after
+        which other requests may resume.
         """

@@ -31,12 +31,12 @@ class ImportProof:
 class ImportCopier:
     """Copies the pages of one import.
 
-    Its user calls `take` and copies the pages that it returns, as often as needed. At the end, the user calls `prove`
-    if the copy succeeded, or `give_up` if it did not.
+    Its user calls `take`, copies the returned pages, and repeats both as often as needed. At the end, the user calls
+    `prove` if all copies succeeded, and otherwise `give_up`.
 
     Until `prove` or `give_up`, the pages are reserved for the copier: even after `cancel_import`, no other request gets
-    any of them. The user of the copier is responsible for the copied bytes. For example, a pull that reads under a
-    lease (`transfer.pull.exchange`) proves only the reads that passed its fence. A program that copies tensors within
+    any of these pages. The user of the copier is responsible for the copied bytes. For example, a pull that reads under
+    a lease (`transfer.pull.exchange`) proves only the reads that passed its fence. A program that copies tensors within
     its own process proves its own copies.
 
     Made by `PagedKVCacheManager.copier`.

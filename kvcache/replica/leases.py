@@ -239,7 +239,7 @@ class PageLeases:
 
 
 def granted_by(lease: PageLease, books: Sequence[PageLeases]) -> int:
-    """Returns the index of the replica that made this lease. Raises `InvalidRequestError` if none of `books` has it."""
+    """Returns the index of the replica that made this lease. Raises `InvalidRequestError` if none did."""
     of_kind("end_lease: the lease", lease, PageLease, "what lease returned", InvalidRequestError)
     for at, each in enumerate(books):
         if lease.owner is each:

@@ -509,7 +509,7 @@ class RowTables:
     def _for_readers(
         self, row: int, found: Sequence[Pages], ends_found: Sequence[int], firsts: Sequence[int]
     ) -> Iterator[tuple[TableGroup, int, int]]:
-        """Returns the columns of a leased row whose pages its leases take over, as `(group, first, last)`.
+        """Returns ranges of columns, `(group, first, last)`, whose pages the leases of a leased row take over.
 
         Each group has two ranges of columns. In the first range, readers may know the pages, and the pages fall out of
         a window. In the second range, cached pages replace computed pages.

@@ -1,4 +1,4 @@
-"""`DraftedPages`: the second state pages of requests whose drafted tokens run, some of which may be removed again."""
+"""`DraftedPages`: a second state page for each request that runs drafted tokens."""
 
 from __future__ import annotations
 

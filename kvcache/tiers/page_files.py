@@ -306,8 +306,8 @@ def draft_names() -> Iterator[str]:
 def open_draft(path: Path) -> Generator[int]:
     """Create a draft that only its owner may access, and yield its descriptor.
 
-    The draft is locked until the descriptor is closed. Just before it is locked, a process that starts may think that
-    it was left behind, and remove it. Renaming the draft then raises `FileNotFoundError`, and the writer must begin
+    The draft is locked until the descriptor is closed. Just before the draft is locked, another process may take it for
+    an abandoned draft, and remove it. Renaming the draft then raises `FileNotFoundError`, and the writer must begin
     again under another name. Raises `OSError` if the file cannot be created.
     """
     with opened(path, _TO_WRITE) as file:
