@@ -17,7 +17,7 @@ from tests import orphans
 from tests.isolation import QUIET, seed_torch, sockets_are_checked, surroundings_stay
 from tests.orphans import adopt, children, end_children
 
-# Each of these folders needs its own environment. Elsewhere its tests are not collected.
+# Each of these folders needs its own environment. In other environments its tests are not collected.
 ENGINES = {"sglang": "tests/sglang_engine (make test-sglang)", "vllm": "tests/vllm_engine (make test-vllm)"}
 
 
@@ -29,8 +29,8 @@ def _among_engines() -> bool:
     return any(map(importlib.util.find_spec, ENGINES))
 
 
-# This is set when the file is imported, because the conftest.py of a folder may import torch, which reads its number of
-# threads only once. On few cores a second thread mostly waits for the first one, and uses as much processor time.
+# The variables are set at import, because the conftest.py of a folder may import torch, which reads its number of
+# threads only once. On few cores, a second thread mostly waits for the first thread and uses as much processor time.
 if not _among_engines():
     os.environ.update(QUIET)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -59,7 +59,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     The files with slow tests come first, so that at the end no worker runs a slow file alone.
     """
     deal_out(items)
-    yield  # other plugins select tests here, and order them by the seed
+    yield  # After this, other plugins select tests, and order them by the seed.
     if hasattr(config, "workerinput"):
         slow = {item.path for item in items if item.get_closest_marker("slow")}
         items.sort(key=lambda item: item.path not in slow)

@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("kvcache", "transfer", "scheduler_adapters", "pagewire")
 MAX_FILE, MAX_FUNCTION = 700, 60  # lines
 
-# A package's values: the files outside of rooms that its rooms may import. Its other files outside of rooms are its
-# top.
+# The value modules of each package. These files are outside of rooms, and the rooms of the package may import them. All
+# other files outside of rooms are the top of the package.
 VALUES = {
     "kvcache": {
         *("arguments", "copies", "errors", "eviction_order", "families", "layer_groups", "layout"),
@@ -31,7 +31,7 @@ VALUES = {
     "pagewire": {"arguments", "distribution", "extras", "plots", "tables", "viewer"},
 }
 _MANAGER = {"kvcache values", "kvcache.replica", "kvcache"}
-# Each room, and the rooms that it may import.
+# For each room (a folder of a package), the rooms that it may import.
 ROOMS: dict[str, set[str]] = {
     "kvcache values": set(),
     "kvcache.pool": {"kvcache values"},

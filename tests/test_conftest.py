@@ -56,7 +56,7 @@ def test_signals_that_are_blocked_are_not_in_a_test_and_only_chosen_cases_run(tm
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[1],
-        env=os.environ | {"PYTEST_ADDOPTS": ""},  # the reruns of .ci/run must not apply here
+        env=os.environ | {"PYTEST_ADDOPTS": ""},  # The reruns of .ci/run must not apply to this run.
         stdin=subprocess.DEVNULL,
         preexec_fn=ignore_and_block,
         check=False,

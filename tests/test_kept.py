@@ -60,7 +60,7 @@ LAYOUT = FileFormat(bytes(range(16)), 32, 16)
 OBJECTS = ObjectFormat(LAYOUT, 2)
 DIGESTS = np.arange(1, 5, dtype=np.uint64).reshape(2, 2)
 PAGES = np.arange(64, dtype=np.uint8).reshape(2, 32)
-NAMESPACE = "93828eb68f86161b40969bfdbe8ebc7a"  # the page folder's namespace for these three fields
+NAMESPACE = "93828eb68f86161b40969bfdbe8ebc7a"  # The namespace that a page folder derives from these three fields.
 CELLS = np.array([0, 1, 2 | 7 << 8], np.uint32)
 
 

@@ -23,7 +23,7 @@ os.fork()
 os.write(1, b"%d\\n" % os.getpid())
 time.sleep(60)
 """
-# Continues after both processes have reported their ids, because a process that is ended earlier reports nothing.
+# The test continues after both processes have reported their ids. A process that ends earlier would report no id.
 TEST = """
 import pathlib, subprocess, sys, time
 def test_that_leaves_processes():
@@ -93,7 +93,7 @@ def test_the_runs_of_mutants_leave_nothing(tmp_path: Path, then: str) -> None:
     assert f"'status': {0 if then == 'pass' else None}" in done.stdout
     if then == "pass":
         assert not any(map(is_alive, told(file)))
-    # on a busy machine, the time of the test may be over before its processes have reported their ids
+    # On a busy machine, the time of the test may be over before the processes have reported their ids.
     elif file.exists():
         assert not any(map(is_alive, map(int, file.read_text().split())))
 

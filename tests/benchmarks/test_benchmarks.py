@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def _unfrozen() -> Iterator[None]:
     yield
-    gc.unfreeze()  # undoes `frame.settle`, because other tests share this process
+    gc.unfreeze()  # This undoes `frame.settle`, because other tests run in the same process.
 
 
 @pytest.mark.parametrize("full", [False, True])

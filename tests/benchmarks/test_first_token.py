@@ -44,7 +44,7 @@ def test_parts_follow_each_other_from_the_arrival_to_the_second_token() -> None:
         "second token": 23.5,
     }
     inner = sum(parts[part] for part in ("queue", "prefill", "hand-over", "pull", "join"))
-    assert inner + 0.5 == parts["second token"]  # the second token takes half a second on its way to the client
+    assert inner + 0.5 == parts["second token"]  # The second token takes half a second on its way to the client.
 
 
 def test_one_process_hands_nothing_over_and_one_token_has_no_second() -> None:

@@ -27,7 +27,7 @@ def test_prompts_share_pages_where_the_trace_shares_blocks(tmp_path: Path) -> No
         {"timestamp": 7, "input_length": 1536, "output_length": 1, "hash_ids": [0, 1, 3]},
     )
     first, second = fleet_trace.read_requests(trace, 2)
-    assert [len(first.prompt), first.new] == [35, 16]  # 1100 / 32 and 500 / 32, rounded up
+    assert [len(first.prompt), first.new] == [35, 16]  # The numbers are 1100 / 32 and 500 / 32, rounded up.
     assert [len(second.prompt), second.new] == [48, 1]
     assert first.prompt[:32] == second.prompt[:32]
     assert first.prompt[32:] != second.prompt[32:35]

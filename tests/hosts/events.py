@@ -74,7 +74,7 @@ class Follower:
         self._keys = load_keyring(keys)
         self.known = Known()
         self._expected: int | None = None
-        self._asked = 0.0  # the time at which the open replay began; 0 if there is none
+        self._asked = 0.0  # The time at which the open replay has begun. It is 0 if no replay is open.
         self.seen = {"messages": 0, "replays": 0, "connections": 0}
         self._sockets = ExitStack()
         self._connect()
@@ -111,7 +111,7 @@ class Follower:
             _, number, payload = self._stream.recv_multipart()
             self._heard = time.monotonic()
             sequence = int.from_bytes(number, "big")
-            # There is a gap before this message. The replay that closes the gap will include this message, too.
+            # A gap precedes this message. The replay that closes the gap will also contain this message.
             if sequence > (self._expected or 0):
                 self._dealer.send_multipart([b"", (self._expected or 0).to_bytes(8, "big")])
                 self.seen["replays"] += 1

@@ -37,8 +37,8 @@ class Exchanged:
             self.manager, name, bind=f"tcp://{address}:0", secret=os.environ["PAGEWIRE_TEST_SECRET"],
             allowed_peers=["10.213.7.0/24"],
         )  # fmt: skip
-        self.lent: dict[str, Any] = {}  # the pages that sources have lent and that have not been pulled yet, by request
-        self.ended: dict[str, str] = {}  # why the lease of each request has ended
+        self.lent: dict[str, Any] = {}  # For each request, the lent pages that it has not pulled yet.
+        self.ended: dict[str, str] = {}  # For each request, the reason for which its lease has ended.
 
     def pages(self, name: str) -> Any:
         """The bytes of the request's pages, `[pages, 65536]`."""

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 SUBNET = "10.213.7"
-# A MAC address that no host has: frames sent there are dropped silently.
+# No host has this MAC address, so frames to it are dropped silently.
 _NOBODY = "02:00:00:00:00:99"
 _CLONE_NEWNET = 0x40000000
 _SIOCETHTOOL, _ETHTOOL_STXCSUM = 0x8946, 0x17
@@ -251,7 +251,7 @@ class Host:
                 process.kill()
             process.wait()
             for pipe in filter(None, (process.stdin, process.stdout)):
-                with suppress(BrokenPipeError):  # the program has not read all of its input
+                with suppress(BrokenPipeError):  # The program has not read all of its input.
                     pipe.close()
         self._running.clear()
 

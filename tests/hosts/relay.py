@@ -73,7 +73,7 @@ class Relay:
                 frame, where = port.recvfrom(_LONGEST)
             except BlockingIOError:
                 return
-            if where[2] == socket.PACKET_OUTGOING:  # this process has sent the frame itself
+            if where[2] == socket.PACKET_OUTGOING:  # This process has sent the frame.
                 continue
             self.counts["taken"] += 1
             if self._random.random() < self._loss:

@@ -18,8 +18,8 @@ from tests.scheduler_adapters.serving import own_tokens
 pytestmark = pytest.mark.hosts
 NEW, LENGTH = 4, 2048
 _WITHIN_S = 60.0
-# The link has become slower than the one that was measured. Until the server has measured the slower link, it asks for
-# too many pages, and the computation overtakes the pull.
+# The link is now slower than the measured link. Until the server has measured the slower link, it asks for too many
+# pages, and the computation overtakes the pull.
 _PROMPTS = 10
 
 
@@ -68,7 +68,7 @@ def both() -> Iterator[Both]:
     configs.append(msgspec.structs.replace(PAIR_CONFIG, name="d0", role="decode"))
     with HostedFleet(configs, "100mbit") as fleet:
         made = Both(fleet)
-        for number in range(2):  # p1 measures the speed of the link and of the model
+        for number in range(2):  # p1 measures the speeds of the link and of the model.
             for length in (64, 256, 1024, LENGTH):
                 for way in (PULLED, COMPUTED):
                     head = made.head(length)
@@ -110,7 +110,7 @@ def test_a_link_that_is_cut_meanwhile_costs_no_token_and_no_page(both: Both, tin
     while source.received() == before:  # the question
         assert time.monotonic() < deadline
     source.cut()
-    time.sleep(seconds)  # the length of the outage is the parameter of the test
+    time.sleep(seconds)
     source.restore()
     assert both.tokens(f"{SPLIT}cut {seconds}") == own_tokens(tiny_model, [*head, 2], NEW)
     both.assert_nothing_is_held()

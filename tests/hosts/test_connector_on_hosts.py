@@ -84,14 +84,14 @@ def test_a_link_that_is_cut_during_a_load_costs_no_wrong_token_and_no_block(
     the prompt itself.
     """
     connected.shape("1gbit")
-    served(connected)  # makes the two engines known to each other
+    served(connected)  # The call makes the two engines known to each other.
     name, tokens = prompt()
     params = connected.source("prefill", name, tokens)
     connected.shape("20mbit")
     cut, restore = DIRECTIONS[direction]
     connected.until_received(TRANSFER // 4, lambda: connected.reader.say("decode", name, tokens, params))
     cut(connected)
-    time.sleep(seconds)  # the length of the outage is the parameter of the test
+    time.sleep(seconds)
     restore(connected)
     connected.shape("1gbit")
     back = time.monotonic()

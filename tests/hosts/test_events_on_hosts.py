@@ -67,7 +67,7 @@ def test_a_router_whose_link_was_cut_learns_the_missed_events(
     before = followed.reader("counted")
     cut, restore = DIRECTIONS[direction]
     cut(followed)
-    end = time.monotonic() + seconds  # the length of the outage is the parameter of the test
+    end = time.monotonic() + seconds
     gone = 0
     while time.monotonic() < end:
         gone += followed.source("compute", 2)

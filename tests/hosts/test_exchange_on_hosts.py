@@ -48,7 +48,7 @@ def test_a_pull_whose_link_is_cut_ends_right_or_says_why_and_holds_nothing(
     cut, restore = DIRECTIONS[direction]
     in_the_middle(pair, timeout_s=20.0, lease_s=5.0)
     cut(pair)
-    time.sleep(seconds)  # the length of the outage is the parameter of the test
+    time.sleep(seconds)
     restore(pair)
     back = time.monotonic()
     _, error, right = pair.reader.answer()
@@ -95,7 +95,7 @@ def test_a_source_whose_address_moves_fails_a_pull_by_its_deadline_and_nothing_e
     assert error
     assert not right
     own_pair.assert_nothing_is_held()
-    # The process still tells readers its old address. Therefore it is replaced by a process that knows the new address.
+    # The process still gives readers its old address. A process that knows the new address replaces it.
     pair = own_pair._replace(source=Side(own_pair.source_host, "p2", tmp_path))
     _, error, right = pair.reader("pull", "again", pair.offer("again", 16), 20.0)
     assert (error, right) == ("", True)

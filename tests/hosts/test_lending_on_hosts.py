@@ -35,7 +35,7 @@ def test_pages_of_another_host_are_lent_and_read(pair: Pair) -> None:
         assert (error, pages) == ("", PAGES)
         assert pair.source("held")[1] == PAGES
         assert pair.reader("take", name, 20.0)[1:] == ["", True]
-        pair.assert_nothing_is_held(9.0)  # the source gives the pages back before their lease would expire
+        pair.assert_nothing_is_held(9.0)  # The source gives the pages back before their lease expires.
 
 
 OUTAGES = [1, pytest.param(12, marks=pytest.mark.long)]
@@ -51,7 +51,7 @@ def test_a_question_over_a_link_that_is_cut_is_answered_or_fails_with_a_reason(
     cut, restore = DIRECTIONS[direction]
     cut(pair)
     pair.reader.say("ask", name, PAGES, address, 20.0)
-    time.sleep(seconds)  # the length of the outage is the parameter of the test
+    time.sleep(seconds)
     restore(pair)
     back = time.monotonic()
     _, error, pages = pair.reader.answer()
@@ -112,7 +112,7 @@ def test_a_link_that_is_cut_while_pages_are_lent_costs_no_wrong_byte_and_no_page
         pair.shape("20mbit")
         pair.until_received(1 << 20, lambda: pair.reader.say("take", name, 20.0))
         cut(pair)
-    time.sleep(seconds)  # the length of the outage is the parameter of the test
+    time.sleep(seconds)
     restore(pair)
     pair.shape("1gbit")
     back = time.monotonic()

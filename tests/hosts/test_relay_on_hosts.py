@@ -82,7 +82,7 @@ def test_a_link_that_pauses_costs_only_time(
     far_pair: Pair, pause_s: float, record_property: Callable[[str, object], None]
 ) -> None:
     relay = cable(far_pair.source_host)
-    relay("delay", 0.005)  # with this delay, 4 MiB take some time
+    relay("delay", 0.005)  # With this delay, 4 MiB take several steps.
     name = f"paused {next(_numbers)}"
     offer = far_pair.offer(name, 64)
     far_pair.until_received(1 << 18, lambda: far_pair.reader.say("pull", name, offer, 30.0))
@@ -116,7 +116,7 @@ def test_a_fleet_whose_network_stands_still_gives_the_same_tokens_or_says_why(
     relay = cable(far_fleet.front)
     relay("delay", 0.002)
     asked = far_fleet.asked(prompts(4))
-    for at in range(5):  # the pauses come in whatever phase the requests are in
+    for at in range(5):  # A pause may come in any phase of a request.
         assert at or not all(one.done() for one in asked)
         time.sleep(0.1)
         relay("pause", pause_s)

@@ -70,12 +70,12 @@ def test_a_link_that_is_cut_costs_no_right_token_and_no_page(
 ) -> None:
     """The link is cut when a prompt is in `phase`. With `before`, the prompts are sent while the link is cut."""
     cut, restore = CUTS[direction]
-    fleet.shape("4mbit" if phase == "pulling" else "1gbit")  # 590 KB then take more than a second
+    fleet.shape("4mbit" if phase == "pulling" else "1gbit")  # At this rate 590 KB take more than a second.
     try:
         asked = [] if phase == "before" else fleet.asked_until(phase, HEAD * (3 if phase == "computing" else 1))
         cut(fleet)
         asked += fleet.asked(prompts(2))
-        time.sleep(seconds)  # the length of the outage is the parameter of the test
+        time.sleep(seconds)
     finally:
         restore(fleet)
         fleet.shape("1gbit")
@@ -104,7 +104,7 @@ def test_hosts_may_reboot_and_move_one_after_another(fleet: Fleet, tiny_model: A
             one.result().assert_right(tiny_model)
         fleet.assert_serves(tiny_model)
     asked = fleet.asked(prompts(4))
-    fleet.decode.move(78)  # decode makes all of its connections itself, so it finds the others again
+    fleet.decode.move(78)  # Decode opens all of its connections itself, so it finds the other processes again.
     for one in asked:
         one.result().assert_right(tiny_model)
     served.until_there(1, 1)

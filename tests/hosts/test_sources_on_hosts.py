@@ -12,7 +12,7 @@ from tests.hosts.network import Host, network
 from tests.hosts.pair import Side
 
 pytestmark = pytest.mark.hosts
-PAGES = 192  # pages of 64 KiB
+PAGES = 192  # Each page has 64 KiB.
 _numbers = itertools.count()
 
 
@@ -80,7 +80,7 @@ def test_a_source_that_loses_power_leaves_its_pages_to_the_other(sources: Source
     for key, name in zip(keys, sources.sides, strict=True):
         sources.reader("ask", key, PAGES, sources.addresses[name], 10.0, f"{name}/0")
     sources.reader.say("take_from", keys, 30.0)
-    time.sleep(0.5)  # the whole pull takes two seconds
+    time.sleep(0.5)  # The whole pull takes two seconds.
     sources.hosts["q"].kill()
     _, error, right, _ = sources.reader.answer()
     assert right != bool(error)

@@ -15,7 +15,8 @@ from tests.mutants.places import PACKAGES, beside, sources
 from tests.mutants.sites import Mutant, functions, mutants
 
 BY_HAND = "by hand"
-_IN_A_ROW = 25  # how many mutants of one file are tried in a row, because its tests are collected only once for them
+# The number of mutants of one file that are tried in a row. The tests are collected only once for these mutants.
+_IN_A_ROW = 25
 _HUNK = re.compile(r"^@@ -\S+ \+(\d+)(?:,(\d+))? @@", re.MULTILINE)
 
 
@@ -154,6 +155,6 @@ def _changed_lines(revision: str) -> Mapping[Path, set[int]]:
             continue
         lines = found.setdefault(Path(name[1]), set())
         for first, count in _HUNK.findall(part):
-            # If lines were only removed, the lines around the gap count as changed.
+            # If a change only removes lines, the lines around the removed lines count as changed.
             lines |= set(range(int(first), int(first) + max(2 if count == "0" else int(count or 1), 1)))
     return found

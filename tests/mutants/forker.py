@@ -21,7 +21,8 @@ from typing import Any
 
 from tests.orphans import adopt, end_children
 
-# Modules that the packages and their tests import. None of them starts a thread, because a fork would lack it.
+# Modules that the packages and their tests import. None of the modules starts a thread, because a fork would lack the
+# thread.
 _LIBRARIES = (
     "hypothesis",
     "msgspec",
@@ -56,7 +57,8 @@ def run(tests: Sequence[str], options: Sequence[str], limit_s: float, *, compile
         if child == 0:
             _become_pytest([*options, *tests], output.fileno(), compiled=compiled)
         status = _wait(child, limit_s)
-        end_children()  # ends the fork, if its time is over, and every process that its tests have left behind
+        # This call ends the fork if its time is over. It also ends every process that the tests have left.
+        end_children()
         _bury()
         output.seek(max(0, output.seek(0, os.SEEK_END) - 20_000))
         return {"status": status, "output": output.read().decode(errors="replace")}
@@ -138,7 +140,7 @@ def main() -> None:
         try:
             importlib.import_module(name)
         except ImportError:
-            continue  # the module belongs to an optional extra; the tests that need it are skipped
+            continue  # The module belongs to an optional extra. Tests that need the module are skipped.
     for line in sys.stdin:
         asked = json.loads(line)
         found = serve_warm(**asked) if "packages" in asked else run(**asked)

@@ -12,7 +12,7 @@ from tests.mutants.sites import Mutant
 
 LIST = Path(__file__).with_name("harmless.txt")
 _BECAUSE = " ## "
-ANY = "*"  # stands for any expressions: the entry matches every change by that operator in that function
+ANY = "*"  # Stands for any expressions. Such an entry matches every change of its function by its operator.
 
 
 @cache

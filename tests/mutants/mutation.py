@@ -68,7 +68,7 @@ def mutated(source: str, mutation: Mutation) -> str:
         program = ast.parse(changed)
     except SyntaxError as error:
         raise StaleMutationError(f"{mutation.function}: {mutation.new!r} makes the source invalid: {error}") from error
-    # Only the tree of the function is compared: no other code has changed, and a comparison of whole files takes long.
+    # Only the function is compared: no other code has changed, and a comparison of whole files takes long.
     if _is_same(named, program, mutation.function):
         raise StaleMutationError(f"{mutation.function}: {mutation.new!r} changes nothing")
     return changed
@@ -94,7 +94,7 @@ def _is_same(named: ast.stmt, program: ast.Module, qualified: str) -> bool:
     try:
         return ast.dump(_find(program, qualified)) == ast.dump(named)
     except StaleMutationError:
-        return False  # the mutation has changed the name
+        return False  # The mutation has changed the name of the function.
 
 
 def _find(program: ast.Module, qualified: str) -> ast.stmt:

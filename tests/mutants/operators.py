@@ -52,7 +52,7 @@ _ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
 _OTHER_CALL = {"min": "max", "max": "min", "any": "all", "all": "any", "minimum": "maximum", "maximum": "minimum"}
 _IN_ORDER = {"sorted", "reversed"}
 _SYMMETRIC = {"min", "max", "minimum", "maximum", "isinstance", "zip", "samestat", "compare_digest", "array_equal"}
-_A_LIMIT = 64  # a number above this is a limit or a size, and an error of one in it is not a fault
+_A_LIMIT = 64  # A larger number is a limit or a size. A wrong limit or size is not a fault.
 _FAR = 1000
 
 

@@ -13,7 +13,7 @@ from tests.mutants.mutation import ROOT
 
 PACKAGES = ("kvcache", "transfer", "scheduler_adapters", "pagewire")
 
-# Maps source files to the test files through which they are tested. The names lack the package and "test_".
+# For each source file, the names of the test files that test it. The names lack the package and "test_".
 _DOORS: dict[str, dict[str, str]] = {
     "kvcache": {
         "claims": "misuse replicas manager recovery replica/batch replica/fork replica/imports",
@@ -125,7 +125,7 @@ _DOORS: dict[str, dict[str, str]] = {
         "viewer": "serve/command top/command",
     },
 }
-# The tests of the interface of each package, in which faults of the whole package show.
+# For each package, the tests of its interface. They notice faults of the whole package.
 _ELSEWHERE = {
     "kvcache": ("manager", "handover", "million_moves", "misuse", "replicas"),
     "transfer": ("pull/ownership", "pull/exchange", "pull/replica", "connector/worker_pairs"),

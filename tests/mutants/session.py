@@ -14,11 +14,11 @@ from tests.mutants.tree import Run, Tree
 PACKAGES = ("kvcache", "transfer", "scheduler_adapters", "pagewire")
 NOT_CALLED = "no test calls it"
 _REACH_LIMIT_S = 1200.0
-_COLD_S = 60.0  # a separate process has to load everything again
+_COLD_S = 60.0  # A separate process has to load all modules again.
 _GRACE_S = 10.0
-# In seconds of processor time. If a run uses this much more than twice its usual time, one of its loops does not end.
+# In seconds of processor time. If a run uses 2 s more than twice its usual time, one of its loops does not end.
 _SPIN_S = 2.0
-_PATIENCE = 4.0  # if a run takes this many times as long as usual, it hangs, and this counts as noticed
+_PATIENCE = 4.0  # A run that takes this many times its usual time hangs. The mutant then counts as noticed.
 
 
 class Session:
@@ -43,7 +43,7 @@ class Session:
         if self.is_over:
             raise RuntimeError(f"{' '.join(files)}: no test is collected: {begun['output'][-2000:]}")
         self._imported = frozenset(begun["imported"])
-        self._is_single = begun["threads"] == 1  # a fork of a process with threads may hang
+        self._is_single = begun["threads"] == 1  # The fork of a process with several threads may hang.
 
     @cached_property
     def _reach(self) -> dict[str, Any]:
@@ -77,8 +77,8 @@ class Session:
         reach, seconds, spawning = self._reach["reach"], self._reach["seconds"], set(self._reach["spawning"])
         is_code = function in functions(ast.parse((self.tree.folder / path).read_text())) and name not in self._imported
         chosen = {test for test in seconds if not is_code or name in reach[test] or test in spawning}
-        # Tests are grouped by file, because the fixtures of a file are set up once. Tests that start processes come
-        # last.
+        # The tests of a file run together, because its fixtures are then set up only once. Tests that start processes
+        # run last.
         order = sorted(chosen, key=lambda test: (test.partition("::")[0], test in spawning, seconds[test]))
         return [test for test in order if test not in self.failed and test.partition("::")[0] not in self._but]
 

@@ -106,11 +106,11 @@ def mutants(path: Path, source: str) -> list[Mutant]:
     """Returns every mutant of a file once, in the order of the file."""
     starts = [0, *itertools.accumulate(len(line) for line in source.encode().splitlines(keepends=True))]
     found: dict[tuple[int, int, str], Mutant] = {}
-    written = cache(ast.unparse)  # cached, because the same node is changed in many ways
+    written = cache(ast.unparse)  # The texts are cached, because a node is changed in many ways.
     for site in sites(ast.parse(source)):
         for operator, old, new in changes(site.node):
             if site.is_alone and operator == "dropped":
-                continue  # the same change is already made as a condition that is always false
+                continue  # Another operator already makes the condition always false, which is the same change.
             assert isinstance(old, ast.expr | ast.stmt)
             assert old.end_lineno is not None
             assert old.end_col_offset is not None
@@ -129,7 +129,7 @@ def _placed(old: ast.expr | ast.stmt, text: str) -> str:
     """
     if isinstance(old, ast.stmt):
         return textwrap.indent(text, " " * old.col_offset).lstrip(" ")
-    # brackets are needed, because `0.sum()` is not an expression
+    # The brackets are needed, because `0.sum()` is not an expression.
     return text if text.isidentifier() else f"({text})"
 
 
@@ -224,7 +224,7 @@ def _of_function(node: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> Ite
 
 def _below(node: ast.AST, name: str, above: tuple[ast.AST, ...] = ()) -> Iterator[Site]:
     """Yields the nodes below a node. Nodes that tests should not depend on are left out."""
-    if isinstance(node, _DEFINITIONS):  # a nested function counts as a part of the outer one
+    if isinstance(node, _DEFINITIONS):  # A nested function counts as a part of its outer function.
         yield from _of_function(node, name)
         return
     if isinstance(node, ast.ClassDef):
@@ -235,7 +235,7 @@ def _below(node: ast.AST, name: str, above: tuple[ast.AST, ...] = ()) -> Iterato
         return
     yield Site(name, node, above)
     if isinstance(node, ast.Raise):
-        return  # the node is the text of an error
+        return  # The node is the text of an error.
     for child in _children(node):
         yield from _below(child, name, (*above, node))
 
@@ -245,7 +245,7 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
         yield node.args[0]
         return
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "reshape":
-        # any negative number would mean the same
+        # Any negative number has the same meaning.
         yield from (one for one in (node.func, *node.args) if ast.unparse(one) != "-1")
         return
     if isinstance(node, ast.For) and _is_first_found(node):
@@ -253,7 +253,7 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
         yield from (node.target, node.iter.value, *node.body)
         return
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.LShift) and isinstance(node.left, ast.Constant):
-        return  # the node is a limit like `16 << 20`, and half or double of it is not a fault
+        return  # The node is a limit like `16 << 20`. Half or double the limit is not a fault.
     for field, value in ast.iter_fields(node):
         if field not in _TYPE_FIELDS:
             for one in value if isinstance(value, list) else [value]:

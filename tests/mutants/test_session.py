@@ -66,7 +66,7 @@ def test_that_fails_anyway():
     assert False
 """
 FILE, TEST = Path("kvcache/tried.py"), "tests/test_tried.py"
-pytestmark = pytest.mark.ci  # the forking process loads torch and transformers
+pytestmark = pytest.mark.ci  # The forking process loads torch and transformers, which takes long.
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,7 @@ class Tree:
                 shutil.copytree(ROOT / part, folder / part, ignore=NO_CACHES)
             else:
                 shutil.copy2(ROOT / part, folder / part)
-        # by set of test files: the functions that tests call
+        # For each set of test files, the functions that its tests call.
         self.reach: dict[tuple[str, ...], dict[str, Any]] = {}
         self._stamp = time.time_ns()
         self._forker: subprocess.Popen[str] | None = None
@@ -80,7 +80,7 @@ class Tree:
         """Returns a `with` block. Inside it, the source file is changed. It is restored afterwards."""
         file = self.folder / path
         before, status = file.read_bytes(), file.stat()
-        # Python compares compiled files by whole seconds and size, so each change gets a new time
+        # Python compares a compiled file with its source by size and by whole seconds, so each change gets a new time.
         self._stamp += 2_000_000_000
         try:
             file.write_text(source)
@@ -108,7 +108,7 @@ class Tree:
         given = ["-q", "-p", "no:randomly", "-p", "no:cacheprovider", f"--basetemp={self.folder / 'basetemp'}"]
         # With xdist the rerun plugin starts a thread, and a process with threads cannot be forked safely.
         given += ["-p", "no:xdist", "-p", "no:rerunfailures"]
-        # hypothesis is loaded before pytest starts, which would cause this warning
+        # hypothesis is loaded before pytest starts. This would cause the warning.
         given += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
         return [*given, "--hypothesis-seed=0"]
 
@@ -138,7 +138,7 @@ class Tree:
         )
 
     def _environment(self) -> dict[str, str]:
-        # CI runs failed tests again, but here tests are meant to fail.
+        # The options of CI would run failed tests again. Here a test is meant to fail.
         return dict(os.environ) | {"PYTHONPATH": str(self.folder), "PYTEST_ADDOPTS": ""}
 
 

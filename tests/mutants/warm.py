@@ -28,8 +28,8 @@ import pytest
 
 from tests.orphans import adopt, end_children
 
-# the memory that a run may use beyond the session's own; a mutant of a limit could otherwise use up the memory of the
-# machine
+# The memory in bytes that a run may use in addition to the session. Without a limit, a mutant could use up the memory
+# of the machine.
 _MEMORY_BYTES = 6 << 30
 _settrace = sys.settrace
 _SPAWNS = {"Popen.__init__", "BaseProcess.start"}
@@ -53,7 +53,7 @@ class Reach:
         self._spawned = False
         self.of_tests: dict[str, list[str]] = {}
         self.seconds: dict[str, float] = {}
-        self.processor: dict[str, float] = {}  # seconds of processor time of this process alone
+        self.processor: dict[str, float] = {}  # For each test, the seconds of processor time of this process alone.
         self.failed: list[str] = []
         self.spawning: set[str] = set()
 
@@ -178,7 +178,7 @@ class Warm:
         self._imports = Reach(packages)
         self._imports.begin()
         self._result: Any = None
-        # Any failing example is enough. It need not be the smallest one.
+        # Any failing example is enough, so it need not be shrunk.
         settings = hypothesis.settings(phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate])
         hypothesis.settings.register_profile("mutants", settings, print_blob=False)
         hypothesis.settings.load_profile("mutants")
@@ -189,10 +189,10 @@ class Warm:
         """Serves requests. Each request runs in a fork, which continues from here as a session of its own."""
         imported = self._imports.end()
         if session.testsfailed or not session.items:
-            return None  # the session ends here, and its output is the answer
+            return None  # The session ends here. Its output is the answer.
         adopt()
         self._answer({"tests": [item.nodeid for item in session.items], "imported": imported, "threads": _threads()})
-        gc.unfreeze()  # objects that tests/conftest.py has frozen could not be found otherwise
+        gc.unfreeze()  # tests/conftest.py has frozen objects. Without this call, the collector would not find them.
         functions = [one for one in gc.get_objects() if type(one) is FunctionType]
         for function in functions:
             name = function.__code__.co_qualname
@@ -262,7 +262,7 @@ class Warm:
         for name in mine:
             lines = [code.co_firstlineno for code in old[name]]
             for one in loaded.get(name, []):
-                # If functions have the same name, their lines tell which is which.
+                # Functions of the same name are told apart by their lines.
                 if len(old[name]) != len(new.get(name, [])) or lines.count(one.__code__.co_firstlineno) != 1:
                     raise NoSwapError("the loaded functions of this name differ from the source")
                 try:

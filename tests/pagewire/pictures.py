@@ -74,7 +74,7 @@ def export(path: Path, command: str, text: str) -> None:
 
 def demo(folder: Path) -> None:
     """Draws a demo of eight prompts across two processes."""
-    # drawn without colours, so that the frames of the progress bar are left out
+    # Without colours, the frames of the progress bar are left out.
     printed(folder / "demo.svg", ["demo", "--requests", "8"], coloured=False)
 
 

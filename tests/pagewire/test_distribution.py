@@ -15,7 +15,7 @@ def imported(folder: Path, *first: Path) -> tuple[int, str]:
     """Imports `pagewire` from a folder in a new process, with other folders before it on the path."""
     path = [str(one) for one in (*first, folder)]
     program = f"import sys; sys.path[:0] = {path!r}; import pagewire; print(pagewire.__file__)"
-    # searches no site-packages, so that no editable install of ours is found
+    # Without site-packages, Python cannot find an editable install of pagewire.
     command = [sys.executable, "-I", "-S", "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.returncode, (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()[-1]
@@ -84,7 +84,7 @@ def test_a_package_that_was_written_over_is_named(name: str, installed: Path) ->
 @pytest.mark.parametrize("name", PACKAGES)
 def test_a_package_that_is_gone_is_named(name: str, installed: Path) -> None:
     gone = installed / name / "__init__.py"
-    gone.unlink()  # this is how pip leaves the folder after the other distribution has been uninstalled
+    gone.unlink()  # pip leaves such a folder after it has uninstalled the other distribution.
     status, told = imported(installed)
     assert status == 1
     assert f"pagewire needs its package {name!r}, but {gone} does not exist: pip install --force-reinstall" in told

@@ -58,7 +58,7 @@ def test_importing_it_loads_neither_torch_nor_nixl() -> None:
 def test_without_nixl_everything_is_imported_and_a_transfer_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [one for one in sys.modules if one.partition(".")[0] == "nixl"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "nixl", None)  # as if the package was not installed
+    monkeypatch.setitem(sys.modules, "nixl", None)  # Importing nixl now fails, as if the package was not installed.
     assert pagewire.PageExchange is transfer.PageExchange
     agents = import_module("transfer.nixl.agent")
     with pytest.raises(

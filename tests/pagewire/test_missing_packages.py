@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 OURS = ("kvcache", "transfer", "scheduler_adapters", "pagewire")
 NEEDED = ("msgspec", "numpy", "torch", "zmq")  # without an extra
 CONFIG = Path(__file__).parent / "plan/configs/gpt-oss-120b"
-# The packages that each command needs, in addition to the dependencies of pagewire itself.
+# For each command, the packages that it needs in addition to the dependencies of pagewire.
 NEEDS = {
     "demo": {"nixl", "rich", "transformers"},
     "plan": {"rich", "transformers"},

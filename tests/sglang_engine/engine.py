@@ -47,7 +47,7 @@ class Engine:
 
         logging.disable(logging.WARNING)
         torch.set_num_threads(1)
-        load_plugins()  # as every process of a server does; this registers our backend
+        load_plugins()  # Every process of a server makes this call. It registers the backend of pagewire.
         arguments = ServerArgs(
             model_path=model,
             device="cpu",
@@ -62,7 +62,7 @@ class Engine:
             max_total_tokens=POOL_TOKENS,
             max_running_requests=ROWS,
             chunked_prefill_size=CHUNK,
-            schedule_conservativeness=0.05,  # admits more requests than fit, so that some are retracted
+            schedule_conservativeness=0.05,  # The scheduler admits more requests than fit, so that some are retracted.
             enable_priority_scheduling=True,
             radix_cache_backend=backend,
             kv_events_config=CONFIG,
@@ -100,7 +100,7 @@ class Engine:
             if batch:
                 scheduler.process_batch_result(batch, scheduler.run_batch(batch))
             else:
-                scheduler.on_idle()  # recounts every pool, and raises if one leaks
+                scheduler.on_idle()  # The call recounts every pool and raises an error if a page has leaked.
             scheduler.last_batch = batch
             scheduler.invariant_checker.self_check_during_busy()
         self.retracted += len({name for name, req in self.requests.items() if req.is_retracted} - before)

@@ -23,7 +23,7 @@ os.environ |= {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
-    "TORCH_COMPILE_DISABLE": "1",  # with several ranks, compiling takes a minute
+    "TORCH_COMPILE_DISABLE": "1",  # With several ranks, compiling takes a minute.
 }
 
 import torch  # noqa: E402
@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 
     from tests.sglang_engine.pd_pair import Options
 
-torch.set_num_threads(1)  # before any process is forked from this one
-load_plugins()  # as every process of a server does
+torch.set_num_threads(1)  # The number of threads is set before this process forks another process.
+load_plugins()  # Every process of a server makes this call.
 BACKEND = "pagewire"
 
 
@@ -63,7 +63,7 @@ def server_arguments(options: Options) -> ServerArgs:
         "disaggregation_transfer_backend": BACKEND,
         "disaggregation_bootstrap_port": options.port,
         "num_reserved_decode_tokens": 16,
-        # the other choice is a host pool, which is pinned and therefore needs CUDA
+        # The only other choice is a host pool in pinned memory, which needs CUDA.
         "disaggregation_decode_retraction_backup": "cpu_tensor",
     }
     return ServerArgs(
@@ -207,13 +207,13 @@ def main(options: Options, connection: Connection) -> None:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     os.environ |= options.environment
-    if options.tp > 1:  # SGLang needs to know the core of each rank
+    if options.tp > 1:  # SGLang needs to know the core of each rank.
         cores = sorted(os.sched_getaffinity(0))
         os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
             str(cores[rank % len(cores)]) for rank in range(options.tp)
         )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(name)s %(message)s")
-    # prints a traceback to the log on this signal, to find out why a process hangs
+    # On SIGUSR1 the process prints a traceback to its log. This shows why a process hangs.
     faulthandler.register(signal.SIGUSR1)
     arguments = server_arguments(options)
     ports = PortArgs(**options.ports) if options.ports else PortArgs.init_new(arguments)
@@ -223,7 +223,7 @@ def main(options: Options, connection: Connection) -> None:
         Scheduler(arguments, ports).run_event_loop()
         return
     if options.role == "prefill":
-        start_disagg_service()  # as the tokenizer's process of a server does
+        start_disagg_service()  # In a server, the process of the tokenizer makes this call.
     tokenizer = Tokenizer(ports, connection)
     tokenizer.say(ports=dataclasses.asdict(ports))
     scheduler = tokenizer.scheduler = Scheduler(arguments, ports)

@@ -76,7 +76,7 @@ class Subscriber:
         self._clears += 1
 
     def _BlockStored(self, event: dict[str, Any]) -> None:  # noqa: N802
-        if not self._clears:  # the page continues pages that were reported before we subscribed
+        if not self._clears:  # The page continues pages that were reported before the subscription.
             return
         size, hashes, parent = event["block_size"], event["block_hashes"], event["parent_block_hash"]
         assert (size, event["medium"], event["lora_id"]) == (self._engine.page_size, "GPU", None)

@@ -128,7 +128,7 @@ def test_random_moves_never_show_a_page_of_another_prompt(pools: Pools, seed: in
     for _ in range(400):
         move = chance.choice(("admit", "admit", "admit", "checkpoint", "finish", "retract", "evict", "flush"))
         if move == "admit":
-            # there are few different contents, so that requests share many pages
+            # Few different contents let requests share many pages.
             pages = [chance.randrange(2) for _ in range(chance.randrange(1, 7))]
             tokens = [token for token in pages for _ in range(pools.page_size)]
             tokens = tokens[: len(tokens) - chance.randrange(pools.page_size)]
@@ -217,7 +217,7 @@ def test_a_request_that_is_given_other_tokens_is_not_found_by_the_old_ones(pools
     request = pools.request([*tokens, 5])
     request.init_next_round_input(pools.cache)
     assert request.prefix_len == 2 * page_size
-    request.origin_input_ids = array("q", [7] * (2 * page_size + 1))  # the effect of an abort in the queue
+    request.origin_input_ids = array("q", [7] * (2 * page_size + 1))  # An abort in the queue leaves such a request.
     request.full_untruncated_fill_ids = array("q")
     request.init_next_round_input(pools.cache)
     assert request.prefix_len == 0

@@ -69,7 +69,7 @@ def test_a_hit_covers_the_shared_pages_and_no_more(engine: Any, reference: Any, 
     engine.submit("turn", turn, NEW)
     third = engine.requests["turn"]
     assert engine.run() == {"turn": reference(turn, NEW)}
-    computed = len(PROMPTS[0]) + NEW - 1  # the last token was never fed back
+    computed = len(PROMPTS[0]) + NEW - 1  # The last token was never fed back.
     assert third.cached_tokens == computed // page_size * page_size
 
 
@@ -122,7 +122,7 @@ def test_retracted_requests_give_their_pages_back_and_get_equal_tokens(engine: A
 def test_a_request_of_more_weight_preempts_and_all_get_equal_tokens(engine: Any, reference: Any) -> None:
     heavy = ByteTokenizer().encode("Out of the way! " * 8)
     prompts = [ByteTokenizer().encode(f"{number} waits.") for number in range(ROWS)]
-    # there are too few rows for these requests, but enough pages
+    # These requests need more rows than there are. They do not need more pages than there are.
     assert sum(map(len, [*prompts, heavy])) + 40 * (ROWS + 1) < POOL_TOKENS
     submit_all(engine, prompts, 40, priority=0)
     while len(engine.scheduler.running_batch.reqs) < ROWS:

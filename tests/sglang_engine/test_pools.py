@@ -109,7 +109,8 @@ class Side:
     def write(self) -> None:
         """Writes the tokens in the way that SGLang's attention writes them."""
         for part, layer, where, _, (keys, values) in self.each():
-            if self.kind == "mla":  # the pool's own operation asks the running engine about parallelism
+            # The pool's own operation asks the running engine about parallelism, and this test has no engine.
+            if self.kind == "mla":
                 part.get_key_buffer(layer)[where] = keys
             else:
                 part.set_kv_buffer(SimpleNamespace(layer_id=layer), where, keys, values)

@@ -93,7 +93,7 @@ def test_an_abort_at_decode_keeps_the_pages_until_the_read_is_over(pair: Pair, e
     assert "Abort" in reason(pair.decode.answer("cut"))
     assert pair.decode.usage()["tokens"] >= len(PROMPTS[0]) - len(PROMPTS[0]) % 16
     assert "decode: aborted" in reason(pair.prefill.answer("cut"))
-    pair.prefill.wait_usage()  # at once, and not only after the READ has ended
+    pair.prefill.wait_usage()  # The pages become free at once, before the READ has ended.
     pair.decode.hold(on=False)
     check_works(pair, expected)
 

@@ -71,9 +71,9 @@ class Shape:
     policy: str = "fail"
     max_batched: int = 64
     rows: int = 16
-    events: str = ""  # the name of the in-process sockets for the engine's KV events; empty for no events
+    events: str = ""  # The name of the in-process sockets for the engine's KV events. An empty name means no events.
     connector: tuple[str, str | None] = OURS
-    # the attention backend of the engine's layers; the small model writes the cache in the format of this backend
+    # The attention backend of the engine's layers. The small model writes the cache in this backend's format.
     backend: Any = TritonAttentionBackend
     extra: dict[str, Any] = field(default_factory=lambda: {"host": "127.0.0.1", "port": 0})
 
@@ -140,8 +140,8 @@ def make_config(model: str, role: str, engine_id: str, shape: Shape, rank: int, 
             replay_endpoint=f"inproc://{shape.events}.replay",
         ),
     )  # fmt: skip
-    # This is set after the config is made, because vLLM would otherwise look for this many devices. This process plays
-    # all ranks.
+    # The size is set after the config is made, because vLLM would otherwise look for this many devices. This process
+    # plays all ranks.
     config.parallel_config.tensor_parallel_size = shape.tp_size
     config.parallel_config.rank = rank
     config.instance_id = start
@@ -290,7 +290,7 @@ class Engine:
         )
         self.workers: list[Any] = []
         self.caches: list[dict[str, Any]] = []
-        # the recurrent layers, whose states are cut out of the bytes of a page as in vLLM
+        # For each rank, the recurrent layers. As in vLLM, their states are views of the bytes of a page.
         self.mixers: list[dict[int, Any]] = []
         for rank in range(shape.tp_size):
             ranked = make_config(model, role, engine_id, shape, rank, start)
@@ -305,10 +305,10 @@ class Engine:
         self._aggregator = KVOutputAggregator.from_connector(self.workers[0], shape.tp_size)
         self.outputs: list[Any] = []
         self.scheduled: list[dict[str, int]] = []
-        # the number of requests that were preempted in the last step, and the largest number of blocks in use
+        # The number of requests that the last step has preempted, and the largest number of used blocks.
         self.preempted = self.peak_blocks = 0
         self.stats: list[Any] = []  # stats of the workers
-        # includes the scheduler's stats, in the form in which they leave the engine
+        # The stats of the scheduler and the workers, in the form in which they leave the engine.
         self.reported: list[dict[str, Any]] = []
         self.free_at_start = self.free_blocks
 
@@ -412,7 +412,7 @@ class Engine:
         places, owned = states.places(ranks, rank), states.owned(ranks, rank)
         for layer in range(LAYERS):
             state = [part[block] for part in mixers[layer].kv_cache]
-            if is_first:  # new blocks still have the contents of their previous owner
+            if is_first:  # A new block still has the content of its previous owner.
                 for part in state:
                     part.zero_()
             for token in tokens:

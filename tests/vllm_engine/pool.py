@@ -36,11 +36,11 @@ class Answer(msgspec.Struct, frozen=True):
     """vLLM's answer to a `Question`."""
 
     version: str
-    layer_page_bytes: list[int]  # bytes of a page in each layer, before vLLM makes groups of layers
-    group_layers: list[int]  # number of layers in each group
-    block_bytes: int  # bytes of a block in the largest group
+    layer_page_bytes: list[int]  # For each layer, the bytes of a page before vLLM groups the layers.
+    group_layers: list[int]  # The number of layers in each group.
+    block_bytes: int  # The bytes of a block in the largest group.
     num_blocks: int
-    request_blocks: dict[int, int]  # maps the length of a request to the largest number of blocks that it takes
+    request_blocks: dict[int, int]  # For each length of a request, the largest number of blocks that the request takes.
 
 
 def answer(question: Question, scratch: Path) -> Answer:
@@ -54,7 +54,7 @@ def answer(question: Question, scratch: Path) -> Answer:
     from vllm.model_executor.models import gpt_oss
     from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 
-    # the experts of a model keep nothing in the cache, and not all of them have CPU kernels
+    # The experts of a model keep nothing in the cache. Some experts have no CPU kernel.
     gpt_oss.FusedMoEFactory = lambda **_: torch.nn.Identity()
     config: VllmConfig = _config(question, scratch)
     with set_current_vllm_config(config):
@@ -69,7 +69,8 @@ def answer(question: Question, scratch: Path) -> Answer:
             for name, layer in made.items()
             if isinstance(layer, AttentionLayerBase)
         }
-        resolve_kv_cache_layout(config, [["LBNHC"]], specs.values())  # separate layers, as FlashAttention needs
+        # The layers are separate, as FlashAttention needs them.
+        resolve_kv_cache_layout(config, [["LBNHC"]], specs.values())
         groups, found = _grouped(config, dict(specs), question.memory)
         wanted: dict[int, int] = {}
         for length in question.lengths:
@@ -148,7 +149,7 @@ def main() -> None:
         answers = [answer(question, Path(scratch)) for question in questions]
     sys.stdout.buffer.write(msgspec.json.encode(answers))
     sys.stdout.flush()
-    os._exit(0)  # does not wait for the process group's threads
+    os._exit(0)  # The process does not wait for the threads of its process group.
 
 
 if __name__ == "__main__":

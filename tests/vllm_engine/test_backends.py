@@ -168,7 +168,7 @@ def test_a_cpus_columns_of_keys_are_moved_to_pages_of_any_kind(
 def test_a_layer_whose_kernel_writes_elsewhere_is_refused(
     make: Make, monkeypatch: pytest.MonkeyPatch, backend: Any, liar: int, where: str
 ) -> None:
-    made = itertools.count()  # the engine has a number of its own, and so has each layer of each rank
+    made = itertools.count()  # The counter numbers the engine, and each layer of each rank.
 
     def kernel(*, in_columns: bool) -> engine.Kernel:
         return Kernel(in_columns=in_columns != (next(made) == liar))

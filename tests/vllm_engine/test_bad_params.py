@@ -65,7 +65,7 @@ def test_a_bad_input_fails_its_request_alone(make: Make, spoil: Callable[[Params
     assert served([prefill, decode], "good", good, 3, prefilled(prefill, "q", good)) == expected_tokens(
         good, 3, decode.shape
     )
-    # The lease that the wrong params name has been read or has ended. In any case it ends long before its time is over.
+    # The lease of the wrong params was read or has ended. In both cases it ends long before it would expire.
     decode.add("again", PROMPT, 3, params)
     run_until([prefill, decode], lambda: decode.finish_reason("again"))
     assert decode.tokens("again") in ([], expected_tokens(PROMPT, 3, decode.shape))

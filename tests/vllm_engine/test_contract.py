@@ -21,7 +21,7 @@ SHAPE = Shape(
     max_batched=64,
     rows=6,
     policy="recompute",
-    # with a secret, the restarted prefill engine is accepted before its short leases expire
+    # With a secret, prefill accepts the restarted engine before the short leases expire.
     extra={"host": "127.0.0.1", "port": 0, "kv_lease_duration": 1.0, "secret": secret_of("of this fleet alone")},
 )
 FINISHED = {"length": "length", "stop": "eos", "error": "error", "abort": "cancelled"}
@@ -32,7 +32,7 @@ class VLLMDriver:
 
     phases = ("waiting", "prefill", "held", "queued", "pulling", "decoding")
     peers = ("prefill", "decode")
-    survives = ("prefill", "pull")  # if decode cannot read pages, it computes them itself
+    survives = ("prefill", "pull")  # If decode cannot read pages, it computes their tokens itself.
 
     def __init__(self, folder: Path) -> None:
         self.limits = Limits(SHAPE.block_size, SHAPE.blocks - 1, SHAPE.rows, SHAPE.max_batched)
@@ -138,7 +138,7 @@ class VLLMDriver:
                 break
             if phase == "pulling" and prefill.finish_reason(request_id):
                 self._hand_over()
-                self.stalled = True  # a READ is in flight until the next step
+                self.stalled = True  # A READ stays in flight until the next step.
                 self._step("decode")
                 time.sleep(0.02)
                 assert reached[phase]()
@@ -177,7 +177,7 @@ class VLLMDriver:
             assert [block.block_id for block in pool.blocks if block.ref_cnt and not block.is_null] == []
 
     def kill_peer(self, peer: str) -> Collection[str]:
-        self.stalled = False  # if a READ were still held, the end of an engine in this process would wait for it
+        self.stalled = False  # The end of an engine in this process would wait for a stalled READ.
         engine = self.engines.pop(peer)
         engine.close()
         lost = {request_id for request_id, at in self.at.items() if at == peer}

@@ -21,7 +21,7 @@ def stored(name: str, batches: int) -> dict[int, tuple[int | None, tuple[int, ..
     socket.connect(f"inproc://{name}.replay")
     found: dict[int, tuple[int | None, tuple[int, ...]]] = {}
     end, heard = time.monotonic() + 20, 0
-    while heard < batches:  # vLLM's thread may not have sent all batches yet
+    while heard < batches:  # vLLM's thread may not have sent all batches yet.
         assert time.monotonic() < end, f"{heard} of {batches} batches"
         socket.send_multipart([b"", (0).to_bytes(8, "big")])
         found, heard = {}, 0
@@ -59,7 +59,7 @@ def test_blocks_of_a_failed_load_are_not_reported(make: Make) -> None:
     names = [uuid.uuid4().hex for _ in range(2)]
     prefill, decode = make("kv_producer", Shape(events=names[0])), make("kv_consumer", Shape(events=names[1]))
     params = prefilled(prefill, "p", PROMPT)
-    other = [token + 1 for token in PROMPT]  # prefill's digest belongs to another prompt
+    other = [token + 1 for token in PROMPT]  # The digest of prefill belongs to another prompt.
     decode.add("d", other, 2, params)
     run_until([prefill, decode], lambda: decode.finish_reason("d"))
     assert decode.finish_reason("d") == "error"

@@ -21,7 +21,7 @@ from transfer.pull.lease import LeaseBook
 from transfer.pull.thread import TransferThread
 
 Make = Callable[..., Engine]
-OTHER = [*PROMPT[:99], 7]  # the same prompt, except for its last token
+OTHER = [*PROMPT[:99], 7]  # The two prompts differ only in their last token.
 SHAPES = {
     "one group": ({}, {}),
     "TP 1 to 2": ({}, {"tp_size": 2}),
@@ -45,7 +45,7 @@ def test_params_of_another_prompt_bring_none_of_its_pages(
         right_tokens = expected_tokens(prompts[name], 3, decode.shape)
         assert decode.tokens(name) == ([] if policy == "fail" else right_tokens)
     run_until([prefill, decode], lambda: prefill.free_blocks == prefill.free_at_start)
-    for name, prompt in prompts.items():  # no block of these prompts is in the cache
+    for name, prompt in prompts.items():  # No block of these prompts is in the cache.
         wanted = expected_tokens(prompt, 3, decode.shape)
         again = prefilled(prefill, f"p{name} again", prompt)
         assert served([prefill, decode], f"{name} again", prompt, 3, again) == wanted
@@ -184,7 +184,7 @@ def test_a_lease_that_is_not_granted_fails_its_reader_and_no_other(make: Make, m
     prefill, decode = make("kv_producer"), make("kv_consumer")
     with monkeypatch.context() as patched:
         patched.setattr(LeaseBook, "grant", refused)
-        # all of this happens in one step, which ends before the grant is known
+        # The prompt runs in one step. The step ends before the grant is known.
         params = prefilled(prefill, "p", PROMPT[:40])
         run_until([prefill], lambda: prefill.free_blocks == prefill.free_at_start)
     decode.add("d", PROMPT[:40], 2, params)
@@ -214,7 +214,7 @@ def test_the_digest_includes_everything_besides_tokens_that_the_kv_depends_on() 
         digest(),
         digest(99),
         digest(cache_salt="s"),
-        digest(cache_salt="\ud800"),  # the JSON that a client sends may contain a lone surrogate
+        digest(cache_salt="\ud800"),  # The JSON of a client may contain a lone surrogate.
         digest(mm_features=[image("\ud800", 30)]),
         digest(lora_request=LoRARequest("poet", 1, "/here")),
         digest(lora_request=LoRARequest("clerk", 1, "/here")),
@@ -229,7 +229,7 @@ def test_the_digest_includes_everything_besides_tokens_that_the_kv_depends_on() 
     assert len(set(different)) == len(different)
     assert digest(lora_request=LoRARequest("poet", 2, "/there")) == digest(
         lora_request=LoRARequest("poet", 1, "/here")
-    )  # numbers and paths differ between the two sides
+    )  # The number and path of an adapter differ between the two sides.
     first = {"mm_features": [image("cat", 30), image("dog", 60)]}
     assert digest(60, **first) == digest(60, mm_features=[image("cat", 30)]) != digest(61, **first)
     assert digest(60, prompt_embeds=rows) == digest(60, prompt_embeds=other)

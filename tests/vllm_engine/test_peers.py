@@ -68,7 +68,7 @@ def test_an_engine_with_the_same_secret_is_read_from(
     path.chmod(0o600)
     monkeypatch.setenv("FLEET_SECRET", secret)
     named = f"file:{path}" if where == "file" else "env:FLEET_SECRET"
-    # The two sides read the secret from different places. Only its value counts.
+    # The two sides read the secret from different sources. Only the value of the secret counts.
     prefill, decode = make("kv_producer", shape(secret=named)), make("kv_consumer", shape(secret=f"file:{path}"))
     tokens = served([prefill, decode], "d", PROMPT, 3, prefilled(prefill, "p", PROMPT))
     assert tokens == expected_tokens(PROMPT, 3, decode.shape)
@@ -119,7 +119,7 @@ def test_an_address_outside_of_allowed_peers_fails_one_request_and_opens_no_sock
     assert not connected
     address = f"tcp://{host}:{params['remote_port']}"
     assert any(f"{address} is not in allowed_peers: " in record.getMessage() for record in caplog.records)
-    # The same pages can still be read from the right address, so the failure has left nothing behind.
+    # The failure has left no state behind, because the same pages can still be read from the right address.
     assert served([prefill, decode], "good", PROMPT, 3, params) == expected_tokens(PROMPT, 3, decode.shape)
     assert {f"tcp://127.0.0.1:{params['remote_port']}"} == set(connected)
     assert_empty(prefill, decode)
@@ -181,7 +181,7 @@ def test_another_address_under_a_known_engine_id_ends_no_load_of_others(
     assert len(failed) == 1, "no load of another request has failed"
     assert "'bad'" in failed[0]
     assert f"127.0.0.1:{port}" in failed[0]
-    # decode asks for the lease and for the identity of the engine at the same time, and either answer refuses the load
+    # Decode asks for the lease and for the identity of the engine at the same time. Either answer refuses the load.
     if kind == "another start":
         answers = ("has ended, or engine 'source' never had it", "an engine with this id still answers at ")
         assert any(answer in failed[0] for answer in answers), failed[0]

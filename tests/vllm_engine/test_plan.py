@@ -61,7 +61,7 @@ def test_the_plan_has_the_figures_of_vllm(name: str, tp: int, answers: dict[tupl
         length: blocks * theirs.block_bytes for length, blocks in theirs.request_blocks.items()
     }
     assert ours["vllm"].requests == {length: theirs.num_blocks // n for length, n in theirs.request_blocks.items()}
-    if len(theirs.group_layers) == 1:  # if no layers share a page, vLLM's blocks and ours are the same
+    if len(theirs.group_layers) == 1:  # If no layers share a page, vLLM's blocks and pagewire's pages are the same.
         assert (ours["pagewire"].page_bytes, ours["pagewire"].pages) == (theirs.block_bytes, theirs.num_blocks)
 
 

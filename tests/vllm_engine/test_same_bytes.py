@@ -78,7 +78,7 @@ def moved(make: Make, monkeypatch: pytest.MonkeyPatch, connector: Any, left: Any
     decode.add("d", WHOLE, 3, params)
     decode.step()
     blocks = decode.scheduler.kv_cache_manager.get_block_ids("d")
-    # vLLM's model would write to the last block in the next step
+    # In the next step, vLLM's model would write to the last block.
     received = decode.scheduler.finished_recving_kv_req_ids
     run_until([prefill, decode], lambda: "d" in received)
     found = [cache.clone() for caches in decode.caches for cache in caches.values()]

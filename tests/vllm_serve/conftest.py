@@ -25,7 +25,7 @@ def _has_wheel() -> bool:
 
 collect_ignore_glob = [] if _has_wheel() else ["test_*.py"]
 if ON_GPU:
-    collect_ignore_glob.append("test_proof.py")  # needs the CPU's kernels
+    collect_ignore_glob.append("test_proof.py")  # The tests need the kernels of the CPU.
 
 if _has_wheel():
     from tests.vllm_serve.client import PROMPTS

@@ -16,7 +16,7 @@ _COMMON: dict[str, Any] = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "max_position_embeddings": 8192,
-    "initializer_range": 0.15,  # the weights are large enough that each token affects the next ones
+    "initializer_range": 0.15,  # With such large weights each token affects the next tokens.
     "tie_word_embeddings": False,
     **{f"{name}_id": number for name, number in SPECIAL.items() if name != "unk_token"},
 }

@@ -107,7 +107,7 @@ def test_a_format_that_only_the_kernel_knows_is_moved_as_whole_pages() -> None:
     cache = random_cache(32, torch.float32)
     config = attention(32, torch.float32, whole_pages=True)
     assert prove(config, {"0.attn": cpu_layer(cache, "vec")}, {"0.attn": cache}, torch.float32) == 1
-    # the config says that pages have half the size that the kernel writes
+    # The config says that a page has half the size that the kernel writes.
     half = attention(16, torch.float32, whole_pages=True)
     cut = {"0.attn": cache.view(2 * PAGES, HEADS, 16, 2 * DIM)}
     with pytest.raises(InvalidEngineError, match="do not change when all of its tokens are written"):

@@ -27,8 +27,9 @@ LATER = next(at for at, prompt in enumerate(PROMPTS) if len(prompt) == 512)
 class Engines(NamedTuple):
     """Running servers, and the expected answers."""
 
-    pair: Pair  # with the policy of this decode server, requests that cannot be loaded fail
-    other: Pair  # the same prefill server, with a decode server that computes such requests itself
+    pair: Pair  # On this decode server, a request that cannot be loaded fails.
+    # The same prefill server with another decode server. This decode server computes a request that cannot be loaded.
+    other: Pair
     proxy: Proxy
     expected: list[list[int]]
 
@@ -239,7 +240,7 @@ def test_params_with_one_changed_key(engines: Engines, policy: str) -> None:
     names = [name for name, _ in hostile(pair.prefilled(prompt))]
 
     def try_one(number: int) -> str:
-        salt, name = f"{policy} {number}", names[number]  # with a salt of its own, the request finds no cached blocks
+        salt, name = f"{policy} {number}", names[number]  # The salt is new, so the request finds no cached blocks.
         params = dict(hostile(pair.prefilled(prompt, cache_salt=salt)))[name]
         answer = ask(pair.decode.url, prompt, kv_transfer_params=params, cache_salt=salt)
         return "" if _is_fine(answer, tokens) else f"{name}: {answer}"

@@ -47,7 +47,8 @@ def _cells() -> list[Any]:
     for name in ("qwen3", "mistral", "granite"):
         found += [pytest.param(name, shape, marks=pytest.mark.long) for shape in _OFTEN]
     found += [pytest.param("granite", shape, marks=pytest.mark.long) for shape in ("TP 1 to 2", "TP 2 to 1")]
-    found.append(pytest.param("deepseek", "32 to 32", marks=pytest.mark.long))  # takes minutes with their connector
+    # With deepseek's connector these shapes take minutes.
+    found.append(pytest.param("deepseek", "32 to 32", marks=pytest.mark.long))
     return found
 
 

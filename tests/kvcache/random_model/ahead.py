@@ -1,5 +1,5 @@
-"""Random steps in flight: a step is fetched ahead and run later. Between the two, anything may happen to the step's
-requests and their pages.
+"""Random steps in flight. A step is fetched ahead and runs later. Meanwhile its requests and their pages may change in
+any way.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.kvcache.random_model.tails import TailMoves
 
 @dataclass(eq=False)
 class Entry:
-    """A request of a step in flight: the range of it that runs, and its tokens."""
+    """A request of a step in flight: the range of its tokens that runs, and its tokens."""
 
     one: Request
     named: Named
@@ -41,8 +41,8 @@ class Flight:
 
 
 class AheadMoves(TailMoves):
-    """Moves with steps in flight. Up to two steps are in flight at a time, and a device runs them later, in the order
-    in which they were fetched.
+    """Moves with steps in flight. Up to two steps are in flight at a time. A device runs them later, in the order in
+    which they were fetched.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -61,8 +61,8 @@ class AheadMoves(TailMoves):
 
     @property
     def running(self) -> list[Request]:
-        """The running requests. A request is left out if it was already fetched for a step in flight and has no future
-        token for this step yet.
+        """The running requests that can join a step. A request without a future token is left out if an earlier step in
+        flight has already fetched it.
         """
         waiting = {entry.one for flight in self.flights for entry in flight.entries if not entry.advanced}
         return [one for one in super().running if one not in waiting]
@@ -115,7 +115,9 @@ class AheadMoves(TailMoves):
         raise AssertionError("the manager has fetched a third step while two are in flight")
 
     def advance(self, flight: Flight) -> None:
-        """Adds a future token to each request of the step, unless the request has one already or was released."""
+        """Adds a future token to each request of the step. A request that has a future token already or was released is
+        left out.
+        """
         may = [entry for entry in flight.entries if not entry.advanced and not entry.one.context.has_future_token]
         may = [entry for entry in may if self.live.get(entry.one.name) is entry.one]
         if flight.batch is not None and len(may) == len(flight.entries):
@@ -133,7 +135,7 @@ class AheadMoves(TailMoves):
             self.seen["stepped in flight"] += 1
 
     def land(self) -> bool:
-        """Runs the oldest step on the device, with its tables, whatever has happened to its requests."""
+        """Runs the oldest step on the device with the step's own tables, whatever has happened to its requests."""
         if not self.flights:
             return False
         flight = self.flights[0]
@@ -195,7 +197,7 @@ class AheadMoves(TailMoves):
         self.books.learn(leaving=parked)
 
     def end_unknown_steps(self, steps: Sequence[StepInFlight]) -> None:
-        """After an interrupt, ends the steps that no caller was given. Also notes which steps have ended."""
+        """Ends the steps that an interrupted call has begun and not returned. Also records which steps have ended."""
         for step in steps:
             if all(step is not flight.step for flight in self.flights):
                 self.manager.end_step(step)

@@ -1,8 +1,6 @@
-"""After each call, records what the manager has changed, and compares these changes with those that the plain model
-allows.
-
-The model does not predict the ids of pages: the manager says which pages a request has and which contents are found.
-The model checks the number, the order and the contents of these pages, and that their bytes are those of their tokens.
+"""After each call, records the manager's changes and compares them with the changes that the plain model allows. The
+model does not predict the ids of pages. The manager says which pages a request has and which contents are found. The
+model checks the number, the order and the bytes of these pages.
 """
 
 from __future__ import annotations
@@ -118,13 +116,12 @@ class Books:
     _gone: dict[int, dict[int, tuple[int, ...]]] = {}  # noqa: RUF012 - see `leave`
 
     def leave(self, one: Request) -> None:
-        """Records that a request was released."""
         replica = self.replicas[one.replica]
         del replica.requests[one.name]
         self._gone = {one.replica: dict(self._places(one))}
 
     def gives_back(self, one: Request) -> None:
-        """Records that a request is about to get other pages."""
+        """Records that a request is about to give back its pages and to get other pages."""
         self._gone = {one.replica: dict(self._places(one))}
 
     def touch_found(self, one: Request) -> None:
@@ -133,8 +130,8 @@ class Books:
         self.touch_state(one.replica, self.names.digest_of[what])
 
     def _places(self, one: Request, nth: int = 0) -> Iterable[tuple[int, tuple[int, ...]]]:
-        """Yields each page of a request, with a key that gives the order in which pages become idle: the last pages of
-        the request come first, and a full first table comes after the other tables.
+        """Yields each page of a request with a key. The keys give the order in which pages become idle: the last pages
+        of the request first, and a full first table after the other tables.
         """
         keeps_all = self.replicas[one.replica].tables[0].holds_all
         for number, row in enumerate(one.rows):
@@ -198,7 +195,9 @@ class Books:
         before: dict[int, tuple[int, ...]],
         leaving: list[int] | None,
     ) -> None:
-        """Updates the eviction order: held pages leave it, idle ones join it. Checks that evicted ones were first."""
+        """Updates the eviction order: held pages leave the order and idle pages join it. Checks that the evicted pages
+        were the first ones.
+        """
         was, gone = changed
         held, order, now = replica.holders().keys() | replica.beside, replica.order, replica.there
         for digest in [one for one in order if now.get(one) in held]:
@@ -229,8 +228,8 @@ class Books:
         return str([self.names.content_of.get(one) for one in digests])
 
     def _same_rows(self, replica: Replica, digest_of: dict[int, Digest]) -> None:
-        """Checks that each page in a row that a lookup finds has the content of its column. Checks that every other
-        page belongs to one request only, and that its column is not full and published.
+        """Checks that each findable page in a row has the content of its block. Any other page must belong to one
+        request only, and its block must not be full and published.
         """
         holders = replica.holders()
         for one in replica.requests.values():
@@ -299,9 +298,8 @@ class Books:
             replica.kept[digest] = replica.kept.pop(digest)
 
     def _state_stays(self, at: int, replica: Replica, one: Request, was: set[Digest], *, alone: bool) -> None:
-        """Records that a copy of a state at the end of a page is kept, if there is room.
-
-        The new copy replaces a copy that is only passed along with the request.
+        """Records that a copy of a state at the end of a page is kept, if there is room. The new copy replaces a
+        passing copy of the same request.
         """
         start = one.cached
         if start % PAGE_SIZE or not replica.caching:
@@ -353,11 +351,9 @@ class Books:
         self.host = now
 
     def _leaves_before(self, one: Digest, other: Digest) -> bool:
-        """Whether host memory evicts one content before another: it is older, or it is as old and comes later in a
-        prompt.
-
-        A batch may use pages of several requests at the same time, and it is not specified which of these are evicted
-        first.
+        """Returns whether host memory evicts one content before another: the first content is older, or it is as old
+        and comes later in a prompt. A batch may use pages of several requests at the same time. The order of these
+        pages is not specified.
         """
         if self.used[one] != self.used[other]:
             return self.used[one] < self.used[other]
@@ -365,7 +361,7 @@ class Books:
         return len(later) > len(earlier) and later[: len(earlier)] == earlier
 
     def _kept_below(self, replica: Replica, gone: set[Digest]) -> None:
-        """Checks that evicted content is in host memory, if host memory was never full."""
+        """Checks that evicted content is in host memory, if the host was never full."""
         slots = self.manager.total_num_host_pages
         if slots and len(self.names.content_of) < slots and not {"lends"} & self.features:
             lost = gone - seam.in_host(self.manager).keys() - replica.there.keys()
@@ -382,7 +378,7 @@ class Books:
             assert (there == values).all(), f"slot {slot} of the host does not hold {what}"
 
     def everything_right(self) -> None:
-        """Checks the bytes of everything that can be found."""
+        """Checks the bytes of all pages and states that a lookup can find."""
         for at, replica in enumerate(self.replicas):
             for digest, page in replica.there.items():
                 self.same_bytes(at, page, self.names.content_of[digest])

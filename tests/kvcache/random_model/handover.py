@@ -57,7 +57,7 @@ class ImportMoves(Moves):
         return [one for one in super().running if one.name not in self.imports and not self.is_written(one)]
 
     def is_written(self, one: Request) -> bool:
-        """Returns whether the copier of an import that this request has cancelled may still write."""
+        """Returns whether the copier of the request's cancelled import may still write."""
         return any(stray.one is one for stray in self.stray)
 
     def table_of(self, context: TextContext) -> BlockTable | None:
@@ -89,7 +89,7 @@ class ImportMoves(Moves):
             source.release("told")
 
     def begin_import(self) -> bool:
-        """Begins the import of a new request, or of one whose import was given up."""
+        """Begins the import of a new request, or of a request whose import was given up."""
         at = self.choose.integer(0, len(self.books.replicas) - 1)
         if len(self.imports) == 2 or len(self.books.replicas[at].requests) == ROWS:
             return False
@@ -140,7 +140,7 @@ class ImportMoves(Moves):
         return False
 
     def go_on_importing(self) -> bool:
-        """Makes a move on some import: copies, commits or cancels it, or releases its request."""
+        """Makes a move on an open import: copies pages, commits or cancels the import, or releases its request."""
         if self.stray and self.choose.integer(0, 1):
             stray = self.stray.pop(self.choose.integer(0, len(self.stray) - 1))
             assert stray.copier is not None
@@ -163,7 +163,7 @@ class ImportMoves(Moves):
         return True
 
     def finish_import(self, mine: Import) -> None:
-        """Copies the rest, proves it, and commits the import."""
+        """Copies the remaining pages, proves their arrival, and commits the import."""
         one, pending, context, copier = mine.one, mine.pending, mine.one.context, mine.copier
         assert copier is not None
         if pending.num_tokens < mine.table.num_tokens:

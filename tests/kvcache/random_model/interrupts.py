@@ -61,13 +61,13 @@ def interrupted(call: Callable[[], T], at: int, error: type[BaseException]) -> t
 
 
 class Interrupted(Exception):  # noqa: N818 - no error: the move is over
-    """Raised after a call was interrupted. The manager's state is then either right again, or the caller has to repair
-    it.
-    """
+    """Raised after a call was interrupted. The manager's state is then right again, or the caller has to repair it."""
 
 
 class Interrupts:
-    """Draws where to interrupt a manager's call, from the lengths of the last calls of the same method."""
+    """Draws the bytecode at which a manager's call is interrupted, from the lengths of the last calls of the same
+    method.
+    """
 
     def __init__(self, manager: PagedKVCacheManager, choose: Chooser) -> None:
         self.manager, self.choose = manager, choose
@@ -102,7 +102,7 @@ class Interrupts:
         return report
 
     def refuses(self, one: TextContext) -> None:
-        """Checks that calls are refused because the manager's state may be wrong."""
+        """Checks that the manager refuses calls while its state may be wrong."""
         manager, other = self.manager, TextContext([1, 2], 9)
         calls: list[Callable[[], object]] = [
             *(lambda: manager.contains("r"), lambda: manager.external_claim("new"), lambda: manager.maybe_reserve(one)),
@@ -127,7 +127,7 @@ def end_unknown(
     imports: list[PendingImport],
     copiers: list[ImportCopier],
 ) -> None:
-    """Gives back everything that an interrupted call has made but not returned."""
+    """Ends the leases, imports and steps that an interrupted call has made and not returned."""
     for copier in report.copiers:
         if copier not in copiers:
             copier.give_up()

@@ -1,4 +1,6 @@
-"""The features of a manager and its callers, the pairs that may be combined, and managers with any set of features."""
+"""The features of a manager and its callers, the pairs of features that may be combined, and managers with any set of
+features.
+"""
 
 from __future__ import annotations
 
@@ -98,8 +100,8 @@ def with_needed(features: Iterable[str]) -> frozenset[str]:
 
 
 def table(met: Counter[tuple[str, str]], events: Counter[str]) -> str:
-    """Returns a table of how often each pair of features was combined: one row for each feature, one column for each
-    earlier one.
+    """Returns a table of how often each pair of features was combined. A feature has one row, and each earlier feature
+    has one column.
     """
     allowed = {*pairs()}
     lines = [" " * 20 + "".join(f"{number:>7}" for number in range(1, len(FEATURES)))]
@@ -176,7 +178,7 @@ def build(
 def below(
     choose: Chooser, features: frozenset[str], world: World, page: int, state: int, *, many: bool
 ) -> dict[str, Any]:
-    """Returns the params of the lower tiers for this many pages and states of these sizes."""
+    """Returns the params of the lower tiers for `pages` pages and for states of these sizes."""
     slots = choose.pick((12, 40, 120) if many else (6, 20, 60)) * (3 if {"files", "objects"} & features else 1)
     states = choose.pick((2, 3, 5, 20)) if state else 0
     space = slots * page + states * state
@@ -193,8 +195,8 @@ def below(
 
 
 def layouts(features: Collection[str]) -> list[tuple[int, tuple[LayerGroup, ...]]]:
-    """Returns choices of layers and their groups: windows of less than a page, of pages, or of everything; chunks;
-    both; split full layers.
+    """Returns choices of layers and their groups: windows of less than a page, of several pages or of the whole prompt,
+    chunks, windows with chunks, and full layers in two tables.
     """
     full, of = LayerGroup("full", (0,)), {*features} & {"window", "chunk", "windows alone"}
     window = [LayerGroup("window", (1,), tokens) for tokens in (1, 2, 4, 7, 100)]

@@ -79,7 +79,7 @@ class SeededChooser:
 
 
 class OwnContext:
-    """A caller's own context class, which is no `TextContext` and has no hasher."""
+    """A caller's own context class. It is no subclass of `TextContext` and has no hasher."""
 
     def __init__(self, inner: TextContext) -> None:
         self.__dict__["inner"] = inner  # Each access to an attribute of the context needs `inner`.
@@ -99,8 +99,8 @@ class OwnContext:
 
 @dataclass(eq=False)
 class Lease:
-    """A lease, and what its readers were told: pages, with the bytes of their tokens, and a state page, with the number
-    of tokens before it.
+    """A lease, and the pages and states that its block tables have given to readers. Each table has its pages, the
+    number of tokens, and the bytes of these tokens.
     """
 
     ours: PageLease
@@ -150,9 +150,7 @@ class Moves:
         return WEIGHTS
 
     def is_of(self, kind: str) -> str:
-        """Returns the feature that a move belongs to. A move that every manager has is counted for the first
-        feature.
-        """
+        """Returns the feature to which a move belongs. A move of every manager belongs to the first feature."""
         if kind == "end":
             return "leases" if "leases" in self.features else "lends"
         return OF_FEATURE.get(kind, next(iter(self.features), ""))
@@ -172,21 +170,21 @@ class Moves:
 
     @property
     def late(self) -> bool:
-        """Whether copies to and from the host may end at any time, so that a call may free pages before it takes
-        any.
+        """Returns whether copies to and from the host may end at any time. A call may then free pages before it takes
+        pages.
         """
         return "late copies" in self.features
 
     def is_over(self) -> bool:
-        """Draws whether a copy that has begun is over by now."""
+        """Draws whether a copy that has begun has ended."""
         over = self.choose.integer(0, 5) == 0
         self.seen["late"] += not over
         return over
 
     @property
     def exact(self) -> bool:
-        """Whether the model knows exactly which pages a request finds, because pages can come from its own replica
-        only.
+        """Whether the model knows exactly which pages a request finds. It knows them if all pages come from the
+        request's own replica.
         """
         return not {"host", "peer copies", "partial"} & self.features
 
@@ -208,9 +206,8 @@ class Moves:
         self.same_books()
 
     def claim(self) -> bool:
-        """Claims a new or a preempted request.
-
-        One request in three first asks `admission` for a replica, and gets its pages there.
+        """Claims a new or a preempted request. One request in three asks `admission` for a replica, and gets its pages
+        on this replica.
         """
         context = self.choose.pick(self.away) if self.away and self.choose.integer(0, 1) else self.newcomer()
         replica = self.choose.integer(0, len(self.books.replicas) - 1)
@@ -244,8 +241,8 @@ class Moves:
         return one
 
     def has_state_room(self, at: int) -> bool | None:
-        """Returns whether a replica has room for one more state, or None if that depends on where pages lie that cannot
-        be moved.
+        """Returns whether a replica has room for one more state. Returns None if the answer depends on held pages that
+        cannot be moved.
         """
         replica = self.books.replicas[at]
         if not self.slabs:
@@ -254,16 +251,17 @@ class Moves:
         return None if (self.stay(at) and replica.has_slab()) or self.late else replica.has_slab()
 
     def stay(self, at: int) -> bool:
-        """Returns whether some held pages cannot be moved.
-
-        A page whose id others know keeps its place until its request is released.
+        """Returns whether some held pages cannot be moved. A page whose id is known to others stays until its request
+        is released.
         """
         replica = self.books.replicas[at]
         told = any(one.state_told >= 0 for one in replica.requests.values())
         return bool(self.books.blurred or self.leases or told or replica.beside or not self.books.plain_states(at))
 
     def admit(self, context: TextContext) -> bool:
-        """Checks `admission`: the request gets its row and pages on the replica that it names, and on no other."""
+        """Checks `admission`: the request gets its row and pages on the recommended replica, and on no other
+        replica.
+        """
         if self.books.replicas[0].least(context.current_length, 0, context.active_idx, 1) > self.replica_pages:
             return False
         self.chunk(context)
@@ -286,7 +284,7 @@ class Moves:
         return self.books.replicas[0].num_pages
 
     def newcomer(self) -> TextContext:
-        """A prompt that shares a part or all of an earlier one."""
+        """Returns a prompt that shares a part or all of an earlier prompt."""
         choose = self.choose
         past, keys = choose.pick(self.past)
         tokens = past[: choose.integer(0, 2 * len(past))]  # In half of the cases the slice takes all tokens.
@@ -300,8 +298,8 @@ class Moves:
         return OwnContext(made) if own else made  # type: ignore[return-value]  # pyright: ignore[reportReturnType]
 
     def keys(self, length: int) -> Keys:
-        """Returns extra keys for a prompt of this length: none, images near its end (where the page becomes full only
-        later), or images anywhere.
+        """Returns extra keys for a prompt of this length: no keys, images near its end, or images anywhere. A page near
+        the end becomes full only later.
         """
         kind = self.choose.integer(0, 5)
         if kind < 2:
@@ -332,10 +330,8 @@ class Moves:
         return one is not None and self.reserve_one(one, self.choose.integer(1, 3)) is not None
 
     def ask(self) -> bool:
-        """Calls `admission` for a waiting request, and then sometimes makes a change.
-
-        So the remembered answer may be out of date when the request is claimed: its keys or the cached pages may have
-        changed.
+        """Calls `admission` for a waiting request, and sometimes makes a change after the call. The remembered answer
+        may then be out of date when the request is claimed, because its keys or the cached pages have changed.
         """
         one, between = self.any_of(self.waiting), self.choose.integer(0, 6)
         if one is None:
@@ -360,7 +356,7 @@ class Moves:
         return True
 
     def chunk(self, context: TextContext) -> None:
-        """Sometimes limits the run to a chunk. Windows then get pages only for that chunk."""
+        """Sometimes limits the run to a chunk. Windows then get pages only for this chunk."""
         if context.active_length > 1 and self.choose.integer(0, 1):
             context.set_token_indices(active_idx=self.choose.integer(context.start_idx + 1, context.end_idx))
             self.seen["chunk"] += context.active_idx < context.end_idx
@@ -368,7 +364,9 @@ class Moves:
     # ---- reservations
 
     def reserve_one(self, one: Request, steps: int) -> bool | None:
-        """Reserves for one request. Returns whether it has its pages, or None if no pool would be large enough."""
+        """Reserves pages for one request. Returns whether the request has its pages. Returns None if no pool would be
+        large enough.
+        """
         context, replica = one.context, self.replica(one)
         was, steps = context.active_idx, min(steps, LONGEST - context.current_length + 1)
         if not self.told_fits:
@@ -438,8 +436,8 @@ class Moves:
         return active if start < active else min(context.end_idx, start + active - was)
 
     def came(self, one: Request, asked: tuple[tuple[int, int], int, int, int], may: tuple[int, int, int, int]) -> None:
-        """Checks the pages of a request after a reservation: it must have pages for all columns that it needs, and for
-        none beyond those that it may have.
+        """Checks the pages of a request after a reservation. The request must have pages for all blocks that it needs,
+        and for no block after those that it may have.
         """
         (before, start, steps, active), (committed, device, low, high) = asked, may
         context, replica = one.context, self.replica(one)
@@ -478,7 +476,7 @@ class Moves:
         self.seen["part of a page"] += bool(part and now % PAGE_SIZE and now > start)
 
     def cut(self, one: Request, at: tuple[int, int, int]) -> None:
-        """The end of a chunk at which a copy of the state is to be made."""
+        """Returns the end of a chunk at which a copy of the state is to be made."""
         start, now, active = at
         if not self.manager.states or not self.caching:
             assert one.context.active_idx == active or "partial" in self.features
@@ -496,9 +494,8 @@ class Moves:
         self.seen["cut"] += one.context.active_idx < active
 
     def device_run(self, one: Request, committed: int) -> int:
-        """Returns how many leading columns of the first table the device has, if this table keeps every token.
-
-        For other tables, the result stands for all columns.
+        """Returns how many of the first blocks of the first table the device has, if this table keeps every token. For
+        other tables the result counts all blocks.
         """
         end, last = committed, (len(one.tokens) - 1) // PAGE_SIZE
         replica = self.replica(one)
@@ -509,8 +506,8 @@ class Moves:
         return end if self.caching else 0
 
     def ends(self, one: Request, committed: int, steps: int) -> tuple[int, int, int]:
-        """Returns three columns: the one from which the request continues if only its own device has pages, and the
-        first and the last one that are possible with the other tiers and replicas.
+        """Returns three block numbers. The first is where the request continues with the pages of its own device. The
+        second and the third are the first and the last possible ones with other tiers and replicas.
         """
         replica, names = self.replica(one), self.names
         if self.is_promised(one):
@@ -567,8 +564,8 @@ class Moves:
         self.books.learn()
 
     def back_from_below(self, one: Request, device: int, found: int) -> None:
-        """Notes which contents a request loads from host memory. With one block table, their use is recorded later.
-        With several tables, the model stops predicting what the host evicts.
+        """Records the contents that a request loads from host memory. With one block table, their use is recorded
+        later. With several tables, the model stops predicting the evictions of the host.
         """
         if "host" not in self.features:
             return
@@ -589,7 +586,7 @@ class Moves:
     # ---- a step
 
     def is_promised(self, one: Request) -> bool:
-        """Whether readers know of the request's state page, which must then not change."""
+        """Returns whether readers know the request's state page, which must then not change."""
         return bool(self.manager.states) and self.is_leased(one) and one.state_told == one.cached
 
     def is_leased(self, one: Request) -> bool:
@@ -622,7 +619,7 @@ class Moves:
         one.context.update(token)
 
     def compute(self, batch: Sequence[Context], requests: Sequence[Request], *, decodes: bool = False) -> None:
-        """Acts as the model: checks the KV of every cached token, and writes the KV of all other tokens."""
+        """Computes as the model would: checks the KV of every cached token, and writes the KV of all other tokens."""
         inputs = self.call("fetch", lambda: self.manager.fetch(batch))
         runs = [self.run_of(one, decodes=decodes) for one in requests]
         if "host" in self.features:
@@ -700,7 +697,6 @@ class Moves:
         return True
 
     def reserve_all(self, batch: Any, ready: Sequence[Request]) -> bool:
-        """Reserves room for one more token of each request of a batch."""
         plans = [
             self.replica(one).plan(one, len(one.tokens), len(one.tokens) - 1, len(one.tokens), 1, self.committed(one))
             for one in ready
@@ -727,7 +723,7 @@ class Moves:
         return self.replica(one).committed(one)
 
     def speculate(self) -> bool:
-        """Runs guessed tokens after all known ones, and removes some of them again."""
+        """Runs guessed tokens after the known tokens, and removes some of the guessed tokens again."""
         ready = [one for one in self.ready if one.context.active_idx == one.context.end_idx]
         # Only requests with a hasher can drop tokens.
         ready = [one for one in ready if type(one.context) is TextContext]
@@ -756,8 +752,8 @@ class Moves:
         return True
 
     def draft(self, one: Request) -> bool:
-        """Asks for a second state page for a request, and returns whether the request has one. Checks that the answer
-        agrees with the room that the model knows of.
+        """Asks for a second state page for a request, and returns whether the request has got it. Checks that the
+        answer agrees with the free room in the model.
         """
         states, room, moved = (
             self.manager.states[one.replica],
@@ -773,9 +769,8 @@ class Moves:
     # ---- salts, keys and hints
 
     def rename(self) -> bool:
-        """Changes the salt or the keys of a request.
-
-        That is allowed while it waits, and refused while it holds pages.
+        """Changes the salt or the keys of a request. The change is allowed while the request waits. It is refused while
+        the request holds pages.
         """
         one = self.any_of(self.running)
         if one is None:
@@ -790,7 +785,7 @@ class Moves:
         return True
 
     def step_renamed(self, one: Request) -> None:
-        """A step that publishes a page refuses a context with another salt or other keys."""
+        """Checks that a step which publishes a page refuses a context with another salt or other keys."""
         if self.committed(one) == one.context.start_idx // PAGE_SIZE or one.unsure:
             return
         before: Named = one.named
@@ -814,9 +809,7 @@ class Moves:
         raise AssertionError(f"{one.name}: other keys were taken")
 
     def hint(self) -> bool:
-        """Lets time pass, and changes the hint of some running request. Only the hint that a request has at its release
-        counts.
-        """
+        """Lets time pass, and changes the hint of a running request. Only the hint at its release counts."""
         self.books.orders.now += self.choose.pick((0.0, 1.0, 100.0))
         one = self.any_of(self.running)
         if one is None:
@@ -883,7 +876,7 @@ class Moves:
         return True
 
     def preempt(self) -> bool:
-        """Preempts a request. It returns later with the same context."""
+        """Preempts a request, which returns later with the same context."""
         one = self.any_of([one for one in self.running if one.has_pages])
         if one is None or len(self.away) == 4:
             return False
@@ -943,7 +936,7 @@ class Moves:
         return True
 
     def tell(self) -> bool:
-        """Makes a block table of a leased request. From then on, the pages in this table must not change."""
+        """Makes a block table of a leased request. The pages in this table must not change from now on."""
         may = [
             lease
             for lease in self.leases
@@ -976,7 +969,7 @@ class Moves:
         return True
 
     def lend(self) -> bool:
-        """Lends a reader the cached pages of a prompt, no matter which request has computed them."""
+        """Leases the cached pages of a prompt to a reader, whichever request has computed the pages."""
         if len(self.leases) >= 4 or not self.caching:
             return False
         at, context = self.choose.integer(0, len(self.books.replicas) - 1), self.newcomer()
@@ -1029,7 +1022,7 @@ class Moves:
         return True
 
     def end(self) -> bool:
-        """Ends a lease. Its request may be running, not begun yet, or released."""
+        """Ends a lease. The request of the lease may be running, not running yet, or released."""
         if not self.leases:
             return False
         lease = self.choose.pick(self.leases)
@@ -1046,7 +1039,7 @@ class Moves:
         return True
 
     def bytes_of(self, lease: Lease, pages: list[int], tokens: int) -> torch.Tensor:
-        """The KV of the first `tokens` tokens, as readers find it in `pages`."""
+        """Returns the KV of the first `tokens` tokens, as readers find it in `pages`."""
         blocks = self.manager.device_tensors[lease.ours.replica_idx][0][pages]
         return blocks.transpose(1, 3).reshape(len(pages) * PAGE_SIZE, -1)[:tokens].clone()
 
@@ -1094,7 +1087,7 @@ class Moves:
             self.same_tenants()
 
     def same_tenants(self) -> None:
-        """Checks the number of each tenant's idle pages. Pages whose eviction was interrupted are left out."""
+        """Checks the number of each tenant's idle pages. A page whose eviction was interrupted is left out."""
         for at, replica in enumerate(self.books.replicas):
             theirs = Counter(self.books.orders.salt_of(digest) for digest in replica.order)
             del theirs[None]

@@ -1,4 +1,6 @@
-"""Predicts which idle content is evicted first: the least recently used, or by hints and quotas (`HintedIdle`)."""
+"""Predicts which idle content is evicted first: the least recently used content, or the first one by hints and quotas
+(`HintedIdle`).
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ class Orders:
         self.begun = False
 
     def begin(self, share: float | None) -> None:
-        """Makes hints use the model's clock. A `share` is the part of the pages that follows hints at first."""
+        """Makes hints use the model's clock. `share` is the part of the pages that follows hints at first."""
         if "hints" in self.built.features and self.hinted:
             seam.say_time(self.built.manager, lambda: self.now, share)
 
@@ -38,7 +40,6 @@ class Orders:
         return made
 
     def salt_of(self, digest: Digest) -> str | None:
-        """The salt of a content."""
         salt = self.names.content_of[digest][1]
         return None if salt is None else str(salt)
 
@@ -60,8 +61,8 @@ class Orders:
             replica.order.append(digest_of[page])
 
     def say(self, replica: Replica, one: Request, committed: int) -> None:
-        """Records the hint of a request that leaves. The hint applies to the request's own contents, and to contents of
-        other tables that its prefix needs.
+        """Records the hint of a request that leaves. The hint applies to the request's own contents, and to the
+        contents of other tables that its prefix needs.
         """
         order, retention = replica.order, one.context.retention
         if not isinstance(order, HintedIdle) or not committed:

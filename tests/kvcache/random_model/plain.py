@@ -110,20 +110,19 @@ class Request:
 
     @property
     def room(self) -> int:
-        """The number of tokens that fit into the request's pages."""
+        """The number of tokens for which the request has pages."""
         return min((max(row, default=-1) + 1 for row in self.rows), default=0) * PAGE_SIZE
 
     @property
     def start(self) -> int:
-        """The number of tokens that the request has computed.
-
-        It is 0 if the request has no pages, whatever its context says.
+        """The number of tokens that the request has computed. It is 0 if the request has no pages, even if its context
+        claims more.
         """
         return self.context.start_idx if self.has_pages else 0
 
 
 class Plan(NamedTuple):
-    """The columns of each table for which a request has pages after a reservation."""
+    """For each table, the blocks for which a request has pages after a reservation."""
 
     columns: list[range]
     found: int  # The index of the block after the last published block.
@@ -131,7 +130,7 @@ class Plan(NamedTuple):
 
 @dataclass
 class Replica:
-    """The state of one replica: contents by digest, holders of pages, and the eviction order."""
+    """The state of one replica: its contents by digest, the holders of its pages, and its eviction order."""
 
     tables: list[Table]
     num_pages: int
@@ -159,14 +158,13 @@ class Replica:
         return self.num_pages - len(self.holders().keys() | self.beside) - self.slab_pages * self.slabs
 
     def has_slab(self) -> bool:
-        """Whether there is room for a request's state.
-
-        Pages before the first slab and after the last slab cannot hold a state.
+        """Returns whether there is room for a request's state. Pages before the first slab and after the last slab
+        cannot hold a state.
         """
         return self.free() >= self.slab_pages and self.slabs < (self.num_pages + 1) // self.slab_pages - 1
 
     def committed(self, one: Request) -> int:
-        """The number of leading columns whose pages are all published."""
+        """The number of the first blocks whose pages are all published."""
         pages = {*self.there.values()}
         end = max((max(row, default=-1) + 1 for row in one.rows), default=0)
         absent = (min((column for column, page in row.items() if page not in pages), default=end) for row in one.rows)
@@ -179,10 +177,9 @@ class Replica:
         has: Callable[[int, Content], bool],
         may_end: Callable[[Content], bool] = lambda _: True,
     ) -> int:
-        """Returns the last column after `first` from which all tables can continue, or `first` if there is none.
-
-        `has` says whether the content of a column is available. `may_end` says whether a state after a column of table
-        0 is available.
+        """Returns the last block after `first` from which all tables can continue, or `first` if there is none. `has`
+        says whether the content of a block is available. `may_end` says whether the state after a block of table 0
+        is available.
         """
         if not self.caching:
             return first
@@ -201,7 +198,9 @@ class Replica:
         return first
 
     def plan(self, one: Request, length: int, start: int, active: int, steps: int, found: int) -> Plan:
-        """Returns the columns that need pages when the request continues from `start`, with `found` published ones."""
+        """Returns the blocks that need pages if the request continues from `start` and has found `found` published
+        blocks.
+        """
         columns: list[range] = []
         for number, table in enumerate(self.tables):
             end = length + steps - 1 if table.holds_all or active >= length else active
@@ -217,10 +216,9 @@ class Replica:
         return seen + self.slab_pages
 
     def surplus(self, one: Request, plan: Plan, committed: int, *, freed: bool = True) -> int:
-        """Returns how many free pages would be left after a reservation, given the pages that the device has. The
-        result is negative if the reservation does not fit.
-
-        With `freed`, pages that leave the row become free, unless others hold them.
+        """Returns how many free pages a reservation would leave if the device has these pages. A negative result means
+        that the reservation does not fit. With `freed`, pages that leave the row become free unless other requests
+        hold them.
         """
         tokens, named, holders = one.tokens, one.named, self.holders()
         new, taken, leaving = 0, set[int](), list[int]()
@@ -247,8 +245,8 @@ class Replica:
 
 
 def first_in_order(order: list[Digest]) -> Digest:
-    """Returns the idle content that is evicted next: by the order of hints if there is one, else the least recently
-    used.
+    """Returns the idle content that is evicted next: the first one by hints if the replica has hints, and the least
+    recently used one if not.
     """
     first: Callable[[], Digest] | None = getattr(order, "first", None)
     return order[0] if first is None else first()

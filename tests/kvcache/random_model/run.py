@@ -69,7 +69,7 @@ class Model(AheadMoves):
 
     @classmethod
     def of(cls, seed: int, features: Iterable[str] = (), params: dict[str, Any] | None = None) -> Model:
-        """A model with exactly these features, none of which uses files."""
+        """Returns a model with exactly these features. None of them may use files."""
         world = World(Path("nowhere"), StoredObjects())
         return cls(SeededChooser(seed), world, with_needed(features), None, params)
 
@@ -100,9 +100,8 @@ class Model(AheadMoves):
             self.seen["wrong call"] += self.wrong.make()
 
     def mend(self, before: dict[Request, list[int]]) -> None:
-        """After an interrupt, checks that the manager's state is right or that `recover` repairs it.
-
-        Then gives back everything that the interrupted call has made and not returned to a caller.
+        """After an interrupt, checks that the manager's state is right or that `recover` repairs it. Then ends all
+        leases, imports and steps that the interrupted call has not returned to a caller.
         """
         assert self.interrupts is not None
         manager, books = self.manager, self.books
@@ -130,7 +129,7 @@ class Model(AheadMoves):
                 one.state_told = one.cached  # the interrupted `block_table` may have named its state to readers
 
     def end_unknown(self, before: dict[Request, list[int]]) -> None:
-        """Ends leases and imports that no caller got, and those whose state the model does not know."""
+        """Ends the leases and imports that no caller has got. Also ends those whose state the model does not know."""
         manager = self.manager
         manager.check()
         report = manager.recover()
@@ -163,7 +162,7 @@ class Model(AheadMoves):
                 del self.replica(one).requests[name]
 
     def name(self, one: Request) -> None:
-        """Learns the digests of everything that an interrupted call may have published of a request."""
+        """Learns the digests of all pages that an interrupted call may have published for a request."""
         known = [token for token in one.tokens if token != FUTURE_TOKEN]
         told = TextContext([*known, 0], LONGEST + 9, one.name, cache_salt=one.named[0], extra_keys=one.named[1])
         for number, digests in enumerate(seam.digests(self.manager, told) if self.caching else ()):
@@ -177,8 +176,8 @@ class Model(AheadMoves):
             mine.copier.give_up()
 
     def goes_on(self, one: Request) -> bool:
-        """Returns whether the model knows how far a request has run. The request must then have all computed tokens, or
-        no pages at all.
+        """Returns whether the model knows how many tokens a request has computed. The request must then have the pages
+        of all these tokens, or no pages.
         """
         there = any(seam.rows(self.manager, one.name))
         if one.name in self.imports or self.is_written(one):
@@ -199,7 +198,7 @@ class Model(AheadMoves):
         return same and self.holds(one, computed)
 
     def holds(self, one: Request, computed: int) -> bool:
-        """Whether the request's pages hold all tokens before `computed`."""
+        """Returns whether the request's pages hold all tokens before `computed`."""
         states = self.manager.states
         if states and (one.name in states[one.replica].drafts.page_of):
             return False
@@ -226,14 +225,13 @@ class Model(AheadMoves):
 
     @property
     def met(self) -> list[str]:
-        """Returns the features that were seen at work."""
+        """Returns the features that were seen at work on the manager."""
         return [one for one in FEATURES if one in self.features and any(self.seen[sign] for sign in SIGNS[one])]
 
 
 class Run:
-    """Runs managers one after another.
-
-    Each has the `wanted` pair that was combined least, or `only` the given features.
+    """Runs managers one after another. Each manager has the pair of `wanted` that was combined least. With `only`, each
+    manager has the given features.
     """
 
     def __init__(self, only: Iterable[str] = (), wanted: Sequence[tuple[str, str]] | None = None) -> None:

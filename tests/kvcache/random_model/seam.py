@@ -27,7 +27,7 @@ def _found(index: Any) -> dict[Digest, int]:
 
 
 def rows(manager: PagedKVCacheManager, request_id: str) -> list[dict[int, int]]:
-    """The request's pages by column, for each block table."""
+    """Returns the request's pages by block number, for each block table."""
     replica, _, row = manager._claims.locate(request_id, "rows")
     tables = replica.rows.table[:, row]
     return [{int(column): int(table[column]) for column in table.nonzero()[0]} for table in tables]
@@ -55,7 +55,9 @@ def digests(manager: PagedKVCacheManager, context: TextContext) -> list[list[Dig
 
 
 def most_computed(manager: PagedKVCacheManager, request_id: str) -> tuple[int, bool]:
-    """Returns the most tokens that a request can have computed, and whether its whole prompt has been computed."""
+    """Returns the largest number of tokens that a request can have computed. Also returns whether its whole prompt has
+    been computed.
+    """
     replica, _, row = manager._claims.locate(request_id, "computed")
     rows = replica.rows
     is_through = bool(rows.counted[row] >= rows.prompt[row])
@@ -63,7 +65,7 @@ def most_computed(manager: PagedKVCacheManager, request_id: str) -> tuple[int, b
 
 
 def marked(manager: PagedKVCacheManager) -> bool:
-    """Returns whether a call was interrupted while it changed the manager's state."""
+    """Returns whether an interrupted call was changing the manager's state."""
     return manager._mark.call is not None
 
 
@@ -73,9 +75,7 @@ def found(manager: PagedKVCacheManager, replica: int) -> dict[Digest, int]:
 
 
 def idle(manager: PagedKVCacheManager, replica: int) -> list[int]:
-    """Returns the idle pages among those that `found` returns, in the order of eviction. With hints the order is
-    approximate.
-    """
+    """Returns those pages of `found` that are idle, in the order of eviction. With hints the order is approximate."""
     return manager._replicas.each[replica].pool.idle.pages().tolist()
 
 
@@ -93,9 +93,8 @@ def written(manager: PagedKVCacheManager, replica: int) -> set[int]:
 
 
 def parked(manager: PagedKVCacheManager, replica: int) -> list[int]:
-    """The pages that are parked for the oldest step in flight, in the order in which they become free.
-
-    A page that was released, found and released again is parked twice. It becomes free at the later of its two places.
+    """Returns the pages that wait for the end of the oldest step in flight, in the order in which they become free. A
+    page that was released, found and released again is listed twice. It becomes free at the later place.
     """
     pages = [int(page) for pages in manager._replicas.each[replica].pool.parked[0] for page in pages]
     return [*dict.fromkeys(reversed(pages))][::-1]
@@ -140,7 +139,7 @@ def hold_copies(manager: PagedKVCacheManager) -> None:
 
 
 class _LateCopy:
-    """A copy whose bytes have arrived. Its end is noticed later, as with a GPU."""
+    """A copy whose bytes have arrived. As with a GPU, the manager notices its end later."""
 
     def __init__(self, copy: Copy, is_over: Callable[[], bool]) -> None:
         self._copy, self._is_over, self._ended = copy, is_over, False
@@ -164,7 +163,9 @@ class _LateCopy:
 
 
 def end_copies_late(manager: PagedKVCacheManager, is_over: Callable[[], bool]) -> None:
-    """Makes copies to and from the host begin at once, and end when `is_over` says so or when they are waited for."""
+    """Makes copies to and from the host begin at once. A copy ends when `is_over` returns true or when the manager
+    waits for the copy.
+    """
 
     def late(mover: PageMover) -> PageMover:
         def store(pages: Any, slots: Any) -> Any:
@@ -198,7 +199,7 @@ def copy_below(manager: PagedKVCacheManager) -> None:
 
 
 def in_host(manager: PagedKVCacheManager) -> dict[Digest, int]:
-    """The pages that host memory has, by digest."""
+    """Returns the pages in host memory, by digest."""
     return {} if (tiers := manager._replicas.tiers) is None else _found(tiers.host.pool.index)
 
 
@@ -223,8 +224,8 @@ def host_memory(manager: PagedKVCacheManager) -> list[torch.Tensor]:
 
 
 def say_time(manager: PagedKVCacheManager, clock: Callable[[], float], share: float | None) -> None:
-    """Makes the manager's hints use `clock` as their clock. If `share` is given, this share of the idle pages follows
-    hints from now on.
+    """Makes the manager's hints use `clock`. If `share` is given, this part of the idle pages follows hints from now
+    on.
     """
     for replica in manager._replicas.each:
         replica.hints._follow_hints()
@@ -239,13 +240,13 @@ def say_time(manager: PagedKVCacheManager, clock: Callable[[], float], share: fl
 
 
 def hint_share(manager: PagedKVCacheManager, replica: int) -> float:
-    """Returns how many of a replica's idle pages follow hints now, as learned by the manager."""
+    """Returns the part of a replica's idle pages that follows hints at present, as the manager has learned it."""
     return manager._replicas.each[replica].hints.share
 
 
 def tenants(manager: PagedKVCacheManager, replica: int) -> dict[str, int]:
-    """Returns the tenants that have had idle pages, each with its present number of idle pages, in the order in which
-    their quotas are checked. The result is empty if there are no quotas.
+    """Returns the tenants that have had idle pages, with the number of their idle pages. The tenants have the order in
+    which their quotas are checked. The result is empty without quotas.
     """
     quotas = manager._replicas.each[replica].hints._quotas
     if not quotas.limited:

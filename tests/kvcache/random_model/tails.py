@@ -1,4 +1,6 @@
-"""Random imports that no request waits for: pages from any part of a prompt, which a request may compute meanwhile."""
+"""Random imports for which no request waits. They bring pages from any part of a prompt, and a request may compute the
+same pages meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class Prompt(Request):
 
 
 class TailMoves(ImportMoves):
-    """Imports of parts of prompts, mostly of their ends: each is begun, copied, and committed in whole or in part."""
+    """Imports of parts of prompts, mostly of their last pages. An import is begun, copied, and committed in whole or in
+    part.
+    """
 
     def __init__(self, *args: Any) -> None:
         self.tails: list[Import] = []  # open
@@ -51,7 +55,9 @@ class TailMoves(ImportMoves):
         return "tails" if kind in {"begin_tail", "go_on_with_tail"} else super().is_of(kind)
 
     def begin_tail(self) -> bool:
-        """Begins the import of some full pages of a prompt. Its request is claimed, or preempted, or there is none."""
+        """Begins the import of some full pages of a prompt. The prompt's request may be claimed or preempted, or no
+        request may have the prompt.
+        """
         one = self.prompt()
         last = len(one.tokens) // PAGE_SIZE
         if len(self.tails) == 3 or not last:
@@ -82,7 +88,7 @@ class TailMoves(ImportMoves):
         return True
 
     def prompt(self) -> Prompt:
-        """Returns a prompt, and the replica that receives its pages. This is usually the replica of a claimed
+        """Returns a prompt and the replica that receives its pages. The replica is usually the replica of a claimed
         request.
         """
         at = self.choose.integer(0, len(self.books.replicas) - 1)
@@ -97,12 +103,12 @@ class TailMoves(ImportMoves):
         return Prompt(context, at, 0, tokens[: full * PAGE_SIZE], [{}], [0])
 
     def part(self, first: int, stop: int) -> Columns:
-        """Returns a part of these columns, often the last ones."""
+        """Returns a part of these blocks, often the last ones."""
         first = self.choose.integer(first, stop - 1)
         return first, stop if self.choose.integer(0, 1) else self.choose.integer(first + 1, stop)
 
     def tail_of(self, one: Prompt, part: Columns, source: int) -> BlockTable:
-        """Returns the block table of a source that has the pages of these columns."""
+        """Returns the block table of a source that has the pages of these blocks."""
         manager, (first, stop) = self.manager, part
         width = DIGEST_BYTES[manager.params.hash_algorithm]
         digests = manager.contents.digests(one.context, first).digests[: (stop - first) * width]
@@ -123,8 +129,8 @@ class TailMoves(ImportMoves):
         )
 
     def goes_another_way(self, context: TextContext) -> None:
-        """Changes the salt or the last tokens of an unclaimed prompt. Imports of its pages that have begun must still
-        bring the earlier content.
+        """Changes the salt or the last tokens of an unclaimed prompt. Imports that have begun must still bring the
+        earlier content.
         """
         kind = self.choose.integer(0, 5)
         if kind == 0:
@@ -139,9 +145,8 @@ class TailMoves(ImportMoves):
     # ---- copies and ends
 
     def go_on_with_tail(self) -> bool:
-        """Makes a move on an import that no request waits for: copies, commits or cancels it.
-
-        Or ends the copier of a cancelled import.
+        """Makes a move on an import for which no request waits: copies pages, or commits or cancels the import. May
+        also end the copier of a cancelled import.
         """
         if self.left_tails and self.choose.integer(0, 1):
             left = self.left_tails.pop(self.choose.integer(0, len(self.left_tails) - 1))
@@ -163,7 +168,9 @@ class TailMoves(ImportMoves):
         return True
 
     def commit_tail(self, mine: Import) -> None:
-        """Copies the rest, proves all of it or its first pages, and commits these."""
+        """Copies the remaining pages, proves the arrival of all pages or of the first ones, and commits the proved
+        pages.
+        """
         one, pending, copier = mine.one, mine.pending, mine.copier
         assert copier is not None
         (first, stop), pages = self.columns(mine), pending.written.tolist()
@@ -191,8 +198,8 @@ class TailMoves(ImportMoves):
         self.seen["tail that was there"] += any(digest in was for digest in come)
 
     def names_the_same(self, mine: Import, copy: PageCopy, table: BlockTable, source: int) -> None:
-        """Checks that a further source is asked for its own page ids, and that its pages are written to the pages of
-        the same columns.
+        """Checks that a second source is asked for its own page ids, and that its pages are written to the target pages
+        of the same blocks.
         """
         first, stop = (token // PAGE_SIZE for token in copy.tokens)
         assert (first, stop) == (table.first_page, table.num_tokens // PAGE_SIZE)
@@ -201,7 +208,7 @@ class TailMoves(ImportMoves):
         assert np.array_equal(np.asarray(copy.dst_pages)[:count], pages[first - begins : stop - begins])
 
     def cancel_tail(self, mine: Import) -> None:
-        """Cancels an import that no request waits for. Its copier may continue to write for a while."""
+        """Cancels an import for which no request waits. Its copier may continue to write for a while."""
         self.tails.remove(mine)
         if mine.copier is not None:
             self.left_tails.append(mine)
@@ -216,8 +223,8 @@ class TailMoves(ImportMoves):
         return self.names.digest_of[content(0, one.tokens, one.named, column)]
 
     def scribble(self, mine: Import) -> None:
-        """Writes other bytes into the pages of an import that no request waits for, as a copier may do until the import
-        is committed.
+        """Writes other bytes into the pages of an import for which no request waits. A copier may do the same until the
+        import is committed.
         """
         pages = mine.pending.written.tolist()
         for blocks in self.manager.device_tensors[mine.one.replica]:

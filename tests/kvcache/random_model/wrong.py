@@ -1,4 +1,6 @@
-"""Wrong calls between right ones. Each must raise one of our own errors, and leave the manager's state unchanged."""
+"""Wrong calls between right calls. Each wrong call must raise an error of pagewire and leave the manager's state
+unchanged.
+"""
 
 from __future__ import annotations
 
@@ -137,7 +139,7 @@ class WrongCalls:
         return self.live[self.choose.pick(held)].context if held else None
 
     def no_context(self) -> Any:
-        """Returns something that is not a context of this manager, or a second context object for a request that holds
+        """Returns an object that is not a context of this manager, or a second context object for a request that holds
         pages.
         """
         held = self.with_pages()
@@ -213,13 +215,13 @@ class WrongCalls:
         return lambda: self.pick([*calls, manager.get_data_parallel_splits])(wrong)
 
     def wrong_order(self) -> Wrong | None:
-        """Runs a request that has no pages, or computes more tokens than fit into its pages."""
+        """Runs a request without pages, or computes more tokens than fit into the request's pages."""
         waiting = [one.context for _, one in sorted(self.live.items()) if not one.has_pages]
         call = self.pick([self.manager.fetch, self.manager.fetch_ahead])
         return (lambda: call([self.pick(waiting)])) if waiting else None
 
     def wrong_start(self) -> Wrong | None:
-        """Makes the context of a request with pages claim too many computed tokens."""
+        """Makes the context of a request with pages claim more computed tokens than the request has."""
         context = self.with_pages()
         if context is None:
             return None
@@ -259,13 +261,15 @@ class WrongCalls:
         return context and (lambda: self.pick(calls)(context))
 
     def no_tables(self) -> Any:
-        """Anything but a list of block tables."""
+        """Returns an object that is not a list of block tables."""
         # An empty list is valid, because it names no further table.
         nothing = [one for one in nothing_right() if type(one) is not list]
         return self.pick([*nothing, None, 5, "ab", [None], [self.stranger], [[]], {1: 2}])
 
     def wrong_tail(self) -> Wrong:
-        """Calls `import_pages` with a wrong context, replica or table, or on a manager that cannot use such pages."""
+        """Calls `import_pages` with a wrong context, replica or table, or on a manager that cannot import
+        such pages.
+        """
         contents, context = self.manager.contents, TextContext([1] * (2 * PAGE_SIZE + 1), 99, "tail")
         algorithm = self.manager.params.hash_algorithm
         hasher = PrefixHasher(algorithm, PAGE_SIZE, None, ())
@@ -312,7 +316,9 @@ class WrongCalls:
         return self.pick(calls)
 
     def wrong_end_of_a_tail(self) -> Wrong | None:
-        """Calls `commit_pages` with a wrong import or proof, and makes other calls with an import of pages alone."""
+        """Calls `commit_pages` with a wrong import or proof. Also makes other calls that are wrong for an import
+        without a request.
+        """
         manager, commit, context = self.manager, self.manager.contents.commit_pages, self.any_context()
         (old, used), tail, mine = self.old(), self.tails(), self.imports()
         forged = ImportProof("tail", 1 << 20)
@@ -372,8 +378,8 @@ class WrongCalls:
         return lambda: self.manager.cancel_import(self.pick([*nothing_right(), None, self.old()[1]]))
 
     def wrong_copier(self) -> Wrong:
-        """Takes the copier of an import a second time, takes one from a closed import, or makes a copier's calls in the
-        wrong order.
+        """Asks for the copier of an import a second time, or for the copier of a closed import, or makes a copier's
+        calls in the wrong order.
         """
         mine, (old, _), wrong = self.imports(), self.old(), self.pick([*nothing_right(), None])
         calls: list[Wrong] = [lambda: self.manager.copier(wrong)]
@@ -383,16 +389,16 @@ class WrongCalls:
         return self.pick(calls)
 
     def wrong_lease(self) -> Wrong:
-        """Leases a request that is unknown, or that waits for its import."""
+        """Leases an unknown request, or a request that waits for its import."""
         wrong, mine = [*nothing_right(), None, "nobody"], self.imports()
         return lambda: self.manager.lease(self.pick([*wrong, *([] if mine is None else [mine[1].request_id])]))
 
     def wrong_end_of_a_lease(self) -> Wrong:
-        """Ends something that is not a lease."""
+        """Calls `end_lease` with an object that is not a lease."""
         return lambda: self.manager.end_lease(self.pick([*nothing_right(), None]))
 
     def wrong_end_of_a_step(self) -> Wrong:
-        """Calls `end_step` with something that is not a step, or with an unknown step."""
+        """Calls `end_step` with an object that is not a step, or with an unknown step."""
         return lambda: self.manager.end_step(
             self.pick([*nothing_right(), None, StepInFlight(StepsInFlight([]), 0, 1, [])])
         )

@@ -1,6 +1,5 @@
-"""A manager with recurrent states and tiers, driven as by a serving loop.
-
-KV and states are compared whenever they are read.
+"""A manager with recurrent states and tiers, driven by a serving loop. KV and states are compared whenever a request
+reads them.
 """
 
 from __future__ import annotations
@@ -104,9 +103,8 @@ class ServedStates(Served):
         chunk: int = 256,
         new: int = 1,
     ) -> int:
-        """Runs one request in chunks. Each of the `new` tokens that it generates is 1.
-
-        Returns how many tokens were found cached at first, so that they did not have to run.
+        """Runs one request in chunks. It generates `new` tokens, each of which is 1. Returns the number of tokens that
+        it found cached at first.
         """
         context = self.claim(tokens, salt, replica, keys)
         cached, length = -1, context.end_idx

@@ -1,5 +1,5 @@
-"""After a cancelled import, the request computes its tokens itself. It must not overwrite a page that others hold or
-can find.
+"""After a cancelled import, the request computes its tokens itself. It must not overwrite a page that other requests
+hold or can find.
 """
 
 from __future__ import annotations

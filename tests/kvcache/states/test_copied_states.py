@@ -21,9 +21,7 @@ WINDOWS = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6)
 
 def of(slabs: bool, *, host: bool = False, dp: int = 2, **options: Any) -> ServedStates:
     """Returns a manager with two replicas that copy from each other. With `slabs` the states share memory with the
-    pages, otherwise they have separate memory.
-
-    With `host` there is a host tier.
+    pages. Without `slabs` they have separate memory. With `host` there is a host tier.
     """
     told = {"routing": Routing(copy_pages=True), **options.pop("params", {})}
     if not host:
@@ -32,7 +30,9 @@ def of(slabs: bool, *, host: bool = False, dp: int = 2, **options: Any) -> Serve
 
 
 def copied(it: ServedStates) -> tuple[int, int, int]:
-    """Returns three counts: pages copied so far, states copied so far, and requests that continued from a state."""
+    """Returns three counts: the pages copied so far, the states copied so far, and the requests that have continued
+    from a state.
+    """
     metrics = it.manager.metrics
     it.manager.check()
     return metrics.d2d_blocks_copied, metrics.d2d_states_copied, metrics.state_hits

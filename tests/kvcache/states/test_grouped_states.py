@@ -1,5 +1,5 @@
-"""Windows and recurrent states in one manager: where a prompt can resume, which pages are moved to make room for a
-state, and what is handed over.
+"""Windows and recurrent states in one manager: the tokens from which a prompt can resume, the pages that move to make
+room for a state, and the pages and states of a hand-over.
 """
 
 from __future__ import annotations
@@ -41,9 +41,8 @@ def make(
     files: dict[str, Any] | None = None,
     **options: Any,
 ) -> PagedKVCacheManager:
-    """Makes a manager.
-
-    If `copies` is None, states lie among the pages. `files` has the params of a file tier below `host_slots`.
+    """Makes a manager. If `copies` is None, states share memory with pages. `files` has the params of a file tier below
+    `host_slots`.
     """
     told = (files or {}) | {"groups": GROUPS, "states": shape, "state_copies": copies, "state_every_pages": every}
     # The manager gets `own` pages for the states in addition to `pages` for tokens.
@@ -203,7 +202,7 @@ def test_a_block_table_with_another_number_of_tables_is_refused_by_name() -> Non
 
 
 def in_each_slab(manager: PagedKVCacheManager) -> TextContext:
-    """Returns a request that has pages in each slab. It ran in turn with another request, which was then released."""
+    """Returns a request that has pages in each slab. A second request ran in turn with it and was then released."""
     context, other = TextContext(PROMPT[:20], 256, "r"), TextContext([1] * 20, 256, "other")
     for one in (context, other):
         manager.external_claim(one.request_id, 0)
@@ -257,7 +256,7 @@ def test_window_pages_are_moved_to_make_room_for_a_state_unless_others_know_thei
 
 
 def test_a_claim_or_a_fork_without_room_for_its_state_changes_nothing() -> None:
-    """Every slab is held, so no state can be made for the new request. Cached pages stay cached, and no row is
+    """Every slab is held, so no state can be made for the new request. The cached pages stay cached, and no row is
     taken.
     """
     manager = make(26, None, 0, LARGE)

@@ -90,7 +90,7 @@ def test_pages_on_the_device_are_used_with_a_state_from_a_lower_tier(where: str,
 
 
 def gone_from_host(manager: PagedKVCacheManager, pages: int) -> tuple[Any, Any, Any]:
-    """Removes the state after this many pages from the host. Returns the index, the slot and the digest."""
+    """Removes the state after `pages` pages from the host. Returns the index, the slot and the digest."""
     tiers = manager._replicas.state_tiers
     assert tiers is not None
     pool, context = tiers.host.pool, TextContext(PROMPT, 256)
@@ -228,7 +228,7 @@ def stored(store: StoredObjects, copies: int | None = 20, count: int = 4, **opti
 
 
 def fetched(manager: PagedKVCacheManager, tokens: list[int]) -> None:
-    """Waits for the pages of a prompt as a scheduler does."""
+    """Waits for the pages of a prompt, as a scheduler does."""
     context, deadline = TextContext(tokens, 256, "waits"), time.monotonic() + 20
     while manager.prefetch(context):
         assert time.monotonic() < deadline
@@ -245,8 +245,8 @@ def written(store: StoredObjects, copies: int | None = 20, **options: Any) -> No
 @FORMS
 @pytest.mark.parametrize("count", [1, 4, 8])
 def test_another_machine_finds_pages_and_state_in_a_store(copies: int | None, count: int) -> None:
-    """An object has 4 or 8 pages. If a state lies within an object, a shorter object is written, which ends at that
-    state.
+    """An object has 4 or 8 pages. If a state is needed within an object, a shorter object that ends at the state is
+    written.
     """
     store = StoredObjects()
     written(store, copies, count=count)
@@ -272,8 +272,8 @@ def test_a_longer_prompt_resumes_from_a_state_within_an_object() -> None:
 
 @pytest.mark.parametrize(("table", "end"), [(0, 9), (1, 9), (0, 8), (1, 8)])
 def test_no_request_resumes_where_one_table_lacks_its_object(table: int, end: int) -> None:
-    """The object that ends at page `end` is gone from one of the tables. So the prompt is found only up to the last
-    earlier state, if there is one.
+    """The store has lost the object of one table that ends at page `end`. The prompt is therefore found only up to the
+    last earlier state, if there is one.
     """
     store = StoredObjects()
     written(store, every=2)
@@ -326,8 +326,8 @@ def test_a_damaged_object_is_a_miss() -> None:
 
 @pytest.mark.parametrize("copies", [0, None], ids=["apart", "among-pages"])
 def test_an_import_begins_again_while_its_state_is_copied_and_no_other_state_page_is_free(copies: int | None) -> None:
-    """On a GPU, a copy from the host needs the request's state page until the copy has ended. The second import has to
-    wait for that, because there is no other free state page.
+    """On a GPU, a copy from the host needs the request's state page until the copy has ended. No other state page is
+    free, so the second import has to wait.
     """
     source, manager = make(copies=20), below(copies)
     served(source, [*PROMPT, *[NEXT] * 8], "r", release=False)

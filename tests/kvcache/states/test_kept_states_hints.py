@@ -1,5 +1,5 @@
-"""Hints and quotas also apply to those copies of states that a prefix needs, whether states share memory with pages or
-not.
+"""Hints and quotas also apply to the copies of states that a prefix needs. The states may share memory with pages or
+have separate memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ SIZE = 4
 
 
 def made(pages: int, copies: int, shape: StateShape = SHAPES[1], rows: int = 2, **params: Any) -> PagedKVCacheManager:
-    """Returns a manager with this many pages, and room for `copies` cached states besides the requests' own."""
+    """Returns a manager with `pages` pages, and with room for `copies` cached states in addition to the states of its
+    requests.
+    """
     made = KVCacheParams(
         torch.int64, 1, 2, enable_prefix_caching=True, page_size=SIZE, states=shape, state_copies=copies, **params
     )
@@ -33,7 +35,7 @@ def made(pages: int, copies: int, shape: StateShape = SHAPES[1], rows: int = 2, 
 
 
 def shared(pages: int, slab_pages: int = 4, rows: int = 2, **params: Any) -> PagedKVCacheManager:
-    """A manager with this many pages, in which a state takes `slab_pages` pages."""
+    """Returns a manager with `pages` pages, in which a state takes `slab_pages` pages."""
     made = KVCacheParams(
         torch.int64, 1, 2, enable_prefix_caching=True, page_size=SIZE, states=SHAPES[slab_pages], **params
     )
@@ -42,7 +44,7 @@ def shared(pages: int, slab_pages: int = 4, rows: int = 2, **params: Any) -> Pag
 
 
 def run(manager: PagedKVCacheManager, contexts: Sequence[TextContext], token: int = 0) -> None:
-    """Runs a step of these requests, and reports that each state page is the state after all tokens that ran."""
+    """Runs a step of these requests, and reports that each state page is the state after all tokens that have run."""
     (states,) = manager.states
     manager.fetch(contexts)
     names = [context.request_id for context in contexts]
@@ -56,9 +58,7 @@ def run(manager: PagedKVCacheManager, contexts: Sequence[TextContext], token: in
 def serve(
     manager: PagedKVCacheManager, tokens: list[int], said: Retention | None = None, more: int = 0, **options: Any
 ) -> int:
-    """Runs one request to its first new token, and then `more` further ones. Returns how many tokens it found
-    cached.
-    """
+    """Runs one request until it has 1 + `more` new tokens. Returns the number of tokens that it found cached."""
     context = TextContext(tokens, len(tokens) + more + 1, retention=said, **options)
     with manager.claim(context):
         assert manager.maybe_reserve(context)
@@ -89,7 +89,7 @@ def found(manager: PagedKVCacheManager, tokens: list[int], **options: Any) -> in
 
 
 def copies_of(manager: PagedKVCacheManager, tokens: list[int], **options: Any) -> list[int]:
-    """Returns the numbers of pages of the prompt after which there is a copy of the state. The call changes nothing."""
+    """Returns the numbers of the prompt's pages after which there is a copy of the state. The call changes no state."""
     replica = manager._replicas.each[0]
     last = len(tokens) // SIZE
     digests = replica.hasher(None, TextContext(tokens, 4096, **options)).digests(tokens, 0, last)  # pyright: ignore[reportArgumentType]
@@ -117,8 +117,8 @@ def test_content_that_a_hint_puts_first_is_evicted_first() -> None:
 
 
 def test_a_hint_to_stay_applies_only_to_the_newest_state_copies() -> None:
-    """A copy is made after every page. The hint says that content should stay, and it applies to three of the copies:
-    those at the end of the answer, of the prompt and of the range.
+    """A copy is made after every page. The hint to stay applies to three of the copies: those at the end of the answer,
+    of the prompt and of the hint's range.
     """
     manager = trusting(made(400, 14, state_every_pages=1))
     tokens = prompt(1, 8)
@@ -167,9 +167,8 @@ def one_by_one(manager: PagedKVCacheManager) -> None:
 
 @pytest.mark.parametrize("together", [True, False])
 def test_a_state_copy_does_not_inherit_the_hint_of_the_copy_that_it_replaces(*, together: bool) -> None:
-    """The child has a hint, and resumes from a copy that its parent still passes along.
-
-    The parent then replaces this copy with its next one, to which the child's hint must not apply.
+    """The child has a hint and resumes from a passing copy of its parent. The parent then replaces this copy with its
+    next copy. The child's hint must not apply to the next copy.
     """
     manager = trusting(made(400, 8, rows=3))
     if not together:
@@ -197,8 +196,8 @@ def test_a_state_copy_does_not_inherit_the_hint_of_the_copy_that_it_replaces(*, 
 
 @pytest.mark.parametrize("together", [True, False])
 def test_a_hint_does_not_wear_off_however_many_copies_other_requests_make(*, together: bool) -> None:
-    """A request replaces its own last copy with each new one. So it evicts no other content, however many copies it
-    makes.
+    """A request replaces its own last copy with each new copy. It therefore evicts no other content, however many
+    copies it makes.
     """
     manager = trusting(made(400, 8))
     if not together:
@@ -246,7 +245,7 @@ def test_after_an_interrupt_a_tenant_has_the_state_copies_that_it_had(params: di
 
 
 def test_copies_of_a_tenant_are_as_old_as_their_last_use() -> None:
-    """If a request of the tenant makes new copies, these belong to the tenant, and no other copy becomes younger."""
+    """New copies of a request belong to its tenant. They make no other copy of the tenant younger."""
     manager = made(400, 10, tenant_quota=0.9, state_every_pages=1)
     serve(manager, prompt(1, 6), cache_salt="a")
     serve(manager, prompt(2))
@@ -327,7 +326,7 @@ HALF = 72  # The number of prompts in each half of the rounds.
 
 
 def rounds(manager: PagedKVCacheManager, first: Retention | None, last: Retention | None) -> list[int]:
-    """Runs a few prompts again and again, and between them prompts that occur only once. Returns how many tokens were
+    """Runs a few prompts again and again, with prompts between them that occur only once. Returns the number of tokens
     found in each half of the rounds.
     """
     halves = []
@@ -344,7 +343,9 @@ def rounds(manager: PagedKVCacheManager, first: Retention | None, last: Retentio
 @pytest.mark.few(1)
 @pytest.mark.parametrize("slabs", [True, False])
 def test_the_share_grows_while_hints_are_right(*, slabs: bool) -> None:
-    """Six recurring prompts of six pages with copies, or of two pages with ten copies. Plain LRU would find none."""
+    """Six prompts recur. They have six pages with copies, or two pages with ten copies. Plain LRU would find none of
+    them.
+    """
     manager = shared(60) if slabs else made(24, 10)
     assert rounds(manager, None, None) == [0, 0]
     manager = shared(60) if slabs else made(24, 10)
@@ -367,8 +368,8 @@ def test_in_one_memory_the_slabs_of_running_requests_reduce_the_room_of_the_plai
 
 
 def test_in_one_memory_the_plain_baseline_has_the_hits_of_plain_lru() -> None:
-    """Neutral hints change nothing. So the cache has about as many hits as the baseline, which does not model copies of
-    states.
+    """Neutral hints change nothing. The cache therefore has about as many hits as the baseline, which does not model
+    copies of states.
     """
     manager, rng = shared(80), random.Random(0)
     serve(manager, prompt(0), Retention())

@@ -56,7 +56,7 @@ def test_latents_are_on_every_shard_and_states_are_split(tp: int, shared: bool) 
 
 
 def run(manager: Any, context: TextContext, value: float) -> int:
-    """Runs a chunk that leaves states and latents of this value. Returns its number of tokens."""
+    """Runs a chunk that leaves states and latents with the value `value`. Returns its number of tokens."""
     assert manager.maybe_reserve(context)
     (states,), name, tokens = manager.states, context.request_id, context.active_length
     inputs = manager.fetch([context])

@@ -1,4 +1,4 @@
-"""States are lent together with the pages before them. A process that imports them keeps them."""
+"""A source leases a state together with the pages before it. A process that imports them keeps both."""
 
 from __future__ import annotations
 
@@ -137,8 +137,8 @@ def test_an_imported_state_is_found_even_if_its_request_never_ran_here(slabs: bo
 
 
 def brought(it: ServedStates) -> int:
-    """Asks for the pages of the prompt as a reader does, until no page is being loaded any more. Returns how often it
-    has asked.
+    """Asks for the pages of the prompt, as a reader does, until no page is being loaded any more. Returns the number of
+    questions.
     """
     asked, deadline = 0, time.monotonic() + 10
     while it.manager.contents.bring("theirs", 0, wanted(it), 100):
@@ -188,8 +188,8 @@ def test_no_state_is_loaded_if_it_needs_more_than_half_of_the_free_pages() -> No
 
 
 def test_making_room_for_a_state_from_the_host_does_not_reuse_its_slot() -> None:
-    """The host has two slots, and the slot with the prompt's state is the one that it would use next. Making room on
-    the device evicts another state to the host. This state must not be stored in the slot that is about to be read.
+    """The host has two slots. Its next free slot is the slot of the prompt's state. Making room on the device evicts
+    another state to the host, which must not go to the slot that is about to be read.
     """
     it = ServedStates(slabs=False, host_states=2)
     it.serve(PROMPT)

@@ -1,4 +1,4 @@
-"""Copies of states that are passed along with their requests: the copies of one step replace the earlier copies all at
+"""Passing copies of states, which follow their requests. The copies of one step replace all earlier passing copies at
 once.
 """
 
@@ -28,8 +28,8 @@ def digests(*words: int) -> np.ndarray:
 
 
 def made(copies: int = 4, tokens: int = 8) -> StatePages:
-    """Returns the states of three requests that have run `tokens` tokens. Each request has a copy (1 to 3) that is
-    passed along with it.
+    """Returns the states of three requests that have run `tokens` tokens. Each request has one passing copy
+    (1 to 3).
     """
     states = states_of(SHAPE, len(NAMES) + copies)
     for at, name in enumerate(NAMES):
@@ -50,7 +50,7 @@ def on(states: StatePages, tokens: int = 16) -> None:
 
 
 def kept(states: StatePages, *words: int) -> list[int]:
-    """The contents of the copies of these digests; 0 if there is no copy."""
+    """Returns the contents of the copies of these digests. A digest without a copy has 0."""
     pages = states.pool.index.find(digests(*words)).tolist()
     return [int(states.blocks[0][0][page].flatten()[0]) if page else 0 for page in pages]
 

@@ -18,7 +18,7 @@ from tests.kvcache.states.served_states import SHAPE
 
 
 def drafted() -> tuple[PagedKVCacheManager, StatePages, TextContext]:
-    """Returns a request that has run two guessed tokens. The first guess was right, and the second one was wrong."""
+    """Returns a request that has run two guessed tokens. The first guess was right, and the second guess was wrong."""
     manager = manager_of(100, page_size=4, dtype=torch.int64, params={"states": SHAPE, "state_copies": 4})
     states, context = manager.states[0], TextContext(range(6), 64, "r")
     manager.external_claim("r", 0)

@@ -1,4 +1,4 @@
-"""From the KV events of a manager with recurrent states, a reader can tell how much of a prefix would be found."""
+"""A reader of the KV events of a manager with recurrent states can tell how much of a prefix the manager would find."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOLD = {"kv_events": KVEvents(ANY, ANY)}
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shortens the time after which a follower that has lost the last message learns of the loss."""
+    """Shortens the time until a follower learns that it has lost the last message."""
     monkeypatch.setattr("kvcache.events.publisher._QUIET_S", 0.02)
 
 
@@ -33,14 +33,14 @@ def there(index: object) -> set[int]:
 
 
 def promised(known: Known, hashes: list[int]) -> int:
-    """Returns how many pages of this prompt a reader of the events expects to find."""
+    """Returns how many pages of this prompt a reader of the events expects the manager to find."""
     pages, states = told_of(known, 0), told_of(known, 1) | told_of(known, 1, "CPU")
     run = next((at for at, one in enumerate(hashes) if one not in pages), len(hashes))
     return max((at for at in range(1, run + 1) if hashes[at - 1] in states), default=0)
 
 
 def found(manager: PagedKVCacheManager, replica_idx: int, context: TextContext) -> tuple[int, list[int]]:
-    """Returns how many pages a new request with these tokens would find, and the hashes of its full pages."""
+    """Returns how many pages a new request with these tokens would find. Also returns the hashes of its full pages."""
     replica = manager._replicas.each[replica_idx]
     hasher = replica.hasher(None, context)
     digests = hasher.digests(context.tokens, 0, (context.current_length - 1) // replica.page_size)

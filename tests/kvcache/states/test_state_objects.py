@@ -34,7 +34,7 @@ def served(store: StoredObjects) -> Make:
 
 
 def written(served: Make, *prompts: Iterable[int], new: int = 1, **options: Any) -> ServedStates:
-    """Returns a manager that has served these prompts, has written their objects, and was closed."""
+    """Returns a manager that has served these prompts and written their objects, and is closed."""
     it = served(**options)
     for prompt in prompts or [PROMPT]:
         it.serve(prompt, new=new)
@@ -46,7 +46,7 @@ def written(served: Make, *prompts: Iterable[int], new: int = 1, **options: Any)
 @pytest.mark.parametrize("slabs", [True, False])
 @pytest.mark.parametrize("length", [3, 4, 5, 16, 17, 20, 21, 33, 43])
 def test_a_new_machine_resumes_prompts_with_the_store_alone(served: Make, slabs: bool, length: int) -> None:
-    """A manager with states among its pages finds what a manager with separate states has written, and the other way
+    """A manager with states among its pages finds the objects of a manager with separate states, and the other way
     round.
     """
     pages, full = (length - 1) // SIZE, length // SIZE
@@ -107,7 +107,7 @@ def test_no_request_resumes_from_pages_without_a_state_or_from_a_state_without_p
 
 
 def test_a_state_object_is_not_mistaken_for_a_page_object(served: Make, store: StoredObjects) -> None:
-    """If an object has one page, an object of pages and an object of states have the same digest."""
+    """If an object has only one page, its digest is equal to the digest of the state after this page."""
     written(served, params={"object_tier_pages": 1})
     namespaces = Counter(key.split("/")[0] for key in store.pages)
     assert sorted(namespaces.values()) == [1, 10]
@@ -159,8 +159,8 @@ def test_a_shorter_last_object_of_pages_is_read_together_with_the_state_after_it
 
 
 def test_for_a_prompt_larger_than_the_host_the_state_after_its_first_pages_is_read(served: Make) -> None:
-    """Six pages, which are one object, may be read at a time. Seven were written, with states after four and after
-    seven pages.
+    """The manager may read six pages at a time, which is one object. Seven pages were written, with states after four
+    and after seven pages.
     """
     it, prompt = served(80, 12, slabs=False, every=4), PROMPT[:29]
     assert it.serve(prompt) == 0
@@ -191,7 +191,9 @@ def test_the_store_is_asked_for_older_states_a_few_at_a_time(
 
 
 def test_a_state_after_more_pages_than_fit_into_the_host_is_found(served: Make) -> None:
-    """States are read one at a time. So a state can be read even if the pages before it are too many for the host."""
+    """States are read one at a time. A state can therefore be read even if the host has too few slots for the pages
+    before it.
+    """
     prompt = range(203)
     written(served, prompt)
     again = served(80, 120, 2)
@@ -287,7 +289,7 @@ def test_files_serve_while_the_store_is_dead(served: Make, store: StoredObjects,
 def test_reading_a_state_does_not_evict_the_state_from_which_the_request_resumes_meanwhile(
     served: Make, store: StoredObjects
 ) -> None:
-    """The host has room for two states. The request resumes from the older one."""
+    """The host has room for two states. The request resumes from the older of the two."""
     early, other = PROMPT[:21], [99, *PROMPT]
     written(served, early, PROMPT, other)
     again = served(80, 120, 2)
@@ -358,8 +360,8 @@ def test_an_object_is_as_large_as_a_state_and_its_row(served: Make, store: Store
 
 
 def longest(it: ServedStates, prompt: list[int], store: StoredObjects) -> int:
-    """Returns how many tokens of a prompt must be found according to the documentation: up to the last state in any
-    tier before which all pages lie in any tier.
+    """Returns how many tokens of a prompt must be found according to the documentation. The prompt is found up to the
+    last state in any tier that has all earlier pages in some tier.
     """
     last = (len(prompt) - 1) // SIZE
     digests, (pages, states) = it.digests(prompt)[:last], tiers_of(it)
@@ -386,8 +388,8 @@ def longest(it: ServedStates, prompt: list[int], store: StoredObjects) -> int:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("slabs", [True, False])
 def test_random_prompts_over_four_tiers(served: Make, store: StoredObjects, tmp_path: Path, slabs: bool) -> None:
-    """Two managers with small tiers serve random prompts over one store. They must find as much as the model does, and
-    all contents are compared.
+    """Two managers with small tiers serve random prompts over one store. They must find as much as the model finds. All
+    contents are compared.
     """
     rng, seen, now = np.random.default_rng(9), Counter[str](), time.monotonic()
     files = {"file_tier_dir": str(tmp_path), "file_tier_max_gb": 200_000 / 2**30}
@@ -437,8 +439,8 @@ def test_random_prompts_over_four_tiers(served: Make, store: StoredObjects, tmp_
 
 
 class Late:
-    """A tier that takes the results of its threads whenever it is asked what it has. So an answer arrives between two
-    questions.
+    """A tier that takes the results of its threads whenever a manager asks for its contents. An answer can therefore
+    arrive between two questions.
     """
 
     def __init__(self, tier: ObjectTier, store: StoredObjects, monkeypatch: pytest.MonkeyPatch) -> None:

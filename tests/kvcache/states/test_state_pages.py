@@ -15,7 +15,6 @@ SHAPE = StateShape(layers=2, heads=4, head_dim=3, groups=2, d_state=5, kernel=4,
 
 
 def held(states: StatePages, request_id: str) -> HeldPages:
-    """Returns the pages that a lease of the request would hold."""
     lease = states.held(request_id)
     lease.pool.hold(lease.pages)
     return lease
@@ -234,7 +233,7 @@ def test_a_passing_copy_is_replaced_by_the_next_copy_of_its_own_request_only() -
 
 
 class Came(PageReader):
-    """Records the copies that the lower tiers are told of."""
+    """Records the copies that lower tiers learn of."""
 
     def __init__(self) -> None:
         self.words: list[int] = []
@@ -266,9 +265,8 @@ def test_the_last_passing_copy_of_a_request_is_stored_in_lower_tiers_when_the_re
 @pytest.mark.parametrize("leased", [True, False])
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_request_continues_from_the_state_of_its_accepted_tokens(kept: bool, leased: bool) -> None:
-    """If nobody else knows the id of the request's state page, it is exchanged with the page of the drafted state.
-
-    Otherwise the drafted state is copied to the request's state page.
+    """If only the request knows the id of its state page, the page is exchanged with the page of the drafted state. If
+    others know the id, the drafted state is copied to the request's state page.
     """
     states = states_of(SHAPE, 3)
     page = states.allocate("a")
@@ -306,10 +304,8 @@ def test_copies_give_way_to_requests_and_to_newer_ones() -> None:
 
 @pytest.mark.parametrize("end", ["committed", "cancelled"])
 def test_only_cancelling_an_import_restores_what_its_state_page_held_before(end: str) -> None:
-    """A cancelled import restores what the state page held before it.
-
-    After the request is released, the page belongs to another request, whose state starts at zero. A second
-    cancellation then restores zero.
+    """A cancelled import restores the earlier content of the state page. After the release, the page belongs to another
+    request, whose state starts at zero. A second cancellation then restores zero.
     """
     states = states_of(SHAPE, 2)
     page = states.allocate("a")
@@ -338,7 +334,9 @@ def test_only_cancelling_an_import_restores_what_its_state_page_held_before(end:
 
 
 class BroughtMeanwhile(PageReader):
-    """Publishes a state while another state is evicted, as a tier does whose copy to the device ends at that moment."""
+    """Publishes a state while another state is evicted. A tier does the same if its copy to the device ends at this
+    moment.
+    """
 
     def __init__(self, states: StatePages, page: int, digest: Digests) -> None:
         self.states, self.page, self.digest, self.told = states, page, digest, list[int]()

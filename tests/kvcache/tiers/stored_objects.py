@@ -1,4 +1,4 @@
-"""An object store in memory. A test chooses which of its calls fail and which are delayed."""
+"""An object store in memory. A test chooses the calls that fail and the calls that are delayed."""
 
 from __future__ import annotations
 
@@ -34,10 +34,9 @@ class StoredObjects:
         self._machines: list[Served] = []
 
     def machine(self, kind: type[S], *sizes: int, params: dict[str, Any] | None = None, **options: Any) -> S:
-        """Makes a manager over this store, which is closed together with the store.
-
-        A busy machine may delay a test for seconds, which the manager must not take for a slow store. So it waits for
-        the store as long as it can, unless `params` say otherwise.
+        """Makes a manager over this store, which is closed together with the store. A busy machine may delay a test for
+        seconds, and the manager must not take this for a slow store. The manager therefore waits for the store as
+        long as it can, unless `params` say otherwise.
         """
         given = {"file_tier_key": "model", "object_tier_io": self, "object_tier_pages": COUNT}
         given |= {"object_tier_timeout_s": 60.0, **(params or {})}
@@ -70,9 +69,7 @@ class StoredObjects:
         self.may.set()
 
     def damage(self, key: str, how: str, rng: np.random.Generator) -> bool:
-        """Damages an object in one of the ways in `DAMAGE`. Returns whether the object is now different from before, or
-        gone.
-        """
+        """Damages an object in one of the ways in `DAMAGE`. Returns whether the object has changed or is gone."""
         content, right = damaged(self, key, how, rng), self.objects.pop(key)
         if content is not None:
             self.objects[key] = content
@@ -80,7 +77,7 @@ class StoredObjects:
 
 
 def damaged(store: StoredObjects, key: str, how: str, rng: np.random.Generator) -> bytes | None:
-    """Returns the content that an object has after it was damaged, or None if the object is gone."""
+    """Returns the content of an object after the damage, or None if the object is gone."""
     content = bytearray(store.objects[key])
     others = [one for one in store.pages if one != key]
     made: dict[str, Callable[[], bytes | None]] = {
@@ -100,7 +97,7 @@ def damaged(store: StoredObjects, key: str, how: str, rng: np.random.Generator) 
 
 
 def tiers_of(it: Served) -> list[ObjectTier]:
-    """Returns the object tiers of a manager: the one for its pages, and the one for its states if it has states."""
+    """Returns the object tiers of a manager: the tier of its pages, and the tier of its states if it has states."""
     return [tiers._counted[-1] for tiers in it.manager._replicas._all_tiers]
 
 
@@ -121,14 +118,14 @@ def settled(it: Served) -> None:
 
 
 def forget_host(it: Served) -> None:
-    """Evicts everything from the host, but keeps what the manager knows about the store."""
+    """Evicts all pages from the host, but keeps the manager's knowledge of the store."""
     for tiers in it.manager._replicas._all_tiers:
         tiers.host.pool.forget_idle()
 
 
 def key_of(it: Served, prompt: Iterable[int], pages: int, table: int = 0, *, state: bool = False) -> str:
-    """Returns the key of the object of a table that ends after this many pages of a prompt. With `state`, returns the
-    key of the state at that place.
+    """Returns the key of a table's object that ends after `pages` pages of a prompt. With `state`, returns the key of
+    the state after these pages.
     """
     tier, tables, digests = tiers_of(it)[state], it.manager._replicas.each[0].tables, it.digests(prompt)
     if not tier._epoch:
@@ -158,8 +155,8 @@ class _IO:
             self._store.objects[key] = self._memory[start : start + size].tobytes()
 
     def read(self, ranges: Sequence[ObjectRange]) -> list[bool]:
-        """Reads as S3 does: if the object ends within a range, less is returned, and if the object ends before a range,
-        the read fails.
+        """Reads as S3 does. If the object ends within a range, the result is shorter. If the object ends before the
+        range, the read fails.
         """
         self._call("read")
         done: list[bool] = []

@@ -1,4 +1,4 @@
-"""Which file is removed to make room for another file, and which pages are found in the files that remain."""
+"""The file that is removed to make room for another file, and the pages that are found in the remaining files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def digests(*numbers: int) -> Digests:
 
 
 def index(*files: tuple[str, int, tuple[int, ...]], max_bytes: int = 100) -> FileIndex:
-    """Returns an index of files with pages of 10 bytes. Each file is given as its name, its size in bytes, and its
+    """Returns an index of files with pages of 10 bytes. For each file, `files` has its name, its size in bytes, and its
     pages.
     """
     made = FileIndex(max_bytes, 10, 2)

@@ -248,10 +248,8 @@ class Below:
 def test_a_use_of_a_page_counts_once_the_pages_before_it_have_arrived(
     served: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A page that is still being copied is not in the tier yet.
-
-    If the use of the page counted at once, the use would be forgotten when the page arrives. Then the first pages of a
-    prompt would be evicted before its last pages.
+    """A page that is still being copied is not in the tier yet. If its use counted at once, the use would be forgotten
+    when the page arrives. The first pages of a prompt would then be evicted before its last pages.
     """
     it = served(16, 40)
     tier, over = it.tiers.replicas[0], [False]
@@ -435,7 +433,7 @@ def test_a_full_tier_of_held_slots_keeps_nothing_and_refuses_nothing(served: Any
 
 
 def test_random_prompts_with_copies_by_the_clock(served: Any) -> None:
-    """As in a server, nothing waits for the copies to the host. Every cached token is compared."""
+    """As in a server, no call waits for the copies to the host. The KV of every cached token is compared."""
     rng = np.random.default_rng(3)
     for seed in range(6):
         it = served(20, 60, dp=1 + seed % 2, checks=False)
@@ -522,7 +520,7 @@ def test_pages_are_copied_to_pinned_memory_and_back_while_the_model_runs() -> No
 
 
 class OnePageBelow:
-    """A lower tier that has one page. When it is asked for the page, it takes a host slot at once."""
+    """A lower tier with one page. When the host asks for the page, the tier takes a host slot at once."""
 
     asks = False
 

@@ -1,4 +1,4 @@
-"""Copies between a device and the host that end some time after they have begun, as the copies of a GPU do."""
+"""Copies between a device and the host that end some time after their begin, as the copies of a GPU do."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Beside:
         self.tier = ReplicaTier(self.host, self.pool, mover)
 
     def publish(self, *pages: int) -> Pages:
-        """Publishes new pages, as a request does that has computed them. The request still holds them."""
+        """Publishes new pages, as if a request had computed them. The request still holds them."""
         taken = self.pool.allocate(len(pages))
         self.pool.index.publish(taken, names(*pages))
         self.tier.came(taken, names(*pages))
@@ -162,8 +162,8 @@ def test_pages_are_loaded_while_the_model_runs_and_are_held_until_the_copy_has_e
 
 
 def test_pages_that_a_copy_frees_while_others_are_allocated_are_not_allocated_twice() -> None:
-    """To evict a page, the pool waits for the copy of this page to the host. While it waits, it also takes up all other
-    copies that have ended by then, which frees further pages.
+    """To evict a page, the pool waits for the page's copy to the host. Meanwhile it also handles all other copies that
+    have ended, which frees further pages.
     """
     it = Beside()
     it.pool.release(it.publish(11, 12))

@@ -1,6 +1,5 @@
-"""Tests the work that a lower tier gives to its threads. Results are taken in order.
-
-The slots of a piece of work become free whatever its outcome is.
+"""Tests the jobs that a lower tier gives to its threads. The tier takes results in order. The slots of a job become
+free whatever the result is.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Failing(Tier):
 
 
 class Thread(TierThread):
-    """A substitute for the threads of a tier: the test decides when each piece of work runs, and in which order."""
+    """A substitute for the threads of a tier. The test decides when each job runs, and in which order."""
 
     def __init__(self) -> None:
         super().__init__("test")
@@ -52,7 +51,7 @@ class Begun:
 
 
 class Work:
-    """A tier over a host tier with five slots. Its pieces of work end when the test says so."""
+    """A tier over a host tier with five slots. Its jobs end when the test says so."""
 
     def __init__(self) -> None:
         self.host = HostTier([8, 4], 5, 2, pinned=False)
@@ -163,8 +162,8 @@ def test_waiting_for_work_ends_after_the_time_given() -> None:
 
 @pytest.mark.parametrize("taking", [True, False])
 def test_other_errors_of_work_reach_the_caller_and_its_slots_are_free(taking: bool) -> None:
-    """An `OSError` in the work of a thread pauses the tier. Any other error is raised to the caller, also an `OSError`
-    that is raised while the result is taken.
+    """An `OSError` in a thread's job pauses the tier. Any other error is raised to the caller. An `OSError` while the
+    result is taken is raised to the caller, too.
     """
     work = Work()
     if taking:

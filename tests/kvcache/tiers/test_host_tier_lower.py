@@ -1,5 +1,5 @@
-"""A replica asks the tiers below the host, beginning with the nearest one, and tells all of them what happens to
-pages.
+"""A replica asks the tiers below the host, the nearest tier first. It informs all of these tiers of the uses and
+changes of pages.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def mask(*pages: int) -> Asked:
 
 
 class Tier(LowerTier):
-    """A substitute for a lower tier. It has the pages `has`, may have those of `perhaps`, and records its calls."""
+    """A substitute for a lower tier. It has the pages `has`, may have the pages `perhaps`, and records its calls."""
 
     def __init__(self, host: HostTier, has: Iterable[int], perhaps: Iterable[int] = (), *, asks: bool = False) -> None:
         super().__init__(host, "test")

@@ -40,7 +40,7 @@ def key_of(it: Served, table: int, number: int, prompt: Iterable[int] = PROMPT) 
 
 
 def written(served: Make, groups: tuple[LayerGroup, ...] = WINDOW) -> Served:
-    """Returns a manager that has written the objects of the prompt and was closed."""
+    """Returns a manager that has written the objects of the prompt and is closed."""
     it = served(groups=groups)
     assert it.serve(PROMPT, chunk=8) == 0
     it.manager.close()
@@ -106,9 +106,8 @@ def test_the_store_is_asked_in_few_rounds(served: Make, store: StoredObjects) ->
 def test_the_store_is_not_asked_for_window_objects_of_a_prompt_that_nobody_has(
     served: Make, store: StoredObjects, length: int
 ) -> None:
-    """The store is not asked either if the prompt has too few pages for an object.
-
-    No process could have written an object of such a prompt.
+    """A prompt may also have too few pages for an object. Then no process can have written an object, and the store is
+    not asked.
     """
     it, keys = served(), list[str]()
     settled(it)
@@ -263,7 +262,9 @@ def test_pages_in_a_store_are_loaded_for_any_reader_that_asks(served: Make) -> N
 
 
 def longest(it: Served, prompt: list[int], store: StoredObjects) -> int:
-    """Returns how many tokens of a prompt must be found according to the documentation. A page may lie in any tier."""
+    """Returns how many tokens of a prompt must be found according to the documentation. Each page may be in
+    any tier.
+    """
     replica, tier = it.manager._replicas.each[0], objects_of(it)
     last = (len(prompt) - 1) // SIZE
     every = replica.tables.every(it.digests(prompt)[:last])
@@ -296,7 +297,7 @@ def longest(it: Served, prompt: list[int], store: StoredObjects) -> int:
 def test_random_prompts_over_four_tiers(
     served: Make, store: StoredObjects, tmp_path: Path, groups: tuple[LayerGroup, ...]
 ) -> None:
-    """Two managers on one store, with small tiers. They find what the model finds, and all KV is compared."""
+    """Two managers on one store, with small tiers. They must find the same pages as the model. All KV is compared."""
     rng, seen, now = np.random.default_rng(8), Counter[str](), time.monotonic()
     files = [{}, {"file_tier_dir": str(tmp_path), "file_tier_max_gb": 9000 / 2**30}]
     sizes = (80, 44 if groups is ONE else 88)

@@ -1,4 +1,4 @@
-"""The object tier: pages outlive processes and folders. Whatever is wrong in the store leads only to misses, and in
+"""The object tier: pages outlive processes and folders. Any fault in the store leads only to misses, in
 bounded time.
 """
 
@@ -227,8 +227,8 @@ def test_the_writer_of_an_object_replaces_it_when_it_finds_it_damaged(
 def test_a_damaged_object_stays_marked_until_it_is_overwritten(
     served: Make,
 ) -> None:
-    """Between our check for the object and the end of our write, another process writes the object. So our process does
-    not write it, and the object gets damaged.
+    """The tier checks for the object and then writes it. Between the check and the write, another process writes the
+    object. This object is then damaged.
     """
     it = served()
     it.fetch(PROMPT)

@@ -358,8 +358,8 @@ def test_a_damaged_object_shortens_the_prefix_and_is_replaced_by_the_next_write(
     indirect=["kind"],
 )
 def test_damaged_objects_are_misses(served: Make, kind: Kind, store: StoredObjects, rounds: int) -> None:
-    """Objects are damaged after they were written: most of the states, but only a few of the objects with the pages
-    before a state. Everything that is read is compared.
+    """Objects are damaged after they were written: most of the states, but only a few objects with pages. The KV and
+    states of every read object are compared.
     """
     rng, seen, refused, compared, damages = np.random.default_rng(5), set[str](), 0, 0, 0
     for number in range(rounds):

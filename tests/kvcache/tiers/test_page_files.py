@@ -37,8 +37,8 @@ class Written:
             file.truncate()
 
     def read(self, first: int = 0, count: int = COUNT, refusals: FileRefusals | None = None) -> np.ndarray:
-        """Reads some pages of the file. Returns which of them were accepted, after comparing the accepted ones with the
-        originals.
+        """Reads some pages of the file, and compares the accepted pages with the originals. Returns which pages were
+        accepted.
         """
         filled = np.full((count, PAGE_BYTES), 0xAA, np.uint8)
         pages = [[page[:40], page[40:]] for page in filled]
@@ -94,9 +94,7 @@ def test_a_file_of_another_length_is_refused(tmp_path: Path) -> None:
 
 
 def test_random_damage(tmp_path: Path) -> None:
-    """Random damage: runs of bytes are overwritten, moved, doubled or cut out, and whole pages and records are
-    exchanged.
-    """
+    """The random damage overwrites, moves, doubles or cuts out runs of bytes, and exchanges whole pages and records."""
     it = Written(tmp_path)
     rng = np.random.default_rng(3)
     refused = 0
@@ -168,8 +166,8 @@ def test_a_page_is_refused_under_another_digest(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sealed", [False, True])
 def test_two_rows_with_each_others_digests(tmp_path: Path, sealed: bool) -> None:
-    """The rows of two pages get each other's digests. The checksums stay with their pages. With `sealed`, the footer
-    was made again for the changed file.
+    """The rows of two pages have each other's digests. The checksums stay with their pages. With `sealed`, the footer
+    matches the changed file.
     """
     it = Written(tmp_path)
     start, width = COUNT * PAGE_BYTES, LAYOUT.row_bytes

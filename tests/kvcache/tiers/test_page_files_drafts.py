@@ -1,6 +1,5 @@
-"""A draft lives as long as the process that writes it.
-
-The next start removes the drafts of killed processes, and keeps all other drafts.
+"""A draft lives as long as the process that writes it. The next start removes the drafts of killed processes and keeps
+all other drafts.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ with ExitStack() as drafts:
 
 
 def start(root: Path) -> PageFolder:
-    """Does what a process does when it starts."""
     folder = PageFolder(root, LAYOUT)
     folder.scan(frozenset(), first=True)
     return folder
@@ -101,7 +99,7 @@ def test_without_file_locks_only_old_drafts_are_removed(tmp_path: Path, monkeypa
 def test_a_draft_that_is_taken_for_abandoned_before_it_is_locked_is_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For every second draft, another process starts at the moment when the draft exists and is not locked yet."""
+    """For every second draft, another process starts after the draft was made and before it is locked."""
     lock, taken = page_files._lock, []
 
     def lock_late(file: int) -> bool | None:

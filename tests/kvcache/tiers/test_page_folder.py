@@ -1,4 +1,4 @@
-"""The folder of a namespace while another process resets it at the worst moment."""
+"""The folder of a namespace, while another process resets it at the worst moment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAYOUT = FileFormat(namespace_of("model"), 96, 16)
 def test_a_folder_that_another_process_begins_during_a_reset_is_not_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: str
 ) -> None:
-    """The other process resets the cache between the two moments at which our process looks at the folder."""
+    """A process looks at the folder twice. The other process resets the cache between the two looks."""
     PageFolder(tmp_path, LAYOUT).renew()
     abandoned = PageFolder(tmp_path, LAYOUT)
     old = abandoned.path

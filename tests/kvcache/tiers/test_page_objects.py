@@ -1,5 +1,5 @@
-"""Objects of pages: which pages of a prompt form an object, the keys of objects, and that each page is read back right
-or refused.
+"""Objects of pages: the pages of a prompt that form an object, the keys of objects, and the check that each page is
+read back unchanged or is refused.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Pages are read if reading has recently been faster than computing them.
-
-If reading has not paid for a while, it is tried again now and then.
+"""Pages are read if reading was recently faster than computing. If reading has not paid for a while, the tier tries it
+again now and then.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""A copy of a state is passed along with a request, until another request makes this copy permanent.
-
-The copy must then be saved to the host before it is overwritten.
+"""A passing copy of a state follows a request until another request makes the copy permanent. The copy must be saved to
+the host before it is overwritten.
 """
 
 from __future__ import annotations

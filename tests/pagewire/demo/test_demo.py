@@ -75,7 +75,7 @@ def assert_equal_run(done: Done, json_file: Path, requests: int) -> dict[str, An
 def test_the_default_model_on_the_default_prompts(here: Callable[..., Done], tmp_path: Path) -> None:
     out = tmp_path / "o.json"
     figures = assert_equal_run(here("--requests", 9, "--json", out), out, 9)
-    assert figures["cached_tokens"] > 1000  # the last five prompts share their documents with the first four
+    assert figures["cached_tokens"] > 1000  # The last five prompts share their documents with the first four prompts.
     assert figures["hit_rate"] == pytest.approx(figures["cached_tokens"] / figures["prompt_tokens"])
 
 
@@ -95,7 +95,7 @@ def test_under_chaos_every_answer_is_right_and_every_failure_has_a_reason(
         happened.update(figures["faults"])
         if min(happened.values()) > 0:
             break
-    # Silent corruption is injected only if pages are compared, which needs the same page layout on both sides.
+    # Silent corruption is injected only if pages are compared. The comparison needs equal page layouts at both sides.
     silent = set() if sides else {"short", "corrupt"}
     assert set(happened) == {"delay", "refuse", "break", "drop", "duplicate", "late"} | silent
     assert min(happened.values()) > 0, happened

@@ -61,7 +61,7 @@ def written(folder: Path, config: object) -> Path:
 def test_public_models(name: str, kinds: set[tuple[object, ...]], token_bytes: int) -> None:
     model = read_model(CONFIGS / name)
     assert {(one.kind, one.layers, one.heads, one.width, one.window) for one in model.each} == kinds
-    # the weights of DeepSeek are fp8 and those of gpt-oss are mxfp4, but their caches are not
+    # DeepSeek has weights in fp8, and gpt-oss has weights in mxfp4. The caches of both models are in bfloat16.
     assert model.dtype == torch.bfloat16
     assert sum(one.layers * one.heads * one.width for one in model.paged) * model.dtype.itemsize == token_bytes
     assert model.state_bytes(1) == 0
@@ -91,7 +91,7 @@ def test_recurrent_layers_keep_as_many_bytes_as_our_state_pages(tmp_path: Path) 
     made: Any = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
     shape = state_shape_of(made)
     assert {one.kind: one.layers for one in model.each} == {"state": 4, "full": 1}
-    for tp in (1, 2, 4):  # with four ranks, two ranks share each group
+    for tp in (1, 2, 4):  # With four ranks, two ranks share each group of heads.
         pages: list[PageLayout] = [layout for kinds in state_layouts(shape, tp) for layout in kinds.values()]
         assert model.state_bytes(tp) * tp == sum(page.page_bytes for page in pages)
     with pytest.raises(

@@ -17,12 +17,12 @@ TARGET = Target(first_token_s=2.0, prefill_speed=10_000.0, chunk=4096)
 @pytest.mark.parametrize(
     ("name", "tps", "ranks", "runs"),
     [
-        ("llama-3-70b", (8, 8), 8, 8),  # each rank reads a page as one run
+        ("llama-3-70b", (8, 8), 8, 8),  # Each rank reads a page as one run.
         ("llama-3-70b", (4, 8), 8, 8),  # half of the heads of a prefill rank are also one run
         ("llama-3-70b", (8, 2), 2, 8),
-        ("qwen3-235b-a22b", (8, 8), 8, 8),  # the replicated heads are pulled, too
+        ("qwen3-235b-a22b", (8, 8), 8, 8),  # The replicated heads are pulled, too.
         ("deepseek-v3", (1, 8), 8, 8),
-        ("gemma-3-27b", (8, 8), 8, 8),  # the pages of windows and of full layers lie in one page of the pool
+        ("gemma-3-27b", (8, 8), 8, 8),  # The pages of windows and of full layers are in one page of the pool.
     ],
 )
 def test_bytes_and_runs_of_public_models(name: str, tps: tuple[int, int], ranks: int, runs: int) -> None:
@@ -42,7 +42,7 @@ def test_the_rate_that_is_asked_for_brings_every_chunk_in_time() -> None:
         assert pull.after_gbps is not None
         assert pull.chunks_gbps is not None
         assert length / 10_000 + pull.bytes / 1e9 / pull.after_gbps == pytest.approx(seconds)
-        ends = [min(at + chunk, length) for at in range(0, length, chunk)]  # the token at which each chunk ends
+        ends = [min(at + chunk, length) for at in range(0, length, chunk)]  # The tokens at which the chunks end.
         clock, worst = 0.0, 0.0
         for before, end in zip([0, *ends], ends, strict=False):
             clock = max(clock, end / 10_000) + (end - before) / length * pull.bytes / 1e9 / pull.chunks_gbps

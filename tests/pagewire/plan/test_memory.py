@@ -114,7 +114,7 @@ def test_groups_hold_what_a_real_manager_of_them_holds(tp: int) -> None:
         groups=(LayerGroup("window", tuple(range(29)), 6), LayerGroup("full", tuple(range(29, 39)))),
     )
     assert ours.longest == max_supported_sequence_length(params, 39, memory * tp)
-    # at these lengths a window begins at the end of a page, and therefore touches the most pages
+    # At these lengths a window begins at the end of a page, so it touches the largest number of pages.
     for length in (9, 29):
         manager = PagedKVCacheManager(params, 60, 4096, 39, ["cpu"] * tp, available_cache_memory=memory * tp)
         assert (manager.num_free_blocks, manager.layer_tables.layers_per_page) == (ours.pages, 10)
@@ -140,7 +140,7 @@ def test_only_models_with_windows_and_pages_of_one_size_have_groups() -> None:
 
 CONVOLVED = StateShape(3, 40, 1, 1, 1, 3, torch.bfloat16, form="short_conv")
 DELTA = StateShape(2, 4, 6, 2, 8, 4, torch.bfloat16, form="gated_delta")
-# a state takes as much memory as 11 pages, so 40 pages have room for two slabs
+# A state takes as much memory as 11 pages, so 40 pages have room for two slabs.
 LARGE = StateShape(10, 4, 6, 2, 8, 4, torch.bfloat16, form="gated_delta")
 
 
@@ -171,7 +171,7 @@ def test_states_take_what_a_real_manager_of_them_gives_them(shape: StateShape, t
         assert running(made(count), length) == count
         try:
             assert running(made(count + 1), length) <= count
-        except (PoolTooSmallError, PromptTooLongError):  # with this many states there is too little room for pages
+        except (PoolTooSmallError, PromptTooLongError):  # With one more state, too little memory is left for pages.
             assert way == "pagewire"
     manager, context = made(1), TextContext(range(ours.longest or 0), 4096)
     manager.external_claim(context.request_id)
@@ -203,8 +203,8 @@ def test_states_are_left_out_if_the_memory_is_too_small_for_them() -> None:
     assert {one.way for one in choice(twice, 1, 1, asked()).rooms} == {"pagewire", "least"}
 
 
-# On one rank with 40 GiB, for 8,192 and 65,536 tokens: the number of requests, and the percentage of their bytes that
-# is lost.
+# On one rank with 40 GiB, for 8,192 and for 65,536 tokens: the number of requests, and the percentage of their bytes
+# that is lost.
 LAID = {
     ("gemma-3-27b", "groups"): ((37, 2.2), (7, 0.4)),
     ("gpt-oss-120b", "groups"): ((139, 0.0), (17, 0.0)),
@@ -228,8 +228,8 @@ def test_the_way_least_counts_only_the_pages_of_the_window() -> None:
     window = AlikeLayers("window", 2, heads=2, width=32, window=6)
     least = room(choice(small(window), 1, 1, asked(100_000, 4, lengths=(4, 8, 9, 1000))), "least")
     page = 2 * 2 * 32 * 2 * 4
-    # The six tokens are those that a window needs; the newest of them is not cached yet. They lie in at most three
-    # pages of four tokens.
+    # A window needs six tokens, and the newest of them is not cached yet. The tokens are in at most three pages of four
+    # tokens.
     assert least.request_bytes == {4: page, 8: 2 * page, 9: 3 * page, 1000: 3 * page}
     assert least.longest is None
 

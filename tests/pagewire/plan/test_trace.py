@@ -40,14 +40,14 @@ def question(memory: int = GIB, tp: int = 8, dp: int = 1, tier: int = 0, block: 
 def test_each_point_is_the_replay_of_as_many_blocks() -> None:
     trace = sessions(300)
     refs = sum(map(len, trace))
-    # At 40 KiB for each token on a rank, a GiB has 51 blocks of 512 tokens. The rest of the GiB is too small for a
-    # block of whole pages.
+    # A token takes 40 KiB on a rank, so a GiB has 51 blocks of 512 tokens. The rest of the GiB is too small for a
+    # block.
     found = sweep(trace, question())
     assert (found.now.blocks, found.now.tier_blocks, found.now.bytes) == (51, 0, 8 * GIB)
     assert found.prefill_s == refs * 512 / 1000
     assert {(point.blocks, point.tier_blocks) for point in found.others} == {
-        # Pairs of the number of blocks in memory and in the host tier. A quarter of the memory is less than one request
-        # needs.
+        # The pairs are the number of blocks in memory and the number of blocks in the host tier. A quarter of the
+        # memory is less than one request needs, so it has no pair.
         *((25, 0), (102, 0), (204, 0), (102, 0), (204, 0)),
         *((51, 8 * GIB // (327_680 * 512)), (51, 4 * 8 * GIB // (327_680 * 512))),  # tiers
     }

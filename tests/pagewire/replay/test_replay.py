@@ -128,8 +128,8 @@ def test_one_replica_has_no_peers() -> None:
 
 
 def test_a_window_s_load_is_that_of_its_busiest_replica() -> None:
-    # There are two complete windows. In both, one replica gets the long prompts and the other gets the short ones, in
-    # turns. The third window is incomplete and does not count. Its prompts are all equal.
+    # In each of the two complete windows, one replica gets the long prompts and the other replica gets the short
+    # prompts. The replicas take turns. The third window is incomplete and does not count.
     trace = [[10 * number + at for at in range(3 if number % 2 and number < 1000 else 1)] for number in range(1100)]
     result = replay(trace, 10_000, 2, routing="round-robin")
     assert result.hits == 0

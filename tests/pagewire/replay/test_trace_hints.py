@@ -9,8 +9,8 @@ TRACE = [[1, 2, 3, 4], [1, 9], [1, 2, 5, 6], [1, 2, 3, 4, 7], [8], [8]]
 
 
 def test_a_session_continues_if_a_later_prompt_has_half_of_its_blocks() -> None:
-    # The second prompt shares half of its blocks with later prompts: a system prompt. The third prompt continues from
-    # half of the first one.
+    # The second prompt shares half of its blocks with later prompts, as a system prompt does. The third prompt
+    # continues from half of the first prompt.
     assert continues(TRACE) == [True, True, True, False, True, False]
     assert continues([[1, 2, 3], [1, 9, 9]]) == [False, False]
 

@@ -222,7 +222,8 @@ def check_dying_and_draining(served: Served, tiny_model: Any) -> None:
         done: list[bool] = []
 
         def at_part(part: int) -> None:
-            # by then one prompt has run (prefill), or all prompts have run and are decoding
+            # At this part of the answer, the prefill process has run one prompt, or the decode process has run all
+            # prompts.
             if part == (0 if name.startswith("p") else 5) and not done:
                 done.append(True)
                 served.signal(name, number)
@@ -329,7 +330,7 @@ def answers_of_a_fleet_that_drains(folder: Path, prompts: list[str], *more: str)
 @pytest.mark.ci
 @pytest.mark.parametrize("more", [(), ("--overlap",)], ids=["each", "ahead"])
 def test_steps_planned_ahead_give_the_same_tokens(more: tuple[str, ...], tmp_path: Path, tiny_model: Any) -> None:
-    prompts = [f"{number} to the stopped. {HEAD}" for number in range(8)]  # some have long answers
+    prompts = [f"{number} to the stopped. {HEAD}" for number in range(8)]  # Some of the answers are long.
     answers = answers_of_a_fleet_that_drains(tmp_path, prompts, *more)
     assert answers == [expected(tiny_model, prompt, 150) for prompt in prompts]
 
@@ -438,8 +439,8 @@ def test_layers_with_windows_and_chunks_are_served_over_tables_of_their_own(
         stats = served.until_nothing_is_held()
         pulled = sum(one["pages_pulled"] for one in stats.values())
         whole = sum(-(-len(encoded(prompt)) // 16) for prompt in prompts)
-        # One of the four tables is pulled whole. The other tables have no page to pull if the prompt ends together with
-        # a chunk.
+        # One of the four tables is pulled whole. If the prompt ends together with a chunk, the other tables have no
+        # page to pull.
         assert whole <= pulled < 2 * whole
         served.signal("all", signal.SIGTERM)
         assert served.ended("all") == 0

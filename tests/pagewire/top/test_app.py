@@ -109,7 +109,7 @@ def test_the_map_shows_each_page_of_a_small_pool_with_a_sign_of_its_state(
         screen = screen_of(app)
         assert "decode/0  64 pages, shown 1–64, a page each" in screen[0]
         text = "".join(screen[1:])
-        # the two requests have 5 and 10 pages, the lease has 5, and 8 pages are idle
+        # The two requests have 5 and 10 pages, the lease has 5 pages, and 8 pages are idle.
         assert [text.count(sign) // 2 for sign in "█◆░·"] == [15, 5, 8, 36]
         legend = app.query_one("#legend", Static).render()
         assert all(state.name.lower() in str(legend) for state in PageState)
@@ -365,15 +365,16 @@ def test_a_recording_plays_back_to_and_fro(watched: tuple[PagedKVCacheManager, M
     app, titles = live(watch, record=path), list[str]()
 
     async def record(pilot: Pilot[None]) -> None:
-        titles.append(app.map._areas[0].title)  # an app that has ended may have drawn once more, without a screen
+        # The last frame of an app that has ended may have no screen, so the title is read here.
+        titles.append(app.map._areas[0].title)
         manager.release("chat-2")
         await until(pilot, lambda: len(rows_of(app, "requests")) == 2, "the release")
-        # the size includes the snapshot that reports the release, because it is the next snapshot that is cut off
+        # The next snapshot is the one that is cut off. The size therefore includes the snapshot with the release.
         recorded = path.stat().st_size
         await until(pilot, lambda: path.stat().st_size > recorded, "one more look")
 
     drive(app, record)
-    path.write_bytes(path.read_bytes()[:-3])  # as if the recording process had been killed
+    path.write_bytes(path.read_bytes()[:-3])  # A killed recording process leaves such a file.
     source = PlayedSource(path)
     assert source.length > 0
     source.paused = True

@@ -31,7 +31,7 @@ from tests.pagewire.top.test_app import busy_manager
 pytestmark = pytest.mark.slow
 
 DEAD = "ipc:///nowhere/pagewire"
-WITHIN_S = 2.0  # one second, and another one for a busy machine
+WITHIN_S = 2.0  # The limit is one second, and one more second for a busy machine.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -145,7 +145,8 @@ def test_a_signal_ends_it_and_the_terminal_is_as_before(
     assert top.status() == 128 + number
     wait_for(lambda: b"interrupted by" in terminal.text, "it does not say why it ended")
     assert termios.tcgetattr(terminal.slave) == before
-    for mode in (b"1049", b"1000", b"1003", b"1004", b"2004"):  # the modes for screen, mouse, focus and pasted text
+    # These are the modes for the screen, the mouse, the focus and pasted text.
+    for mode in (b"1049", b"1000", b"1003", b"1004", b"2004"):
         assert terminal.text.rfind(b"\x1b[?%sl" % mode) > terminal.text.rfind(b"\x1b[?%sh" % mode), mode
 
 
@@ -156,7 +157,7 @@ def test_a_signal_ends_it_while_the_terminal_takes_no_output(
     terminal = Terminal(is_read=False)
     before = termios.tcgetattr(terminal.slave)
     top = start(address, on=terminal)
-    # Snapshots fill the terminal's buffer. From then on output waits, in the middle of an update.
+    # Snapshots fill the terminal's buffer, so that output waits in the middle of an update.
     wait_for(lambda: not select.select([], [terminal.slave], [], 0)[1], "it never waits for the terminal")
     assert termios.tcgetattr(terminal.slave) != before
     top.signal(number)
