@@ -1,4 +1,4 @@
-"""Engines in this process, and workers: real processes that are always reaped."""
+"""Fixtures for engines in this process, and for workers in child processes. Every worker is ended and waited for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TRANSPORTS = {"shm": {}, "tcp": {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}
 
 
 class RaisedError(Exception):
-    """A worker's call raised. `kinds` holds the names of the error's class and of its bases."""
+    """An error that a call of a worker has raised. `kinds` holds the names of the error's class and of its bases."""
 
     def __init__(self, kinds: list[str], message: str, trace: str) -> None:
         super().__init__(message, trace)
@@ -82,8 +82,8 @@ class Worker:
 
 @contextmanager
 def hired() -> Generator[Callable[..., Worker]]:
-    """Yields a function that starts workers, and ends all of them when the block is left. Each worker polls its engine
-    all the time, so a test should keep only a few alive.
+    """Yields a function that starts workers, and ends all of them at the end of the block. Each worker polls its engine
+    all the time, so a test should keep only few workers alive.
     """
     workers: list[Worker] = []
 
@@ -143,7 +143,9 @@ def make_engine():
 
 @pytest.fixture
 def pair(make_engine: Callable[..., KVTransferEngine]):
-    """Two engines of one replica with two shards, `left` of 8 and `right` of 6 pages, connected to each other."""
+    """Two engines of one replica with two shards, connected to each other. `left` has 8 pages, and `right` has 6
+    pages.
+    """
     left, right = make_engine("left", tp=2), make_engine("right", tp=2, pages=6)
     left.connect(right.metadata)
     right.connect(left.metadata)

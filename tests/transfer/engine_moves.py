@@ -45,7 +45,7 @@ class ViolationError(AssertionError):
 
 @dataclass(eq=False)
 class Side:
-    """One engine, its pools `[rank][page, head, byte]`, and its free pages."""
+    """One engine, its pools as `[rank][page, head, byte]`, and its free pages."""
 
     engine_id: str
     replica: ReplicaTransfer
@@ -95,7 +95,7 @@ def make_side(engine_id: str, tp: int, seed: int, rates: Rates, clock: Clock, ve
 
 @dataclass
 class Held:
-    """Pages under a lease, and their contents."""
+    """Leased pages and their contents."""
 
     lease: LeaseRef
     pages: list[int]
@@ -106,7 +106,7 @@ class Held:
 
 @dataclass
 class Reading:
-    """A pull: its lease, its target pages, and whether it is known to have failed."""
+    """A pull: its lease, its target pages, and whether the reader knows that the pull has failed."""
 
     held: Held
     pages: list[int]
@@ -140,7 +140,7 @@ class World:
         return make_side(engine_id, tp, next(self._made), self._rates, self.clock, self._verify)
 
     def run(self, seed: int, moves: int = 40) -> None:
-        """Makes one run: random moves, and then the end of everything."""
+        """Makes one run: random moves, and then the end of all leases, pulls and copies."""
         self._random = random.Random(seed)
         kinds = {
             self.lease: 5, self.pull: 8, self.poll_source: 10, self.poll_reader: 30, self.pass_time: 3,
@@ -194,7 +194,7 @@ class World:
         self.take_reader_events(at)
 
     def _connect(self, reader: Side) -> None:
-        """Connects a reader. The server runs in real time, not by the test's clock."""
+        """Connects a reader. The server runs in real time and not by the test's clock."""
         deadline = time.monotonic() + 5
         while self.source.replica.ranks and time.monotonic() < deadline:
             if all(rank.remote("source") is not None for rank in reader.replica.ranks):
@@ -228,7 +228,7 @@ class World:
             self.take_reader_events(at)
 
     def restart_source(self) -> None:
-        """Restarts the source under the same engine id. Its pages then have new contents."""
+        """Restarts the source under the same engine id. The pages of the restarted source have new contents."""
         self.counts["source restarts"] += 1
         old, self.source = self.source, self._make("source", self._tps[0])
         self.server.serve(self.source.card)
@@ -264,7 +264,7 @@ class World:
                     raise ViolationError("the source has no pulls")
 
     def _give_back(self, held: Held) -> None:
-        """Returns pages to the source, which overwrites them at once. A late reader gets other data."""
+        """Returns pages to the source, which overwrites them at once. A late reader therefore gets other data."""
         self.source.fill(held.pages, self._random.randrange(256))
         self.source.free += held.pages
 
@@ -296,7 +296,7 @@ class World:
         reader.free += pull.pages
 
     def finish(self) -> None:
-        """Lets everything end by itself: deadlines pass, copies end, and all pages come back."""
+        """Waits until all deadlines have passed, all copies have ended, and all pages are free."""
         deadline = time.monotonic() + 10
         ranks = [rank for side in self.readers for rank in side.replica.ranks]
         while time.monotonic() < deadline:

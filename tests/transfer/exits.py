@@ -1,6 +1,5 @@
-"""Programs for `test_exits` that end while our objects are still open.
-
-They do not import pytest, which would take 0.5 s.
+"""Programs for `test_exits`. They end while objects of pagewire are still open. They do not import pytest, because its
+import takes 0.5 s.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _kept: list[Any] = []
 
 
 def at_work(thread: TransferThread) -> None:
-    """Makes the thread poll without a pause, so that the interpreter usually ends during one of its NIXL calls."""
+    """Makes the thread poll without pauses, so that the interpreter usually ends during a NIXL call of the thread."""
     thread._pause = lambda: 0.0  # type: ignore[method-assign]
 
 
@@ -71,7 +70,7 @@ OPENED = {"exchange": open_exchange, "thread": open_thread, "engine": open_engin
 
 
 def ends(conn: Connection, what: str, how: str, path: str, wait_s: float) -> None:
-    """Opens an object, and ends the process in one of the ways in which a program can end."""
+    """Opens an object, and ends the process in one of the ways in which a program ends."""
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)

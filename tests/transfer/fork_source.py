@@ -1,6 +1,5 @@
-"""A source that forks. Its child lives on with a copy of its memory, and, if the test wants it, with the source's pid.
-
-The processes report to the test over one pipe.
+"""A source that forks. The child keeps a copy of the source's memory. If the test asks for it, the child also has the
+pid of the source. Both processes report to the test over one pipe.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _TRIES = 1000
 
 
 def can_choose_pids() -> bool:
-    """Whether this process may tell the kernel which pid comes next."""
+    """Returns whether this process may choose the next pid of the kernel."""
     with suppress(OSError):
         LAST_PID.write_text(LAST_PID.read_text())
         return True
@@ -73,7 +72,7 @@ def serve(pipe: Connection, life: Connection, reborn: bool) -> None:
 
 
 def _take_pid(parent: int, pipe: Connection, life: Connection) -> None:
-    """Forks until a child has the pid of the dead parent. That child reports to the test and stays."""
+    """Forks until a child has the pid of the dead parent. This child reports to the test and stays alive."""
     while os.getppid() == parent or Path(f"/proc/{parent}").exists():
         time.sleep(1e-3)
     for _ in range(_TRIES):
@@ -134,9 +133,8 @@ def vars_of(one: object) -> list[str]:
 
 
 def closes_while_locks_are_held(pipe: Connection) -> None:
-    """A process forks while other threads hold every lock of its exchange. The child closes its copy and ends.
-
-    The lock of the thread's alarm is left out, because it is always held until the alarm rings.
+    """A process forks while other threads hold every lock of its exchange. The child closes its copy of the exchange
+    and ends. The lock of the thread's alarm is left out, because it is always held until the alarm rings.
     """
     exchange = PageExchange(manager_of(), "p", lend=0.5)
     locks = [lock for lock in locks_of_transfer() if lock is not exchange.threads[0]._alarm._quiet]
@@ -166,7 +164,7 @@ def closes_while_locks_are_held(pipe: Connection) -> None:
 
 
 def _end(status: int) -> NoReturn:
-    """Ends this process through the interpreter's own finalization, which `multiprocessing` skips."""
+    """Ends this process through the interpreter's own finalization. `multiprocessing` would skip the finalization."""
     ctypes.pythonapi.Py_Exit(status)
     raise SystemError("it goes on")
 
@@ -187,7 +185,7 @@ def _close(p: Engine, d: Engine, e: KVTransferEngine, thread: TransferThread) ->
 
 
 def _wait(life: Connection) -> None:
-    """Waits until the test closes its end, and ends this process."""
+    """Waits until the test closes its end of the pipe, and ends this process."""
     with suppress(EOFError, OSError):
         life.recv()
     os._exit(0)

@@ -1,8 +1,11 @@
 """Random and mutated bytes for all code that reads bytes from a peer: `python -m tests.transfer.fuzz`.
 
-Three kinds of input: noise; valid messages with bytes flipped, cut, doubled or inserted; and metadata whose fields were
-changed before it was sealed with the right key, which only an engine of the fleet could send. Each input must be
-accepted, or refused with one of our errors, in bounded time and memory. The next good message must be answered.
+There are three kinds of input. The first kind is noise. The second kind is a valid message with bytes flipped, cut,
+doubled or inserted. The third kind is metadata whose fields were changed before it was sealed with the right key, as
+only an engine of the fleet could do.
+
+Each input must be accepted, or refused with an error of pagewire, in bounded time and memory. After it the next valid
+message must be answered.
 """
 
 from __future__ import annotations
@@ -81,7 +84,7 @@ ODD = (
 
 
 def rank_metadata(rank: int = 0, engine_id: str = "p") -> RankMetadata:
-    """The metadata of a rank of a small engine, with made-up addresses."""
+    """Returns the metadata of a rank of a small engine, with made-up addresses."""
     page = PageLayout("bfloat16", 2, 2, 2, rank * 2, 2, 16, 8, "head,layer,side,token,dim")
     return RankMetadata(
         engine_id=engine_id,
@@ -123,7 +126,7 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
 
 
 def with_odd_values(value: Any, rng: random.Random, share: float) -> Any:
-    """A copy of decoded msgpack in which some values are replaced, dropped or doubled."""
+    """Returns a copy of decoded msgpack in which some values are replaced, dropped or doubled."""
     if rng.random() < share:
         number = isinstance(value, int) and rng.random() < 0.7
         return value * rng.choice((2, 3, 1000, -1)) + rng.randint(-2, 2) if number else rng.choice(ODD)
@@ -136,7 +139,7 @@ def with_odd_values(value: Any, rng: random.Random, share: float) -> Any:
 
 
 class Target:
-    """Code that reads bytes. `feed` returns the result; any exception other than our errors is a failure."""
+    """Code that reads bytes. `feed` returns the result. Any exception other than an error of pagewire is a failure."""
 
     def __init__(self, name: str, seeds: list[bytes], take: Callable[[bytes], object]) -> None:
         self.name = name
@@ -161,7 +164,7 @@ class Target:
 
 
 class SealedTarget(Target):
-    """Wrong metadata of an engine that has the key."""
+    """A target that reads wrong metadata of an engine with the right key."""
 
     def __init__(self) -> None:
         self._mine = open_rank(sealed_rank(rank_metadata(0, "d"), KEY), KEY)
@@ -228,9 +231,8 @@ def make_targets(server: HandshakeServer) -> list[Target]:
 
 
 class Flood:
-    """Sends the same noise through the server's own socket, under many identities.
-
-    A good client asks questions in between.
+    """Sends the same noise through the server's own socket, under many identities. Between the messages a valid client
+    asks questions.
     """
 
     def __init__(self, server: HandshakeServer, seeds: list[bytes]) -> None:
@@ -277,7 +279,7 @@ def resident_kib() -> int:
 
 
 def run(messages: int, seed: int, say: Callable[[str], None]) -> list[str]:
-    """Feeds all targets, and returns the failures. Exceptions other than our errors pass through."""
+    """Feeds all targets, and returns the failures. Exceptions other than errors of pagewire pass through."""
     rng = random.Random(seed)
     ranks = tuple(sealed_rank(rank_metadata(rank), KEY) for rank in range(2))
     offer = Offer(LeaseRef(5, 1, 9.0), 1, OfferedPages(Prompt(range(20)), 20, ((3, 4),)), offered={0})

@@ -1,7 +1,7 @@
-"""Sends handshake replies with a few changed bytes, sealed again without a key, as anybody could do
-(`fuzz_replies.run`). The source is a separate process. This process is the reader, over real NIXL, so a run finishes
-only if no reply has killed it. If the source vouches for a reply's metadata, the reader also loads the metadata and
-reads pages.
+"""Sends handshake replies with a few changed bytes (`fuzz_replies.run`). They are sealed again without a key, as
+anybody could do. The source is a separate process. This process is the reader, over real NIXL, so a run finishes only
+if no reply has killed the reader. If the source vouches for the metadata of a reply, the reader also loads the metadata
+and reads pages.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def serve(pipe: Connection) -> None:
 
 
 def changed(data: bytes, engine_id: str, rng: random.Random) -> bytes:
-    """The metadata of a rank with 1 to 4 changed bytes, in four of five cases within NIXL's own part."""
+    """Returns the metadata of a rank with 1 to 4 changed bytes. In four of five cases the changed bytes are in NIXL's
+    own part.
+    """
     rank = msgspec.structs.replace(open_rank(data), engine_id=engine_id)
     if rng.random() < 0.8:
         return sealed_rank(msgspec.structs.replace(rank, agent_metadata=_with_changes(rank.agent_metadata, rng)))
@@ -62,7 +64,7 @@ def _with_changes(data: bytes, rng: random.Random) -> bytes:
 
 
 class _Source:
-    """The source's process, which is replaced if a reply causes its death."""
+    """The process of the source. If a reply causes its death, a new process replaces it."""
 
     def __init__(self) -> None:
         self.deaths = -1
@@ -82,7 +84,7 @@ class _Source:
 
 
 def run(replies: int, seed: int, say: Callable[[str], None]) -> list[str]:
-    """Reads from this many engines with changed replies, several at once. Returns the failures."""
+    """Reads from `engines` engines with changed replies, several at once. Returns the failures."""
     rng, source = random.Random(seed), _Source()
     reader, became = Engine("d", seed=9, key=b""), Counter[str]()
     begun, open_keys, begin = 0, dict[str, int](), time.monotonic()

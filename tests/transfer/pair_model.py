@@ -1,7 +1,8 @@
-"""Models and the two sides of a transfer: the caches of each rank, filled and compared through torch's own indexing.
+"""Models and the two sides of a transfer. The caches of each rank are filled and compared through torch's own indexing,
+without boxes, plans or runs.
 
-This file uses no boxes, plans or runs. The value of an element identifies its place in the model. So the expected
-content of every cache is known without a transfer. Elements that no transfer may write hold `UNTOUCHED`.
+The value of an element identifies its place in the model, so the expected content of every cache is known without a
+transfer. Elements that no transfer may write hold `UNTOUCHED`.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class GroupSpec:
         )
 
     def element(self, group: int, token: int = 0) -> int:
-        """The value of a token's first element. A token has fewer than 4096 elements."""
+        """Returns the value of a token's first element. A token has fewer than 4096 elements."""
         return (group * 1024 + token) * 4096
 
 
@@ -74,7 +75,9 @@ class Side:
 
 @dataclass(frozen=True)
 class Pair:
-    """A model, its two engines, and a request: its blocks on each side, and the tokens that the reader already has."""
+    """A model, its two engines, and a request with its blocks on each side and the number of tokens that the reader
+    already has.
+    """
 
     groups: tuple[GroupSpec, ...]
     source: Side
@@ -128,7 +131,7 @@ def worker_config(
 
 
 def stage_layers(groups: tuple[GroupSpec, ...], side: Side, rank: int) -> set[int]:
-    """The layers of the pipeline stage of a rank."""
+    """Returns the layers of a rank's pipeline stage."""
     layers = sorted({layer for spec in groups for layer in spec.layers})
     stage = rank // side.tp
     return set(layers[len(layers) * stage // side.pp : len(layers) * (stage + 1) // side.pp])
@@ -199,8 +202,8 @@ class RankCaches:
     def write(
         self, group: int, blocks: tuple[int, ...], first: int, tokens: tuple[int, int], value: int | None = None
     ) -> None:
-        """Writes a request's tokens into its blocks, the first of which is block number `first` of the request. Each
-        element gets its defined value, or `value` if that is given.
+        """Writes a request's tokens into its blocks. The first of the blocks is block number `first` of the request.
+        Each element gets its defined value, or `value` if `value` is given.
         """
         spec = self.groups[group]
         config = group_config(spec, self.side)
@@ -220,7 +223,7 @@ class RankCaches:
             view[pages, within % config.page_size] = values[:, rows][:, :, sides]
 
     def _values(self, group: int, tokens: torch.Tensor, layers: list[int], heads: range) -> torch.Tensor:
-        """int32 `[tokens, layers, sides, heads, dim]`: the defined value of each element."""
+        """Returns the defined value of each element, int32 `[tokens, layers, sides, heads, dim]`."""
         spec = self.groups[group]
         token = tokens.view(-1, 1, 1, 1, 1) * 4096 + spec.element(group)
         layer = torch.tensor(layers).view(1, -1, 1, 1, 1) * 512
@@ -229,7 +232,9 @@ class RankCaches:
         return (token + layer + side + head + torch.arange(spec.dim)).to(torch.int32)
 
     def _views(self, group: int) -> list[tuple[torch.Tensor, list[int], slice]]:
-        """Views `[pages, token, layers, sides, heads, dim]` of a group's tensors, with the layers and sides of each."""
+        """Yields views `[pages, token, layers, sides, heads, dim]` of a group's tensors, each with its layers and
+        sides.
+        """
         spec = self.groups[group]
         config = group_config(spec, self.side)
         found: list[tuple[torch.Tensor, list[int], slice]] = []
@@ -273,8 +278,8 @@ class RankCaches:
             ssm[block] = (spec.element(group, 9) + layer * 512 + head + inner).to(torch.int32)
 
     def differences(self, expected: RankCaches, allowed: RankCaches) -> list[str]:
-        """Returns the differences from `expected`, tensor by tensor. An element may also equal the element of `allowed`
-        at its place.
+        """Returns the differences from `expected`, tensor by tensor. An element may also equal the corresponding
+        element of `allowed`.
         """
         found: list[str] = []
         for name, cache in self.tensors.items():
@@ -294,7 +299,9 @@ class RankCaches:
 
 
 def _strided(shape: list[int], order: tuple[int, ...]) -> torch.Tensor:
-    """A tensor whose dimensions have the memory order `order` (ranks of their strides); dense if it is empty."""
+    """Returns a tensor whose dimensions have the memory order `order`, given as ranks of their strides. With an empty
+    `order` the tensor is dense.
+    """
     if len(order) != len(shape):
         return torch.full(shape, UNTOUCHED, dtype=torch.int32)
     memory = torch.full([shape[axis] for axis in order], UNTOUCHED, dtype=torch.int32)

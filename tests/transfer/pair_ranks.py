@@ -50,7 +50,7 @@ class RankHost:
             self.caches.write(number, pair.source_blocks[number][first:], first, (first * size, end))
 
     def compare(self, pair: Pair) -> list[str]:
-        """Returns the faults in the whole cache."""
+        """Returns the differences of the whole cache from its expected content."""
         expected, allowed = RankCaches(*self.place), RankCaches(*self.place)
         for number, spec in enumerate(pair.groups):
             begin, needed, end = reach(pair, number)
@@ -97,7 +97,7 @@ class LocalRank:
 
 
 class ChildRank:
-    """A rank in a process of its own, which carries out one command after another."""
+    """A rank in its own process, which carries out one command after another."""
 
     def __init__(self) -> None:
         self.process, self.conn = start(_serve)
@@ -151,7 +151,7 @@ Rank = LocalRank | ChildRank
 
 
 class EngineUnderTest:
-    """The ranks of one engine, which step together, and its scheduler in this process."""
+    """The ranks of one engine, which step together, and the engine's scheduler in this process."""
 
     def __init__(
         self, ranks: Sequence[Rank], groups: tuple[GroupSpec, ...], side: Side, engine_id: str, **options: Any
@@ -201,12 +201,14 @@ def run_until(done: Callable[[], object], *engines: EngineUnderTest, seconds: fl
 
 
 def prompt_of(pair: Pair) -> Prompt:
-    """The tokens of a pair's request, all computed by the source."""
+    """Returns the tokens of a pair's request. The source has computed all of them."""
     return Prompt(range(pair.num_tokens))
 
 
 def transfer(pair: Pair, source: EngineUnderTest, reader: EngineUnderTest, request_id: str = "r") -> None:
-    """Transfers a pair's request from one engine to the other, until the reader has it and the source may free it."""
+    """Transfers a pair's request from one engine to the other, until the reader has it and the source may free its
+    blocks.
+    """
     source.call("fill_source", pair)
     groups = [group_config(spec, pair.reader) for spec in pair.groups]
     if pair.source.host_buffer:

@@ -67,7 +67,7 @@ FAMILIES = (
 
 
 def draw(number: int, seed: int = 0) -> tuple[str, Pair]:
-    """Draws the pair of a number: its family follows from the number, and everything else is random."""
+    """Draws the pair with this number. The family of the pair follows from the number. Everything else is random."""
     rng = random.Random(f"{seed}/{number}")
     family = FAMILIES[number % len(FAMILIES)]
     source, reader = _side(rng), _side(rng)
@@ -195,8 +195,8 @@ def _cut(family: str, draft: Draft) -> Draft:
 
 
 def _with_blocks(rng: random.Random, pair: Pair, family: str) -> Pair:
-    """Draws the blocks on both sides, in any order and sometimes more than needed, and the tokens that the reader
-    already has.
+    """Draws the blocks on both sides, in any order, and the tokens that the reader already has. Sometimes there are
+    more blocks than needed.
     """
     size = pair.reader.block_size
     if family == "all there":
@@ -218,7 +218,9 @@ def _with_blocks(rng: random.Random, pair: Pair, family: str) -> Pair:
 
 
 def vllm_refusal(pair: Pair) -> str:
-    """Why vLLM 0.33 refuses a pair; empty if it accepts it. The function applies vLLM's rules without running vLLM."""
+    """Returns why vLLM 0.33 refuses a pair, or an empty text if vLLM accepts it. The function applies vLLM's rules
+    without running vLLM.
+    """
     source, reader = pair.source, pair.reader
     attention = [spec for spec in pair.groups if spec.kind != "mamba"]
     heads = [1 if spec.kind == "mla" else spec.heads for spec in attention]
@@ -246,7 +248,7 @@ def vllm_refusal(pair: Pair) -> str:
 
 
 def run(count: int, seed: int, ranks: Sequence[Rank], only: int | None = None) -> list[dict[str, object]]:
-    """Transfers pairs one after another. Each row has the result of one."""
+    """Transfers pairs one after another. Returns one row with the result for each pair."""
     rows: list[dict[str, object]] = []
     for number in range(count) if only is None else [only]:
         family, pair = draw(number, seed)

@@ -91,7 +91,7 @@ def layout(held: Held, order: str, page_size: int) -> ShardLayout:
 
 @cache
 def page_list(page_size: int, side: int) -> list[int]:
-    """All pages of a request on one side: consecutive pages first, and then shuffled pages."""
+    """Returns all pages of a request on one side: first consecutive pages, and then shuffled pages."""
     needed = TOKENS // page_size
     found = random.Random(10 * page_size + side).sample(range(needed + 2), needed)
     found[: needed // 2 + 1] = sorted(found[: needed // 2 + 1])
@@ -99,7 +99,7 @@ def page_list(page_size: int, side: int) -> list[int]:
 
 
 def held_by(heads: int, sides: int, ranks: int, stages: int) -> list[Held]:
-    """The shards of an engine, stage by stage and rank by rank."""
+    """Returns the shards of an engine, stage by stage and rank by rank."""
     found: list[Held] = []
     for stage, rank in product(range(stages), range(ranks)):
         layers, of_heads = share(LAYERS, stages, stage), share(heads, ranks, rank)
@@ -108,7 +108,7 @@ def held_by(heads: int, sides: int, ranks: int, stages: int) -> list[Held]:
 
 
 def topologies() -> Iterator[tuple[int, int, int, int, int, int]]:
-    """All combinations of heads, sides, and the ranks and stages of both engines."""
+    """Yields all combinations of heads, sides, and the ranks and stages of both engines."""
     for (heads, sides), *both in product([*((heads, 2) for heads in HEADS), (1, 1)], RANKS, STAGES, RANKS, STAGES):
         yield (heads, sides, *both)
 
@@ -138,23 +138,20 @@ def triples(heads: int, sides: int, ranks: int, stages: int, their_ranks: int, t
 
 @cache
 def filled(held: Held, order: str, page_size: int, side: int) -> Pool:
-    """A pool that holds the whole request, written element by element."""
+    """Returns a pool that holds the whole request, written element by element."""
     return fill(layout(held, order, page_size), [page_list(page_size, side)], (0, TOKENS))
 
 
 @cache
 def places(held: Held, order: str, page_size: int) -> tuple[Pool, Pool, Pool]:
-    """For each element of the reader's pool, its layer, head and token.
-
-    These are -1 for an element that belongs to no token.
-    """
+    """Returns the layer, head and token of each element of the reader's pool. An element without a token has -1."""
     pool = filled(held, order, page_size, 0)
     layer, _, head, token, _ = logical_of(pool)
     return tuple(np.where(pool >= 0, axis, -1) for axis in (layer, head, token))
 
 
 def expected(triple: Triple, local: tuple[str, int], tokens: tuple[int, int]) -> Pool:
-    """The pool that the reader must have. Only the elements of the part and of the tokens are written."""
+    """Returns the expected pool of the reader. Only elements of the part and of the pulled tokens are written."""
     wanted = np.array(True)
     limits = (triple.part.layers, triple.part.heads, tokens)
     for axis, (first, end) in zip(places(triple.local, *local), limits, strict=True):
@@ -163,7 +160,7 @@ def expected(triple: Triple, local: tuple[str, int], tokens: tuple[int, int]) ->
 
 
 def part_of(layout: ShardLayout, held: Held) -> ShardLayout:
-    """A layout that is cut to ranges of layers and heads. The ranges are one box or several."""
+    """Returns a layout that is cut to ranges of layers and heads. The ranges are one box or several boxes."""
 
     def kept(box: Box) -> Iterator[Box]:
         (first_layer, side, first_head, dim), (end_layer, end_side, end_head, end_dim) = box.first, box.end
@@ -182,7 +179,7 @@ def part_of(layout: ShardLayout, held: Held) -> ShardLayout:
 def mismatches(
     triple: Triple, local: tuple[str, int], *, staged: bool, remotes: Iterable[tuple[str, int]]
 ) -> list[str]:
-    """Pulls a triple into one local layout from remote ones. Returns the faults."""
+    """Pulls a triple from several remote layouts into one local layout. Returns the faults."""
     whole = layout(triple.local, *local)
     part = part_of(whole, triple.part)
     size, wrong = local[1], list[str]()
@@ -202,7 +199,7 @@ def mismatches(
 def pulled(
     whole: ShardLayout, part: ShardLayout, held: Held, remote: tuple[str, int], tokens: tuple[int, int], *, staged: bool
 ) -> Pool:
-    """The reader's pool after a pull."""
+    """Returns the reader's pool after a pull."""
     there, size = layout(held, *remote), whole.groups[0].page_size
     local_pages = page_list(size, 0)[tokens[0] // size :]
     remote_pages = page_list(remote[1], 1)[tokens[0] // remote[1] :]
@@ -222,7 +219,7 @@ def pulled(
 
 
 def runs_of(made: GroupPlan, make: Callable[[], Runs], tokens: tuple[int, int]) -> Runs:
-    """Returns the runs of a pull. Equal plans share them, because the page lists follow from the sizes."""
+    """Returns the runs of a pull. Equal plans share their runs, because the page lists follow from the sizes."""
     key = [made.local.page_size, made.remote.page_size, made.local.num_pages, made.remote.num_pages, tokens]
     for stack in made.stacks:
         key += [stack.itemsize, stack.axes, stack.token, stack.local_page, stack.remote_page]
@@ -240,7 +237,7 @@ _KNOWN: dict[tuple[object, ...], Runs] = {}
 
 
 def alike(triple: Triple) -> tuple[object, ...]:
-    """A key that is equal for triples with equal plans."""
+    """Returns a key that is equal for triples with equal plans."""
     found: list[int] = [triple.local.sides]
     for axis in ("layers", "heads"):
         local, part, remote = (getattr(held, axis) for held in (triple.local, triple.part, triple.remote))

@@ -1,5 +1,5 @@
-"""The definition of a pull: it fills and checks each element of a pool, in loops that do not use runs. Elements have
-four bytes. A pool is one array over all regions of a shard, and the value of an element identifies it in the logical
+"""The definition of a pull. It fills and checks each element of a pool, in loops without runs. Elements have four
+bytes. A pool is one array over all regions of a shard. The value of an element identifies the element in the logical
 tensor. `UNTOUCHED` marks elements that no pull may write.
 """
 
@@ -53,7 +53,7 @@ def page_layout(
 
 
 def share(total: int, ranks: int, rank: int) -> range:
-    """The heads or layers of rank `rank` of `ranks`: an even part of `total`, or one replicated head."""
+    """Returns the heads or layers of rank `rank` of `ranks`: an even part of `total`, or one replicated head."""
     if ranks >= total:
         at = rank * total // ranks
         return range(at, at + 1)
@@ -61,7 +61,9 @@ def share(total: int, ranks: int, rank: int) -> range:
 
 
 def region_starts(layout: ShardLayout, gap: int = 64) -> list[int]:
-    """The offset of each region in the pool's array, in bytes. Gaps make an overrun visible."""
+    """Returns the offset of each region in the pool's array, in bytes. Gaps between the regions make an overrun
+    visible.
+    """
     starts, at = list[int](), gap
     for num_bytes in layout.region_bytes:
         starts.append(at)
@@ -74,9 +76,8 @@ def empty_pool(layout: ShardLayout, gap: int = 64) -> Pool:
 
 
 def elements(box: Box, start: int, page: int, tokens: Sequence[tuple[int, int]]) -> list[tuple[tuple[int, ...], int]]:
-    """For each element of one page, its logical index and its index in the pool.
-
-    `tokens` has pairs (place in the page, token).
+    """Yields the logical index and the pool index of each element of one page. `tokens` has pairs: the place in the
+    page, and the token.
     """
     found: list[tuple[tuple[int, ...], int]] = []
     layers, sides, heads, _, dims = (range(extent) for extent in box.extent)
@@ -104,7 +105,7 @@ _SIZES = (8, 2, 32, 160, 16)  # The largest numbers of layers, sides, heads, tok
 
 
 def value(group: int, kind: str, logical: tuple[int, ...]) -> int:
-    """A distinct value for each element, far below the int32 limit."""
+    """Returns a distinct value for each element, far below the int32 limit."""
     found = group * len(KINDS) + KINDS.index(kind)
     for index, size in zip(logical, _SIZES, strict=True):
         assert 0 <= index < size
@@ -113,7 +114,7 @@ def value(group: int, kind: str, logical: tuple[int, ...]) -> int:
 
 
 def logical_of(values: Pool) -> list[Pool]:
-    """The layer, side, head, token and dim that each value stands for. They are meaningless for `UNTOUCHED`."""
+    """Returns the layer, side, head, token and dim of each value. The result is meaningless for `UNTOUCHED`."""
     found: list[Pool] = []
     for size in reversed(_SIZES):
         values, index = np.divmod(values, size)
@@ -122,7 +123,9 @@ def logical_of(values: Pool) -> list[Pool]:
 
 
 def fill(layout: ShardLayout, pages: Sequence[Sequence[int]], tokens: tuple[int, int], first_page: int = 0) -> Pool:
-    """A pool that holds only one request's `tokens`. The `pages` of each group begin at page `first_page`."""
+    """Returns a pool that holds only the `tokens` of one request. The `pages` of each group begin at page
+    `first_page`.
+    """
     pool, starts = empty_pool(layout), region_starts(layout)
     for number, group in enumerate(layout.groups):
         for index, page in enumerate(pages[number]):
@@ -135,7 +138,7 @@ def fill(layout: ShardLayout, pages: Sequence[Sequence[int]], tokens: tuple[int,
 
 
 def copied(runs: Runs, source: Pool, destination: Pool) -> None:
-    """Carries out the runs. Each run must lie within both pools, and no two runs may write the same byte."""
+    """Carries out the runs. Each run must be within both pools, and no two runs may write the same byte."""
     local, remote, length = (np.asarray(part) for part in (runs.local, runs.remote, runs.length))
     assert not (np.concatenate((local, remote, length)) % ITEMSIZE).any()
     counts = length // ITEMSIZE
@@ -148,7 +151,7 @@ def copied(runs: Runs, source: Pool, destination: Pool) -> None:
 
 
 def fewest(runs: Runs) -> int:
-    """The number of runs after joining all runs that can be joined."""
+    """Returns the number of runs after all possible joins."""
     order = np.argsort(runs.local)
     local, remote, length = runs.local[order], runs.remote[order], runs.length[order]
     meets = (local[:-1] + length[:-1] == local[1:]) & (remote[:-1] + length[:-1] == remote[1:])
@@ -165,7 +168,7 @@ def shard(
 
 
 def pages_for(layout: ShardLayout, tokens: tuple[int, int], seed: int = 0) -> list[int]:
-    """Shuffled pages, some of them consecutive."""
+    """Returns shuffled pages, some of which are consecutive."""
     size, pool = layout.groups[0].page_size, layout.groups[0].num_pages
     needed = -(-tokens[1] // size) - tokens[0] // size
     rng = np.random.default_rng(seed)
@@ -195,9 +198,9 @@ def mamba_boxes(
     dtype: tuple[str, int] = ("float32", ITEMSIZE),
     region: int = 0,
 ) -> tuple[Box, ...]:
-    """The boxes of one Mamba layer's state. A page holds the convolution's `[channels of x, B and C, conv_length]`, and
-    then the SSM's state. A rank holds a range of each part. Shards with different TP therefore simply intersect, and B
-    and C may be replicated while x is split.
+    """Returns the boxes of one Mamba layer's state. A page holds the convolution's state `[channels of x, B and C,
+    conv_length]`, and then the SSM's state. A rank holds a range of x, B, C and the heads, so shards with different TP
+    simply intersect. B and C may be replicated while x is split.
     """
     boxes: list[Box] = []
     offset, (name, itemsize) = 0, dtype

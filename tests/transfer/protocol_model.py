@@ -47,7 +47,7 @@ _SOURCES = "PQ"
 
 
 class Face(NamedTuple):
-    """The part of a room's state that the other rooms can see."""
+    """The part of a room's state that other rooms can see."""
 
     held: int
     pages: tuple[int, ...]
@@ -66,9 +66,8 @@ class Face(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """The possible moves of a room, given what the room sees of the other rooms.
-
-    Each move has two numbers: one is added to a state, and one is added to the mirrored state.
+    """The possible moves of a room in one view of the other rooms. Each move has two numbers: one is added to a state,
+    and one is added to the mirrored state.
     """
 
     deltas: tuple[tuple[int, int], ...]
@@ -78,7 +77,7 @@ class Steps(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The result of a search. `story` is the trace of the first violation; empty if there is none."""
+    """The result of a search. `story` is the trace of the first violation. It is empty if there is no violation."""
 
     states: int
     moves: int
@@ -148,7 +147,7 @@ class Explorer:
         return room if size == 1 or self._exact else self._ordered(size, room)
 
     def _forget(self, room: Room) -> Room:
-        """Drops details that no longer matter: messages to an ended lease, pages that no reader reads."""
+        """Drops details that no longer matter: messages to an ended lease, and pages that no reader reads."""
         said, heard, intact = room.said, room.heard, list(room.intact)
         for rank, links in enumerate(self.protocol.of_source):
             if room.word[rank] == CLEARED and self.protocol.has("attempt-check"):
@@ -265,7 +264,7 @@ class Explorer:
         return [move._replace(text=_of_source(part.source, move.text)) for move in moves]
 
     def _waits(self, position: int, faces: Sequence[Face]) -> bool:
-        """Whether a room is the back of an import whose front has not passed yet."""
+        """Returns whether a room is the back of an import whose front has not passed yet."""
         front = self.cast.parts[position].front
         return front >= 0 and not faces[front].passed
 
@@ -309,9 +308,8 @@ class Explorer:
         return sources + [self.protocol.crash_reader(room, reader) for reader in range(len(shape.readers))]
 
     def _tell(self, crashes: int, rooms: list[Room]) -> Iterator[tuple[str, int, list[Room], str]]:
-        """All successors of a state, with descriptions in words.
-
-        They are computed without caches and without symmetry.
+        """Yields all successors of a state with their descriptions. They are computed without caches and without
+        symmetry.
         """
         faces = [self._face(room) for room in rooms]
         for position, part in enumerate(self.cast.parts):
@@ -341,7 +339,7 @@ class Explorer:
     # The search.
 
     def run(self) -> Result:
-        """Explores every reachable state, or stops at the first that breaks a promise."""
+        """Explores every reachable state, or stops at the first state that breaks a promise."""
         began = time.perf_counter()
         rooms = [self._id(position, self.protocol.initial) for position in range(len(self.cast.parts))]
         first = self._key(self.cast.crashes, rooms)
@@ -365,7 +363,7 @@ class Explorer:
         return Result(len(seen), moves, finals, depth, time.perf_counter() - began)
 
     def _expand(self, state: int) -> list[int] | None:
-        """Returns the successors of a state, or None if it or a move from it breaks a promise."""
+        """Returns the successors of a state. Returns None if the state, or a move from it, breaks a promise."""
         ids = [state >> shift & _MASK for shift in self._shifts]
         crashes = state >> _BITS * len(ids)
         steps = [self._steps_of(position, ids) for position in range(len(ids))]
@@ -389,8 +387,8 @@ class Explorer:
         return after
 
     def _story(self, seen: dict[int, int], state: int) -> tuple[str, tuple[str, ...]]:
-        """Describes how a state is reached and what is wrong there. Readers and pages keep their names throughout the
-        description.
+        """Describes the moves that lead to a state, and the promise that the state breaks. Readers and pages keep their
+        names throughout the description.
         """
         path = [state]
         while seen[path[-1]] != path[-1]:

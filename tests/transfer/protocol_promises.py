@@ -30,7 +30,7 @@ _STAGE = {IDLE: 0, PULLING: 1, GIVEN_UP: 2, COMMITTED: 2, KEPT: 3, CLOSED: 4}
 
 
 def stale(protocol: Protocol, name: str, size: int, room: Room) -> str:
-    """Promise "no stale page": names a committed page that does not hold the leased content; empty if there is none."""
+    """Promise "no stale page": returns the name of a committed page without the leased content, or an empty text."""
     for link, (reader, rank) in enumerate(protocol.links):
         wrong = ((1 << protocol.pages_of(size, room)) - 1) & ~room.link[link][2]
         if room.pull[reader] == COMMITTED and wrong:
@@ -39,12 +39,13 @@ def stale(protocol: Protocol, name: str, size: int, room: Room) -> str:
 
 
 def stuck(protocol: Protocol, name: str, room: Room, moves: Sequence[Move], waits: bool = False) -> str:
-    """Promise "no stuck state, no one else affected": names a party that cannot progress.
+    """Promise "no stuck state, no one else affected": returns the name of a party that cannot progress, or an empty
+    text.
 
-    The result is empty if all parties can progress. Every holder of pages must have a move of its own that brings it
-    nearer to giving them back. Every pull with an open lease that was not given up must have a move that brings it
-    nearer to its commit, whatever happens to other readers and requests. `waits`: the room is the back of an import
-    whose front has not passed. A back that has passed waits for the front.
+    Every holder of pages must have a move of its own that brings it nearer to giving the pages back. Every open pull
+    with an open lease must have a move that brings it nearer to its commit, whatever happens to other readers and
+    requests. `waits`: the room is the back of an import whose front has not passed. A back that has passed waits for
+    the front.
     """
     due = {move.due for move in moves}
     if (room.held or STANDING in room.word or STALE in room.word) and "P" not in due:
@@ -72,8 +73,8 @@ def _is_sound(protocol: Protocol, room: Room, reader: int) -> bool:
 
 
 def is_over(room: Room) -> bool:
-    """Promise "no lost page": returns whether no page is held, no page may be written, no word is set and no pull is
-    open.
+    """Promise "no lost page": returns whether no page is held, no page may be written, no lease word is set and no pull
+    is open.
     """
     words = STANDING in room.word or STALE in room.word
     pages = room.held or any(room.pages) or any(room.loose)
@@ -81,8 +82,8 @@ def is_over(room: Room) -> bool:
 
 
 def rank(size: int, room: Room) -> int:
-    """Returns a number that every move increases. Since such a number exists, no sequence of moves returns to an
-    earlier state, and every run ends.
+    """Returns a number that every move increases. No sequence of moves can therefore return to an earlier state, and
+    every run ends.
     """
     gone = 0 if UNSET in room.word or room.held else sum(1 + size - mask.bit_count() for mask in room.intact)
     if room.found == UNASKED and UNSET in room.word:

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class Room(NamedTuple):
-    """One attempt of one request. In masks over pages of the request, bit k stands for page k of the request."""
+    """One attempt of one request. In a mask over the request's pages, bit k stands for page k of the request."""
 
     word: tuple[int, ...]  # [source rank]
     held: int  # The pages that P holds, as a mask over its pool. Every rank has the same mask.
@@ -64,7 +64,7 @@ class Room(NamedTuple):
 
 
 class View(NamedTuple):
-    """What a room sees of the other rooms."""
+    """The part of the other rooms' state that a room can see."""
 
     may_lease: bool = False  # True if the previous attempt has failed somewhere and the slot of the lease word is free.
     free_source: int = 0
@@ -92,8 +92,8 @@ class View(NamedTuple):
 class Move(NamedTuple):
     """A move: its description and its result.
 
-    `due` names the party that makes the move by itself, with its own clock and memory. `wrong` says which promise the
-    move breaks. `writes` is the page of a reader that a READ writes although another request may have been given it.
+    `due` names the party that makes the move by itself, with its own clock and memory. `wrong` names the promise that
+    the move breaks. `writes` is a reader's page that a READ writes although another request may already have the page.
     """
 
     text: str
@@ -104,7 +104,9 @@ class Move(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """The size of a room: ranks of the source, the source rank of each link of each reader, pages of each pool."""
+    """The size of a room: the ranks of the source, the source rank of each link of each reader, and the pages of each
+    pool.
+    """
 
     sources: int
     readers: tuple[tuple[int, ...], ...]
@@ -129,7 +131,7 @@ def lowest(free: int, count: int) -> int:
 
 
 class Protocol:
-    """The possible moves of a room, with all rules or without some."""
+    """The possible moves of a room, with all rules or without some of them."""
 
     def __init__(self, shape: Shape, without: frozenset[str] = frozenset()) -> None:
         self.shape = shape
@@ -147,7 +149,7 @@ class Protocol:
         return rule not in self.without
 
     def moves(self, name: str, size: int, room: Room, view: View) -> Iterator[Move]:
-        """All possible next moves in the room of request `name`, of `size` pages."""
+        """Yields all possible next moves in the room of request `name`, which has `size` pages."""
         yield from (self._lend if self.shape.by_content else self._grant)(name, size, room, view)
         size = self.pages_of(size, room)
         for rank in range(self.shape.sources):
@@ -170,11 +172,11 @@ class Protocol:
         yield from self._set_words(name, room)
 
     def pages_of(self, size: int, room: Room) -> int:
-        """Returns how many pages a reader takes after it has asked for `size` pages."""
+        """Returns how many pages a reader takes if it has asked for `size` pages."""
         return room.found if room.found > 0 and self.has("take-what-is-held") else size
 
     def _lend(self, name: str, size: int, room: Room, view: View) -> Iterator[Move]:
-        """The moves before a lease by content, and the lease itself."""
+        """Yields the moves before a lease by content, and the lease."""
         if room.found == ABSENT:
             if view.may_lease and view.free_source.bit_count() >= size:
                 full = (1 << size) - 1
@@ -194,7 +196,7 @@ class Protocol:
             yield from self._set_words(name, room)
 
     def _load(self, name: str, room: Room) -> Iterator[Move]:
-        """P loads pages from a lower tier, one by one, while no reader has been answered."""
+        """Yields the moves in which P loads pages from a lower tier, one by one, before it answers a reader."""
         for page in bits(room.below & ~room.listed) if room.found == UNASKED else []:
             bit, whole = 1 << page, self.has("list-when-there")
             loading = room._replace(below=room.below & ~bit, coming=room.coming | bit)
@@ -207,7 +209,9 @@ class Protocol:
             yield Move(f"page {page} of {name} is there", there._replace(listed=listed))
 
     def _ask(self, name: str, size: int, room: Room, view: View) -> Iterator[Move]:
-        """The reader asks P for the pages after its own pages, and P answers with the pages that it has."""
+        """Yields the moves in which the reader asks P for the pages after its own pages and P answers with the pages
+        that it has.
+        """
         first = max(0, view.head)
         listed, coming = room.listed >> first, room.coming >> first
         run = next(page for page in range(size + 1) if not listed >> page & 1)
@@ -238,7 +242,7 @@ class Protocol:
                 yield Move(text, room._replace(word=put(room.word, rank, STANDING)), "P")
 
     def offered(self, room: Room) -> bool:
-        """Whether the offer has left the source. Readers learn of the offer at that moment or at any later one."""
+        """Returns whether the offer has left the source. Readers learn of the offer at this moment or later."""
         if room.found in (ABSENT, UNASKED) and self.shape.by_content:
             return False
         if self.has("word-before-offer"):
@@ -343,10 +347,8 @@ class Protocol:
             yield Move(text, closed._replace(pages=put(room.pages, reader, 0)), f"D{reader}")
 
     def _compute(self, name: str, size: int, reader: int, room: Room) -> Iterator[Move]:
-        """The reader computes the next page while the pull is under way.
-
-        Without the rule "found-when-committed", the reader may instead find that page in its cache before the page has
-        arrived.
+        """Yields the moves in which the reader computes the next page during the pull. Without the rule
+        "found-when-committed", the reader may instead find the page in its cache before the page has arrived.
         """
         page, after = room.own, room._replace(own=room.own + 1)
         if not self.shape.ahead or page >= size:
@@ -497,7 +499,9 @@ class Protocol:
     # ---- events from outside of a room
 
     def crash_source(self, room: Room, rank: int) -> Room:
-        """A rank of P dies and restarts: its pages have other bytes, its words are empty, and its memory is lost."""
+        """Returns the room after a rank of P has died and restarted: its pages have other bytes, its words are empty,
+        and its memory is lost.
+        """
         if not room.held and room.word[rank] == UNSET:
             return room._replace(intact=put(room.intact, rank, 0), listed=0, coming=0)
         survives = room.word[rank] in (STANDING, STALE) and not self.has("mortal-words")
@@ -506,7 +510,9 @@ class Protocol:
         return room._replace(word=word, intact=put(room.intact, rank, 0), held=held)
 
     def crash_reader(self, room: Room, reader: int) -> Room:
-        """A reader dies and restarts: its pool is empty, nothing is in flight, and it does not remember offers."""
+        """Returns the room after a reader has died and restarted: its pool is empty, no READ is in flight, and it knows
+        no offer.
+        """
         if room.pull[reader] == IDLE and not room.said:
             return room
         links = self.of_reader[reader]
@@ -521,9 +527,8 @@ class Protocol:
         )
 
     def spoil(self, room: Room, reader: int, page: int) -> Room:
-        """A READ of another room writes to a page of a reader.
-
-        If that page has a copy of this room, the copy is lost.
+        """Returns the room after a READ of another room has written to a page of a reader. If the page has a copy of
+        this room, the copy is lost.
         """
         if not room.pages[reader] >> page & 1 or room.pull[reader] not in (PULLING, COMMITTED):
             return room

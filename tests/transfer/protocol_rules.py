@@ -1,4 +1,6 @@
-"""The rules of the ownership protocol by name, each with the smallest cast that shows the harm of leaving it out."""
+"""The names of the rules of the ownership protocol. For each rule, there is the smallest cast that shows the harm of
+leaving the rule out.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,8 @@ from tests.transfer.protocol_room import Shape
 
 class Part(NamedTuple):
     """One attempt of one request: its name, its pages, the previous attempt (or -1), and the slot of its lease word.
-
-    If there is an earlier stretch, `pages` counts the pages of the whole prompt. This stretch then brings the pages
-    that the earlier stretch did not bring.
+    With an earlier stretch, `pages` counts the pages of the whole prompt. This stretch then brings the pages that the
+    earlier stretch has not brought.
     """
 
     name: str
@@ -24,7 +25,7 @@ class Part(NamedTuple):
 
 
 class Cast(NamedTuple):
-    """The processes of a search, and how many of them may die. No other number is limited."""
+    """The processes of a search, and the number of processes that may die. No other number is limited."""
 
     title: str
     shape: Shape

@@ -42,7 +42,7 @@ class Hindrance:
 
 
 class Hindered(Agent):
-    """A real agent with a `Hindrance`."""
+    """A real agent whose READs a `Hindrance` can delay or refuse."""
 
     def __init__(self, hindrance: Hindrance, *args: Any) -> None:
         super().__init__(*args)
@@ -168,7 +168,7 @@ class Engine:
         return Source(self.serve(), self.engine_id, lease)
 
     def heads(self, pages: Sequence[int]) -> NDArray[np.uint8]:
-        """The bytes of pages, `[pages, all heads, bytes]`, independent of the split."""
+        """Returns the bytes of pages, `[pages, all heads, bytes]`, independent of the division over ranks."""
         return np.concatenate([pool[list(pages)] for pool in self.pools], axis=1)
 
     def blank(self) -> None:
@@ -192,9 +192,8 @@ def pull(reader: Engine, source: Source | Wanted, key: str = "r", groups: Any = 
 
 
 def settled(reader: Engine, *keys: str) -> Callable[[], bool]:
-    """Returns a function that says whether these pulls have had their last event.
-
-    Without `keys`, the only pull is `r`.
+    """Returns a function that says whether these pulls have had their last event. Without `keys` the function is about
+    the pull `r`.
     """
     return lambda: {*(keys or ("r",))} <= {event.key for event in reader.pulls if event.safe}
 

@@ -1,7 +1,6 @@
-"""Open exchanges, workers and engines do not change how a process ends.
-
-The exit status and the output are those of the program, whether it ends normally, by an error, by `sys.exit` or by
-Ctrl-C. The processes are forks of one that has imported everything, and finalize like the interpreter.
+"""Open exchanges, workers and engines do not change how a process ends. The exit status and the output are those of the
+program, whether it ends normally, by an error, by `sys.exit` or by Ctrl-C. Each process is a fork of a process that has
+imported all modules, and is finalized by the interpreter.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def test_open_objects_change_neither_the_exit_status_nor_the_output(
     [("raise", 1), pytest.param("exit", 3, marks=pytest.mark.ci), pytest.param("end", 0, marks=pytest.mark.ci)],
 )
 def test_a_separate_program_that_closes_nothing_ends_with_its_own_status(how: str, status: int) -> None:
-    """The same test without a fork. The error is handled by the interpreter itself."""
+    """The program runs without a fork. The interpreter itself handles the error."""
     ending = {"raise": f"raise ValueError({exits.OWN!r})", "exit": "import sys; sys.exit(3)", "end": ""}[how]
     program = f"from tests.transfer import exits; exits.open_exchange(); {ending}"
     done = subprocess.run(

@@ -87,7 +87,7 @@ def test_failures_are_other_only_in_the_listed_places() -> None:
 
 @pytest.mark.parametrize("method", ["fail", "_fail", "withdraw", "fail_engine", "disconnect", "_forget", "_give_back"])
 def test_functions_that_fail_a_pull_take_a_failure_and_not_a_text(method: str) -> None:
-    """Because a failure is required, the type checker finds every place that fails a pull without naming a kind."""
+    """These functions require a `Failure`, so the type checker finds every call that names no kind."""
     for name in ("pull/pull.py", "pull/rank.py", "pull/replica.py", "pull/directory.py"):
         tree = ast.parse((TRANSFER / name).read_text())
         for node in ast.walk(tree):

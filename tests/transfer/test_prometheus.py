@@ -1,4 +1,4 @@
-"""A scrape agrees with the leases and pulls of exchanges, over real sockets and NIXL."""
+"""A scrape agrees with the leases and pulls of exchanges. The exchanges run over real sockets and NIXL."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ def test_both_sides_of_a_pull_are_counted(side: Any) -> None:
 
 
 def test_failures_are_counted_by_kind(side: Any) -> None:
-    """Four real failures: no source at the address, an ended lease, pages that never come, a source that disappears."""
+    """The four failures are: no source at the address, an ended lease, pages that never come, and a source that
+    disappears.
+    """
     source, reader = side(Side, "p"), side(Reader, "d")
     source.compute()
     offer = source.offer()

@@ -1,4 +1,6 @@
-"""Counters cover all time, percentiles cover the time since the last snapshot, and failures are counted by kind."""
+"""Tests the stats: counters cover all time, percentiles cover the time since the last snapshot, and failures are
+counted by kind.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A process that a test drives, with an agent over a pool and over unreadable memory. It dies with the test."""
+"""A process with an agent over a pool and over unreadable memory. A test drives the process, which ends with the
+test.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,14 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def region(pages: int, value: int) -> NDArray[np.uint8]:
-    """uint8 `[pages, PAGE]` in memory of its own."""
+    """Returns uint8 `[pages, PAGE]` in newly mapped memory."""
     memory = np.frombuffer(mmap.mmap(-1, pages * PAGE), np.uint8).reshape(pages, PAGE)
     memory[:] = value
     return memory
 
 
 def runs(base: int, pages: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """uint64 `[pages, 3]`, one descriptor for each page."""
+    """Returns uint64 `[pages, 3]` with one descriptor for each page."""
     rows = np.empty((len(pages), 3), np.uint64)
     rows[:, 0] = base + pages * PAGE
     rows[:, 1:] = PAGE, 0
@@ -52,7 +54,9 @@ class Peer:
         return self.agent.name, self.agent.metadata, self.pool.ctypes.data, self.gone.ctypes.data
 
     def prepare_write(self, name: str, metadata: bytes, base: int, pages: int) -> None:
-        """Prepares a WRITE of the first pages of the pool to another process. `write` posts it, any number of times."""
+        """Prepares a WRITE of the first pages of the pool to another process. `write` posts the WRITE, any number of
+        times.
+        """
         self.agent.add_peer(name, metadata)
         agent, every = self.agent._agent, np.arange(pages)  # pyright: ignore[reportPrivateUsage] -- `Agent` only reads
         here, there = (agent.get_xfer_descs(runs(at, every), "DRAM") for at in (self.pool.ctypes.data, base))

@@ -1,6 +1,5 @@
-"""A process that serves one engine after another. A test drives it over a pipe.
-
-The process polls its engine between commands, and dies with the test.
+"""A process that serves one engine after another. A test drives the process over a pipe. The process polls its engine
+between commands, and ends with the test.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def filled(pages: int, bytes_per_page: int, seed: int) -> np.ndarray:
 
 
 def digest(pages: np.ndarray) -> bytes:
-    """A digest of pages that are too large for a pipe."""
+    """Returns a digest of pages that are too large for a pipe."""
     return xxhash.xxh3_128_digest(pages)
 
 
@@ -91,7 +90,7 @@ class Worker:
 
 
 def serve(conn: Connection) -> None:
-    """Serves a test until the test says so or ends."""
+    """Serves a test until the test ends or sends the end command."""
     worker = Worker()
     conn.send(("done", os.getpid()))
     try:

@@ -1,4 +1,6 @@
-"""Tests where a config puts registered tensors, and the refusal of tensors that do not match the config."""
+"""Tests the places to which a config maps registered tensors, and the refusal of tensors that do not match the
+config.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host buffers in place of device memory: which pages and layers are copied, and their layout."""
+"""Tests host buffers in place of device memory: the copied pages and layers, and the layout."""
 
 from __future__ import annotations
 

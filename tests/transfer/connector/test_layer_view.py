@@ -1,4 +1,6 @@
-"""A layer's pages, read through the boxes, equal the tensor's contents, whatever the tensor's strides are."""
+"""The pages of a layer, read through the boxes, equal the contents of the tensor. The strides of the tensor do not
+matter.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests the connector's scheduler: what it requests of every rank, when it accepts the ranks' outputs, and how it
-handles untrusted params.
+"""Tests the connector's scheduler: its requests to every rank, the ranks' outputs that it accepts, and untrusted
+params.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""How a reader handles `kv_transfer_params`: it trusts none of the values, and each refusal names the request, the key
-and the value.
-"""
+"""A reader trusts no value in `kv_transfer_params`. Each refusal names the request, the key and the value."""
 
 from __future__ import annotations
 
@@ -59,8 +57,8 @@ def test_params_that_ask_for_nothing_are_none(params: object) -> None:
 
 
 def test_params_that_say_where_the_pages_are_have_no_effect() -> None:
-    """Params of other connectors also name blocks, ranks, slots and incarnations. A reader ignores these, because the
-    source itself says where its pages are.
+    """The params of other connectors also name blocks, ranks, slots and incarnations. A reader ignores these values,
+    because the source itself names its pages.
     """
     few = {key: value for key, value in GOOD.items() if key not in {"transfer_mode", "do_remote_decode"}}
     more = {"remote_block_ids": [[1]], "tp_size": -1, "lease_slot": 7, "remote_incarnation": 5, "later": object()}

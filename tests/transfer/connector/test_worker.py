@@ -78,7 +78,7 @@ def hold(reader: EngineUnderTest, params: dict[str, Any]) -> Wanted:
 
 
 def lie(source: EngineUnderTest, request_id: str, blocks: list[int]) -> None:
-    """Makes a source report that a request has these blocks, although it has others."""
+    """Makes a source report these wrong blocks for a request."""
     offer = source.scheduler._offers[request_id]
     offer.held = offer.held._replace(block_ids=(tuple(blocks),))
 

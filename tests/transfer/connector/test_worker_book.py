@@ -1,4 +1,4 @@
-"""Which pages a load asks for, and what is recorded about loads and leases."""
+"""Tests the pages that a load asks for, and the records of loads and leases."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ STATE = GroupConfig(layers={"m": 2}, kind="mamba", state=(StatePart(kind="ssm", 
 
 
 def asked(local: Any, tokens: tuple[int, int], *, there: int = 0, first: Any = None) -> LoadRequest:
-    """A load from token `tokens[0]` to `tokens[1]`, from a source that has computed `there` tokens; 0 means all."""
+    """Returns a load of the tokens from `tokens[0]` to `tokens[1]`. The source has computed `there` tokens, where 0
+    means all tokens.
+    """
     start, stop = tokens
     return LoadRequest(
         wanted=Wanted("tcp://x:1", "p", 1, there or stop, b""),
@@ -202,7 +204,9 @@ def test_blocks_that_the_source_had_given_up_are_reported_by_group(
 
 
 def test_a_group_without_anything_to_read_has_unwritten_blocks() -> None:
-    """The window has one token, so the next token needs no earlier token, and nothing is read."""
+    """The window has one token, so the next token needs no earlier token. The reader therefore reads no block of the
+    window.
+    """
     book = make(FULL, msgspec.structs.replace(WINDOW, window=1), STATE)
     load, groups = add(book, "r", asked(((1, 2), (1, 2), (3,)), (0, 16), first=(0, 0, 0)))
     assert [group.tokens for group in groups] == [(0, 16), (0, 0), (0, 16)]

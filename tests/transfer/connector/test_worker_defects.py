@@ -199,7 +199,7 @@ def test_11_what_is_known_of_sources_does_not_grow_with_their_restarts(engine: A
 
 
 def metadata(pages: int, layers: int, engine_id: str) -> RankMetadata:
-    """The metadata of an engine with this many pages. No memory is allocated for it."""
+    """Returns the metadata of an engine with `pages` pages. The engine allocates no memory."""
     shape = (2, pages, 2, 16, 64)
     boxes = tuple(
         from_tensor(

@@ -1,6 +1,5 @@
-"""Pairs of engines of every kind, between real processes.
-
-`make pairs` runs 300 pairs. This file runs one pair of each of some families.
+"""Tests pairs of engines of every kind, in several processes. `make pairs` runs 300 pairs. This file runs one pair of
+each of some families.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Engines in one process over real NIXL: what they refuse, what an error leaves behind, and what they give back at the
-end.
+"""Engines in one process over real NIXL: the calls that they refuse, the state after an error, and the resources that
+they give back at the end.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def finish(left: KVTransferEngine, right: KVTransferEngine, request: TransferReq
 
 
 def unstarted(source: str, destination: str, pages: Any = (0,)) -> TransferReqData:
-    """A WRITE whose notifications have not arrived."""
+    """Returns a WRITE whose notifications have not arrived."""
     return TransferReqData(
         dst_name=destination,
         src_name=source,
@@ -450,7 +450,7 @@ def test_unexpected_notifications_are_counted_and_dropped(pair: Any, make_engine
 
 
 def stuck(monkeypatch: pytest.MonkeyPatch, agent: TensorAgent) -> None:
-    """Makes every copy of `agent` look unfinished until `monkeypatch.undo`."""
+    """Makes every copy of `agent` appear unfinished until `monkeypatch.undo`."""
     post = agent.agent.post
     monkeypatch.setattr(agent.agent, "post", lambda *args: (post(*args)[0], False))
     monkeypatch.setattr(agent.agent, "done", lambda _handle: False)
@@ -645,7 +645,7 @@ def test_cleanup_twice_and_nothing_after_it(make_engine: Any):
 
 
 def clean_up_with_a_copy_in_flight(conn: Connection) -> None:
-    """Runs in a process of its own. Reports how many bytes are still written after the engine has been cleaned up."""
+    """Runs in a process of its own. Reports how many bytes are written after the engine was cleaned up."""
     tensors = [torch.randint(0, 256, (256, 1 << 18), dtype=torch.uint8) for _ in range(2)]
     left, right = (KVTransferEngine(name, [[of]], total_num_pages=256) for name, of in zip("lr", tensors, strict=True))
     left.connect(right.metadata)
@@ -658,9 +658,8 @@ def clean_up_with_a_copy_in_flight(conn: Connection) -> None:
 
 
 def test_cleanup_with_a_copy_in_flight():
-    """NIXL may abort a process whose copy is cut off, as `test_transport` shows.
-
-    No byte is written after that abort.
+    """NIXL may abort a process if its copy is cut off, as `test_transport` shows. No byte is written after the
+    abort.
     """
     process, conn = start(clean_up_with_a_copy_in_flight)
     process.join(100)

@@ -1,5 +1,5 @@
-"""Runs some of the random moves of `engine_moves`. Some tests leave out a rule of the protocol, and the moves must
-notice that it is missing.
+"""Runs some of the random moves of `engine_moves`. Some tests leave out a rule of the protocol. The moves must then
+find a violation.
 """
 
 from __future__ import annotations

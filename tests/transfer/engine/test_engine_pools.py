@@ -1,4 +1,4 @@
-"""Tests the engine over a manager's pools: strided views, in every order of a page's bytes."""
+"""Tests the engine over a manager's pools. The pools are strided views with every order of a page's bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests two real processes, and what happens if one of them dies, stops or comes back. Every byte is compared."""
+"""Tests two real processes, one of which dies, stops or comes back. Every byte is compared."""
 
 from __future__ import annotations
 

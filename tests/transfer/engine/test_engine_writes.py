@@ -1,7 +1,5 @@
-"""WRITEs into a manager's pages.
-
-A page has a writer from the moment before its id is sent to the source, until the source can no longer write to the
-page.
+"""WRITEs into a manager's pages. A page has a writer before its id is sent to the source. It keeps the writer until the
+source can no longer write to the page.
 """
 
 from __future__ import annotations
@@ -46,8 +44,8 @@ def sides() -> Iterator[tuple[Side, Side]]:
 
 
 def promised(source: Side, target: Side) -> tuple[TextContext, PendingImport]:
-    """Returns a request that the source has computed, and the target's pending import of it. The ids of the import's
-    pages may now be sent.
+    """Returns a request that the source has computed, and the target's open import of the request. The ids of the
+    import's pages may now be sent.
     """
     tokens = list(range(PAGE_SIZE * 9 + 5))
     theirs = TextContext(tokens, 2560)
@@ -78,8 +76,8 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def nobody_else_gets(target: Side, pending: PendingImport) -> bool:
-    """Returns whether none of the free pages is one that was promised to the source. Takes all free pages to find out,
-    and gives them back.
+    """Returns whether no free page was promised to the source. The function takes all free pages to find out, and gives
+    them back.
     """
     other = TextContext(list(range(10_000, 10_000 + PAGE_SIZE * target.manager.num_free_blocks - 1)), 2560)
     target.manager.external_claim(other.request_id)
@@ -90,7 +88,9 @@ def nobody_else_gets(target: Side, pending: PendingImport) -> bool:
 
 
 def given_up(source: Side, target: Side) -> tuple[TextContext, PendingImport, TransferReqData]:
-    """Returns a WRITE that the target gives up while the WRITE is in flight. Sometimes the WRITE ends before that."""
+    """Returns a WRITE that the target gives up while the WRITE is in flight. Sometimes the WRITE ends before the target
+    gives it up.
+    """
     for _ in range(10):
         context, pending = promised(source, target)
         request = write(source, target, pending)

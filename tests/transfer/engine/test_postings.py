@@ -61,8 +61,8 @@ def test_forgetting_a_writer_ends_only_its_own_transfers(
 def test_transfers_in_flight_at_a_disconnect_are_watched_until_they_have_ended(
     pair: Any, monkeypatch: pytest.MonkeyPatch, until: Any
 ):
-    """The transfer is watched even after its owner has cleaned it up. It may still move bytes, so the peer stays
-    loaded.
+    """The engine watches the transfer even after its owner has cleaned the transfer up. The transfer may still move
+    bytes, so the peer stays loaded.
     """
     left, right = pair
     with monkeypatch.context() as patched:

@@ -1,4 +1,4 @@
-"""An S3 store for tests: moto in a process of its own, on a free port."""
+"""An S3 store for tests: moto in its own process, on a free port."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A link to a TCP server on this host that can be slowed down, like one to a distant store."""
+"""A link to a TCP server on this host. The link can be slowed down, as if the server were far away."""
 
 from __future__ import annotations
 

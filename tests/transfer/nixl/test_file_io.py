@@ -1,4 +1,4 @@
-"""The file tier through NIXL's POSIX plugin has the same pages and misses as through preadv and pwritev."""
+"""With NIXL's POSIX plugin, the file tier has the same pages and misses as with preadv and pwritev."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Runs the object tier through NIXL's OBJ plugin, over a real S3 server.
-
-Pages and misses are the same as without NIXL.
+"""Runs the object tier through NIXL's OBJ plugin, over a real S3 server. Pages and misses must be the same as without
+NIXL.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def _io(store: MotoStore) -> Iterator[Any]:
 
 
 def served(objects: NixlObjects, key: str = "model", timeout_s: float = 2.0, **options: Any) -> Served:
-    """A manager whose only lasting storage is this bucket."""
+    """Returns a manager whose only lasting storage is this bucket."""
     params = {
         "file_tier_key": key,
         "object_tier_io": objects,

@@ -1,6 +1,8 @@
-"""Checks the statements of `docs/concepts/protocol.md` about NIXL: what its reports prove, and what stops a copy. These
-tests record behaviour, not wishes. If one fails after an update of NIXL, the protocol may be made cheaper, or must be
-made stricter. Read the chapter on the transport before changing the test.
+"""Checks the statements of `docs/concepts/protocol.md` about NIXL: what its reports prove, and which events stop a
+copy.
+
+These tests record the behaviour of NIXL. If a test fails after an update of NIXL, the protocol may be made cheaper or
+must be made stricter. Read the chapter on the transport before you change a test.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ class Remote:
 
 
 class Here:
-    """An agent of this process with memory of its own. It has read from `remote` before."""
+    """An agent of this process with its own memory. It has read from `remote` before."""
 
     def __init__(self, remote: Described, pages: int) -> None:
         self.remote = remote
@@ -71,9 +73,8 @@ class Here:
         self.memory[:] = EMPTY
 
     def start(self, order: Order, gone: tuple[int, int] | None = None) -> tuple[Handle, bool]:
-        """Starts to READ pages.
-
-        `gone` is a pair: an index in the order of READs, and a missing page that is read at this index.
+        """Starts to READ pages. `gone` is a pair: an index in the order of READs, and an unreadable page of the peer
+        that is read at this index.
         """
         there = runs(self.remote.pool, order)
         if gone is not None:
@@ -110,7 +111,7 @@ def remote() -> Iterator[Remote]:
 
 @pytest.fixture
 def meet(remote: Remote) -> Iterator[Callable[[int], Here]]:
-    """Returns `meet(pages)`, an agent here that knows the other process."""
+    """Returns `meet(pages)`, which makes an agent in this process that knows the other process."""
     met: list[Here] = []
 
     def make(pages: int) -> Here:
@@ -151,7 +152,9 @@ def test_when_an_error_is_reported_nothing_is_in_flight(meet: Callable[[int], He
 
 
 def destroy_in_flight(conn: Connection, remote: Described) -> None:
-    """Runs in a process of its own. Reports how many pages are missing when the agent is gone, and how many later."""
+    """Runs in a process of its own. Reports how many pages are missing when the agent is destroyed, and how many are
+    missing later.
+    """
     here = Here(remote, MANY)
     here.read(shuffled(FEW))  # This READ makes the copying thread open a connection of its own.
     here.memory[:] = EMPTY

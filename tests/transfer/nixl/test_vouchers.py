@@ -79,10 +79,9 @@ def test_another_user_vouches_for_nothing(metadata: bytes) -> None:
 
 
 def test_a_process_in_another_network_namespace_counts_as_on_another_host(metadata: bytes) -> None:
-    """A container may share our memory but have its own network.
-
-    A peer could reach the container's agents through shared memory. The peer cannot reach the agents' vouchers, because
-    the sockets of the vouchers belong to another network.
+    """A container may share memory with its peer but have its own network. A peer could reach the container's agents
+    through shared memory. The peer cannot reach the vouchers of the agents, because the sockets of the vouchers belong
+    to another network.
     """
     with ThreadPoolExecutor(1) as elsewhere:  # The single thread of the pool gets its own network namespace.
         if elsewhere.submit(_LIBC.unshare, _CLONE_NEWNET).result():

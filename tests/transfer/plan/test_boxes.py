@@ -1,4 +1,4 @@
-"""Boxes: the place of each element in the named layouts and parts of them, and every refused layout."""
+"""Tests boxes: the place of each element in the named layouts and in parts of them, and every refused layout."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def test_a_part_of_a_box_is_like_the_box_in_all_but_its_place() -> None:
 
 
 def good(**changes: Any) -> ShardLayout:
-    """Returns a valid layout with one field of the box changed: four pages of `[layer 2, side 2, head 3, token 4, dim
-    2]`.
+    """Returns a valid layout of four pages of `[layer 2, side 2, head 3, token 4, dim 2]`, in which one field of the
+    box is changed.
     """
     box = from_tensor(
         (4, 2, 2, 3, 4, 2),

@@ -1,4 +1,4 @@
-"""Pulls of few runs are planned in plain Python. They copy the same bytes as `Plan.runs`, which handles all other
+"""Pulls of few runs are planned in plain Python. They must copy the same bytes as `Plan.runs`, which plans all other
 pulls.
 """
 
@@ -117,7 +117,9 @@ def test_blocks_become_pages_and_a_group_with_nothing_in_common_needs_none() -> 
 
 
 def with_window(layout: ShardLayout, pages: int, block_pages: int = 1) -> ShardLayout:
-    """Two groups over the same pool. The second group keeps a window. A source names the blocks of both groups."""
+    """Returns two groups over the same pool. The second group keeps a window. A source names the blocks of both
+    groups.
+    """
     (group,) = layout.groups
     groups = tuple(
         msgspec.structs.replace(group, num_pages=pages, window=window, block_pages=block_pages) for window in (0, 32)
@@ -126,8 +128,8 @@ def with_window(layout: ShardLayout, pages: int, block_pages: int = 1) -> ShardL
 
 
 def test_blocks_of_the_source_are_converted_to_its_own_pages() -> None:
-    """A block of the source has 64 tokens, and a page of the reader has 16. The source no longer has the window's first
-    two blocks.
+    """A block of the source has 64 tokens, and a page of the reader has 16 tokens. The source has given back the
+    window's first two blocks.
     """
     ours, theirs = with_window(shard(), 80), with_window(shard(page_size=32, pages=40), 40, block_pages=2)
     planned = made_of(ours, theirs)

@@ -1,4 +1,4 @@
-"""A pull is divided at the page ends of both sides, and no token is lost."""
+"""A pull is divided at the ends of pages of both sides, and every token is pulled."""
 
 from __future__ import annotations
 

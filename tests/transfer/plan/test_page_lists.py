@@ -117,8 +117,8 @@ def test_logical_pages_become_the_kernels() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_each_token_is_copied_from_its_place_at_the_source_to_its_place_at_the_reader(seed: int) -> None:
-    """Checks the place of each token. The page sizes of both sides are random, blocks may have several pages, and lists
-    may lack their first blocks.
+    """Checks the place of each token. The page sizes of both sides are random. A block may have several pages, and a
+    list may lack its first blocks.
     """
     rng = random.Random(seed)
     for _ in range(200):

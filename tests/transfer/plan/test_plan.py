@@ -1,4 +1,4 @@
-"""The plan gives the same result as copying element by element, and refuses invalid pulls."""
+"""A plan must give the same result as copying element by element, and must refuse invalid pulls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A seeded sample of the grid; `python -m tests.transfer.plan_grid` checks all of it."""
+"""Checks a seeded sample of the grid. `python -m tests.transfer.plan_grid` checks the whole grid."""
 
 from __future__ import annotations
 

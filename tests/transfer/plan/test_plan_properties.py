@@ -23,7 +23,7 @@ DIMS = 2
 
 @dataclass(frozen=True)
 class Pull:
-    """The pull of one request. For each group it has the tokens, and the pages on each side."""
+    """The pull of one request. For each group it has the tokens and the pages on each side."""
 
     local: ShardLayout
     remotes: list[ShardLayout]
@@ -57,14 +57,14 @@ def strided(
 
 
 def cuts(draw: DrawFn, total: int) -> list[range]:
-    """A range of `total`, divided at random places."""
+    """Returns a range of `total` elements, divided at random places."""
     inner = draw(st.sets(st.integers(1, total - 1), max_size=2)) if total > 1 else set()
     return [range(first, end) for first, end in pairwise([0, *sorted(inner), total])]
 
 
 @st.composite
 def shards(draw: DrawFn, held: list[tuple[str, range, range, int]], states: list[bool]) -> ShardLayout:
-    """A shard that holds a range of layers and heads for each group, in one or several boxes and regions."""
+    """Returns a shard that holds a range of layers and heads for each group, in one or several boxes and regions."""
     groups: list[Group] = []
     region_bytes: list[int] = [ITEMSIZE]
     for (kind, layers, heads, sides), state in zip(held, states, strict=True):
@@ -152,6 +152,6 @@ def test_a_pull_of_any_shape_copies_each_element_once(pull: Pull, staged: bool) 
 def _filled(
     layout: ShardLayout, group: int, pages: list[int], tokens: tuple[int, int], first_token: int
 ) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
-    """A pool with only one group's pages filled."""
+    """Returns a pool in which only the pages of one group are filled."""
     lists = [pages if number == group else [] for number in range(len(layout.groups))]
     return fill(layout, lists, tokens, first_token // layout.groups[group].page_size)

@@ -1,4 +1,4 @@
-"""Runs are joined if they abut on both sides, and only then."""
+"""Runs are joined exactly if they are adjacent on both sides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Scales of pages as boxes: they move with their tokens to other ranks and page sizes, or are refused by name."""
+"""Scales of pages as boxes: they move with their tokens to ranks and page sizes of the other side. An impossible move
+is refused, and the refusal names the scales.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ def carry_out(runs: Runs, local: torch.Tensor, remote: torch.Tensor) -> None:
 def pulled(
     ours: list[PageLayout], theirs: list[PageLayout], *, staged: bool
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The contents of each of our ranks after a pull of `TOKENS` tokens, and the contents that are expected."""
+    """Returns the contents of each reading rank after a pull of `TOKENS` tokens, and the expected contents."""
     remotes: list[ShardLayout] = [check(dense(layout, PAGES)) for layout in theirs]
     there = [torch.zeros(PAGES * layout.page_bytes, dtype=torch.uint8) for layout in theirs]
     sizes = ours[0].page_size, theirs[0].page_size

@@ -1,5 +1,5 @@
-"""Tests the choice of source ranks: each element is read once, readers are spread over replicas, and no more shards are
-read than needed.
+"""Tests the choice of source ranks. Each element is read once, the readers are spread over replicas, and no shard is
+read without need.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from transfer.plan.source_ranks import sources
 
 
 def cells(layout: ShardLayout) -> list[tuple[int, str, int, int, int, int]]:
-    """Each element of a layout, without the token axis."""
+    """Returns each element of a layout, without the token axis."""
     found: list[tuple[int, str, int, int, int, int]] = []
     for number, group in enumerate(layout.groups):
         for box in group.boxes:
@@ -102,7 +102,9 @@ def test_stages_that_differ_are_read_where_their_layers_are() -> None:
 
 
 def mamba(rank: int, number: int, groups: int) -> ShardLayout:
-    """A hybrid model: attention, and states whose B and C are replicated if there are more ranks than groups."""
+    """Returns a hybrid model with attention and states. If there are more ranks than groups, B and C of the states are
+    replicated.
+    """
     x, ssm, b = share(24, number, rank), share(8, number, rank), share(groups * 2, number, rank)
     if number > groups:
         group = rank * groups // number

@@ -1,4 +1,4 @@
-"""Staged pulls write the same as direct ones, and are chosen if they are cheaper."""
+"""A staged pull must write the same bytes as a direct pull. It must be chosen if it is cheaper."""
 
 from __future__ import annotations
 

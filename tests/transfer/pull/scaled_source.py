@@ -33,12 +33,12 @@ class ScaledSide:
         self.exchange = PageExchange(self.manager, name)
 
     def rows(self) -> Iterator[torch.Tensor]:
-        """The pages of each shard as bytes."""
+        """Returns the pages of each shard as bytes."""
         for blocks in self.manager.device_tensors[0]:
             yield page_rows(blocks).view(torch.uint8)
 
     def filled(self, rows: torch.Tensor, shard: int, pages: list[int]) -> torch.Tensor:
-        """The `rows` that are expected if `pages` hold the prompt."""
+        """Returns the expected `rows` if `pages` hold the prompt."""
         expected = torch.zeros_like(rows)
         fill(expected.view(-1), self.manager.layouts[shard], pages, self.manager.page_size)
         return expected

@@ -1,6 +1,5 @@
-"""One of several sources of the same pages, in this process or in its own, and a reader whose links can be slow.
-
-Each element of a page identifies its place in the whole model, so that no page or head can be taken for another.
+"""One of several sources of the same pages, in this process or in its own process, and a reader whose links can be
+slow. Each element of a page identifies its place in the whole model, so a wrong page or head is always noticed.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ QUICK = {"handshake_timeout_s": 2.0, "heartbeat_s": 0.2, "dead_after_s": 1.0}
 
 
 class SharedSide:
-    """A manager of 80 pages or more over `tp` shards, and its exchange."""
+    """A manager of at least 80 pages over `tp` shards, and its exchange."""
 
     def __init__(
         self,
@@ -68,7 +67,7 @@ class SharedSide:
             self.blocks(shard)[list(pages)] = self.expected(shard, group, first, len(pages))
 
     def blocks(self, shard: int) -> torch.Tensor:
-        """The pages of a shard, `[pages, sides, layers, tokens, heads, dim]`."""
+        """Returns the pages of a shard, `[pages, sides, layers, tokens, heads, dim]`."""
         rows, layout = page_rows(self.manager.device_tensors[0][shard]), self.manager.layouts[shard]
         return as_blocks(rows.view(torch.float32).view(-1), layout, len(rows))
 
@@ -110,9 +109,8 @@ def revoke_all(replica: ReplicaTransfer) -> None:
 
 
 def serve(pipe: Connection, name: str, pages: int, options: dict[str, Any]) -> None:
-    """Computes this many pages of the prompt and lends them until it is killed.
-
-    The command `revoke` ends its leases.
+    """Computes `pages` pages of the prompt and lends them until the process is killed. The command `revoke` ends its
+    leases.
     """
     side = SharedSide(name, **options)
     side.compute(pages)
@@ -160,7 +158,7 @@ class _SlowRead:
 
 
 class SlowAgent(Agent):
-    """The real agent, whose READs are posted late."""
+    """A real agent whose READs are posted late."""
 
     def __init__(self, links: Links, name: str, memory_type: MemoryType) -> None:
         super().__init__(name, memory_type)

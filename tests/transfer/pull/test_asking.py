@@ -1,5 +1,5 @@
-"""While the source answers "not yet", the reader repeats its question with growing pauses, and never after its
-deadline.
+"""While the source answers "not yet", the reader repeats its question with growing pauses. It asks no question after
+its deadline.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WANTED = PageDigests(4, "sha256", bytes(range(64)), first_page=2)
 
 
 class Client:
-    """A source whose answers and their times the test controls."""
+    """A client whose source is controlled by the test: the test chooses the answers and their times."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[ContentQuery, float]] = []

@@ -65,9 +65,7 @@ def test_work_that_is_queued_before_a_ring_is_never_missed() -> None:
 def test_a_ring_during_a_system_call_does_not_silence_later_rings(
     monkeypatch: pytest.MonkeyPatch, call: str, after: bool, by: str
 ) -> None:
-    """While `hear` or `ring` makes its system call, another thread or a signal handler rings, either before or after
-    the call.
-    """
+    """`hear` or `ring` makes its system call. Before or after this call, another thread or a signal handler rings."""
     bell = Bell()
     real, threads = getattr(os, call), list[threading.Thread]()
 
@@ -104,7 +102,7 @@ def test_a_ring_during_a_system_call_does_not_silence_later_rings(
 
 
 def test_a_hear_between_two_simultaneous_rings_silences_neither(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second thread reads the flag before the first thread rings, and writes to the bell after the hearer has heard
+    """The second thread reads the flag before the first thread rings. It writes to the bell after the hearer has heard
     the first ring.
     """
     bell, real = Bell(), os.eventfd_write
@@ -128,7 +126,9 @@ def test_a_hear_between_two_simultaneous_rings_silences_neither(monkeypatch: pyt
 
 
 def test_closing_a_bell_during_a_ring_does_not_write_to_a_reused_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of the bell's descriptor may be reused as soon as it is closed, so the close waits for the ring."""
+    """The number of the bell's descriptor may be reused as soon as the descriptor is closed. `close` therefore waits
+    for the ring.
+    """
     bell, real = Bell(), os.eventfd_write
     closing = threading.Thread(target=bell.close)
 

@@ -1,4 +1,6 @@
-"""Pages on GPUs move between processes, and between a GPU and host memory. Kernels read them right afterwards."""
+"""Pages on GPUs move between processes, and between a GPU and host memory. Kernels read the pages directly
+afterwards.
+"""
 
 from __future__ import annotations
 

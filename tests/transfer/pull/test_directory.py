@@ -1,4 +1,4 @@
-"""Engines are found by name: the address that one request gives for an engine affects no pull of another request."""
+"""Engines are found by name. The address that one request gives for an engine affects no pull of another request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from transfer.wire.messages import open_rank, sealed_rank
 
 
 def opened(reader: Engine, source: Source, key: str = "r") -> None:
-    """A pull with a loaded source, which waits for pages."""
+    """Returns a pull that has loaded its source and waits for pages."""
     pull(reader, source, key, groups=None, timeout_s=60.0)
     run(reader, until=lambda: all(rank.puller.get(key) for rank in reader.ranks))
 
@@ -88,9 +88,7 @@ def test_an_engine_that_was_lost_may_come_back_elsewhere_at_once(engine: Any) ->
 
 
 def test_an_impostor_with_copied_metadata_cannot_end_the_pulls_of_an_engine(engine: Any) -> None:
-    """The impostor answers at its own address. It claims that the engine has restarted, or it does not answer
-    at all.
-    """
+    """The impostor answers at its own address. It claims that the engine has restarted, or gives no answer."""
     p, d = engine("p"), engine("d", dead_after_s=0.3, heartbeat_s=0.05)
     with HandshakeServer([p.card]) as copy:
         opened(d, p.source(p.offer()))
@@ -110,8 +108,8 @@ def test_an_impostor_with_copied_metadata_cannot_end_the_pulls_of_an_engine(engi
 def test_an_engine_that_one_rank_cannot_load_is_kept_by_no_rank(
     engine: Any, monkeypatch: pytest.MonkeyPatch, refusing: int, how: str
 ) -> None:
-    """If one rank cannot load an engine, the others must not keep it. Otherwise a later pull would read with only some
-    of the ranks.
+    """If one rank cannot load an engine, the other ranks must not keep the engine. A later pull would otherwise read
+    with only some of the ranks.
     """
     p, d = engine("p"), engine("d", 4)
     source = p.source(p.offer())
@@ -138,7 +136,7 @@ def test_an_engine_that_one_rank_cannot_load_is_kept_by_no_rank(
 
 
 class Crowd:
-    """Two engines that the reader pulls from, and other engines that a request may name."""
+    """Two engines from which the reader pulls, and other engines that a request may name."""
 
     def __init__(self, engine: Callable[..., Engine]) -> None:
         self.good = [engine("p"), engine("q", seed=20)]
@@ -227,9 +225,8 @@ def any_bytes(rng: random.Random) -> Callable[[bytearray], None]:
 
 
 def unseen(source: Engine) -> Engine:
-    """Makes a source appear as if it ran on another host: no process on this host confirms its metadata any more.
-
-    Returns the source.
+    """Makes a source appear to run on another host: no process on this host confirms its metadata any more. Returns the
+    source.
     """
     for rank in source.ranks:
         rank._agent._voucher.close()  # pyright: ignore[reportOptionalMemberAccess]
@@ -256,7 +253,7 @@ def test_without_a_key_a_source_on_this_host_vouches_for_itself(engine: Any, tp:
 def test_metadata_that_no_process_of_this_host_vouches_for_is_refused_without_any_contact(
     engine: Any, change: Any
 ) -> None:
-    """The source runs in this process, which would crash if it loaded some of these bytes."""
+    """The source runs in this process. The process would crash if the reader loaded some of these bytes."""
     p, d = engine("p", key=b""), engine("d", key=b"")
     data = changed(p.card.ranks[0], change)
     with HandshakeServer([EngineCard("p", p.incarnation, (data,), p.card.compatibility)]) as liar:

@@ -1,4 +1,6 @@
-"""Wrong arguments of an exchange are refused by name, value and limit, and leave nothing behind."""
+"""An exchange refuses wrong arguments. The refusal names the argument, its value and the limit, and leaves no thread or
+file behind.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def side() -> Iterator[Side]:
 
 
 def left() -> tuple[int, int]:
-    """The threads and open files of this process."""
+    """Returns the threads and open files of this process."""
     return threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
 
 

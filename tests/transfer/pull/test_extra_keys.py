@@ -1,4 +1,4 @@
-"""Salts and extra keys between two managers with a real pull: pages are found only under their own keys."""
+"""Salts and extra keys between two managers with a real pull. A page is found only under its own keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SALT = {"cache_salt": "tenant"}
 
 @pytest.fixture(params=[False, True], ids=["at once", "in chunks"])
 def pulled(request: pytest.FixtureRequest) -> Any:
-    """Returns a function that moves a prompt with these keys from a source to a reader, and the reader."""
+    """Returns a function that moves a prompt with these keys from a source to a reader. Also returns the reader."""
     source, reader = Side("p", caching=True), Reader("d", caching=True)
 
     def pull(wrong: list[dict[str, Any]], **named: Any) -> None:
@@ -51,9 +51,8 @@ def pulled(request: pytest.FixtureRequest) -> Any:
 
 
 def found(reader: Reader, **named: Any) -> int:
-    """The number of the prompt's tokens that the reader finds cached under these keys.
-
-    The reader computes the other tokens.
+    """Returns the number of the prompt's tokens that the reader finds cached under these keys. The reader computes the
+    other tokens.
     """
     context = TextContext([*PROMPT, 2, 3], 32, "q", **named)
     reader.manager.external_claim("q")

@@ -22,7 +22,7 @@ def end(p: Engine, d: Engine) -> None:
 
 
 def opened(p: Engine, d: Engine, **options: Any) -> LeaseRef:
-    """A pull that waits for its pages."""
+    """Returns a pull that waits for its pages."""
     lease = p.offer()
     pull(d, p.source(lease), groups=None, **options)
     run(p, d, until=lambda: len(d.ranks[0].puller) or d.pulls)  # A busy machine may need all of a short time limit.

@@ -1,4 +1,4 @@
-"""Forks of a source or a reader: they hold a copy of the pages, and never answer for their parent."""
+"""Forks of a source or a reader: a fork holds a copy of the pages, and never answers for its parent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ class _Span(ctypes.Structure):
 
 
 def memory_of(pid: int, address: int, num_bytes: int) -> bytes:
-    """The bytes at an address of another process, read as NIXL does on one host."""
+    """Returns the bytes at an address of another process. They are read in the same way as NIXL reads them on one
+    host.
+    """
     here = ctypes.create_string_buffer(num_bytes)
     local, remote = _Span(ctypes.addressof(here), num_bytes), _Span(address, num_bytes)
     got = _LIBC.process_vm_readv(pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)

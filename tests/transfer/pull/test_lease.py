@@ -1,4 +1,6 @@
-"""The lease book: whose messages end a lease, when it ends without them, and the content of its word."""
+"""Tests the lease book: the messages that end a lease, the times at which a lease ends without a message, and the
+content of its word.
+"""
 
 from __future__ import annotations
 
@@ -317,7 +319,9 @@ def test_only_ids_of_64_bits_are_granted() -> None:
 
 
 def test_a_fork_finds_no_lease() -> None:
-    """If a fork has got our old pid, a reader may read lease words from the fork. It must find no lease there."""
+    """If a fork has got the old pid of its parent, a reader may read lease words from the fork. The reader must find no
+    lease there.
+    """
     book = LeaseBook([make_words(8)])
     book.grant(5, "r", 0, 10.0)
     child = os.fork()

@@ -1,6 +1,5 @@
-"""Tests pulls by content. Any request may have computed the pages, and anything may happen to them during a pull.
-
-There are two managers with their exchanges and real NIXL. Every byte of a page holds its prompt's value, as in
+"""Tests pulls by content. Any request may have computed the pages, and the pages may be evicted or changed during a
+pull. There are two managers with their exchanges and real NIXL. Every byte of a page holds its prompt's value, as in
 `test_ownership`.
 """
 
@@ -91,7 +90,7 @@ def taken(reader: Reader, source: Side, context: TextContext, lent: Lent, key: s
 
 
 def all_given_back(source: Side) -> None:
-    """Checks that all lent pages are free again, without any event to the scheduler."""
+    """Checks that all lent pages are free again. The scheduler gets no event for this."""
     source.until(lambda: source.manager.num_leased_blocks == 0 and not len(source.exchange.threads[0].replica.leases))
     assert source.idle
     assert not source.of(Offered)
@@ -168,7 +167,7 @@ def forget_head(source: Side, pages: int) -> None:
 
 
 def begun(reader: Side, source: Side, context: TextContext, key: str) -> Lent:
-    """Returns the pages that a source lends after the pages that the reader has cached."""
+    """Returns the pages that a source lends after the pages that the reader has already cached."""
     contents = reader.manager.contents
     here = contents.cached(0, contents.digests(context)) // PAGE_SIZE
     return asked(reader, source, context, key, wanted=contents.digests(context, here))
@@ -220,7 +219,7 @@ HOST = {"enable_kvcache_swapping_to_host": True, "host_kvcache_swap_space_gb": 1
 
 
 def below(side: Any, **options: Any) -> Side:
-    """A source that has the prompt only in host memory."""
+    """Returns a source that has the prompt only in host memory."""
     source: Side = side(Side, "p", **HOST, **options)
     computed(source)
     for first in (100, 200):
@@ -232,7 +231,7 @@ def below(side: Any, **options: Any) -> Side:
 
 
 class Endless:
-    """Stands for the event that marks the end of a running copy. The copy has ended when the test sets `is_over`."""
+    """A substitute for the event that marks the end of a copy. The copy has ended when the test sets `is_over`."""
 
     is_over = False
 
@@ -248,8 +247,8 @@ class Endless:
 
 
 def copied_beside(monkeypatch: pytest.MonkeyPatch) -> Endless:
-    """Makes copies from host memory run in the background, as on a GPU. Returns the event, with which the test ends
-    them.
+    """Makes copies from host memory run in the background, as on a GPU. Returns the event with which the test ends the
+    copies.
     """
     load, mark = PageMover.load, Endless()
 
@@ -616,9 +615,8 @@ def test_a_manager_leases_the_pages_that_it_has_by_content_and_refuses_what_it_c
 
 
 class Flood:
-    """Questions for one page each. A peer can send as many of them as it wants once it knows one digest.
-
-    The peer chooses the asker's name.
+    """Questions for one page each. A peer that knows one digest can send any number of such questions. The peer chooses
+    the asker's name.
     """
 
     def __init__(self, source: Side, wanted: PageDigests) -> None:
@@ -638,7 +636,7 @@ class Flood:
         self.said: list[str] = []
 
     def ask(self, count: int, asker: Callable[[int], str]) -> None:
-        """Delivers `count` more questions, as the handshake server does. The loop gets turns in between."""
+        """Delivers `count` more questions, as the handshake server does. The serving loop polls in between."""
         for _ in range(count):
             self.asked += 1
             self.said.append(self.lender.answer(replace(self.query, ask_id=self.asked, asker=asker(self.asked))).error)

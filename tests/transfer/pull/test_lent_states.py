@@ -1,4 +1,6 @@
-"""The number of recurrent states that a source lends at a time is limited. Two managers, exchanges and real NIXL."""
+"""A source lends only a limited number of recurrent states at a time. The tests use two managers, exchanges and real
+NIXL.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ NO_HOST = {"enable_kvcache_swapping_to_host": False, "host_kvcache_swap_space_gb
 
 
 def prompt(first: int, tokens: int) -> list[int]:
-    """A prompt of this token and `tokens` others."""
+    """Returns a prompt of the token `first` and `tokens` more tokens."""
     return [first, *range(tokens)]
 
 
@@ -45,7 +47,7 @@ class Pair:
         raise TimeoutError
 
     def lent(self, first: int) -> tuple[int, ...]:
-        """Returns how many pages of each group are lent for this prompt; empty if no page is lent."""
+        """Returns how many pages of each group are lent for this prompt. The result is empty if no page is lent."""
         found = self.ask(first)
         assert not found.error
         return () if found.table is None else tuple(map(len, found.table.groups))
@@ -106,7 +108,7 @@ def test_a_state_in_a_slab_counts_as_the_pages_of_the_slab(pair: Pair) -> None:
 
 
 class Three:
-    """Two sources that have computed these numbers of tokens of a prompt, and a reader of both."""
+    """Two sources that have computed these numbers of a prompt's tokens, and a reader of both sources."""
 
     def __init__(self, *tokens: int, slabs: bool) -> None:
         self.sides = [ServedStates(slabs=slabs, params=NO_HOST, every=4, checks=False) for _ in range(3)]
@@ -130,7 +132,7 @@ class Three:
         return found
 
     def pull(self, revoked: int = 2) -> PullEvent:
-        """Asks both sources, and pulls from both. Revokes the lease of the source with this number, if there is one."""
+        """Asks both sources, and pulls from both. If `revoked` is given, the lease of this source is revoked."""
         wanted = self.manager.contents.digests(self.context)
         for at, source in enumerate(self.sources):
             self.reader.ask(0, f"{at}", source.address, source.engine_id(0), wanted)
@@ -163,7 +165,7 @@ class Three:
 
 @pytest.fixture
 def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Three]]:
-    """Makes even small pulls use both sources."""
+    """Returns two sources and a reader. Even small pulls use both sources."""
     for name, value in (("ONE_SOURCE_BYTES", 0), ("_PROBE_BYTES", 1), ("_LEAST_BYTES", 1)):
         monkeypatch.setattr(f"transfer.pull.shared_pull.{name}", value)
     made = list[Three]()
@@ -182,7 +184,7 @@ def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Three]]:
 def test_pages_and_the_state_behind_them_come_from_two_sources(
     three: Callable[..., Three], slabs: bool, second: int
 ) -> None:
-    """The state comes from a source that has it at the end of the last page."""
+    """The state comes from the source that has it at the end of the last page."""
     it = three(40, second, slabs=slabs)
     assert not it.pull().error
     mine = it.sides[2]

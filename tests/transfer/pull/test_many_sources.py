@@ -1,4 +1,4 @@
-"""A reader that knows hundreds of sources polls only the agents of those in use."""
+"""A reader that knows hundreds of sources polls only the agents of sources in use."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Known:
 
 @pytest.fixture
 def rank_of() -> Any:
-    """A rank with the test's clock that knows this many sources."""
+    """Returns a rank with the test's clock that knows `count` sources."""
     made: list[Engine] = []
 
     def make(count: int) -> tuple[RankTransfer, list[Any], Clock]:

@@ -1,7 +1,6 @@
-"""Programs that use the public API to try to get a stale page accepted or a page lost, and their results.
-
-Everything is real: two managers, their exchanges, and NIXL between them. Every byte of a page holds its request's
-value. A reader may end with an error or with the values of its own prompt, but never with the values of another prompt.
+"""Programs that use the public API and try to make a reader accept a stale page, or to lose a page. Everything is real:
+two managers, their exchanges, and NIXL between them. Every byte of a page holds its request's value. A reader may end
+with an error or with the values of its own prompt, but never with the values of another prompt.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ class Side:
         return offer
 
     def overwrite(self) -> None:
-        """Runs another prompt that takes every page that it can get."""
+        """Runs another prompt, which takes every available page."""
         self.manager.reset_prefix_cache()
         free = self.manager.num_free_blocks
         if free:
@@ -144,7 +143,9 @@ def sides(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Reader]]:
 
 
 def check_accepted(source: Side, reader: Reader, offer: Source, table: BlockTable) -> None:
-    """Checks that the pull passes, that the leased content is committed, and that both sides get all pages back."""
+    """Checks that the pull succeeds, that the reader commits the leased content, and that both sides get all pages
+    back.
+    """
     context, pending = reader.reserve(table)
     event, proof = reader.pull(source, offer, pending)
     assert event.error == ""
@@ -164,8 +165,8 @@ def check_accepted(source: Side, reader: Reader, offer: Source, table: BlockTabl
 
 
 def test_released_before_the_pull(sides: tuple[Side, Reader]) -> None:
-    """A program that once made a reader accept another prompt's values. It offers pages, leaves `with claim`, reuses
-    the pages, and then pulls.
+    """A program that once made a reader accept another prompt's values. The program offers pages, leaves `with claim`,
+    reuses the pages, and then pulls.
     """
     source, reader = sides
     context = TextContext(PROMPT, 32, "r")
@@ -487,9 +488,8 @@ def test_a_proof_is_given_once_and_not_before_the_last_part_was_taken(sides: tup
 
 
 def test_a_pull_only_reads_into_imports_of_its_own_manager(sides: tuple[Side, Reader]) -> None:
-    """The page ids of another manager's import belong to other requests here.
-
-    READs into these pages would overwrite the data of those requests.
+    """The page ids of another manager's import belong to other requests of this manager. READs into these pages would
+    overwrite the data of the other requests.
     """
     source, reader = sides
     source.compute()

@@ -1,4 +1,6 @@
-"""Checksums of pages: which pages have one, and how often a differing page is read again."""
+"""Tests checksums of pages: the pages that have a checksum, and the number of times that a differing page is read
+again.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +106,7 @@ def test_every_page_of_a_pull_is_verified_including_the_first_and_the_last(
 
 
 def memory_of(layout: ShardLayout) -> list[np.ndarray]:
-    """Each region of a shard, of random bytes."""
+    """Returns each region of a shard, filled with random bytes."""
     generator = np.random.default_rng(0)
     return [generator.integers(0, 256, num_bytes).astype(np.uint8) for num_bytes in layout.region_bytes]
 
@@ -114,7 +116,9 @@ def checks_in(layout: ShardLayout, memory: list[np.ndarray]) -> PageChecks:
 
 
 def two_groups() -> ShardLayout:
-    """A layout with two groups in one region: a group of tokens, and a group with one state for each request."""
+    """Returns a layout with two groups in one region: a group of tokens, and a group with one state for each
+    request.
+    """
     (box,) = LAYOUT.groups[0].boxes
     begin = LAYOUT.region_bytes[0]
     state = Box("ssm", "bfloat16", 2, 0, begin + 32, 96, (0, 0, 0, 0), (1, 1, 4, 1, 8), (0, 0, 16, 0, 2))
@@ -206,7 +210,7 @@ def test_the_address_and_size_of_a_pool_do_not_matter_for_comparing_pages() -> N
 
 
 class Registered:
-    """An agent that records the memory that it registers."""
+    """An agent that records the memory that was registered with it."""
 
     def __init__(self) -> None:
         self.memory: list[tuple[list[tuple[int, int, int]], MemoryType]] = []
@@ -216,8 +220,8 @@ class Registered:
 
 
 def pair(layout: ShardLayout, **changes: object) -> tuple[PageChecks, RankMetadata, RankMetadata]:
-    """The checks of a shard, the shard's metadata, and the metadata of another rank whose checks lie at 1 TiB and
-    beyond.
+    """Returns the checks of a shard, the shard's metadata, and the metadata of another rank. The checks of the other
+    rank are at addresses from 1 TiB on.
     """
     memory = memory_of(layout)
     checks = checks_in(layout, memory)
@@ -247,7 +251,9 @@ def test_a_source_whose_pages_cannot_be_compared_is_refused(there: dict[str, Any
 
 
 def test_a_pull_also_reads_the_checksums_of_its_pages_for_each_group() -> None:
-    """A pull also reads the checksums of the source's pages into registered memory. A group without pages adds none."""
+    """A pull also reads the checksums of the source's pages into registered memory. A group without pages has no
+    checksums.
+    """
     checks, mine, there = pair(two_groups())
     agent: Any = Registered()
     verifier = Verifier(checks, mine, there, 1.0, agent)

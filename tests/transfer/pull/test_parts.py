@@ -1,4 +1,4 @@
-"""Parts are divided into transfers, and a pull of many parts makes all of them."""
+"""Parts are divided into transfers. A pull of many parts carries out all of them."""
 
 from __future__ import annotations
 

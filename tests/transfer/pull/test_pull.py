@@ -90,7 +90,7 @@ class Agent:
 
 
 class StandIn(SimpleNamespace):
-    """A substitute for a `RemoteEngine`. It is equal only to itself."""
+    """A substitute for a `RemoteEngine`. It is equal to no other object."""
 
     __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
 
@@ -115,7 +115,7 @@ class Rig:
         self.puller.add(pull, list(parts), last=last)
 
     def fail(self, key: str, failure: Failure) -> None:
-        """Fails the pull of a name, if one is open."""
+        """Fails the pull with this key, if it is open."""
         if (pull := self.puller.get(key)) is not None:
             self.puller.fail(pull, failure)
 
@@ -290,8 +290,8 @@ def test_a_fence_of_two_ranks_waits_if_only_one_word_is_free() -> None:
 
 @pytest.mark.parametrize("at_once", [{0, 1}, {0}, set[int]()])
 def test_a_fence_without_data_does_not_pass_because_of_a_word_left_over_from_an_earlier_pull(at_once: set[int]) -> None:
-    """Before the pull, the slot already holds the lease's id, left over from another fence. The fence must fail however
-    many of the transfers end at once.
+    """Before the pull, the slot already holds the lease's id from another fence. The fence must fail, however many
+    transfers end as soon as they are posted.
     """
     rig = Rig(ranks=1)
     rig.puller.words[:] = LEASE.lease_id
@@ -338,7 +338,9 @@ def test_a_post_that_is_refused_stops_the_others_and_waits_for_what_is_in_flight
 
 
 class Settled(Part):
-    """A part that counts its calls of `settle`, which say that none of its READs is in flight any more."""
+    """A part that counts the calls of `settle`. Such a call says that none of the part's READs is in flight any
+    more.
+    """
 
     __slots__ = ("times",)
 
@@ -354,9 +356,8 @@ def settled(runs: int = 2, num_bytes: int = 100) -> Settled:
 
 
 def test_a_part_is_settled_exactly_once_whether_it_was_posted_or_refused(rig: Rig) -> None:
-    """The destination pages of a settled part may be reused.
-
-    So a part must not be settled while its READ is in flight, and must be settled in the end.
+    """The destination pages of a settled part may be reused. A part must therefore not be settled while its READ is in
+    flight, and must be settled in the end.
     """
     rig.agent.auto = False
     rig.agent.raise_at = {1: AgentError("no")}
@@ -683,7 +684,7 @@ def test_a_pull_that_ends_as_it_is_posted_has_one_event_and_its_figures(timed: b
 
 @pytest.mark.parametrize("ended", [{0}, {1}, set()])
 def test_a_pull_that_does_not_end_as_it_is_posted_continues_like_any_other(ended: set[int]) -> None:
-    """Either the READ of the pages or the fence after it is still in flight when the call returns."""
+    """When the call returns, the READ of the pages or the later fence is still in flight."""
     rig = Rig(ranks=1)
     rig.agent.auto, rig.agent.at_once = False, ended
     assert isinstance(rig.puller.pull_at_once("r", rig.engine, LEASE, 9.0, part()), RankPull)
@@ -808,7 +809,7 @@ def test_an_abandoned_engine_leaves_the_pulls_of_others_and_handles_that_cannot_
 
 
 def long_part(runs: int, arrived: Any = None, length: int = 1 << 20) -> Settled:
-    """A part that takes several transfers: `runs` runs of a MiB, each at its own address."""
+    """Returns a part that takes several transfers. It has `runs` runs of a MiB, each at its own address."""
     rows = np.zeros((runs, 3), np.uint64)
     rows[:, 0], rows[:, 1] = np.arange(runs) * length, length
     made = Settled(0, rows, rows.copy() + np.array([1 << 40, 0, 0], np.uint64), runs * length, arrived)
@@ -919,7 +920,7 @@ def test_a_half_posted_part_of_a_failed_pull_is_settled_when_its_posted_transfer
 
 
 class Waits(Part):
-    """A part that can be posted only after the test permits it."""
+    """A part that can be posted only after the test has permitted it."""
 
     __slots__ = ("asked", "ready")
 
@@ -1072,7 +1073,7 @@ def test_a_fence_that_waits_for_a_word_is_posted_once_another_pull_gives_one_bac
 
 
 def test_a_pull_does_not_end_before_the_read_of_its_lease_word_is_known_to_have_ended() -> None:
-    """NIXL still has the handle of the word's READ. The slot may not be reused before that handle is released."""
+    """NIXL still has the handle of the word's READ. The slot must not be reused before the handle is released."""
     rig = Rig(ranks=1)
     rig.agent.auto, rig.agent.at_once = False, {0}
     read_word = rig.agent.read_word

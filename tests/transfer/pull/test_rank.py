@@ -1,4 +1,4 @@
-"""A single rank gives up copies that never end. It does so at its time limit and not earlier."""
+"""A single rank gives up copies that never end, at its time limit and not earlier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Some settings must be the same on both sides. They are compared with each rank of the other engine."""
+"""Some settings must be equal on both sides. They are compared with each rank of the remote engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MINE = rank_metadata(0, "d")
 
 
 def remote(rank: int, **changes: Any) -> RemoteEngine:
-    """An engine of two ranks, one of which is changed."""
+    """Returns an engine of two ranks, one of which is changed."""
     ranks = [rank_metadata(0), rank_metadata(1)]
     ranks[rank] = msgspec.structs.replace(ranks[rank], **changes)
     return RemoteEngine(ranks, MINE, {})

@@ -1,4 +1,4 @@
-"""Leases and pulls of whole engines over real NIXL, in one process, with possible faults."""
+"""Leases and pulls of whole engines over real NIXL in one process, with faults."""
 
 from __future__ import annotations
 
@@ -320,9 +320,8 @@ DIGEST = b"of the reader's own tokens"
 
 
 def answering(p: Engine, *answers: dict[str, Any]) -> list[int]:
-    """Makes a source give these answers about its leases, one after another, and then the last one again and again.
-
-    Returns a list that records how many tokens each question asked for.
+    """Makes a source give these answers about its leases one after another, and then repeat the last answer. Returns a
+    list that records how many tokens each question asked for.
     """
     asked: list[int] = []
 
@@ -404,7 +403,7 @@ def test_a_lease_that_ends_while_a_reader_waits_says_what_it_waited_for_and_how_
 def test_a_lease_that_brings_nothing_is_given_back_with_the_reason(
     engine: Any, answers: list[dict[str, Any]], message: str
 ) -> None:
-    """The reader asks the source once more, for zero tokens, so that the source can free whatever it holds."""
+    """The reader asks the source once more, for zero tokens. The source can then free the pages of the lease."""
     p, d = engine("p", 2), engine("d", 2)
     d.blank()
     lease = p.offer()
@@ -461,7 +460,7 @@ def test_a_lease_of_another_incarnation_of_the_source_is_not_used(engine: Any) -
 
 
 def test_a_source_that_is_lost_before_it_has_named_its_pages_is_contacted_again(engine: Any) -> None:
-    """The reader knew an earlier incarnation of the source. The params come from the current one."""
+    """The reader knew an earlier incarnation of the source. The params come from the current incarnation."""
     p, d = engine("p"), engine("d")
     pull(d, p.source(p.offer("before")), key="before")
     run(p, d, until=settled(d, "before"))
@@ -736,9 +735,8 @@ def test_an_engine_restarted_at_its_address_is_found_out_and_read_from_anew(engi
 
 
 def test_the_first_request_of_a_restarted_engine_is_served(engine: Any) -> None:
-    """The request names the incarnation that has promised its pages.
-
-    The request must not fail because the reader knows an earlier incarnation.
+    """The request names the incarnation that has promised its pages. It must not fail because the reader knows an
+    earlier incarnation.
     """
     p, d = engine("p"), engine("d")
     address = p.serve()

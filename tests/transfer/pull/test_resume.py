@@ -1,4 +1,4 @@
-"""A pull fails half way, and continues from another source with the same tokens."""
+"""A pull fails half way and continues from another source with the same tokens."""
 
 from __future__ import annotations
 

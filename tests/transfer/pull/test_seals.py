@@ -1,8 +1,6 @@
-"""Tests block tables that were changed in transit.
-
-Whatever was changed, the reader accepts no page that the lease does not cover. There are two managers with their
-exchanges, real NIXL, and a substitute for a model that notices every wrong byte. The source also has the pages of a
-second prompt, which the changed tables name.
+"""Tests block tables that were changed in transit. Whatever the change is, the reader accepts no page that the lease
+does not cover. There are two managers with their exchanges, real NIXL, and a substitute for a model that notices every
+wrong byte. The source also has the pages of a second prompt, which the changed tables name.
 """
 
 from __future__ import annotations
@@ -133,7 +131,7 @@ def _later(rng: random.Random, table: BlockTable, _: BlockTable) -> BlockTable:
 
 
 def _shifted(rng: random.Random, table: BlockTable, _: BlockTable) -> BlockTable:
-    """Returns a table whose ids are rotated or reversed, so that they name the pages of other tokens."""
+    """Returns a table whose ids are rotated or reversed, so that each id stands for other tokens."""
     ids = list(table.groups[0])
     return _with_ids(table, 0, ids[1:] + ids[:1] if rng.random() < 0.5 else ids[::-1])
 
@@ -201,8 +199,8 @@ def changed(rng: random.Random, table: BlockTable, other: BlockTable) -> tuple[s
 
 
 def says(table: BlockTable) -> tuple[object, ...]:
-    """Returns everything in a table that decides which bytes are read for which tokens. The digests are left out,
-    because readers compare them with their own.
+    """Returns all fields of a table that decide which bytes are read for which tokens. The digests are left out,
+    because readers compare them with their own digests.
     """
     return table.groups, table.num_tokens, table.page_size, table.first_page, table.hash_algorithm
 
@@ -211,7 +209,7 @@ def says(table: BlockTable) -> tuple[object, ...]:
 
 
 class Pulled(NamedTuple):
-    """How many tables had each outcome."""
+    """The number of tables with each outcome."""
 
     refused_by_import: int
     refused_by_seal: int
@@ -219,7 +217,7 @@ class Pulled(NamedTuple):
 
 
 class Pair:
-    """A source that holds two prompts, and a reader of one."""
+    """A source that holds two prompts, and a reader of one of the prompts."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         options = {**options}
@@ -231,7 +229,7 @@ class Pair:
         self.theirs, self.spent = self.source.offer("other"), False
 
     def again(self) -> Source:
-        """Makes another lease after the previous one was refused or read."""
+        """Makes another lease after the previous lease was refused or read."""
         if self.spent:
             self.spent = False
             self.source.until(lambda: self.offer.lease.lease_id in self.over())
@@ -337,7 +335,7 @@ def test_a_table_of_one_lease_is_refused_for_another_lease(pair: Pair) -> None:
 
 
 def chunks(pair: Pair, offer: Source, *, new_pages: bool) -> list[BlockTable]:
-    """The tables that the source would have made for the first request after each chunk."""
+    """Returns the tables that the source would have made for the first request after each chunk."""
     table, found, told = pair.source.manager.block_table("r"), list[BlockTable](), 0
     width = len(table.digests) // (table.num_tokens // SIZE)
     for end in (12, 24, 28, table.num_tokens):

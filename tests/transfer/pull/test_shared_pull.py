@@ -1,4 +1,4 @@
-"""Pages of several sources are read from all of them at once, with real processes, NIXL, and faults in each phase."""
+"""Pages of several sources are read from all sources at once, with real processes, NIXL, and faults in each phase."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ALL = len(PROMPT) // PAGE_SIZE
 
 
 class Lender(NamedTuple):
-    """A source in a process of its own."""
+    """A source in its own process."""
 
     name: str
     process: BaseProcess
@@ -56,7 +56,7 @@ def lender() -> Iterator[Callable[..., Lender]]:
 
 
 class Reader:
-    """A reader that asks each source, and pulls from all that lend."""
+    """A reader that asks each source, and pulls from every source that lends pages."""
 
     def __init__(self, **options: Any) -> None:
         self.links = Links()
@@ -88,8 +88,8 @@ class Reader:
         return pending
 
     def begin_at_once(self, lent: list[Lent]) -> PendingImport:
-        """Begins a pull, and holds all READs until each source has one. Otherwise a source whose first contact takes
-        longer could come too late for any page.
+        """Begins a pull, and holds all READs until each source has a READ. A source with a slow first contact could
+        otherwise come too late for any page.
         """
         engines = {f"{one.key}/0" for one in lent}
         self.links.held |= engines
@@ -128,7 +128,7 @@ class Reader:
 
 @pytest.fixture
 def reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Reader]]:
-    """A reader that divides even small pulls between sources, because the pulls are small here."""
+    """Returns a reader that divides even small pulls between sources, because the pulls of this test are small."""
     monkeypatch.setattr(shared_pull, "ONE_SOURCE_BYTES", PAGE_BYTES)
     monkeypatch.setattr(shared_pull, "_PROBE_BYTES", 2 * PAGE_BYTES)
     monkeypatch.setattr(shared_pull, "_LEAST_BYTES", 2 * PAGE_BYTES)
@@ -144,7 +144,7 @@ def reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Reader]]:
 
 
 def shares(event: PullEvent) -> dict[str, int]:
-    """The number of pages from each source."""
+    """Returns the number of pages from each source."""
     return {share.place[1][0]: share.num_bytes // PAGE_BYTES for share in event.shares}
 
 

@@ -1,4 +1,4 @@
-"""The division of a pull between sources, simulated with links of any speed and with sources that fail."""
+"""Simulates the division of a pull between sources. The links have any speed, and sources may fail."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ def pull_of(pages: list[int]) -> SharedPull:
 
 
 def simulated(shared: SharedPull, rates: list[float], fails: dict[int, float]) -> tuple[PullEvent, float]:
-    """Simulates parts that are read at the given rates, some of which fail at given times.
-
-    Returns the last event and its time.
+    """Simulates a pull whose parts are read at the given rates. Some sources fail at the given times. Returns the last
+    event and its time.
     """
     now, ends, read = 0.0, dict[int, float](), list[int]()
     while True:

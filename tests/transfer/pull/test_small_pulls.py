@@ -1,4 +1,6 @@
-"""Pulls of few pages over real NIXL end as soon as they are posted, or run like any other if a condition is not met."""
+"""Pulls of few pages over real NIXL end as soon as they are posted. If a condition is not met, they run like any other
+pull.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ GROUPS = [PageCopy(LOCAL, REMOTE, (0, 3 * TOKENS))]
 
 
 def pair(engine: Any, tp: tuple[int, int] = (1, 1), **options: Any) -> tuple[Engine, Engine]:
-    """A source and a reader that are connected, because a pull was made before."""
+    """Returns a source and a reader that a previous pull has connected."""
     p, d = engine("p", tp[0]), engine("d", tp[1], **options)
     pull(p, d, p.offer(slot=PAGES), "first")
     run(p, d, until=lambda: d.pulls and d.pulls[-1].safe and p.overs)

@@ -1,5 +1,5 @@
-"""A source's statement of its pages is accepted only if it is sealed, is about this lease, and is for the reader's own
-tokens.
+"""A reader accepts a source's statement of its pages only if the statement is sealed, is about this lease, and covers
+the reader's own tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PAGES = LeasedPages(
 
 
 def answered(where: str, wanted: Wanted, data: bytes, key: bytes) -> tuple[Source, LeasedPages]:
-    """Returns what a reader makes of a source's answer."""
+    """Returns the reader's result for a source's answer."""
     source, pages = source_in(wanted, data, key)
     check_tokens(where, wanted, pages)
     return source, pages

@@ -1,4 +1,4 @@
-"""Staged pulls over real NIXL give the same bytes as direct ones, also with few slabs."""
+"""Staged pulls over real NIXL give the same bytes as direct pulls, even with few slabs."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_staged_pull_brings_the_bytes_of_the_source(
 
 
 def test_a_part_whose_first_read_cannot_be_posted_gives_its_slab_back() -> None:
-    """This holds both if nothing was posted yet, and if an earlier part is in flight and uses its own slab."""
+    """The first READ of a part cannot be posted. An earlier part may be in flight and use its own slab."""
     page = PageLayout("int16", 2, LAYERS, 2, 0, HEADS, 16, DIM, HEAD_MAJOR)
     theirs = PageLayout("int16", 2, LAYERS, 2, 0, HEADS, 32, DIM, TOKEN_MAJOR)
     local, remote = dense(page, PAGES), dense(theirs, PAGES)

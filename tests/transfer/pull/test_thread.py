@@ -1,4 +1,4 @@
-"""The transfer thread sleeps while nothing needs a poll, and wakes at once when something does."""
+"""The transfer thread sleeps while no event needs a poll, and wakes at once when an event does."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from transfer.pull.thread import (
 
 
 class Threaded:
-    """An engine whose replica is owned by a thread, with a count of the thread's polls."""
+    """An engine whose replica is owned by a thread. The polls of the thread are counted."""
 
     def __init__(self, name: str) -> None:
         self.engine = Engine(name)
@@ -89,7 +89,7 @@ def threaded() -> Iterator[Callable[[str], Threaded]]:
 
 
 def at_rest(one: Threaded) -> None:
-    """Waits until the thread is idle. A busy machine can delay polls, but never causes more of them."""
+    """Waits until the thread is idle. A busy machine can delay polls, but cannot cause more polls."""
     deadline = time.monotonic() + 20
     while one.polls_within(2 * IDLE_POLL_S) > 6:
         assert time.monotonic() < deadline, "an idle engine has not stopped polling"
@@ -169,8 +169,8 @@ def test_a_lease_ends_in_time_even_if_the_thread_was_at_rest(threaded: Callable[
 
 
 def test_the_thread_keeps_its_pace_for_a_while_after_the_last_lease(threaded: Callable[[str], Threaded]) -> None:
-    """A reader that has just sent its last notification may still wait for an answer within NIXL, so the thread polls
-    for a while longer.
+    """A reader that has just sent its last notification may still wait for an answer within NIXL. The thread therefore
+    polls for some more time.
     """
     p = threaded("p")
     at_rest(p)
@@ -319,9 +319,7 @@ def test_a_failure_in_the_callers_thread_ends_the_engine_and_is_reported_like_an
 
 
 def test_leases_and_pulls_that_end_with_the_thread_are_reported(threaded: Callable[[str], Threaded]) -> None:
-    """The owner of the thread holds the pages of each lease and pull until the thread reports the end of that lease or
-    pull.
-    """
+    """The owner of the thread holds the pages of each lease and pull until the thread reports its end."""
     p, d = threaded("p"), threaded("d")
     lease = p.offer(1)
     p.until(lambda: bool(p.thread.events))
@@ -348,7 +346,9 @@ def test_leases_and_pulls_that_end_with_the_thread_are_reported(threaded: Callab
 
 @pytest.fixture
 def busy() -> Iterator[None]:
-    """Threads that never sleep, so that others often wait longer for a processor than they meant to sleep."""
+    """Threads that never sleep. Other threads therefore often wait longer for a processor than their sleep should
+    last.
+    """
     stopping = threading.Event()
 
     def spin() -> None:

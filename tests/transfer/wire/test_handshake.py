@@ -1,4 +1,4 @@
-"""Tests the side channel: no message ends it, and a silent peer delays no other peer."""
+"""Tests the handshake server and its clients: no message ends the server, and a silent peer delays no other peer."""
 
 from __future__ import annotations
 
@@ -104,14 +104,14 @@ def received(router: zmq.Socket[bytes], client: HandshakeClient, seconds: float 
 
 @pytest.fixture
 def router() -> Iterator[tuple[zmq.Socket[bytes], str]]:
-    """A peer that can be reached. The test controls its answers and their times."""
+    """A peer whose answers and times the test controls."""
     socket = zmq.Context.instance().socket(zmq.ROUTER)
     yield socket, f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
     socket.close(0)
 
 
 class Answers(list[Any]):
-    """Collects the answers to each question. `wait` polls until there are this many."""
+    """Collects the answers to questions. `wait` polls until there are `count` answers."""
 
     def __init__(self, client: HandshakeClient) -> None:
         super().__init__()
@@ -476,7 +476,7 @@ def test_the_engine_that_has_a_lease_is_asked_for_its_pages(
 
 
 def test_leases_may_be_asked_for_hundreds_of_times_at_once(server: HandshakeServer, client: Any) -> None:
-    """Each rank asks for the lease of each request, but metadata is asked for only once."""
+    """Each rank asks for the lease of each request. The metadata is asked for only once."""
     server._throttle = server_throttle = Throttle(100, lambda: 0.0)
     answers = Answers(client)
     server.serve(EngineCard("q", "second", (), leased=lambda query: LeaseReply(query_id=query.query_id)))
@@ -488,7 +488,7 @@ def test_leases_may_be_asked_for_hundreds_of_times_at_once(server: HandshakeServ
 
 
 class Lender:
-    """A lender whose answers about pages by content the test sets. It counts how often it is asked."""
+    """A lender whose answers about pages by content the test sets. The lender counts its calls."""
 
     def __init__(self, server: HandshakeServer, client: HandshakeClient) -> None:
         self.looks, self.answers = 0, list[Any]()

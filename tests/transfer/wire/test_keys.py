@@ -103,8 +103,8 @@ def test_a_throttle_refills_and_bounds_everyone_together():
 
 
 def test_the_sender_that_was_heard_last_is_forgotten_last():
-    """If the last sender were forgotten first, a sender beyond its limit could flood the server with other names, and
-    then get a full bucket again.
+    """If the last sender were forgotten first, a sender could flood the server with other names until it is forgotten.
+    It would then get a full bucket again.
     """
     now = [0.0]
     throttle = Throttle(1, lambda: now[0])

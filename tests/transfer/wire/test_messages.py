@@ -1,4 +1,4 @@
-"""A message is either unchanged since its sender sealed it, or raises an error that says what is wrong."""
+"""A message is unchanged since its sender has sealed it, or reading it raises an error that names the fault."""
 
 from __future__ import annotations
 

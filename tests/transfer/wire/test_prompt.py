@@ -1,4 +1,4 @@
-"""The digest of a prompt is equal only for equal tokens, salts and keys."""
+"""Two prompts have the same digest only if their tokens, salts and keys are equal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TOKENS = [5, 0, 2**31 - 1, 7, 7, 7, 1, 2]
 
 def test_the_digest_never_changes() -> None:
     """The digest must stay the same, because the two sides may run on different machines and with different versions of
-    everything else.
+    all packages.
     """
     assert Prompt(TOKENS, "salt", ((2, b"image"),)).digest(8).hex() == (
         "874c3ad08e654df7a303a28acd279d76667fa1ef5818ab4854814fdf69af1516"
