@@ -26,7 +26,7 @@ _SHORT = 256  # In bytes. A shorter array is listed with its bytes, a longer arr
 
 
 def books_of(manager: PagedKVCacheManager, contexts: Sequence[TextContext] = ()) -> Books:
-    """Returns every array, counter and metric that the manager refers to, with its name, and the indices of the
+    """Returns every array, counter and metric of the manager with its name. Also returns the indices of the
     contexts.
     """
     found: Books = []
@@ -85,7 +85,7 @@ def _walk_all(values: Iterable[Any], found: Books, seen: set[int]) -> None:
 
 @cache
 def _names_of(kind: type) -> tuple[str, ...] | None:
-    """Returns the names of the slots of one of our classes, or None if objects of this class are left out of the
+    """Returns the names of the slots of a class of pagewire. Returns None if objects of the class are left out of the
     list.
     """
     if issubclass(kind, _LEFT_OUT) or not kind.__module__.startswith("kvcache"):

@@ -36,8 +36,8 @@ def manager_of(
     device: str = "cpu",
     **options: Any,
 ) -> PagedKVCacheManager:
-    """Returns a manager on one device, with `pages` pages a replica and `host_slots` pages of host memory for all
-    replicas.
+    """Returns a manager on one device, with `pages` pages for each replica and `host_slots` pages of host memory for
+    all replicas.
     """
     made = KVCacheParams(
         dtype=dtype,
@@ -82,14 +82,16 @@ def run_once(manager: PagedKVCacheManager, tokens: Sequence[int], replica: int |
 
 
 def proven(manager: PagedKVCacheManager, pending: PendingImport) -> ImportProof:
-    """Returns a proof without a check: the test vouches that the pages of an import have the right content."""
+    """Returns a proof without a check. The test itself must make sure that the pages of an import have the right
+    content.
+    """
     copier = manager.copier(pending)
     copier.take()
     return copier.prove()
 
 
 def state_pages(pending: PendingImport) -> tuple[int, int]:
-    """Returns two state pages: the one that an import copies from, and the one that it copies to."""
+    """Returns two state pages: the source page of an import's copy, and its target page."""
     part = pending.parts[-1]
     assert part.is_state
     return int(part.src_pages[0]), int(part.dst_pages[0])

@@ -27,7 +27,7 @@ def make() -> Iterator[Callable[..., PagedKVCacheManager]]:
 
 @pytest.fixture
 def store() -> Iterator[StoredObjects]:
-    """An object store that closes and checks every manager over it."""
+    """Returns an object store that closes and checks every manager over it."""
     made = StoredObjects()
     yield made
     made.close()

@@ -19,9 +19,8 @@ from kvcache.replica.hints import ReplicaHints
 
 
 def hinted_order(pool: PagePool) -> HintedOrder | None:
-    """Returns the part of a pool's order that follows hints. If there are quotas, that part is wrapped by them.
-
-    None if there was no hint yet.
+    """Returns the part of a pool's order that follows hints, which quotas may wrap. Returns None before the first
+    hint.
     """
     order = getattr(pool.idle, "_order", pool.idle)
     return order if isinstance(order, HintedOrder) else None
@@ -43,7 +42,7 @@ class Said(NamedTuple):
     until: float = math.inf
 
     def rank(self, since: int, num_pages: int, now: float) -> int:
-        """Returns the page's place in the eviction order, moved by its hint: each level moves it by twice the number of
+        """Returns the page's place in the eviction order. Each level of a hint moves the place by twice the number of
         pages in the pool.
         """
         return since + (0 if self.until <= now else (self.level - 2) * 2 * num_pages)
@@ -55,8 +54,8 @@ SHARED = Said(lives=7)
 
 
 def said_of(retention: Retention, page: int, page_size: int, now: float) -> Said:
-    """Returns a request's hint for one of its pages. This is the hint of the last range that contains the page, or the
-    hint of the whole request if no range does.
+    """Returns a request's hint for one of its pages: the hint of the last range that contains the page, or the hint of
+    the whole request if no range contains it.
     """
     spoken: Retention | RangeRetention = retention
     for one in retention.ranges:
@@ -105,7 +104,7 @@ class HintedIdle(list[Any]):
             self.renewed = max(0, self.renewed - 1)
 
     def renew(self, pages: list[Any]) -> None:
-        """Marks pages that are about to be replaced by others."""
+        """Records that the content of these pages is about to be replaced."""
         self.renewed += sum(page in self.older for page in pages)
 
     def remove(self, page: Any) -> None:

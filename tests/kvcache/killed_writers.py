@@ -43,12 +43,12 @@ def served(folder: Path) -> Served:
 
 
 def prompt_of(number: int) -> list[int]:
-    """A prompt of `PAGES` full pages and a token."""
+    """Returns a prompt of `PAGES` full pages and one more token."""
     return [number, *range(PAGES * SIZE)]
 
 
 def write(folder: Path) -> None:
-    """Serve prompts and write their pages as fast as possible, until this process is killed."""
+    """Serves prompts and writes their pages as fast as possible, until this process is killed."""
     it = served(folder)
     files, index = it.tiers.files, it.tiers.host.pool.index
     assert files is not None
@@ -72,10 +72,8 @@ def drafts_in(folder: Path) -> list[Path]:
 
 
 def is_written(draft: Path) -> bool:
-    """Whether the draft's writer holds its lock.
-
-    A writer may be stopped before it holds the lock. Its draft is then removed, and a living writer would begin a new
-    draft.
+    """Returns whether the draft's writer holds its lock. A writer may be stopped before it holds the lock. Its draft is
+    then removed, and a living writer would begin a new draft.
     """
     with draft.open("rb") as file:
         try:
@@ -86,8 +84,8 @@ def is_written(draft: Path) -> bool:
 
 
 def kill_one(folder: Path, after_s: float, tally: Tally) -> None:
-    """Runs one round on an empty folder: one process starts while the writer lives, and another one after the writer's
-    end.
+    """Runs one round on an empty folder. One process starts while the writer lives, and another process starts after
+    the writer's end.
     """
     command = [sys.executable, "-m", "tests.kvcache.killed_writers", "--write", str(folder)]
     root = Path(__file__).parents[2]

@@ -1,4 +1,4 @@
-"""KV that depends on its tokens: stands for a model, and shows every wrong, stale or missing byte."""
+"""KV that depends on its tokens. It takes the place of a model, and shows every wrong, stale or missing byte."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class KVTokens:
         self.compared = 0
 
     def run_contexts(self, batch: Sequence[TextContext], inputs: Sequence[RaggedKVCacheInputs]) -> None:
-        """`run` for contexts as they are after `fetch`."""
+        """Runs the contexts in the state after `fetch`."""
         self.run([Run.of(self.manager, context) for context in batch], inputs)
 
     def run(self, batch: Sequence[Run], inputs: Sequence[RaggedKVCacheInputs]) -> None:
@@ -85,7 +85,7 @@ class KVTokens:
 
 
 def _as_elements(values: np.ndarray, pool: torch.Tensor) -> np.ndarray:
-    """Converts 64-bit integers to elements of a pool. As many bits are kept as the element type has."""
+    """Converts 64-bit integers to elements of a pool. The result keeps as many bits as an element has."""
     if pool.dtype == torch.int64:
         return values
     return values.astype(np.int8) if pool.dtype == torch.int8 else (values & ((1 << 52) - 1)).astype(np.float64)

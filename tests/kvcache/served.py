@@ -1,4 +1,4 @@
-"""A manager with tiers, driven as a serving loop would drive it. Its KV is compared whenever it is read."""
+"""A manager with tiers, driven as a serving loop would drive it. KV is compared whenever a request reads it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Keys = tuple[tuple[int, bytes], ...]
 
 
 class Served:
-    """A manager with a host tier, whose KV is compared whenever it is read."""
+    """A manager with a host tier. KV is compared whenever a request reads it."""
 
     def __init__(self, pages: int, host_slots: int, *, dtype: torch.dtype = torch.int64, **options: Any) -> None:
         self.manager = manager_of(pages, page_size=SIZE, dtype=dtype, host_slots=host_slots, **options)
@@ -47,8 +47,8 @@ class Served:
     def serve(
         self, tokens: Iterable[int], salt: str | None = None, replica: int = 0, keys: Keys = (), chunk: int = 256
     ) -> int:
-        """Runs one request from its claim to its release, in chunks. Returns how many of its tokens were found cached,
-        so that they did not have to run.
+        """Runs one request in chunks, from its claim to its release. Returns the number of tokens that it found
+        cached.
         """
         context = self.claim(tokens, salt, replica, keys)
         assert self.manager.maybe_reserve(context)
@@ -77,12 +77,12 @@ class Served:
         return self.serve(tokens, salt, **options)
 
     def digests(self, tokens: Iterable[int]) -> NDArray[np.uint64]:
-        """The digests of the full pages of a prompt."""
+        """Returns the digests of the full pages of a prompt."""
         context = TextContext([*tokens], 256)
         replica = self.manager._replicas.each[0]
         return replica.hasher(None, context).digests(context.tokens, 0, context.end_idx // SIZE)
 
     def fill(self, pages: int) -> None:
-        """Serves a new prompt of this many pages. To make room for them, other pages are evicted."""
+        """Serves a new prompt of this many pages. Other pages are evicted to make room."""
         self.names += 1
         self.serve([1000 + self.names, *range(pages * SIZE - 2)])

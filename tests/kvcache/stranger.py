@@ -1,4 +1,4 @@
-"""A peer with its own ZMTP implementation, which sends what no ZMQ library would."""
+"""A peer with its own ZMTP implementation. It sends bytes that no ZMQ library would send."""
 
 from __future__ import annotations
 

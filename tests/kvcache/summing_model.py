@@ -36,7 +36,7 @@ def answer(prompt: list[int], count: int) -> list[int]:
 
 
 def wait_on_device(device: torch.device, cycles: int = _CYCLES) -> None:
-    """Delays the work that is launched from now on. A no-op on a CPU."""
+    """Delays the work that is launched from now on. The call does nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]  # pyright: ignore[reportUnknownMemberType]
 
@@ -50,7 +50,9 @@ def write(blocks: torch.Tensor, table: torch.Tensor, places: torch.Tensor, token
 
 
 def decode(blocks: torch.Tensor, table: torch.Tensor, starts: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Runs one token of each row. Returns the next token of each, int64 `[rows]`. Can be captured in a graph."""
+    """Runs one token of each row. Returns the next token of each row, int64 `[rows]`. The call can be captured in a
+    graph.
+    """
     write(blocks, table, starts, tokens)
     return sums(blocks, table, starts)
 

@@ -1,4 +1,4 @@
-"""`admission` says which replica is the best for a request, and whether the request fits anywhere."""
+"""`admission` says which replica is best for a request, and whether the request fits on any replica."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_idle_pages_of_a_hit_do_not_count_as_room() -> None:
 
 
 def test_pages_count_as_room_as_soon_as_their_copies_from_the_host_have_ended() -> None:
-    """The loop only waits and runs no step, so `admission` has to notice that the copies have ended."""
+    """The loop waits and runs no step. `admission` has to notice that the copies have ended."""
     manager, copies_end = manager_of(8, host_slots=16), True
     end_copies_late(manager, lambda: copies_end)
     run_once(manager, range(24))
@@ -215,9 +215,8 @@ def with_states(pages: int, rows: int, **states: Any) -> PagedKVCacheManager:
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize(("others", "fits"), [(0, True), (1, False)])
 def test_admission_foresees_a_claim_that_evicts_the_state_to_resume_from(shared: bool, others: int, fits: bool) -> None:
-    """The claim takes a state page, which evicts the state from which the request would resume.
-
-    Then nothing is found, and the pages do not suffice for the whole prompt.
+    """The claim takes a state page and evicts the state from which the request would resume. The request then finds no
+    prefix, and the pages are too few for the whole prompt.
     """
     # With shared memory a state takes three pages, so the pool has four slabs. The last free slab has the copy. With
     # separate memory, three states take the memory of ten pages and leave six pages. The last free state page has the
@@ -238,8 +237,7 @@ def test_admission_foresees_a_claim_that_evicts_the_state_to_resume_from(shared:
 
 def test_admission_foresees_pages_that_only_a_hit_in_host_memory_makes_necessary() -> None:
     """A request reserves a chunk of 4 tokens. At the beginning of the prompt, the chunk needs one page of the window.
-
-    With the host's pages, the chunk begins at token 28 and needs three.
+    With the host's pages, the chunk begins at token 28 and needs three pages of the window.
     """
     groups = (LayerGroup("full", (0,)), LayerGroup("window", (1,), 8))
     manager = manager_of(60, layers=2, host_slots=2000, params={"groups": groups})

@@ -1,4 +1,4 @@
-"""Tests which values count as an integer, a number, a flag or a text, and the texts of refusals."""
+"""Tests which values count as an integer, a number, a flag or a text. Also tests the texts of refusals."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""After `close`, the callers of a manager can still give back what they hold, and can still read its state.
-
-Every other call is refused with an error that names the call.
+"""After `close`, callers can still give back what they hold, and can still read the manager's state. Every other call
+is refused with an error that names the call.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class Closed:
-    """A manager that was closed while one request ran, one was leased, and one was being imported."""
+    """A manager that was closed with one running request, one leased request, and one request in an import."""
 
     def __init__(self, kind: dict[str, Any]) -> None:
         self.manager = manager = manager_of(60, page_size=4, checks=False, **kind)

@@ -1,5 +1,5 @@
-"""Copies between a GPU and the host, and the order of their events. Either side is delayed on purpose, so that wrong
-orders are noticed.
+"""Copies between a GPU and the host, and the order of their events. The tests delay either side, so that a wrong order
+is noticed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GIVEN = np.array([7, 8, 2, 50, 51, 52, 0, 33], np.int32)
 
 
 class Pools:
-    """Pages on a GPU, slots in pinned memory, and the copies between them. `main` is the stream of the model."""
+    """Pages on a GPU, slots in pinned memory, and the copies between them. `main` is the model's stream."""
 
     def __init__(self, words: int = 512, *, own_stream: bool = False, dtype: torch.dtype = torch.int64) -> None:
         self.main: Any = torch.cuda.Stream() if own_stream else torch.cuda.current_stream()
@@ -32,7 +32,7 @@ class Pools:
         torch.cuda.synchronize()
 
     def values(self, first: int) -> torch.Tensor:
-        """Returns contents for the pages: each page is filled with its own number, counted from `first`."""
+        """Returns contents for the pages. Each page is filled with its own number, counted from `first`."""
         return torch.arange(first, first + COUNT, device="cuda").to(self.pages.dtype)[:, None].expand_as(self.pages)
 
     def late(self, stream: Any, write: Callable[[], Any]) -> Any:

@@ -1,5 +1,5 @@
-"""On the CPU, the calling thread makes the copies itself: copies to host slots at once, and copies to pages when they
-are needed.
+"""On the CPU the calling thread makes the copies. It copies to host slots at once, and to pages when they are
+needed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PAGES, SLOTS = np.array([1, 2], np.int32), np.array([3, 0], np.int32)
 
 
 class Shards:
-    """Two shards of pages, whose slots are halves of rows, and the mover between them."""
+    """Two shards of pages, slots of which each shard has one half of a row, and the mover between pages and slots."""
 
     def __init__(self) -> None:
         self.pages = [torch.arange(8).view(4, 2) + first for first in (0, 100)]

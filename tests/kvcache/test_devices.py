@@ -1,6 +1,5 @@
-"""Serving loops over the pages of a device. Every token must equal the one that is computed without a cache.
-
-On a GPU the host runs ahead of the device (`tests.kvcache.summing_model`).
+"""Serving loops over the pages of a device. Every token must equal the token that is computed without a cache. On a GPU
+the host runs ahead of the device (`tests.kvcache.summing_model`).
 """
 
 from __future__ import annotations
@@ -32,7 +31,9 @@ def pages_on(device: str, pages: int = 64, **options: Any) -> PagedKVCacheManage
 
 
 def step(manager: PagedKVCacheManager, batch: list[TextContext]) -> list[int]:
-    """Runs one step of one replica's requests. Waits for the device only if a request reaches the end of its tokens."""
+    """Runs one step of one replica's requests. Waits for the device only if a request has reached the end of its
+    tokens.
+    """
     assert manager.reserve_batch(batch).all()
     replica = manager.get_replica(batch[0])
     inputs = manager.fetch(batch)
@@ -159,8 +160,8 @@ def test_copies_of_forks_and_partial_pages_wait_for_the_model_to_write_them(devi
 
 
 class Launched:
-    """A decode step of a padded batch over tensors with fixed addresses: a captured graph on a GPU, otherwise a plain
-    call.
+    """A decode step of a padded batch over tensors with fixed addresses. On a GPU the step is a captured graph. On a
+    CPU it is a plain call.
     """
 
     def __init__(self, blocks: torch.Tensor, table: torch.Tensor, starts: torch.Tensor) -> None:
@@ -189,7 +190,7 @@ class Launched:
 
 @on_each_device
 def test_a_captured_step_runs_over_copies_of_fetched_tables(device: str) -> None:
-    """Between replays of one graph, requests arrive, grow onto new pages, leave, and are loaded from the host again."""
+    """Between two replays of one graph, requests arrive, get new pages, leave, and are loaded from the host."""
     manager = pages_on(device, pages=30, host_slots=200)
     blocks = manager.device_tensors[0][0]
     table = torch.zeros(8, LONGEST // SIZE, dtype=torch.int32, device=device)
@@ -227,7 +228,7 @@ def test_a_captured_step_runs_over_copies_of_fetched_tables(device: str) -> None
 
 
 class Ahead:
-    """Requests in a batch padded to eight. Each step is planned while the previous one runs."""
+    """Requests in a batch that is padded to eight rows. Each step is planned while the previous step runs."""
 
     def __init__(self, manager: PagedKVCacheManager) -> None:
         self.manager = manager
@@ -244,8 +245,8 @@ class Ahead:
         self.left[context] = expected
 
     def step(self) -> None:
-        """Plans a step, takes the tokens of the running step, launches the planned one, and ends the step before the
-        running one.
+        """Plans a step, takes the tokens of the running step, launches the planned step, and ends the step before the
+        running step.
         """
         # Requests whose last token is computed by the running step are left out.
         batch = [context for context, left in self.left.items() if len(left) > (self.launched is not None)]
@@ -284,7 +285,7 @@ class Ahead:
 
 @on_each_device
 def test_a_step_captured_for_each_set_of_tables_runs_in_place_while_the_next_is_planned(device: str) -> None:
-    """Each captured graph reads the tables in place, without a copy of them. Pages are released between the steps."""
+    """Each captured graph reads the tables directly, without a copy. Pages are released between the steps."""
     manager = pages_on(device, pages=40, host_slots=200)
     ahead, waiting = Ahead(manager), [*PROMPTS, *PROMPTS]
     while waiting or ahead.left:

@@ -1,7 +1,5 @@
-"""Tests the contract of eviction orders.
-
-Random moves are made on each of our orders and on a model that handles one page at a time, and the results are
-compared.
+"""Tests the contract of eviction orders. Random moves run on each order of pagewire and on a model that handles one
+page at a time, and the results are compared.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ SALTS = (None, "a", "b", "big")
 
 
 class Model(list[int]):
-    """A model of the LRU order. It lists the pages in the order in which they are evicted."""
+    """A model of the LRU order: a list of the pages in the order of eviction."""
 
     def first(self) -> int:
         return self[0]
@@ -55,7 +53,9 @@ class Model(list[int]):
 
 
 class FoundAgain(Model):
-    """A model of the order in the documentation's example: pages that were found again are evicted after all others."""
+    """A model of the order in the documentation's example: pages that were found again are evicted after all other
+    pages.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,8 +118,8 @@ class Biased(HintedIdle):
 
 
 class Case(NamedTuple):
-    """An order, its model, the share of pages that may follow hints, and what a test does before it repairs the
-    order.
+    """An order, its model, the share of pages that may follow hints, and the damage that a test does before it repairs
+    the order.
     """
 
     order: EvictionOrder
@@ -265,7 +265,7 @@ class Moves:
         self.trust_order(self.rng.choice([0.0, 0.3, 0.95, 1.0]))
 
     def mend(self) -> None:
-        """Repairs the order after an interrupt. The pages that are idle now are not the same as before it."""
+        """Repairs the order after an interrupt. The set of idle pages has changed since the interrupt."""
         pages = [*self.there(), *self.away()]
         self.clear()
         self.order.mend(np.array(pages, np.intp))

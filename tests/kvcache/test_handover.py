@@ -117,7 +117,7 @@ def test_check_finds_an_import_that_is_closed_and_keeps_its_pages(make: Any) -> 
 
 
 def test_a_shorter_table_takes_no_page_back_from_readers(make: Any) -> None:
-    """If a request makes a shorter table after a longer one, the readers of the longer table keep their pages."""
+    """A request makes a shorter table after a longer table. The readers of the longer table keep their pages."""
     manager = make(8, page_size=4)
     context = TextContext(range(10), 64, "r")
     manager.external_claim("r")

@@ -1,6 +1,5 @@
-"""Tests the state that an interrupted call leaves, and what the caller is told.
-
-This file has chosen cases. The random model interrupts calls at random places.
+"""Tests the state after an interrupted call, and the report that the caller gets. This file has chosen cases. The
+random model interrupts calls at random bytecodes.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from tests.kvcache.random_model.moves import OwnContext
 
 
 def interrupt_within(manager: PagedKVCacheManager, call: Callable[[], object]) -> None:
-    """Interrupts the call at a place where it has begun to change the manager's state."""
+    """Interrupts the call after it has begun to change the manager's state."""
     at = 1
     while manager._mark.call is None:
         _, _, done = interrupted(call, at, KeyboardInterrupt)
@@ -154,11 +153,11 @@ def test_checks_around_calls_do_not_hide_what_interrupts_one() -> None:
 
 
 class CallersError(Exception):
-    """An error that code of the caller raises."""
+    """An error that the caller's code raises."""
 
 
 class Refusing(OwnContext):
-    """A caller's own context that raises when it is read or changed for the n-th time."""
+    """A caller's own context. It raises an error when it is read or changed for the n-th time."""
 
     def __init__(self, inner: TextContext) -> None:
         super().__init__(inner)

@@ -1,4 +1,4 @@
-"""Groups of layers share pages of one size. Groups that cannot are refused."""
+"""Groups of layers share pages of one size. Groups that cannot share such pages are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def pattern(layers: int, full: range, window: int) -> tuple[LayerGroup, ...]:
 
 
 def lost(tables: LayerTables, tokens: int) -> float:
-    """Returns the share of a request's pages that no layer uses, found by counting page by page."""
+    """Returns the fraction of a request's pages that no layer uses, counted page by page."""
     used = sum(len(table.layers) * table.group.most_pages(tokens, 1) for table in tables.tables)
     return 1 - used / (tables.layers_per_page * tables.most_pages(tokens, 1))
 

@@ -1,4 +1,4 @@
-"""Each public method is compared with the documented behaviour, and with the intended differences from it."""
+"""Compares each public method with the documented behaviour, and with the intended differences from it."""
 
 from __future__ import annotations
 
@@ -809,7 +809,7 @@ def test_a_new_manager_warns_if_it_has_too_few_pages(make: Any, caplog: pytest.L
 
 def test_any_object_with_the_attributes_of_a_context_is_accepted(make: Any) -> None:
     class Own:
-        """A scheduler's own context class, without hasher and salt."""
+        """A scheduler's own context class without a hasher and a salt."""
 
         def __init__(self, tokens: list[int]) -> None:
             self.request_id = f"own-{id(self)}"
@@ -878,7 +878,7 @@ def test_a_context_that_refuses_its_new_start_changes_no_page(make: Any) -> None
 
 
 def in_a_tuple(manager: PagedKVCacheManager, contexts: list[TextContext]) -> None:
-    """Like `run`, but passes the requests in a tuple, so that the general code for any number of requests runs."""
+    """Runs one step with the requests in a tuple. A tuple takes the general code for any number of requests."""
     assert manager.maybe_reserve(contexts[0])
     manager.fetch(tuple(contexts))
     contexts[0].update(7)

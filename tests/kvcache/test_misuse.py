@@ -1,4 +1,4 @@
-"""Mistakes of callers, one case at a time. The wrong calls of the random model were derived from these cases."""
+"""Mistakes of callers, one case at a time. The random model makes the same wrong calls."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_request_that_waits_may_be_rebuilt_and_a_released_one_is_bound_anew(ma
 
 @dataclass
 class Equal:
-    """A caller's own context class that compares by value and is therefore unhashable."""
+    """A caller's own context class that compares by value. Its objects are therefore unhashable."""
 
     request_id: str
     own: TextContext
@@ -307,7 +307,7 @@ def test_objects_that_are_no_block_tables_are_refused_also_with_states(wrong: An
 
 def test_a_waiting_request_of_a_callers_own_context_may_have_another_salt(make: Any) -> None:
     """The request has not been reserved, so its salt may still change. Its pages must be published under the later
-    salt, and not under the earlier one, where requests with that salt could find them.
+    salt. Requests with the earlier salt must not find them.
     """
     manager = make(8, rows=4)
     running(manager, range(20), "before")

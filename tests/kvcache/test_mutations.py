@@ -1,5 +1,5 @@
-"""Breaks the code at one rule at a time. Either the model or `check()` must notice each break, otherwise the rule is
-not tested.
+"""Breaks the code at one rule at a time. Either the model or `check()` must notice each break, because otherwise no
+test would cover the rule.
 """
 
 from __future__ import annotations

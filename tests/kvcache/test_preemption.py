@@ -1,6 +1,5 @@
-"""A request continues from the progress that the manager has recorded, whatever position its context claims.
-
-All KV that a request reads is compared, so each result here was computed from the right tokens.
+"""A request continues from the progress that the manager has recorded, whatever position its context claims. All KV
+that a request reads is compared, so each result has been computed from the right tokens.
 """
 
 from __future__ import annotations
@@ -220,7 +219,7 @@ def test_several_steps_at_once_are_accepted(manager: PagedKVCacheManager) -> Non
 
 
 def test_taking_drafted_tokens_back_is_accepted(manager: PagedKVCacheManager) -> None:
-    """Three tokens are drafted at a time, and only the first one is kept."""
+    """Three tokens are drafted at a time. Only the first of them is kept."""
     context = started(manager, "r")
     for _ in range(9):
         start, end = context.start_idx, context.end_idx
@@ -317,7 +316,7 @@ def test_a_cancelled_import_adds_no_computed_tokens(found: int) -> None:
 
 
 class Stubborn(TextContext):
-    """A context that refuses new indices: it raises an error, or returns without having set them."""
+    """A context that refuses new indices: it raises an error, or it returns without setting them."""
 
     raises = True
 

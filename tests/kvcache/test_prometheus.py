@@ -1,4 +1,4 @@
-"""A scrape of a manager agrees with the manager's own figures, even if it is made while the serving loop runs."""
+"""A scrape of a manager agrees with the manager's own figures, even while the serving loop runs."""
 
 from __future__ import annotations
 
@@ -130,8 +130,8 @@ def _often() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_often")
 def test_a_scrape_beside_the_loop_raises_nothing_and_no_counter_goes_back(make: Any) -> None:
-    """While the loop runs, two figures of a scrape may belong to different steps. Each figure is right by itself, and
-    all figures agree once the loop has stopped.
+    """While the loop runs, two figures of a scrape may belong to different steps. Each figure alone is right. All
+    figures agree after the loop has stopped.
     """
     manager = make(24, page_size=4, checks=False, host_slots=8)
     collector, over = ManagerCollector(manager), threading.Event()

@@ -1,4 +1,4 @@
-"""Scales of quantised pages: where they lie, how large they are, and that they move together with their page."""
+"""Scales of quantised pages: their places, their sizes, and their moves together with their page."""
 
 from __future__ import annotations
 
@@ -103,10 +103,8 @@ def test_layouts_with_different_scales_have_different_fingerprints_and_those_wit
 
 @pytest.mark.parametrize("scale_of", KINDS)
 def test_scales_move_with_their_page(scale_of: ScaleOf) -> None:
-    """Pages are shared, copied, forked, evicted and loaded from the host.
-
-    Whenever a page is read, its scales are compared, too. In the KV of a token, each value has one byte, and the
-    scale has 52 bits.
+    """Pages are shared, copied, forked, evicted and loaded from the host. The scales of a page are compared whenever
+    the page is read. In the KV of a token, each value has one byte, and the scale has 52 bits.
     """
     seen: Counter[str] = Counter()
     for number in range(18):

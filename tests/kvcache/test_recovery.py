@@ -1,4 +1,4 @@
-"""`recover` releases only those requests whose claim or change was interrupted before their caller was told of it."""
+"""`recover` releases a request only if its claim or change was interrupted before the call could return."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def computed(manager: PagedKVCacheManager, name: str, first: int = 0) -> TextCon
 
 
 def after(monkeypatch: pytest.MonkeyPatch, owner: type, method: str) -> None:
-    """Makes later calls of this method raise an interrupt right after the method has done its work."""
+    """Makes later calls of this method raise an interrupt after the method has done its work."""
     real = getattr(owner, method)
 
     def interrupted(*arguments: Any, **options: Any) -> Any:
@@ -46,7 +46,7 @@ def after(monkeypatch: pytest.MonkeyPatch, owner: type, method: str) -> None:
 
 
 class Two:
-    """A manager with two requests that have run, and a third one that waits for an import."""
+    """A manager with two requests that have run, and a third request that waits for an import."""
 
     def __init__(self) -> None:
         self.manager = manager_of(40, page_size=4)
@@ -138,7 +138,7 @@ def test_recover_releases_requests_that_no_caller_was_told_of_and_all_others_con
 
 
 class Held:
-    """A manager with a request that is leased and whose step is in flight, and a request that imports page by page."""
+    """A manager with two requests. One is leased and has a step in flight. The other imports page by page."""
 
     def __init__(self) -> None:
         self.manager = manager_of(40, page_size=4, host_slots=40)
@@ -192,7 +192,7 @@ def test_an_interrupted_call_keeps_all_others_out_until_the_repair_which_names_i
 
 
 class Own:
-    """A caller's own context, which raises errors as soon as the test breaks it."""
+    """A caller's own context, which raises errors after the test has set a flag."""
 
     def __init__(self, own: TextContext) -> None:
         self.request_id, self.is_broken, self._own = own.request_id, False, own

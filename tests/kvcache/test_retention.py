@@ -48,9 +48,8 @@ def test_session_and_priority_give_one_level(hint: Retention, level: int) -> Non
     [(0.1, 1), (1, 1), (4, 1), (4.1, 2), (16, 2), (17, 3), (64, 3), (65, 4), (1024, 5), (1025, 6), (4097, 6), (1e6, 6)],
 )
 def test_similar_times_to_live_are_of_one_class(seconds: float, kind: int) -> None:
-    """The times to live in a class are at most four times those in the previous class.
-
-    So no page waits long behind a page with a much longer life.
+    """The times to live of a class are at most four times those of the previous class. A page therefore never waits
+    long behind a page with a much longer life.
     """
     (code,) = page_hints(Retention(session_continues=True, ttl_s=seconds), 1, 1).codes.tolist()
     assert (code // 5, LEVEL_OF[code]) == (kind, 4)

@@ -88,7 +88,7 @@ def test_states_are_counted_as_a_manager_has_them(way: dict[str, Any], dp: int) 
     memory = PagedKVCacheManager.estimated_memory_size(made, rows, length, 3, 1 << 40, devices)
 
     def holds(memory: int, rows: int, length: int) -> bool:
-        """Returns whether this many requests of this length can run at the same time in so much memory."""
+        """Returns whether this many requests of this length can run at the same time in this memory."""
         try:
             manager = PagedKVCacheManager(made, rows, length + 16, 3, devices, available_cache_memory=memory)
             for at in range(rows):

@@ -1,4 +1,4 @@
-"""Tests a bound socket: its limits, and what is left over if binding fails."""
+"""Tests a bound socket: its limits, and its remains after a failed bind."""
 
 from __future__ import annotations
 
@@ -55,9 +55,8 @@ def test_a_socket_is_secured_before_it_is_bound_and_closed_if_that_fails() -> No
 
 @pytest.mark.parametrize("transport", ["tcp", "ipc"])
 def test_the_address_of_a_closed_socket_with_keys_is_free_at_once(tmp_path: Path, transport: str) -> None:
-    """libzmq would listen until its own thread handles the close.
-
-    Without this handling, 169 of 200 TCP addresses and 49 of 50 ipc addresses were still taken.
+    """libzmq listens until its own thread handles the close. Without this handling, 169 of 200 TCP addresses and 49 of
+    50 ipc addresses were still taken.
     """
     for number in range(20):
         address = "tcp://127.0.0.1:0" if transport == "tcp" else f"ipc://{tmp_path}/e{number}"

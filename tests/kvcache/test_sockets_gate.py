@@ -1,5 +1,5 @@
-"""Tests a gate in front of a socket: what it passes on, what it refuses, and what a hostile peer costs other peers and
-memory.
+"""Tests a gate in front of a socket: the data that it passes on, the data that it refuses, and what a hostile peer
+costs in memory and delays.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def waited(done: Callable[[], object]) -> None:
 
 
 def passed(limits: Limits, data: bytes, chooser: random.Random) -> tuple[bytes, int]:
-    """Returns what the gate passes on if this data arrives in pieces of random length."""
+    """Returns the data that the gate passes on if this data arrives in pieces of random length."""
     counter, out, rest, frames = FrameCounter(limits), b"", b"", 0
     while data or rest:
         piece = chooser.randrange(1, 40)
@@ -121,7 +121,7 @@ def test_data_that_is_not_zmtp_3_without_keys_does_not_pass() -> None:
 
 
 class Served:
-    """One of our sockets, with a question that an honest peer asks."""
+    """A socket of pagewire, with a question that an honest peer asks."""
 
     def __init__(self, address: str, kind: bytes, ask: Callable[[], None]) -> None:
         self.address, self.kind, self.ask = address, kind, ask

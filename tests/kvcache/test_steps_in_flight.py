@@ -1,4 +1,4 @@
-"""Steps in flight: until they end, their tables stay valid, and no other request gets the pages that they use."""
+"""Steps in flight: until a step ends, its tables stay valid, and no other request gets its pages."""
 
 from __future__ import annotations
 

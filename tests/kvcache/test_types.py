@@ -1,5 +1,5 @@
-"""`KVCacheMetrics`: counts begin at 0, can be added up over several managers, and can be subtracted to see what has
-happened in between.
+"""`KVCacheMetrics`: counts begin at 0. They can be added up over several managers. The difference of two metrics shows
+the events between them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests the manager's mark of a call in progress: which calls the mark lets in, and how it refuses other calls."""
+"""Tests the manager's flag of a call in progress: the calls that the flag lets in, and the refusal of other calls."""
 
 from __future__ import annotations
 

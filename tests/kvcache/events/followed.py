@@ -70,7 +70,7 @@ class LossyWay:
 
 
 class Worker:
-    """A manager that is started, used, killed and restarted on the same addresses."""
+    """Starts, uses, kills and restarts a manager on the same addresses."""
 
     def __init__(self, number: int, folder: Path) -> None:
         self.number = number
@@ -95,7 +95,7 @@ class Worker:
                 self.manager.step([context])
 
     def restart(self) -> None:
-        """Restarts the manager as if it had been killed: no subscriber is told that pages are gone."""
+        """Restarts the manager as if it had been killed: subscribers do not learn that its pages are gone."""
         (endpoint, replay), worker = self.manager.kv_event_endpoints[0], worker_of(self.manager)
         for stream in worker.streams:
             stream.send = lambda _: None
@@ -112,11 +112,9 @@ class Worker:
                 return
 
     def overlap(self, tokens: list[int]) -> tuple[int, int, int]:
-        """Returns three counts of the prompt's first pages: those on the device; those on the device or the host; those
-        on the device, on the host or in files.
-
-        A page in a file counts only if this process has seen its tokens since it started, because a file has only
-        digests.
+        """Returns three counts of the prompt's first pages: pages on the device, pages on the device or the host, and
+        pages on the device, the host or in files. A page in a file counts only if this process has seen its tokens
+        since its start, because a file has only digests.
         """
         count = len(tokens) // PAGE
         digests = PrefixHasher("sha256", PAGE, None, ()).digests(np.array(tokens, np.int32), 0, count)
@@ -138,7 +136,7 @@ class Worker:
 
 
 async def answered(asking: Awaitable[Any], what: str) -> Any:
-    """Returns the result of a call. If the call does not end in time, the `TimeoutError` names it."""
+    """Returns the result of a call. If the call takes too long, raises a `TimeoutError` that names the call."""
     try:
         return await asyncio.wait_for(asking, ANSWER_S)
     except TimeoutError:
@@ -176,9 +174,7 @@ class Followed:
         self.services.append(service)
 
     def prompt(self) -> list[int]:
-        """Returns a new prompt, or a prompt that begins with the first pages of an earlier prompt and then continues
-        differently.
-        """
+        """Returns a new prompt, or a prompt that begins with the first pages of an earlier prompt and then differs."""
         start = self.random.choice(self.prompts)
         kept = start[: self.random.randint(0, len(start))]
         length = min(150, len(kept) + self.random.randint(5, 50))
@@ -197,7 +193,7 @@ class Followed:
                 self.seen["resets"] += 1
 
     async def round(self, requests: int, compared: int) -> None:
-        """Runs requests with losses and a restart, waits until nothing happens, and compares."""
+        """Runs requests with losses and a restart, waits until the streams are quiet, and compares."""
         for worker in self.workers:
             worker.way.rate = self.random.choice(self.rates)
         await asyncio.to_thread(self.work, requests)
@@ -211,12 +207,9 @@ class Followed:
         await self.compare(compared)
 
     async def compare(self, count: int) -> None:
-        """Compares `count` overlaps of each service with each manager.
-
-        If an overlap differs, the service gets some time to learn the right one.
-
-        All overlaps of a round share that time. Otherwise every overlap would wait if a service no longer followed a
-        manager.
+        """Compares `count` overlaps of each service with each manager. If an overlap differs, the service gets some
+        time to learn the right overlap. All overlaps of a round share this time, because a service that no longer
+        follows a manager would otherwise delay every overlap.
         """
         deadline = time.monotonic() + PATIENCE_S
         for tokens in self.random.choices(self.prompts[1:], k=-(-count // len(self.workers))):
@@ -248,7 +241,7 @@ class Followed:
 
 
 async def follow(managers: int, overlaps: int, rounds: int, seed: int, requests: int = 120) -> Followed:
-    """Runs the rounds. One service exists from the beginning, and another one joins half way."""
+    """Runs the rounds. One service exists from the beginning, and a second service joins after half of the rounds."""
     with tempfile.TemporaryDirectory() as folder:
         followed = Followed(managers, seed, Path(folder))
         try:
@@ -264,7 +257,7 @@ async def follow(managers: int, overlaps: int, rounds: int, seed: int, requests:
 
 
 def main() -> None:
-    """Run the comparison, and print what was compared."""
+    """Runs the comparison, and prints what was compared."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--managers", type=int, default=8)
     parser.add_argument("--overlaps", type=int, default=10_000)

@@ -1,4 +1,4 @@
-"""A subscriber that behaves like a router: it follows the stream of a rank, and asks for a replay if a number is
+"""A subscriber that behaves like a router: it follows the stream of a rank, and asks for a replay if a message is
 missing.
 """
 
@@ -27,8 +27,8 @@ MEDIA = {HOST: "CPU", FILES: "STORAGE"}
 class Known:
     """The pages that a subscriber knows from the events of one rank.
 
-    `there` maps medium and hash to tokens and parent. `tree` has the GPU's pages as Dynamo's index keeps them: a page
-    whose parent is missing is ignored, and the removal of a page removes all pages that continue it.
+    `there` maps a medium and a hash to tokens and parent. `tree` has the GPU's pages as Dynamo's index keeps them: a
+    page without a known parent is ignored, and the removal of a page removes all pages that continue it.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Known:
                 gone += [child for child, parent in self.tree.items() if parent == one]
 
     def whole(self) -> None:
-        """Asserts that `tree` contains a known page exactly if all pages before it in its prompt are known, too."""
+        """Asserts that `tree` contains a known page exactly if all earlier pages of its prompt are known."""
         gpu = self.there.get("GPU", {})
         for block in gpu:
             way, before = [block], gpu[block][1]
@@ -90,9 +90,9 @@ class Known:
 
 
 class Reader(Known):
-    """Follows the events of one rank, which it reads directly from the log, without sockets.
+    """Follows the events of one rank, read directly from the log, without sockets.
 
-    `longest` returns the length of the prefix that a follower would find if it knew the model only from its events.
+    `longest` returns the length of the prefix that a follower would find if it knew only the events.
     """
 
     def __init__(self, manager: PagedKVCacheManager, rank: int) -> None:
@@ -107,8 +107,8 @@ class Reader(Known):
         self.take_up(_decoded([event for source, event in told if self._book.is_of(source, self._rank)]))
 
     def longest(self, hashes: list[int], media: tuple[str, ...]) -> int:
-        """Returns after how many of these pages all tables can continue. A page counts as present if any of `media` has
-        it.
+        """Returns the number of these pages after which all tables can continue. A page counts as present if any of
+        `media` has it.
         """
         return next((end for end in range(len(hashes), 0, -1) if self._goes_on(hashes[:end], media)), 0)
 
@@ -150,13 +150,13 @@ class Mirror(Known):
         self.made_at = time.monotonic()
 
     def begin(self) -> Mirror:
-        """Wait until messages of the stream arrive."""
+        """Waits until messages of the stream arrive."""
         self.until(lambda: self.begun)
         return self
 
     def forget_the_begin(self, manager: PagedKVCacheManager, rank: int) -> None:
-        """Waits until the manager has sent its whole state to all subscribers, as it does whenever a new subscriber
-        arrives.
+        """Waits until the manager has sent its whole state to all subscribers. It sends the state whenever a new
+        subscriber arrives.
         """
         worker = worker_of(manager)
         self.until(lambda: worker._told_anew_at >= self.made_at + _JOIN_S and not worker._owed)
@@ -164,7 +164,7 @@ class Mirror(Known):
         del self.events[:]
 
     def take(self, timeout_ms: int = 0) -> bool:
-        """Handles one message. Returns whether there was one."""
+        """Handles one message. Returns whether a message had arrived."""
         if not self.sub.poll(timeout_ms):
             return False
         _, number, payload = self.sub.recv_multipart()
@@ -201,7 +201,7 @@ class Mirror(Known):
             self.take(20)
 
     def settle(self, manager: PagedKVCacheManager, rank: int) -> None:
-        """Handles everything that the manager has recorded so far."""
+        """Handles all events that the manager has recorded so far."""
         last = settled(manager)[rank]
         self.until(lambda: self.expected is not None and self.expected > last)
 
@@ -235,7 +235,7 @@ class Mirror(Known):
 
 
 def parked(worker: Any) -> None:
-    """Keeps the publisher's thread from reading the log until the test deletes the worker's attribute `turn`."""
+    """Stops the publisher's thread from reading the log until the test deletes the worker's attribute `turn`."""
     is_parked = threading.Event()
 
     def turn() -> bool:
@@ -252,7 +252,7 @@ def worker_of(manager: PagedKVCacheManager) -> Any:
 
 
 def settled(manager: PagedKVCacheManager) -> list[int]:
-    """Waits until everything recorded is sent. Returns the last number that each rank has sent."""
+    """Waits until all recorded events are sent. Returns the last number that each rank has sent."""
     worker = worker_of(manager)
     deadline = time.monotonic() + PATIENCE_S
     while True:

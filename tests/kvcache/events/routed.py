@@ -41,7 +41,9 @@ ROUND_S = 15.0  # The time that a router may take to learn all pages.
 
 
 class Server(ThreadingHTTPServer):
-    """The part of vLLM's HTTP interface that a router uses. The server gives its name, and counts its requests."""
+    """The part of vLLM's HTTP interface that a router uses. The server returns its own name, and counts its
+    requests.
+    """
 
     daemon_threads = True
 
@@ -83,7 +85,7 @@ class Answer(BaseHTTPRequestHandler):
         self.wfile.write(said)
 
     def log_message(self, *_: object) -> None:
-        """Keeps the server from printing a line for each request."""
+        """Prints no line for a request."""
 
 
 class Router:
@@ -118,14 +120,14 @@ class Router:
             self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
 
     def complete(self, prompt: list[int] | str, new: int = 1) -> dict[str, Any]:
-        """Returns the answer to a prompt. Raises `OSError` if there is none."""
+        """Returns the answer to a prompt. Raises `OSError` if there is no answer."""
         body = json.dumps({"model": self.model, "prompt": prompt, "max_tokens": new}).encode()
         request = urllib.request.Request(self.url, body, {"content-type": "application/json"})  # noqa: S310 - http
         with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:  # noqa: S310 - as above
             return json.load(answer)
 
     def ask(self, tokens: list[int]) -> str:
-        """Returns the server that has answered a prompt, or why none has."""
+        """Returns the server that has answered a prompt, or the reason for which no server has answered."""
         try:
             return self.complete(tokens)["choices"][0]["text"]
         except OSError as error:
@@ -205,9 +207,8 @@ class Routed(Followed):
             await asyncio.to_thread(settled, worker.manager)
 
     async def compare(self, count: int) -> None:
-        """Sends `count` prompts through each router.
-
-        If a router chooses wrongly, it gets some time to learn, and is asked again.
+        """Sends `count` prompts through each router. A router that chooses wrongly gets some time to learn, and is
+        asked again.
         """
         # After 2.5 s the publisher has sent two empty batches, so every router knows which messages it has missed.
         await asyncio.sleep(2.5)
@@ -245,7 +246,7 @@ class Routed(Followed):
 
 
 async def route(managers: int, prompts: int, rounds: int, seed: int, requests: int = 120, **options: bool) -> Routed:
-    """Runs the rounds. One router is there from the beginning; another joins half way."""
+    """Runs the rounds. One router exists from the beginning, and a second router joins after half of the rounds."""
     with tempfile.TemporaryDirectory() as folder:
         routed = Routed(managers, seed, Path(folder), **options)
         try:
@@ -260,7 +261,7 @@ async def route(managers: int, prompts: int, rounds: int, seed: int, requests: i
 
 
 def main() -> None:
-    """Run the comparison, and print what was compared."""
+    """Runs the comparison, and prints what was compared."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--managers", type=int, default=8)
     parser.add_argument("--prompts", type=int, default=1000)

@@ -1,5 +1,5 @@
-"""Tests the records from which events are made: which contents of pages are known, for how long, and which events
-result.
+"""Tests the records from which events are made: the contents that are known, how long they are known, and the resulting
+events.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SIZE, CAPACITY = 4, 40
 
 
 class Prompt:
-    """A prompt of this many pages. `first` and `last` select a range of them."""
+    """A prompt of `pages` pages. `first` and `last` select a range of the pages."""
 
     def __init__(self, tokens: list[int], salt: str | None = None) -> None:
         self.tokens = np.array(tokens, np.int32)

@@ -1,4 +1,6 @@
-"""A subscriber knows exactly what the manager's indexes contain, whatever happens to the subscriber or the manager."""
+"""A subscriber knows exactly the contents of the manager's indexes, whatever happens to the subscriber or the
+manager.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ PAGE = 4
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shortens the time after which a follower learns that it has lost the last message."""
+    """Shortens the time until a follower learns that it has lost the last message."""
     monkeypatch.setattr("kvcache.events.publisher._QUIET_S", 0.02)
 
 
@@ -49,8 +51,8 @@ def refuse_what_is_not_hashed_yet(manager: PagedKVCacheManager) -> None:
     ],
 )
 def test_a_mirror_equals_the_index_at_every_quiet_point_of_random_moves(seed: int, features: tuple[str, ...]) -> None:
-    """Messages are lost, subscribers join late, and only few sent messages are kept for replays. Whenever the stream is
-    quiet, the mirror still equals the manager's indexes.
+    """Messages are lost, subscribers join late, and only few sent messages are kept for replays. Nevertheless, the
+    mirror equals the manager's indexes whenever the stream is quiet.
     """
     losses = random.Random(seed)
     told = {"kv_events": events(buffer_steps=losses.choice([2, 10_000]))}

@@ -1,4 +1,4 @@
-"""Routers of other projects follow our streams."""
+"""Routers of other projects follow the event streams of pagewire."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ GROUPS = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6), LayerGroup("ch
 
 
 def test_dynamo_knows_only_the_first_group_and_promises_more_than_windows_keep() -> None:
-    """Dynamo also accepts events with a chunk length, a field that Dynamo does not know."""
+    """Dynamo also accepts events with the length of a chunk, although it does not know this field."""
     options = {"kv_events": KVEvents("tcp://127.0.0.1:0", "tcp://127.0.0.1:0"), "groups": GROUPS}
     made = manager_of(90, layers=3, params=options)
     chooser, seen = random.Random(1), Counter[str]()
@@ -73,7 +73,7 @@ def test_dynamo_knows_only_the_first_group_and_promises_more_than_windows_keep()
 
 
 class Stuck:
-    """A service that never answers, or always answers that no page is cached."""
+    """A service that never answers, or that always answers that no page is cached."""
 
     def __init__(self, answers: bool) -> None:
         self._answers = answers

@@ -26,7 +26,7 @@ GROUPS = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6), LayerGroup("ch
 
 
 class Readers:
-    """One reader for each rank. After each move, all readers get the events that the move has caused."""
+    """One reader for each rank. After each move, all readers get the events of the move."""
 
     def __init__(self, manager: PagedKVCacheManager) -> None:
         self.manager, self.worker = manager, worker_of(manager)
@@ -41,7 +41,9 @@ class Readers:
             reader.follow(told)
 
     def agree(self, hasher: PrefixHasher, tokens: Any) -> None:
-        """Asserts that all readers find as much of a prompt as the manager does, with and without the lower media."""
+        """Asserts that every reader finds as much of a prompt as the manager finds, with and without the lower
+        media.
+        """
         digests = hasher.digests(np.array(tokens, np.int32), 0, (len(tokens) - 1) // hasher.page_size)
         for reader, replica in zip(self.each, self.manager._replicas.each, strict=True):
             of_media = [reader.longest(hashes_of(digests).tolist(), media) for media in MEDIA]
@@ -51,8 +53,8 @@ class Readers:
 
 
 def longest(replica: Replica, digests: np.ndarray) -> list[int]:
-    """Returns after how many pages of a prompt the manager can continue, given the pages of the device, of the host,
-    and of all media.
+    """Returns the number of a prompt's pages after which the manager can continue, with the pages of the device, of the
+    host, and of all media.
     """
     tables, tier = replica.tables, replica.tier
     below = (lambda _, asked: np.zeros_like(asked)), tier.host_has, tier.has

@@ -1,6 +1,5 @@
-"""Tests an event stream in bad conditions.
-
-A requested replay is too old, a subscriber does not read, or a subscriber asks too often.
+"""Tests an event stream in bad conditions: a requested replay is too old, a subscriber does not read, or a subscriber
+asks too often.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def compute(manager: PagedKVCacheManager, start: int) -> None:
 
 
 def asked(manager: PagedKVCacheManager, first: int) -> list[tuple[int, list[Any]]]:
-    """Returns the numbers and events in the answer to a request for a replay from number `first` on."""
+    """Returns the numbers and events of the answer to a replay request from number `first` on."""
     socket = zmq.Context.instance().socket(zmq.DEALER)
     socket.connect(manager.kv_event_endpoints[0][1])
     socket.send_multipart([b"", first.to_bytes(8, "big")])
@@ -191,9 +190,7 @@ def stream() -> Iterator[_Stream]:
 
 
 def test_the_ring_is_replayed_only_if_it_has_no_gap() -> None:
-    """The batch before the oldest kept one is no longer there. So a follower that asks for it gets the whole state
-    instead.
-    """
+    """The batch before the oldest kept batch is no longer there. A follower that asks for it gets the whole state."""
     few = KVEvents(ANY, f"inproc://replays-{next(_names)}", buffer_steps=4)
     with contextlib.closing(_Stream(few, 0)) as stream:
         begin, book = stream.sequence, EventBook(1, 8, 4, CacheSpec("full_attention"))
@@ -216,7 +213,7 @@ def test_the_ring_is_replayed_only_if_it_has_no_gap() -> None:
 
 
 def peer_of(stream: _Stream, first: int) -> zmq.Socket[bytes]:
-    """Returns a peer that has asked for all messages from number `first` on, and has read nothing yet."""
+    """Returns a peer that has asked for all messages from number `first` on and has not read yet."""
     socket = zmq.Context.instance().socket(zmq.DEALER)
     socket.setsockopt(zmq.RCVHWM, 1)
     socket.connect(stream.addresses[1])
@@ -225,14 +222,14 @@ def peer_of(stream: _Stream, first: int) -> zmq.Socket[bytes]:
 
 
 def asking(stream: _Stream, first: int) -> zmq.Socket[bytes]:
-    """Makes a peer as `peer_of` does, and yields it while the stream is answering it."""
+    """Makes a peer as `peer_of` does, and yields it while the stream answers it."""
     socket = peer_of(stream, first)
     assert stream.answer(EventBook(1, 8, 4, CacheSpec("full_attention")))
     return socket
 
 
 def is_gone(stream: _Stream) -> bool:
-    """Returns whether the stream's socket has noticed that the peer that it is answering has disconnected."""
+    """Returns whether the stream's socket has noticed that the answered peer has disconnected."""
     assert stream.replay is not None
     try:
         stream.replay.send_multipart([stream._unsent[0][0], b""], zmq.NOBLOCK)
@@ -490,7 +487,7 @@ def test_the_whole_state_is_sent_only_some_time_after_a_subscription_arrives(mon
 
 
 class Churning:
-    """A subscriber that reconnects again and again, in its own thread."""
+    """A subscriber that reconnects again and again in its own thread."""
 
     def __init__(self, address: str, every_s: float) -> None:
         self.count = 0
@@ -553,7 +550,9 @@ def test_an_outdated_replay_request_causes_a_whole_state_while_a_peer_reconnects
 def test_followers_that_return_one_after_another_get_the_state_without_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The followers reconnect as after SIGKILL. The cache is so large that its state may be sent only every 10 s."""
+    """The followers reconnect, as they do after SIGKILL. The cache is so large that its state may be sent only every 10
+    s.
+    """
     monkeypatch.setattr("kvcache.events.publisher._LEAST_ANEW_S", 10.0)
     options = {"kv_events": KVEvents(ANY)}
     made = manager_of(32, max_seq_len=120, params=options)
@@ -587,6 +586,6 @@ def test_followers_that_return_one_after_another_get_the_state_without_waiting(
 
 
 def test_peers_that_fill_a_queue_and_die_do_no_harm(manager: PagedKVCacheManager) -> None:
-    """With ZMQ's own heartbeats, such peers sometimes ended this process. So the sockets do not use heartbeats."""
+    """With ZMQ's own heartbeats such peers sometimes ended this process. The sockets therefore use no heartbeats."""
     stream = worker_of(manager).streams[0]
     assert stream.pub.getsockopt(zmq.HEARTBEAT_IVL) == stream.replay.getsockopt(zmq.HEARTBEAT_IVL) == 0

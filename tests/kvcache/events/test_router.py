@@ -1,4 +1,6 @@
-"""vLLM's router learns from our streams which manager has the pages of a prompt, and sends the prompt there."""
+"""vLLM's router learns from the event streams which manager has the pages of a prompt, and sends the prompt to this
+manager.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(ROUTER is None, reason="needs
 
 
 class Holders:
-    """Two managers, a server for each, and the router in front of them."""
+    """Two managers, a server for each manager, and the router in front of the servers."""
 
     def __init__(self, log: Path) -> None:
         self.managers = [manager_of(64, params={"kv_events": KVEvents(ANY, ANY)}, host_slots=64) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Compares our messages with bytes that vLLM 0.33's encoder has made."""
+"""Compares the messages of pagewire with bytes that vLLM 0.33's encoder has made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Which page is evicted next while hints are trusted. `tests.kvcache.test_eviction_order` has the random moves."""
+"""Tests which page is evicted next while hints are trusted. `tests.kvcache.test_eviction_order` has the random
+moves.
+"""
 
 from __future__ import annotations
 

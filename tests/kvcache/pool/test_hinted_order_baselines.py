@@ -1,4 +1,6 @@
-"""Baselines: simulated caches that show how many hits there would be without hints, and what hints gain."""
+"""Baselines are simulated caches. They show how many hits there would be without hints, and how many hits hints
+gain.
+"""
 
 from __future__ import annotations
 
@@ -111,10 +113,8 @@ def test_nothing_is_promised_if_the_present_share_gains_as_much() -> None:
 
 
 def test_a_promise_that_never_comes_true_costs_no_more_than_its_credit() -> None:
-    """The cost of wrong hints is bounded, even if they promise gains for ever.
-
-    The bound is the sum of three terms: a quarter of the pool, another eighth of the pool until the share is lost, and
-    one page for every 100 lookups.
+    """The cost of wrong hints is bounded, even if the hints promise gains forever. The bound is the sum of three terms:
+    a quarter of the pool, an eighth of the pool until the share is lost, and one page for every 100 lookups.
     """
     share, lost, looked = HintShare(1000, 0.95), 0, 0
     for _ in range(20_000):
@@ -209,7 +209,7 @@ def test_both_baselines_of_a_sampled_pool_keep_one_page_in_rate() -> None:
 
 @pytest.mark.parametrize(("width", "longer"), [(1.0, 20), (2.0, 10), (4.0, 4), (100.0, 2)])
 def test_a_lead_is_shorter_if_each_page_stands_for_more_memory(width: float, longer: int) -> None:
-    """Plain LRU evicts a page after ten other pages. The hint keeps the page while `longer` further pages come."""
+    """Plain LRU evicts a page after ten other pages. The hint keeps the page while `longer` more pages arrive."""
     for others, found in ((9 + longer, 1), (10 + longer, 0)):
         baseline = baseline_of(10, 1.0)
         baseline.widen(width)
@@ -223,7 +223,7 @@ def test_a_lead_is_shorter_if_each_page_stands_for_more_memory(width: float, lon
 
 
 class Load:
-    """A few sessions that return in every round, and prompts between them that never return."""
+    """A few sessions that return in every round, and other prompts that never return."""
 
     def __init__(self, pages: int, sessions: float, others: float, pool: int | None = None) -> None:
         """`sessions` and `others` say how many pages the sessions and the other prompts use in one round, as multiples
@@ -240,7 +240,7 @@ class Load:
         self.names = SESSIONS
 
     def rounds(self, count: int, sessions: Retention | None, others: Retention | None) -> list[int]:
-        """Returns one number for each round: how many cached pages the sessions have found in it."""
+        """Returns for each round the number of cached pages that the sessions have found."""
         hits = []
         for _ in range(count):
             hits.append(0)

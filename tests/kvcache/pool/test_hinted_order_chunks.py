@@ -1,6 +1,5 @@
-"""All kinds of hint share one log, which consists of chunks.
-
-The log never runs out of chunks, wherever the pages of each kind lie in it.
+"""All kinds of hint share one log, which consists of chunks. The log never runs out of chunks, wherever the pages of a
+kind are in the log.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ def append(order: HintedOrder, code: int, first: int, count: int) -> None:
 
 
 def skip(order: HintedOrder, code: int, first: int, count: int) -> None:
-    """Fills entries of the log with pages that leave the order at once, so that these entries are invalid."""
+    """Fills entries of the log with pages that leave the order at once, so that the entries are invalid."""
     append(order, code, first, count)
     order.remove(np.arange(first, first + count, dtype=np.int32))
 

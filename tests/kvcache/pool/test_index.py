@@ -15,7 +15,7 @@ from tests.kvcache.random_model.interrupts import interrupted
 
 
 def digests(*names: int, words: int = 4, bucket: int | None = None) -> np.ndarray:
-    """Returns a digest for each name. With `bucket`, all of them belong to that bucket."""
+    """Returns a digest for each name. With `bucket`, all digests belong to this bucket."""
     found = np.random.default_rng(5).integers(1, 1 << 63, (1000, words), np.uint64)[list(names)]
     if bucket is not None:
         found[:, 0] = bucket

@@ -1,4 +1,6 @@
-"""The index also records the first word of a page's digest and the page's block table. `clear` removes everything."""
+"""The index also records the first word of a page's digest and the index of the page's block table. `clear` removes all
+entries.
+"""
 
 from __future__ import annotations
 

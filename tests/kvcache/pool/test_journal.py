@@ -1,4 +1,4 @@
-"""Tests the readers of a journal, their order, and the entries that each reader gets."""
+"""Tests the readers of a journal, their order, and the entries of each reader."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NEWS = ("going", "gone", "came", "followed", "found", "left", "changed")
 
 
 class Noting(PageReader):
-    """Records which readers were told."""
+    """Records the readers that were called."""
 
     def __init__(self, name: str, told: list[str]) -> None:
         self.name, self.told = name, told

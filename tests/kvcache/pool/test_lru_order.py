@@ -201,7 +201,7 @@ def test_orders_of_one_log_are_as_many_lists(moves: list[tuple[str, int, list[in
 
 
 def test_an_order_gets_the_room_that_another_order_of_its_log_wastes() -> None:
-    """If a second order that shares the log needs a chunk, sparse chunks of the first order are merged."""
+    """A second order that shares the log needs a chunk. Sparse chunks of the first order are merged."""
     rng, count = np.random.default_rng(0), 6 * CHUNK
     log = OrderLog(count, 2)
     first, second = LruOrder(count, log), LruOrder(count, log)

@@ -1,4 +1,4 @@
-"""Even if a caller's own eviction order is faulty, no page is given away that is not idle."""
+"""Even if a caller's own eviction order is faulty, the pool gives away only idle pages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAGES = 12
 
 
 class Wrong(LruOrder):
-    """An order that returns wrong pages when a test wants it: `spoil` changes the pages that it is about to return."""
+    """An order that returns wrong pages. `spoil` changes the pages that the order is about to return."""
 
     spoil: Callable[[np.ndarray], Any] | None = None
 

@@ -1,7 +1,4 @@
-"""An order that wraps another order passes on every call that it does not answer itself.
-
-It passes on copies of arrays.
-"""
+"""An order that wraps another order passes on every call that it does not answer. It passes copies of arrays."""
 
 from __future__ import annotations
 
@@ -54,7 +51,7 @@ def test_an_order_that_wraps_another_passes_on_every_call(over: type[OverOrder])
 
 
 class Spoils(LruOrder):
-    """An order that overwrites every array passed to it, after it has used the array."""
+    """An order that overwrites every array that it gets, after it has used the array."""
 
     def append(self, pages: Pages | Indices) -> None:
         super().append(pages)
@@ -99,9 +96,7 @@ def test_pages_that_left_or_are_missing_after_a_repair_are_not_idle() -> None:
 
 
 class Names(LruOrder):
-    """An order for which a test sets three things: the next page, the page that must be evicted, and the reasons of
-    evictions.
-    """
+    """An order for which a test sets the next page, the page that must be evicted, and the reasons of evictions."""
 
     next = must = 0
     reasons: Any = None
@@ -142,7 +137,7 @@ def test_every_page_is_idle_and_those_beside_the_pool_are_not(odd: int) -> None:
 
 
 class Lists(LruOrder):
-    """An order with a wrong list of its pages, or with a wrong check."""
+    """An order with a wrong list of its pages or with a wrong check."""
 
     listed: Any = None
     is_broken = False

@@ -48,7 +48,7 @@ class Saver(PageReader):
 
 
 class Books:
-    """A model of a pool in lists: a stack of fresh pages, idle pages by age, and holders and writers."""
+    """A model of a pool in lists: a stack of fresh pages, idle pages by age, and the numbers of holders and writers."""
 
     def __init__(self) -> None:
         self.pool = PagePool(SIZE, 2)
@@ -122,7 +122,7 @@ class Books:
         self.pool.release_each(pages(*some))
 
     def free(self, some: list[int]) -> None:
-        """Frees pages in this order. The last of them is evicted first."""
+        """Frees pages in this order. The last page is evicted first."""
         over = [page for page in reversed(some) if not self.holders[page] and not self.writers[page]]
         self.idle += [page for page in over if page in self.published]
         self.fresh += [page for page in over if page not in self.published]
@@ -227,8 +227,8 @@ def test_a_large_pool_evicts_all_its_pages_with_and_without_a_reader() -> None:
 
 
 def held_pool() -> tuple[PagePool, np.ndarray, np.ndarray]:
-    """Returns a pool, and the true numbers of holders and writers of each page. Pages 1 to 3 are held, 2 and 3 are
-    published, 3 is being written, and 4 is idle.
+    """Returns a pool, and the true numbers of holders and writers of each page. Pages 1 to 3 are held. Pages 2 and 3
+    are published. Page 3 is being written. Page 4 is idle.
     """
     pool = PagePool(6, 2)
     held = pool.allocate(4)
@@ -247,8 +247,8 @@ def change(pool: Any, count: str, by: int) -> None:
 
 
 def say_fresh(pool: PagePool, page: int, *, on_top: bool) -> None:
-    """Makes the pool record this page as the next fresh one. With `on_top`, the page is recorded once more, on top of
-    the stack.
+    """Makes the pool record this page as its next fresh page. With `on_top`, the page is recorded a second time, on top
+    of the stack.
     """
     pool._fresh_count += on_top
     pool._fresh[pool._fresh_count - 1] = page
@@ -393,7 +393,7 @@ def test_the_page_that_goes_next_is_named_while_no_page_is_fresh() -> None:
 
 @pytest.mark.parametrize("wrong", ["as they were", "holders", "writers", "idle", "fresh", "index"])
 def test_after_an_interrupt_the_pool_agrees_with_a_recount(wrong: str) -> None:
-    """Idle pages keep their age, fresh pages are used first, and published pages are found."""
+    """Idle pages keep their age, fresh pages are used first, and published pages can be found."""
     pool = PagePool(SIZE, 2)
     held = pool.allocate(9)
     pool.index.publish(held[:6], digests([*range(1, 7)]))

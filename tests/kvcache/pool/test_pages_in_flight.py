@@ -1,5 +1,5 @@
-"""Pages of a pool that are released while steps are in flight, the pool's calls of its order and readers, and its
-counts.
+"""Tests pages that are released while steps are in flight. Also tests the pool's calls of its order and readers, and
+its counts.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def test_pages_released_together_during_a_step_age_as_without_a_step() -> None:
 
 
 class Noting(LruOrder):
-    """Notes which calls it gets."""
+    """Records its calls."""
 
     def __init__(self, num_pages: int) -> None:
         super().__init__(num_pages)

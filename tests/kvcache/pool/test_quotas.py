@@ -1,4 +1,6 @@
-"""Which tenant's pages are evicted first, and how many. `tests.kvcache.test_eviction_order` has the random moves."""
+"""Tests whose pages are evicted first with quotas, and how many. `tests.kvcache.test_eviction_order` has the random
+moves.
+"""
 
 from __future__ import annotations
 

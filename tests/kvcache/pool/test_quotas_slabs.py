@@ -1,4 +1,4 @@
-"""Quotas for slabs, each of which counts as all of its pages. Random moves are compared with a model of plain lists."""
+"""Quotas for slabs. A slab counts as all of its pages. Random moves are compared with a model of plain lists."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def ids(*slabs: int) -> Pages:
 
 
 class Moves:
-    """An order of slabs with quotas, and its model: the idle slabs from the oldest on, and their tenants."""
+    """An order of slabs with quotas, and its model: the idle slabs, the oldest first, and their tenants."""
 
     def __init__(self) -> None:
         self.rng = random.Random(0)

@@ -27,7 +27,7 @@ class Told(PageReader):
 
 
 class Kept:
-    """Idle slabs that contain cached content. The content of a slab is represented by the slab's number."""
+    """Idle slabs with cached content. The number of a slab stands for its content."""
 
     def __init__(self, pool: SlabPool) -> None:
         self.pool, self.slabs = pool, list[tuple[int, int]]()
@@ -51,7 +51,7 @@ class Kept:
 
 
 class Elsewhere:
-    """A mover that moves each page to a place given in a list. Pages in `stays` cannot be moved."""
+    """A mover that moves each page to the page that a list gives. Pages in `stays` cannot be moved."""
 
     def __init__(self, pool: SlabPool) -> None:
         self.pool, self.stays, self.moved = pool, set[int](), list[tuple[list[int], list[int]]]()
@@ -203,8 +203,8 @@ def test_pages_evicted_for_a_slab_are_reported_stored_in_lower_tiers_and_not_fou
 
 
 def test_pages_of_a_tenant_above_its_quota_make_room_for_a_slab() -> None:
-    """Pages 8 to 15, in two slabs, belong to no tenant. The pages of a tenant that is above its quota lie in a lower
-    slab, and were used later.
+    """Pages 8 to 15, in two slabs, belong to no tenant. A tenant above its quota has pages in a lower slab, which were
+    used later.
     """
     pool, _, _ = made()
     quotas = TenantQuotas(15, 0.1, {})
@@ -292,8 +292,8 @@ def test_the_hint_and_the_tenant_of_a_page_move_with_it_and_end_with_it() -> Non
 
 
 def hinted(code: int, share: float = 0.5) -> tuple[SlabPool, Kept, HintedOrder]:
-    """Returns a pool with a kept copy in slab 3, later idle pages with this hint in slabs 1 and 2, and the order. The
-    time is that of `now`.
+    """Returns a pool and its order. The pool has a kept copy in slab 3, and later idle pages with this hint in slabs 1
+    and 2. The order's clock returns `now`.
     """
     pool, kept, _ = made()
     order = HintedOrder(15, pool.idle, lambda: 100.0, share)

@@ -1,4 +1,4 @@
-"""Slabs without cached states and without movable pages, and the records of slabs after an interrupt or a fault."""
+"""Slabs without cached states and without movable pages. Also the records of slabs after an interrupt or a fault."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_mover_that_is_set_later_is_used_from_then_on() -> None:
 
 
 class Cached(CachedSlabs):
-    """A substitute for cached states: one slab, last used at time `used`."""
+    """A substitute for cached states: one slab that was last used at time `used`."""
 
     def __init__(self, pool: SlabPool, used: int) -> None:
         self.pool, self.slab, self.used, self.is_idle = pool, pool.take_slab(), used, True

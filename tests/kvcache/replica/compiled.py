@@ -1,4 +1,4 @@
-"""Compiles the `chained.c` of this tree for the tests. A module that was compiled earlier may be out of date."""
+"""Compiles this tree's `chained.c` for the tests. An earlier compiled module may be out of date."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _chain() -> tuple[type[Any] | None, str]:
 
 
 def compiled_chain() -> type[Any]:
-    """Returns the compiled class. Skips the test if it cannot be compiled, for example without a compiler."""
+    """Returns the compiled class. Skips the test if the module cannot be compiled, for example without a compiler."""
     made, hindered = _chain()
     if made is None:
         pytest.skip(hindered)

@@ -13,7 +13,7 @@ from tests.kvcache.served import Served
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterable[Make]:
-    """Returns a function that makes managers with several block tables, a host tier and files. After the test, these
+    """Returns a function that makes managers with several block tables, a host tier and files. After the test, the
     managers are checked and closed.
     """
     made: list[Served] = []

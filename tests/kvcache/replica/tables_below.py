@@ -22,7 +22,7 @@ def fill(it: Served, pages: int) -> None:
 
 
 def lost(it: Served, column: int) -> None:
-    """Removes the window's page at this column from the device, as an eviction would."""
+    """Removes the window's page of this block from the device, as an eviction would."""
     replica = it.manager._replicas.each[0]
     page = replica.pool.index.find(replica.tables.every(it.digests(PROMPT))[1, column : column + 1])
     replica.pool.hold(page)

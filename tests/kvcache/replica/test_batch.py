@@ -1,5 +1,5 @@
 """A batch that is updated in arrays gives the same results as the plain calls, even if its contexts are also changed by
-other means.
+other calls.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.kvcache.random_model.moves import OwnContext
 
 
 def running(manager: PagedKVCacheManager, lengths: list[int], longest: int = 4096, name: str = "") -> list[TextContext]:
-    """Returns requests whose prompts are computed, ready to decode."""
+    """Returns requests whose prompts are computed, so that they are ready to decode."""
     contexts = [TextContext(np.arange(length) % 7 + at, longest, f"{name}{at}") for at, length in enumerate(lengths)]
     for at, context in enumerate(contexts):
         manager.external_claim(context.request_id, at % manager.num_replicas)
@@ -529,7 +529,7 @@ def test_wherever_an_update_is_interrupted_all_requests_have_their_token_or_none
 
 
 class OneByOne(list[TextContext]):
-    """Plain contexts behind the interface of a batch. It updates them one by one."""
+    """Plain contexts with the interface of a batch, which are updated one by one."""
 
     def update_with_future_tokens(self) -> None:
         for context in self:

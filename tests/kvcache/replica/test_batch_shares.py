@@ -1,4 +1,4 @@
-"""Each replica's part of a batch, compared with a loop over the requests."""
+"""Compares each replica's part of a batch with a loop over the requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvcache.replica.rows import as_rows
 
 
 def listed(shares: list[Share]) -> dict[int, list[tuple[int, int]]]:
-    """Returns for each replica its requests: the index in the batch, and the row."""
+    """Returns the requests of each replica: their indices in the batch, and their rows."""
     return {
         share.replica: list(zip(as_rows(share.at).tolist(), as_rows(share.rows).tolist(), strict=True))
         for share in shares

@@ -1,4 +1,4 @@
-"""A block table may leave out pages that an earlier table has named. The table then says which pages it leaves out."""
+"""A block table may leave out pages that an earlier table has named. The table then says which pages are left out."""
 
 from __future__ import annotations
 

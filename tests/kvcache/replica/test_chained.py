@@ -1,4 +1,4 @@
-"""Tests the module of `chained.c` by itself: how it is built, and what happens without it."""
+"""Tests the module of `chained.c` alone: how it is built, and how digests are computed without it."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_the_compiled_module_is_used_unless_it_is_forbidden_missing_or_wrong(mon
 
 @pytest.mark.parametrize("forbidden", [True, pytest.param(False, marks=pytest.mark.ci)])
 def test_without_the_compiled_module_hashlib_computes_the_same_digests(forbidden: bool) -> None:
-    """The module is forbidden, or cannot be imported. The tokens have another integer dtype."""
+    """The module is forbidden, or its import fails. The tokens have another integer dtype."""
     code = (
         "import sys; sys.modules['kvcache.replica.chained'] = None\n"
         * (not forbidden)

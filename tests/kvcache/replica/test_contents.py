@@ -1,4 +1,6 @@
-"""Pages by content: which pages a replica leases, and which it loads from lower tiers for a reader that asks."""
+"""Pages by content: the pages that a replica leases to a reader, and the pages that it loads from lower tiers for the
+reader.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +53,8 @@ def wanted(it: Served, first: int = 0, prompt: Iterable[int] = PROMPT) -> Any:
 
 
 def brought(it: Served, most: int = 100, first: int = 0) -> int:
-    """Asks again and again, until no page is being loaded any more. Returns how many pages were leased in the end, and
-    how often it asked.
+    """Asks again and again until no page is being loaded any more. Returns the number of leased pages, and the number
+    of questions.
     """
     asked, deadline = 0, time.monotonic() + 10
     while it.manager.contents.bring("theirs", 0, wanted(it, first), most):
@@ -199,7 +201,7 @@ class Copy:
 
 
 def copied_beside_us(it: Any, monkeypatch: pytest.MonkeyPatch) -> Copy:
-    """Makes copies to the device begin at once, but end only when the test says so, as the copies of a GPU do."""
+    """Makes copies to the device begin at once and end only when the test says so, as copies of a GPU do."""
     (tier,) = it.tiers.replicas
     copy, load = Copy(), tier._mover.load
 
@@ -233,8 +235,8 @@ def test_pages_that_are_on_their_way_are_found_by_nobody(served: Any, monkeypatc
 def test_a_loop_without_steps_notices_the_end_of_copies_for_no_request(
     served: Any, monkeypatch: pytest.MonkeyPatch, asked: str
 ) -> None:
-    """No step runs, so no step can notice that the copies have ended. If waiting calls did not notice it either, the
-    pages would stay held for ever.
+    """No step runs, so no step can notice the end of the copies. If waiting calls did not notice it either, the pages
+    would stay held forever.
     """
     it = served()
     evicted(it)

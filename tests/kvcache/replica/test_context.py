@@ -148,7 +148,7 @@ def test_a_hasher_kept_for_other_keys_is_not_used() -> None:
 
 
 class Own:
-    """A caller's own context of ten tokens, with the given attributes. Its indices are set by its caller."""
+    """A caller's own context of ten tokens with the given attributes. The caller sets its indices."""
 
     def __init__(self, moves: Callable[[Own, int, int], None] | None = None, **others: Any) -> None:
         self.__dict__ |= {"request_id": "own", "tokens": np.arange(10), "start_idx": 2, "active_idx": 6, "end_idx": 10}
@@ -265,7 +265,7 @@ def test_a_callers_tokens_beyond_its_last_known_one_are_not_looked_up(make: Any)
     manager.step([first])
 
     class Buffered:
-        """A context whose `tokens` is its whole buffer, including places that are not used yet."""
+        """A context whose `tokens` is its whole buffer, including the unused end of the buffer."""
 
         request_id, start_idx, active_idx, end_idx, active_length, current_length = "own", 0, 10, 10, 10, 10
         tokens = np.arange(20)
@@ -374,7 +374,7 @@ def test_a_batch_is_not_copied(make: Any, how: Callable[[object], object]) -> No
 
 
 class Leading:
-    """Updates contexts as a batch does. When a context is read, it asks this object for the tokens that it lacks."""
+    """Updates contexts as a batch does. A context asks this object for its missing tokens when it is read."""
 
     def __init__(self, tokens: dict[int, list[int]]) -> None:
         self.tokens, self.lost = tokens, list[tuple[int, int]]()

@@ -1,6 +1,5 @@
-"""Salts and extra keys of pages that come from this pool, from the host, from files, or from another manager.
-
-The compared KV depends on the keys, so a page with other keys is also noticed by its content.
+"""Salts and extra keys of pages from this pool, from the host, from files, or from another manager. The compared KV
+depends on the keys, so the content also shows a page with wrong keys.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ def test_a_table_of_other_keys_is_refused(make: Any, place: int, sizes: tuple[in
 @pytest.mark.parametrize("seed", range(3))
 def test_random_keys_through_two_tiers(tmp_path: Path, seed: int) -> None:
     """A few prompts, salts and keys in a pool that is too small for them. Every byte that a request reads must belong
-    to its own keys.
+    to the request's own keys.
     """
     rng = random.Random(seed)
     it = Served(8, 16, params=files(tmp_path))

@@ -1,4 +1,6 @@
-"""An import has one copier. It names the pages to copy, and it may continue to write after the import was given up."""
+"""An import has one copier, which names the pages to copy. The copier may continue to write after the import was given
+up.
+"""
 
 from __future__ import annotations
 

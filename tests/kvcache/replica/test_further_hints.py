@@ -27,7 +27,9 @@ def prompt(name: int, pages: int) -> list[int]:
 
 
 def serve(manager: PagedKVCacheManager, tokens: list[int], retention: Retention | None = None, **options: Any) -> int:
-    """Runs a request in chunks of 8 tokens, so that its windows move on. Returns how many tokens it found cached."""
+    """Runs a request in chunks of 8 tokens, so that its windows move. Returns the number of tokens that it found
+    cached.
+    """
     context = TextContext(tokens, len(tokens) + 1, retention=retention, **options)
     with manager.claim(context):
         assert manager.maybe_reserve(context)
@@ -44,7 +46,7 @@ def serve(manager: PagedKVCacheManager, tokens: list[int], retention: Retention 
 
 
 def found(manager: PagedKVCacheManager, tokens: list[int]) -> int:
-    """Returns how many of the prompt's pages are cached in all tables. The call changes nothing."""
+    """Returns how many of the prompt's pages are cached in all tables. The call changes no state."""
     return manager._replicas.each[0].find(TextContext(tokens, 999)).end
 
 
@@ -77,8 +79,8 @@ ROUNDS = 60
 
 
 def rounds(manager: PagedKVCacheManager, first: Retention | None, last: Retention | None, often: int) -> int:
-    """Runs a few prompts again and again, and between them prompts that occur only once. Returns how many tokens were
-    found.
+    """Runs a few prompts again and again, with prompts between them that occur only once. Returns the number of tokens
+    that were found.
     """
     hits = 0
     for number in range(ROUNDS):

@@ -1,4 +1,4 @@
-"""Hand-overs with several block tables: decode pulls the pages that it lacks in each table, and no others."""
+"""Hand-overs with several block tables: in each table, decode pulls exactly the pages that it lacks."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def make(groups: Any = FULL_TWICE, layers: int = 3, pages: int = 100, **options:
 
 
 def computed(manager: PagedKVCacheManager, tokens: list[int], name: str = "p", chunk: int = 0) -> TextContext:
-    """Returns a claimed request whose prompt was computed, in chunks of `chunk` tokens if given. The request also has
-    its first new token.
+    """Returns a claimed request whose prompt was computed, in chunks of `chunk` tokens if `chunk` is given. The request
+    also has its first new token.
     """
     context = TextContext(tokens, 256, name)
     manager.external_claim(name, 0)
@@ -65,7 +65,7 @@ def receiver(manager: PagedKVCacheManager, tokens: list[int], name: str = "d") -
 
 
 def copied(source: PagedKVCacheManager, target: PagedKVCacheManager, copier: Any) -> list[int]:
-    """Copies the pages that the copier names now, and tells it that no further ones follow. Returns the number of
+    """Copies the pages that the copier names now, and tells the copier that no more pages follow. Returns the number of
     copied pages of each table.
     """
     counts: list[int] = []
@@ -290,8 +290,8 @@ def goes_on_without_comparing(manager: PagedKVCacheManager, context: TextContext
 
 @pytest.mark.parametrize("groups", [(), (LayerGroup("full", (0, 1)), LayerGroup("window", (2,), 30))])
 def test_pages_that_leases_keep_do_not_count_as_room_for_a_request(groups: Any) -> None:
-    """Another request has computed in full a page that this request has only begun. If this request now shares that
-    full page, the page of its own row belongs to the lease, and is not free.
+    """Another request has computed a full page of which this request has only the first tokens. If this request now
+    shares the full page, the page of its own row belongs to the lease and is not free.
     """
     manager = make(groups, pages=60)
     tables = len(manager.layer_tables.tables)
@@ -394,7 +394,7 @@ def test_no_request_gets_the_pages_of_a_cancelled_import_before_its_copier_ends(
 
 def test_random_hand_overs() -> None:
     """Hand-overs with all kinds of tables, in pools that are so small that windows are evicted. All bytes must be
-    right, and no more pages than needed may be copied.
+    right, and only needed pages may be copied.
     """
     seen: Counter[str] = Counter()
     for number in range(6):

@@ -1,5 +1,5 @@
-"""Block tables of windows and of chunks: which pages a request holds and gives back, and how much of a prompt is
-found.
+"""Block tables of windows and of chunks: the pages that a request holds and gives back, and the number of a prompt's
+tokens that are found.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def make(
 
 
 def columns(manager: PagedKVCacheManager, context: TextContext, table: int = 0) -> list[int]:
-    """Returns the columns of a further table in which the request has a page."""
+    """Returns the blocks of a further table for which the request has a page."""
     replica = manager._replicas.each[manager.get_replica(context)]
     return replica.rows.table[1 + table, replica.rows.row_of[context.request_id]].nonzero()[0].tolist()
 
@@ -67,7 +67,7 @@ def served(manager: PagedKVCacheManager, tokens: Any, name: str) -> None:
 
 
 def gone(manager: PagedKVCacheManager, tokens: Any, table: int, column: int) -> None:
-    """Removes the page at a column of a further table, as an eviction would."""
+    """Removes the page of a block of a further table, as an eviction would."""
     replica = manager._replicas.each[0]
     context = TextContext([*tokens], 999)
     digests = replica.hasher(None, context).digests(context.tokens, column, column + 1)
@@ -153,7 +153,7 @@ def test_a_hit_needs_the_last_window_and_nothing_before() -> None:
 
 
 def test_a_hit_ends_at_the_last_page_end_with_a_complete_window() -> None:
-    """If pages of the window were evicted, the hit ends at the last page end whose window is complete."""
+    """The window has lost pages. The hit ends at the last end of a page whose window is complete."""
     manager = make(pages=24, max_seq_len=64)
     served(manager, range(40), "first")
     gone(manager, range(40), 0, 9)
@@ -391,8 +391,8 @@ def test_pages_that_were_not_published_yet_stay_for_the_step() -> None:
 
 
 def test_a_request_without_pages_gets_pages_for_all_tokens_that_it_has_to_compute() -> None:
-    """The context claims a start within the prompt. That start does not count, because the request has no pages: the
-    pages from its window on would not be enough.
+    """The context claims a start within the prompt. The claimed start does not count, because the request has no pages.
+    The pages from the window of this start on would not be enough.
     """
     manager = make(caching=False)
     context = TextContext([*range(40)], 99, "r")
@@ -416,9 +416,8 @@ def test_a_batch_of_chunks_gets_pages_only_for_these_chunks() -> None:
 
 
 def ages(*, together: bool) -> list[list[int]]:
-    """Runs a batch of three requests, one of which is a fork of another one. Pages are reserved for the whole batch at
-    once (`together`), or for one request after the other. Returns the digests of the idle pages afterwards, oldest
-    first.
+    """Runs a batch of three requests, one of which is a fork of another. Pages are reserved for the whole batch at once
+    (`together`), or for one request after another. Returns the digests of the idle pages, the oldest page first.
     """
     manager = make(pages=200)
     one, other = (start(manager, range(first, first + 42), f"{first}") for first in (0, 100))

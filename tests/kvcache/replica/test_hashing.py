@@ -22,7 +22,7 @@ ALGORITHMS: tuple[HashAlgorithm, ...] = get_args(HashAlgorithm)
 
 @pytest.fixture(autouse=True, params=["hashlib", "chained.c"])
 def computed_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Makes every test run twice, once with each of the two implementations of sha256."""
+    """Makes every test run twice: with each of the two implementations of sha256."""
     monkeypatch.setattr(hashing, "_Chain", hashing._NotCompiled if request.param == "hashlib" else compiled_chain())
     hashing._seeded.cache_clear()
     yield request.param
@@ -73,8 +73,8 @@ def test_no_two_choices_of_salt_and_page_size_agree() -> None:
 
 
 def test_one_page_of_many_requests_is_hashed_as_each_alone() -> None:
-    """Many requests are hashed in one call. Requests that have a key on a later page, or earlier pages that are not
-    hashed yet, take the slow path.
+    """Many requests are hashed in one call. A request takes the slow path if it has a key on a later page or if its
+    earlier pages are not hashed yet.
     """
     second = np.repeat(tokens(8)[None, 4:], 4, axis=0)
     keys: list[Any] = [None, ((6, b"image"),), ((9, b"late"),), None]
@@ -169,8 +169,8 @@ def test_long_prompts_are_hashed_in_parts_that_are_whole_pages(monkeypatch: pyte
 
 
 def check_walk(steps: list[tuple[str, int]], page_size: int, salt: str | None, keys: ExtraKeys, seed: int) -> None:
-    """Runs hashers that grow, are copied, and hash pages together. The digests of each hasher are compared with those
-    that hashlib computes over its whole input.
+    """Runs hashers that grow, are copied, and hash pages together. Compares the digests of each hasher with digests
+    that hashlib computes over the whole input.
     """
     rng = np.random.default_rng(seed)
     marks = [b""] * 64  # For each page, the bytes of the extra keys that are hashed before the page.

@@ -23,7 +23,7 @@ def serve(manager: PagedKVCacheManager, tokens: list[int], retention: Retention 
 
 
 def prompt(name: int, pages: int = 2) -> list[int]:
-    """A prompt of full pages of 4 tokens, and one more token."""
+    """Returns a prompt of full pages of 4 tokens, and one more token."""
     return [*[name] * (4 * pages), 0]
 
 
@@ -37,7 +37,7 @@ def trusting(manager: PagedKVCacheManager) -> PagedKVCacheManager:
 
 
 def found(manager: PagedKVCacheManager, *names: int) -> list[bool]:
-    """Returns which of these prompts are cached. The call changes nothing."""
+    """Returns which of these prompts are cached. The call changes no state."""
     pages = [manager._replicas.each[0].find(TextContext(prompt(name), 64)).end for name in names]
     return [count > 0 for count in pages]
 
@@ -82,7 +82,7 @@ def test_a_share_of_zero_ignores_hints() -> None:
 
 
 def rounds(manager: PagedKVCacheManager, first: Retention | None, last: Retention | None, often: int = 8) -> list[int]:
-    """Runs a few prompts again and again, and between them prompts that occur only once. Returns how many tokens were
+    """Runs a few prompts again and again, with prompts between them that occur only once. Returns the number of tokens
     found in each half of the rounds.
     """
     halves = []
@@ -157,10 +157,8 @@ def test_the_first_hint_takes_over_what_is_cached() -> None:
 
 
 def evidence(manager: PagedKVCacheManager) -> list[int]:
-    """Returns a list to which each later request adds a number of pages.
-
-    The manager learns from these numbers how many pages may follow hints. A number is the pages that hints have gained,
-    or that they promise to gain.
+    """Returns a list to which each later request adds a number of pages. The manager learns from these numbers how many
+    pages may follow hints. A number counts the pages that hints have gained or promise to gain.
     """
     learned: list[int] = []
     hints = manager._replicas.each[0].hints
@@ -177,7 +175,7 @@ def test_requests_without_hints_are_evidence_after_the_first_hint() -> None:
 
 
 def recover(manager: PagedKVCacheManager) -> None:
-    """Repairs the manager as after a call that was interrupted."""
+    """Repairs the manager as if a call had been interrupted."""
     manager._mark.call = ("reserve_batch", slice(0, 0))
     assert manager.recover().released == ()
     manager.check()
@@ -224,8 +222,8 @@ def test_after_an_interrupt_a_tenant_has_the_pages_that_it_had() -> None:
 
 
 def test_the_plain_baseline_has_the_hits_of_plain_lru() -> None:
-    """Neutral hints change nothing. So the baseline must have the same hits as the cache, also with concurrent and
-    aborted requests.
+    """Neutral hints change nothing. The baseline must therefore have the same hits as the cache, even with concurrent
+    and aborted requests.
     """
     manager = manager_of(40, checks=False, rows=4)
     neutral, rng = Retention(), random.Random(0)
@@ -255,8 +253,8 @@ def test_the_plain_baseline_has_the_hits_of_plain_lru() -> None:
 
 @pytest.mark.parametrize("computed", range(5))
 def test_the_baseline_has_only_the_computed_part_of_an_aborted_prompt(computed: int) -> None:
-    """If the baseline also had the tokens that did not run, hints would be blamed for missing hits that no order could
-    have had.
+    """If the baseline also had the tokens that did not run, hints would be blamed for missing hits that no eviction
+    order could have had.
     """
     manager, neutral = manager_of(40, checks=False), Retention()
     serve(manager, prompt(0), neutral)
@@ -315,7 +313,7 @@ def test_a_tenant_above_its_quota_evicts_its_own_pages() -> None:
 
 
 def test_gains_of_a_sample_are_scaled_up_to_all_pages() -> None:
-    """In a large pool the baselines watch only a sample of the pages. The gains and losses in this sample are scaled up
+    """In a large pool the baselines follow only a sample of the pages. The gains and losses of the sample are scaled up
     to all pages.
     """
     manager = manager_of(4096, checks=False, rows=1, max_seq_len=4 * 4096)
@@ -370,8 +368,8 @@ def test_new_content_of_an_evicted_page_does_not_belong_to_the_former_tenant() -
 
 
 def test_pages_copied_from_a_replica_belong_to_the_tenant_before_the_request_holds_them() -> None:
-    """Copied pages are idle until their request holds them. They must count for the request's tenant already, because
-    they stay idle if the request then resumes elsewhere.
+    """Copied pages are idle until their request holds them. They must count for the request's tenant before, because
+    they stay idle if the request resumes at another token.
     """
     manager = manager_of(12, dp=2, params={"tenant_quota": 0.5, "routing": Routing(copy_pages=True)})
     serve(manager, prompt(1), replica=0, cache_salt="a")
@@ -506,7 +504,7 @@ def some_hint(rng: random.Random) -> Retention | None:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_with_random_hints_and_quotas_every_page_is_accounted_for(seed: int) -> None:
-    """Random hints, quotas, copies between replicas, forks, refusals and resets. `check` runs after each of them."""
+    """Random hints, quotas, copies between replicas, forks, refusals and resets. `check` runs after each move."""
     rng = random.Random(seed)
     options = {"tenant_quota": 0.3, "routing": Routing(copy_pages=True), "max_hint_share": rng.choice([0.5, 1.0])}
     manager = manager_of(16, dp=2, rows=4, checks=False, params=options)

@@ -47,8 +47,8 @@ def receiver(manager: PagedKVCacheManager, tokens: list[int] = PROMPT, name: str
 
 
 def handed_over(make: Any) -> tuple[BlockTable, Any, TextContext]:
-    """Returns three things: the table of a prompt that another manager has prefilled, a manager without this prompt,
-    and the request for it there.
+    """Returns three values: the table of a prompt that another manager has prefilled, a manager without this prompt,
+    and the request in this manager.
     """
     _, table = prefilled(make)
     target = make(16, page_size=4)
@@ -56,7 +56,7 @@ def handed_over(make: Any) -> tuple[BlockTable, Any, TextContext]:
 
 
 def imported(make: Any) -> tuple[BlockTable, Any]:
-    """Like `handed_over`, but another request has already imported the prompt."""
+    """Returns the same values as `handed_over`, but another request has already imported the prompt."""
     table, target, first = handed_over(make)
     pending = target.import_block_table(first, table)
     target.commit_import(first, pending, proven(target, pending))
@@ -366,7 +366,7 @@ def test_a_growing_import_names_each_page_once_the_source_has_it(make: Any, thei
 
 
 def from_page(table: BlockTable, first: int) -> BlockTable:
-    """Returns the table of a source that was asked for the pages after the first `first`."""
+    """Returns the table that a source gives if it was asked for the pages after the first `first` pages."""
     return change(table, first_page=first, groups=(table.groups[0][first:],), digests=table.digests[first * 32 :])
 
 

@@ -1,4 +1,4 @@
-"""Imports that no request waits for. They publish later pages of a prompt before its first pages are computed."""
+"""Imports for which no request waits. They publish later pages of a prompt before its first pages are computed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def served() -> Iterator[Callable[..., Served]]:
 
 
 def lent(source: Served, first: int, stop: int = 8, tokens: Sequence[int] = PROMPT, **named: Any) -> BlockTable:
-    """Leases pages `first` to `stop` of a prompt that the source has served, as it does when a reader asks for them."""
+    """Returns a table of the pages `first` to `stop` of a prompt that the source has served. The source has leased them
+    as it does for a reader.
+    """
     contents = source.manager.contents
     context = TextContext([*tokens], 256, "theirs", **named)
     found = contents.lease("theirs", 0, contents.digests(context, first), stop - first)
@@ -72,7 +74,7 @@ def brought(it: Served, source: Served, context: TextContext, table: BlockTable)
 
 
 def rest(it: Served, context: TextContext, chunk: int = 4) -> list[int]:
-    """Runs the rest of a prompt. Returns the first token of each of its chunks."""
+    """Runs the rest of a prompt. Returns the start of each chunk."""
     starts, length = list[int](), context.end_idx
     while context.end_idx == length:
         assert it.manager.maybe_reserve(context)

@@ -1,4 +1,4 @@
-"""Imports whose later tables name only new pages. Each page is named once, and the pages of earlier tables stay."""
+"""Imports whose later tables name only new pages. Each page is named once, and pages of earlier tables stay."""
 
 from typing import Any
 

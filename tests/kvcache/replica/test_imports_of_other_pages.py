@@ -1,5 +1,5 @@
-"""Imports from a source with another page size. Wherever windows begin, every page that the import publishes must be
-complete, in each table.
+"""Imports from a source with another page size. Every page that the import publishes must be complete in each table,
+wherever windows begin.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def make(page_size: int) -> PagedKVCacheManager:
 
 
 def chunks(manager: PagedKVCacheManager, context: TextContext, chunk: int) -> Iterator[bool]:
-    """Runs a claimed request in chunks up to its first new token. After each chunk, yields whether it was the last
-    one.
+    """Runs a claimed request in chunks up to its first new token. After each chunk, yields whether the chunk was the
+    last one.
     """
     length = context.end_idx
     while context.start_idx < length:
@@ -49,7 +49,7 @@ def chunks(manager: PagedKVCacheManager, context: TextContext, chunk: int) -> It
 
 
 def copy(source: PagedKVCacheManager, target: PagedKVCacheManager, copier: ImportCopier, *, last: bool) -> None:
-    """Copies the KV of exactly the tokens that the copier names, and no other part of their pages."""
+    """Copies the KV of exactly the tokens that the copier names. Other parts of their pages are not copied."""
     here, there = target.page_size, source.page_size
     for ours, theirs, (first, stop) in copier.take(last=last):
         tokens = np.arange(first, stop)
@@ -60,16 +60,15 @@ def copy(source: PagedKVCacheManager, target: PagedKVCacheManager, copier: Impor
 
 
 class HandOver:
-    """A source that runs prompts in chunks, and a target that pulls them at once or chunk by chunk."""
+    """A source that runs prompts in chunks, and a target that pulls the prompts at once or chunk by chunk."""
 
     def __init__(self, there: int, here: int, *, chunkwise: bool) -> None:
         self.source, self.target, self.chunkwise = make(there), make(here), chunkwise
         self.seen: Counter[str] = Counter()
 
     def pull(self, tokens: list[int], name: str) -> TextContext | None:
-        """Pulls a request, and then runs a few steps of it at the target.
-
-        Returns the request, or None if the source's pages were refused.
+        """Pulls a request and runs a few steps of it at the target. Returns the request, or None if the target has
+        refused the source's pages.
         """
         target, context = self.target, TextContext(tokens, 256, name)
         target.external_claim(name, 0)
@@ -105,8 +104,8 @@ class HandOver:
         return context
 
     def _tables(self, tokens: list[int], name: str) -> Generator[tuple[BlockTable, bool]]:
-        """Yields the source's table after each chunk that fills a page and after the last chunk. Each table comes with
-        whether it is the last one.
+        """Yields the source's table after each chunk that fills a page and after the last chunk. With each table,
+        yields whether it is the last table.
         """
         source, context = self.source, TextContext(tokens, 256, name)
         source.external_claim(name, 0)
@@ -118,7 +117,7 @@ class HandOver:
             source.release(name)
 
     def prefixes(self, context: TextContext, ends: range) -> None:
-        """Runs requests that start at the target and share the first tokens of the imported request."""
+        """Runs requests at the target that share the first tokens of the imported request."""
         for end in ends:
             name = f"{context.request_id} to {end}"
             other = TextContext([*context.tokens[:end].tolist(), 1, 2], 256, name)
@@ -131,13 +130,13 @@ class HandOver:
 
 
 def is_whole(tokens: int, there: int, here: int) -> bool:
-    """Returns whether the source names all tokens of the first page that the target needs, in every table."""
+    """Returns whether, in every table, the source names all tokens of the first page that the target needs."""
     firsts = [int(group.first_seen(np.array(tokens))) for group in GROUPS]
     return all(first // there * there <= first // here * here for first in firsts)
 
 
 def check(there: int, here: int, lengths: range, *, chunkwise: bool) -> Counter[str]:
-    """Hands over prompts of these lengths, first each alone, and then all of them with a common prefix."""
+    """Hands over prompts of these lengths, first each prompt alone, and then all prompts with a common prefix."""
     pair = HandOver(there, here, chunkwise=chunkwise)
     for length in lengths:
         context = pair.pull([1000 + length, *range(100, 99 + length)], f"alone {length}")
@@ -169,7 +168,7 @@ def _cells() -> list[Any]:
 @pytest.mark.few(3)
 @pytest.mark.parametrize(("there", "here", "chunkwise"), _cells())
 def test_imported_pages_are_complete_wherever_windows_begin(there: int, here: int, *, chunkwise: bool) -> None:
-    """The chunks have 30 tokens. If the prompt ends where a chunk ends, the source has no page of a next chunk."""
+    """The chunks have 30 tokens. If the prompt ends with a chunk, the source has no page of a next chunk."""
     often = (there, here, chunkwise) in OFTEN
     seen = check(there, here, range(24, 36 if often else 64), chunkwise=chunkwise)
     assert (seen["refused"] > 0) is (there % here > 0), seen

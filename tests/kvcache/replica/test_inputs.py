@@ -13,7 +13,7 @@ from kvcache.replica.inputs import data_parallel_splits
 
 
 class ReadsTheCache(torch.nn.Module):
-    """A module that sums over every cached page of each request, as attention would read them."""
+    """A module that sums over every cached page of each request, as attention would read the pages."""
 
     def forward(self, inputs: RaggedKVCacheInputs) -> torch.Tensor:
         pages = inputs.blocks[inputs.lookup_table.long()].flatten(2).sum(-1).sum(-1)

@@ -133,7 +133,7 @@ def test_leases_of_replicas_and_forks_are_apart(make: Any) -> None:
 
 
 def test_a_page_known_to_readers_is_kept_when_step_finds_its_content_elsewhere(make: Any) -> None:
-    """The request continues under its lease. Its last page was told to readers before it was full."""
+    """The request continues under its lease. Readers learned of its last page before the page was full."""
     manager = make(8, page_size=4)
     manager.external_claim("r")
     context, twin = TextContext([*range(6)], 64, "r"), TextContext([*range(6), 7, 7], 64, "twin")
@@ -269,7 +269,7 @@ def test_check_counts_what_leases_hold(make: Any, what: str) -> None:
 
 
 def test_check_finds_an_import_that_nobody_can_close(make: Any) -> None:
-    """`cancel_import` of another manager once left such an import: it was closed, but kept its pages for ever."""
+    """`cancel_import` of another manager once left an import that was closed but kept its pages forever."""
     source, target = make(8, page_size=4), make(8, page_size=4, checks=False)
     computed(source, range(8))
     target.external_claim("r")
@@ -394,7 +394,7 @@ def test_pages_under_a_lease_are_not_overwritten(make: Any, caching: bool) -> No
 
 
 def other_tokens(context: TextContext, keep: int) -> None:
-    """Drops the tokens beyond the first `keep`, and then adds other tokens."""
+    """Drops the tokens after the first `keep` tokens, and adds other tokens."""
     context.set_token_indices(start_idx=keep - 1, active_idx=keep, end_idx=keep)
     for _ in range(4):
         context.set_token_indices(active_idx=context.end_idx)
@@ -405,10 +405,8 @@ def other_tokens(context: TextContext, keep: int) -> None:
 @pytest.mark.parametrize("call", ["maybe_reserve", "reserve_batch", "fetch"])
 @pytest.mark.parametrize("told", ["by a table before the lease", "by a table under the lease"])
 def test_tokens_told_under_a_lease_are_not_recomputed(make: Any, call: str, told: str) -> None:
-    """The request drops tokens and adds others.
-
-    If the request ran, it would write the KV of the new tokens into pages that readers of its lease have already been
-    told of.
+    """The request drops tokens and adds other tokens. If the request ran, it would write the KV of the new tokens into
+    pages that readers of its lease already know.
     """
     manager = make(8, page_size=4, rows=2)
     context, bystander = computed(manager, range(10)), computed(manager, range(50, 56), "bystander")
@@ -455,7 +453,7 @@ def test_without_a_lease_tokens_may_be_recomputed(make: Any) -> None:
 
 
 class Books:
-    """The leases of four rows with pages of four tokens. There is no manager."""
+    """The leases of four rows, with pages of four tokens and without a manager."""
 
     def __init__(self) -> None:
         self.pool = PagePool(20, 1)
@@ -505,8 +503,8 @@ def test_a_lease_takes_over_the_pages_computed_told_or_published_whichever_are_m
     ("cached", "told", "kept"), [(5, 0, 0), (9, 0, 1), (0, 9, 1), (9, 17, 3), (32, 0, 3), (0, 0, 0)]
 )
 def test_leases_keep_the_computed_or_told_pages_that_leave_their_row(cached: int, told: int, kept: int) -> None:
-    """The row gets other pages in place of its own, from its third page on. The lease must keep the pages that were
-    computed or that readers were told of.
+    """From its third page on, the row gets other pages in place of its own pages. The lease must keep the pages that
+    were computed or that readers know.
     """
     books = Books()
     books.claim(1)

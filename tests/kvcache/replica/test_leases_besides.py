@@ -1,5 +1,5 @@
-"""Leases that hold cached pages and a state. Pages and states are counted in separate pools, and the lease ends for
-both at the same time.
+"""Leases that hold cached pages and a state. Pages and states are counted in separate pools. The lease ends for both at
+the same time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Books:
         self.row = row
 
     def cached(self, pool: PagePool, count: int) -> HeldPages:
-        """Makes idle pages: they are published, but nothing holds them."""
+        """Makes idle pages: published pages without a holder."""
         pages = pool.allocate(count)
         pool.index.publish(pages, np.arange(1, count + 1, dtype=np.uint64).reshape(-1, 1))
         pool.release(pages)

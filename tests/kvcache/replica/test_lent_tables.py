@@ -1,6 +1,4 @@
-"""Pages of several block tables that other processes ask for, or that are copied from other replicas of this
-process.
-"""
+"""Pages of several block tables that readers ask for, or that are copied from other replicas of this manager."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ def wanted(it: Served, first_page: int = 0) -> PageDigests:
 
 
 def leased(it: Served, most: int = 100) -> list[int]:
-    """Returns how many pages of each table are leased to a reader that asks for the prompt's pages."""
+    """Returns how many pages of each table a reader gets that asks for the prompt's pages."""
     found = it.manager.contents.lease("theirs", 0, wanted(it), most)
     if found is None:
         return []
@@ -127,8 +125,8 @@ def test_a_copy_that_does_not_fit_changes_nothing(served: Make) -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(2))
 def test_pages_from_every_tier_and_replica_have_the_computed_content(served: Make, seed: int) -> None:
-    """Small pools with a host tier, files, quotas, and replicas that copy from each other. Whenever a request reads KV,
-    it is compared.
+    """Small pools with a host tier, files, quotas, and replicas that copy from each other. KV is compared whenever a
+    request reads it.
     """
     rng = random.Random(seed)
     it = served(60, 90, TWO, files=True, dp=2, params={**COPYING, "tenant_quota": 0.4})

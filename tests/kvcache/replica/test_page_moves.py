@@ -1,4 +1,4 @@
-"""To make room for a slab, held pages are moved. A page can be moved only if nobody but its own request knows its
+"""To make room for a slab, held pages are moved. A page can be moved only if no one except its own request knows its
 id.
 """
 
@@ -16,7 +16,7 @@ from tests.kvcache.build import manager_of
 
 
 class Rig:
-    """A request of three pages, in a manager whose pages the test moves itself."""
+    """A request with three pages, in a manager whose pages the test moves."""
 
     def __init__(self) -> None:
         self.manager: PagedKVCacheManager = manager_of(16, page_size=4, rows=1)

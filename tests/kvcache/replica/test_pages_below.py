@@ -1,4 +1,6 @@
-"""Several block tables over the host tier and files: which pages of each table are loaded, and which are not."""
+"""Several block tables over the host tier and files: the pages of each table that are loaded and those that are not
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -132,8 +134,8 @@ def test_idle_pages_that_a_hit_uses_take_room_too(served: Make) -> None:
 
 
 def test_a_request_without_pages_resumes_from_the_host_whatever_start_its_context_claims(served: Make) -> None:
-    """The context claims that 42 tokens are computed. The request has no pages, so it continues from the tokens that
-    are found in the host instead.
+    """The context claims that 42 tokens are computed. The request has no pages, so it continues after the tokens that
+    the host has.
     """
     it = served()
     it.serve(PROMPT, chunk=8)
@@ -286,8 +288,8 @@ def test_nothing_is_asked_for_before_the_first_full_page(served: Make) -> None:
 
 
 def one_of_window_lost(it: Served) -> None:
-    """Leaves the host with all pages of the prompt, and the device with all but one of them: a page of the window that
-    the next query sees.
+    """Leaves all pages of the prompt in the host, and all pages but one on the device. The missing page is a page of
+    the window that the next query sees.
     """
     it.serve(PROMPT, chunk=8)
     it.tiers.store_all()
@@ -318,9 +320,8 @@ def test_pages_found_after_a_page_that_is_being_loaded_are_shared(served: Make) 
 
 
 def test_a_second_lookup_before_the_step_gives_back_only_the_row_s_own_copy(served: Make) -> None:
-    """Between the two lookups, another request publishes the page that is being loaded.
-
-    The row takes that published page, and gives back only its own copy.
+    """Between the two lookups, another request publishes the page that is being loaded. The row takes the published
+    page and gives back only its own copy.
     """
     it = served(60)
     one_of_window_lost(it)

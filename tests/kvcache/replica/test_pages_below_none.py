@@ -1,4 +1,4 @@
-"""A replica without lower tiers finds nothing in them, waits for nothing, and gets no page back."""
+"""A replica without lower tiers finds no page in them, waits for no copy, and gets no page back."""
 
 from __future__ import annotations
 

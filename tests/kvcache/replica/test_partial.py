@@ -32,7 +32,7 @@ def content(manager: PagedKVCacheManager, context: TextContext, count: int) -> l
 
 
 def run(manager: PagedKVCacheManager, context: TextContext, token: int = 7) -> None:
-    """Acts as a model whose KV is the token itself. Checks that all cached tokens are present."""
+    """Computes as a model whose KV is the token itself. Checks that all cached tokens are present."""
     assert content(manager, context, context.start_idx) == context.tokens[: context.start_idx].tolist()
     manager.fetch([context])
     pages = manager.get_req_blocks(context.request_id)
@@ -67,7 +67,9 @@ FULL, WINDOW, CHUNKED = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6),
 
 
 def served_in_tables(manager: PagedKVCacheManager, tokens: list[int], chunk: int = 64) -> int:
-    """Like `served`, for a model whose KV is the token and the index of the block table. The prompt runs in chunks."""
+    """Runs one request in chunks. Its KV is the token and the index of the block table. Returns the number of tokens
+    that it found.
+    """
     context, replica = TextContext(tokens, 256), manager._replicas.each[0]
     found, blocks = -1, manager.device_tensors[0][0]
     with manager.claim(context):

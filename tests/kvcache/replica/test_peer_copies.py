@@ -1,4 +1,4 @@
-"""Pages are copied from another replica. Their bytes are compared: found pages must hold what was computed."""
+"""Pages are copied from another replica. Their bytes are compared: a found page must hold the computed content."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def of(pages: int, dp: int = 2, **options: Any) -> PagedKVCacheManager:
 
 
 def compute(manager: PagedKVCacheManager, context: TextContext) -> None:
-    """Acts as the model: the KV of a token depends on the token, its position, and its place in the page."""
+    """Computes as the model: the KV of a token depends on the token, its position, and its place in the page."""
     replica = manager.get_replica(context)
     pages = manager.get_req_blocks(context.request_id)
     for shard, blocks in enumerate(manager.device_tensors[replica]):
@@ -36,7 +36,7 @@ def kv(context: TextContext, place: int, shard: int) -> float:
 
 
 def read(manager: PagedKVCacheManager, context: TextContext) -> None:
-    """Checks that everything computed or found is what the model wrote for these tokens."""
+    """Checks that all computed or found pages have the KV that the model has written for these tokens."""
     replica, pages = manager.get_replica(context), manager.get_req_blocks(context.request_id)
     for shard, blocks in enumerate(manager.device_tensors[replica]):
         for place in range(context.active_idx):
@@ -140,7 +140,7 @@ def test_a_request_that_does_not_fit_changes_no_replica() -> None:
 
 def test_a_prompt_that_no_pool_holds_is_refused_before_anything_is_copied() -> None:
     """With the pages of the other replica, the rest of the prompt would fit, because its window would need no earlier
-    pages. The prompt is refused nevertheless, before any page is copied.
+    pages. Nevertheless, the prompt is refused before any page is copied.
     """
     groups = (LayerGroup("full", (0,)), LayerGroup("window", (1,), 8))
     manager = of(20, params={"groups": groups})
@@ -207,9 +207,8 @@ def test_idle_pages_behind_a_gap_are_no_room_for_what_is_missing() -> None:
 @pytest.mark.parametrize("host_pages", [0, 30])
 @pytest.mark.parametrize("seed", range(2))
 def test_whatever_is_found_is_what_was_computed(seed: int, host_pages: int) -> None:
-    """Copies evict pages, because the pools are small.
-
-    Several requests run on each replica, with and without a host tier.
+    """The pools are small, so copies evict pages. Several requests run on each replica, with and without a host
+    tier.
     """
     rng = random.Random(seed)
     below: dict[str, Any] = {
@@ -274,7 +273,9 @@ def test_pages_on_a_gpu_are_copied_there(dtype: torch.dtype) -> None:
 
 
 class BroughtMeanwhile(PageReader):
-    """Publishes a page while another page is evicted, as a tier does whose copy to the device ends at that moment."""
+    """Publishes a page while another page is evicted. A tier does the same if its copy to the device ends at this
+    moment.
+    """
 
     def __init__(self, manager: PagedKVCacheManager, digest: Any) -> None:
         self.pool = manager._replicas.each[0].pool

@@ -1,4 +1,4 @@
-"""Rules of one replica that show in no result of the manager, or only in a full pool."""
+"""Tests rules of one replica that no result of the manager shows, or that only a full pool shows."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests.kvcache.build import run_once
 
 
 def test_the_fast_path_leaves_requests_beyond_max_seq_len_to_the_slow_path(make: Any) -> None:
-    """If the sequence is longer than `max_seq_len`, the fast path takes no page and reports no success. So the slow
-    path of `reserve` can raise the right error.
+    """If the sequence is longer than `max_seq_len`, the fast path takes no page and reports no success. The slow path
+    of `reserve` can then raise the right error.
     """
     manager = make(16, page_size=4, max_seq_len=6)
     context = TextContext(range(4), 6)
@@ -27,7 +27,7 @@ def test_the_fast_path_leaves_requests_beyond_max_seq_len_to_the_slow_path(make:
 
 def test_the_fast_path_leaves_requests_without_a_reservation_to_the_slow_path(make: Any) -> None:
     """The first reservation of a request looks up its prompt in the cache and counts its tokens. The fast path does
-    neither, so it must leave such a request to the slow path.
+    neither, so it must leave the request to the slow path.
     """
     manager = make(16, page_size=4)
     for tokens in (1, 3, 4):
@@ -57,8 +57,8 @@ def test_pages_that_hits_replace_count_as_free(make: Any) -> None:
 
 
 def test_after_an_interrupt_a_page_that_its_row_does_not_count_as_published_is_not_found(make: Any) -> None:
-    """`step` first publishes pages and then counts them as published. If it was interrupted in between, a page that is
-    not counted may be published only in part.
+    """`step` first publishes pages and then counts them as published. After an interrupt between the two, a page that
+    is not counted may be published only in part.
     """
     manager = make(16, page_size=4)
     contexts = [TextContext(range(first, first + 9), 64, name) for first, name in ((0, "stays"), (100, "half"))]
@@ -80,7 +80,7 @@ def test_after_an_interrupt_a_page_that_its_row_does_not_count_as_published_is_n
 
 
 def test_a_match_is_made_again_after_a_decode_step_evicted_its_page(make: Any) -> None:
-    """A waiting request remembers which pages its prompt has matched. Then a growing request evicts one of these
+    """A waiting request remembers the pages that its prompt has matched. Then a growing request evicts one of these
     pages.
     """
     manager = make(6, page_size=4, rows=3)
@@ -106,9 +106,8 @@ def test_a_match_is_made_again_after_a_decode_step_evicted_its_page(make: Any) -
 
 
 def test_a_request_with_one_token_to_run_stays_where_it_was_set_back_to(make: Any) -> None:
-    """A request is set back to an earlier token.
-
-    The request looks up no prefix, so its own published pages after that token do not move its start forward.
+    """A request is set back to an earlier token. It looks up no prefix, so its own published pages after this token do
+    not move its start forward.
     """
     manager = make(20, page_size=4)
     context = TextContext(range(14), 64)

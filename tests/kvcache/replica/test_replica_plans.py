@@ -1,7 +1,5 @@
-"""A reservation is decided before anything changes.
-
-The only thing that can still refuse a reservation afterwards is the request's context, which may refuse to set its
-indices.
+"""A reservation is decided before anything changes. After this, only the request's context can refuse the reservation,
+by refusing to set its indices.
 """
 
 from __future__ import annotations
@@ -43,8 +41,8 @@ def _quiet() -> Iterator[None]:
 def test_a_plan_changes_nothing_and_the_move_of_the_context_comes_first(
     features: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In random runs with many features, the manager's state is compared before a plan, after it, and at the moment
-    when the context's indices are set. The state must not have changed.
+    """In random runs with many features, the manager's state is compared at three moments: before a plan, after the
+    plan, and when the context's indices are set. The state must not have changed.
     """
     seen: Counter[str] = Counter()
     before: list[tuple[Replica, Books]] = []
@@ -99,8 +97,8 @@ def test_a_plan_changes_nothing_and_the_move_of_the_context_comes_first(
 def test_a_context_that_refuses_to_be_moved_leaves_everything_as_it_was(
     states: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The context of a request first refuses each reservation that would change it. Then the reservation is made again,
-    and succeeds as if it had never been tried.
+    """The context of a request first refuses each reservation that would change it. Then the reservation is repeated.
+    It succeeds as if there had been no first attempt.
     """
     seen: Counter[str] = Counter()
     reserved, moved, refuses = Replica.act, TextContext.run_from, [False]

@@ -1,4 +1,6 @@
-"""Compares the last page end from which every block table can resume with what each query sees, token by token."""
+"""Finds the last end of a page from which every block table can resume, and compares it with what each query sees,
+token by token.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,7 @@ def first_seen(group: LayerGroup, token: int) -> int:
 
 
 def by_hand(there: np.ndarray, groups: Sequence[TableGroup], first: int, ends: np.ndarray | None) -> int:
-    """Returns the most pages after `first` from which every table can resume, by examining each query.
-
+    """Returns the largest number of pages after `first` from which every table can resume. Each query is examined.
     `there` says for each table which pages it has, from page `first` on. Every table has all earlier pages.
     """
     best = 0

@@ -1,4 +1,4 @@
-"""Rows count each token of a prompt once: either as a token that ran or as a token that was found."""
+"""A row counts each token of a prompt once: either as a token that ran or as a token that was found."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_row_has_no_room_for_more_tokens_than_max_seq_len_although_its_last_pa
     ids=" ".join,
 )
 def test_a_copy_of_the_tables_that_takes_changed_rows_is_up_to_date_after_each_call(features: tuple[str, ...]) -> None:
-    """The tables on a GPU are such copies."""
+    """The tables on a GPU are such copies. Each call copies only the rows that have changed."""
     model = Model.of(7, features)
     every = [replica.rows for replica in model.manager._replicas.each]
     copies = [rows.table.copy() for rows in every]

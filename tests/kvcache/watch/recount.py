@@ -1,5 +1,5 @@
-"""Counts the pages of a manager in each state. The counts are made from rows, leases, imports and the order of free
-pages, and not from the cells that the watch counts.
+"""Counts the pages of a manager in each state. The counts come from rows, leases, imports and the order of free pages.
+They do not use the cells that the watch counts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def recounted(replica: Replica) -> list[PageState]:
 
 
 def owners(replica: Replica) -> dict[int, set[str]]:
-    """Returns the names of the owners of each page that has any owners."""
+    """Returns the owners' names of each page with an owner."""
     found: dict[int, set[str]] = {}
     for request_id, row in replica.rows.row_of.items():
         for page in replica.rows.pages(row).tolist():

@@ -1,4 +1,4 @@
-"""A watch agrees with a real manager in a thousand states of that manager. The snapshots come over the socket."""
+"""A watch agrees with a real manager in a thousand states of the manager. The snapshots come over the socket."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ from tests.kvcache.watch.recount import assert_same
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the watch prepare a new snapshot for every question, because the tests ask more often than any watcher."""
+    """Makes the watch prepare a new snapshot for every question, because the tests ask more often than a real
+    watcher.
+    """
     monkeypatch.setattr(endpoint, "_LEAST_S", 0.0)
     monkeypatch.setattr(endpoint, "_SHARE", 1e6)
     monkeypatch.setattr(book, "_TREE_SHARE", 1e6)
@@ -375,9 +377,7 @@ def test_a_look_waits_as_long_as_a_loop_that_never_rests_needs(monkeypatch: pyte
 def test_a_look_that_fails_costs_its_answer_and_neither_the_watch_nor_the_loop(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Reports are read while other threads write them, so a table of a report may change in the middle of being
-    counted.
-    """
+    """Reports are read while other threads write them. A table of a report may therefore change while it is counted."""
     monkeypatch.setattr(endpoint, "_FAILED_S", 0.0)
     fails = [True]
 
@@ -533,7 +533,7 @@ def test_one_snapshot_answers_all_waiting_clients_and_a_new_client_comes_first(m
         monkeypatch.setattr(worker, "_answer", held_back)
 
         def asked_by(*who: tuple[WatchClient, Followed]) -> None:
-            """Makes these clients ask at the same time, so that the watch reads all questions before it answers any."""
+            """Makes these clients ask at the same time, so that the watch reads all questions before it answers."""
             held[0] = True
             for client, one in who:
                 client.ask(one.ask)

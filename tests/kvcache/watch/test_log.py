@@ -1,4 +1,4 @@
-"""The entries of a pool's log lead to the same result, whether they are applied at once or one by one."""
+"""The entries of a pool's log lead to the same result if they are applied together or one by one."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ PAGES, WORDS = 24, 40
 
 
 def entry(rng: random.Random, at: float) -> PoolEntry:
-    """Returns a random entry about some pages of a small pool.
-
-    Entries have few different values, so that values recur.
-    """
+    """Returns a random entry about some pages of a small pool. There are few different values, so values recur."""
     what = rng.choice(("gone", "gone", "gone", "published", "published", "found"))
     pages = np.array(rng.sample(range(1, PAGES + 1), rng.randrange(5)), np.int32)
     more = np.array(rng.choice((0, 3)))
@@ -40,7 +37,7 @@ def batches(rng: random.Random, count: int) -> list[tuple[str, list[PoolEntry]]]
 
 
 class OneByOne:
-    """The expected result of the entries, found by applying them page by page."""
+    """The expected result of the entries, found by applying the entries page by page."""
 
     def __init__(self) -> None:
         self.pages: Counter[str] = Counter()

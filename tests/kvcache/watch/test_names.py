@@ -25,8 +25,8 @@ def test_no_id_is_shown_in_part_whichever_contain_others() -> None:
 
 @pytest.mark.parametrize("short", "0123456789abcdef#")
 def test_the_substitute_for_an_id_is_not_mistaken_for_an_id(short: str) -> None:
-    """A request id may be as short as one character. Nothing that is shown in place of an id can be mistaken for such
-    an id, because it is long.
+    """A request id may have a single character. Every text that is shown in place of an id is long, so it cannot be
+    such an id.
     """
     found = WatchNames(are_clear=False).error(f"(.*) {short} ; long", ["long", short, ".*"])
     assert found == f"({request_digest('.*')}) {request_digest(short)} ; {request_digest('long')}"
