@@ -31,9 +31,8 @@ class Asked:
 
     @property
     def is_right(self) -> bool:
-        """Returns whether the tokens received are the expected ones.
-
-        A request that was cancelled, or that failed with a reason, may have received only the first tokens.
+        """Returns whether the received tokens are the expected ones. A request that was cancelled, or that failed with
+        a reason, may have received only the first tokens.
         """
         if self.finished in ("eos", "length"):
             return self.tokens == self.expected
@@ -60,7 +59,7 @@ class Client:
     def submit(
         self, request_id: str, prompt: Sequence[int], new: int, decode: str, expected: list[int], **options: str
     ) -> Asked:
-        """Asks a decode process to serve a prompt. `options` are further fields of the `Submit` message."""
+        """Asks a decode process to serve a prompt. `options` has more fields of the `Submit` message."""
         serial = next(self._serials)
         asked = self.asked[request_id] = Asked(request_id, tuple(prompt), decode, time.monotonic(), serial, expected)
         message = msg.Submit(request_id=request_id, prompt=asked.prompt, max_new_tokens=new, serial=serial)
@@ -74,7 +73,9 @@ class Client:
             self.fleet.send(one.decode, msg.Abort(request_id=request_id, serial=one.serial))
 
     def hear(self, timeout_s: float) -> None:
-        """Handles the processes' messages for at most this long, and cancels the requests that are due."""
+        """Handles the processes' messages for at most this long. Also cancels requests whose time of cancellation has
+        come.
+        """
         for due in [due for due in self.aborts if due[0] <= time.monotonic()]:
             self.aborts.remove(due)
             self.abort(due[1])
@@ -87,10 +88,8 @@ class Client:
                 self.take(self.asked[message.request_id], message)
 
     def take(self, one: Asked, message: msg.Tokens) -> None:
-        """Records a message about a request.
-
-        If the request has already ended, the message comes from a process that was given up, and the message is
-        dropped.
+        """Records a message about a request. If the request has already ended, the message comes from a process that
+        was given up, and is dropped.
         """
         if one.finished:
             return
@@ -108,7 +107,7 @@ class Client:
         return len(lost)
 
     def wait_ready(self, name: str, timeout_s: float = 120.0) -> None:
-        """Waits until a started process serves."""
+        """Waits until a started process serves requests."""
         deadline = time.monotonic() + timeout_s
         while name not in self.ready:
             self.hear(0.05)
@@ -116,8 +115,8 @@ class Client:
         self.ready.remove(name)
 
     def settle(self, timeout_s: float) -> float:
-        """Waits until no process holds anything. Returns how many seconds this took. Raises if a process still holds
-        something after `timeout_s`.
+        """Waits until no process holds pages, leases or requests. Returns the seconds that this took. Raises if a
+        process still holds some after `timeout_s`.
         """
         start = time.monotonic()
         while True:

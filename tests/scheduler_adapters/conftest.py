@@ -1,4 +1,4 @@
-"""Small random models, and a hand-made pool of pages for tests of runners without a manager."""
+"""Small random models, and a pool of pages made by hand for tests of runners without a manager."""
 
 import hashlib
 from collections.abc import Iterator
@@ -176,7 +176,7 @@ MORE_HYBRIDS = {
 
 
 def _make_model(kind: str, **changes: Any) -> Any:
-    """A random model of this architecture, in the state in which `from_pretrained` returns one."""
+    """Returns a random model of this architecture, in the state in which `from_pretrained` returns a model."""
     import transformers
 
     name, sizes = {
@@ -230,7 +230,7 @@ def make_model() -> Any:
 
 
 class SharedModels:
-    """Models that several test files run and none may change. Each is made once."""
+    """Models that several test files run and no test may change. Each model is made once."""
 
     def __init__(self) -> None:
         self._made: dict[str, tuple[Any, Any]] = {}
@@ -254,7 +254,9 @@ class SharedModels:
 
 
 def _fingerprint(model: Any) -> Any:
-    """The state that one test could change for another test: weights, attention, modes, generation settings."""
+    """Returns the state that one test could change for another test: weights, attention, modes and generation
+    settings.
+    """
     digest = hashlib.blake2b()
     for name, value in model.state_dict().items():
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
@@ -273,13 +275,13 @@ def shared_model() -> SharedModels:
 
 @pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest, shared_model: SharedModels) -> Any:
-    """The model that the test file names as `MODEL`, or a Llama."""
+    """Returns the model that the test file names as `MODEL`, or a Llama."""
     return shared_model(getattr(request.module, "MODEL", "llama"))
 
 
 @pytest.fixture(scope="module")
 def expected(request: pytest.FixtureRequest, model: Any) -> list[list[int]]:
-    """The model's own answers to the test file's `PROMPTS`. Each answer has `NEW` tokens."""
+    """Returns the model's own answers to the test file's `PROMPTS`. Each answer has `NEW` tokens."""
     return [own_tokens(model, prompt, request.module.NEW) for prompt in request.module.PROMPTS]
 
 
@@ -291,7 +293,7 @@ def _models_stay(shared_model: SharedModels) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Directories saved by `save_pretrained`, by architecture."""
+    """Returns directories saved by `save_pretrained`, by architecture."""
     root = tmp_path_factory.mktemp("models")
     for kind in ("qwen3", "mistral"):
         _make_model(kind).save_pretrained(root / kind)
@@ -305,7 +307,7 @@ def tiny_model(shared_model: SharedModels) -> Any:
 
 
 class _HandPool:
-    """A pool and block tables made by hand. Requests get pages in a shuffled order, and the heads are split over `tp`
+    """A pool and block tables made by hand. Requests get pages in a shuffled order, and the heads are divided over `tp`
     shards.
     """
 

@@ -25,7 +25,7 @@ Reference = Callable[[Sequence[int], int], list[int]]
 
 
 class Limits(NamedTuple):
-    """The sizes of one engine of the adapter. The cases choose the sizes of their requests by these sizes."""
+    """The sizes of one engine of the adapter. The cases choose the sizes of their requests by these limits."""
 
     page_size: int
     pages: int
@@ -38,7 +38,7 @@ class Limits(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The state of a request: its tokens so far, why it has ended ("" while it continues), and its error."""
+    """The state of a request: its tokens so far, the reason of its end ("" while it continues), and its error."""
 
     tokens: list[int]
     finished: str = ""  # One of "eos", "length", "cancelled" and "error".
@@ -78,49 +78,47 @@ class Adapter(Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether every request has ended and is completely cleaned up."""
+        """Whether every request has ended and was completely cleaned up."""
         ...
 
     def submit(self, request_id: str, prompt: Sequence[int], new: int) -> None:
-        """Asks for `new` tokens. No request id is a prefix of another one."""
+        """Asks for `new` tokens. No request id is a prefix of another request id."""
         ...
 
     def step(self) -> None:
-        """Runs one turn of every part; harmless if there is nothing to do."""
+        """Runs one turn of every part of the adapter. The call must be harmless if there is nothing to do."""
         ...
 
     def bring(self, request_id: str, phase: str) -> tuple[list[int], int]:
-        """Submits a request, and steps until the request is in the phase. It stays in that phase until the next step.
-
-        Returns the request's prompt and length. The length is more than a few tokens. Other requests may run. A phase
-        after the last token is allowed.
+        """Submits a request, and steps until the request is in the phase. The request stays in the phase until the next
+        step. Returns the request's prompt and length. The length is more than a few tokens. Other requests may run. A
+        phase after the last token is allowed.
         """
         ...
 
     def cancel(self, request_id: str) -> None:
-        """Cancels a request. A no-op if it has ended or is not known."""
+        """Cancels a request. The call does nothing if the request has ended or is unknown."""
         ...
 
     def outcome(self, request_id: str) -> Outcome:
-        """The current state of a request."""
+        """Returns the current state of a request."""
         ...
 
     def counters(self) -> Counters: ...
 
     def held_pages(self) -> int:
         """Returns the number of pages, on all living engines, that a request holds or that a transfer may still write.
-
         Idle pages do not count.
         """
         ...
 
     def check(self) -> None:
-        """Counts everything again. Raises if the new counts differ from the recorded ones."""
+        """Recounts all pages and requests. Raises if a count differs from the recorded count."""
         ...
 
     def kill_peer(self, peer: str) -> Collection[str]:
-        """Ends a process as `kill -9` would. Returns the requests that were lost with the process. The outcome of these
-        requests is an error.
+        """Ends a process as `kill -9` would. Returns the requests that were lost with the process. Their outcome is an
+        error.
         """
         ...
 
@@ -129,19 +127,18 @@ class Adapter(Protocol):
         ...
 
     def fail_pull(self, request_id: str, *, final: bool) -> None:
-        """Makes the READs of a request in phase "pulling" fail.
-
-        Only the READs of this attempt fail; with `final`, the READs of every attempt fail.
+        """Makes the READs of a request in phase "pulling" fail. Without `final`, only the READs of this attempt fail.
+        With `final`, the READs of every attempt fail.
         """
         ...
 
     def close(self) -> None:
-        """Ends everything. Safe to call twice."""
+        """Ends all engines and peers. A second call must be harmless."""
         ...
 
 
 class Case:
-    """An adapter, the requests of a case, and the results that they must have at the end."""
+    """An adapter, the requests of a case, and the results that the requests must have at the end."""
 
     def __init__(self, adapter: Adapter, reference: Reference, limit_s: float = LIMIT_S) -> None:
         self.adapter, self.limits = adapter, adapter.limits
@@ -160,8 +157,8 @@ class Case:
         self._asked[request_id] = self.adapter.bring(request_id, phase)
 
     def again(self, request_id: str, name: str) -> None:
-        """Submits the same prompts again, under new names. If an earlier request has left wrong pages in the cache, the
-        tokens show it.
+        """Submits an earlier request's prompt again, under a new name. If the earlier request has left wrong pages in
+        the cache, the tokens differ.
         """
         self.submit(name, self._asked[request_id][0])
 
@@ -178,13 +175,15 @@ class Case:
             assert time.monotonic() < deadline, f"waited {self._limit_s} s for {what}"
 
     def start_bystander(self) -> None:
-        """Starts a request that runs independently, and that faults of other requests must not affect."""
+        """Starts a request that runs independently. Faults of other requests must not affect it."""
         self.submit("bystander", prompt_of(0, self.limits.page_size + 1), 4 * NEW)
         outcome = self.adapter.outcome
         self.until(lambda: len(outcome("bystander").tokens) > 1 or outcome("bystander").finished, "the bystander")
 
     def check_end(self, may_fail: Collection[str] = ()) -> None:
-        """Runs until nothing is left to do. Checks every outcome, including earlier ones, and the held pages."""
+        """Runs until all requests have ended. Checks the outcome of every request, including earlier requests, and the
+        held pages.
+        """
         self._may_fail.update(may_fail)
         self.until(lambda: self.adapter.idle, "the end")
         for request_id, (prompt, new) in self._asked.items():
@@ -207,7 +206,7 @@ class Case:
 
 
 def prompt_of(seed: int, length: int) -> list[int]:
-    """Random tokens. For seeds below 200 even the first tokens differ."""
+    """Returns random tokens. For seeds below 200 even the first tokens differ."""
     chance = random.Random(seed)
     return [seed, *(chance.randrange(250) for _ in range(length - 1))]
 
@@ -223,8 +222,8 @@ class AdapterContract:
     driver: ClassVar[type[Adapter]]
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Parametrises the tests by the phases and peers of the driver. If a driver has none, the test is skipped with
-        a reason.
+        """Parametrises the tests by the phases and peers of the driver. If a driver has no phase or no peer, the test
+        is skipped with a reason.
         """
         driver = self.driver
         rows: dict[tuple[str, ...], tuple[list[tuple[object, ...]], str]] = {
@@ -246,7 +245,7 @@ class AdapterContract:
         return Case(adapter, reference)
 
     def test_admission(self, case: Case) -> None:
-        """With more requests than there are rows and pages, requests wait for each other, and all of them end."""
+        """There are more requests than rows and pages. The requests wait for each other, and all requests end."""
         limits = case.limits
         for number in range(limits.rows + 2):
             case.submit(f"r{number:02}", prompt_of(number, limits.tokens // 2))
@@ -255,9 +254,8 @@ class AdapterContract:
         assert limits.pages // 2 <= peak <= limits.pages, f"{peak} of {limits.pages} pages were held at a time"
 
     def test_hit(self, case: Case) -> None:
-        """If the first pages of a prompt were served before, only the other pages run.
-
-        If the whole prompt was served before, only its last page runs.
+        """If the first pages of a prompt were served before, only its other pages run. If the whole prompt was served
+        before, only its last page runs.
         """
         size, before = case.limits.page_size, case.adapter.counters().reused_tokens
         head = prompt_of(1, max(size, 16) * 3)
@@ -281,9 +279,8 @@ class AdapterContract:
         assert 0 < most <= budget, f"{most} tokens ran at a time, the budget is {budget}"
 
     def test_preempt(self, case: Case) -> None:
-        """All requests fit at first, but not when they have grown.
-
-        Some requests are preempted, and no request's tokens change.
+        """All requests fit at first. They no longer fit after they have grown. Some requests are then preempted, and no
+        request's tokens change.
         """
         limits = case.limits
         length = limits.page_size + 1
@@ -300,7 +297,7 @@ class AdapterContract:
         assert case.adapter.counters().preemptions > before, "no request was preempted, so this test has shown nothing"
 
     def test_cancel(self, case: Case, phase: str) -> None:
-        """A cancelled request affects no other request, and leaves nothing behind."""
+        """A cancelled request affects no other request, and leaves no page behind."""
         case.start_bystander()
         case.bring("victim", phase)
         for _ in range(2):  # A second cancellation must be harmless.
@@ -311,7 +308,9 @@ class AdapterContract:
         case.check_end()
 
     def test_peer_death(self, case: Case, peer: str, dies_in: str) -> None:
-        """A request whose peer dies gets its tokens elsewhere or fails with a reason. No other request is affected."""
+        """A request whose peer dies gets its tokens from another process or fails with a reason. No other request is
+        affected.
+        """
         case.start_bystander()
         case.bring("victim", dies_in)
         may_fail = {*case.adapter.kill_peer(peer)}
@@ -323,9 +322,8 @@ class AdapterContract:
         case.check_end()
 
     def test_failed_pull(self, case: Case, *, final: bool) -> None:
-        """After a failed pull, another attempt gets the bytes, or the request fails with a reason.
-
-        Its tokens are never wrong.
+        """After a failed pull, another attempt gets the pages, or the request fails with a reason. Its tokens are never
+        wrong.
         """
         case.start_bystander()
         before = case.adapter.counters().failed_pulls
@@ -337,7 +335,7 @@ class AdapterContract:
         case.check_end()
 
     def test_drain(self, case: Case) -> None:
-        """Requests in every state end. After that nothing changes, and closing finds nothing to do."""
+        """Requests in every state end. After this the state no longer changes, and closing has nothing to give back."""
         limits = case.limits
         for number, length in enumerate(
             (limits.tokens // 2, 3, 2 * limits.budget, limits.page_size, limits.tokens // 2)

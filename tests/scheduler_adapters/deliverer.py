@@ -30,14 +30,16 @@ from tests.scheduler_adapters.service.processes import Service, has_ended_prefil
 
 
 class Reached(NamedTuple):
-    """A delivery: the type of the message, how it was delivered, and the phase of its request at that time."""
+    """A delivery: the type of the message, the way in which it was delivered, and the phase of its request at this
+    time.
+    """
 
     message: str
     phase: str
     how: str
 
     def covers(self, other: "Reached") -> bool:
-        """Returns whether `other` is a delivery of this kind. The phase of `other` may be more specific."""
+        """Returns whether `other` is a delivery of this kind. `other` may have a more specific phase."""
         return (self.message, self.how) == (other.message, other.how) and other.phase.startswith(self.phase)
 
 
@@ -53,7 +55,7 @@ class _Held:
 
 @dataclass
 class _Hop:
-    """The messages that wait for one receiver, and the message that was delivered last for each request."""
+    """The messages that wait for one receiver, and for each request the message that was delivered last."""
 
     held: list[_Held] = field(default_factory=list)
     youngest: dict[str, int] = field(default_factory=dict)
@@ -92,7 +94,7 @@ class Deliverer:
 
     @property
     def num_held(self) -> int:
-        """The number of messages that are still to be delivered. Messages for closed sockets are not included."""
+        """The number of messages that are not delivered yet. Messages for closed sockets are not included."""
         return sum(len(hop.held) for key, hop in self._hops.items() if not getattr(key, "closed", False))
 
     def to_decode(self, name: str, message: msg.Submit | msg.Abort) -> None:
@@ -130,7 +132,9 @@ class Deliverer:
         return self.random.choice((3, 12, self.rounds)) + 1
 
     def _due(self, hop: _Hop, phase: Callable[[Any], str]) -> Iterator[_Held]:
-        """Yields due messages one by one, because each may change the phase in which the next one arrives."""
+        """Yields due messages one by one, because each message may change the phase in which the next message
+        arrives.
+        """
         for held in sorted((one for one in hop.held if one.due <= self.round), key=lambda one: (one.due, one.number)):
             hop.held.remove(held)
             request_id = getattr(held.message, "request_id", "")

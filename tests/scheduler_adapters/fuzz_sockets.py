@@ -1,8 +1,8 @@
 """Random and mutated messages through the schedulers' own sockets: `python -m tests.scheduler_adapters.fuzz_sockets`.
 
 The schedulers of one prefill and one decode process serve in this process. A hostile client with many names floods
-prefill's socket. An impostor at the address of a second prefill process answers decode's messages with random bytes. In
-between, a good request must end with the model's own tokens. At the end no page is held.
+prefill's socket. An impostor at the address of a second prefill process answers decode's messages with random bytes.
+From time to time a valid request must end with the model's own tokens. At the end no page is held.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def rubbish(rng: random.Random, seeds: list[bytes]) -> list[bytes]:
 
 
 class Stranger:
-    """Floods prefill's socket, under one name after another."""
+    """Floods prefill's socket under one name after another."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -127,7 +127,7 @@ class Impostor:
 
 
 def run(messages: int, seed: int, say: Callable[[str], None]) -> list[str]:
-    """Sends this many messages. Returns the failures; exceptions pass through."""
+    """Sends this many messages. Returns the failures. Exceptions pass through."""
     rng = random.Random(seed)
     model = load_model(None)
     wanted, wrong = reference_tokens(model, PROMPT, NEW), list[str]()
@@ -169,7 +169,7 @@ def run(messages: int, seed: int, say: Callable[[str], None]) -> list[str]:
 
 
 def serve(service: Service, request_id: str, meanwhile: Callable[[], None]) -> list[int]:
-    """Serves a good request. Returns its tokens."""
+    """Serves a valid request. Returns its tokens."""
     service.submit_one(request_id, PROMPT, NEW)
     end = time.monotonic() + ENDS_S
     while request_id not in service.ended:

@@ -22,7 +22,9 @@ from transfer.pull.lending import PageLender
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs one process, as `scheduler_adapters.service.server` does. The first argument is the folder of the fuses."""
+    """Runs one process in the same way as `scheduler_adapters.service.server`. The first argument is the folder of the
+    fuses.
+    """
     die_with_parent()
     fuse = Path(arguments[0]) / str(os.getpid())
 
@@ -48,8 +50,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def then(method: Callable[..., Any], look: Callable[[str], None], phase: str) -> Callable[..., Any]:
-    """Wraps a method after whose call a phase has begun. If the method returns that there was nothing to do, the phase
-    has not begun.
+    """Wraps a method that begins a phase. If the method returns that there was nothing to do, the phase has not
+    begun.
     """
 
     def act_and_look(*arguments: Any) -> Any:
@@ -62,7 +64,9 @@ def then(method: Callable[..., Any], look: Callable[[str], None], phase: str) ->
 
 
 def light(signal: int, delay_s: float) -> None:
-    """Sends this process the signal that ends or stops it with all of its threads, at once or after a delay."""
+    """Sends this process the signal that ends or stops the process with all of its threads. The signal is sent at once
+    or after a delay.
+    """
     if delay_s:
         threading.Timer(delay_s, os.kill, (os.getpid(), signal)).start()
     else:

@@ -79,7 +79,7 @@ class Outcome(NamedTuple):
 
 
 def configs() -> list[ServerConfig]:
-    """Two processes of each kind, at fixed TCP ports."""
+    """Returns the configurations of two processes of each kind, at fixed TCP ports."""
     made: list[ServerConfig] = []
     for number, role in enumerate(("prefill", "prefill", "decode", "decode")):
         firsts = [20000 + 1000 * number + 500 * way for way in range(2)]
@@ -107,7 +107,7 @@ def configs() -> list[ServerConfig]:
 
 
 class Range:
-    """The fleet that suffers the faults, and its requests."""
+    """The fleet in which faults are caused, and its requests."""
 
     def __init__(self, client: Client, folder: Path, seed: int) -> None:
         self.client, self.fleet, self.folder = client, client.fleet, folder
@@ -120,8 +120,8 @@ class Range:
         self.long = [at for at, length in enumerate(lengths) if length > 128]
 
     def submit_twice(self, first: str, second: str) -> None:
-        """Submits two rounds of the same requests: at one prefill process, and after these are served, at the other
-        one.
+        """Submits two rounds of the same requests. The first round goes to one prefill process. After it is served, the
+        second round goes to the other prefill process.
         """
         prompts, salt = self.random.sample(self.long, REQUESTS // 2), f"salt {self.served}"
         for prefill in (first, second):
@@ -134,9 +134,8 @@ class Range:
                 self.wait_for_all(time.monotonic() + RECOVERY_S)
 
     def introduce(self) -> None:
-        """Serves requests until each decode process has used each prefill process.
-
-        So a restarted process is known again.
+        """Serves requests until each decode process has used each prefill process. A restarted process is then known
+        again.
         """
         for decode in ("decode-0", "decode-1"):
             for prefill in ("prefill-0", "prefill-1"):
@@ -199,7 +198,7 @@ class Range:
         return self.judged(fault, others_s, settled_s, struck=struck)
 
     def wait_for_end_or_stop(self, victim: str, fuse: Path) -> bool:
-        """Waits until the victim is hit, or everything is served without a fault."""
+        """Waits until the fault has hit the victim, or until all requests are served without a fault."""
         while self.client.open:
             self.client.hear(0.002)
             if not fuse.exists() and (self.fleet.has_ended(victim) or is_stopped(self.fleet.pids[victim])):
@@ -207,7 +206,7 @@ class Range:
         return not fuse.exists()
 
     def restart(self, victim: str) -> None:
-        """Restarts the victim at its old address. Its requests are lost."""
+        """Restarts the victim at its old address. The victim's requests are lost."""
         while not self.fleet.has_ended(victim):
             time.sleep(0.001)
         self.client.give_up(victim, f"the process {victim} was killed")
@@ -215,14 +214,14 @@ class Range:
         self.client.wait_ready(victim)
 
     def let_go_on(self, victim: str, since: float) -> None:
-        """Continues a stopped victim, after its leases have run out."""
+        """Continues a stopped victim after its leases have expired."""
         while time.monotonic() < since + STOPPED_S:
             self.client.hear(0.05)
         os.kill(self.fleet.pids[victim], signal.SIGCONT)
 
     def wait_for_others(self, victim: str, at: float) -> None:
-        """Waits until every request that another process than the victim decodes has ended. Checks that this takes no
-        longer than is allowed.
+        """Waits until every request that the victim does not decode has ended. Checks that this takes no longer than
+        allowed.
         """
         others = [one for one in self.client.asked.values() if one.decode != victim]
         while not all(one.ended for one in others):
@@ -248,14 +247,14 @@ class Range:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process has been stopped by a signal."""
+    """Returns whether a signal has stopped a process."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def shoot(
     runs: int, seed: int, say: Callable[[str], None] = lambda _line: None, faults: Sequence[Fault] = tuple(FAULTS)
 ) -> list[Outcome]:
-    """Makes `runs` runs. The faults take turns, in an order that the seed decides."""
+    """Makes `runs` runs. The faults take turns, in an order that follows from the seed."""
     torch.set_num_threads(1)
     order = random.Random(seed)
     queue: list[Fault] = []
@@ -273,7 +272,7 @@ def shoot(
 
 
 def line_of(number: int, outcome: Outcome) -> str:
-    """One line about one run."""
+    """Returns one line about one run."""
     fault = outcome.fault
     what = f"run {number}: {fault.role} in {fault.phase!r}, {fault.kind}"
     if not outcome.struck:
@@ -286,7 +285,7 @@ def line_of(number: int, outcome: Outcome) -> str:
 
 
 def summary(outcomes: list[Outcome]) -> list[dict[str, object]]:
-    """A table with a row for each kind of fault."""
+    """Returns a table with a row for each kind of fault."""
     rows: list[dict[str, object]] = []
     for role in PHASES:
         for kind in ("kill", "restart", "stop"):

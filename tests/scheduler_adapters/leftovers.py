@@ -1,4 +1,4 @@
-"""Finds what a command leaves behind (processes, files, shared memory), and runs commands that are to be ended."""
+"""Finds the processes, files and shared memory that a command leaves behind, and runs commands that tests end."""
 
 import hashlib
 import os
@@ -83,7 +83,7 @@ class Run:
         return self.process.stderr.read()
 
     def end(self, *numbers: int, every_s: float = 0.05) -> tuple[int, str]:
-        """Sends these signals, one after another. Returns the exit status and standard error."""
+        """Sends these signals, one after another. Returns the exit status and the standard error."""
         self.descendants()
         for number in numbers:
             self.process.send_signal(number)
@@ -95,7 +95,7 @@ class Run:
                 self.process.kill()  # A process that does not end fails its own test, but must not delay other tests.
 
     def descendants(self) -> dict[int, str]:
-        """The processes that carry the mark, by id, with their command lines."""
+        """Returns the processes whose environment has the run's mark: a command line for each process id."""
         found = {}
         for entry in Path("/proc").iterdir():
             try:
@@ -107,7 +107,7 @@ class Run:
         return found
 
     def leftovers(self, *, files: bool = True) -> list[str]:
-        """Returns what the command has left: processes, files, and shared memory that no process has mapped."""
+        """Returns the processes, the files, and the unmapped shared memory that the command has left behind."""
         left = [f"process {pid}: {line}" for pid, line in self.descendants().items()]
         left += [f"file {path}" for root in (self.folder, self.memory) for path in root.rglob("*") if files]
         for line in Path("/proc/sysvipc/shm").read_text().splitlines()[1:]:
@@ -131,9 +131,8 @@ def memory_beside(folder: Path) -> Path:
 
 
 def wait_for_work(pid: int, seconds: float) -> None:
-    """Waits until a process has used this much more processor time.
-
-    Unlike wall-clock time, processor time does not depend on the load of the machine.
+    """Waits until a process has used this much more processor time. The load of the machine does not change the
+    processor time.
     """
 
     def used() -> float:

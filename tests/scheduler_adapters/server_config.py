@@ -1,4 +1,4 @@
-"""The configuration of a small process of a service, which each test starts with some changes."""
+"""The configuration of a small process of a service. Each test starts the process with some changes."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Helpers for tests of served models: make a manager and a loop over it, and run the loop to its end."""
+"""Helpers for tests of served models. They make a manager and a loop over it, and run the loop to its end."""
 
 import dataclasses
 from collections import OrderedDict
@@ -26,9 +26,8 @@ _answers: WeakKeyDictionary[Any, dict[tuple[Any, ...], list[int]]] = WeakKeyDict
 
 
 def own_tokens(model: Any, prompt: Sequence[int], new: int) -> list[int]:
-    """Like `reference_tokens`, but keeps the answers as long as the model exists.
-
-    The model's weights must not change. Its end-of-sequence token may change.
+    """Returns the same answers as `reference_tokens`, and keeps them as long as the model exists. The model's weights
+    must not change. Its end-of-sequence token may change.
     """
     key = str(model.generation_config.eos_token_id), tuple(prompt)
     known = _answers.setdefault(model, {})
@@ -39,9 +38,8 @@ def own_tokens(model: Any, prompt: Sequence[int], new: int) -> list[int]:
 
 
 class Unwalked(OrderedDict[str, Any]):
-    """Requests by id. Code may read the first request and those with news, but must not go through all of them.
-
-    Iterating over all of them fails.
+    """Requests by id. Code may read the first request and requests with news. An iteration over all requests raises an
+    error.
     """
 
     def items(self) -> Iterator[tuple[str, Any]]:  # type: ignore[override]
@@ -64,8 +62,7 @@ def new_manager(
     states: dict[str, Any] | None = None,
     **params: Any,
 ) -> Any:
-    """Makes a manager for the model. Each replica has this many token pages, and state pages in memory of their own.
-
+    """Returns a manager for the model. Each replica has this many token pages, and state pages in separate memory.
     `states` has the params for state copies of a model with recurrent layers.
     """
     cache = kv_params_of(model.config, page_size=page_size, **params)
@@ -85,7 +82,9 @@ def new_loop(model: Any, pages: int = 200, budget: int = 64, **manager: Any) -> 
 
 
 def loop_of(manager: Any, model: Any, budget: int = 64) -> ServingLoop:
-    """Returns a loop that runs the model over a manager that exists. `budget` is the most tokens of a step."""
+    """Returns a loop that runs the model over an existing manager. `budget` is the largest number of tokens of a
+    step.
+    """
     return ServingLoop(manager, HFRunner(model, manager.states), token_budget=budget)
 
 

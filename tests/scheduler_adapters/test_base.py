@@ -1,4 +1,4 @@
-"""The managers have every method of the scheduler's protocols, with the same parameters."""
+"""A manager has every method of the scheduler's protocols, with the same parameters."""
 
 import inspect
 from typing import Any

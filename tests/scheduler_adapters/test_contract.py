@@ -1,4 +1,6 @@
-"""The adapter contract for the loop, the generator, and the prefill and decode schedulers with pulls between them."""
+"""The adapter contract for the loop, for the generator, and for the prefill and decode schedulers with pulls between
+them.
+"""
 
 import functools
 import math
@@ -117,7 +119,9 @@ class LoopDriver:
 
 
 class GeneratorDriver(LoopDriver):
-    """`PagedGenerator`. A step is one call with everything that was submitted. A cancellation interrupts the call."""
+    """A driver of `PagedGenerator`. A step is one call with all submitted prompts. A cancellation interrupts the
+    call.
+    """
 
     phases = ("prefill", "decoding")
 
@@ -184,7 +188,9 @@ class WatchedService(Service):
 
 
 class PairDriver:
-    """`PrefillScheduler` and `DecodeScheduler`, over real sockets and real READs, polled in turns."""
+    """A driver of `PrefillScheduler` and `DecodeScheduler`. They use real sockets and real READs, and are polled in
+    turns.
+    """
 
     phases = ("waiting", "asked", "offered", "pulling", "decoding")
     peers = ("prefill", "decode")
@@ -202,9 +208,9 @@ class PairDriver:
         self._meddle_with_reads()
 
     def _meddle_with_reads(self) -> None:
-        """Patches NIXL so that chosen READs fail, in flight or when posted, or do not end until told so.
-
-        A READ that is already in flight must also fail, because it may be the last READ that the victim needs.
+        """Patches NIXL so that chosen READs fail when they are posted or in flight, or stay in flight until the test
+        ends them. A READ that is already in flight must also fail, because it may be the last READ that the victim
+        needs.
         """
         read, done = Agent.read, Agent.done
 

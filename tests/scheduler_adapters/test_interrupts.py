@@ -1,4 +1,4 @@
-"""Signals that end a command in every stage: no process or file outlives the command, and its exit status names the
+"""Signals end a command in every stage. No process and no file outlives the command, and its exit status names the
 signal.
 """
 
@@ -37,14 +37,14 @@ SERVED = {"start": "2000", "serving": "2000", "checking": "40"}
 
 @pytest.fixture
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder for a run. Its path is short, because the path of a socket in it may have 107 bytes."""
+    """Returns a folder for a run. Its path is short, because the path of a socket may have only 107 bytes."""
     folder = tmp_path_factory.mktemp("t")
     yield folder
     shutil.rmtree(memory_beside(folder), ignore_errors=True)  # A failed test may have left this folder.
 
 
 def run_demo(folder: Path, stage: str, *arguments: str) -> Run:
-    """Starts a demo and waits until it is in a stage."""
+    """Starts a demo and waits until the demo is in a stage."""
     run = Run(folder, "demo", "--requests", SERVED[stage], "--max-new-tokens", "8", *arguments)
     run.wait_for(STAGES[stage])
     return run
@@ -197,8 +197,8 @@ def test_a_signal_that_is_lost_can_be_sent_again(monkeypatch: pytest.MonkeyPatch
 
 
 class Named:
-    """A descriptor that is interrupted by a signal while its class is created. This can happen while an enumeration is
-    imported.
+    """A descriptor. A signal interrupts it while its class is created, as may happen during the import of an
+    enumeration.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -217,7 +217,7 @@ def test_an_error_that_no_signal_has_caused_stays_what_it_is() -> None:
 
 
 class Finalized:
-    """An object whose finalizer is interrupted by a signal. Python discards exceptions there."""
+    """An object. A signal interrupts its finalizer, where Python discards exceptions."""
 
     def __del__(self) -> None:
         signal.raise_signal(signal.SIGTERM)

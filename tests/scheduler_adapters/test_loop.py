@@ -293,7 +293,7 @@ def test_a_request_may_fill_the_cache_to_its_last_token_and_not_beyond(model: An
 
 
 def test_a_replica_short_of_pages_takes_none_from_another(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The newest request runs on the replica that has pages, and is never preempted."""
+    """The newest request runs on the replica that has pages. It is never preempted."""
     loop = new_loop(model, pages=12, page_size=4, n_devices=2, data_parallel_degree=2, enable_prefix_caching=False)
     at = {"r0": 0, "r1": 0, "r2": 1}
     monkeypatch.setattr(loop.manager, "get_or_recommend_replica", lambda context: at[context.request_id])
@@ -330,8 +330,8 @@ def test_pages_that_never_arrive_hold_a_request_up_for_five_seconds_and_no_other
 
 
 def test_with_windows_a_budget_of_one_token_still_finds_cached_prefixes(make_model: Callable[..., Any]) -> None:
-    """With several block tables only one chunk at a time has pages, and a chunk of one token would be taken for a
-    decode step.
+    """With several block tables, only one chunk at a time has pages. A chunk of one token would count as a decode
+    step.
     """
     layers = ["sliding_attention", "full_attention", "sliding_attention"]
     windowed = make_model("gemma3", layer_types=layers, sliding_window=24)

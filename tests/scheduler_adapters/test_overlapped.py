@@ -1,4 +1,4 @@
-"""An overlapped loop gives the same tokens as a plain one."""
+"""An overlapped loop gives the same tokens as a plain loop."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ NEW = 16
 
 
 class SlowModel:
-    """A model that runs only after the loop has planned everything that it can plan. It therefore reads pages as late
-    as possible.
+    """A model that runs only after the loop has planned all steps that it can plan. The model therefore reads pages as
+    late as possible.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -48,9 +48,8 @@ class SlowModel:
 
 
 class Loop(OverlappedLoop):
-    """An overlapped loop that tells its model when the next step has been planned.
-
-    The loop counts the steps that were planned while the model ran.
+    """An overlapped loop that informs its model when the next step was planned. It counts the steps that were planned
+    while the model ran.
     """
 
     ahead = 0

@@ -1,4 +1,4 @@
-"""`pagewire serve` in real processes: the front and its processes, each with a log, and a client."""
+"""`pagewire serve` in real processes: the front and its processes, each of which has a log, and a client."""
 
 import json
 import os
@@ -21,7 +21,7 @@ COMMON = ("--page-size", "16", "--cache-mb", "8", "--max-tokens", "2048", "--tok
 
 
 class Served:
-    """A fleet whose processes were started separately, or all by one command."""
+    """A fleet whose processes were started separately or by one command."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -69,7 +69,7 @@ class Served:
         self.until(lambda: self.get("/health") == wanted, f"{wanted}")
 
     def ended(self, name: str) -> int | None:
-        """Waits for a process to end by itself. Returns its exit status."""
+        """Waits until a process ends by itself. Returns its exit status."""
         process = self.processes[name]
         self.until(lambda: process.poll() is not None, f"the end of {name}")
         return process.poll()
@@ -96,7 +96,7 @@ class Served:
 
 
 def tokens_of(answer: Any) -> list[int]:
-    """The tokens of a completion whose request had `return_token_ids` set."""
+    """Returns the tokens of a completion whose request had `return_token_ids` set."""
     return answer.choices[0].token_ids
 
 

@@ -1,4 +1,4 @@
-"""HTTP clients that disconnect, with the real server over TCP."""
+"""HTTP clients that disconnect. The real server runs over TCP."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ PARTS = {"declared": b'{"model": "tiny", ', "chunked": b'8\r\n{"model"\r\n'}
 
 
 async def exchange(port: int, *sent: bytes) -> bytes:
-    """Sends these parts, and then closes the connection. Returns the answer that has arrived until then."""
+    """Sends these parts, and then closes the connection. Returns the answer that has arrived before the close."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     for part in sent:
         writer.write(part)

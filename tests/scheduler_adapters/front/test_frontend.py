@@ -1,7 +1,6 @@
-"""Which process the front sends a request to, and what happens to the request if that process leaves, refuses it, stops
-or restarts.
-
-The processes are sockets of the test, which send what it wants. `tests/pagewire/serve` runs real ones.
+"""The process to which the front sends a request, and the request's end if the process leaves, refuses the request,
+stops or restarts. The processes are sockets of the test, which send what the test chooses. `tests/pagewire/serve` runs
+real processes.
 """
 
 import asyncio
@@ -46,7 +45,7 @@ class Peer:
         self.say(msg.Tokens(request_id=to.request_id, serial=to.serial, tokens=tokens, **more))
 
     async def heard(self, kind: type[Any]) -> Any:
-        """The next message of this kind."""
+        """Returns the next message of this type."""
         async with asyncio.timeout(WITHIN_S):
             while True:
                 if self._socket.poll(0):
@@ -56,12 +55,12 @@ class Peer:
                 await asyncio.sleep(0.002)
 
     def heard_now(self, kind: type[Any]) -> list[Any]:
-        """The messages of this kind that have arrived."""
+        """Returns the messages of this type that have arrived."""
         messages = [msg.decode(self._socket.recv()) for _ in iter(lambda: self._socket.poll(20), 0)]
         return [one for one in messages if isinstance(one, kind)]
 
     def stop(self) -> None:
-        """Makes the process silent, although it still receives messages."""
+        """Makes the process send nothing, although it still receives messages."""
         self._watched.close(0)
 
     def die(self) -> None:

@@ -1,4 +1,6 @@
-"""Which processes have a prompt's pages, learnt from the KV events of real managers, and which ones are asked."""
+"""The front learns from the KV events of real managers which processes have a prompt's pages, and asks these
+processes.
+"""
 
 import itertools
 import random
@@ -200,7 +202,7 @@ def test_removed_windows_do_not_remove_pages_of_full_layers() -> None:
 def test_the_next_turn_at_other_processes_finds_the_answer_at_the_process_that_generated_it(
     tmp_path: Path, tiny_model: Any
 ) -> None:
-    """The request names no source. The front knows which pages d1 has filled, and itself names d1 as a source."""
+    """The request names no source. The front knows which pages d1 has filled, and names d1 as a source."""
     # The test needs the extra 'fleet': only if a front places requests by events do all processes publish events.
     pytest.importorskip("dynamo.llm")
     served, placed = Served(tmp_path), ("--placement", "dynamo")

@@ -1,4 +1,4 @@
-"""Observation of the front: metrics of all processes, and a span of each request in its client's trace."""
+"""Observation of the front: the metrics of all processes, and a span of each request in its client's trace."""
 
 import asyncio
 import re
@@ -33,7 +33,7 @@ FAILED = "pagewire_front_unread_families_total"
 
 
 class InThread:
-    """A process of the service that runs as a thread, so that its spans reach this process's provider."""
+    """A process of the service that runs as a thread, so that its spans reach the provider of the test's process."""
 
     def __init__(self, role: msg.Role, folder: Path) -> None:
         base = next(one for one in CONFIGS if one.role == role)
@@ -65,7 +65,7 @@ class InThread:
 
 @asynccontextmanager
 async def fronted(folder: Path) -> AsyncIterator[tuple[Frontend, httpx.AsyncClient]]:
-    """A front, a process of each kind, and a client of its application."""
+    """Yields a front, a process of each kind, and a client of the front's application."""
     context: zmq.Context[Any] = zmq.Context()
     router = bind_router(context, f"ipc://{folder}/front")
     frontend = Frontend(router)
@@ -159,7 +159,7 @@ def roles_in(found: dict[Any, float]) -> set[str]:
 
 
 def check_spans(spans: Sequence[Any], answers: Sequence[dict[str, Any]]) -> None:
-    """Checks that each request has one span in its client's trace, and that its parts sum to it."""
+    """Checks that each request has one span in its client's trace, and that the parts of the span add up to it."""
     assert {span.name for span in spans} == {NAME}
     assert Counter(span.context.trace_id for span in spans) == Counter(range(1, COUNT + 1))
     asked = {one["id"] for one in answers}

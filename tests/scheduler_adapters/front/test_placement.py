@@ -1,4 +1,4 @@
-"""How a prompt's prefill process is chosen: Dynamo's selection core follows the events of two real managers."""
+"""The choice of a prompt's prefill process. Dynamo's selection core follows the events of two real managers."""
 
 import asyncio
 from collections.abc import Iterator
@@ -46,9 +46,8 @@ def compute(manager: PagedKVCacheManager, prompt: list[int]) -> None:
 
 
 async def check_placed_soon(placement: Selected, prompt: list[int], wanted: str) -> None:
-    """Waits until the events have arrived and the placement chooses `wanted`.
-
-    Dynamo chooses at random between processes that are equal. Twelve right choices in a row cannot be an accident.
+    """Waits until the events have arrived and the placement chooses `wanted`. Dynamo chooses at random between equal
+    processes. Twelve right choices in a row cannot be an accident.
     """
     row, number = 0, 0
     async with asyncio.timeout(20):

@@ -54,7 +54,7 @@ def test_prompts_go_to_the_fleet_that_has_them(fleets: list[Served], tmp_path: P
 
 
 def until_it_follows(router: Router, compute: Callable[[], list[int]], found: Callable[[list[int]], int]) -> None:
-    """Computes prompts until the router has found the pages of so many prompts in a row that it must follow both
+    """Computes prompts until the router has found the pages of many prompts in a row. The router must then follow both
     sources.
     """
     deadline, right = time.monotonic() + WITHIN_S, 0
@@ -76,7 +76,7 @@ def check_prompts_find_pages(router: Router, fleets: list[Served]) -> None:
         return prompt
 
     def found(prompt: list[int]) -> int:
-        """Returns how many tokens of a prompt were cached at the place that the router has chosen."""
+        """Returns how many tokens of a prompt were cached at the process that the router has chosen."""
         return router.complete([*prompt, 7])["usage"]["prompt_tokens_details"]["cached_tokens"]
 
     until_it_follows(router, at_one_of_them, found)
@@ -89,7 +89,7 @@ def check_prompts_find_pages(router: Router, fleets: list[Served]) -> None:
 
 @pytest.fixture
 def apart(tmp_path: Path) -> Iterator[Served]:
-    """Two prefill and two decode processes behind one front."""
+    """Two prefill processes and two decode processes behind one front."""
     pytest.importorskip("dynamo.llm")  # as above
     served = Served(tmp_path)
     placed = ("--placement", "dynamo")
@@ -134,9 +134,8 @@ def check_follows_both(router: Router, apart: Served) -> None:
         return prompt
 
     def found(prompt: list[int]) -> int:
-        """Returns how many tokens of a prompt were cached at the chosen prefill process.
-
-        This is the process's own count, because the router passes on only the figures of its first answer.
+        """Returns how many tokens of a prompt were cached at the chosen prefill process. The process itself counts
+        them, because the router passes on only the figures of its first answer.
         """
         before = cached()
         router.complete([*prompt, 7])
@@ -158,7 +157,9 @@ def check_follows_both(router: Router, apart: Served) -> None:
 
 
 def check_loses_some(router: Router, apart: Served) -> None:
-    """Checks that a request to a dying process continues at another one, or fails with the name of the lost process."""
+    """Checks that a request to a dying process continues at another process, or fails with the name of the lost
+    process.
+    """
     rng = random.Random(2)
     prompts = [[rng.randrange(200) for _ in range(LENGTH)] for _ in range(12)]
     theirs = [complete(apart.client, prompt, 100).choices[0].text for prompt in prompts]

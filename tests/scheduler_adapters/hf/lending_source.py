@@ -1,4 +1,4 @@
-"""A process that computes prompts of the small Llama and lends their pages, driven by a test over a pipe."""
+"""A process that computes prompts of the small Llama and lends their pages. A test drives the process over a pipe."""
 
 from __future__ import annotations
 

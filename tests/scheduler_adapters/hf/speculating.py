@@ -1,6 +1,5 @@
-"""A speculating engine, built as the docstring of `DraftedPages` says.
-
-It drives a manager and a runner with guessed tokens.
+"""A speculating engine, as the docstring of `DraftedPages` describes it. It drives a manager and a runner with guessed
+tokens.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class Engine:
         self.waiting.append(TextContext(prompt, 4096, name))
 
     def serve(self, prompts: Iterable[list[int]], each: Callable[[], None] = lambda: None) -> list[list[int]]:
-        """Serves the prompts up to the length of the known answers. Returns the answers."""
+        """Serves the prompts until the answers are as long as the known answers. Returns the answers."""
         self.done = {}
         for at, prompt in enumerate(prompts):
             self.add(f"r{at}", prompt)
@@ -155,10 +154,8 @@ class Engine:
 
 
 def assert_equal(model: Any, answers: list[list[int]], found: list[list[int]]) -> None:
-    """Asserts that answers are equal.
-
-    Up to half of the answers may differ if the cause is a tie between two tokens or two experts. In that case the model
-    itself gives both results.
+    """Asserts that answers are equal. Up to half of the answers may differ if two tokens or two experts are tied. In
+    this case the model itself gives both results.
     """
     differ = 0
     for answer, tokens in zip(answers, found, strict=True):

@@ -37,9 +37,8 @@ def below(
     page_size: int = PAGE,
     over: dict[str, Any] | None = None,
 ) -> Any:
-    """A manager with memory for this many states and pages, on the device and in the host tier.
-
-    Without slabs there is one state page for each request, and `states - 1` pages for copies.
+    """Returns a manager with memory for this many states and pages, on the device and in the host tier. Without slabs
+    there is one state page for each request, and `states - 1` pages for copies.
     """
     bare = kv_params_of(model.config, page_size=page_size, n_devices=shards, enable_prefix_caching=True)
     page = page_bytes(bare, num_layers_of(model.config), page_size)
@@ -86,7 +85,7 @@ def turns_of(
 
 
 def found_share(loop: ServingLoop, model: Any, prompts: Sequence[list[int]], asked: int, new: int) -> float:
-    """Returns the share of all prompt tokens that were found cached."""
+    """Returns the fraction of all prompt tokens that were found cached."""
     for name, prompt, _ in turns_of(model, prompts, asked, new):
         serve(loop, [Request(name, prompt, new)])
     return loop.manager.metrics.cache_hit_rate

@@ -1,5 +1,5 @@
-"""Tests the second state page of a request: which requests have such a page and when, what readers are told about it,
-and what remains after a failed step or run.
+"""Tests the second state page of a request: when a request has such a page, what readers learn about it, and what
+remains after a failed step or run.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ MODEL = "bamba"
 
 
 def ready(model: Any, wrong: bool = True, **engine: Any) -> tuple[Engine, TextContext, int]:
-    """Returns a request whose drafted tokens have run but have not been recorded yet.
-
-    The first draft is right. With `wrong`, a later draft is wrong.
+    """Returns a request whose drafted tokens have run but were not recorded yet. The first draft is right. With
+    `wrong`, a later draft is wrong.
     """
     made = Engine(model, 1.0, 0, **engine)
     made.knows(PROMPTS[:1])
@@ -33,7 +32,7 @@ def ready(model: Any, wrong: bool = True, **engine: Any) -> tuple[Engine, TextCo
 
 
 def verified(engine: Engine, context: TextContext, *, wrong: bool) -> int:
-    """Runs three guesses. With `wrong`, the last of them is wrong. Returns the number of guesses."""
+    """Runs three guesses. With `wrong`, the last guess is wrong. Returns the number of guesses."""
     start, end, (answer,) = context.start_idx, context.end_idx, engine.answers
     assert engine.manager.maybe_reserve(context, 4)
     assert engine.runner.draft(context.request_id)
@@ -77,8 +76,8 @@ def test_the_state_of_unrecorded_drafts_is_not_told_to_readers(model: Any) -> No
 
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_request_keeps_its_leased_state_page(model: Any, wrong: bool) -> None:
-    """A block table may name the leased page until the lease ends. The drafted state is therefore copied into that
-    page.
+    """A block table may name the leased page until the lease ends. The drafted state is therefore copied into the
+    leased page.
     """
     engine, context, _ = ready(model, wrong)
     manager = engine.manager
@@ -165,8 +164,8 @@ def test_a_batch_object_is_set_back_like_its_requests(model: Any) -> None:
 
 
 def test_a_request_continues_from_a_state_that_a_hit_has_loaded(model: Any) -> None:
-    """A hit loads another state into the request's state page. The request then continues from the loaded state, and
-    what has run into its second state page does not count.
+    """A hit loads another state into the request's state page. The request then continues from the loaded state. The
+    tokens that have run into its second state page do not count.
     """
     engine, context, start = ready(model)
     states = engine.manager.states[0]

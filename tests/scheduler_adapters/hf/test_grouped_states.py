@@ -1,4 +1,4 @@
-"""LFM3 has windows, full attention and short convolutions. It runs over separate block tables and kept states."""
+"""LFM3 has windows, full attention and short convolutions. It runs over several block tables and kept states."""
 
 from __future__ import annotations
 
@@ -46,9 +46,8 @@ def test_a_window_in_a_nemotron_changes_nothing_as_its_layers_do_not_look_at_it(
 def test_a_minimax_with_a_window_has_one_table(
     make_model: Callable[..., Any], budget: int, tp: int, states: str
 ) -> None:
-    """All attention layers have the same window, so there is one table.
-
-    Every page is kept. Each layer sees only the last tokens.
+    """All attention layers have the same window, so there is one table, which keeps every page. Each layer sees only
+    the last tokens.
     """
     kinds = ["full_attention", "linear_attention", "full_attention"]
     model, unbounded = (make_model("minimax", layer_types=kinds, sliding_window=tokens) for tokens in (8, None))
@@ -67,8 +66,8 @@ def test_a_minimax_with_a_window_has_one_table(
 def test_a_minimax_with_a_window_and_a_recurrent_layer_first_gives_its_own_logits(
     make_model: Callable[..., Any], own_logits: Callable[..., Any], budget: int
 ) -> None:
-    """`generate` takes the length of its attention mask from the first layer. That layer has no keys here, so
-    `generate` splits the prompt into other steps than we do.
+    """`generate` takes the length of its attention mask from the first layer. The first layer has no keys here, so
+    `generate` divides the prompt into other steps than pagewire does.
     """
     model = make_model("minimax", sliding_window=8)
     manager = manager_of(model, "states among pages")
@@ -82,9 +81,8 @@ def test_a_minimax_with_a_window_and_a_recurrent_layer_first_gives_its_own_logit
 @STATES
 @pytest.mark.parametrize(("count", "budget"), [(1, 64), (4, 7)])
 def test_tokens_equal_with_hits_from_an_object_store(model: Any, states: str, count: int, budget: int) -> None:
-    """Another machine continues from what the first machine has written.
-
-    The prefix may also end within an object of several pages.
+    """Another machine continues from the objects of the first machine. The prefix may also end within an object of
+    several pages.
     """
     store = StoredObjects()
     tiers: dict[str, Any] = {"enable_kvcache_swapping_to_host": True, "host_kvcache_swap_space_gb": 1e-2}

@@ -1,4 +1,4 @@
-"""Models with windows and chunks over separate block tables give the tokens of `generate` with fewer pages."""
+"""Models with windows and chunks run over several block tables. They give the tokens of `generate` with fewer pages."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ def model(request: pytest.FixtureRequest, shared_model: Callable[..., Any]) -> A
 
 
 def manager_of_pages(model: Any, pages: int, rows: int = 8, tiers: dict[str, Any] | None = None, **params: Any) -> Any:
-    """Returns a manager with `pages` pages. A page has all layers if they share one table, and otherwise one layer."""
+    """Returns a manager with `pages` pages. A page has all layers if the layers share one table, and one layer if they
+    do not.
+    """
     cache = kv_params_of(model.config, page_size=PAGE, **{"group_layers": True, **params})
     cache = dataclasses.replace(cache, **(tiers or {}))
     layers = num_layers_of(model.config)

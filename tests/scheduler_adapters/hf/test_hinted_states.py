@@ -1,5 +1,5 @@
-"""Retention hints with recurrent layers: the next turn is found after a flood of other prompts, and the tokens are the
-model's.
+"""Retention hints with recurrent layers. The next turn is found after a flood of other prompts, and the tokens are the
+model's own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PROMPT = ByteTokenizer().encode("A conversation that goes on after a while.")
 
 
 def one_memory(model: Any) -> Any:
-    """A manager with room for eight states and the pages of their requests."""
+    """Returns a manager with room for eight states and the pages of their requests."""
     cache = kv_params_of(model.config, page_size=PAGE, enable_prefix_caching=True)
     page = PAGE * cache.bytes_per_token(num_layers_of(model.config))
     slab_pages = manager_for(model, cache, 2, 4096, ["cpu"], available_cache_memory=4 << 20).slab_pages
@@ -34,7 +34,7 @@ def apart(model: Any) -> Any:
 
 
 def served(manager: Any, runner: HFRunner, prompt: list[int], said: Retention | None) -> tuple[list[int], int]:
-    """Serves one request. Returns its tokens, and how many tokens of its prompt were found cached."""
+    """Serves one request. Returns its tokens, and the number of its prompt's tokens that were found cached."""
     context, found = TextContext(prompt, 4096, retention=said), -1
     with manager.claim(context):
         while context.end_idx < len(prompt) + NEW:

@@ -1,4 +1,4 @@
-"""Hybrid models (attention and Mamba-2 layers), served with their recurrent states in state pages."""
+"""Hybrid models (attention and Mamba-2 layers) are served with their recurrent states in state pages."""
 
 import dataclasses
 from collections.abc import Callable
@@ -82,8 +82,8 @@ def test_every_request_gets_the_models_own_tokens(each_model: Any, budget: int, 
 
 
 def test_a_forgotten_state_changes_the_tokens(each_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a forgotten state changes the tokens, then the equal tokens in the tests above show that the states
-    are right.
+    """A forgotten state changes the tokens. The equal tokens in the other tests therefore show that the states are
+    right.
     """
     expected = own_tokens(each_model, PROMPTS[0], NEW)
     shape = state_shape_of(each_model)

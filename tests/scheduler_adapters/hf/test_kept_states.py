@@ -1,4 +1,4 @@
-"""Recurrent states that are kept for other requests: which states are kept, which requests use them, and that the
+"""Recurrent states that are kept for other requests. Tests which states are kept, which requests use them, and that the
 tokens are the model's own.
 """
 
@@ -36,7 +36,7 @@ def states_of(loop: ServingLoop) -> Any:
 
 
 def served(loop: ServingLoop, prompt: list[int], new: int = NEW, name: str = "r") -> tuple[list[int], int]:
-    """Serves one request. Returns its tokens, and how many tokens of its prompt were found cached."""
+    """Serves one request. Returns its tokens, and the number of its prompt's tokens that were found cached."""
     before = loop.manager.metrics.cache_tokens
     (tokens,) = tokens_of(serve(loop, [Request(name, prompt, new)]))
     return [int(token or 0) for token in tokens], loop.manager.metrics.cache_tokens - before

@@ -1,5 +1,5 @@
 """Pulls a prefix from another process that has computed it, with real processes and NIXL, for the small Llama and for
-Bamba. Bamba has recurrent layers, so a state comes with the pages. States and pages share one memory.
+Bamba. Bamba has recurrent layers, so the source sends a state with the pages. States and pages share one memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ QUICK = {"handshake_timeout_s": 1.0, "heartbeat_s": 0.2, "dead_after_s": 1.0}
 
 
 class LentReader:
-    """A serving loop that asks the source for the pages of each prompt, before it computes the missing ones."""
+    """A serving loop that asks the source for the pages of each prompt before it computes the missing pages."""
 
     def __init__(self, model: str | None, tp: int = 1) -> None:
         self.loop: ServingLoop[Any]
@@ -50,9 +50,8 @@ class LentReader:
         raise TimeoutError(kind)
 
     def generate(self, address: str, then: Callable[[str], None] = lambda _: None) -> tuple[list[int], int]:
-        """Generates tokens for the prompt.
-
-        Returns the tokens, and how many tokens of the prompt were not computed here. `then` is called at each stage.
+        """Generates tokens for the prompt. Returns the tokens, and the number of the prompt's tokens that were not
+        computed here. `then` is called at each stage.
         """
         request = Request("mine", PROMPT, NEW)
         context = self.loop.context_for(request)
@@ -85,7 +84,7 @@ class LentReader:
 
 @pytest.fixture(scope="module", params=["llama", "bamba"])
 def folder(request: pytest.FixtureRequest, shared_model: Any, tmp_path_factory: pytest.TempPathFactory) -> str | None:
-    """The directory of the model; None for the small Llama."""
+    """Returns the directory of the model. The small Llama has None."""
     if request.param == "llama":
         return None
     path = tmp_path_factory.mktemp("bamba")
@@ -117,7 +116,7 @@ def reader(request: pytest.FixtureRequest, folder: str | None) -> Iterator[LentR
 
 
 def told(pipe: Connection, *command: Any) -> tuple[int, int]:
-    """Sends a command to the source. Returns its numbers of held pages and open leases afterwards."""
+    """Sends a command to the source. Returns the source's numbers of held pages and open leases after the command."""
     pipe.send(command)
     found: tuple[int, int] = pipe.recv()
     return found

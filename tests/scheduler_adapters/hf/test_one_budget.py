@@ -1,5 +1,5 @@
-"""Recurrent states and token pages in one memory: the tokens are the model's own, whether states or pages are
-evicted.
+"""Recurrent states and token pages share one memory. The tokens are the model's own if states are evicted and if pages
+are evicted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PROMPTS = [[*SYSTEM, *ByteTokenizer().encode(text)[1:]] for text in ENDS]
 def one_budget(
     model: Any, slabs: int, pages: int = 0, *, rows: int = 8, shards: int = 1, caching: bool = True, checks: bool = True
 ) -> Any:
-    """A manager with memory for this many states and token pages."""
+    """Returns a manager with memory for this many states and token pages."""
     cache = kv_params_of(model.config, page_size=PAGE, n_devices=shards, enable_prefix_caching=caching)
     page = PAGE * cache.bytes_per_token(num_layers_of(model.config))
     options: dict[str, Any] = {"enable_runtime_checks": checks}
@@ -59,8 +59,8 @@ def step(manager: Any, runner: HFRunner, *contexts: TextContext) -> None:
 
 
 def spread(manager: Any) -> tuple[Any, np.ndarray]:
-    """Takes pages so that the next request gets pages in each of the remaining slabs. Returns the pool and the pages
-    that were taken.
+    """Takes pages so that the next request gets pages in each of the remaining slabs. Returns the pool and the taken
+    pages.
     """
     pool = manager._replicas.each[0].pool
     taken = pool.allocate(pool.free_count)

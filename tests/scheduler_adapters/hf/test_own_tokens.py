@@ -43,9 +43,8 @@ OTHERS = [[at, *prompt] for at, prompt in enumerate(PROMPTS)]  # No two of these
 
 
 class Form(NamedTuple):
-    """The models of one form, the place of their states, and numbers of pages and slabs.
-
-    Two requests fit into these pages and slabs, but their whole answers do not.
+    """The models of one form, the place of their states, and numbers of pages and slabs. These pages and slabs are
+    enough for the prompts of two requests, but not for their whole answers.
     """
 
     models: tuple[str, ...]
@@ -68,9 +67,7 @@ CASES = [(form, model) for form, has in FORMS.items() for model in has.models]
 
 def of_forms(has: str = "", **beside: Sequence[Any]) -> pytest.MarkDecorator:
     """Makes one case for each form that `has` accepts and each of the arguments. The case uses the first model of the
-    form.
-
-    CI also runs the other models with one of the arguments, and `make long` runs them with all.
+    form. CI also runs the other models with one of the arguments. `make long` runs the other models with all arguments.
     """
     every, named = [*product(*beside.values())], list[Any]()
     for turn, (form, name) in enumerate(case for case in CASES if has in case[0]):
@@ -109,7 +106,7 @@ def manager_of(
     tiers: dict[str, Any] | None = None,
     **params: Any,
 ) -> Any:
-    """A manager with this many pages and states or slabs. A page has all layers of its table."""
+    """Returns a manager with this many pages and states or slabs. A page has all layers of its table."""
     options = {"enable_prefix_caching": True, "group_layers": form.startswith("groups"), **params}
     cache = dataclasses.replace(kv_params_of(model.config, page_size=PAGE, **options), **(tiers or {}))
     page = page_bytes(cache, layer_tables(cache.groups, num_layers_of(model.config)).layers_per_page, PAGE)
@@ -132,7 +129,7 @@ def full(tokens: int) -> int:
 
 @of_each_model((64, 1), (7, 2))
 def test_tokens_equal_and_prefixes_are_found(form: str, model: Any, budget: int, shards: int) -> None:
-    """No state was kept at the place where the second request diverges from the first. The third request finds a state
+    """The second request diverges from the first request where no state was kept. The third request finds a state
     there.
     """
     expected = [own_tokens(model, prompt, NEW) for prompt in PROMPTS]
@@ -205,8 +202,8 @@ def test_tokens_equal_with_guesses(form: str, model: Any) -> None:
 
 @of_forms(had=[False, True], end=["commit", "cancel"])
 def test_tokens_equal_behind_an_import(form: str, name: str, model: Any, had: bool, end: str) -> None:
-    """After an abandoned import, a request continues from the pages that it had found before. With windows, the request
-    is claimed again.
+    """After an abandoned import, a request continues from the pages that it had found before the import. With windows,
+    the request is claimed again.
     """
     expected = own_tokens(model, PROMPTS[0], NEW)
     source, target = (manager_of(model, form, rows=rows) for rows in (2, 1))
@@ -283,7 +280,7 @@ def test_conversations_find_all_pages_of_their_earlier_turns(form: str, model: A
 @pytest.mark.few(3)
 @of_forms("groups")
 def test_tokens_equal_with_hits_from_the_host_and_from_files(form: str, name: str, model: Any, tmp_path: Path) -> None:
-    """The same test as in `test_states_below`, but for every form."""
+    """The same test as in `test_states_below`, for every form."""
     tiers: dict[str, Any] = {"enable_kvcache_swapping_to_host": True, "host_kvcache_swap_space_gb": 1e-2}
     tiers |= {"file_tier_dir": str(tmp_path), "file_tier_max_gb": 1e-2, "file_tier_key": "model"}
     prompts = PROMPTS[:2]
@@ -317,7 +314,7 @@ CHUNKED = ("groups of one window", "llama4 alone")
 
 @pytest.mark.parametrize(("form", "name"), [CHUNKED])
 def test_tokens_equal_with_attention_chunks_whose_first_token_sees_nothing_before_it(form: str, model: Any) -> None:
-    """The first token of an attention chunk sees no token before it, so only the last chunk of a prompt has to be
+    """The first token of an attention chunk sees no earlier token, so only the last chunk of a prompt has to be
     computed.
     """
     manager = manager_of(model, form, 6)

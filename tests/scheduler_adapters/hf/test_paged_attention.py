@@ -38,7 +38,7 @@ def dense(
     chunk: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> Any:
-    """The formula, one head and one query at a time."""
+    """Computes the formula for one head and one query at a time."""
     output = torch.zeros_like(query[0]).transpose(0, 1)
     count, length = query.shape[2], key.shape[2]
     for head in range(HEADS):

@@ -1,6 +1,5 @@
-"""Loops with preemption answer all requests like the model's own `generate`.
-
-One of these loops is as short as a user's first attempt at a loop would be.
+"""Loops with preemption give the same answers as the model's own `generate`. One of the loops is as short as a user's
+first loop would be.
 """
 
 from __future__ import annotations
@@ -34,10 +33,9 @@ def model(request: pytest.FixtureRequest, make_model: Callable[..., Any]) -> Any
 
 
 def served(manager: PagedKVCacheManager, runner: HFRunner, chunk: int) -> tuple[list[list[int]], int]:
-    """Serves the prompts. Returns the answers and the number of preemptions.
-
-    A request is preempted if there are too few pages for it, and sometimes only because it is the newest. It starts
-    again later. The manager is not told of a preemption.
+    """Serves the prompts. Returns the answers and the number of preemptions. A request is preempted if there are too
+    few pages for it. Sometimes the newest request is preempted without need. A preempted request starts again later.
+    The manager does not learn of a preemption.
     """
     waiting = [TextContext(prompt, len(prompt) + NEW, f"r{at}") for at, prompt in enumerate(PROMPTS)]
     every, running, preempted, turn = [*waiting], list[TextContext](), 0, 0

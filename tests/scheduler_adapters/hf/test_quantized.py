@@ -1,5 +1,5 @@
-"""8-bit pages with a scale for each token and head give the tokens of a model that quantises its own cache in the same
-way.
+"""8-bit pages have a scale for each token and head. They give the tokens of a model that quantises its own cache in the
+same way.
 """
 
 from __future__ import annotations

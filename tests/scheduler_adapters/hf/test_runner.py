@@ -43,7 +43,7 @@ def expected(model: Any) -> Any:
 
 
 def run_to_the_end(runner: Any, pool: Any, contexts: list[TextContext], chunk: int | None = None) -> None:
-    """Runs each request until it has NEW tokens. Prompts run in chunks of `chunk` tokens."""
+    """Runs each request until it has `NEW` tokens. Prompts run in chunks of `chunk` tokens."""
     while any(len(c.tokens) < c.max_length for c in contexts):
         for context in contexts:
             if chunk and context.end_idx - context.start_idx > chunk:

@@ -1,4 +1,4 @@
-"""Speculative decoding: whatever is guessed, the tokens are the model's own, and states continue from the last right
+"""Speculative decoding. Whatever is guessed, the tokens are the model's own, and states continue from the last right
 token.
 """
 

@@ -1,4 +1,4 @@
-"""Every model of `transformers` with recurrent states is served with its own tokens, or refused with the reason."""
+"""Every model of `transformers` with recurrent states is served with its own tokens, or is refused with a reason."""
 
 from __future__ import annotations
 
@@ -37,9 +37,8 @@ _KEEPS = re.compile(r"conv_state|recurrent_state|linear_cache|_is_stateful = Tru
 
 
 def causal_types() -> Iterator[tuple[str, Any]]:
-    """Every causal model type whose code keeps states, with its configuration.
-
-    The name is that of the type, or of its text part.
+    """Returns every causal model type whose code keeps states, with its configuration. The name is the name of the type
+    or of its text part.
     """
     import transformers
 
@@ -96,7 +95,7 @@ def test_a_hybrid_without_attention_is_refused(make_model: Callable[..., Any]) -
 
 @torch.inference_mode()
 def test_a_zamba2_itself_gives_other_logits_one_token_at_a_time(make_model: Callable[..., Any]) -> None:
-    """The logits differ if the lower limit of dt matters, because only passes of several tokens apply it."""
+    """The logits differ if the lower limit of dt matters, because only passes of several tokens apply this limit."""
     tokens = torch.tensor([PROMPTS[0][:20]])
     for least, differs in ((0.05, True), (1e-6, False)):
         model = make_model("zamba2", time_step_min=least)
@@ -116,7 +115,7 @@ def model(request: pytest.FixtureRequest, shared_model: Callable[..., Any]) -> A
 
 @pytest.mark.parametrize(("budget", "shards"), [(64, 1), (7, 2)])
 def test_tokens_are_the_models_own(model: Any, budget: int, shards: int) -> None:
-    """Prompts run as a whole and in chunks, and then again when their prefixes are cached."""
+    """Prompts run as a whole and in chunks. They run again after their prefixes were cached."""
     expected = [own_tokens(model, prompt, NEW) for prompt in PROMPTS]
     loop = new_loop(model, budget=budget, page_size=PAGE, n_devices=shards, enable_prefix_caching=True)
     assert loop.manager.states

@@ -1,4 +1,4 @@
-"""Recurrent layers over several replicas: each replica has the states of its own requests, and tokens are equal."""
+"""Recurrent layers over several replicas. Each replica has the states of its own requests, and the tokens are equal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def model(request: pytest.FixtureRequest, shared_model: Callable[..., Any]) -> A
 
 
 def two_replicas(model: Any, way: str, tokens: int = 600, states: int = 13, tp: int = 1, **over: Any) -> Any:
-    """A manager with two replicas of four requests each, and memory for this many tokens and states."""
+    """Returns a manager with two replicas of four requests each, and memory for this many tokens and states."""
     params = kv_params_of(
         model.config, page_size=PAGE, n_devices=2 * tp, data_parallel_degree=2, enable_prefix_caching=True
     )
@@ -80,8 +80,8 @@ def test_tokens_equal_when_requests_of_both_replicas_are_preempted(model: Any, w
 
 
 def figures(manager: Any) -> dict[Any, list[float]]:
-    """Returns the metrics of the states. The key is the metric's name with all labels but the replica, and the value
-    has one figure for each replica.
+    """Returns the metrics of the states. A key is the metric's name with all labels except the replica. A value has one
+    figure for each replica.
     """
     found: dict[Any, list[float]] = {}
     for family in ManagerCollector(manager, engine="0").collect():

@@ -1,4 +1,4 @@
-"""Recurrent states in host memory and in files: the device has far too little memory, and the tokens are still the
+"""Recurrent states in host memory and in files. The device has far too little memory, and the tokens are still the
 model's own.
 """
 
@@ -42,8 +42,8 @@ def turns(loop: ServingLoop, model: Any, asked: int = 2) -> None:
 def test_conversations_that_the_device_has_no_room_for_come_back_from_the_host(
     each_model: Any, slabs: bool, budget: int, shards: int
 ) -> None:
-    """Each user's turn evicts the pages of the other three users. Every turn after the first is found in host
-    memory.
+    """Each user's turn evicts the pages of the other three users. The pages of every turn after the first are found in
+    host memory.
     """
     manager = below(each_model, slabs=slabs, shards=shards)
     loop = loop_of(manager, each_model, budget)
@@ -61,7 +61,7 @@ def test_conversations_that_the_device_has_no_room_for_come_back_from_the_host(
 
 @pytest.mark.parametrize("slabs", [True, False])
 def test_another_process_continues_from_files(each_model: Any, slabs: bool, tmp_path: Path) -> None:
-    """A manager with one form of memory finds the pages and states that a manager with the other form has written."""
+    """A manager with one form of memory finds the pages and states of a manager with the other form."""
     first = below(each_model, slabs=slabs, folder=tmp_path)
     asked = list(turns_of(each_model, PROMPTS, 2, NEW))
     for name, prompt, tokens in asked[: len(PROMPTS)]:
@@ -81,7 +81,7 @@ def test_another_process_continues_from_files(each_model: Any, slabs: bool, tmp_
 
 @pytest.mark.parametrize("slabs", [True, False])
 def test_another_machine_continues_from_an_object_store(each_model: Any, slabs: bool) -> None:
-    """Another machine also continues if the hit ends within an object of pages. Damaged objects are no hits."""
+    """Another machine also continues if the hit ends within an object of pages. A damaged object is a miss."""
     store = StoredObjects()
     over = {"object_tier_io": store, "file_tier_key": "a model", "object_tier_pages": 4}
     first = below(each_model, slabs=slabs, over=over)
@@ -215,7 +215,7 @@ def test_a_full_host_keeps_no_state_and_refuses_nothing(model: Any) -> None:
 
 
 class SlowCopy:
-    """A copy whose bytes are moved at once, but which does not report its end."""
+    """A copy whose bytes move at once, but which does not report its end."""
 
     begun = True
     is_over = False

@@ -1,4 +1,4 @@
-"""A model's name changes with every value of its weights, and with nothing else."""
+"""A model's name depends on every value of its weights, and on nothing else."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def exchange_of() -> Iterator[Callable[[Path, str], PageExchange]]:
 def test_a_peer_whose_weights_differ_in_one_value_is_refused_by_name(
     make_model: Callable[..., Any], tmp_path: Path, exchange_of: Callable[[Path, str], PageExchange]
 ) -> None:
-    """The weights differ while the weights of a fleet are replaced, one process after another."""
+    """While a fleet gets new weights, one process after another, the weights of two processes differ."""
     model = make_model("llama")
     model.save_pretrained(tmp_path / "before")
     change(model, "lm_head.weight", model.lm_head.weight.numel() - 1)

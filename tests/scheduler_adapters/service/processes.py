@@ -1,4 +1,6 @@
-"""Prefill and decode schedulers in one process, polled in turns; the engines, the sockets and the model are real."""
+"""Prefill and decode schedulers in one process, which are polled in turns. The engines, the sockets and the model are
+real.
+"""
 
 import copy
 import dataclasses
@@ -161,7 +163,7 @@ class Service:
         )
 
     def stop_prefill(self, name: str) -> None:
-        """Simulates the end of a prefill process: its sockets close, and its engines are gone."""
+        """Simulates the end of a prefill process: its sockets close, and its engines are removed."""
         del self.prefills[name]
         self.routers.pop(name).close()
         self._stop(name)
@@ -253,5 +255,5 @@ class Service:
 
 
 def has_ended_prefill(request: DecodeRequest) -> bool:
-    """Whether the first token of the request's current attempt has been offered."""
+    """Returns whether prefill has offered the first token of the request's current attempt."""
     return request.offer is not None and request.offer.token is not None

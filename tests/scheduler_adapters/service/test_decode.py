@@ -1,4 +1,4 @@
-"""Events of a pull reach only the attempt that started it."""
+"""The events of a pull reach only the attempt that has started the pull."""
 
 from collections import Counter, deque
 from types import SimpleNamespace
@@ -61,8 +61,8 @@ OFFER = msg.PagesOffer(
 def test_an_unwanted_offer_is_cancelled_at_its_source(
     phase: str, attempt: int, mine: bool, known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cases: an offer of an earlier attempt, an offer of a process that was not asked, an offer for a request that is
-    gone, and an offer for a request that is already decoding.
+    """The cases are: an offer of an earlier attempt, an offer of a process that was not asked, an offer for an unknown
+    request, and an offer for a request that is already decoding.
     """
     prefill, other = Asked(), Asked()
     request = DecodeRequest("r#0", 2, phase, 5.0, spec=Request("r#0", [1], 1), prefill=prefill if mine else other)  # type: ignore[arg-type]

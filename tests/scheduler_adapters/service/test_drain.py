@@ -1,4 +1,4 @@
-"""A draining process accepts no new request, and loses no request that it has."""
+"""A draining process accepts no new request, and finishes all requests that it has."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

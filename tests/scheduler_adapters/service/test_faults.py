@@ -1,4 +1,4 @@
-"""A fault in any phase ends one request, and affects no other."""
+"""A fault in any phase ends one request, and affects no other request."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -42,7 +42,7 @@ def start(model: Any, tmp_path: Path) -> Iterator[Callable[..., Service]]:
 
 
 def fill(service: Service, name: str) -> None:
-    """Takes all pages of a process, so that no request gets any."""
+    """Takes all pages of a process, so that no request gets a page."""
     manager = service.loops[name].manager
     tokens = manager.num_free_blocks * manager.page_size
     manager.external_claim("hog")
@@ -82,7 +82,7 @@ def asked(service: Service) -> DecodeRequest:
 
 
 def offered(service: Service) -> DecodeRequest:
-    """Brings a request into the state in which prefill holds it, because decode has no pages."""
+    """Brings a request into the state "offered": prefill holds its pages, because decode has no free pages."""
     fill(service, "d0")
     request = service.submit_one("r", PROMPT)
     service.until(lambda: phase_of_prefill(service) == "held" and has_ended_prefill(request), "the offer")
@@ -125,7 +125,7 @@ PHASES = {"waiting": waiting, "asked": asked, "offered": offered, "pulling": pul
 
 
 def assert_serves_on(service: Service, expected: dict[str, list[int]]) -> None:
-    """Asserts that everything held is given back, and that the next request is served."""
+    """Asserts that all pages and leases are given back, and that the next request is served."""
     empty(service)
     for name in ("p0", "p1")[: service.sides["prefill"].count]:
         if name not in service.prefills:
@@ -184,8 +184,8 @@ def test_a_request_that_stays_in_a_phase_for_too_long_fails_with_the_reason(
 def test_the_next_attempt_avoids_the_prefill_process_of_the_one_that_failed(
     start: Callable[..., Service], expected: dict[str, list[int]]
 ) -> None:
-    """Without this rule the first process would be asked again, because it has most of the prompt cached and the other
-    process has nothing.
+    """Without this rule decode would ask the first process again, because it has most of the prompt cached. The other
+    process has none of the prompt.
     """
     service = start(PREFILL._replace(count=2))
     service.until(lambda: all(one.welcome for one in service.decode.connections), "both prefill processes")
@@ -415,7 +415,7 @@ def test_offers_of_an_attempt_that_is_over_are_refused_and_their_pages_come_back
 
 
 def _prefill_and_messages(service: Service) -> Callable[[], None]:
-    """Polls prefill, and also decode until decode has sent its request."""
+    """Polls prefill. Also polls decode until decode has sent its request."""
 
     def poll() -> None:
         service.prefill.poll()

@@ -24,7 +24,7 @@ PROMPT = tuple(range(60, 140))
 
 
 def gone(pid: int) -> bool:
-    """Whether there is no process of that id, or only a zombie."""
+    """Returns whether there is no process with this id, or only a zombie."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -40,7 +40,7 @@ def assert_gone_soon(pids: list[int]) -> None:
 
 
 def test_two_processes_serve_a_prompt_and_end_in_order(tiny_model: object) -> None:
-    """The processes are forked here. `test_demo.py` starts new interpreters, as a user does."""
+    """The two processes are forks. `test_demo.py` starts new interpreters, as a user does."""
     tokens: list[int] = []
     with forked.fleets(), Fleet(CONFIGS) as fleet:
         pids = list(fleet.pids.values())
@@ -79,7 +79,7 @@ def test_idle_processes_sleep() -> None:
 
 
 def busy_shares(pids: list[int], seconds: float) -> list[float]:
-    """Returns the processor time that each process and its threads use in these seconds, as a share of the time."""
+    """Returns the fraction of these seconds during which each process, with its threads, has used a processor."""
     before = list(map(processor_ticks, pids))
     time.sleep(seconds)
     computed = [now - then for now, then in zip(map(processor_ticks, pids), before, strict=True)]
@@ -118,9 +118,8 @@ def test_a_process_that_cannot_start_says_why() -> None:
 
 
 def fill(fleet: Fleet) -> int:
-    """Sends decode requests without reading any answer, until it accepts no more messages.
-
-    Returns the number of requests.
+    """Sends decode requests without reading the answers, until it accepts no more messages. Returns the number of
+    requests.
     """
     for number in range(1_000_000):
         asked = msg.Submit(request_id=f"r{number}", prompt=(1, 2, 3), max_new_tokens=200, ignore_eos=True)

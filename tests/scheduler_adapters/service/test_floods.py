@@ -1,7 +1,4 @@
-"""Peers ask for pages again and again, and keep the pages that they get.
-
-The service still serves its own requests meanwhile.
-"""
+"""Peers ask for pages again and again, and keep the pages that they get. The service still serves its own requests."""
 
 from __future__ import annotations
 

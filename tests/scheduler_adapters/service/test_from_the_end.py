@@ -1,5 +1,5 @@
-"""A prefill process computes a prompt from its front, and meanwhile pulls its end from another process: tokens and
-failures.
+"""A prefill process computes a prompt from its first token on. Meanwhile it pulls the last pages of the prompt from
+another process.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ PROMPT = [(7 * at + at * at // 5) % 250 for at in range(SIZE * PAGES + 5)]
 
 
 class Fixed(PullOrCompute):
-    """Splits every prompt.
-
-    It assumes that a pull can always bring this share of the missing tokens, counted from the end.
+    """An estimate that divides every prompt. It assumes that a pull can always bring this fraction of the missing
+    tokens, counted from the end.
     """
 
     def __init__(self, share: float = 0.5) -> None:
@@ -48,7 +47,7 @@ class Fixed(PullOrCompute):
 
 
 class Paced:
-    """Holds up the loop of a process: the loop runs no more steps than the test has allowed."""
+    """Slows the loop of a process: the loop runs only as many steps as the test has allowed."""
 
     def __init__(self, service: Service, name: str = "p1") -> None:
         self.left = 0.0
@@ -74,7 +73,7 @@ def expected(model: Any) -> list[int]:
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives the sources more time to answer, and to send signs of life: the test machine may be busy."""
+    """Gives the sources more time for answers and for signs of life, because the test machine may be busy."""
     patient = {**processes.QUICK, "dead_after_s": 5.0, "handshake_timeout_s": 5.0}
     monkeypatch.setattr(processes, "QUICK", patient)
     monkeypatch.setattr("scheduler_adapters.service.peer_prefixes._ASK_S", 15.0)
@@ -85,8 +84,8 @@ def start(model: Any, tmp_path: Path) -> Iterator[Callable[..., Service]]:
     services = []
 
     def make(**prefill: Any) -> Service:
-        """Makes two prefill processes. The first one has the prompt cached. The second one has been in contact with the
-        first.
+        """Makes two prefill processes. The first process has the prompt cached. The second process knows the first
+        process.
         """
         side = Side(**{"count": 2, "pages": 160, "budget": 32, **prefill})
         service = Service(model, tmp_path, side, Side(pages=160))

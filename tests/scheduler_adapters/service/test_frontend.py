@@ -1,4 +1,4 @@
-"""A frontend that does not read its messages loses its own requests at a stated limit. No process waits for it."""
+"""If a frontend does not read its messages, its requests end at a stated limit. No process waits for the frontend."""
 
 import itertools
 import os
@@ -30,7 +30,7 @@ _names = itertools.count()
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Any, Any]]:
-    """Two connected sockets whose own queues hold ten messages each."""
+    """Returns two connected sockets, whose own queues hold ten messages each."""
     context: zmq.Context[Any] = zmq.Context()
     ours, theirs = (context.socket(zmq.PAIR) for _ in range(2))
     for socket in (ours, theirs):
@@ -122,9 +122,8 @@ def test_only_a_request_beyond_the_limit_of_open_requests_is_refused(model: Any,
 
 
 def test_a_refused_request_leaves_no_trace_of_its_id(model: Any, tmp_path: Path) -> None:
-    """The request is refused, then cancelled (which does nothing), and then sent again when there is room.
-
-    Only the serial number of the refused request is used up.
+    """The request is refused, then cancelled without effect, and then sent again when there is room. Only the serial
+    number of the refused request is used up.
     """
     service = Service(model, tmp_path, Side(), Side(pages=20), max_open=1)
     for serial, request_id in enumerate(("first", "second"), 1):
@@ -166,7 +165,7 @@ def collected(fleet: Fleet, requests: int, timeout_s: float = 120.0) -> tuple[di
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    """A fleet for all tests that leave nothing behind."""
+    """A fleet for all tests that leave no request behind."""
     with Fleet(configs()) as started:
         yield started
 

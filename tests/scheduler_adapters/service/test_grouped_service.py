@@ -1,4 +1,6 @@
-"""Models with windows, chunks and states over several block tables, prefilled by one process and decoded by another."""
+"""Models with windows, chunks and states over several block tables. One process prefills the prompts, and another
+process decodes.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ GROUPED = [pytest.param(name, marks=() if name in ("gemma3", "llama4") else pyte
 
 @pytest.fixture(scope="module", params=GROUPED)
 def model(request: pytest.FixtureRequest, shared_model: Callable[..., Any]) -> Any:
-    """LFM3: a model with windows, short convolutions and full attention."""
+    """Returns LFM3: a model with windows, short convolutions and full attention."""
     kind, changes = (MODELS | ALONE).get(request.param, (request.param, {}))
     return shared_model(kind, **({"num_hidden_layers": 4, **changes} if changes else {}))
 

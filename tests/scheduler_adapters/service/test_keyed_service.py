@@ -1,4 +1,4 @@
-"""A service with keyed sockets serves its clients. A client without a key, or with a wrong one, gets no answer."""
+"""A service with keyed sockets serves its clients. A client without a key, or with a wrong key, gets no answer."""
 
 import json
 from pathlib import Path

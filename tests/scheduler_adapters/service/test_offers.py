@@ -1,6 +1,5 @@
-"""Offers of new pages are handled in the order of their pages, whatever order they arrive in.
-
-An import uses the block tables of all offers.
+"""Offers of new pages are handled in the order of their pages, whatever the order of their arrival is. An import uses
+the block tables of all offers.
 """
 
 from collections.abc import Iterator
@@ -35,7 +34,7 @@ def service(model: Any, tmp_path: Path) -> Iterator[Service]:
 
 
 def offer_of(tokens: int, first: int = 0, token: int | None = None, **fields: Any) -> msg.PagesOffer:
-    """Returns an offer with pages of 4 tokens: page 0 has id 10, page 1 has id 11."""
+    """Returns an offer with pages of 4 tokens. Page 0 has id 10, page 1 has id 11, and so on."""
     end = -(-tokens // 4)
     table = BlockTable(
         request_id="r",
@@ -155,7 +154,7 @@ def test_a_reader_of_an_earlier_version_gets_all_pages_in_each_offer(
 def test_the_last_token_waits_for_an_offer_that_arrives_late(
     service: Service, expected: list[int], monkeypatch: pytest.MonkeyPatch, keep: int
 ) -> None:
-    """The last offer carries a token. That token is sent once, after every earlier token."""
+    """The last offer has a token. The token is sent once, after all earlier tokens."""
     held: list[tuple[bytes, Any]] = []
     send, sent = service.prefill._send, list[Any]()
 

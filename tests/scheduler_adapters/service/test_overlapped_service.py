@@ -1,4 +1,4 @@
-"""Prefill and decode with overlapped loops give the same tokens as plain loops, and hold nothing afterwards."""
+"""Prefill and decode with overlapped loops give the same tokens as plain loops, and hold no pages at the end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 
 class LatestRunner(ThreadedRunner):
-    """Runs a launched step only when its tokens are asked for. No step may run later than that."""
+    """Runs a launched step only when its tokens are asked for. This is the latest possible time."""
 
     def __init__(self, runner: ModelRunner) -> None:
         super().__init__(runner)

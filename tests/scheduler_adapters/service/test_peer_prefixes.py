@@ -1,4 +1,4 @@
-"""A prefill process pulls a prefix that another process has computed: tokens, counters, and failures."""
+"""A prefill process pulls a prefix that another process has computed. The tests check tokens, counters and failures."""
 
 from __future__ import annotations
 
@@ -151,9 +151,8 @@ def test_sources_that_a_client_names_are_asked_in_turn(start: Callable[..., Serv
 
 
 def turns(service: Service, model: Any) -> tuple[list[int], list[int], int]:
-    """Serves the first turn of a conversation.
-
-    Returns the prompt of the next turn, the model's answer to it, and the full pages of the first turn.
+    """Serves the first turn of a conversation. Returns the prompt of the next turn, the model's answer to this prompt,
+    and the number of full pages of the first turn.
     """
     answer = served(service, "turn 1", FIRST, "p0", new=100, ignore_eos=True)
     prompt = [*FIRST, *answer, *ByteTokenizer().encode("And then?")[1:]]
@@ -165,7 +164,9 @@ def turns(service: Service, model: Any) -> tuple[list[int], list[int], int]:
 def test_a_next_turn_comes_from_the_decode_process_that_has_answered(
     start: Callable[..., Service], model: Any, decode: dict[str, int]
 ) -> None:
-    """Only the decode process has the tokens of the answer. With its pages, prefill computes only the new turn."""
+    """Only the decode process has the tokens of the answer. With the pages of the decode process, prefill computes only
+    the new turn.
+    """
     service = start(Side(**decode), count=1)
     prompt, expected, pages = turns(service, model)
     assert served(service, "turn 2", prompt, "p0") == expected
@@ -207,7 +208,7 @@ def test_if_computing_is_quicker_no_source_is_asked(start: Callable[..., Service
 
 
 def test_whether_a_pull_pays_depends_on_the_pages_that_the_source_has(start: Callable[..., Service]) -> None:
-    """If a source has only a single page of a prompt, it is not asked, however much of the prompt is missing."""
+    """A source with a single page of a prompt is not asked, however much of the prompt is missing."""
     service = start()
     estimate = service.prefills["p1"].peers.estimate
     for tokens in (16, 1000):
@@ -379,8 +380,8 @@ def test_a_silent_source_leaves_time_for_the_next_one(
 
 
 def fetching(service: Service, phase: str) -> Callable[[], bool]:
-    """Returns whether a prompt is in this phase: "fetching" while its pages are asked for, "pulling" while they are
-    read.
+    """Returns whether a prompt is in this phase. It is "fetching" while its pages are asked for, and "pulling" while
+    they are read.
     """
 
     def reached() -> bool:
@@ -456,7 +457,7 @@ def large(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 class Spy:
-    """Records what a process asks for, refuses and pulls. The spy can also produce events of the process's pulls."""
+    """Records the questions, refusals and pulls of a process. It can also produce events of the process's pulls."""
 
     def __init__(self, service: Service, monkeypatch: pytest.MonkeyPatch, name: str = "p1") -> None:
         exchange, peers = service.exchanges[name], service.prefills[name].peers
@@ -494,7 +495,7 @@ class Spy:
 
 
 def two_that_know(start: Callable[..., Service], first: list[int] = FIRST) -> Service:
-    """Makes three prefill processes: p0 and p2 have the prompt cached, and p1 has been in contact with both."""
+    """Makes three prefill processes. p0 and p2 have the prompt cached, and p1 knows both."""
     service = start(count=3)
     for number, name in enumerate(("p0", "p2")):
         served(service, f"meets {name}", [number, *FIRST], name)
@@ -506,7 +507,7 @@ def two_that_know(start: Callable[..., Service], first: list[int] = FIRST) -> Se
 
 
 def bytes_of(service: Service, name: str, tokens: list[int]) -> torch.Tensor:
-    """The contents of a prompt's pages in a process."""
+    """Returns the contents of a prompt's pages in a process."""
     manager = service.loops[name].manager
     contents = manager.contents
     held, table = contents.lease("look", 0, contents.digests(TextContext([*tokens, 0], 4096, "look")), 100)
@@ -667,7 +668,7 @@ class Answers:
         assert self.peers.begin(Request("r", [*range(81)], 1), self.context, sources)
 
     def engines(self) -> list[str]:
-        """Returns the engines that were asked since the last call."""
+        """Returns the engines that were asked since the previous call."""
         found, self._told = [one[0] for one in self.asked[self._told :]], len(self.asked)
         return found
 
@@ -690,7 +691,9 @@ class Answers:
         return next(iter(self.peers.poll()), None)
 
     def read(self, at: float, stop: int = 0, **errors: str) -> Any:
-        """Ends the pull. The pull has succeeded up to page `stop`, or as a whole if `stop` is 0."""
+        """Ends the pull. If `stop` is 0, the whole pull has succeeded. If not, the pull has succeeded up to page
+        `stop`.
+        """
         self.now = at
         copier = self.manager.copier(self.pending)
         copier.take(last=True)

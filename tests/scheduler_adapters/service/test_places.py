@@ -1,4 +1,4 @@
-"""A request with pages at another process gets both a row and pages here, or neither of them."""
+"""A request with pages at another process gets a row and pages here, or neither a row nor pages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROMPT = [*range(9)]
 
 @pytest.fixture(scope="module")
 def table() -> BlockTable:
-    """The block table of a source that has the first eight tokens."""
+    """Returns the block table of a source that has the first eight tokens."""
     source = manager_of(8, page_size=4, max_seq_len=32)
     context = TextContext(PROMPT[:8], 32, "r")
     with source.claim(context):

@@ -1,6 +1,4 @@
-"""The messages of a decode process about an attempt may arrive in any order, over the decode process's own
-connection.
-"""
+"""The messages of a decode process about an attempt may arrive in any order on the process's own connection."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from scheduler_adapters.service.requests import PrefillRequest, PrefillTimes
 
 
 class Rig:
-    """A scheduler without a loop. It is draining, so each new attempt fails at once, and the failure is recorded."""
+    """A scheduler without a loop. It is draining, so each new attempt fails at once. The failure is recorded."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun: list[tuple[str, int]] = []

@@ -1,6 +1,5 @@
-"""Which prefill process a decode process asks for a prompt, and the load that it records for each.
-
-The sockets are real, and the test answers them.
+"""Tests which prefill process a decode process asks for a prompt, and the load that it records for each prefill
+process. The sockets are real, and the test answers them.
 """
 
 import itertools
@@ -31,7 +30,7 @@ Fleet = tuple[list[PrefillConnection], list[Any]]
 
 @pytest.fixture
 def fleet() -> Iterator[Fleet]:
-    """Connections to two prefill processes, and the ROUTER sockets on which these would listen."""
+    """Returns connections to two prefill processes, and the ROUTER sockets on which the processes would listen."""
     context: zmq.Context[Any] = zmq.Context()
     at = [f"inproc://prefills-{next(_names)}" for _ in range(2)]
     routers = [bind_router(context, endpoint) for endpoint in at]
@@ -44,7 +43,7 @@ def fleet() -> Iterator[Fleet]:
 
 
 def heard(connections: list[PrefillConnection], router: Any, answers: int = 0) -> list[msg.AnyMessage]:
-    """Returns the messages that have arrived at a ROUTER. Answers the first `answers` of them with `Welcome`."""
+    """Returns the messages that have arrived at a ROUTER. Answers the first `answers` messages with `Welcome`."""
     found = []
     deadline = time.monotonic() + 5
     while not found and time.monotonic() < deadline:

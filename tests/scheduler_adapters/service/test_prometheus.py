@@ -1,4 +1,6 @@
-"""A scrape of a process yields every documented metric, agrees with its counters, and follows Prometheus's rules."""
+"""A scrape of a process has every documented metric, agrees with the process's counters, and follows the rules of
+Prometheus.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Whether a prefix is pulled or computed is chosen by measured times. The tests replay measured prompts, and add noise
-and slow links.
+"""Measured times decide whether a prefix is pulled or computed. The tests replay measured prompts, and add noise and
+slow links.
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ TRIED_AGAIN, TRIED_ANYWAY = 32, 128
 
 
 class Prompt(NamedTuple):
-    """A prompt, and the milliseconds that each way takes.
-
-    One way pulls the head and computes the rest, the other computes everything.
-
-    The times were measured with two prefill processes and the small Llama of `benchmarks.prefix_peers`, on one host, or
-    on two hosts with a link of this rate. The machine was busy with other work.
+    """A prompt, and the milliseconds that each way takes. One way pulls the beginning of the prompt and computes the
+    rest. The other way computes the whole prompt. The times were measured with two prefill processes and the small
+    Llama of `benchmarks.prefix_peers`, on one host, or on two hosts with a link of this rate. The machine was busy with
+    other work.
     """
 
     cached: int
@@ -48,8 +46,7 @@ TIMES = {
 
 
 def replayed(prompts: list[Prompt]) -> list[bool]:
-    """Returns for each prompt whether its head is pulled. The times of all earlier prompts are known by then.
-
+    """Returns for each prompt whether its beginning is pulled. The choice knows the times of all earlier prompts.
     Between two of these prompts, a prompt that no source has is computed.
     """
     choice, others = PullOrCompute(), random.Random(0)
@@ -68,9 +65,8 @@ def replayed(prompts: list[Prompt]) -> list[bool]:
 
 
 class Prompts:
-    """The prompts of a simulated service.
-
-    The head of each prompt is computed at the first process. The next process either pulls it or computes it again.
+    """The prompts of a simulated service. The first process computes the beginning of each prompt. The next process
+    pulls the beginning or computes it again.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -79,11 +75,11 @@ class Prompts:
         self.slower = 1.0  # the link
 
     def noisy(self, milliseconds: float) -> float:
-        """Adds noise: usually up to 10 % more or less, sometimes three times as long."""
+        """Adds noise to a time. Usually the time changes by up to 10 %. Sometimes it is three times as long."""
         return milliseconds / 1e3 * self.random.uniform(0.9, 1.1) * (3 if self.random.random() < 0.06 else 1)
 
     def next(self, tokens: int) -> bool:
-        """Returns whether the head of the next prompt, which has this many tokens, was pulled."""
+        """Returns whether the beginning of the next prompt, which has this many tokens, was pulled."""
         self.choice.compute.add(tokens + REST, self.noisy(COMPUTED[tokens + REST]))
         pulls = self.choice.pays(0, tokens, REST)
         if pulls:
@@ -93,9 +89,7 @@ class Prompts:
         return pulls
 
     def right(self, tokens: int, *, pulls: bool) -> bool:
-        """Returns whether a prompt took at most 5 % longer in the chosen way than it would have taken in the
-        other way.
-        """
+        """Returns whether a prompt took at most 5 % longer in the chosen way than in the other way."""
         pulling, computing = self.slower * PULLED[tokens] + COMPUTED[REST], COMPUTED[tokens + REST]
         return pulling <= 1.05 * computing if pulls else computing <= 1.05 * pulling
 
@@ -219,8 +213,8 @@ def test_a_link_that_slows_is_noticed_at_one_length_and_recovers(seed: int, leng
 
 @pytest.mark.parametrize("where", TIMES)
 def test_measured_prompts_take_at_most_a_tenth_longer_than_by_the_better_fixed_rule(where: str) -> None:
-    """Which of the two fixed rules is better is known only in hindsight. The times come from a busy machine: many are
-    three times as long as usual.
+    """Only hindsight shows which of the two fixed rules is better. The times come from a busy machine, so many times
+    are three times as long as usual.
     """
     prompts = TIMES[where]
     fixed = min(sum(one.took_ms(pulls=pulls) for one in prompts) for pulls in (True, False))

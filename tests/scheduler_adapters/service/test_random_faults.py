@@ -1,4 +1,4 @@
-"""Random requests and faults from a seed: every request ends once, with right tokens or a reason, and nothing stays
+"""Random requests and faults from a seed. Every request ends once, with right tokens or a reason, and no pages stay
 held.
 """
 
@@ -40,7 +40,7 @@ class Moves:
 
 
 class Storm:
-    """One run of random faults: the requests that are open, and the outcomes of those that have ended."""
+    """One run of random faults: the open requests, and the outcomes of the ended requests."""
 
     def __init__(self, service: Service, expected: list[list[int]], seed: int) -> None:
         self.service, self.expected, self.random = service, expected, random.Random(seed)
@@ -50,7 +50,7 @@ class Storm:
         self.faults: Counter[str] = Counter()  # For each fault, how often it had an effect.
 
     def act(self, kind: str) -> bool:  # noqa: C901  (a case for each kind)
-        """Causes a fault, if it has a target. Returns whether it had one."""
+        """Causes a fault, if the fault has a target. Returns whether it had a target."""
         service, rng = self.service, self.random
         requests = [request for decode in service.decodes.values() for request in decode._requests.values()]
         if kind == "submit":

@@ -1,4 +1,4 @@
-"""A message that arrives twice or too late changes nothing. Each message is tested alone, in the phases in which it
+"""A message that arrives twice or too late changes no state. Each message is tested alone, in the phases in which it
 matters.
 """
 
@@ -38,7 +38,7 @@ def service(model: Any, tmp_path: Path) -> Iterator[Service]:
 
 
 class Said:
-    """Records the messages that a prefill process sends to its readers, and can send them again."""
+    """Records the messages that a prefill process sends to its readers. It can send them again."""
 
     def __init__(self, service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
         self.every: list[tuple[bytes, msg.ToDecode]] = []
@@ -72,7 +72,9 @@ def check_serves_to_the_end(service: Service, expected: list[int], new: int = NE
 
 
 def pulling_the_last(service: Service, monkeypatch: pytest.MonkeyPatch) -> DecodeRequest:
-    """Brings decode to the last offer. Its READs seem to be in flight, although the few pages arrive at once."""
+    """Brings decode to the last offer. The READs of decode seem to be in flight, although the few pages arrive at
+    once.
+    """
     request, exchange = service.submit_one("r", PROMPT), service.decode._exchange
     with monkeypatch.context() as held:
         poll = exchange.poll
@@ -191,7 +193,7 @@ def test_a_hello_that_comes_again_gives_nothing_up(
 
 
 def test_a_reader_that_is_displaced_by_another_of_its_name_is_told(service: Service, expected: list[int]) -> None:
-    """If the displaced reader were not told, it would wait for its abandoned attempt until the deadline, two minutes
+    """If the displaced reader got no message, it would wait for its abandoned attempt until the deadline, two minutes
     later.
     """
     request = asked(service)
@@ -301,7 +303,7 @@ def test_the_memory_of_past_messages_is_bounded() -> None:
 def test_pages_of_another_prompt_fail_the_attempt_and_another_follows(
     service: Service, model: Any, monkeypatch: pytest.MonkeyPatch, length: int
 ) -> None:
-    """The check also works for prompts that do not fill a page. For these the block table has no digest."""
+    """The check also works for prompts that fill no page. The block table of such a prompt has no digest."""
     prompts = {"r": PROMPT[:length], "s": OTHER[:length]}
     held: list[tuple[bytes, msg.PagesOffer]] = []
     send = service.prefill._send

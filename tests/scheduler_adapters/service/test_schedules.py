@@ -1,4 +1,4 @@
-"""Every message is delivered twice, late and out of order, in every phase. Each token comes out once."""
+"""Every message is delivered twice, late and out of order, in every phase. The client gets each token once."""
 
 import random
 from collections import Counter
@@ -21,7 +21,7 @@ NEW = 6
 
 
 class Schedule:
-    """One run: requests arrive, and some of them are cancelled. With `trouble`, attempts fail as well."""
+    """One run: requests arrive, and some requests are cancelled. With `trouble`, attempts fail as well."""
 
     def __init__(self, service: Service, deliverer: Deliverer, expected: list[list[int]], seed: int) -> None:
         self.service, self.deliverer, self.expected = service, deliverer, expected
@@ -32,7 +32,9 @@ class Schedule:
         self.trouble: Counter[str] = Counter()
 
     def offered(self) -> list[DecodeRequest]:
-        """The requests that wait for pages at their decode process. Random choices seldom meet this short phase."""
+        """Returns the requests that wait for pages at their decode process. Random choices seldom meet this short
+        phase.
+        """
         requests = [request for one in self.service.decodes.values() for request in one._requests.values()]
         return [request for request in requests if request.phase == "offered"]
 
@@ -60,7 +62,7 @@ class Schedule:
                 fill(self.service, name)
 
     def fail(self) -> None:
-        """Makes an attempt fail on one side or the other, or breaks a connection."""
+        """Makes an attempt fail at prefill or at decode, or breaks a connection."""
         service, rng = self.service, self.random
         kind = rng.choice(["prefill", "prefill", "decode", "decode", "connection"])
         if kind == "prefill":

@@ -1,4 +1,4 @@
-"""Models with shared heads and with windows, served by the whole service over one shard and over several."""
+"""Models with shared heads and with windows. The whole service serves them over one shard and over several shards."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ def model_of(make_model: Callable[..., Any], kind: str) -> Any:
 
 @pytest.fixture(scope="module", params=["llama", "mistral", "gemma3", "deepseek_v3"])
 def model(request: pytest.FixtureRequest, shared_model: Callable[..., Any]) -> Any:
-    """A model with four query heads, which share two key/value heads or one latent."""
+    """Returns a model with four query heads. They share two key/value heads or one latent."""
     return model_of(shared_model, request.param)
 
 

@@ -1,4 +1,4 @@
-"""The service as a whole: it gives the right tokens, and holds nothing afterwards."""
+"""The service as a whole gives the right tokens, and holds no pages at the end."""
 
 import itertools
 import math
@@ -289,9 +289,8 @@ def wait_for_messages(service: Service) -> list[list[bytes]]:
 
 
 def test_tenants_share_no_page_on_either_side(start: Callable[..., Service], expected: list[list[int]]) -> None:
-    """If two tenants send the same prompt, the prompt is prefilled, pulled and kept twice.
-
-    If one tenant sends the prompt twice, this happens once.
+    """If two tenants send the same prompt, it is prefilled, pulled and kept twice. If one tenant sends a prompt twice,
+    it is prefilled, pulled and kept once.
     """
     service = start()
     pages, seen = -(-len(PROMPTS[0]) // 16), []

@@ -1,4 +1,4 @@
-"""Sockets whose peers flood them and die, and the pulse that detects stopped processes."""
+"""Sockets whose peers send floods of messages and die. Also the pulse that detects stopped processes."""
 
 import itertools
 import os
@@ -72,9 +72,8 @@ def flood(conn: Connection, endpoint: str, kind: str) -> None:
 
 
 def survive(conn: Connection, endpoint: str, kind: str) -> None:
-    """Reads the messages of a dead peer that had filled our queue, after some ZMQ heartbeats.
-
-    Returns the number of batches.
+    """Reads the messages of a dead peer that had filled the queue, after several ZMQ heartbeats. Returns the number of
+    batches.
     """
     socket = _MADE[kind](zmq.Context(), endpoint)
     if kind != "router":
@@ -103,9 +102,8 @@ def test_a_stranger_at_a_port_without_keys_fills_no_memory_and_delays_no_peer(tm
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", _MADE)
 def test_peers_that_fill_a_queue_and_die_do_no_harm(kind: str, tmp_path: Path) -> None:
-    """If these sockets had ZMQ's heartbeats, the assertion `!_io_error` would always end the process.
-
-    Therefore only a `Pulse` has heartbeats.
+    """With ZMQ's heartbeats on these sockets, the assertion `!_io_error` would always end the process. Only a `Pulse`
+    has heartbeats.
     """
     flooder, _ = forked.start(flood, f"ipc://{tmp_path}/s", kind)
     survivor, conn = forked.start(survive, f"ipc://{tmp_path}/s", kind)
@@ -136,7 +134,7 @@ def test_sockets_for_messages_are_kept_alive_only_by_tcp(kind: str, tmp_path: Pa
 
 @pytest.fixture
 def peer(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """A process with an idle ROUTER."""
+    """Runs a process with an idle ROUTER."""
     endpoint = f"ipc://{tmp_path}/peer"
     program = textwrap.dedent(f"""
         import time, zmq
@@ -177,7 +175,7 @@ def test_the_pulse_reports_processes_that_stop_or_die_and_not_busy_ones(
 
 
 class Pipe:
-    """A socket that holds two messages until they are read."""
+    """A socket that holds two messages until the frontend reads them."""
 
     def __init__(self) -> None:
         self.held: deque[bytes] = deque()
@@ -190,8 +188,7 @@ class Pipe:
 
 
 def test_a_deaf_frontend_hears_again_when_it_has_read_half_of_its_limit() -> None:
-    """If the frontend could hear again right below the limit, it would turn deaf and back with each message.
-
+    """If the frontend counted as hearing again just below the limit, it would turn deaf and back with each message.
     Each change would be logged.
     """
     pipe, heard, said = Pipe(), list[object](), list[object]()
@@ -203,8 +200,8 @@ def test_a_deaf_frontend_hears_again_when_it_has_read_half_of_its_limit() -> Non
         return queue.flush()
 
     def read(count: int) -> bool:
-        """Lets the frontend read messages until this many wait here. Returns whether it has turned deaf during that
-        time.
+        """Lets the frontend read messages until this many messages wait. Returns whether the frontend has turned deaf
+        meanwhile.
         """
         while len(queue._unread) > count:
             heard.append(msg.decode(pipe.held.popleft()))

@@ -1,5 +1,5 @@
-"""Spans of the real service. Each request has one span. Its parts sum to the whole, and it lies within the time that
-the client has waited.
+"""Spans of the real service. Each request has one span. The parts of the span add up to it. The span is within the time
+that the client has waited.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ def traceparent(number: int) -> str:
 
 
 def serve_all(fleet: Fleet) -> dict[str, tuple[float, float]]:
-    """Serves all requests.
-
-    Returns when the client sent each one, and when it had its second token (the first that decode computes) or its end.
+    """Serves all requests. Returns the times at which the client has sent each request, and the times of its second
+    token or its end. Decode computes the second token.
     """
     sent: dict[str, float] = {}
     heard: dict[str, float] = {}

@@ -1,5 +1,5 @@
-"""A prompt is pulled in two stretches from two real processes, with NIXL and the small Llama. Faults happen
-in between.
+"""A prompt is pulled in two stretches from two real processes, with NIXL and the small Llama. Faults happen between the
+stretches.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class SourceProcess(NamedTuple):
     address: str
 
     def told(self, *command: Any) -> tuple[int, int]:
-        """Sends a command to the source. Returns its numbers of held pages and open leases afterwards."""
+        """Sends a command to the source. Returns the source's numbers of held pages and open leases after the
+        command.
+        """
         self.pipe.send(command)
         held: tuple[int, int] = self.pipe.recv()
         return held
@@ -61,10 +63,8 @@ class StretchReader:
         self.asked = list[str]()
 
     def generate(self, sources: list[SourceProcess], then: Callable[[str, str], None]) -> tuple[list[int], int]:
-        """Generates tokens for the prompt.
-
-        Returns the tokens, and how many tokens of the prompt were pulled. `then` is called with each source that is
-        asked or read from.
+        """Generates tokens for the prompt. Returns the tokens, and the number of the prompt's tokens that were pulled.
+        `then` is called with each source that is asked or read from.
         """
         ask, pull = self.exchange.ask, self.exchange.pull
 
@@ -138,7 +138,9 @@ def reader() -> Iterator[StretchReader]:
 
 
 def two(start: Callable[..., SourceProcess]) -> tuple[SourceProcess, SourceProcess]:
-    """Starts two sources. One has the first pages of the prompt, and the other has the pages after the first five."""
+    """Starts two sources. The first source has the first pages of the prompt. The second source has all pages except
+    the first five.
+    """
     first, second = start("p"), start("q")
     first.told("run", HEAD)
     second.told("run", ALL)

@@ -1,4 +1,4 @@
-"""A real model over three tiers: the tokens are the model's own, whichever tiers the pages have passed."""
+"""A real model over three tiers. The tokens are the model's own, whichever tiers the pages have passed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The watch of a real service agrees with the service itself about pages, phases, leases and pulls."""
+"""The watch of a real service agrees with the service about pages, phases, leases and pulls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rare events of SGLang's rooms: room numbers that are used again, questions at odd times, ranks that are behind."""
+"""Rare events of SGLang's rooms: reused room numbers, questions at unusual times, and ranks that are late."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ANY_RANKS = pytest.mark.parametrize("sides", [{"ranks": 1}, {"ranks": 2}], indir
 
 
 def check_serves(sides: Sides) -> None:  # noqa: F811
-    """Serves a request that decode has already asked for, from its arrival at prefill until its end."""
+    """Serves a request that decode has already asked for, from the request's arrival at prefill to its end."""
     for told in (sides.prefill, sides.decode, *sides.followers_told):
         told.heard.clear()
     sides.here.zero_()
@@ -40,7 +40,7 @@ def close(sides: Sides, reason: str) -> None:  # noqa: F811
 
 
 def asked(sides: Sides) -> None:  # noqa: F811
-    """Makes decode ask again, and waits until prefill has received it."""
+    """Makes decode ask again, and waits until prefill has received the question."""
     sides.pulls.want(ROOM, sides.address, PROMPT)
     sides.until(lambda: ROOM in sides.leases[0]._rooms and not sides.leases[0]._rooms[ROOM].dropped)
 

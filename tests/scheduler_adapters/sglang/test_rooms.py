@@ -1,4 +1,6 @@
-"""SGLang's rooms without SGLang: leases and pulls over real sockets and NIXL, in the steps of its schedulers."""
+"""SGLang's rooms without SGLang. Leases and pulls run over real sockets and NIXL, in the steps of SGLang's
+schedulers.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ _VALUES: list[torch.Tensor] = []  # The process keeps the tensors until its end,
 
 
 class Told:
-    """Records what SGLang's manager would be told of transfers."""
+    """Records the reports of transfers that SGLang's manager would get."""
 
     def __init__(self) -> None:
         self.heard: list[str] = []
@@ -48,7 +50,7 @@ class Told:
 
 
 class Sides:
-    """A prefill engine of several ranks, and a decode engine of one."""
+    """A prefill engine of several ranks, and a decode engine of one rank."""
 
     def __init__(self, ranks: int = 1, lease_s: float = 30.0, expect_s: float = 10.0) -> None:
         self.prefill, self.decode = Told(), Told()
