@@ -1,5 +1,5 @@
-"""The random model with every combination of features. Some manager has each allowed pair of features, and every result
-agrees with the model.
+"""The random model with every combination of features. Each pair of features that may be combined occurs on some
+manager, and every result agrees with the model.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def test_only_the_list_of_refusals_excludes_features() -> None:
 
 
 class DrawnChooser:
-    """Choices by Hypothesis, which shrinks a failing sequence to the shortest one."""
+    """Choices by Hypothesis, which shrinks them to the shortest failing sequence."""
 
     def __init__(self, data: st.DataObject) -> None:
         self._data = data
@@ -114,7 +114,7 @@ class DrawnChooser:
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data(), st.integers(0, 1 << 20), st.integers(1, 40))
 def test_drawn_moves(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, seed: int, count: int) -> None:
-    """Hypothesis shrinks a failing run: both the number of moves and each choice in them."""
+    """If a run fails, Hypothesis shrinks it: both the number of moves and each choice in them."""
     # The place of an interrupt depends on the length of calls, which Hypothesis does not control.
     features = drawn(SeededChooser(seed)) - {"interrupts"}
     model = Model(DrawnChooser(data), World(tmp_path_factory.mktemp("files"), StoredObjects()), features)
