@@ -1,8 +1,10 @@
 """Any number of random moves: `python -m tests.kvcache.million_moves --seed 1 --moves 1000000`.
 
 Each seed makes one manager and 200 moves on it. The manager gets the features that have been combined least so far,
-unless `--only` names others. A seed that fails is printed with its features, and fails again with them. At the end the
-program prints, for each pair of features, on how many managers both were seen at work.
+unless `--only` names others. A seed that fails is printed with its features, and fails again with them. The exception
+is a manager with interrupts and with threads that read files or objects: the interrupted bytecode then depends on the
+timing of the threads. At the end the program prints, for each pair of features, on how many managers both were seen at
+work.
 """
 
 from __future__ import annotations

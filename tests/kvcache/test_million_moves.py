@@ -142,7 +142,8 @@ def test_a_seed_that_fails_is_named_and_fails_again(
         def same_books(self) -> None:
             super().same_books()
             moves["all"] += 1
-            assert self.seen["hit"] < 3
+            # An interrupt comes at a bytecode, whose number depends on the threads of the tiers.
+            assert self.seen["hit"] < 3 or "interrupts" in self.features
 
     monkeypatch.setattr("tests.kvcache.random_model.run.Model", Wrong)
     with pytest.raises(AssertionError, match="3 < 3"):

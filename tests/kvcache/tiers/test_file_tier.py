@@ -701,7 +701,7 @@ def test_check_recounts_the_files(served: Make) -> None:
     index = files_of(it)._index
     for change, message in (
         (lambda: setattr(index, "bytes", index.bytes + 1), "counted"),
-        (lambda: index._place_of.__setitem__(1, 7), "other places"),
+        (lambda: index._place_of.__setitem__(1, 7), "wrong positions"),
         (lambda: index._file_of.__setitem__(1, 7), "do not refer to each other"),
         (lambda: index._pool.holders.__setitem__(1, 2), "file tier: page 1 has 2 holders"),
         (lambda: index.reading.__setitem__(1, True), "0 entries are being read"),

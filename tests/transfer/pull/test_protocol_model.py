@@ -166,7 +166,7 @@ def test_a_move_that_leads_back_is_found(monkeypatch: pytest.MonkeyPatch):
                 yield Move("begins anew", self.initial)
 
     monkeypatch.setattr(protocol_model, "Protocol", Circle)
-    with pytest.raises(RuntimeError, match="a move leads back"):
+    with pytest.raises(RuntimeError, match="a move does not increase the rank"):
         Explorer(CASTS["small"][0]).run()
 
 
