@@ -33,10 +33,11 @@ _DOORS: dict[str, dict[str, str]] = {
         "recovery": "recovery steps_in_flight interrupts",
         "reset_endpoint": "reset_endpoint misuse",
         "replica/replica": "manager admission million_moves replica/batch replica/hints replica/pages_below "
-        "states/cancelled_imports states/lent_states replica/contents tiers/host_tier",
+        "states/cancelled_imports states/lent_states states/grouped_states_below replica/contents tiers/host_tier "
+        "tiers/object_tier",
         "replica/block_table": "replica/imports replica/leases replica/further_imports",
         "replica/copier": "handover recovery replica/imports replica/imports_for_nobody replica/further_imports "
-        "replica/leases",
+        "replica/leases states/cancelled_imports",
         "replica/devices": "devices replica/batch replica/page_moves million_moves states/grouped_states",
         "replica/peer_copies": "replica/peer_copies states/copied_states replica/lent_tables",
         "pool/pages_below": "replica/pages_below tiers/host_tier tiers/object_tables states/grouped_states_below",
@@ -56,10 +57,11 @@ _DOORS: dict[str, dict[str, str]] = {
         "replica/tables": "replica/further_tables replica/further_imports replica/further_hints replica/rows manager "
         "million_moves replica/leases",
         "replicas": "replicas manager admission handover steps_in_flight replica/batch replica/fork replica/partial "
-        "events/events tiers/host_tier tiers/file_tier million_moves",
+        "events/events tiers/host_tier tiers/file_tier million_moves states/grouped_states_below",
         "sizing": "sizing params devices",
         "states/state_pages": "million_moves states/grouped_states states/kept_states_hints states/lent_states "
-        "states/copied_states states/row_states states/state_pages",
+        "states/copied_states states/row_states states/state_pages states/passing_copies states/grouped_states_below "
+        "tiers/state_tiers",
         "states/drafted_pages": "million_moves states/row_states states/state_pages",
         "states/state_memory": "million_moves states/grouped_states states/state_pages",
         "tiers/page_folder": "tiers/file_tier tiers/page_files",

@@ -376,6 +376,25 @@ def test_a_state_that_arrives_while_room_is_made_for_it_is_used_and_no_free_page
     states.check(["r"])
 
 
+def test_a_copy_is_idle_unless_a_lease_holds_it() -> None:
+    states = states_of(SHAPE, 3)
+    states.advance(torch.tensor([states.allocate("a")]), [8])
+    states.keep("a", digest(1), 8, passing=False)
+    assert (states.num_held, states.num_idle, states.num_kept) == (1, 1, 1)
+    lease = states.held_copy(digest(1))
+    lease.pool.hold(lease.pages)
+    assert (states.num_held, states.num_idle, states.num_kept) == (2, 0, 1)
+
+
+def test_the_kinds_of_a_shard_say_where_its_states_lie() -> None:
+    states = states_of(SHAPE, 3, ["cpu"] * 2)
+    for shard, tensors in enumerate(states.tensors):
+        kinds = states.kinds(shard)
+        assert {kind.kind: kind.layout for kind in kinds} == states.layouts[shard]
+        assert [kind.stride for kind in kinds] == [tensor.stride(0) * tensor.element_size() for tensor in tensors]
+        assert [(kind.region, kind.offset) for kind in kinds] == [(at, 0) for at in range(len(tensors))]
+
+
 def test_a_repair_withdraws_a_state_that_its_request_writes_and_keeps_complete_copies() -> None:
     states = states_of(SHAPE, 4)
     page = states.allocate("a")

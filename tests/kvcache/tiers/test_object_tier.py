@@ -392,6 +392,18 @@ def test_a_state_that_the_store_has_lost_is_written_again_when_it_is_used(store:
     assert key in store.objects
 
 
+def test_the_store_is_asked_only_for_the_states_that_the_caller_names(store: StoredObjects) -> None:
+    it = store.machine(ServedStates)
+    settled(it)
+    tier, digests = tiers_of(it)[1], it.digests(range(43))[None]
+    for page in (2, 9):  # the state after page 2 is known to be absent when the state after page 9 is asked for
+        store.may.clear()
+        assert tier.ask(digests, np.arange(10)[None] == page)
+        assert [*tier._busy] == [digests[0, page].tobytes()]
+        store.may.set()
+        settled(it)
+
+
 def test_objects_are_read_if_reading_pays() -> None:
     rates = ReadRates(0.010)
     assert rates.pays(100, 0, 100, 0.0)  # No rate was measured yet.

@@ -17,6 +17,7 @@ from kvcache.tiers.host_tier import HostTier
 from kvcache.tiers.tiers import StateTier, TierRoom, divide_tiers, state_mover
 from tests.kvcache.build import states_of
 from tests.kvcache.random_model.matrix import SHAPES
+from tests.kvcache.states.served_states import ServedStates
 
 
 def digest(number: int) -> np.ndarray:
@@ -51,6 +52,11 @@ def test_a_passing_copy_that_another_request_makes_permanent_is_saved_to_the_hos
     states.resume("b", digest(1), 8)
     assert all((tensor[pages[1]] == 5).all() for tensor in states.blocks[0])
     states.check(["a", "b"])
+
+
+def test_copies_to_the_host_take_a_twentieth_of_a_step_and_copies_of_states_half_of_that() -> None:
+    it = ServedStates()
+    assert (it.tiers.share, it.state_tiers.share) == (0.05, 0.025)
 
 
 def test_a_repair_queues_complete_copies_for_the_host_and_ends_the_copies_to_the_device() -> None:
