@@ -23,7 +23,7 @@ ENGINES = {"sglang": "tests/sglang_engine (make test-sglang)", "vllm": "tests/vl
 
 @cache
 def _among_engines() -> bool:
-    """Returns whether this is the environment of an engine. The engines set variables and signal handlers when they are
+    """Returns whether this is the environment of an engine. An engine sets variables and signal handlers when it is
     imported.
     """
     return any(map(importlib.util.find_spec, ENGINES))
@@ -106,7 +106,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_runtest_call(item: pytest.Item) -> None:
-    """Seeds torch again just before the test itself, which then draws the same numbers whatever its fixtures have
+    """Seeds torch again just before the test. The test then draws the same numbers, whatever its fixtures have
     drawn.
     """
     seed_torch(item)
@@ -119,8 +119,8 @@ def _file_or_session(fixture_name: str, config: pytest.Config) -> str:  # noqa: 
 
 @pytest.fixture(autouse=True, scope=_file_or_session)  # pyright: ignore[reportArgumentType]
 def _no_process_is_left() -> Iterator[None]:
-    """Fails a test file that leaves a process behind, whether or not its tests pass, and whatever the parent of that
-    process is.
+    """Fails a test file that leaves a process behind, even if its tests pass and even if the process has another
+    parent.
     """
     before = set(children())
     with nullcontext() if _among_engines() else surroundings_stay():

@@ -1,6 +1,4 @@
-"""Makes objects of public classes with wrong values in them, as far as the constructors of these classes accept wrong
-values.
-"""
+"""Makes objects of public classes with wrong values, as far as the constructors accept wrong values."""
 
 from __future__ import annotations
 
@@ -26,9 +24,8 @@ def public_classes(package: ModuleType) -> list[type]:
 
 
 def forged(kind: type) -> Iterator[tuple[object, object]]:
-    """Yields two equal objects for each wrong value.
-
-    The wrong value is passed for every parameter, and then only for the required ones.
+    """Yields two equal objects for each wrong value. The wrong value is passed for every parameter, and then only for
+    the required parameters.
     """
     parameters = inspect.signature(kind).parameters.values()
     named = [one for one in parameters if one.kind not in {one.VAR_POSITIONAL, one.VAR_KEYWORD}]
@@ -41,8 +38,7 @@ def forged(kind: type) -> Iterator[tuple[object, object]]:
 
 
 def survives(kind: type) -> int:
-    """Check that forged objects can be shown, compared and hashed, as logs and sets do. Returns how many there were.
-
+    """Checks that forged objects can be shown, compared and hashed, as logs and sets do. Returns the number of objects.
     An unhashable object, such as one with a list, is allowed.
     """
     count = 0

@@ -164,7 +164,7 @@ def _become(given: tuple[Connection, ...], server: str, arguments: list[str], en
 
 
 def _share(server: str) -> None:
-    """Makes this process fork its children from its own fork server, so that these children need not import everything
+    """Makes this process fork its children from its own fork server, so that the children need not import the packages
     again.
     """
     shared: Any = forkserver._forkserver

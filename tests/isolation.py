@@ -1,5 +1,5 @@
-"""After each test and each test file, checks that the state of the process is the same as before, so that no test can
-affect another one.
+"""Checks after each test and each test file that the state of the process is the same as before, so that no test can
+affect another test.
 """
 
 import os
@@ -53,7 +53,7 @@ def _surroundings() -> Surroundings:
 
 
 def _changed(before: Surroundings, after: Surroundings) -> dict[str, object]:
-    """Returns what has changed between the two states. The settings of torch count only if torch had been imported
+    """Returns the differences between the two states. The settings of torch count only if torch had been imported
     before.
     """
     found: dict[str, object] = {}
@@ -81,7 +81,7 @@ def _restore(before: Surroundings) -> None:
 
 @contextmanager
 def surroundings_stay() -> Generator[None]:
-    """Fail if the block changes the environment, the working directory, signal handlers or torch's settings."""
+    """Fails if the block changes the environment, the working directory, signal handlers or torch's settings."""
     before = _surroundings()
     yield
     if changed := _changed(before, _surroundings()):
@@ -90,7 +90,7 @@ def surroundings_stay() -> Generator[None]:
 
 
 def seed_torch(item: pytest.Item) -> None:
-    """Seed torch's global generator as pytest-randomly seeds those of Python and numpy: by seed and test."""
+    """Seeds torch's global generator by seed and test, as pytest-randomly seeds the generators of Python and numpy."""
     torch: Any = sys.modules.get("torch")
     if torch is not None:
         seed = item.config.getoption("randomly_seed", 0)

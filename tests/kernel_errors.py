@@ -55,7 +55,7 @@ def our_attention(batch: Any, layer: int) -> Any:
 
 
 def main() -> None:
-    """Print the largest errors as JSON."""
+    """Prints the largest errors as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kernel")
     parser.add_argument("--page-size", type=int, default=16)

@@ -25,7 +25,7 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
 
 
 def table() -> str:
-    """The table of all metric families, in Markdown."""
+    """Returns the table of all metric families, in Markdown."""
     rows: list[str] = []
     for title, families in FAMILIES.items():
         rows += [f"\n{title}:\n", "| metric | type | labels | what it is |", "|---|---|---|---|"]

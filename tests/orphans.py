@@ -27,7 +27,7 @@ def adopt() -> None:
 
 
 def die_with_parent() -> None:
-    """Makes the kernel kill this process when the thread that started it ends."""
+    """Makes the kernel kill this process when the thread that has started it ends."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 

@@ -1,4 +1,4 @@
-"""Runs the programs in our documents and examples exactly as they are printed."""
+"""Runs the programs in the documents and examples exactly as they are printed."""
 
 import os
 import sys
@@ -25,10 +25,8 @@ def printed_by(code: str, folder: Path) -> str:
 
 
 def printed(program: Path, folder: Path) -> str:
-    """Like `printed_by`, for a program in a file.
-
-    Files that the program writes go to `folder`. The program runs in a fork of a process that has imported torch,
-    because this import would take most of the time of such a program.
+    """Runs a program in a file as `printed_by` does. Files that the program writes go to `folder`. The program runs in
+    a fork of a process that has imported torch, because this import would take most of the time of such a program.
     """
     said = folder / "printed", folder / "errors"
     with said[0].open("w") as output, said[1].open("w") as errors:

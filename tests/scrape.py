@@ -1,4 +1,4 @@
-"""Reads a scrape of collectors, and checks its names against Prometheus's conventions."""
+"""Reads a scrape of collectors, and checks its names against the conventions of Prometheus."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def value(found: Scrape, name: str, **labels: object) -> float:
 
 
 def faults(text: str) -> Iterator[str]:
-    """Returns in which ways a scrape violates Prometheus's conventions."""
+    """Returns the violations of Prometheus's conventions in a scrape."""
     for family in text_string_to_metric_families(text):
         name = family.name
         if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name):

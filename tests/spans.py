@@ -1,4 +1,4 @@
-"""Collects spans that OpenTelemetry's own SDK exports, in this process and in others."""
+"""Collects the spans that OpenTelemetry's own SDK exports, in this process and in other processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def exported() -> Iterator[Callable[[], Sequence[Any]]]:
 
 
 def parts_of(span: ReadableSpan) -> dict[str, float]:
-    """Returns how many seconds each part of a hand-over took."""
+    """Returns the seconds that each part of a hand-over took."""
     assert span.attributes is not None
     return {part: span.attributes[f"pagewire.{part}_seconds"] for part in PARTS}  # type: ignore[misc]
 

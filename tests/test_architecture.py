@@ -116,7 +116,7 @@ _SOCKETS = {
 
 @cache
 def files() -> dict[str, Path]:
-    """Every file of the packages, by module name."""
+    """Returns every file of the packages, by module name."""
     found: dict[str, Path] = {}
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
@@ -248,7 +248,7 @@ def test_no_name_of_a_type_stands_for_two_things() -> None:
 
 
 def folders() -> Iterator[tuple[str, str]]:
-    """Each package and room, with the docstring of its `__init__` in one line."""
+    """Returns each package and room, with the docstring of its `__init__` in one line."""
     for module, path in files().items():
         if path.name == "__init__.py":
             yield module, " ".join((ast.get_docstring(tree(module)) or "").split())
@@ -279,7 +279,7 @@ def test_each_folder_says_what_it_imports_and_where_to_start() -> None:
 
 
 def paths_in(document: str) -> set[str]:
-    """The files and folders that a document names with their path from the root."""
+    """Returns the files and folders that a document names with their path from the root."""
     found = re.findall(r"`((?:kvcache|transfer|scheduler_adapters|pagewire|tests|benchmarks|docs)/[\w/.]*)`", document)
     return set(found)
 
@@ -294,8 +294,8 @@ def test_documents_name_files_that_are_there() -> None:
     "name", ["../CONTRIBUTING.md", "concepts/architecture.md", "glossary.md", "guides/layers.md", "guides/routers.md"]
 )
 def test_documents_that_map_the_code_name_what_is_there(name: str) -> None:
-    """Checks each file that a document names, and each word in it that looks like one of our identifiers. So outdated
-    names are found.
+    """Checks each file that a document names, and each word that looks like an identifier of pagewire. The test
+    therefore finds outdated names.
     """
     code = " ".join(re.findall(r"`([^`\n]+)`", (ROOT / "docs" / name).read_text()))
     named = {word for word in re.findall(r"[A-Za-z_]\w*", code) if "_" in word.strip("_") or word.lower() != word}

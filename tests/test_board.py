@@ -24,7 +24,9 @@ def exposed(name: str, kind: str) -> set[str]:
 
 
 def known() -> set[str]:
-    """Returns every metric name that a scrape has: our own, and those of vLLM that our connector fills."""
+    """Returns every metric name that a scrape has: the names of pagewire, and the names of vLLM that the connector
+    fills.
+    """
     found = {name for families in FAMILIES.values() for one in families for name in exposed(one.name, one.kind)}
     for table, prefix in (("_COUNTS", "pagewire_"), ("_NIXL_COUNTS", ""), ("_LISTS", "pagewire_"), ("_NIXL_LISTS", "")):
         keys = constant(table)

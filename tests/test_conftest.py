@@ -1,4 +1,4 @@
-"""However the tests are started, the processes that they start can be ended, and the timeouts of tests work."""
+"""The processes that tests start can be ended, and the timeouts of tests work, however the tests are started."""
 
 import os
 import re
@@ -42,7 +42,7 @@ def test_that_is_too_slow():
 
 
 def ignore_and_block() -> None:
-    """Ignores and blocks signals, as a process may inherit it from its parent."""
+    """Ignores and blocks signals, as if the process had inherited this state from its parent."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())

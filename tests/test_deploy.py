@@ -17,7 +17,7 @@ def section(title: str) -> str:
 
 
 def names_in(title: str) -> list[str]:
-    """The names in backticks before the colons in a section's list."""
+    """Returns the names in backticks before the colons in a section's list."""
     names = re.findall(r"^- (.*?):\s", section(title), re.MULTILINE | re.DOTALL)
     return [name for each in names for name in re.findall(r"`([\w()]+)`", each)]
 

@@ -1,5 +1,5 @@
 """A caller may make public objects with wrong values. Such objects can still be shown, compared and hashed, because a
-log, a set or a debugger may see one before a call refuses it.
+log, a set or a debugger may use an object before a call refuses it.
 """
 
 from __future__ import annotations

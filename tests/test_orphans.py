@@ -1,4 +1,4 @@
-"""No process of a test outlives its run, even with its own session or without a parent."""
+"""No process of a test outlives the test run, even if it has its own session or no parent."""
 
 import os
 import subprocess
@@ -52,7 +52,7 @@ def told(path: Path, count: int = 2) -> list[int]:
 
 @pytest.fixture
 def left(tmp_path: Path) -> list[int]:
-    """Returns two processes that have escaped."""
+    """Returns two processes that have lost their parent."""
     with (tmp_path / "told").open("w") as file:
         subprocess.run([sys.executable, "-c", ESCAPES], stdout=file, check=True)
     return told(tmp_path / "told")
@@ -75,9 +75,8 @@ def test_processes_that_are_to_stay_are_not_ended() -> None:
 
 
 def leaves(folder: Path, then: str) -> tuple[Path, Path]:
-    """Writes a test that leaves two processes behind and then does something.
-
-    Returns it with the file that has their ids.
+    """Writes a test that leaves two processes behind and then runs the given code. Returns the test, and the file that
+    has the process ids.
     """
     path, file = folder / "test_leaves.py", folder / "told"
     path.write_text(TEST.format(told=str(file), escapes=ESCAPES, then=then))

@@ -1,6 +1,5 @@
-"""The faults that `make test-wheel` finds in a wheel before installing it.
-
-Every import of the code must be declared.
+"""The faults that `make test-wheel` finds in a wheel before its installation. Every import of the code must be
+declared.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Files = dict[str, str]
 
 
 def right() -> Files:
-    """The files of a wheel of this tree, all empty except its metadata."""
+    """Returns the files of a wheel of this tree. All files are empty except the metadata."""
     points = "".join(
         f"[{group}]\n" + "".join(f"{name} = {where}\n" for name, where in of.items())
         for group, of in commands().items()
@@ -35,7 +34,7 @@ def right() -> Files:
 
 
 def without(files: Files, part: str) -> Files:
-    """Returns the files of a wheel without one folder or file. It is also removed from the record."""
+    """Returns the files of a wheel without one folder or file. The record also lacks this folder or file."""
     kept = {name: text for name, text in files.items() if not name.startswith(part)}
     lines = [line for line in files[f"{INFO}/RECORD"].splitlines(keepends=True) if not line.startswith(part)]
     return {**kept, f"{INFO}/RECORD": "".join(lines)}

@@ -44,7 +44,7 @@ class Failed(Exception):  # noqa: N818 - the end of a run, as a word
 
 @contextmanager
 def step(what: str) -> Iterator[None]:
-    """Prints the name of a step, and how long it took."""
+    """Prints the name of a step, and the seconds that it took."""
     began = time.monotonic()
     print(f"{what} ...", flush=True)  # noqa: T201 - a script of the Makefile
     yield
@@ -63,11 +63,11 @@ class Environment:
         self._variables = {name: value for name, value in os.environ.items() if name not in _REMOVED}
 
     def pip(self, *arguments: str) -> None:
-        """Runs the pip of this interpreter on the environment, which has no pip of its own."""
+        """Runs this interpreter's pip on the environment, which has no own pip."""
         self.run(sys.executable, "-m", "pip", "--python", str(self.python), "--quiet", *arguments)
 
     def install(self, *what: str, options: Sequence[str] = ()) -> None:
-        """Install requirements and wheels."""
+        """Installs requirements and wheels."""
         self.pip("install", "--no-compile", *self._constraints, *options, *what)
 
     def run(self, *command: str, status: int = 0) -> str:
@@ -105,12 +105,12 @@ def expect(holds: bool, otherwise: str) -> None:
 
 
 def declared() -> dict[str, Any]:
-    """The contents of `pyproject.toml`."""
+    """Returns the contents of `pyproject.toml`."""
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def packaged() -> set[str]:
-    """The files of the tree that a wheel must have."""
+    """Returns the files of the tree that a wheel must have."""
     packages = [ROOT / name for name in declared()["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]]
     files = [file for package in packages for file in package.rglob("*") if file.is_file()]
     left_out = {".c", ".pyc", ".so"}
@@ -135,13 +135,13 @@ def required() -> set[str]:
 
 
 def commands() -> dict[str, dict[str, str]]:
-    """The entry points, by group."""
+    """Returns the entry points, by group."""
     project = declared()["project"]
     return {"console_scripts": project["scripts"], **project["entry-points"]}
 
 
 def contents(wheel: Path) -> None:
-    """Compare the wheel with the tree."""
+    """Compares the wheel with the tree."""
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if not name.endswith("/")}
         info = {name.partition(".dist-info/")[2]: name for name in names if ".dist-info/" in name}
@@ -163,7 +163,7 @@ def contents(wheel: Path) -> None:
 
 
 def manager(here: Environment, wheel: Path) -> None:
-    """Tests the manager alone: the version, the place of installation, doctor, and programs without NIXL."""
+    """Tests the manager alone: the version, the path of the installation, the doctor, and programs without NIXL."""
     version = wheel.name.split("-")[1]
     command = str(here.python.with_name("pagewire"))
     expect(here.run(command, "--version") == f"pagewire {version}\n", "pagewire --version")
@@ -179,7 +179,7 @@ def manager(here: Environment, wheel: Path) -> None:
 
 
 def transfer(here: Environment, _: Path) -> None:
-    """A hand-over between two processes."""
+    """Runs a hand-over between two processes."""
     here.program("README.md-2")
 
 
@@ -196,8 +196,8 @@ STAGES: tuple[tuple[str, Callable[[Environment, Path], None]], ...] = (
 
 
 def shadowed(here: Environment, wheel: Path) -> None:
-    """Installs a distribution with a package of our name, like PyPI's `transfer` 0.40, and checks the error and its
-    advice.
+    """Installs a distribution with a package of the same name, like PyPI's `transfer` 0.40, and checks the error and
+    its advice.
     """
     here.install(str(stranger(here.folder)), options=["--no-deps"])
     imported = (str(here.python), "-c", "import pagewire")
@@ -210,7 +210,7 @@ def shadowed(here: Environment, wheel: Path) -> None:
 
 
 def stranger(folder: Path) -> Path:
-    """Makes the wheel of a distribution named `transfer` that has only a package of that name."""
+    """Makes the wheel of a distribution named `transfer`, which has only a package of this name."""
     info = "transfer-0.40.dist-info"
     files = {
         "transfer/__init__.py": "",
@@ -223,7 +223,7 @@ def stranger(folder: Path) -> Path:
 
 
 def zipped(wheel: Path, files: Mapping[str, str]) -> Path:
-    """Writes a wheel of these files, which are named as in the wheel."""
+    """Writes a wheel of these files, whose names are the names in the wheel."""
     with zipfile.ZipFile(wheel, "w") as archive:
         for name, text in files.items():
             archive.writestr(name, text)
@@ -235,7 +235,7 @@ def _digest(text: str) -> str:
 
 
 def main() -> int:
-    """Run every stage; exit status 1 if one failed."""
+    """Runs every stage. Returns the exit status 1 if a stage failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.wheel", description=__doc__)
     parser.add_argument("wheel", type=Path, help="what is tried")
     parser.add_argument("--torch", default="torch", metavar="REQUIREMENT", help="installed before it")

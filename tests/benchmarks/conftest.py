@@ -1,4 +1,4 @@
-"""Undoes what `frame.settle` changes in the process of a benchmark, because other tests run in the same process."""
+"""Restores the state that `frame.settle` changes, because other tests run in the same process."""
 
 from __future__ import annotations
 

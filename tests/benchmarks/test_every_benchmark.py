@@ -1,6 +1,5 @@
-"""Runs every program of benchmarks/ in its smallest form, here or in the test file of the same name.
-
-Each benchmark checks its own results with `expect`. These tests only check that each benchmark ends and returns rows.
+"""Runs every program of benchmarks/ in its smallest form, here or in the test file of the same name. Each benchmark
+checks its own results with `expect`. These tests only check that each benchmark ends and returns rows.
 """
 
 from __future__ import annotations

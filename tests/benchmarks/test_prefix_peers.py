@@ -1,5 +1,5 @@
-"""Choices between pulling a prefix, computing it, and doing both: which choices were right, which cannot be judged, and
-what wrong choices cost.
+"""Choices between pulling a prefix, computing it, and doing both. The benchmark says which choices were right, which
+cannot be judged, and what wrong choices cost.
 """
 
 import pytest
@@ -8,8 +8,8 @@ from benchmarks.prefix_peers import Heard, Judged, Round, Way, judged_of, rows_o
 
 
 def one(outcome: str, chosen_ms: float, length: int = 64, **given_ms: float) -> Round:
-    """Returns a round. One of its requests was served in a way that it chose itself, and its other requests were served
-    in given ways.
+    """Returns a round. One of its requests chose the way in which it was served. The ways of its other requests were
+    given.
     """
     times = {way: [ms / 1e3] for way, ms in given_ms.items()}
     times.setdefault(outcome, []).append(chosen_ms / 1e3)

@@ -30,6 +30,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 @pytest.fixture
 def own_pair(tmp_path: Path) -> Iterator[Pair]:
-    """A pair of hosts for a test that ends the program of one side."""
+    """Returns a pair of hosts for a test that ends the program of one side."""
     with two_hosts(tmp_path) as found:
         yield found

@@ -18,8 +18,8 @@ _WITHIN_S = 90.0
 
 
 class Connected:
-    """One of the two engines. A prompt of 3,200 tokens has 200 blocks of 4 KiB in each of two layers, which
-    is 1.6 MB.
+    """One of the two engines. A prompt of 3,200 tokens has 200 blocks of 4 KiB in each of two layers, in total 1.6
+    MB.
     """
 
     def __init__(self, role: str, address: str, folder: Path, tp_size: int) -> None:
@@ -31,7 +31,9 @@ class Connected:
         self.engine = Engine(folder, role, shape, f"{role}-{address}-{time.time_ns()}")
 
     def prefill(self, name: str, prompt: list[int]) -> Any:
-        """Computes a prompt for another engine. Returns the params that the other engine needs to read it."""
+        """Computes a prompt for another engine. Returns the params with which the other engine reads the prompt's
+        blocks.
+        """
         self.engine.add(name, prompt, 1, {"do_remote_decode": True, "do_remote_prefill": False})
         self._until(lambda: self.engine.finish_reason(name))
         return self.engine.params(name)
@@ -49,7 +51,7 @@ class Connected:
         return [right, computed]
 
     def held(self) -> int:
-        """The number of blocks that are not free."""
+        """Returns the number of blocks that are not free."""
         return self.engine.free_at_start - self.engine.free_blocks
 
     def _until(self, done: Callable[[], object]) -> None:

@@ -63,11 +63,11 @@ class Publisher:
         return sorted(hashes_of(index.digests_of(np.flatnonzero(index.published).astype(np.int32))).tolist())
 
     def idle(self) -> None:
-        """Does nothing, because the publisher's thread sends by itself."""
+        """Does nothing, because the publisher's thread sends the messages."""
 
 
 class Follower:
-    """A router: it receives messages, asks for missing ones, and reconnects if it hears nothing."""
+    """A router. It receives messages, asks for missing messages, and reconnects if it gets no message for some time."""
 
     def __init__(self, address: str, keys: Path) -> None:
         self._endpoints = [f"tcp://{address}:{port}" for port in PORTS]

@@ -41,7 +41,7 @@ class Exchanged:
         self.ended: dict[str, str] = {}  # For each request, the reason for which its lease has ended.
 
     def pages(self, name: str) -> Any:
-        """The bytes of the request's pages, `[pages, 65536]`."""
+        """Returns the bytes of the request's pages, `[pages, 65536]`."""
         found = self.manager.device_tensors[0][0][self.manager.get_req_blocks(name)]
         return found.contiguous().numpy().view(np.uint8).reshape(len(found), -1)
 
@@ -72,9 +72,8 @@ class Exchanged:
             return [msgspec.msgpack.encode((offer, self.manager.block_table(name))).hex()]
 
     def ask(self, name: str, pages: int, address: str, timeout_s: float, engine: str = "p/0") -> list[Any]:
-        """Asks a source for the pages of a prompt.
-
-        Returns how many seconds this took, why it failed (or ""), and how many pages the source lends.
+        """Asks a source for the pages of a prompt. Returns the seconds that this took, the error (or ""), and the
+        number of pages that the source lends.
         """
         context = TextContext([*range(pages * PAGE_SIZE), 7], MOST_PAGES * PAGE_SIZE, name)
         begin = time.perf_counter()
@@ -89,9 +88,8 @@ class Exchanged:
         return self.read(name, lent.source, lent.table, timeout_s)
 
     def take_from(self, names: list[str], timeout_s: float) -> list[Any]:
-        """Pulls the pages that several sources have lent, from all at once.
-
-        Returns the result of `read`, and the number of bytes from each source.
+        """Pulls the pages that several sources have lent, from all sources at once. Returns the result of `read`, and
+        the number of bytes from each source.
         """
         lent = [self.lent.pop(name) for name in names]
         tables = [one.table for one in lent]
@@ -110,8 +108,8 @@ class Exchanged:
         timeout_s: float,
         others: Sequence[BlockTable] = (),
     ) -> list[Any]:
-        """Pulls the pages of a table. Returns how many seconds this took, why it failed (or ""), and whether every byte
-        is right.
+        """Pulls the pages of a table. Returns the seconds that this took, the error (or ""), and whether every byte is
+        right.
         """
         context = TextContext([*range(table.num_tokens), 7], MOST_PAGES * PAGE_SIZE, name)
         self.manager.external_claim(name)
@@ -144,7 +142,7 @@ class Exchanged:
         return happened
 
     def until(self, wanted: Callable[[Any], bool]) -> Any:
-        """Polls until something has happened."""
+        """Polls until a condition holds."""
         while True:
             for one in self.polled():
                 if wanted(one):
@@ -153,7 +151,7 @@ class Exchanged:
 
 
 def contents(column: int) -> Any:
-    """Returns the bytes of the page at this column of a prompt."""
+    """Returns the bytes of a page of a prompt, by the page's index in the prompt."""
     return np.random.default_rng(column).integers(0, 256, PAGE_BYTES, np.uint8)
 
 

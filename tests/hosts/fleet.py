@@ -27,7 +27,7 @@ KEYS = ("--secret", "env:PAGEWIRE_TEST_SECRET", "--allowed-peers", "10.213.7.0/2
 
 
 class OnHosts(Served):
-    """A fleet on hosts of its own. The client runs on the host of the front."""
+    """A fleet whose processes run on several hosts. The client runs on the host of the front."""
 
     def __init__(self, folder: Path, front: Host) -> None:
         super().__init__(folder)
@@ -70,7 +70,7 @@ class OnHosts(Served):
 
 @dataclass
 class Answered:
-    """An answer to a prompt, and when it arrived."""
+    """An answer to a prompt, and the time of its arrival."""
 
     prompt: str
     status: int
@@ -78,7 +78,7 @@ class Answered:
     at: float
 
     def assert_right(self, model: Any) -> None:
-        """Asserts that the tokens are right, or that the answer gives a reason why there are none."""
+        """Asserts that the tokens are right, or that the answer gives a reason for missing tokens."""
         if self.status != 200:
             assert self.status in (500, 502, 503, 504), self.answer
             assert self.answer["error"]["message"], self.answer
@@ -116,7 +116,7 @@ class Fleet(NamedTuple):
         pytest.fail(f"none of {len(asked)} prompts was seen in phase {phase}")
 
     def assert_serves(self, model: Any) -> None:
-        """Asserts that the fleet gives a right answer, and holds no page afterwards."""
+        """Asserts that the fleet gives a right answer, and holds no page after the answer."""
         self.served.until_nothing_is_held()
         (last,) = self.asked(prompts(1))
         assert last.result().status == 200, last.result().answer
@@ -135,7 +135,7 @@ def prompts(count: int, head: str = HEAD) -> list[str]:
 
 @contextmanager
 def fleet_on_hosts(folder: Path, *, relayed: bool = False) -> Iterator[Fleet]:
-    """Starts a fleet on hosts of its own, and waits until all of its processes have joined."""
+    """Starts a fleet on several hosts, and waits until all of its processes have joined."""
     with network("front", "prefill", "decode", relayed=relayed) as (front, prefill, decode):
         served = OnHosts(folder, front)
         try:

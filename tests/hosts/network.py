@@ -41,7 +41,7 @@ def _run(*command: str) -> None:
 
 @cache
 def why_not() -> str:
-    """Returns why hosts cannot be made here; empty if they can."""
+    """Returns why hosts cannot be made here. The result is empty if they can be made."""
     for program in ("ip", "tc", "unshare", "setpriv"):
         if shutil.which(program) is None:
             return f"there is no program {program!r}"
@@ -111,9 +111,8 @@ class Cable:
 
 
 class Host:
-    """One host. Its interface is called `net0`; its `address` can change.
-
-    `relay` is None if one bridge joins all hosts.
+    """One host. Its interface has the name `net0`, and its `address` can change. `relay` is None if one bridge joins
+    all hosts.
     """
 
     def __init__(self, wire: str, name: str, number: int, bridge: str) -> None:
@@ -191,7 +190,7 @@ class Host:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """A `with` block in which this thread opens its sockets on this host."""
+        """Yields a `with` block in which this thread opens its sockets on this host."""
         here_path, there_path = Path("/proc/thread-self/ns/net"), Path("/run/netns", self._namespace)
         with here_path.open() as here, there_path.open() as there:
             _enter(there.fileno())
@@ -201,7 +200,7 @@ class Host:
                 _enter(here.fileno())
 
     def received(self) -> int:
-        """All bytes that this host has received so far."""
+        """Returns the number of bytes that this host has received so far."""
         done = subprocess.run(
             ["ip", "-n", self._namespace, "-s", "-j", "link", "show", "dev", "net0"], capture_output=True, check=True
         )
@@ -218,7 +217,7 @@ class Host:
         _run("ip", "-n", self._wire, "link", "set", self._port, "master", self._bridge)
 
     def deafen(self, other: "Host") -> None:
-        """Drops all data from the other host to this one. Data from this host still arrives there."""
+        """Drops all data from the other host to this host. Data from this host still arrives at the other host."""
         other._ip("neighbour", "replace", self.address, "lladdr", _NOBODY, "dev", "net0", "nud", "permanent")
 
     def hear(self, other: "Host") -> None:
@@ -227,9 +226,8 @@ class Host:
             other._ip("neighbour", "delete", self.address, "dev", "net0")
 
     def shape(self, rate: str, burst: str = "256kb") -> None:
-        """Limits each direction of the link to a rate in the notation of `tc`.
-
-        After a pause, `burst` bytes go through without a limit.
+        """Limits each direction of the link to a rate in the notation of `tc`. After a pause, `burst` bytes pass
+        without a limit.
         """
         for namespace, device in ((self._namespace, "net0"), (self._wire, self._port)):
             bucket = ("burst", burst, "latency", "20ms")
@@ -242,8 +240,8 @@ class Host:
         self._ip("address", "add", f"{self.address}/24", "dev", "net0")
 
     def kill(self) -> None:
-        """Simulates a power loss: every program here dies without a message to any peer. The link stays cut until
-        `restore`.
+        """Simulates a power loss: every program on this host dies without a message to any peer. The link stays cut
+        until `restore`.
         """
         self.cut()
         for process in self._running:

@@ -16,7 +16,7 @@ SECRET = {"PAGEWIRE_TEST_SECRET": "a secret of the tests, of enough bytes"}
 
 
 class Side:
-    """The program of one side. Several sides can be started at once, and then waited for with `wait`."""
+    """The program of one side. Several programs can be started at once. `wait` then waits for each of them."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Side:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the program is ready. Later calls return at once."""
+        """Waits until the program is ready. Later calls return at once."""
         assert self.answer() == ["ready"]
 
     def say(self, *command: object) -> None:
@@ -70,7 +70,9 @@ class Pair(NamedTuple):
             host.shape(rate)
 
     def until_received(self, count: int, say: Callable[[], None]) -> None:
-        """Calls `say`, which sends a command, and waits until the reader has received `count` more bytes."""
+        """Calls `say`, which sends a command, and waits until the reader has received `count` bytes more than
+        before.
+        """
         before = self.reader_host.received()
         say()
         while self.reader_host.received() - before < count:

@@ -39,11 +39,11 @@ class Relay:
         self._delay_s = seconds
 
     def lose(self, share: float, seed: int) -> None:
-        """Drops this share of the frames."""
+        """Drops this fraction of the frames."""
         self._loss, self._random = share, random.Random(seed)
 
     def pause(self, seconds: float) -> None:
-        """Holds all frames back for this time. None is lost."""
+        """Holds all frames back for this time. No frame is lost."""
         self._still_until = time.monotonic() + seconds
 
     def counted(self) -> Counter[str]:

@@ -1,4 +1,6 @@
-"""A prompt is computed from its front while it is pulled from its end, over a slow link that may be cut."""
+"""A prefill process computes a prompt from its first token on and pulls its last pages, over a slow link that may be
+cut.
+"""
 
 import random
 import time
@@ -24,7 +26,7 @@ _PROMPTS = 10
 
 
 class Both:
-    """Two prefill processes and one decode process, on three hosts. p1 pulls what p0 has computed."""
+    """Two prefill processes and one decode process on three hosts. p1 pulls pages that p0 has computed."""
 
     def __init__(self, fleet: HostedFleet) -> None:
         self.fleet = fleet
@@ -37,7 +39,7 @@ class Both:
         self.fleet.send("d0", msg.Submit(request_id=name, prompt=tuple(prompt), max_new_tokens=NEW, prefill=prefill))
 
     def tokens(self, name: str) -> list[int]:
-        """The tokens of a submitted prompt."""
+        """Returns the tokens of a submitted prompt."""
         found, deadline = list[int](), time.monotonic() + _WITHIN_S
         while time.monotonic() < deadline:
             for message in self.fleet.receive(0.05):

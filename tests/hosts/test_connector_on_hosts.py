@@ -80,7 +80,7 @@ def test_decode_reads_a_prompt_from_another_host_over_any_link(connected: Pair) 
 def test_a_link_that_is_cut_during_a_load_costs_no_wrong_token_and_no_block(
     connected: Pair, direction: str, seconds: int, record_property: Record
 ) -> None:
-    """The lease lasts 5 seconds. After an outage of 12 seconds, the pages can no longer be read, and decode computes
+    """The lease lasts 5 seconds. After an outage of 12 seconds, the pages can no longer be read. Decode then computes
     the prompt itself.
     """
     connected.shape("1gbit")

@@ -1,4 +1,4 @@
-"""KV events from one host to a router on another, over links that are cut, and from hosts that lose power."""
+"""KV events go from one host to a router on another host. Links are cut, and hosts lose power."""
 
 import time
 from collections.abc import Callable, Iterator

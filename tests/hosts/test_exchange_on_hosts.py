@@ -1,4 +1,4 @@
-"""`PageExchange` between two hosts: whole links, cut links, slow links, and peers that go and come back."""
+"""`PageExchange` between two hosts: whole links, cut links, slow links, and peers that leave and return."""
 
 import itertools
 import time
@@ -27,8 +27,8 @@ def test_pages_arrive_as_they_were_over_any_link(pair: Pair) -> None:
 
 
 def in_the_middle(pair: Pair, timeout_s: float, lease_s: float) -> None:
-    """Begins a pull of 64 pages (4 MiB) over a link that needs 1.7 seconds for them, and returns while it is
-    under way.
+    """Begins a pull of 64 pages (4 MiB) over a link that needs 1.7 seconds for them. Returns while the pull is in
+    flight.
     """
     name = f"cut {next(_numbers)}"
     _, error, _ = pair.reader("pull", f"before {name}", pair.offer(f"before {name}", 1), 30.0)

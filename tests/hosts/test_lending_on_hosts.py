@@ -1,4 +1,4 @@
-"""One host asks another for pages by content, while the link between them is cut."""
+"""One host asks another host for pages by content while the link between them is cut."""
 
 import itertools
 import time
@@ -14,8 +14,8 @@ _numbers = itertools.count()
 
 
 def known(pair: Pair) -> tuple[str, str]:
-    """Returns the name of a new request, and the address of a source that has its pages and that the reader has asked
-    before.
+    """Returns the name of a new request and the address of a source. The source has the request's pages, and the reader
+    has asked the source before.
     """
     pair.shape("1gbit")
     name = f"lent {next(_numbers)}"
@@ -69,9 +69,8 @@ def test_a_question_over_a_link_that_is_cut_is_answered_or_fails_with_a_reason(
     "direction", ["both", "to the reader", pytest.param("from the reader", marks=pytest.mark.long)]
 )
 def test_a_question_that_no_answer_reaches_fails_by_its_deadline(pair: Pair, direction: str) -> None:
-    """The question may still arrive late.
-
-    The source then lends pages that nobody reads. The source can lend these pages again when that lease has expired.
+    """The question may still arrive late. The source then lends pages that no reader reads. After the lease has
+    expired, the source can lend the pages again.
     """
     address, name = known(pair)
     cut, restore = DIRECTIONS[direction]

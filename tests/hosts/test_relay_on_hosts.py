@@ -1,4 +1,4 @@
-"""Simulates distant hosts, and links that lose frames or pause, by a relay between the hosts."""
+"""A relay between the hosts simulates distant hosts, and links that lose frames or pause."""
 
 import itertools
 import time
@@ -18,7 +18,7 @@ PAUSES_S = (0.2, 0.5, 1.0, 2.0)
 
 
 def cable(host: Host) -> Cable:
-    """Returns the relay of a host, set to no delay and no loss."""
+    """Returns the relay of a host, with delay and loss set to zero."""
     assert host.relay is not None
     host.relay("delay", 0.0)
     host.relay("lose", 0.0, 0)

@@ -19,10 +19,10 @@ def one_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 @pytest.fixture
 def fleet(one_fleet: Fleet) -> Fleet:
-    """The fleet that all of these tests share. If an earlier test has broken it, it is repaired first.
+    """The fleet that all tests of this file share. If an earlier test has broken the fleet, it is repaired first.
 
-    UCX sometimes ends a source whose reader's connection fails (docs/guides/operations.md). That must fail only one
-    test, and not all tests after it.
+    UCX sometimes ends a source if the connection of its reader fails (docs/guides/operations.md). Such an end must fail
+    only one test, and not all later tests.
     """
     served = one_fleet.served
     for name, role, host in (("p", "prefill", one_fleet.prefill), ("d", "decode", one_fleet.decode)):

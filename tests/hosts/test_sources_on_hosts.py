@@ -1,4 +1,4 @@
-"""A third host reads pages that two hosts hold, over links of unequal speed, one of which may be cut."""
+"""A third host reads the pages of two hosts. The links have unequal speeds, and one of them may be cut."""
 
 import itertools
 import time
@@ -25,7 +25,7 @@ class Sources(NamedTuple):
     addresses: dict[str, str]
 
     def pull(self, *names: str, timeout_s: float = 60.0) -> Any:
-        """Pulls pages. Returns how many seconds this took, why it failed (or ""), whether every byte is right, and the
+        """Pulls pages. Returns the seconds that this took, the error (or ""), whether every byte is right, and the
         number of bytes from each source.
         """
         keys: list[str] = []

@@ -36,7 +36,7 @@ class Batch(NamedTuple):
 
 @cache
 def mutants_of(path: Path) -> tuple[Mutant, ...]:
-    """Every mutant of a file, from the operators and the handwritten list."""
+    """Yields every mutant of a file, from the operators and from the handwritten list."""
     return (*mutants(path, (ROOT / path).read_text()), *by_hand()[0].get(path, ()))
 
 
@@ -89,7 +89,7 @@ def matching(only: Sequence[str], operators: Sequence[str] = ()) -> list[Batch]:
 
 
 def sampled(batches: Iterable[Batch], seed: str) -> list[Batch]:
-    """Yields the mutants in a random order: some of one file, then some of another."""
+    """Yields the mutants in a random order: first several mutants of one file, and then several of another file."""
     generator = random.Random(seed)
     parts: list[list[Batch]] = []
     for path, some, is_changed in batches:

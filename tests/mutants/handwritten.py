@@ -1,7 +1,5 @@
-"""Mutations written by hand: rules that no operator on the syntax tree can break.
-
-Examples of such rules: whether identity or equality counts, which of two similar values is used, what is shared and
-what is copied, which requests are told.
+"""Mutations written by hand: rules that no operator on the syntax tree can break. Examples are: identity or equality,
+the choice between two similar values, shared or copied data, and the requests that get a message.
 
 `make mutants` reports an entry whose text no longer occurs. No test fails because of such an entry, so an edit of a
 function never requires an edit of this list.

@@ -1,7 +1,8 @@
-"""The mutants that no test can notice, and why.
+"""The mutants that no test can notice, with the reasons. Each line of `harmless.txt` names one mutant: the file and the
+function, the operator, the expressions, and a reason.
 
-Each line of `harmless.txt` names one mutant: the file and the function, the operator, the expressions, and a reason.
-`make mutants` reports an entry whose expression is gone from its function. No test fails because of such an entry.
+`make mutants` reports an entry whose expression no longer occurs in its function. No test fails because of such an
+entry.
 """
 
 from collections.abc import Iterable, Mapping
@@ -31,7 +32,7 @@ def reasons(file: Path = LIST) -> Mapping[str, str]:
 
 
 def reason_of(mutant: Mutant, known: Mapping[str, str]) -> str:
-    """The reason why a mutant is harmless; empty if the list has none."""
+    """Returns the reason for which a mutant is harmless. The result is empty if the list does not have the mutant."""
     return known.get(mutant.key) or known.get(_any(mutant), "")
 
 

@@ -1,4 +1,4 @@
-"""Handwritten mutations, and how one is applied to the source of a function."""
+"""Handwritten mutations, and the function that applies a mutation to a source."""
 
 import ast
 import re
@@ -43,7 +43,7 @@ class Module(NamedTuple):
 
 
 class StaleMutationError(ValueError):
-    """The list of mutations does not match the source any more."""
+    """The list of mutations no longer matches the source."""
 
 
 def mutated(source: str, mutation: Mutation) -> str:
@@ -98,7 +98,7 @@ def _is_same(named: ast.stmt, program: ast.Module, qualified: str) -> bool:
 
 
 def _find(program: ast.Module, qualified: str) -> ast.stmt:
-    """A function, class or constant by its name."""
+    """Returns a function, class or constant by its name."""
     body: Sequence[ast.stmt] = program.body
     found: ast.stmt | None = None
     for name in qualified.split("."):
@@ -111,7 +111,7 @@ def _find(program: ast.Module, qualified: str) -> ast.stmt:
 
 
 def _span(named: ast.stmt) -> tuple[int, int]:
-    """The line range of a function, class or constant: the first line, and the line after the last."""
+    """Returns the line range of a function, class or constant: the first line, and the line after the last line."""
     first = min([named.lineno, *(one.lineno for one in getattr(named, "decorator_list", []))])
     return first - 1, named.end_lineno or named.lineno
 

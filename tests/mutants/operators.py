@@ -71,7 +71,7 @@ def _with(node: Any, **fields: object) -> Any:
 
 
 def _name_of(call: ast.Call) -> str:
-    """The last part of the name of a called function."""
+    """Returns the last part of the name of a called function."""
     return getattr(call.func, "attr", "") or getattr(call.func, "id", "")
 
 
@@ -110,13 +110,13 @@ def condition(test: ast.expr, *, repeats: bool) -> Iterator[ast.AST]:
 
 
 def negated(test: ast.expr, *, repeats: bool) -> Iterator[ast.AST]:
-    """A condition is negated, unless `compare` or `sign` already does that."""
+    """Negates a condition, unless `compare` or `sign` already negates it."""
     if not repeats and not isinstance(test, ast.Compare | ast.UnaryOp | ast.Constant):
         yield ast.UnaryOp(op=ast.Not(), operand=test)
 
 
 def sign(node: ast.AST) -> Iterator[ast.AST]:
-    """`-x`, `~x` and `not x` become `x`."""
+    """Replaces `-x`, `~x` and `not x` by `x`."""
     if isinstance(node, ast.UnaryOp) and not isinstance(node.op, ast.UAdd) and not _is_up(node):
         yield node.operand
 
@@ -153,7 +153,7 @@ def _is_list(node: ast.BinOp) -> bool:
 
 
 def _is_up(node: ast.AST) -> bool:
-    """Returns whether a division or a sign is a part of the idiom `-(-a // b)`."""
+    """Returns whether a division or a sign is a part of the expression `-(-a // b)`."""
     if isinstance(node, ast.UnaryOp):
         return isinstance(node.op, ast.USub) and (
             isinstance(node.operand, ast.BinOp) and _is_up(node.operand) and isinstance(node.operand.op, ast.FloorDiv)
@@ -208,7 +208,7 @@ def alias(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def bounds(node: ast.AST) -> Iterator[ast.AST]:
-    """A slice loses its first bound, or its last."""
+    """Removes the first or the last bound of a slice."""
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
         if node.slice.lower:
             yield _with(node, slice=_with(node.slice, lower=None))
@@ -252,7 +252,7 @@ def returned(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def loop(node: ast.AST) -> Iterator[ast.AST]:
-    """`continue` becomes `break`; a `break` is removed."""
+    """Replaces `continue` by `break`, and removes a `break`."""
     if isinstance(node, ast.Continue):
         yield ast.Break()
     elif isinstance(node, ast.Break):

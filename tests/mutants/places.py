@@ -137,12 +137,14 @@ _ELSEWHERE = {
 
 
 def sources() -> list[Path]:
-    """The source files of the packages, from the root of the repository."""
+    """Returns the source files of the packages, relative to the root of the repository."""
     return sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 
 def beside(path: Path) -> list[str]:
-    """Returns the test files that must notice a fault in a source file; empty if none of them can run here."""
+    """Returns the test files that must notice a fault in a source file. The result is empty if none of them can run
+    here.
+    """
     package, *_ = path.parts
     folder = ROOT / "tests" / path.parent
     own = [*folder.glob(f"test_{path.stem}.py"), *sorted(folder.glob(f"test_{path.stem}_*.py"))]
@@ -151,8 +153,8 @@ def beside(path: Path) -> list[str]:
 
 
 def elsewhere(path: Path) -> list[str]:
-    """Returns the test files of a file's folder and of the interface of its package. They are the same for every file
-    of the folder.
+    """Returns the test files of a file's folder and of the interface of its package. All files of a folder have the
+    same result.
     """
     package, *_ = path.parts
     return _names([*sorted((ROOT / "tests" / path.parent).glob("test_*.py")), *_doors(package, _ELSEWHERE[package])])

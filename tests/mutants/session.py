@@ -47,9 +47,8 @@ class Session:
 
     @cached_property
     def _reach(self) -> dict[str, Any]:
-        """Returns the functions that each test calls, and how long the test takes.
-
-        This is measured once for all sessions of a tree with these files.
+        """Returns the functions that each test calls, and the seconds that the test takes. They are measured once for
+        all sessions of a tree with these files.
         """
         if self.files in self.tree.reach:
             return self.tree.reach[self.files]
@@ -61,12 +60,12 @@ class Session:
 
     @property
     def failed(self) -> list[str]:
-        """The tests that fail even without a change. They therefore cannot notice anything."""
+        """The tests that fail even without a change. They therefore cannot notice a mutant."""
         return self._reach["failed"]
 
     @property
     def seconds(self) -> float:
-        """The number of seconds that all tests take together."""
+        """The seconds that all tests take together."""
         return sum(self._reach["seconds"].values())
 
     def tests_of(self, path: Path, function: str) -> list[str]:
@@ -104,7 +103,7 @@ class Session:
         return Run("cold", "", monotonic() - start)
 
     def run_cold(self, path: Path, function: str, after: str) -> Run:
-        """Tries a changed source in a process that loads everything again. Closes the session."""
+        """Tries a changed source in a process that loads all modules again. Closes the session."""
         tests = self.tests_of(path, function)
         limit_s = _COLD_S + _PATIENCE * sum(self._reach["seconds"][test] for test in tests)
         return self.tree.run_mutated(path, after, tests, limit_s)
@@ -117,7 +116,7 @@ class Session:
         return found
 
     def close(self) -> None:
-        """Ends the session. The tree can then serve another."""
+        """Ends the session. The tree can then serve another session."""
         if not self.is_over:
             self.is_over = "ended" in self.tree.ask({"tests": None})
 

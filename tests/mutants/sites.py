@@ -67,7 +67,7 @@ class Mutant(NamedTuple):
 
     @property
     def key(self) -> str:
-        """A key without line numbers: the file, the function, the operator and the expressions."""
+        """A key without line numbers. It has the file, the function, the operator and the expressions."""
         return f"{self.path}:{self.function} | {self.operator} | {self.old} -> {self.new}"
 
 
@@ -92,7 +92,7 @@ class Site(NamedTuple):
 
     @property
     def shown(self) -> ast.AST:
-        """The node that is shown to a reader. For a constant, this is the expression or statement around it."""
+        """The node that a report shows. For a constant, the report shows the expression or statement around it."""
         if isinstance(self.node, ast.Constant):
             for one in reversed(self.above):
                 if isinstance(one, _SHOW_A_CONSTANT):
@@ -124,7 +124,7 @@ def mutants(path: Path, source: str) -> list[Mutant]:
 
 
 def _placed(old: ast.expr | ast.stmt, text: str) -> str:
-    """Returns the text formatted so that it can replace a node: an expression in brackets, a statement with its
+    """Returns the text in a form that can replace a node: an expression gets brackets, and a statement gets its
     indentation.
     """
     if isinstance(old, ast.stmt):
@@ -134,7 +134,7 @@ def _placed(old: ast.expr | ast.stmt, text: str) -> str:
 
 
 def _shown(site: Site, before: str, new: ast.AST, after: str) -> tuple[str, str]:
-    """Returns the old and the new code as they are shown to a reader, each on one line."""
+    """Returns the old and the new code as a report shows them, each on one line."""
     if isinstance(site.node, ast.Constant) and isinstance(new, ast.Constant):
         around, value = site.shown, site.node.value
         before = ast.unparse(around)
@@ -150,7 +150,7 @@ def _line(text: str) -> str:
 
 
 def functions(program: ast.Module) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Every function and method of a file by its qualified name, except nested functions."""
+    """Returns every function and method of a file by its qualified name, except nested functions."""
     found: dict[str, ast.FunctionDef | ast.AsyncFunctionDef] = {}
 
     def of(body: Sequence[ast.stmt], prefix: str) -> None:
@@ -177,7 +177,7 @@ def _of_body(body: Sequence[ast.stmt], prefix: str) -> Iterator[Site]:
 
 
 def _of_declared(node: ast.stmt, prefix: str) -> Iterator[Site]:
-    """The nodes of a class, function or constant, including those in an `if` or `try`."""
+    """Yields the nodes of a class, function or constant, including those in an `if` or `try`."""
     if isinstance(node, ast.ClassDef) and not _is_protocol(node):
         yield from _of_body(node.body, f"{prefix}{node.name}.")
     elif isinstance(node, _DEFINITIONS) and node.name not in _LEFT_OUT_NAMES and not _is_declaration(node):
@@ -223,7 +223,7 @@ def _of_function(node: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> Ite
 
 
 def _below(node: ast.AST, name: str, above: tuple[ast.AST, ...] = ()) -> Iterator[Site]:
-    """Yields the nodes below a node. Nodes that tests should not depend on are left out."""
+    """Yields the nodes below a node. Nodes on which tests should not depend are left out."""
     if isinstance(node, _DEFINITIONS):  # A nested function counts as a part of its outer function.
         yield from _of_function(node, name)
         return
@@ -262,9 +262,7 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _is_first_found(node: ast.For) -> bool:
-    """Returns whether a loop is `for x in found[:1]: raise ...`. Such a loop ends with the first element in
-    any case.
-    """
+    """Returns whether a loop is `for x in found[:1]: raise ...`. Such a loop always ends with its first element."""
     return isinstance(node.body[0], ast.Raise) and ast.unparse(node.iter).endswith("[:1]")
 
 

@@ -26,7 +26,7 @@ Listed = Callable[[Sequence[Module]], None]
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A repository with one commit. In the test it takes the place of this repository."""
+    """Returns a repository with one commit. The test uses it in place of the real repository."""
     (tmp_path / PAGES).parent.mkdir(parents=True)
     (tmp_path / PAGES).write_text(SOURCE)
     git(tmp_path, "init", "-q")

@@ -1,4 +1,4 @@
-"""Tests the handwritten mutations, and how one mutation is applied to a source."""
+"""Tests the handwritten mutations, and the function that applies a mutation to a source."""
 
 import pytest
 

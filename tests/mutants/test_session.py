@@ -1,4 +1,4 @@
-"""A mutant is tried in a loaded session if this is possible, and otherwise in a process of its own."""
+"""A mutant is tried in a loaded session if this is possible. If not, it is tried in a separate process."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -71,7 +71,7 @@ pytestmark = pytest.mark.ci  # The forking process loads torch and transformers,
 
 @pytest.fixture(scope="module")
 def sessions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Session]]:
-    """Returns a function that returns the session, or a new session if the last one was closed."""
+    """Returns a function that returns the session. If the session was closed, the function returns a new session."""
     tree = Tree(tmp_path_factory.mktemp("tree"))
     (tree.folder / FILE).write_text(SOURCE)
     (tree.folder / TEST).write_text(TESTS)

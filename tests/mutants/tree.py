@@ -54,7 +54,7 @@ class Tree:
         self._forker: subprocess.Popen[str] | None = None
 
     def check_imports(self) -> None:
-        """Raises `RuntimeError` if a program that runs here imports packages from somewhere else than the copy."""
+        """Raises `RuntimeError` if a program that runs here does not import the packages from the copy."""
         code = (
             "import kvcache as k, transfer as t, scheduler_adapters as s, pagewire as p\n"
             "print(k.__file__, t.__file__, s.__file__, p.__file__)"
@@ -77,7 +77,7 @@ class Tree:
 
     @contextmanager
     def changed(self, path: Path, source: str) -> Generator[None]:
-        """Returns a `with` block. Inside it, the source file is changed. It is restored afterwards."""
+        """Returns a `with` block in which the source file is changed. The file is restored at the end of the block."""
         file = self.folder / path
         before, status = file.read_bytes(), file.stat()
         # Python compares a compiled file with its source by size and by whole seconds, so each change gets a new time.

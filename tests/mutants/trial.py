@@ -1,4 +1,4 @@
-"""Tries mutants with the tests beside their file, and the survivors with the tests elsewhere."""
+"""Tries mutants with the tests beside their file, and the surviving mutants with other tests."""
 
 import queue
 import tempfile
@@ -41,8 +41,8 @@ class Tried(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """The tests that noticed the mutant, in words. It is "survived beside" if only the tests beside its file were
-        run.
+        """The tests that have noticed the mutant, as a text. The text is "survived beside" if only the tests beside its
+        file were run.
         """
         if self.beside.outcome == "broken":
             return BROKEN
@@ -93,7 +93,9 @@ class Trial:
         self.tried: list[Tried] = []
 
     def run(self, batches: Sequence[Batch], jobs: int) -> list[Tried]:
-        """Tries the batches, `jobs` at a time. Returns the results of the mutants that were tried in time."""
+        """Tries the batches, `jobs` at a time. Returns the results of the mutants that were tried before the time was
+        over.
+        """
         trees: queue.SimpleQueue[Tree] = queue.SimpleQueue()
 
         def one(batch: Batch) -> list[Tried]:
@@ -141,7 +143,7 @@ class Trial:
         take: Callable[[Mutant, Run], None],
         but: Sequence[str] = (),
     ) -> None:
-        """Tries mutants of one file with some test files, as long as there is time."""
+        """Tries mutants of one file with some test files, until the time is over."""
         source, cold = (ROOT / batch.path).read_text(), list[Mutant]()
         try:
             session = Session(tree, files, but)

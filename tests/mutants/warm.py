@@ -1,10 +1,8 @@
 """A pytest session that has already imported and collected its tests, and forks for each run.
 
-A run replaces the code of one loaded function by the changed code. That takes milliseconds, whereas a new process takes
-seconds.
-
-Changes outside of a function's code cannot be made in this way: constants, defaults, and code that ran during imports.
-The session reports such a change, and the run is done in a new process.
+A run replaces the code of one loaded function by the changed code. The replacement takes milliseconds, and a new
+process takes seconds. Changes outside of a function's code cannot be made in this way: constants, defaults, and code
+that ran during imports. The session reports such a change, and the run takes place in a new process.
 """
 
 import contextlib
@@ -58,7 +56,7 @@ class Reach:
         self.spawning: set[str] = set()
 
     def begin(self) -> None:
-        """Records every call from now on, in every thread."""
+        """Records every call in every thread, from now on."""
         self._codes = {}
         threading.settrace(self._trace)
         sys.settrace = self._trace_also
@@ -76,8 +74,8 @@ class Reach:
         self._codes[id(frame.f_code)] = frame.f_code
 
     def _trace_also(self, trace: Any) -> None:
-        """Takes the place of `sys.settrace` in tests, so that the calls in a test that sets its own trace function are
-        recorded, too.
+        """Replaces `sys.settrace` in tests. If a test sets its own trace function, the calls of the test are still
+        recorded.
         """
 
         def both(frame: FrameType, event: str, argument: object) -> Any:
@@ -110,8 +108,8 @@ class Reach:
     def pytest_fixture_setup(
         self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
     ) -> Generator[None, object, object]:
-        """If a process serves a whole file, its calls are not recorded. All tests of the file may therefore depend on
-        these functions.
+        """If a fixture's process serves a whole file, its calls are not recorded. All tests of the file may therefore
+        depend on these functions.
         """
         before = self._has_spawned()
         try:
@@ -122,7 +120,7 @@ class Reach:
                 self.spawning |= {name for name in names if name.startswith(str(fixturedef.baseid))}
 
     def found(self) -> dict[str, object]:
-        """The result, in the form that is sent to the other process."""
+        """Returns the result in the form that is sent to the other process."""
         return {
             "seconds": self.seconds,
             "processor": self.processor,
@@ -152,7 +150,7 @@ class First:
             self.by = report.nodeid
 
     def found(self) -> dict[str, object]:
-        """The result, in the form that is sent to the other process."""
+        """Returns the result in the form that is sent to the other process."""
         return {"by": self.by}
 
 
@@ -281,7 +279,9 @@ def _content(code: CodeType) -> tuple[object, ...]:
 
 
 def codes_of(source: str, path: str) -> dict[str, list[CodeType]]:
-    """The code objects of a source by qualified function name, in the order of the file; "" stands for the module."""
+    """Returns the code objects of a source by qualified function name, in the order of the file. The name "" stands for
+    the module.
+    """
     found: dict[str, list[CodeType]] = defaultdict(list)
 
     def of(code: CodeType) -> None:

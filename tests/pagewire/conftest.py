@@ -1,4 +1,4 @@
-"""The models of `tests/scheduler_adapters`, which the tests of commands use to run a model."""
+"""The models of `tests/scheduler_adapters`. Tests of commands use them to run a model."""
 
 from tests.scheduler_adapters.conftest import _models_stay, make_model, model_dirs, shared_model, tiny_model
 

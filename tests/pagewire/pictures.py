@@ -59,12 +59,12 @@ def printed(path: Path, arguments: Sequence[str], shown: str = "", *, coloured: 
 
 
 def terminal() -> dict[str, str]:
-    """An environment in which rich treats a pipe as a terminal."""
+    """Sets an environment in which rich treats a pipe as a terminal."""
     return {**os.environ, "FORCE_COLOR": "1", "COLUMNS": str(WIDTH), "TERM": "xterm-256color"}
 
 
 def export(path: Path, command: str, text: str) -> None:
-    """Draws a command line and its output. The picture loads no font from another host."""
+    """Draws a command line and its output. The picture loads no font from a server."""
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
     console.print(Text(f"$ {command}", style="bold"))
     for line in text.splitlines():
@@ -92,7 +92,7 @@ def plan(folder: Path) -> None:
 
 
 def replay(folder: Path) -> None:
-    """Draws the replay of growing conversations. Some of them are resumed later."""
+    """Draws the replay of growing conversations, some of which are resumed later."""
     rng, lines = random.Random(5), list[str]()
     for turn in range(2000):
         first = 10 + 50 * rng.randrange(turn // 4, turn // 2 + 2)
@@ -104,7 +104,7 @@ def replay(folder: Path) -> None:
 
 
 def serve(folder: Path) -> None:
-    """Draws a service that is being watched, until the service is told to drain."""
+    """Draws a watched service, until the service gets the command to drain."""
     arguments = ["serve", "--prefills", "2", "--watch"]
     command = [*COMMAND, *arguments, "--http-port", "0"]
     program = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=terminal())
@@ -171,7 +171,7 @@ def talk(fleet: Fleet, over: threading.Event) -> None:
 
 
 def browse(arguments: list[str], path: Path, chromium: str) -> None:
-    """Draws the page at the address that one of our commands prints."""
+    """Draws the page at the address that a command of pagewire prints."""
     program = subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, text=True)
     assert program.stdout is not None
     try:
@@ -183,7 +183,7 @@ def browse(arguments: list[str], path: Path, chromium: str) -> None:
 
 
 async def shoot(chromium: str, url: str, path: Path) -> None:
-    """Opens an address in a headless browser, and takes a picture some seconds after something is shown."""
+    """Opens an address in a headless browser. Takes a picture some seconds after the page shows content."""
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1280,800", "--remote-debugging-port=0"]
     browser = await asyncio.create_subprocess_exec(chromium, *flags, "about:blank", stderr=asyncio.subprocess.PIPE)
     assert browser.stderr is not None

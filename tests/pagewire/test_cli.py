@@ -44,7 +44,7 @@ def commands() -> dict[str, argparse.ArgumentParser]:
 
 
 def valued() -> list[Any]:
-    """The options that take a value. `make test` runs one option of each type and unit."""
+    """Returns the options that take a value. `make test` runs one option of each type and unit."""
     found, kinds = list[Any](), set[tuple[Any, ...]]()
     for command, parser in commands().items():
         for action in parser._actions:
@@ -58,7 +58,7 @@ def valued() -> list[Any]:
 
 
 def needed(command: str, trace: Path) -> list[str]:
-    """The arguments that a command requires."""
+    """Returns the arguments that a command requires."""
     plan = ["--model", str(Path(__file__).parent / "plan/configs/gpt-oss-120b"), "--memory", "1GiB"]
     return {"replay": [str(trace)], "plan": plan}.get(command, [])
 
@@ -73,10 +73,8 @@ def command_line(command: str, action: argparse.Action, value: str, trace: Path)
 def status_of(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> Callable[[list[str]], int | None]:
-    """Returns a function that runs a command line, but only up to the point at which processes would be started or
-    pages made.
-
-    The function returns the exit status, or None if the command line came to that point.
+    """Returns a function that runs a command line, but stops before processes are started or pages are made. The
+    function returns the exit status. It returns None if the command line was stopped.
     """
 
     def reached(*_: object, **__: object) -> None:

@@ -1,4 +1,6 @@
-"""If another package hides one of ours, an error names the file of that package before any of its code runs."""
+"""Another package may hide a package of pagewire. The error then names the file of the other package before its code
+runs.
+"""
 
 import subprocess
 import sys
@@ -23,7 +25,7 @@ def imported(folder: Path, *first: Path) -> tuple[int, str]:
 
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
-    """A site-packages folder as pip makes it, without the distribution's other files."""
+    """Returns a site-packages folder as pip makes it, without the distribution's other files."""
     folder = tmp_path / "site-packages"
     info = folder / "pagewire-0.1.0.dist-info"
     info.mkdir(parents=True)

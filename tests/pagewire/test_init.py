@@ -1,4 +1,4 @@
-"""`import pagewire` offers every public name of the packages, and imports each only when it is used."""
+"""`import pagewire` offers every public name of the packages, and imports each name only when it is used."""
 
 import subprocess
 import sys

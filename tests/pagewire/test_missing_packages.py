@@ -44,8 +44,8 @@ NEEDS = {
 
 
 def run_without(conn: Connection, package: str, line: list[str]) -> None:
-    """Runs a command line up to the point at which it would start processes. Sends its output and its exit status,
-    which is None if it came to that point.
+    """Runs a command line and stops it before it starts processes. Sends its output and its exit status. The status is
+    None if the command was stopped.
     """
     for name in list(sys.modules):
         if name.partition(".")[0] in (package, *OURS):

@@ -49,7 +49,7 @@ def faults(made: Any) -> list[str]:
 
 @pytest.fixture
 def saved(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
-    """The faults of every saved figure. The key is the name of the figure's file."""
+    """Returns the faults of every saved figure. The key is the name of the figure's file."""
     found: dict[str, list[str]] = {}
     real = plots.save
 

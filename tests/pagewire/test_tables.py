@@ -1,4 +1,4 @@
-"""Tables at every width: each figure is complete, and stands beside the words of its row."""
+"""Tables of every width: each figure is complete, and is in the same line as the words of its row."""
 
 import io
 import re

@@ -1,4 +1,4 @@
-"""These tests run in their own environment (`make test-sglang`). Elsewhere they are not collected."""
+"""These tests run in their own environment (`make test-sglang`). In other environments they are not collected."""
 
 import os
 from collections.abc import Iterator
@@ -56,7 +56,7 @@ def the_engine(model_dir: Path, page_size: int) -> Any:
 
 @pytest.fixture
 def engine(the_engine: Any) -> Any:
-    """The engine with an empty cache. After the test nothing may be held."""
+    """The engine with an empty cache. After the test it must hold no pages."""
     assert the_engine.scheduler.flush_cache()
     the_engine.retracted = 0
     yield the_engine

@@ -1,6 +1,5 @@
-"""SGLang's real scheduler, model runner and attention on the CPU, in this process, driven step by step.
-
-Only the outermost `while` of the event loop is ours, so that a test can look between two steps.
+"""SGLang's real scheduler, model runner and attention on the CPU, in this process, driven step by step. Only the
+outermost `while` of the event loop belongs to the tests, so that a test can check the state between two steps.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class Engine:
         self.requests: dict[str, Any] = {}
 
     def submit(self, name: str, prompt: list[int], new: int, stop: int | None = None, **fields: Any) -> None:
-        """Passes a request to the scheduler, as its tokenizer process would."""
+        """Passes a request to the scheduler, as SGLang's tokenizer process would."""
         self.scheduler.process_input_requests([tokenized(name, prompt, new, stop, **fields)])
         self.requests[name] = next(req for req in self.scheduler.waiting_queue if req.rid == name)
 
@@ -118,7 +117,7 @@ class Engine:
         raise AssertionError(f"not idle after {limit} steps")
 
     def pages_of(self, name: str) -> list[int]:
-        """The pages in the row of a running request."""
+        """Returns the pages in the row of a running request."""
         kv = self.requests[name].kv
         row = self.scheduler.req_to_token_pool.req_to_token[kv.req_pool_idx, : kv.kv_allocated_len]
         return (row[:: self.page_size] // self.page_size).tolist()

@@ -21,7 +21,7 @@ FORKS.set_forkserver_preload(["tests.sglang_engine.pd_server"])
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a server. `more` are SGLang's own options, and `ports` are those of rank 0."""
+    """The options of a server. `more` has SGLang's own options, and `ports` has the ports of rank 0."""
 
     role: str
     model: str
@@ -49,7 +49,7 @@ def free_port() -> int:
 
 
 class Server:
-    """A server with one process for each rank. It collects what these processes say about each request."""
+    """A server with one process for each rank. It collects the reports of these processes about each request."""
 
     def __init__(self, options: Options) -> None:
         self.options, self.role, self.log = options, options.role, Path(options.log)
@@ -108,7 +108,7 @@ class Server:
         self._connection.send({"op": op, **fields})
 
     def answer(self, name: str, timeout_s: float = ANSWER_S) -> dict[str, Any]:
-        """The result of a request: its tokens, and how it ended."""
+        """Returns the result of a request: its tokens, and how it ended."""
         end = time.monotonic() + timeout_s
         while name not in self.answers:
             self._next(max(0.1, end - time.monotonic()))
@@ -119,7 +119,9 @@ class Server:
         return self._until("usage", ANSWER_S)
 
     def wait_usage(self, timeout_s: float = 20.0, **wanted: int) -> None:
-        """Waits until the server holds as much as `wanted` says; by default, until everything is given back."""
+        """Waits until the server holds as much as `wanted` says. Without `wanted`, waits until all pages are given
+        back.
+        """
         end = time.monotonic() + timeout_s
         while True:
             usage = self.usage()
@@ -220,13 +222,13 @@ class Pair:
 
 
 def reason(answer: dict[str, Any]) -> str:
-    """Why a request was ended."""
+    """Returns why a request was ended."""
     assert answer["finished"]["type"] == "abort", answer
     return str(answer["finished"]["message"])
 
 
 def check_works(pair: Pair, expected: Any) -> None:
-    """Checks that the next request is right, and that nothing is held after it."""
+    """Checks that the next request gets right tokens, and that no pages are held after it."""
     prompt = list(range(40, 100))
     pair.send("next", prompt, NEW)
     assert pair.decode.answer("next")["tokens"] == expected(prompt)

@@ -143,7 +143,7 @@ class Tokenizer:
         self.say(held=on)
 
     def reads(self) -> None:
-        """The number of times that a held READ was checked."""
+        """Returns how often a held READ was checked."""
         self.say(reads=HELD["reads"])
 
     def usage(self) -> None:
@@ -164,7 +164,7 @@ class Tokenizer:
         )
 
     def phase(self, room: int) -> None:
-        """SGLang's own name for the state of a room; empty if there is no such state."""
+        """Returns SGLang's own name for the state of a room. The result is empty if there is no state."""
         names = {value: name for name, value in vars(KVPoll).items() if isinstance(value, int)}
         self.say(phase=names.get(manager_of(self.scheduler).request_status.get(room, -1), ""))
 
@@ -186,7 +186,7 @@ def open_rooms(manager: Any) -> int:
 
 
 def hold_reads() -> None:
-    """Makes it possible to hold READs. How long a READ takes is the only thing about the transfer that tests change."""
+    """Lets a test hold READs. The duration of a READ is the only property of the transfer that tests change."""
     done, read = Agent.done, Agent.read
 
     def is_held() -> bool:
@@ -202,7 +202,7 @@ def hold_reads() -> None:
 
 
 def main(options: Options, connection: Connection) -> None:
-    """Runs one rank of a server until it is told to stop."""
+    """Runs one rank of a server until it gets the command to stop."""
     with open(options.log, "a") as log:  # noqa: PTH123
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)

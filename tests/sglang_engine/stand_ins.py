@@ -43,7 +43,7 @@ PACKAGES = (
 
 
 class _Nothing(type):
-    """The metaclass of classes that can be used in any way at import time, and are false in conditions."""
+    """The metaclass of classes that can be used in any way at import time. The classes are false in conditions."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -117,7 +117,7 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install() -> bool:
-    """Installs the finder behind all others. Returns whether SGLang is installed."""
+    """Installs the finder after all other finders. Returns whether SGLang is installed."""
     if importlib.util.find_spec("sglang") is None:
         return False
     import nixl  # noqa: F401  (it looks for CUDA's package, and would take a stand-in for it)

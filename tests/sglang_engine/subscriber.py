@@ -1,4 +1,4 @@
-"""What a router knows about a cache if it only reads SGLang's KV events."""
+"""The knowledge of a router about a cache if it reads only SGLang's KV events."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Subscriber:
         self.catch_up()
 
     def catch_up(self) -> set[Prefix]:
-        """Reads everything that SGLang has published. Returns the known pages."""
+        """Reads all events that SGLang has published. Returns the known pages."""
         publisher = self._engine.scheduler.kv_events_publisher.kv_event_publisher
         publisher._event_queue.join()
         self._wait(lambda: self._number == publisher._buffer[-1][0])
@@ -58,7 +58,7 @@ class Subscriber:
         return self._clears > 0
 
     def flush(self) -> None:
-        """Makes the engine forget everything."""
+        """Makes the engine forget all cached pages."""
         assert self._engine.scheduler.flush_cache()
         self._engine.step()  # publishes
 

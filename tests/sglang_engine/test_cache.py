@@ -1,7 +1,4 @@
-"""Tests the cache by itself, with SGLang's real requests, rows and allocators.
-
-Random moves look for faults that show only rarely.
-"""
+"""Tests the cache alone, with SGLang's real requests, rows and allocators. Random moves look for rare faults."""
 
 from __future__ import annotations
 
@@ -94,7 +91,7 @@ class Pools:
 
 @pytest.fixture
 def pools(the_engine: Any, page_size: int) -> Pools:  # noqa: ARG001
-    """The pools of a test. They need an engine only because SGLang's functions look up its settings."""
+    """Returns the pools of a test. They need an engine only because SGLang's functions read its settings."""
     return Pools(page_size)
 
 

@@ -13,7 +13,7 @@ from tests.sglang_engine.engine import CHUNK, POOL_TOKENS, ROWS
 
 
 class SGLangDriver:
-    """The driver for SGLang. SGLang owns the rows, the free pages and the schedule, and we own the cached pages. One
+    """The driver for SGLang. SGLang owns the rows, the free pages and the schedule. pagewire owns the cached pages. One
     engine serves all tests.
     """
 

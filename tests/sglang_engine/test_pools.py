@@ -56,7 +56,7 @@ def content(part: Any, layer: int, heads: range) -> tuple[torch.Tensor, torch.Te
 
 
 def slots(pages: list[int], page_size: int, first: int) -> torch.Tensor:
-    """The slots of the tokens in these pages, starting with page `first` of the request."""
+    """Returns the slots of the tokens in these pages, starting with page `first` of the request."""
     found = [page * page_size + offset for page in pages for offset in range(page_size)]
     return torch.tensor(found[: TOKENS - first * page_size])
 
@@ -125,7 +125,7 @@ class Side:
 
 
 def pages_of(group: int, page_size: int, start: int) -> tuple[list[int], int]:
-    """Returns shuffled pages for a request from token `start` on, and the index of the first of them."""
+    """Returns shuffled pages for a request from token `start` on, and the index of the first page."""
     first, end = start // page_size, -(-TOKENS // page_size)
     order = torch.randperm(end, generator=torch.Generator().manual_seed(group + page_size)) + 1
     return order[first:].tolist(), first

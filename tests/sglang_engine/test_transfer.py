@@ -28,7 +28,7 @@ def the_pair(model_dir: Path, page_size: int, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture
 def pair(the_pair: Pair) -> Iterator[Pair]:
-    """The pair of processes. After the test, neither of them may hold anything."""
+    """The pair of processes. After the test, neither process may hold pages."""
     yield the_pair
     the_pair.prefill.wait_usage()
     the_pair.decode.wait_usage()

@@ -1,4 +1,4 @@
-"""`pagewire top` over SGLang's real scheduler shows our cache as SGLang's state and ours describe it."""
+"""`pagewire top` over SGLang's real scheduler shows the cache as SGLang's state and pagewire's state describe it."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def tokenized(name: str, prompt: list[int], new: int, stop: int | None = None, **fields: Any) -> Any:
-    """A request for `new` greedy tokens."""
+    """Returns a request for `new` greedy tokens."""
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.sampling.sampling_params import SamplingParams
 

@@ -1,4 +1,4 @@
-"""These tests run in their own environment (`make test-vllm`). Elsewhere they are not collected."""
+"""These tests run in their own environment (`make test-vllm`). In other environments they are not collected."""
 
 import importlib.util
 import itertools

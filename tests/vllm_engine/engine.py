@@ -79,8 +79,8 @@ class Shape:
 
 
 def secret_of(text: str) -> str:
-    """Returns a reference to a secret, which is put into an environment variable, as a deployment must do it. An empty
-    text stands for no secret.
+    """Returns a reference to a secret. The secret is put into an environment variable, as a deployment must do it. An
+    empty text stands for no secret.
     """
     if not text:
         return ""
@@ -90,7 +90,7 @@ def secret_of(text: str) -> str:
 
 
 def model_dir(folder: Path, heads: int) -> str:
-    """A folder with the config of a small Llama, which vLLM wants to read."""
+    """Returns a folder with the config of a small Llama, which vLLM wants to read."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -190,7 +190,7 @@ class Kernel:
         halves[:, :, 1].view(pages, heads, size, content // 2)[slots // size, :, slots % size] = values
 
     def read(self, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Keys and values of some slots: `[slots, heads, content]`."""
+        """Returns the keys and values of some slots: `[slots, heads, content]`."""
         pages, heads, size, content = cache.shape
         if not self.in_columns:
             return cache[slots // size, :, slots % size]
@@ -249,7 +249,7 @@ def look(cache: torch.Tensor, positions: torch.Tensor) -> int:
 
 
 def expected_tokens(prompt: Sequence[int], count: int, shape: Shape) -> list[int]:
-    """The model's output without any cache."""
+    """Returns the model's output without a cache."""
     tokens = list(prompt)
     states = [] if shape.states is None else [shape.states.zeros() for _ in range(LAYERS)]
     places, owned = ([], []) if shape.states is None else (shape.states.places(1, 0), shape.states.owned(1, 0))

@@ -21,7 +21,7 @@ import msgspec
 
 
 class Question(msgspec.Struct, frozen=True):
-    """A model on `tp` ranks with `memory` bytes each for its cache, and requests of some lengths."""
+    """A model on `tp` ranks, each with `memory` bytes for its cache, and requests of some lengths."""
 
     folder: str
     tp: int
@@ -127,7 +127,7 @@ def _config(question: Question, scratch: Path) -> Any:
 
 
 def _start_group(scratch: Path) -> None:
-    """Makes the process groups for one model. A mixture of experts has additional ones."""
+    """Makes the process groups for one model. A mixture of experts needs additional groups."""
     import torch
     from vllm.distributed import destroy_model_parallel, init_distributed_environment, initialize_model_parallel
 

@@ -43,11 +43,11 @@ class States:
 
     @property
     def norm(self) -> Any:
-        """The attributes of a vLLM layer that our connector reads."""
+        """The attributes of a vLLM layer that the connector reads."""
         return SimpleNamespace(n_groups=self.groups)
 
     def shapes(self, ranks: int) -> tuple[tuple[int, ...], ...]:
-        """The shapes on one of `ranks` ranks."""
+        """Returns the shapes on one of `ranks` ranks."""
         of = MambaStateShapeCalculator
         if self.kind == "mamba2":
             return of.mamba2_state_shape(ranks, _INNER, self.groups, _HEADS, _HEAD_DIM, _STATE, _KERNEL)
@@ -65,7 +65,7 @@ class States:
         )
 
     def zeros(self, ranks: int = 1) -> list[torch.Tensor]:
-        """The states of a layer before the first token."""
+        """Returns the states of a layer before the first token."""
         return [torch.zeros(shape) for shape in self.shapes(ranks)]
 
     def places(self, ranks: int, rank: int) -> list[torch.Tensor]:
@@ -80,7 +80,7 @@ class States:
         return found + [torch.arange(math.prod(shape)).view(shape) + rank * math.prod(shape) for shape in heads]
 
     def owned(self, ranks: int, rank: int) -> list[torch.Tensor]:
-        """Marks the elements that no earlier rank holds."""
+        """Returns which elements no earlier rank holds."""
         before = [self.places(ranks, other) for other in range(rank)]
         return [
             ~torch.isin(places, torch.cat([other[at].flatten() for other in before]) if before else torch.tensor([]))
@@ -88,7 +88,7 @@ class States:
         ]
 
     def _projections(self, ranks: int) -> list[tuple[int, int, bool]]:
-        """vLLM's shard settings, as in its Mamba 2 and gated delta layers."""
+        """Returns vLLM's shard settings, as in its Mamba 2 and gated delta layers."""
         if self.kind == "mamba2":
             extra = MambaStateShapeCalculator.extra_groups_for_head_shards(self.groups, ranks)
             group = ((self.groups + extra) * _STATE, extra * _STATE, self.groups == 1)

@@ -1,4 +1,4 @@
-"""Tests what vLLM's own backend classes keep in a page."""
+"""Tests the content that vLLM's own backend classes keep in a page."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ STATE = MambaSpec(block_size=64, shapes=((3, 160), (8, 16, 16)), dtypes=(torch.f
 
 
 class Theirs(TritonAttentionBackend):
-    """A backend that subclasses one of vLLM's. Because a third party has changed it, its page format is unknown."""
+    """A backend that subclasses a backend of vLLM. A third party has changed it, so its page format is unknown."""
 
 
 def config_of(folder: Path, spec: KVCacheSpec, *backends: Any, page_size: int = 32) -> Any:

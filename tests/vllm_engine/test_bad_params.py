@@ -1,4 +1,4 @@
-"""Inputs that end or hang vLLM's own connector. With this connector, each of them fails only its own request, as the
+"""Inputs that end or hang vLLM's own connector. With this connector, each input fails only its own request, as the
 policy says.
 """
 
@@ -95,9 +95,8 @@ def test_params_that_ask_for_nothing_are_no_error(make: Make, params: Params) ->
 
 
 def test_two_readers_of_one_lease_do_not_disturb_prefill(make: Make) -> None:
-    """When the second reader comes, the pages may belong to other requests.
-
-    The second reader then fails, unless it has read the pages before.
+    """When the second reader asks, the pages may belong to other requests. The second reader then fails, unless it has
+    read the pages before.
     """
     prefill, decode = make("kv_producer"), make("kv_consumer")
     params = prefilled(prefill, "p", PROMPT)

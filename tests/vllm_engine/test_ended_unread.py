@@ -1,5 +1,5 @@
-"""If decode's request ends before its pages are read, prefill's blocks are freed at once, and not only when the lease
-expires.
+"""If decode's request ends before its pages are read, prefill's blocks are freed at once, without waiting for the end
+of the lease.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Ended(NamedTuple):
         self.decode.add(request_id, prompt, 3, self.params | changes)
 
     def reject(self, request_id: str = "d", prompt: list[int] | None = None, **changes: Any) -> None:
-        """Does what `EngineCore.add_request` does with a request that must be aborted at once."""
+        """Rejects a request as `EngineCore.add_request` does if the request must be aborted at once."""
         request = make_request(request_id, prompt or REJECTED, 1, 16, self.params | changes)
         request.abort_immediately = True
         self.decode.scheduler.add_request(request)
@@ -73,7 +73,7 @@ def rejected(found: Ended) -> None:
 
 
 def rejected_while_paused(found: Ended) -> None:
-    """If a request arrives during a pause, vLLM 0.33 reports it with the request's own prompt."""
+    """A request arrives during a pause. vLLM 0.33 reports such a request with its own prompt."""
     found.reject(prompt=PROMPT)
 
 
@@ -83,7 +83,7 @@ def aborted_at_once(found: Ended) -> None:
 
 
 def aborted_after_a_step(found: Ended) -> None:
-    """The request's blocks wait for the load while the source is being asked."""
+    """The request's blocks wait for the load while the connector asks the source."""
     found.add(PROMPT)
     found.decode.step()
     found.decode.abort("d")
@@ -111,7 +111,7 @@ def in_both_directions(found: Ended) -> None:
 
 
 def twice_under_one_name(found: Ended) -> None:
-    """Rejected requests keep the names that the client chose, so two names may be equal."""
+    """Rejected requests keep the names that the client has chosen, so two requests may have the same name."""
     other = prefilled(found.prefill, "q", PROMPT[::-1])
     found.reject()
     found.reject(**other)
@@ -151,7 +151,9 @@ def test_prefills_blocks_come_back_at_once(
 
 @pytest.mark.parametrize("sides", ["one group", "two groups", "states"])
 def test_a_prompt_shorter_than_prefills_gives_the_blocks_back(named: Callable[..., Ended], sides: str) -> None:
-    """A state that covers more tokens than the request has is useless, but the pages of a prefix can be read."""
+    """If a state covers more tokens than the request has, the state is useless. The pages of a prefix can still be
+    read.
+    """
     found = named(sides, "recompute")
     found.add(PROMPT[:50])
     found.until(lambda: found.decode.finish_reason("d"))

@@ -98,7 +98,7 @@ def test_a_full_local_hit_lets_prefill_go_at_once(make: Make) -> None:
 
 @pytest.mark.parametrize("extra", [-7, 9])
 def test_a_prompt_that_differs_in_length_from_what_was_prefilled_is_served(make: Make, extra: int) -> None:
-    """vLLM's own connector ends the engine if decode's prompt is longer by a block (reference 2.8, row 8)."""
+    """vLLM's own connector ends the engine if decode's prompt is one block longer (reference 2.8, row 8)."""
     prefill, decode = make("kv_producer"), make("kv_consumer")
     prompt = list(range(1000, 1100 + extra))
     params = prefilled(prefill, "p", PROMPT)
@@ -171,7 +171,7 @@ def test_unread_pages_return_when_their_lease_is_over(make: Make) -> None:
 
 
 def test_a_lease_lasts_while_decode_has_no_room(make: Make) -> None:
-    """The lease lasts as long as the request waits in vLLM's queue, because the source is told of the request when it
+    """The lease lasts as long as the request waits in vLLM's queue, because the source learns of the request when it
     arrives.
     """
     extra = {"host": "127.0.0.1", "port": 0, "secret": secret_of("of this fleet alone")}

@@ -1,4 +1,4 @@
-"""vLLM's own KV events, with our connector. Blocks that decode has read from prefill appear in decode's stream."""
+"""vLLM's own KV events with the connector. Blocks that decode has read from prefill appear in decode's stream."""
 
 import time
 import uuid

@@ -35,7 +35,7 @@ SHAPES = {
 def test_params_of_another_prompt_bring_none_of_its_pages(
     make: Make, left: dict[str, Any], right: dict[str, Any], policy: str
 ) -> None:
-    """Later requests do not find these pages in the prefix cache either. Prefill frees the pages."""
+    """Later requests must not find these pages in the prefix cache. Prefill frees the pages."""
     prefill, decode = make("kv_producer", Shape(**left)), make("kv_consumer", Shape(policy=policy, **right))
     prompts = {"a": PROMPT, "b": PROMPT[50:] + PROMPT[:50]}
     params = {name: prefilled(prefill, f"p{name}", prompt) for name, prompt in prompts.items()}
@@ -138,7 +138,7 @@ def test_two_readers_of_one_lease_both_get_right_tokens_or_none(make: Make) -> N
 
 
 def slow_grants(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[], float]) -> None:
-    """Delays the grants of leases. In reality this happens when the transfer thread has to wait for a core."""
+    """Delays the grants of leases. Such a delay occurs if the transfer thread has to wait for a core."""
     grant = LeaseBook.grant
 
     def late(*args: Any, **options: Any) -> Any:
@@ -152,7 +152,7 @@ def slow_grants(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[], float]) -
 def test_params_are_sent_only_when_every_rank_has_granted_the_lease(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An idle engine makes no further step, so it would never learn of a grant that comes later."""
+    """An idle engine makes no further step, so it would never learn of a later grant."""
     prefill = make("kv_producer", Shape(tp_size=2))
     slow_grants(monkeypatch, lambda: 0.3)
     prefilled(prefill, "p", PROMPT[:10])

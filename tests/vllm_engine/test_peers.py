@@ -1,7 +1,5 @@
 """A request brings the address of its source. A connector therefore contacts only hosts that are listed and have the
-key.
-
-If a request names another host, that request fails alone, as the policy says, and all of its blocks are freed.
+key. If a request names another host, only this request fails, as the policy says, and all of its blocks are freed.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ def assert_failed(decode: Engine, request_id: str, prompt: list[int], count: int
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reduces the time after which a silent peer is given up from 5 s to 1.5 s."""
+    """Reduces the time until a silent peer is given up from 5 s to 1.5 s."""
     monkeypatch.setattr(vllm_config, "Timing", functools.partial(Timing, handshake=1.5))
 
 
@@ -137,8 +135,8 @@ def test_allowed_peers_may_be_contacted(make: Make, connected: list[str]) -> Non
 
 
 def elsewhere(make: Make, kind: str) -> int:
-    """Returns a port at which the engine that a request names is not to be found: another incarnation or another engine
-    answers there, or no process at all.
+    """Returns a port at which the request's engine cannot be found: another incarnation answers, another engine
+    answers, or no process answers.
     """
     if kind == "nobody":
         return closed_port()

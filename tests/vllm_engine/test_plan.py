@@ -27,7 +27,7 @@ SIZES = {name: 32 if name in WHOLE else 16 for name in PUBLIC}
 
 @pytest.fixture(scope="module")
 def answers() -> dict[tuple[str, int, str], Answer]:
-    """vLLM's figures for each model, on 8 ranks and on one, and for one model with fp8 pages."""
+    """Returns vLLM's figures for each model, on 8 ranks and on one rank. One model also has figures with fp8 pages."""
     keys = [(name, tp, "auto") for name in PUBLIC for tp in (8, 1)] + [("llama-3-70b", 8, "fp8")]
     asked = [Question(str(CONFIGS / name), tp, MEMORY, SIZES[name], STEP, LENGTHS, dtype) for name, tp, dtype in keys]
     settings = {

@@ -1,4 +1,4 @@
-"""vLLM's own NIXL connector and ours move the same bytes between the same blocks."""
+"""vLLM's own NIXL connector and the connector of pagewire move the same bytes between the same blocks."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -53,7 +53,7 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def held(prefill: Engine, params: dict[str, Any]) -> list[list[int]]:
-    """Returns the blocks that our source reports for a request."""
+    """Returns the blocks that the source reports for a request."""
     offer = prefill.connector._scheduling._connector._by_lease[int(params["lease_id"], 16)]
     return [list(blocks) for blocks in offer.held.block_ids]
 

@@ -1,5 +1,5 @@
-"""Under vLLM, the load of a request with a trace has a span, because vLLM's scheduler passes the trace headers on to
-our connector.
+"""Under vLLM, the load of a request with a trace has a span. vLLM's scheduler passes the trace headers to the
+connector.
 """
 
 from __future__ import annotations

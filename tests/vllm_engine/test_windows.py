@@ -1,5 +1,5 @@
-"""Windows with different block sizes on the two sides. If decode has a block that prefill's pages could not fill
-completely, no other request may use it.
+"""Windows with different block sizes on the two sides. No other request may use a block of decode that prefill's pages
+could not fill completely.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OFTEN = {((8, 16), (0, 40)), ((8, 32), (33,)), ((16, 24), (0, 21, 40)), ((24, 16
 
 @pytest.fixture
 def hidden(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Counts the requests whose blocks were kept out of the prefix cache."""
+    """Counts the requests whose blocks were not put into the prefix cache."""
     counts, real = Counter[str](), SchedulerSide._hide
 
     def counted(side: SchedulerSide, request_id: str, unwritten: Mapping[int, int]) -> None:
@@ -34,14 +34,14 @@ def hidden(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def assert_forgotten(decode: Engine) -> None:
-    """Checks that no entry of a request that has ended is left."""
+    """Checks that no entry of an ended request is left."""
     managers = decode.scheduler.kv_cache_manager.coordinator.single_type_managers
     assert [manager.num_cached_block for manager in managers] == [{}] * len(managers)
 
 
 def check(make: Make, sizes: tuple[int, int], windows: tuple[int, ...], lengths: range) -> Counter[str]:
-    """Loads each prompt. After that, decode alone gets prompts that share the beginning of a loaded prompt, up to each
-    of its last blocks.
+    """Loads each prompt. Then decode alone gets prompts that share the beginning of a loaded prompt, up to each of its
+    last blocks.
     """
     there, here = sizes
     prefill = make("kv_producer", Shape(block_size=there, windows=windows, max_batched=24))

@@ -1,4 +1,4 @@
-"""Sends requests to a server or a proxy, each over a connection of its own. It also has the prompts of all tests."""
+"""Sends requests to a server or a proxy, each over its own connection. Also has the prompts of all tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKENS = 12
 
 
 def _prompts() -> list[list[int]]:
-    """Returns prompts whose lengths lie around the ends of blocks and chunks. Some of them begin alike."""
+    """Returns prompts whose lengths are near the ends of blocks and chunks. Some prompts begin with the same tokens."""
     numbers = random.Random(7)
     shared = [numbers.randrange(256) for _ in range(300)]
     alone = [
@@ -38,12 +38,12 @@ class Answer(NamedTuple):
 
     @property
     def tokens(self) -> list[int]:
-        """The generated tokens; empty if the request failed."""
+        """Returns the generated tokens. The result is empty if the request failed."""
         return self.body["choices"][0]["token_ids"] if self.status == 200 else []
 
     @property
     def params(self) -> Any:
-        """The `kv_transfer_params` for a reader."""
+        """Returns the `kv_transfer_params` for a reader."""
         return self.body.get("kv_transfer_params")
 
 
@@ -80,7 +80,7 @@ def ask_all(url: str, prompts: Sequence[Sequence[int]], at_once: int = 16, **mor
 
 
 def stream(url: str, prompt: Sequence[int], *, timeout: float = 120, **more: Any) -> Iterator[list[int]]:
-    """Yields the tokens as they come. Closing the iterator closes the connection."""
+    """Yields the tokens as they arrive. Closing the iterator closes the connection."""
     with closing(_open(url, request_body(prompt, stream=True, **more), timeout)) as answer:
         for line in answer:
             if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":

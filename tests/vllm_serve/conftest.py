@@ -1,4 +1,4 @@
-"""These tests run in their own environment (`make test-engines`). Elsewhere they are not collected."""
+"""These tests run in their own environment (`make test-engines`). In other environments they are not collected."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if _has_wheel():
             self._count = 0
 
         def get(self, *wanted: Settings) -> list[Server]:
-            """Returns the servers with these settings. Missing ones are started in parallel."""
+            """Returns the servers with these settings. Missing servers are started in parallel."""
             ranks = max(one.tp for one in wanted)
             if ON_GPU and ranks > torch.cuda.device_count():
                 pytest.skip(f"{ranks} tensor-parallel ranks, {torch.cuda.device_count()} CUDA devices")

@@ -1,4 +1,4 @@
-"""Small models with random weights, one folder each. No file is downloaded."""
+"""Small models with random weights, each in its own folder. No file is downloaded."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _deepseek() -> Any:
 
 
 def _granite() -> Any:
-    """A model whose layers alternate between Mamba 2 and attention. vLLM has had no Bamba since 0.23."""
+    """Returns a model whose layers alternate between Mamba 2 and attention. vLLM has had no Bamba since 0.23."""
     from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
 
     return GraniteMoeHybridForCausalLM(

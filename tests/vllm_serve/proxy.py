@@ -17,7 +17,7 @@ FOR_A_READER: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": F
 
 
 def first_request(body: dict[str, Any]) -> dict[str, Any]:
-    """The request to prefill."""
+    """Returns the request to prefill."""
     kept = {key: value for key, value in body.items() if key not in {"stream_options", "min_tokens"}}
     return kept | {"kv_transfer_params": FOR_A_READER, "max_tokens": 1, "stream": False}
 

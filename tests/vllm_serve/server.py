@@ -75,7 +75,7 @@ class Settings:
 
     @property
     def arguments(self) -> list[str]:
-        """The arguments for the command line."""
+        """Returns the arguments of the command line."""
         found = {
             "--served-model-name": "m", "--host": "127.0.0.1", "--dtype": "float32", "--seed": 0,
             "--max-model-len": self.max_tokens, "--max-num-seqs": 32, "--block-size": self.block_size,
@@ -105,7 +105,7 @@ def free_port() -> int:
 
 
 def environment() -> dict[str, str]:
-    """The environment of every process here: one core, no downloads, and this source tree first on the path."""
+    """Returns the environment of every process here: one core, no downloads, and this source tree first on the path."""
     path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
     return {**os.environ, **_ENVIRONMENT, "PATH": path, "PYTHONPATH": str(_REPOSITORY)}
 
@@ -133,7 +133,7 @@ class Process:
 
     @property
     def text(self) -> str:
-        """The output of the process since its start."""
+        """Returns the output of the process since its start."""
         with self.log.open("rb") as log:
             log.seek(self._log_from)
             return log.read().decode(errors="replace")
@@ -171,7 +171,7 @@ class Server(Process):
         return f"http://127.0.0.1:{self.port}"
 
     def wait(self) -> None:
-        """Waits until it answers."""
+        """Waits until the server answers."""
         while time.monotonic() < self.started + START:
             if not self.alive:
                 break
@@ -186,7 +186,7 @@ class Server(Process):
         )
 
     def metrics(self) -> dict[str, float]:
-        """vLLM's counters and gauges by name, summed over all labels except `source`."""
+        """Returns vLLM's counters and gauges by name, summed over all labels except `source`."""
         found: dict[str, float] = {}
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:  # noqa: S310
             for line in answer.read().decode().splitlines():
@@ -198,7 +198,7 @@ class Server(Process):
 
     @property
     def usage(self) -> float:
-        """The share of the server's blocks that were held after its last step."""
+        """Returns the fraction of the server's blocks that were held after its last step."""
         return self.metrics()["vllm:kv_cache_usage_perc"]
 
     def forget(self) -> None:
@@ -216,7 +216,7 @@ class Server(Process):
 
 
 class Proxy(Process):
-    """Our small proxy in front of two servers."""
+    """The small proxy of these tests, in front of two servers."""
 
     def __init__(self, prefill: Server, decode: Server, folder: Path) -> None:
         self.port = free_port()

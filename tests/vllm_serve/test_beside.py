@@ -1,4 +1,4 @@
-"""Our connector within vLLM's `MultiConnector`: alone, and together with vLLM's offloading to host memory."""
+"""The connector within vLLM's `MultiConnector`: alone, and together with vLLM's offloading to host memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OFFLOADING = {
 
 
 def multi(*connectors: dict[str, Any]) -> dict[str, str]:
-    """Settings with several connectors."""
+    """Returns settings with several connectors."""
     found = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": connectors}}
     return {"connector": json.dumps(found)}
 

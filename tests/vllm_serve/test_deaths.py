@@ -1,6 +1,5 @@
-"""A server is killed while the other server waits for it, and is then restarted.
-
-In one case the source serves another model.
+"""A server is killed while the other server waits for it, and is then restarted. In one case the restarted source
+serves another model.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ def test_a_source_of_another_model(servers: Any, model: Model, expected: Expecte
 
 @pytest.mark.long
 def test_two_copies_of_a_model_under_one_name(servers: Any, model: Model, expected: Expected) -> None:
-    """vLLM names a model by its folder. An operator who has two copies of a model must therefore give both the same
+    """vLLM names a model by its folder. An operator with two copies of a model must therefore give both copies the same
     name.
     """
     target, copy = model("llama"), model("llama", 0).parent / "copy of llama"

@@ -15,7 +15,7 @@ def test_vllms_attention_equals_ours_if_heads_come_before_tokens() -> None:
 
 
 def test_a_layout_with_tokens_before_heads_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels would not notice the wrong order, and would compute something else."""
+    """The kernels would not notice the wrong order, and would compute wrong results."""
     monkeypatch.syspath_prepend(str(ROOT / "examples/kernels"))
     import paged_batch
     import vllm_cpu

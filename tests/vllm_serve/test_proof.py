@@ -1,5 +1,5 @@
-"""Compares boxes with what vLLM's own kernels write in this process. The kernels are those of the CPU backend, with and
-without latents.
+"""Compares boxes with the bytes that vLLM's own kernels write in this process. The kernels are those of the CPU
+backend, with and without latents.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROWS = Contents("keys and values")
 
 
 def impl_of(cls: type[Any], **known: Any) -> Any:
-    """Returns the class that writes pages, without the parts that only the attention itself would need."""
+    """Returns the class that writes pages, without the parts that only attention needs."""
     found = cls.__new__(cls)
     vars(found).update(known)
     return found

@@ -61,8 +61,8 @@ def _well_afterwards(engines: Engines) -> Iterator[None]:
 
 
 def loaded(server: Any, run: Callable[[], object]) -> tuple[float, float]:
-    """Returns how many prompt tokens the server computed, and how many it loaded, during a call. These are the server's
-    own counters.
+    """Returns how many prompt tokens the server has computed and how many it has loaded during a call. The server
+    itself counts them.
     """
     names = [f"vllm:prompt_tokens_by_source_total {name}" for name in ("local_compute", "external_kv_transfer")]
     before = server.metrics()
@@ -177,7 +177,7 @@ def test_a_client_disconnects_during_a_stream(engines: Engines, parts: int) -> N
 
 
 def test_every_second_of_many_clients_disconnects(engines: Engines) -> None:
-    """Sixteen clients at once; every second one disconnects at some time."""
+    """Sixteen clients send requests at once. Every second client disconnects at some time."""
     wanted = [at for at in range(len(PROMPTS)) if at % 2]
 
     def leave(at: int) -> None:
@@ -221,7 +221,7 @@ _OF_KINDS: dict[str, tuple[Any, ...]] = {
 
 
 def hostile(params: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Returns params in which one key was changed, removed or added, and also values that are no params at all."""
+    """Returns params in which one key was changed, removed or added. Also returns values that are no params at all."""
     for key in params:
         yield f"no {key}", {name: value for name, value in params.items() if name != key}
         for value in (*STRANGE, *_OF_KINDS.get(key, ())):
@@ -255,8 +255,8 @@ def _is_fine(answer: Answer, tokens: list[int]) -> bool:
 
 
 def test_params_of_another_prompt(engines: Engines) -> None:
-    """The params belong to other tokens. The request fails or its prompt is computed by decode, and no wrong block
-    stays cached.
+    """The params belong to other tokens. The request fails, or decode computes its prompt. No wrong block stays
+    cached.
     """
     theirs, prompt = PROMPTS[LATER], PROMPTS[MEDIUM]
     answer = ask(engines.pair.decode.url, prompt, kv_transfer_params=engines.pair.prefilled(theirs))

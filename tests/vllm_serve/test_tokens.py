@@ -41,7 +41,7 @@ _OFTEN = ("32 to 32", "32 to 64", "64 to 32")
 
 
 def _cells() -> list[Any]:
-    """The pairs that always run, and those that only the nightly run starts, because starts take long."""
+    """Returns the pairs that always run, and the pairs that only the nightly run starts, because a start takes long."""
     found = [pytest.param("llama", shape, marks=[] if shape in _OFTEN else pytest.mark.long) for shape in _SHAPES]
     found += [pytest.param("gemma3", shape, marks=[] if shape == "32 to 64" else pytest.mark.long) for shape in _OFTEN]
     for name in ("qwen3", "mistral", "granite"):

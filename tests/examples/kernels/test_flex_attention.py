@@ -1,4 +1,4 @@
-"""torch's FlexAttention over our pages, compared with our own attention."""
+"""torch's FlexAttention over pages of pagewire, compared with pagewire's own attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The installed kernels of `examples/kernels`, compiled for a GPU, and compared with our own attention there."""
+"""The installed kernels of `examples/kernels`, compiled for a GPU, and compared with pagewire's own attention on the
+GPU.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The demo as a user runs it: real processes, real NIXL, the real command line. In tests with the fixture `here`, the
-command runs in this process and its servers are forked, which saves seconds.
+"""Runs the demo as a user does: with real processes, real NIXL and the real command line. In tests with the fixture
+`here`, the command runs in this process and its servers are forked, which saves seconds.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The doctor's findings on this host and on simulated hosts."""
+"""The findings of the doctor on this host and on simulated hosts."""
 
 import json
 import sys

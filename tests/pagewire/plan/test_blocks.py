@@ -1,6 +1,5 @@
-"""The blocks of vLLM's layout. The figures for public models are known.
-
-`tests/vllm_engine/test_plan.py` compares the same figures with vLLM.
+"""The blocks of vLLM's layout, for public models with known figures. `tests/vllm_engine/test_plan.py` compares the same
+figures with vLLM.
 """
 
 from pathlib import Path
@@ -15,18 +14,18 @@ from pagewire.plan.ways import MemoryAsked
 CONFIGS = Path(__file__).parent / "configs"
 MEMORY, STEP, LENGTHS = 40 << 30, 8192, (8192, 65_536)
 
-# For each model, on one of 8 ranks and on a single rank: the bytes of a block, and the number of blocks in 40 GiB.
-# After that, the number of blocks that a request takes, by its length.
+# For each model: the bytes of a block and the number of blocks in 40 GiB, on one of 8 ranks and on a single rank. Then,
+# for two lengths of a request, the number of blocks that it takes.
 PUBLIC = {
     "llama-3-70b": ((655_360, 65_536), (5_242_880, 8_192), (512, 4_096)),
     "qwen3-235b-a22b": ((770_048, 55_775), (3_080_192, 13_943), (512, 4_096)),
     "deepseek-v3": ((1_124_352, 38_199), (1_124_352, 38_199), (512, 4_096)),
-    # A block has 10 layers. There is one table for the full layers, and 6 tables for the 52 layers with windows.
+    # A block has 10 layers. The full layers take one table, and the 52 layers with windows take 6 tables.
     "gemma-3-27b": ((163_840, 262_144), (1_310_720, 32_768), (512 + 6 * 513, 4_096 + 6 * 577)),
     "gpt-oss-120b": ((73_728, 582_542), (589_824, 72_817), (512 + 513, 4_096 + 521)),
 }
-# Our pages for models with several kinds of layers. A page of ours holds all layers, whereas vLLM's block holds the
-# layers of one group.
+# The pages of pagewire for models with several kinds of layers. Such a page holds all layers, while a block of vLLM
+# holds the layers of one group.
 WHOLE = {
     "gemma-3-27b": ((1_015_808, 42_281), (8_126_464, 5_285)),
     "gpt-oss-120b": ((147_456, 291_271), (1_179_648, 36_408)),

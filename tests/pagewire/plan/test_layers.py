@@ -1,4 +1,6 @@
-"""`plan` reads from config.json what a model keeps: public models, every kind of layer, and wrong configs."""
+"""`plan` reads from config.json what a model keeps in its cache. The tests use public models, every kind of layer, and
+wrong configs.
+"""
 
 import json
 from collections.abc import Callable

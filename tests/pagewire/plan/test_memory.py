@@ -1,4 +1,4 @@
-"""Pages, requests and ranks: five public models with known figures, and small models compared with a real manager."""
+"""Pages, requests and ranks of five public models with known figures. Small models are compared with a real manager."""
 
 from pathlib import Path
 
@@ -77,9 +77,8 @@ def test_a_rank_holds_what_a_real_manager_gives_it(heads: int, kind: str, tp: in
 
 
 def running(manager: PagedKVCacheManager, length: int, most: int = 60) -> int:
-    """Returns for how many requests of this length a manager has pages.
-
-    Each of the requests runs token by token to its end.
+    """Returns the number of requests of this length for which a manager has pages. Each request runs token by token to
+    its end.
     """
     for count in range(most):
         context = TextContext(range(length), 4096)

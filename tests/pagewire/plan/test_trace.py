@@ -1,6 +1,5 @@
-"""Tests the part of `pagewire plan` that replays a trace.
-
-Each figure equals that of `pagewire replay` with the same number of blocks.
+"""Tests the part of `pagewire plan` that replays a trace. Each figure equals the figure of `pagewire replay` with the
+same number of blocks.
 """
 
 import json
@@ -23,7 +22,7 @@ GIB = 1 << 30
 
 
 def sessions(count: int, seed: int = 0) -> list[list[int]]:
-    """Resumed conversations, with blocks of their own and one common block."""
+    """Returns resumed conversations. Each conversation has its own blocks, and all have one common block."""
     rng, turns, trace = random.Random(seed), dict[int, int](), list[list[int]]()
     for _ in range(count):
         who = rng.randrange(40)
@@ -91,7 +90,7 @@ def hybrid(memory: int = GIB, tier: int = 0) -> TraceQuestion:
 
 
 def test_with_recurrent_layers_the_managers_own_states_are_replayed() -> None:
-    """A state takes as much memory as 6.16 blocks of this model. A prompt is found up to its last kept state."""
+    """A state takes as much memory as 6.16 blocks of this model. A prompt is found up to the last kept state."""
     trace, asked = sessions(120), hybrid()
     assert asked.divided == BlockPages(3, 19), "less than a twentieth too large"
     refs, found = sum(map(len, trace)), sweep(trace, asked)
@@ -107,8 +106,8 @@ def test_with_recurrent_layers_the_managers_own_states_are_replayed() -> None:
 
 @pytest.mark.parametrize("divided", [BlockPages(1, 2), BlockPages(4, 3)])
 def test_a_prompt_is_found_up_to_a_kept_state(divided: BlockPages) -> None:
-    """States are kept at the ends of prompts, and at the places where prompts diverge. The third prompt finds no state
-    at such a place, and keeps one there.
+    """States are kept at the ends of prompts and where prompts diverge. The third prompt finds no state where it
+    diverges, and keeps a state there.
     """
     trace = [[0, 1, 2], [0, 1, 2, 3], [0, 1, 9], [0, 1, 8], [0, 1, 2, 3, 4]]
     pages, states = replay(trace, 100), replay(trace, 100, divided=divided)

@@ -13,7 +13,9 @@ from pagewire.replay.replay import ReplayError, load_trace, optimum_hits, refere
 
 
 def trace_of(seed: int, requests: int = 120) -> list[list[int]]:
-    """A trace of growing conversations and one-off prompts. As in every trace, equal ids mean equal prefixes."""
+    """Returns a trace of growing conversations and of prompts that occur once. As in every trace, equal ids mean equal
+    prefixes.
+    """
     rng, ids = random.Random(seed), itertools.count(1)
     open_ones: list[list[int]] = [[next(ids)]]
     found = []
@@ -48,7 +50,7 @@ def test_with_room_for_all_blocks_every_policy_hits_all_repeated_blocks() -> Non
 
 
 def best(trace: list[list[int]], capacity: int, resident: frozenset[int] = frozenset()) -> int:
-    """Returns the number of hits for the best possible choice of the blocks that are kept after each request."""
+    """Returns the number of hits if the best possible blocks are kept after each request."""
     if not trace:
         return 0
     blocks, rest = trace[0], trace[1:]
@@ -83,7 +85,7 @@ def test_a_host_tier_hits_as_often_as_a_pool_of_its_size(seed: int, host: int) -
 
 
 def long_trace(requests: int = 1500) -> list[list[int]]:
-    """Returns interleaved sessions of three turns. Between the turns there are prompts that never recur."""
+    """Returns interleaved sessions of three turns. Prompts that never recur come between the turns."""
     found = []
     for number in range(requests // 2):
         session, turn = number % 40 + 40 * (number // 120), number // 40 % 3

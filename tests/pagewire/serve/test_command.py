@@ -34,7 +34,7 @@ HEAD = "What a page holds, who may write to it, and when it may be used again. "
 
 @contextmanager
 def fleet(folder: Path, *more: str) -> Iterator[Served]:
-    """Two processes of each kind with a shared secret. Further arguments go to the front."""
+    """Two processes of each kind with a shared secret. The front gets the other arguments."""
     served = Served(folder)
     secret = served.folder / "secret"
     secret.write_text("a secret of the tests, of enough bytes")
@@ -120,8 +120,8 @@ def test_errors_have_openais_form(served: Served) -> None:
 
 
 def test_a_request_may_name_the_processes_that_have_its_pages(served: Served, tiny_model: Any) -> None:
-    """A router sends the next turn of a conversation to processes that have none of its pages. The request itself names
-    the processes that have them.
+    """A router sends the next turn of a conversation to processes without its pages. The request names the processes
+    that have the pages.
     """
     members = served.get("/fleet")
 
@@ -189,9 +189,8 @@ def test_a_client_that_hangs_up_gives_its_pages_back(served: Served) -> None:
 
 
 def test_processes_that_die_or_drain_cost_no_request(tmp_path: Path, tiny_model: Any) -> None:
-    """One process of each kind is killed, and the other initial processes drain.
-
-    Processes that have joined meanwhile continue to serve.
+    """One process of each kind is killed, and all other initial processes drain. Processes that have joined meanwhile
+    continue to serve.
     """
     figures = tmp_path / "figures.json"
     with fleet(tmp_path, "--json", str(figures)) as served:
@@ -292,8 +291,8 @@ def test_one_command_starts_all_processes_and_ends_them_when_all_requests_have_e
 
 
 def answers_of_a_fleet_that_drains(folder: Path, prompts: list[str], *more: str) -> list[list[int]]:
-    """Runs prompts in a pool so small that requests are preempted. One client hangs up, and SIGTERM arrives while steps
-    are in flight.
+    """Runs prompts in a pool that is so small that requests are preempted. One client hangs up. SIGTERM arrives while
+    steps are in flight.
     """
     served, figures = Served(folder), folder / "figures.json"
     small = (*COMMON, "--cache-mb", "0.75", "--json", str(figures))
@@ -414,8 +413,8 @@ def test_serving_other_hosts_needs_keys(tmp_path: Path) -> None:
 def test_layers_with_windows_and_chunks_are_served_over_tables_of_their_own(
     tmp_path: Path, make_model: Any, kind: str
 ) -> None:
-    """For a long prompt decode pulls all pages of the full layers, and those pages of the other layers that the next
-    query sees.
+    """For a long prompt, decode pulls all pages of the full layers. In the other layers it pulls the pages that the
+    next query sees.
     """
     name, changes = GROUPED[kind]
     model = make_model(name, num_hidden_layers=4, **changes)

@@ -135,8 +135,8 @@ def test_the_server_of_browsers_says_where_and_ends_when_told() -> None:
 
 @pytest.fixture
 def looked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Replaces the drawing program by one that follows every address until it has seen pages. That program then reports
-    the pages.
+    """Replaces the drawing program by a program that follows every address until it has seen pages. The program then
+    reports the pages.
     """
     path = tmp_path / "looked.json"
     program = tmp_path / "look.py"

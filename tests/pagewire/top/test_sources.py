@@ -1,4 +1,4 @@
-"""A recording plays at its own speed, and stops while it is paused."""
+"""A recording is played at its own speed. A pause stops it."""
 
 from __future__ import annotations
 

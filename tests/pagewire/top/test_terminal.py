@@ -63,7 +63,7 @@ class Terminal:
 
 
 class Top:
-    """A `pagewire top` process with the given standard descriptors."""
+    """A `pagewire top` process with these standard descriptors."""
 
     def __init__(self, *arguments: str, stdin: int, stdout: int, stderr: int, controls: bool = False) -> None:
         given = [Connection(os.dup(one)) for one in (stdin, stdout, stderr)]
