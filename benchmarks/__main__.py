@@ -58,7 +58,10 @@ def available() -> list[str]:
 
 
 def run(name: str, path: Path, *, quick: bool) -> bool:
-    """Run one benchmark, which prints its table. Returns False if it failed; the last line that it printed says why."""
+    """Runs one benchmark, which prints its table.
+
+    Returns False if the benchmark failed. The last line that it has printed then says why.
+    """
     command = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(path), *(["--quick"] if quick else [])]
     start = time.monotonic()
     failed = subprocess.run(command, cwd=HERE.parent, check=False).returncode  # noqa: S603 - our own files
@@ -67,7 +70,7 @@ def run(name: str, path: Path, *, quick: bool) -> bool:
 
 
 def draw(folder: Path, names: list[str]) -> None:
-    """Draw the results in `folder`."""
+    """Draws the results in `folder`."""
     try:
         for path in draw_files(folder, names):
             progress(f"drew {path}")

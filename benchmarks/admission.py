@@ -44,7 +44,7 @@ class Bench:
         return self.unseen()
 
     def sampled(self, prepare: Callable[[], TextContext], hit: int) -> Row:
-        """Time `maybe_reserve` for each context that `prepare` returns.
+        """Times `maybe_reserve` for each context that `prepare` returns.
 
         Checks that each call found `hit` cached tokens.
         """
@@ -95,7 +95,7 @@ class Bench:
         return self.sampled(again, (self.length - 1) // size * size)
 
     def publish(self) -> Row:
-        """Time `step` after the whole prompt was computed."""
+        """Times `step` after the whole prompt was computed."""
 
         def computed() -> TextContext:
             context = self.unseen()
@@ -125,7 +125,7 @@ def measure(pages: int, page_size: int, length: int, algorithm: str, repeats: in
 
 
 def main() -> None:
-    """Run and report."""
+    """Runs the benchmark and reports its rows."""
     chosen = options(__doc__)
     pin()
     repeats = 15 if chosen.quick else 60

@@ -105,7 +105,7 @@ def until(condition: Callable[[], object], poll: Callable[[], object] = lambda: 
 
 
 def meet(it: Pair) -> None:
-    """Ask the first question, which makes a connection."""
+    """Asks the first question, which makes a connection."""
     found: list[Any] = []
 
     def poll() -> None:
@@ -118,7 +118,7 @@ def meet(it: Pair) -> None:
 
 
 def question(it: Pair, spent: dict[str, list[float]]) -> None:
-    """Ask one question, record the times of its calls in `spent`, and end the lease that the question got."""
+    """Asks one question, records the times of its calls in `spent`, and ends the lease that the question got."""
 
     def timed(name: str, call: Callable[[], Any]) -> Any:
         start = time.thread_time_ns()
@@ -230,7 +230,7 @@ def rows(sizes: Sequence[int], repeats: int) -> list[Row]:
 
 
 def main() -> None:
-    """Measure and report."""
+    """Runs the benchmark and reports its rows."""
     chosen = options(__doc__)
     pin()
     found = rows(SIZES[:2] if chosen.quick else SIZES, 10 if chosen.quick else 100)

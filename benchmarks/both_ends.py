@@ -152,7 +152,7 @@ def measure(rounds: int, seed: int, links: Sequence[Link] = LINKS) -> list[Row]:
 
 
 def main() -> int:
-    """Measure, print, and write. Returns the exit status."""
+    """Runs the benchmark, prints its rows, and writes them. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.both_ends", description=__doc__)
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"prompts of each way ({ROUNDS})")
     parser.add_argument("--seed", type=int, default=0, help="seed of the prompts and their order (0)")

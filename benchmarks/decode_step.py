@@ -45,7 +45,7 @@ def begun(batch: int, page_size: int, steps: int, *, full: bool) -> tuple[PagedK
 
 
 def by_calls(manager: PagedKVCacheManager, contexts: list[TextContext]) -> None:
-    """Run one step through the plain calls for each request, as code written for MAX 25.7 does."""
+    """Runs one step through the plain calls for each request, as code written for MAX 25.7 does."""
     for context in contexts:
         manager.maybe_reserve(context)
     manager.fetch(contexts)
@@ -55,7 +55,7 @@ def by_calls(manager: PagedKVCacheManager, contexts: list[TextContext]) -> None:
 
 
 def bound(manager: PagedKVCacheManager, contexts: list[TextContext], calls: str = "Batch") -> Callable[[], None]:
-    """Run one step through a `Batch`. Then read the batch's arrays or the contexts, if `calls` says so."""
+    """Runs one step through a `Batch`. Then reads the batch's arrays or the contexts, if `calls` says so."""
     batch, tokens = manager.batch(contexts), np.ones(len(contexts), np.int32)
 
     def step() -> None:
@@ -98,7 +98,7 @@ def measure(batch: int, page_size: int, repeats: int, *, full: bool = False) -> 
 
 
 def main() -> None:
-    """Run and report."""
+    """Runs the benchmark and reports its rows."""
     chosen = options(__doc__)
     pin()
     batches = [1, 64, 1024] if chosen.quick else [1, 4, 16, 64, 256, 1024]

@@ -265,7 +265,7 @@ def loops(requests: int, steps: int, rounds: int) -> list[Row]:
 
 
 def main() -> None:
-    """Run and report."""
+    """Runs the benchmark and reports its rows."""
     chosen = options(__doc__)
     rounds, steps, repeats = (1, 1600, 60) if chosen.quick else (3, 3200, 600)
     rows = loops(64, steps, rounds)

@@ -131,7 +131,7 @@ def _changed_since(made: Sequence[str]) -> list[str]:
 
 
 def run(step: Step, folder: Path, *, quick: bool) -> bool:
-    """Run one step. Returns False if it failed."""
+    """Runs one step. Returns False if it failed."""
     interpreter = ROOT / ".venvs" / step.environment / "bin" / "python" if step.environment else Path(sys.executable)
     if not interpreter.exists():
         progress(f"{' '.join(step.made)}: left out, because {interpreter} does not exist: `make test-engines` makes it")
@@ -165,7 +165,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run the steps, and write the tables."""
+    """Runs the steps, and writes the tables."""
     chosen = arguments()
     steps = [step for step in STEPS if step.group in chosen.only]
     print(listed(steps, quick=chosen.quick), flush=True)

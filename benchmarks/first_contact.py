@@ -82,7 +82,7 @@ def rows(sizes: Sequence[int], repeats: int) -> list[Row]:
 
 
 def main() -> None:
-    """Measure and report."""
+    """Runs the benchmark and reports its rows."""
     chosen = options(__doc__)
     pin()
     report(

@@ -103,7 +103,7 @@ def arrivals(count: int, rate: float, seed: int) -> list[float]:
 
 
 def serve(way: Way, requests: list[TraceRequest], times: list[float]) -> Served:
-    """Submit each request at its time, and check that all requests end.
+    """Submits each request at its time, and checks that all requests end.
 
     Raises:
         ServiceError: a process died, a request failed or was tried twice, or something is held at the end.
@@ -138,7 +138,7 @@ def hear_until(client: Client, at: float) -> None:
 
 
 def check(asked: list[Asked], stamps: dict[str, list[Stamp]], stats: dict[str, msg.Stats]) -> None:
-    """Check that the run measured what it was meant to measure.
+    """Checks that the run measured what it was meant to measure.
 
     Raises:
         ServiceError: the check failed.
@@ -224,7 +224,7 @@ def measure(requests: list[TraceRequest], rate: float, seed: int, rounds: int) -
 
 
 def main() -> int:
-    """Measure, print, and write. Returns the exit status."""
+    """Runs the benchmark, prints its rows, and writes them. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.first_token", description=__doc__)
     parser.add_argument("--requests", type=int, default=REQUESTS, help=f"of the trace ({REQUESTS})")
     parser.add_argument("--rate", type=float, default=RATE, help=f"requests that arrive in a second ({RATE})")

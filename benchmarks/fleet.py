@@ -102,7 +102,7 @@ def plan_of(requests: list[TraceRequest], rng: random.Random) -> dict[str, Plann
 
 
 def run(requests: list[TraceRequest], seed: int) -> Run:
-    """Serve the requests, with kills and cancellations chosen by the seed.
+    """Serves the requests, with kills and cancellations chosen by the seed.
 
     Raises:
         ServiceError: a process died without being killed here, or the run makes no more progress.
@@ -131,7 +131,7 @@ def run(requests: list[TraceRequest], seed: int) -> Run:
 
 
 def kill_due(client: Client, due: list[tuple[int, str]], count: int) -> list[Killed]:
-    """Kill a process when `due` requests have ended. If it is not busy then, wait until it is."""
+    """Kills a process when `due` requests have ended. If the process is idle at that time, waits until it is busy."""
     done = len(client.asked) - len(client.open)
     if not due or done < due[0][0]:
         return []

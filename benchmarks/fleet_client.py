@@ -81,7 +81,7 @@ class Client:
         return not self._starting
 
     def submit(self, request_id: str, request: TraceRequest, at: float | None = None) -> None:
-        """Submit a request to the decode process that has the fewest open requests of this client.
+        """Submits a request to the decode process that has the fewest open requests of this client.
 
         The request counts as arrived at `at`; None means now.
         """
@@ -132,7 +132,7 @@ class Client:
             del self.open[one.request_id]
 
     def kill(self, name: str) -> float:
-        """Kill a process as a crash would, and restart it.
+        """Kills a process as a crash would, and restarts it.
 
         If it is a decode process, its requests fail. Returns the time of the kill. The process's counters must be in
         `stats`; any later work of the process is not counted.
@@ -148,7 +148,7 @@ class Client:
         return at
 
     def wait_until_whole(self) -> None:
-        """Wait until each restarted process serves.
+        """Waits until each restarted process serves.
 
         Raises:
             ServiceError: a process does not serve.
@@ -175,7 +175,7 @@ class Client:
                 raise ServiceError(f"processes that have sent no counters for {_SETTLE_S:.0f} s: {', '.join(names)}")
 
     def settle(self) -> float:
-        """Wait at most half a minute until no process holds a page. Returns the seconds that this took.
+        """Waits at most half a minute until no process holds a page. Returns the seconds that this took.
 
         Afterwards `stats` shows what is still held.
         """

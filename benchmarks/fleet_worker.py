@@ -70,7 +70,7 @@ class Planned(msgspec.Struct, frozen=True):
 
 
 def write_plan(folder: Path, plan: dict[str, Planned]) -> None:
-    """Write a plan for the servers, by request id."""
+    """Writes a plan for the servers, by request id."""
     (folder / PLAN).write_bytes(msgspec.json.encode(plan))
 
 
@@ -223,7 +223,7 @@ def stamped_tokens(send: Callable[..., None], notes: _Notes) -> Callable[..., No
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one process, as `scheduler_adapters.service.server` does. Returns the exit status."""
+    """Runs one process, as `scheduler_adapters.service.server` does. Returns the exit status."""
     die_with_parent()
     folder = Path(arguments[0])
     notes, plan = _Notes(folder), folder / PLAN

@@ -51,7 +51,7 @@ def pin() -> int:
 
 
 def settle() -> None:
-    """Collect and freeze all existing objects, so that the following samples pay only for their own garbage."""
+    """Collects and freezes all existing objects, so that the following samples pay only for their own garbage."""
     gc.collect()
     gc.freeze()
 
@@ -128,7 +128,7 @@ def machine() -> Row:
 
 
 def report(name: str, rows: Sequence[Row], chosen: argparse.Namespace, statistics: str = MINIMA_AND_MEDIANS) -> None:
-    """Print the rows as a table, and write them as JSON if an option says so."""
+    """Prints the rows as a table, and writes them as JSON if an option says so."""
     print(f"\n{name}\n{table(rows)}", flush=True)
     if chosen.json:
         clock = f"{CLOCK_VARIABLE}=cpu " if now is time.thread_time_ns else ""
@@ -137,7 +137,7 @@ def report(name: str, rows: Sequence[Row], chosen: argparse.Namespace, statistic
 
 
 def write(path: Path, figures: Row) -> None:
-    """Write JSON with one row in each line, so that two results can be compared line by line."""
+    """Writes JSON with one row in each line, so that two results can be compared line by line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     parts = [
         f" {json.dumps(key)}: "
@@ -164,14 +164,14 @@ def table(rows: Iterable[Row]) -> str:
 
 
 def clock_option(parser: argparse.ArgumentParser) -> None:
-    """Add `--clock` to a program that starts measuring processes. `os.environ[CLOCK_VARIABLE]` passes it to them."""
+    """Adds `--clock` to a program that starts measuring processes. `os.environ[CLOCK_VARIABLE]` passes it to them."""
     parser.add_argument(
         "--clock", choices=("wall", "cpu"), default="wall", help="cpu: measure processor time, for a busy machine"
     )
 
 
 def progress(text: str) -> None:
-    """Print a line to standard error, because tables go to standard output."""
+    """Prints a line to standard error, because tables go to standard output."""
     print(text, file=sys.stderr, flush=True)
 
 

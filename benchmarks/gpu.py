@@ -289,7 +289,7 @@ class Launch:
         self._event.record()
 
     def result(self) -> list[int]:
-        """Wait for the tokens."""
+        """Waits for the tokens."""
         self._event.synchronize()
         return self._tokens[: self._count].tolist()
 
@@ -405,7 +405,7 @@ PARTS = {"kernels": kernels, "copies": copies, "loop": loop, "overlap": overlap,
 
 
 def main() -> None:
-    """Run the parts and report."""
+    """Runs the parts of the benchmark and reports their rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default=",".join(PARTS), help="parts, with commas")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows, and how, where and of what")

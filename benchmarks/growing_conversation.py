@@ -88,7 +88,7 @@ def measure(length: int, algorithm: str, repeats: int) -> list[Row]:
 
 
 def main() -> None:
-    """Run and report."""
+    """Runs the benchmark and reports its rows."""
     chosen = options(__doc__)
     pin()
     lengths = (1024, 32_768) if chosen.quick else (1024, 4096, 16_384, 32_768, 65_536, 120_000)

@@ -99,7 +99,7 @@ def measure(sizes: Sequence[tuple[Callable[[int, int], Iterator[Row]], Sequence[
 
 
 def main() -> None:
-    """Run and report."""
+    """Runs the benchmark and reports its rows."""
     chosen = options(__doc__)
     pin()
     curves = ((by_batch, BATCHES, 12), (by_replicas, REPLICAS, 60), (by_pool, POOLS, 60), (by_queue, WAITING, 200))

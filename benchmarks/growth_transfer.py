@@ -237,7 +237,7 @@ def _available_mib() -> float:
 
 
 def main() -> None:
-    """Run and report."""
+    """Runs the benchmark and reports its rows."""
     chosen = options(__doc__)
     torch.set_num_threads(1)
     quick, rows = chosen.quick, list[Row]()

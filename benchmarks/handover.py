@@ -195,7 +195,7 @@ def row(kind: str, tokens: int, mode: str, times: list[tuple[float, float]]) -> 
 
 
 def main() -> None:
-    """Measure both models."""
+    """Measures both models."""
     chosen = options(__doc__)
     lengths, repeats = ([2048], 3) if chosen.quick else ([2048, 16384], 3)
     report(

@@ -137,7 +137,7 @@ def measure(lengths: Sequence[int], repeats: int) -> list[Row]:
 
 
 def main() -> None:
-    """Run and report."""
+    """Runs the benchmark and reports its rows."""
     chosen = options(__doc__)
     code = _CHILD.format(lengths=(4096, 32_768), repeats=15 if chosen.quick else 200)
     has_them = machine()["sha_extensions"]

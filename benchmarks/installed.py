@@ -95,7 +95,7 @@ def imports(repeats: int) -> Iterator[Row]:
 
 
 def main() -> None:
-    """Run and report."""
+    """Runs the benchmark and reports its rows."""
     chosen = options(__doc__)
     pin()
     rows = [*sizes(), *imports(2 if chosen.quick else 8)]

@@ -198,7 +198,7 @@ def of_vllm(repeats: int) -> list[Row]:
 
 
 def main() -> None:
-    """Run and report."""
+    """Runs the benchmark and reports its rows."""
     chosen = options(__doc__)
     pin()
     repeats = 5 if chosen.quick else 20

@@ -127,7 +127,7 @@ def child(pages: int, algorithm: str) -> Row:
 
 
 def main() -> None:
-    """Run and report."""
+    """Runs the benchmark and reports its rows."""
     chosen = options(__doc__)
     pin()  # the child processes inherit the core
     sizes = (100_000, 1_000_000) if chosen.quick else (10_000, 100_000, 1_000_000, 4_000_000)

@@ -127,7 +127,7 @@ def row_of(store: MotoStore, link: SlowLink, page_bytes: int, count: int, delay_
 
 
 def main() -> None:
-    """Run and report."""
+    """Runs the benchmark and reports its rows."""
     chosen = options(__doc__)
     sizes = [(64 << 10, 8)] if chosen.quick else [(64 << 10, 8), (64 << 10, 32), (512 << 10, 8)]
     rows: list[Row] = []

@@ -67,7 +67,7 @@ class Deadline(NamedTuple):
     when: int
 
     def result(self) -> list[int]:
-        """Wait for the tokens."""
+        """Waits for the tokens."""
         while now() < self.when:
             pass
         return self.tokens
@@ -133,7 +133,7 @@ def gain(batch: int, milliseconds: float, steps: int) -> Row:
 
 
 def main() -> None:
-    """Run and report."""
+    """Runs the benchmark and reports its rows."""
     chosen = options(__doc__)
     pin()
     batches, repeats = ([64], 32) if chosen.quick else ([1, 64, 256], 256)

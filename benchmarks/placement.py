@@ -92,7 +92,7 @@ class Served:
             self.begin(f"decode-{number + 1}")
 
     def begin(self, name: str) -> None:
-        """Start a prefill or decode process that joins the front."""
+        """Starts a prefill or decode process that joins the front."""
         role = name.partition("-")[0]
         sizes = ("--page-size", PAGE, "--max-tokens", self._longest, "--max-requests", CONCURRENCY)
         memory = CACHE_MB * self._setting.share if role == "prefill" else CACHE_MB / 2
@@ -100,7 +100,7 @@ class Served:
         self.start(name, role, "--name", name, *map(str, (*sizes, *more)))
 
     def start(self, name: str, *arguments: str) -> None:
-        """Start `pagewire serve` with these arguments."""
+        """Starts `pagewire serve` with these arguments."""
         command = (sys.executable, "-m", "pagewire", "serve", *arguments, "--address-file", self._address)
         self._processes[name] = subprocess.Popen(command, stdout=self._log, stderr=self._log)  # noqa: S603
 
@@ -112,7 +112,7 @@ class Served:
             self.drained[f"{name}#{len(self.drained)}"] = status
 
     async def ready(self) -> str:
-        """Wait until all processes have joined. Returns the URL."""
+        """Waits until all processes have joined. Returns the URL."""
         wanted = {"prefill": self._setting.prefills, "decode": 2}
         deadline = time.monotonic() + _START_S
         async with httpx.AsyncClient() as client:
@@ -132,14 +132,14 @@ class Served:
         return (self._folder / "log").read_text()
 
     def kill(self) -> None:
-        """Kill the remaining processes."""
+        """Kills the remaining processes."""
         for process in self._processes.values():
             process.kill()
             process.wait()
 
 
 async def ask(client: httpx.AsyncClient, request: TraceRequest) -> Answered:
-    """Send one request, and read its answer as a stream."""
+    """Sends one request, and reads its answer as a stream."""
     answered, begun = Answered(request), time.monotonic()
     body = {
         "model": "pagewire",
@@ -168,7 +168,7 @@ async def ask(client: httpx.AsyncClient, request: TraceRequest) -> Answered:
 
 
 async def serve_all(served: Served, setting: Setting, requests: list[TraceRequest]) -> tuple[list[Answered], Row]:
-    """Serve the requests, with kills and drains if the setting says so. Returns the final counters of each process."""
+    """Serves the requests, with kills and drains if the setting says so. Returns the final counters of each process."""
     url = await served.ready()
     answered: list[Answered] = []
     waiting = iter(requests)
@@ -195,7 +195,7 @@ async def serve_all(served: Served, setting: Setting, requests: list[TraceReques
 
 
 def run(setting: Setting, requests: list[TraceRequest]) -> tuple[list[Answered], Row]:
-    """Make one run. Returns its row without the verdicts."""
+    """Makes one run. Returns its row without the verdicts."""
     longest = max(len(one.prompt) + one.new for one in requests)
     with tempfile.TemporaryDirectory(prefix="pagewire-placement-") as folder:
         served = Served(Path(folder), setting, longest)

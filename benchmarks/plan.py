@@ -208,7 +208,7 @@ def fitted(rows: Sequence[Row], case: str) -> Row:
 
 
 def main() -> None:
-    """Measure and report."""
+    """Runs the benchmark and reports its rows."""
     chosen = options(__doc__)
     pin()
     repeats = 20 if chosen.quick else 100

@@ -152,7 +152,7 @@ def draw(figures: Figures, folder: Path) -> list[Path]:
 
 
 def draw_files(folder: Path, names: Iterable[str]) -> list[Path]:
-    """Draw the named results in `folder`. Returns the files."""
+    """Draws the named results in `folder`. Returns the files."""
     rows: dict[str, list[Row]] = {name: load(name, folder).get("rows", []) for name in names}
     return draw(rows, folder)
 
@@ -200,7 +200,7 @@ def _draw_growth(figures: Figures, path: Path) -> None:
 
 
 def main() -> None:
-    """Draw."""
+    """Draws the plots."""
     argparse.ArgumentParser(prog="python -m benchmarks.plots", description=__doc__).parse_args()
     made = draw_files(RESULTS, sorted(path.stem for path in RESULTS.glob("*.json")))
     draw_pulls(load("pull")["rows"], RESULTS / "pull.png")

@@ -116,6 +116,6 @@ def age(manager: PagedKVCacheManager, prompts: Prompts) -> None:
 
 
 def expect(holds: bool, claim: str) -> None:
-    """Stop the benchmark if it does not measure what it claims to measure."""
+    """Stops the benchmark if it does not measure what it claims to measure."""
     if not holds:
         raise RuntimeError(f"the claim of this benchmark is false: {claim}")

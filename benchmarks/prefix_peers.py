@@ -118,7 +118,7 @@ def ask(fleet: Fleet, decode: str, prefill: str, name: str, prompt: list[int]) -
 
 
 def rounds_of(prefills: int, decodes: int, count: int, seed: int, link: str = "") -> list[Round]:
-    """Serve `count` rounds of each length, and check that nothing is held at the end."""
+    """Serves `count` rounds of each length, and checks that nothing is held at the end."""
     numbers = random.Random(seed)  # noqa: S311  (guards nothing)
     names = [f"p{number}" for number in range(prefills)]
     configs = [msgspec.structs.replace(PAIR_CONFIG, name=name) for name in names]
@@ -159,7 +159,7 @@ def rounds_of(prefills: int, decodes: int, count: int, seed: int, link: str = ""
 
 
 def settle(fleet: Fleet) -> None:
-    """Wait until no process holds a page or an open request. A lease ends only shortly after its request.
+    """Waits until no process holds a page or an open request. A lease ends only shortly after its request.
 
     Raises `ServiceError` after a time limit.
     """
@@ -301,7 +301,7 @@ def tokens(numbers: random.Random, count: int) -> list[int]:
 
 
 def main() -> int:
-    """Measure, print, and write. Returns the exit status."""
+    """Runs the benchmark, prints its rows, and writes them. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.prefix_peers", description=__doc__)
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"rounds of each length ({ROUNDS})")
     parser.add_argument("--seed", type=int, default=0, help="seed of the prompts and their order (0)")

@@ -82,7 +82,7 @@ def rows(sizes: tuple[int, ...], repeats: int) -> list[Row]:
 
 
 def main() -> None:
-    """Measure and report."""
+    """Runs the benchmark and reports its rows."""
     chosen = options(__doc__)
     pin()
     report("prompt_digest", rows((1_000,) if chosen.quick else (1_000, 10_000, 100_000), 100), chosen)

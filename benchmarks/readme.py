@@ -671,7 +671,7 @@ def rendered(text: str) -> str:
 
 
 def main() -> int:
-    """Write the tables. With `--check`, returns exit status 1 if they differ from the results, marks aside."""
+    """Writes the tables. With `--check`, returns exit status 1 if they differ from the results, marks aside."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.readme", description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare without writing")
     chosen = parser.parse_args()

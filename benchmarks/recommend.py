@@ -38,7 +38,7 @@ def manager_of(replicas: int, pages: int, algorithm: HashAlgorithm, rows: int = 
 
 
 def publish(manager: PagedKVCacheManager, tokens: np.ndarray, replica: int) -> None:
-    """Make the prompt's pages cached at one replica."""
+    """Makes the prompt's pages cached at one replica."""
     context = TextContext(tokens, LONGEST)
     with manager.claim(context, replica):
         expect(manager.maybe_reserve(context), "there is room")
@@ -74,7 +74,7 @@ def measure(replicas: int, length: int, algorithm: HashAlgorithm, repeats: int) 
 
 
 def main() -> None:
-    """Run and report."""
+    """Runs the benchmark and reports its rows."""
     chosen = options(__doc__)
     pin()
     repeats = 15 if chosen.quick else 60

@@ -59,7 +59,7 @@ def measure(pages: int, page_size: int, repeats: int) -> list[Row]:
 
 
 def main() -> None:
-    """Run and report."""
+    """Runs the benchmark and reports its rows."""
     chosen = options(__doc__)
     pin()
     sizes = POOL_SIZES[:2] if chosen.quick else POOL_SIZES

@@ -101,7 +101,7 @@ def rows(sizes: tuple[tuple[int, int], ...], repeats: int) -> list[Row]:
 
 
 def main() -> None:
-    """Measure and report."""
+    """Runs the benchmark and reports its rows."""
     chosen = options(__doc__)
     pin()
     sizes = ((10_000, 0), (10_000, 100), (1_000_000, 0), (1_000_000, 100))

@@ -305,7 +305,7 @@ def killed(rounds: int) -> Row:
 
 
 def main() -> None:
-    """Run and report."""
+    """Runs the benchmark and reports its rows."""
     chosen = options(__doc__)
     quick = chosen.quick
     progress("files")

@@ -56,7 +56,10 @@ def _resident_kib() -> int:
 
 
 def main() -> int:
-    """Run and report. The exit status is 0 even if there are no traces, because they are not part of the project."""
+    """Runs the benchmark and reports its rows.
+
+    The exit status is 0 even if there are no traces, because they are not part of the project.
+    """
     chosen = options(__doc__)
     pin()
     missing = [name for name in TRACES if not (FOLDER / name).exists()]

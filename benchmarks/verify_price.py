@@ -64,7 +64,7 @@ _POOLS: list[np.ndarray] = []
 
 
 def take_fence_away(reader: ReplicaTransfer) -> None:
-    """Make a reader report success when its READs end, whatever the lease word holds. Only for timing."""
+    """Makes a reader report success when its READs end, whatever the lease word holds. Only for timing."""
     puller: Any = reader.ranks[0].puller
 
     def go_on(pull: Any) -> None:
@@ -126,7 +126,7 @@ def measure(count: int, rounds: int) -> list[Price]:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Runs the benchmark and prints its rows."""
     chosen = options(__doc__)
     rounds = 5 if chosen.quick else 30
     prices = [*measure(1, 20 * rounds), *measure(64, 4 * rounds), *measure(2048, rounds)]

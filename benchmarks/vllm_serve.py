@@ -159,7 +159,7 @@ def _prompt(numbers: random.Random, size: int) -> list[int]:
 
 
 def main() -> int:
-    """Measure, print, and write if asked to. Returns the exit status."""
+    """Runs the benchmark, prints its rows, and writes them if an option says so. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.vllm_serve", description=__doc__)
     parser.add_argument("--repeats", type=int, default=60, help="number of streams of each size")
     parser.add_argument("--rounds", type=int, default=3, help="number of bursts")

@@ -83,7 +83,7 @@ def measure_polls(waiting: int, repeats: int) -> list[Row]:
 
 
 def main() -> None:
-    """Run and report."""
+    """Runs the benchmark and reports its rows."""
     chosen = options(__doc__)
     pin()
     repeats = 50 if chosen.quick else 300

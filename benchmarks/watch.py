@@ -231,7 +231,7 @@ def _of(times: Sequence[float]) -> Row:
 
 
 def main() -> None:
-    """Measure and report."""
+    """Runs the benchmark and reports its rows."""
     if "--view" in sys.argv:
         view(sys.argv[-2], float(sys.argv[-1]))
         return

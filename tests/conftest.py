@@ -37,7 +37,7 @@ if not _among_engines():
 
 
 def pytest_configure() -> None:
-    """Make every test start from the same process state, however it is run.
+    """Makes every test start from the same process state, however it is run.
 
     A shell starts a background command with SIGINT ignored (under nohup also SIGHUP), and children inherit ignored and
     blocked signals. Here both are undone, so that each process that a test starts can be ended. A blocked alarm would

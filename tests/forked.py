@@ -28,7 +28,7 @@ _PRELOAD = [
     "scheduler_adapters.service.server",
     "tests.transfer.pair_ranks",
     "tests.transfer.worker",
-    "transformers.models.llama.modeling_llama",  # belongs to an optional extra
+    "transformers.models.llama.modeling_llama",  # The module belongs to an optional extra.
 ]
 
 
@@ -72,7 +72,7 @@ def start(
 def _serve(
     serve: Callable[..., Any], conn: Connection, arguments: tuple[object, ...], settings: dict[str, str]
 ) -> None:
-    gc.freeze()  # imported modules live as long as the process, so garbage collection need not examine them
+    gc.freeze()  # Imported modules live as long as the process, so garbage collection need not examine them.
     sockets_are_checked()
     # The parent of this process is the fork server. The fork server ends together with the process for which it was
     # started.
@@ -170,4 +170,4 @@ def _share(server: str) -> None:
     shared: Any = forkserver._forkserver
     shared._forkserver_address, shared.ensure_running = server, lambda: None
     process: Any = multiprocessing.current_process()
-    process._config["daemon"] = False  # a daemonic process may not start others
+    process._config["daemon"] = False  # A daemonic process may not start other processes.

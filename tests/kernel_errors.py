@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-# twice the measured errors (docs/guides/kernels.md), rounded up
+# Each limit is twice the measured error (docs/guides/kernels.md), rounded up.
 MOST = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 2e-2}
 SHAPES = ((8, 2, 64), (4, 4, 32))  # heads, kv_heads, head_dim
 
@@ -76,7 +76,7 @@ def main() -> None:
     dtypes: list[str] = options.dtypes.split(",")
     cases = itertools.product(enumerate(dtypes), enumerate(orders))
     for (nth_dtype, dtype), (nth_order, order) in cases:
-        # an interpreter is slow, so each page order runs only one shape with each of two dtypes
+        # The interpreter is slow, so each page order runs only one shape with each of two dtypes.
         shape = shapes[(nth_dtype + nth_order) % 2]
         # Each kernel has its own batch, because a kernel may store what it writes in its own order.
         first, second = (

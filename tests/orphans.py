@@ -59,7 +59,7 @@ def end_children(but: AbstractSet[int] = frozenset(), grace_s: float = 0.0, with
         time.sleep(_LOOK_S)
     ended: dict[int, str] = {}
     deadline, empty = time.monotonic() + within_s, 0
-    # one look is not enough, because it may miss a process whose parent ends during it
+    # One search is not enough. It may miss a process whose parent ends during the search.
     while empty < 2 and time.monotonic() < deadline:
         left = {pid: line for pid, line in children().items() if pid not in but}
         empty = 0 if left else empty + 1

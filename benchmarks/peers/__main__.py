@@ -57,7 +57,7 @@ def our_program(*, quick: bool) -> Program:
 
 
 def run(one: Program) -> dict[str, Figures]:
-    """Run a program on our core, which it inherits. Returns its figures by program.
+    """Runs a program on our core, which it inherits. Returns its figures by program.
 
     Raises:
         PeerError: the program failed, or printed no figures.
@@ -110,7 +110,7 @@ def _row(question: Question, figures: dict[str, Figures]) -> Row:
 
 
 def take_turns(programs: Sequence[Program], rounds: int) -> dict[str, list[Figures]]:
-    """Run every program once in each round. Returns all figures, by program."""
+    """Runs every program once in each round. Returns all figures, by program."""
     every: dict[str, list[Figures]] = {}
     for _ in range(rounds):
         for one in programs:
@@ -120,7 +120,7 @@ def take_turns(programs: Sequence[Program], rounds: int) -> dict[str, list[Figur
 
 
 def main(fail: Callable[[str], None] = progress) -> int:
-    """Measure, print and write. Exits with status 1 and one line if a peer cannot be run."""
+    """Runs the benchmark, prints its rows and writes them. Exits with status 1 and one line if a peer cannot be run."""
     chosen = arguments()
     try:
         folder = scripts_folder(chosen.scripts)

@@ -167,7 +167,7 @@ def run_script(script: str, name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the script, and then measure."""
+    """Runs the script, and then measures."""
     if sys.argv[1] == "cpu":
         time.perf_counter_ns = time.thread_time_ns
     script = sys.argv[2]

@@ -62,7 +62,7 @@ def weights() -> Iterable[tuple[str, Row]]:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Runs the benchmark and prints its rows."""
     chosen = options(__doc__)
     pin()
     # about as many samples as the peers' scripts take, because more samples would give lower minima

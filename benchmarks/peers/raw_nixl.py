@@ -27,7 +27,7 @@ def row(found: Row, way: str) -> Row:
 
 
 def main() -> None:
-    """Measure and print. Source and reader may use every core, as in `ours`."""
+    """Runs the benchmark and prints its rows. Source and reader may use every core, as in `ours`."""
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("UCX_", "NIXL_"))}
     for way, option in WAYS.items():

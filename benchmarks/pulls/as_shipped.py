@@ -97,7 +97,7 @@ def rows(wanted: Sequence[tuple[int, ...]], *, as_ours: bool) -> Iterator[Row]:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Runs the benchmark and prints its rows."""
     given = sys.argv[1:]
     wanted = [tuple(map(int, argument.split(","))) for argument in given if argument != AS_OURS]
     for row in rows(wanted, as_ours=AS_OURS in given):

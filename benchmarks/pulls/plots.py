@@ -15,7 +15,7 @@ _BESIDE = (SPUN, THREADED, LIMIT, "memcpy", "nixl as shipped", "nixl as ours", *
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Write the picture."""
+    """Writes the picture."""
     figure, ((sizes, counts), (splits,)) = plots.figure(2, (1.0, 1.3))
     alike = [row for row in rows if row["topology"] == "equal" and row["access"] == "random" and _known(row)]
     title = "Equal layouts, random pages, as many as were measured"

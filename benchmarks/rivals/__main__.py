@@ -78,7 +78,7 @@ def ours(*options: str, scattered: bool = True) -> list[Row]:
 
 
 def take_turns(programs: Sequence[Program], rounds: int, seconds: float) -> list[Row]:
-    """Run every program once in each round. Returns the rows of all rounds."""
+    """Runs every program once in each round. Returns the rows of all rounds."""
     found: list[Row] = []
     for at in range(1, rounds + 1):
         turns: dict[str, Callable[[], list[Row]]] = {
@@ -160,7 +160,10 @@ def _listed(blocks: Sequence[int]) -> str:
 
 
 def main(fail: Callable[[str], None] = progress) -> int:
-    """Measure, print and write. Exits with status 1 and one line if a rival cannot be run."""
+    """Runs the benchmark, prints its rows and writes them.
+
+    Exits with status 1 and one line if a rival cannot be run.
+    """
     chosen = arguments()
     seconds = 0.5 if chosen.quick else 2.0
     try:

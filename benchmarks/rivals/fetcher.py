@@ -46,11 +46,11 @@ class Fetch:
         self.wanted = self._manager.contents.digests(self.context)
 
     def ask(self) -> None:
-        """Ask the source for all pages of the prompt."""
+        """Asks the source for all pages of the prompt."""
         self._exchange.ask(0, self.key, *self._fetcher.place, self.wanted, _TIMEOUT_S)
 
     def hear(self) -> Lent:
-        """Wait for the source's answer."""
+        """Waits for the source's answer."""
         self.lent = self._fetcher.until(Lent, lambda event: event.key == self.key)[0]
         return self.lent
 
@@ -69,7 +69,7 @@ class Fetch:
         self._exchange.pull(self.key, self.lent.source, pending, timeout_s=_TIMEOUT_S)
 
     def end(self) -> PullEvent:
-        """Wait for the end of the pull. Then publish the pages, or give them back."""
+        """Waits for the end of the pull. Then publishes the pages, or gives them back."""
         event, happened = self._fetcher.until(PullEvent, lambda event: event.key == self.key and event.safe)
         if event.error:
             self._manager.cancel_import(self.pending)

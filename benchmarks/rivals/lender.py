@@ -94,7 +94,7 @@ def exchange_of(setting: Setting, manager: PagedKVCacheManager, name: str, addre
 
 
 def use_up(manager: PagedKVCacheManager, prompts: Prompts, *, scattered: bool) -> None:
-    """Fill the pool with prompts of one page.
+    """Fills the pool with prompts of one page.
 
     Later reservations evict these prompts in the order in which they came, or in random order if `scattered`.
     """
@@ -121,7 +121,7 @@ class Lender:
         return self.exchange.address, self.exchange.engine_id(0)
 
     def lay_out(self, count: int, pages: int) -> None:
-        """Compute prompts 0 to `count - 1`. Afterwards only these are cached."""
+        """Computes prompts 0 to `count - 1`. Afterwards only these are cached."""
         deadline = time.monotonic() + _LONGEST_S
         while self.manager.num_leased_blocks:  # the last reader's note that it is done may still be in flight
             self.exchange.poll()
@@ -142,7 +142,7 @@ class Lender:
             compute(self.manager, context)
 
     def evict(self) -> int:
-        """Evict every prompt, by computing others in all available pages. Returns the number of these pages."""
+        """Evicts every prompt, by computing others in all available pages. Returns the number of these pages."""
         self.manager.reset_prefix_cache()
         free = self.manager.total_num_pages - self.manager.num_held_blocks
         for _ in range(free // _EVICTING):
@@ -208,7 +208,7 @@ class LenderProcess:
         expect(self.answer() == "ready", "the source starts")
 
     def say(self, *command: object) -> None:
-        """Send a command."""
+        """Sends a command."""
         if self._process.stdin is None:
             raise RuntimeError("the source process has no standard input")
         self._process.stdin.write(json.dumps(command).encode() + b"\n")
@@ -221,7 +221,7 @@ class LenderProcess:
         return json.loads(line)
 
     def __call__(self, *command: object) -> Any:
-        """Send a command, and wait for the answer."""
+        """Sends a command, and waits for the answer."""
         self.say(*command)
         return self.answer()
 

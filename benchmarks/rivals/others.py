@@ -48,7 +48,7 @@ def started(target: Any, options: argparse.Namespace) -> tuple[Any, Any, Any]:
 
 
 def show(fault: str, told: str, seconds: float, wrong: int, usual_s: float) -> None:
-    """Print a row."""
+    """Prints a row."""
     row = {"the source": fault, "told_after_s": round(seconds, 4), "told": told}
     print(json.dumps({**row, "wrong_blocks": wrong, "usual_s": round(usual_s, 4)}), flush=True)
 
@@ -229,7 +229,7 @@ def ask_kvcr(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Run one of the programs."""
+    """Runs one of the programs."""
     name, script = sys.argv[1:3]
     options = argparse.Namespace(script=script, pool="huge", held="kvcr", timeout_ms=1000)
     {"kvcr": ask_kvcr, "mooncake": ask_mooncake}[name](options)

@@ -129,7 +129,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Runs the benchmark and prints its rows."""
     chosen = arguments()
     quiet()
     torch.set_num_threads(1)
@@ -152,7 +152,7 @@ def main() -> None:
 
 
 def show(rows: Iterator[Row]) -> None:
-    """Print the rows, one in each line."""
+    """Prints the rows, one in each line."""
     for row in rows:
         print(json.dumps(row), flush=True)
 

@@ -11,7 +11,8 @@ from benchmarks import memory
 def test_freed_memory_that_malloc_keeps_is_not_measured() -> None:
     before = memory.trimmed()
     held = [bytearray(b"x") * (100 << 10) for _ in range(800)]
-    # the last array stays, so that malloc does not return the memory of the others to the system by itself
+    # The last array stays allocated, so that malloc does not by itself return the memory of the other arrays to the
+    # system.
     del held[:-1]
     kept = memory.resident() - before
     assert kept > 60 << 20

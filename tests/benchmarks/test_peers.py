@@ -40,7 +40,7 @@ def _of_max(**row: object) -> str:
 def test_vllms_parts_are_added_up_and_those_of_other_groups_left_out() -> None:
     figures = rows_of_vllm(_VLLM)
     assert figures["cold 16 32768 sha256"] == (1900 + 80 + 300, 2000 + 90 + 400)
-    # vLLM publishes pages as soon as they are allocated, so the two figures are equal
+    # vLLM publishes pages as soon as it allocates them, so the two figures are equal.
     assert figures["admit 16 32768 sha256"] == figures["cold 16 32768 sha256"]
     assert figures["next turn list"] == (5, 6)
     assert figures["evict"] == (1, 1)

@@ -24,7 +24,7 @@ KEYS = {"topology", "order", "page_bytes", "pages", "gbps", "limit_gbps", "ratio
 def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cases, "_POOL_BYTES", 4 << 20)
     yield
-    gc.unfreeze()  # undoes `frame.settle`, because other tests share this process
+    gc.unfreeze()  # This undoes `frame.settle`, because other tests share this process.
 
 
 def test_every_topology_and_order_fits_its_pools() -> None:
@@ -80,7 +80,7 @@ def test_a_program_that_ran_alone_is_compared_with_the_limit_of_the_same_runs(tm
     ours = [
         *beside(10.0),
         *beside(4.0, order="a tensor a layer", runs=8192),
-        *beside(99.0, topology="TP 1→2"),  # the same number of bytes, divided into other runs
+        *beside(99.0, topology="TP 1→2"),  # The pulls have the same number of bytes, divided into other runs.
         *beside(98.0, memory="4 KiB pages", order="a tensor a layer", runs=8192),
     ]
     alone = [vllm, nixl, {**vllm, "pages": 17}, {**vllm, "memory": "4 KiB pages"}]

@@ -39,9 +39,8 @@ class Connected:
         return self.engine.params(name)
 
     def decode(self, name: str, prompt: list[int], params: Any) -> list[Any]:
-        """Continues a prompt that another engine has computed.
-
-        Returns whether the tokens are right, and how many of them were computed here.
+        """Continues a prompt that another engine has computed. Returns whether the tokens are right. Also returns how
+        many tokens were computed here.
         """
         begin = len(self.engine.scheduled)
         self.engine.add(name, prompt, COUNT, params)

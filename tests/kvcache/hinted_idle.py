@@ -74,14 +74,14 @@ class HintedIdle(list[Any]):
     def __init__(self, num_pages: int, tenant_of: Callable[[Any], str | None]) -> None:
         super().__init__()
         self.num_pages, self.tenant_of = num_pages, tenant_of
-        self.share: Callable[[], float] = lambda: 0.0  # returns how many of these pages follow hints
-        # returns the tenants above their quotas, in the order in which they lose pages
+        self.share: Callable[[], float] = lambda: 0.0  # The function returns how many of these pages follow hints.
+        # The function returns the tenants above their quotas, in the order in which they lose pages.
         self.order_of_tenants: Callable[[], list[str]] = list
         self.now: Callable[[], float] = lambda: 0.0
         self.quotas: dict[str, float] = {}
         self.quota = 1.0
         self.said: dict[Any, Said] = {}
-        # the pages that follow hints, each with its position among all pages that ever followed hints
+        # The pages that follow hints. Each has its position among all pages that have ever followed hints.
         self.older: dict[Any, int] = {}
         self.places = self.renewed = 0
         self.seen: Counter[str] = Counter()
@@ -138,7 +138,7 @@ class HintedIdle(list[Any]):
                 return mine[0]
         if not self.older:
             return self[0]
-        heads: dict[tuple[int, int], Any] = {}  # for each kind of hint, the oldest page with it
+        heads: dict[tuple[int, int], Any] = {}  # For each kind of hint, the oldest page with this hint.
         for page in sorted(self.older, key=lambda one: self.older[one]):
             heads.setdefault(self.said.get(page, NOTHING)[:2], page)
         now = self.now()

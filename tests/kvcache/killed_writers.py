@@ -23,14 +23,14 @@ import numpy as np
 
 from tests.kvcache.served import SIZE, Served
 
-PROMPTS, PAGES = 60, 50  # pages of 32 KiB
+PROMPTS, PAGES = 60, 50  # Each page has 32 KiB.
 
 
 @dataclass
 class Tally:
     rounds: int = 0
     in_a_write: int = 0
-    drafts_kept: int = 0  # how many drafts of a living writer a starting process has kept
+    drafts_kept: int = 0  # The number of a living writer's drafts that a starting process has kept.
     files: int = 0
     pages_served: int = 0
     pages_refused: int = 0
@@ -56,7 +56,7 @@ def write(folder: Path) -> None:
     for number in range(PROMPTS):
         it.serve(prompt_of(number))
         it.tiers.store_all()
-        # the same pages again, in files of the same names, so that all of the time goes into writing
+        # The same pages are written again to files of the same names, so that all of the time is spent on writing.
         for _ in range(10):
             for name in files._index.names:
                 files._index.forget(name)
@@ -102,14 +102,14 @@ def kill_one(folder: Path, after_s: float, tally: Tally) -> None:
             assert drafts_in(folder) == left, "a draft of a living writer was removed"
             tally.drafts_kept += len(left)
         finally:
-            writer.kill()  # a stopped process ends only by SIGKILL
+            writer.kill()  # A stopped process ends only by SIGKILL.
     again = served(folder)
     tally.rounds += 1
     tally.in_a_write += bool(left)
     assert not drafts_in(folder), "a draft of a killed writer was kept"
     tally.files += len([*folder.rglob("*.pages")])
     for number in range(PROMPTS):
-        again.serve(prompt_of(number))  # raises at the first wrong byte
+        again.serve(prompt_of(number))  # The call raises an error at the first wrong byte.
     again.manager.check()
     again.manager.close()
     tally.pages_served += again.manager.metrics.file_blocks_read

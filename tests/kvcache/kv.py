@@ -12,7 +12,7 @@ import xxhash
 from kvcache import PagedKVCacheManager, RaggedKVCacheInputs, TextContext
 
 Keys = tuple[tuple[int, bytes], ...]
-Named = tuple[str | None, Keys]  # the salt and all keys of a request
+Named = tuple[str | None, Keys]  # The salt and all keys of a request.
 
 _WEIGHTS = np.random.default_rng(0).integers(1, 1 << 64, 4096, np.uint64, endpoint=False) | np.uint64(1)
 

@@ -114,7 +114,7 @@ class DrawnChooser:
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data(), st.integers(0, 1 << 20), st.integers(1, 40))
 def test_drawn_moves(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, seed: int, count: int) -> None:
-    """If a run fails, Hypothesis shrinks it: both the number of moves and each choice in them."""
+    """Hypothesis shrinks a failing run: both the number of moves and each choice in them."""
     # The place of an interrupt depends on the length of calls, which Hypothesis does not control.
     features = drawn(SeededChooser(seed)) - {"interrupts"}
     model = Model(DrawnChooser(data), World(tmp_path_factory.mktemp("files"), StoredObjects()), features)

@@ -25,7 +25,7 @@ def test_missing_pages_are_weighed_against_recent_load() -> None:
     assert router.recommend([10, 4], [0, 0], [True, True]) == 0
     for _ in range(200):
         router.admitted(0, 0)
-    assert router.recommend([10, 4], [0, 0], [True, True]) == 1  # old load is forgotten
+    assert router.recommend([10, 4], [0, 0], [True, True]) == 1  # The router forgets old load.
 
 
 def test_a_shared_head_alone_does_not_draw_everything_to_one_replica() -> None:

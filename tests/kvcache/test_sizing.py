@@ -50,7 +50,7 @@ def test_estimate_is_the_budget_or_what_full_requests_take() -> None:
     two = params(n_devices=2, data_parallel_degree=2)
     assert estimate(params(), 4, 33, 3, 1 << 40, ["cpu"]) == 4 * 3 * PAGE
     assert estimate(params(), 4, 33, 3, 1000, ["cpu"]) == 1000
-    # two replicas do not need twice as much memory, because the batch is split
+    # Two replicas need no more memory than one, because the batch is divided between them.
     assert estimate(two, 4, 33, 3, 1 << 40, ["cpu"] * 2) == 4 * 3 * PAGE
     assert estimate(two, 5, 33, 3, 1 << 40, ["cpu"] * 2) == 6 * 3 * PAGE
     with pytest.raises(InvalidParamsError, match="1 devices given"):

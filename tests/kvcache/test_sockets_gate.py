@@ -173,7 +173,7 @@ def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Served]:
 @pytest.mark.parametrize(
     ("data", "most"),
     [
-        (frame(1, b"") * 32768, 4 << 20),  # an endless message of 2 million frames
+        (frame(1, b"") * 32768, 4 << 20),  # The message is endless: it has 2 million frames.
         (frame(1, bytes(1000)) * 64, 512 << 20),
         (
             frame(4, b"\x09SUBSCRIBE" + bytes(900)) * 64,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from tests.mutants.operators import changes
 
-_SHOWN = 160  # the longest expression that is shown, in characters
+_SHOWN = 160  # The longest expression that a report shows, in characters.
 _LEFT_OUT_NAMES = {"__repr__", "__str__", "__all__", "__slots__", "__match_args__", "__getattr__"}
 _LOGS = {"_log", "log", "logger", "logging", "warnings"}
 _CALLS_OF_TYPES = {"cast", "TypeVar", "NewType", "ParamSpec", "NamedTuple", "namedtuple", "getLogger"}

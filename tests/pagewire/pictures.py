@@ -42,12 +42,11 @@ from tests.kvcache.build import manager_of
 
 SIZE = (132, 40)
 COMMAND = (sys.executable, "-m", "pagewire")
-WIDTH = 100  # width of the output of the other commands, in characters
+WIDTH = 100  # The width of the output of the other commands, in characters.
 CONFIG = Path(__file__).parent / "plan/configs/gemma-3-27b"
 _FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 _SERVE_S = 120.0
-# a picture with more bytes than this shows more than the empty page that Textual serves before the program has drawn
-# anything
+# A picture with more bytes shows content. Before the program has drawn, Textual serves an empty page with fewer bytes.
 _DRAWN_BYTES = 30_000
 
 

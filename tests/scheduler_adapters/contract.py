@@ -78,7 +78,7 @@ class Adapter(Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether every request has ended and was completely cleaned up."""
+        """Returns whether every request has ended and was completely cleaned up."""
         ...
 
     def submit(self, request_id: str, prompt: Sequence[int], new: int) -> None:

@@ -12,7 +12,7 @@ from tests.sglang_engine import stand_ins
 collect_ignore_glob = [] if stand_ins.install() else ["test_*.py"]
 
 PAGE_SIZE = int(os.environ.get("PAGEWIRE_SGLANG_PAGE_SIZE", "16"))
-if PAGE_SIZE != 16:  # these tests choose their own page sizes, or need only one page size
+if PAGE_SIZE != 16:  # The tests in these files choose their own page sizes, or need only one page size.
     collect_ignore = ["test_pools.py", "test_transfer_layouts.py", "test_transfer_deaths.py", "test_kernels.py"]
 
 

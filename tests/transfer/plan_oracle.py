@@ -34,7 +34,7 @@ ORDERS = (
     "layer,side,token,head,dim",  # NHD
     "layer,head,token,side,dim",  # K and V of a token side by side, heads first
     "layer,token,head,side,dim",  # packed, tokens first
-    "side,layer,token,head,dim",  # the documented order of `blocks`, without gaps
+    "side,layer,token,head,dim",  # The documented order of `blocks`, without gaps.
 )
 
 PER_LAYER = (SPLIT_NHD, SPLIT_HND, BLOCKS_FIRST_NHD, BLOCKS_FIRST_HND, PACKED_NHD, PACKED_HND)

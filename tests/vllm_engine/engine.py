@@ -307,7 +307,7 @@ class Engine:
         self.scheduled: list[dict[str, int]] = []
         # The number of requests that the last step has preempted, and the largest number of used blocks.
         self.preempted = self.peak_blocks = 0
-        self.stats: list[Any] = []  # stats of the workers
+        self.stats: list[Any] = []  # The stats of the workers.
         # The stats of the scheduler and the workers, in the form in which they leave the engine.
         self.reported: list[dict[str, Any]] = []
         self.free_at_start = self.free_blocks
@@ -329,7 +329,7 @@ class Engine:
         }
         mixers: dict[int, Any] = {}
         of_states: Any = caches.kv_cache_groups[-1].kv_cache_spec
-        # a page of bytes, padded to the size of an attention layer's page
+        # The bytes of a page, padded to the size of an attention layer's page.
         for layer in range(LAYERS if shape.states else 0):
             views[_mixer(layer)] = torch.zeros(shape.blocks, 1, 1, tensors[0][0].nbytes, dtype=torch.int8)
             mixer = SimpleNamespace(get_state_shape=lambda: of_states.shapes, get_state_dtype=lambda: of_states.dtypes)

@@ -145,7 +145,7 @@ def main() -> None:
         import vllm.platforms
         from vllm.platforms.cpu import CpuPlatform
 
-        vllm.platforms._current_platform = CpuPlatform()  # the CUDA wheel finds no platform here
+        vllm.platforms._current_platform = CpuPlatform()  # The CUDA wheel finds no platform on this machine.
         answers = [answer(question, Path(scratch)) for question in questions]
     sys.stdout.buffer.write(msgspec.json.encode(answers))
     sys.stdout.flush()

@@ -40,7 +40,7 @@ class VLLMDriver:
         self.engines: dict[str, Engine] = {}
         self.starts = 0
         self.asked: dict[str, tuple[list[int], int]] = {}
-        self.at: dict[str, str] = {}  # maps each request to the engine that has it now
+        self.at: dict[str, str] = {}  # For each request, the engine that has it now.
         self.ended: dict[str, Outcome] = {}
         self.came: dict[str, list[int]] = {}
         self.hits: dict[tuple[str, str], int] = {}

@@ -84,7 +84,7 @@ def test_decode_reads_only_what_it_lacks(make: Make) -> None:
     )
     assert_empty(prefill, decode)
     moved = sum(sum(stats.data["pull_bytes"]) for stats in decode.stats)
-    page = 2 * 4 * 16 * 32 * 2  # bytes of a page in both layers
+    page = 2 * 4 * 16 * 32 * 2  # The bytes of a page in both layers.
     assert moved == 4 * page, "blocks 3 to 6"
 
 

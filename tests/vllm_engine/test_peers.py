@@ -80,7 +80,7 @@ def test_an_engine_with_the_same_secret_is_read_from(
 def test_a_source_with_another_secret_or_none_fails_one_request(
     make: Make, caplog: pytest.LogCaptureFixture, left: str, right: str, policy: str
 ) -> None:
-    # the pages of this engine are never read
+    # No request reads the pages of this engine.
     stranger = make("kv_producer", shape(secret=secret_of(left * 32), kv_lease_duration=2))
     friend = make("kv_producer", shape(secret=secret_of(right * 32)))
     decode = make("kv_consumer", shape(policy, secret=secret_of(right * 32)))
@@ -159,7 +159,7 @@ def test_another_address_under_a_known_engine_id_ends_no_load_of_others(
     known = prefilled(prefill, "known", PROMPT[:20])
     served([prefill, decode], "known", PROMPT[:20], 1, known)
     port = elsewhere(make, kind)
-    # each request takes 7 blocks, so there is room for five of them
+    # Each request takes 7 blocks, so five requests have room.
     prompts = {f"d{number}": [number, *PROMPT] for number in range(7)}
     params = {name: prefilled(prefill, name, prompt) for name, prompt in prompts.items()}
     for name in list(prompts)[:3]:

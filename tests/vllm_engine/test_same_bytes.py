@@ -11,7 +11,8 @@ from tests.vllm_engine.test_engine import PREFILL, PROMPT
 
 Make = Callable[..., Engine]
 THEIRS = ("NixlConnector", None)
-WHOLE = PROMPT[:96]  # whole blocks only, because our connector would read only the valid tokens of a partial block
+# The prompt has only whole blocks, because the connector reads only the valid tokens of a partial block.
+WHOLE = PROMPT[:96]
 
 
 class _Backend:

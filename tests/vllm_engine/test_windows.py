@@ -15,7 +15,8 @@ from tests.vllm_engine.engine import Engine, Shape, expected_tokens, run_until
 from tests.vllm_engine.test_engine import assert_empty, prefilled, served
 
 Make = Callable[..., Engine]
-SIZES = ((8, 16), (16, 8), (16, 24), (24, 16), (8, 32), (32, 8), (16, 16))  # tokens of a block at prefill and at decode
+# The tokens of a block at prefill and at decode.
+SIZES = ((8, 16), (16, 8), (16, 24), (24, 16), (8, 32), (32, 8), (16, 16))
 WINDOWS = ((0, 40), (33,), (0, 21, 40))
 OFTEN = {((8, 16), (0, 40)), ((8, 32), (33,)), ((16, 24), (0, 21, 40)), ((24, 16), (33,))}
 

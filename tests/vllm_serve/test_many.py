@@ -49,7 +49,7 @@ def test_no_request_fails_for_its_timing(
     target = model("llama")
     tokens = expected(target)
     settings = Settings(target, extra="")  # the leases have the default duration
-    # with the policy of this decode server, requests that cannot be loaded fail
+    # On this decode server, a request that cannot be loaded fails.
     pair: Pair = servers.pair(settings, replace(settings, number=1))
     assert [pair.ask(prompt).tokens for prompt in PROMPTS] == tokens
     before = pair.decode.metrics()

@@ -91,7 +91,7 @@ def test_a_stream_has_the_same_tokens_part_by_part(engines: Engines) -> None:
 
 
 def test_a_prefix_that_is_here_is_not_loaded(engines: Engines) -> None:
-    pair, (short, long) = engines.pair, (len(PROMPTS) - 2, len(PROMPTS) - 1)  # the prompts share 256 and 300 tokens
+    pair, (short, long) = engines.pair, (len(PROMPTS) - 2, len(PROMPTS) - 1)  # The prompts share 256 and 300 tokens.
 
     def run(at: int) -> None:
         assert pair.ask(PROMPTS[at]).tokens == engines.expected[at]

@@ -21,7 +21,7 @@ Expected = Callable[[Path], list[list[int]]]
 LONGEST = max(range(len(PROMPTS)), key=lambda at: len(PROMPTS[at]))
 
 _SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    # with the policy "recompute", the counters show that nothing was recomputed
+    # With the policy "recompute", the counters show that nothing was recomputed.
     "32 to 32": ({}, {"number": 1, "policy": "recompute"}),
     "32 to 64": ({}, {"block_size": 64}),
     "64 to 32": ({"block_size": 64}, {}),
@@ -76,7 +76,7 @@ def test_tokens_are_those_of_plain_vllm(
     tokens = _of_their_connector(servers, decode) if name in _DEPENDS_ON_ITS_BATCH else expected(target)
     pair: Pair = servers.pair(prefill, decode)
     pair.forget()
-    # tests that cause refusals share this pair, so only the new lines of the log count
+    # Tests that cause refusals share this pair, so only the new lines of the log count.
     logged = [len(server.text) for server in pair.both]
     before = pair.decode.metrics()
     alone = [pair.ask(prompt) for prompt in PROMPTS]

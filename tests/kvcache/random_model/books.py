@@ -46,7 +46,7 @@ class Books:
         self.foretold = not several and not {"states in slabs", "peer copies", "late copies"} & self.features
         self.lenient = False
         self.host_foretold = not {"files", "objects", "lends", "peer copies", "late copies"} & self.features
-        self.blurred = False  # whether any call has been interrupted
+        self.blurred = False  # True if a call has been interrupted.
         self.orders = Orders(built, names)
         tables = [Table(one.group, one.group.kind == "full") for one in self.manager.layer_tables.tables]
         count = self.manager.num_replicas
@@ -278,7 +278,7 @@ class Books:
         if reset or self.lenient:
             return
         evicted = gone - {one.passing for one in mine}
-        plain = not self.blurred and "imports" not in self.features  # imports hold copies for a while
+        plain = not self.blurred and "imports" not in self.features  # Imports hold copies for some time.
         if self.foretold and plain and len(mine) < 2 and all(one.surely for one in mine):
             assert more == len(evicted), f"{more} states evicted, {len(evicted)} are gone"
             if not self.orders.hinted:

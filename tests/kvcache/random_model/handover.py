@@ -30,7 +30,7 @@ class Import:
     one: Request
     pending: PendingImport
     table: BlockTable
-    ends: set[int] | None  # the tokens at which chunks of the prompt end after the import
+    ends: set[int] | None  # The tokens at which chunks of the prompt end after the import.
     copier: ImportCopier | None = None
     is_taken: bool = False  # A copier has taken all of the import's pages.
 

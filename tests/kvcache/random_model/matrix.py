@@ -118,7 +118,7 @@ class Built(NamedTuple):
     features: frozenset[str]
     caching: bool
     copies: int  # The number of state copies for which there is room, if states have separate memory.
-    every: int  # pages between two copies of a state
+    every: int  # The number of pages between two copies of a state.
     quotas: dict[str, float]
     quota: float
 

@@ -127,7 +127,8 @@ class Moves:
         self.names = names or Names()
         self.books = Books(built, self.names)
         self.live: dict[str, Request] = {}
-        self.away: list[TextContext] = []  # preempted requests; each context says how far its request had run
+        # Preempted requests. Each context says how many tokens its request had computed.
+        self.away: list[TextContext] = []
         self.leases: list[Lease] = []
         self.past: list[tuple[list[int], Keys]] = [([1] * 9, ())]
         self.seen: Counter[str] = Counter()
@@ -419,7 +420,7 @@ class Moves:
         return True
 
     def surplus_at(self, one: Request, asked: tuple[tuple[int, int], int, int], committed: int, end: int) -> int:
-        """Returns how many free pages would be left if the request continued from column `end`."""
+        """Returns how many free pages would be left if the request continued from block `end`."""
         (was, active), start, steps = asked
         went_on, length = (end * PAGE_SIZE if end > committed else start), len(one.tokens)
         active = active if went_on < active else min(length, went_on + active - was)

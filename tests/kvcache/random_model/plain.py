@@ -81,14 +81,15 @@ class Request:
     rows: list[dict[int, int]]
     first: list[int]  # For each table, the index of the first block that may have a page.
     cached: int = 0  # The number of tokens that were computed when the request's last step was recorded.
-    published: int = 0  # the number of the request's pages that were published when the last call ended
+    published: int = 0  # The number of the request's pages that were published when the last call ended.
     ready: bool = False  # it may run
     shared: int = 0  # The number of the request's tokens whose pages the last lookup has found.
     ends: set[int] | None = None  # The tokens at which chunks of the request's prompt end. The state can be kept there.
     # The number of tokens before the state that a block table has given to readers. It is -1 if no block table has
     # given one.
     state_told: int = -1
-    loads: list[Digest] = field(default_factory=list)  # contents that are being loaded for the request from host memory
+    # The contents that are being loaded for the request from host memory.
+    loads: list[Digest] = field(default_factory=list)
     # A call was interrupted after the request's claim, so the model does not know which pages are published.
     unsure: bool = False
     passing: Digest | None = None  # The digest of the state copy that the request's next copy will replace.

@@ -92,7 +92,7 @@ class Model(AheadMoves):
             self.seen["interrupted"] += 1
             self.seen[f"interrupted: {call}"] += 1
             self.mend(before)
-            # a reset may have dropped pages in use from the queue of pages to be copied
+            # A reset may have removed pages in use from the queue of pages to be copied.
             if str(call) == "reset_prefix_cache":
                 self.books.not_below.update(*(replica.there for replica in self.books.replicas))
             self.same_books()
@@ -126,7 +126,7 @@ class Model(AheadMoves):
             one.first = [min(row, default=first) for row, first in zip(one.rows, one.first, strict=True)]
             one.ready = one.ready and one.room >= len(one.tokens)
             if manager.states and manager.states[one.replica].is_promised(one.name):
-                one.state_told = one.cached  # the interrupted `block_table` may have named its state to readers
+                one.state_told = one.cached  # The interrupted `block_table` may have given its state to readers.
 
     def end_unknown(self, before: dict[Request, list[int]]) -> None:
         """Ends the leases and imports that no caller has got. Also ends those whose state the model does not know."""

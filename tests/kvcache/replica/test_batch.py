@@ -329,7 +329,7 @@ def test_a_context_that_was_moved_outside_of_the_batch_is_read_again(make: Any) 
         manager.step(part)
     assert contexts[0].tokens.tolist()[-4:] == [28, 91, 29, 91]
     assert contexts[2].tokens.tolist()[-2:] == [29, 90]
-    # the batch has not read its contexts yet
+    # The batch has not read its contexts yet.
     assert batch.ends.tolist() != [context.end_idx for context in contexts]
     assert manager.fetch(batch)[0].cache_lengths.tolist() == [context.start_idx for context in contexts]
 
@@ -439,7 +439,7 @@ def test_a_batch_ends_with_the_release_of_one_of_its_requests(make: Any) -> None
     batch = manager.batch(contexts)
     running(manager, [4], name="other")
     manager.release("other0")
-    assert manager.reserve_batch(batch).all()  # the release of another request does not affect the batch
+    assert manager.reserve_batch(batch).all()  # The release of another request does not affect the batch.
     manager.release("1")
     for call in (manager.reserve_batch, manager.fetch, manager.step):
         with pytest.raises(InvalidRequestError, match="request '1': .* it was released after the batch was made"):
@@ -450,7 +450,8 @@ def test_a_batch_ends_with_the_release_of_one_of_its_requests(make: Any) -> None
 
 def test_a_full_pool_refuses_those_that_cross_a_page_and_nobody_else(make: Any) -> None:
     manager = make(5, page_size=4)
-    contexts = running(manager, [7, 6, 3])  # five pages; the first and the last request end at the end of a page
+    # The requests have five pages. The first and the last request end at the end of a page.
+    contexts = running(manager, [7, 6, 3])
     batch = manager.batch(contexts)
     assert manager.reserve_batch(batch).tolist() == [True, True, True]
     batch.update([1, 1, 1])

@@ -334,7 +334,7 @@ def test_a_copy_shares_nothing_that_moves(make: Any, how: str, kind: type[TextCo
     assert (twin.start_idx, twin.active_idx, twin.end_idx) == (context.start_idx, context.active_idx, context.end_idx)
     assert (twin.cache_salt, twin.extra_keys, twin.retention) == ("salt", ((3, b"image"),), hint)
     assert getattr(twin, "client", ["somebody"]) == ["somebody"]
-    for token in range(60, 70):  # both contexts move alternately
+    for token in range(60, 70):  # Both contexts advance in turns.
         twin.update(token)
         batch.update([token + 10])
     assert twin.tokens.tolist() == [*known, *range(60, 70)]
@@ -355,7 +355,7 @@ def test_a_copy_is_another_object_of_its_request(make: Any) -> None:
         manager.maybe_reserve(twin)
     manager.release("r")
     manager.external_claim("r")
-    # the process that has received a context may reserve pages for it, just as this test does
+    # The process that receives a context may reserve pages for it, as this test does.
     assert manager.maybe_reserve(twin)
 
 

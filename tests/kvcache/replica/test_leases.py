@@ -359,7 +359,7 @@ def test_a_cancelled_import_that_is_written_keeps_its_pages_beyond_a_recovery(ma
     target.cancel_import(pending)
     if released:
         target.release("r")
-    target._mark.call = ("step", None)  # simulates an interrupted `step`
+    target._mark.call = ("step", None)  # This call simulates an interrupted `step`.
     found = target.recover()
     assert found.imports == (pending,)
     assert found.copiers == (copier,)
@@ -512,7 +512,7 @@ def test_leases_keep_the_computed_or_told_pages_that_leave_their_row(cached: int
     books.leases.tell(1, told)
     books.leases.replace(1, 2, pages, cached)
     assert books.held_by(lease) == pages[:kept].tolist()
-    books.leases.replace(0, 0, pages, 64)  # this row has no lease
+    books.leases.replace(0, 0, pages, 64)  # This row has no lease.
     assert books.held_by(lease) == pages[:kept].tolist()
 
 
@@ -546,7 +546,7 @@ def test_after_an_interrupt_leases_belong_to_the_rows_of_their_requests() -> Non
     books.leases.tell(0, 8)
     # The test simulates that the request of the lease was released and that another request has claimed the row.
     books.rows.request_ids[1] = "another"
-    books.leases.of_row.clear()  # the state that an interrupt may leave
+    books.leases.of_row.clear()  # An interrupt may leave this state.
     books.leases.mend(over)
     books.leases.check()
     assert books.leases.of_row == {0: [kept]}

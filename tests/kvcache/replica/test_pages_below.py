@@ -36,7 +36,7 @@ def test_only_missing_pages_are_loaded(served: Make) -> None:
     it.tiers.store_all()
     replica = it.manager._replicas.each[0]
     digests = it.digests(PROMPT)
-    # removes one page of the first table and two of a window, as evictions would
+    # The evictions remove one page of the first table and two pages of a window.
     for table, columns in ((0, [3]), (1, [9, 4])):
         names = replica.tables.every(digests)[table]
         for page in replica.pool.index.find(names[columns])[:, None]:
@@ -44,7 +44,7 @@ def test_only_missing_pages_are_loaded(served: Make) -> None:
             replica.pool.index.withdraw(page)
             replica.pool.release(page)
     assert it.serve(PROMPT) == 40
-    assert it.manager.metrics.h2d_blocks_copied == 2  # no query sees the window's fifth page any more
+    assert it.manager.metrics.h2d_blocks_copied == 2  # No later query sees the window's fifth page.
 
 
 def test_a_hit_ends_where_one_table_cannot_continue(served: Make) -> None:

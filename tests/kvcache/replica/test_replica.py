@@ -89,7 +89,7 @@ def test_a_match_is_made_again_after_a_decode_step_evicted_its_page(make: Any) -
     manager.external_claim(grows.request_id)
     manager.external_claim(waits.request_id)
     assert manager.maybe_reserve(grows)  # The request takes the four fresh pages.
-    assert not manager.maybe_reserve(waits)  # there is no free page for the third page of the request
+    assert not manager.maybe_reserve(waits)  # No page is free for the third page of the request.
     grows.update(1)
     manager.step([grows])
     # The waiting request still finds its pages, because none of them was evicted yet.

@@ -24,7 +24,7 @@ NARROW = FULL, LayerGroup("window", (1,), 6)
 def make(groups: tuple[LayerGroup, ...] = (), *, states: bool = True, pages: int = 100) -> PagedKVCacheManager:
     told: dict[str, Any] = {"groups": groups}
     told |= {"states": SHAPE, "state_copies": 20, "state_every_pages": 0} if states else {}
-    more = 29 * 8 if states else 0  # pages that the states take
+    more = 29 * 8 if states else 0  # The number of pages that the states take.
     return manager_of(pages + more, page_size=SIZE, layers=2 if groups else 1, dtype=torch.int64, params=told)
 
 

@@ -100,7 +100,7 @@ def copies_of(manager: PagedKVCacheManager, tokens: list[int], **options: Any) -
 def test_a_hinted_prefix_is_found_after_a_flood_with_its_state(said: Retention | None) -> None:
     manager = trusting(made(400, 10))
     serve(manager, prompt(1), said)
-    # all of these prompts have enough pages, but there is room for only ten copies of states
+    # There are enough pages for all of these prompts, but there is room for only ten copies of states.
     for name in range(100, 140):
         serve(manager, prompt(name))
     assert found(manager, prompt(1)) == (0 if said is None else 2)
@@ -224,7 +224,7 @@ def test_a_tenant_above_its_quota_gives_up_its_own_copies() -> None:
         serve(manager, prompt(name), cache_salt="small")
     assert [found(manager, prompt(name)) for name in range(4)] == [2] * 4
     theirs = [found(manager, prompt(name), cache_salt="small") for name in range(100, 130)]
-    # copies that exceed a quota can still be found until other content needs their room
+    # A copy above the quota can still be found until other content needs its room.
     assert theirs == [0] * 15 + [2] * 15
     for name in range(200, 211):
         serve(manager, prompt(name))

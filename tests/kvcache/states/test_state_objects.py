@@ -51,7 +51,8 @@ def test_a_new_machine_resumes_prompts_with_the_store_alone(served: Make, slabs:
     """
     pages, full = (length - 1) // SIZE, length // SIZE
     wrote = written(served, range(length), slabs=slabs).manager.metrics
-    # there are two states: after the last page from which other prompts can continue, and after the last full page
+    # There are two states: one after the last page from which other prompts can continue, and one after the last full
+    # page.
     places = {pages, full} - {0}
     assert wrote.object_states_written == len(places)
     assert wrote.object_blocks_written == full // COUNT * COUNT + sum(place % COUNT for place in places)
@@ -168,7 +169,7 @@ def test_for_a_prompt_larger_than_the_host_the_state_after_its_first_pages_is_re
     for pool in (it.manager._replicas.each[0].pool, it.manager.states[0].pool):
         pool.release(pool.allocate(pool.free_count))
     for tiers in (it.tiers, it.state_tiers):
-        tiers.host.pool.forget_idle()  # the process that has written the objects knows all of them
+        tiers.host.pool.forget_idle()  # The process that has written the objects knows all of them.
     assert it.again(prompt) == 16
     assert (it.manager.metrics.object_blocks_read, it.manager.metrics.object_states_read) == (4, 1)
 
@@ -227,7 +228,7 @@ def test_a_damaged_newest_state_leaves_the_one_before_it_and_is_written_again(
     right, key = dict(store.pages), key_of(it, PROMPT, 10, state=True)
     again = served()
     again.fetch(PROMPT)
-    again.state_tiers.host.pool.forget_idle()  # the state is known to be in the store
+    again.state_tiers.host.pool.forget_idle()  # The manager remembers that the store has the state.
     if how == "gone":
         del store.objects[key]
     else:
@@ -410,7 +411,8 @@ def test_random_prompts_over_four_tiers(served: Make, store: StoredObjects, tmp_
             prompt += [int(rng.integers(3))] * int(rng.integers(1, 20))
         ends = range(1, len(prompt) // SIZE + 1)
         objects = store.objects.keys() & {key_of(it, prompt, end, state=one) for end in ends for one in (False, True)}
-        removes, which = rng.random(2)  # drawn in each move, so that the prompts do not depend on what is stored
+        # The numbers are drawn in each move, so that the prompts do not depend on the contents of the store.
+        removes, which = rng.random(2)
         if objects and removes < 0.3:  # The manager may still expect the removed object in the store.
             del store.objects[sorted(objects)[int(which * len(objects))]]
         expected = longest(it, prompt, store)

@@ -58,7 +58,7 @@ def test_states_come_back_as_written_from_any_number_of_shards(shards: int) -> N
             assert torch.equal(states.read(layer, pages, CONV_KINDS), conv)
             assert torch.equal(states.read(layer, pages, (SSM_KIND,)), ssm)
             assert torch.equal(states.read(layer, pages.flip(0), ("conv.C",)), conv.flip(0)[:, 22:])
-    for kind, parts in split._views.each.items():  # each shard holds its own part of the single shard's state
+    for kind, parts in split._views.each.items():  # Each shard holds its own part of the single shard's state.
         ((_, all_of_it),) = whole._views.each[kind]
         for layout, held in parts:
             assert torch.equal(held, all_of_it[:, :, layout.first_head : layout.first_head + layout.num_heads])
@@ -161,7 +161,7 @@ def test_a_leased_state_page_outlives_its_request_and_is_not_overwritten_once_re
     page = states.allocate("a")
     first = held(states, "a")
     states.advance(states.pages_at(["a"], [0]), [5])
-    states.advance(states.pages_at(["a"], [5]), [9])  # no reader was told of the state after 5 tokens
+    states.advance(states.pages_at(["a"], [5]), [9])  # No block table has given the state after 5 tokens to a reader.
     states.tell("a")
     with pytest.raises(StatePageError, match="'a': its state after 9 tokens is leased"):
         states.pages_at(["a"], [9])
@@ -175,7 +175,7 @@ def test_a_leased_state_page_outlives_its_request_and_is_not_overwritten_once_re
     second.release()
     states.check(["b"])
     assert states.allocate("a") == page
-    assert states.pages_at(["a"], [0]).tolist() == [page]  # no reader is told of this state page any more
+    assert states.pages_at(["a"], [0]).tolist() == [page]  # No block table gives this state page to readers any more.
 
 
 def test_after_the_end_of_a_lease_the_request_continues_on_its_state_page() -> None:

@@ -316,7 +316,7 @@ def test_the_files_stay_within_their_limit(served: Make, tmp_path: Path) -> None
 
 
 def test_the_least_recently_used_file_goes_first(served: Make) -> None:
-    it = served(8, 40, gb=2800 / 2**30)  # room for two files of seven pages, but not for three
+    it = served(8, 40, gb=2800 / 2**30)  # The folder has room for two files of seven pages, but not for three files.
     for first in (100, 200):
         it.serve([first, *range(28)])
         down(it)
@@ -403,7 +403,7 @@ def test_a_folder_that_disappears_is_made_again(
         else:
             epoch.symlink_to(elsewhere)
     it.fill(8)
-    it.fill(8)  # the host does not have the prompt any more
+    it.fill(8)  # The host no longer has the prompt.
     down(it)
     assert it.serve(PROMPT) == (16 if what == "name" else 0)
     down(it)
@@ -718,9 +718,8 @@ def test_check_recounts_the_files(served: Make) -> None:
 
 
 def test_random_prompts_over_three_tiers(served: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two managers on one folder, with small tiers.
-
-    Every cached token is compared, and `check` runs after each move.
+    """Two managers on one folder, with small tiers. The KV of every cached token is compared, and `check` runs after
+    each move.
     """
     monkeypatch.setattr(module, "_LONGEST_QUEUED_S", 0.0)
     monkeypatch.setattr(module, "_RESCAN_S", 0.02)

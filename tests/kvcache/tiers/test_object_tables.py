@@ -93,7 +93,7 @@ def test_the_store_is_asked_in_few_rounds(served: Make, store: StoredObjects) ->
     settled(third)
     store.calls.clear()
     third.fetch(longer)
-    assert store.calls == ["exist", "exist", "exist", "read"]  # the third question asks for all objects of windows
+    assert store.calls == ["exist", "exist", "exist", "read"]  # The third question asks for all objects of windows.
     assert third.serve(longer) == 16
     settled(third)
     store.calls.clear()
@@ -190,7 +190,7 @@ def test_the_objects_of_a_prompts_first_pages_are_written_first(
     assert queued == [key_of(it, table, number) for number in (0, 1) for table in (0, 1)]
     store.may.set()
     settled(it)
-    it.serve(PROMPT)  # objects that are there already take no room
+    it.serve(PROMPT)  # Objects that the host has already take no room.
     it.manager.flush_tiers()
     assert set(store.pages) == {key_of(it, table, number) for number in range(3) for table in (0, 1)}
 

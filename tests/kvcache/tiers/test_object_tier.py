@@ -365,7 +365,7 @@ def test_a_request_that_waits_for_free_pages_uses_the_pages_that_come_from_the_s
     holder, waiting = again.claim(range(1000, 1040)), again.claim(PROMPT)
     assert again.manager.maybe_reserve(holder)
     ends = time.monotonic() + 20
-    while again.manager.metrics.object_blocks_read < 8:  # no step runs, so only these calls handle what arrives
+    while again.manager.metrics.object_blocks_read < 8:  # No step runs, so only these calls handle answers.
         store.may.clear()
         assert not again.manager.maybe_reserve(waiting)
         assert time.monotonic() < ends
@@ -386,7 +386,7 @@ def test_a_state_that_the_store_has_lost_is_written_again_when_it_is_used(store:
     it.manager.flush_tiers()
     key = key_of(it, prompt, 10, state=True)
     del store.objects[key]
-    tiers_of(it)[1]._known.clear()  # the tier has forgotten the object among many others
+    tiers_of(it)[1]._known.clear()  # The tier has forgotten this object among many other objects.
     assert it.serve(prompt) == 40
     it.manager.flush_tiers()
     assert key in store.objects
@@ -396,7 +396,7 @@ def test_the_store_is_asked_only_for_the_states_that_the_caller_names(store: Sto
     it = store.machine(ServedStates)
     settled(it)
     tier, digests = tiers_of(it)[1], it.digests(range(43))[None]
-    for page in (2, 9):  # the state after page 2 is known to be absent when the state after page 9 is asked for
+    for page in (2, 9):  # The store is known to lack the state after page 2 when the state after page 9 is asked for.
         store.may.clear()
         assert tier.ask(digests, np.arange(10)[None] == page)
         assert [*tier._busy] == [digests[0, page].tobytes()]

@@ -153,7 +153,7 @@ def test_a_row_names_the_block_table_of_its_page(tmp_path: Path) -> None:
     for asked, refusals in ((tables, [None, None]), (tables[::-1], [FileRefusal.FOREIGN] * 2)):
         wanted = layout.names(digests, asked)
         assert read_pages(written(tables), layout, 0, wanted, pages, SystemIO()) == refusals
-    assert read_rows(written(np.array([2, 3])), layout) is FileRefusal.FOREIGN  # there is no such table
+    assert read_rows(written(np.array([2, 3])), layout) is FileRefusal.FOREIGN  # The file has no such table.
     assert isinstance(read_rows(written(tables), LAYOUT), FileRefusal)
 
 

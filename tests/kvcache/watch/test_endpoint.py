@@ -476,7 +476,7 @@ def test_a_question_of_another_version_is_refused_with_both_versions() -> None:
         assert frames is not None
         with pytest.raises(WatchError, match="it speaks 'ask_look/9', and 'ask_look/1' is known here"):
             Followed().apply(frames)
-        client._socket.send(b"\xc1")  # garbage gets no answer
+        client._socket.send(b"\xc1")  # Invalid data gets no answer.
         client.ask(AskLook())
         frames = client.answer(20.0)
         assert frames is not None

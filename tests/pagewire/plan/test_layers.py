@@ -105,7 +105,7 @@ def test_recurrent_layers_keep_as_many_bytes_as_our_state_pages(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("name", "kinds", "token_bytes", "state_bytes"),
-    [  # matrices in float32, and inputs of convolutions in bfloat16
+    [  # The matrices are in float32, and the inputs of convolutions are in bfloat16.
         ("qwen3-next-80b", {"state": 36, "full": 12}, 24_576, 36 * (32 * 128 * 128 * 4 + (4096 + 2 * 2048) * 3 * 2)),
         ("nemotron-h-8b", {"state": 24, "full": 4}, 16_384, 24 * (128 * 64 * 128 * 4 + (8192 + 2 * 1024) * 3 * 2)),
         ("kimi-linear-48b-a3b", {"state": 20, "latent": 7}, 8_064, 20 * (32 * 128 * 128 * 4 + 3 * 4096 * 3 * 2)),

@@ -81,7 +81,7 @@ def check_prompts_find_pages(router: Router, fleets: list[Served]) -> None:
 
     until_it_follows(router, at_one_of_them, found)
     prompts = [at_one_of_them() for _ in range(24)]
-    until_it_follows(router, at_one_of_them, found)  # events arrive in order, so the router knows these pages, too
+    until_it_follows(router, at_one_of_them, found)  # Events arrive in order, so the router knows these pages, too.
     assert [found(prompt) for prompt in prompts] == [LENGTH // PAGE * PAGE] * 24
     served = [sum(one["prompt_tokens"] for one in each.get("/fleet").values()) for each in fleets]
     assert min(served) > 0, "both"
@@ -120,8 +120,8 @@ def check_follows_both(router: Router, apart: Served) -> None:
     rng, urls = random.Random(1), {name: f"{apart.url}/processes/{name}/v1" for name in ("p1", "p2", "d1", "d2")}
 
     def at_one_of_them() -> list[int]:
-        """Computes a new prompt at one of the prefill processes, and returns the prompt. The test itself makes the two
-        calls that the router would make.
+        """Computes a new prompt at one of the prefill processes, and returns the prompt. The test makes the two calls
+        of a router.
         """
         prompt, name = [rng.randrange(200) for _ in range(LENGTH)], rng.choice(["p1", "p2"])
         params = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -147,7 +147,7 @@ def check_follows_both(router: Router, apart: Served) -> None:
 
     until_it_follows(router, at_one_of_them, found)
     prompts = [at_one_of_them() for _ in range(12)]
-    until_it_follows(router, at_one_of_them, found)  # events arrive in order, so the router knows these pages, too
+    until_it_follows(router, at_one_of_them, found)  # Events arrive in order, so the router knows these pages, too.
     assert [found(prompt) for prompt in prompts] == [LENGTH // PAGE * PAGE] * 12
     for text in (*prompts[:4], "A text goes the same way."):
         assert router.complete(text, 12)["choices"][0]["text"] == complete(apart.client, text, 12).choices[0].text

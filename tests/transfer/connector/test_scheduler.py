@@ -162,7 +162,7 @@ def test_pages_go_when_every_rank_s_lease_has_ended(make: Any) -> None:
     scheduler = make(tp=3)
     offered(scheduler)
     assert scheduler.update(1, WorkerOutput(sent={"r": "read"})).sent == {}
-    assert scheduler.update(1, WorkerOutput(sent={"r": "read"})).sent == {}  # two reports of one rank count once
+    assert scheduler.update(1, WorkerOutput(sent={"r": "read"})).sent == {}  # Two reports of one rank count once.
     assert scheduler.update(2, WorkerOutput(sent={"r": "expired"})).sent == {}
     with pytest.raises(InvalidLeaseError, match=r"it has ended on ranks \[1, 2\]: expired"):
         params(scheduler)

@@ -420,7 +420,7 @@ def test_unexpected_notifications_are_counted_and_dropped(pair: Any, make_engine
     stranger = make_engine("stranger", tp=2)
 
     def arrived(count: int) -> bool:
-        for engine in (left, right, stranger):  # the first contact of two agents needs both to be polled
+        for engine in (left, right, stranger):  # At the first contact, both agents must be polled.
             engine.poll()
         return sum(right.notification_counts.values()) == count
 

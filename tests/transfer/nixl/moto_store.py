@@ -34,7 +34,7 @@ class MotoStore(NamedTuple):
         try:
             self.request("PUT", name)
         except urllib.error.HTTPError as error:
-            if error.code != 409:  # the bucket exists already
+            if error.code != 409:  # The bucket exists already.
                 raise
         return NixlObjects(name, self.url, prefix, _KEYS)
 

@@ -189,7 +189,7 @@ def test_a_closed_agent_is_no_longer_referenced():
     agent.add_peer(source.name, source.metadata)
     handle, done = agent.post("READ", source.name, runs[:1], runs[1:])
     while not done:
-        source.notifications()  # the connection needs both sides to be polled
+        source.notifications()  # Both sides must be polled before the connection exists.
         done = agent.done(handle)
     agent.release(handle)
     del handle
@@ -232,7 +232,7 @@ def test_words_are_read_one_at_a_time_and_a_peer_takes_their_lists_with_it():
     bound = agent._agent.agent
     agent.close()
     gc.collect()
-    assert sys.getrefcount(bound) == 2  # the references: `bound` and the argument
+    assert sys.getrefcount(bound) == 2  # The two references are `bound` and the argument.
     assert not agent._words
 
 

@@ -294,4 +294,4 @@ def test_large_pulls_find_the_memory_of_the_last_one() -> None:
 
 def test_a_window_is_pulled_from_its_first_page_on() -> None:
     local, remote = shard(range(2), page_size=4), shard(range(2), page_size=16)
-    check_pull(local, [remote], (36, 45))  # token 45 with a window of 9 sees tokens 37 to 45
+    check_pull(local, [remote], (36, 45))  # Token 45 with a window of 9 tokens sees tokens 37 to 45.
