@@ -359,9 +359,10 @@ class ObjectTier(LowerTier):
         io, key, size = self._read_io, self._layout.epoch_key, len(self._layout.epoch_object(_FIRST_EPOCH))
         if not io.exist([key])[0]:
             return _FIRST_EPOCH
-        io.memory[:size] = 0
+        content = io.memory[:size]
+        content[:] = 0
         io.read([ObjectRange(key, 0, 0, size)])
-        if (epoch := self._layout.epoch_of(io.memory[:size].tobytes())) is None:
+        if (epoch := self._layout.epoch_of(content.tobytes())) is None:
             raise OSError(f"object {key} names no epoch; call reset_prefix_cache to rewrite it")
         return epoch
 
