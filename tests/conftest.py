@@ -139,7 +139,7 @@ def _surroundings_stay() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def forked_fleets() -> Iterator[None]:
-    """Starts the processes of fleets as forks of one process that has already imported everything."""
+    """Starts the processes of fleets as forks of a process that has already imported all modules."""
     from tests import forked
 
     with forked.fleets():

@@ -70,8 +70,8 @@ class KVTokens:
             if pool is None:
                 continue
             held, kept = pool.cpu().numpy(), _as_elements(values, pool)[:, None, None, None, None]
-            # In this element type, the scale of a whole page is that of its last token, so a page that is not full has
-            # no meaningful scale.
+            # In this element type, the scale of a page is the scale of its last token. A page that is not full
+            # therefore has no meaningful scale.
             of_page = pool.shape[3] < size
             read = np.arange(seen, start)[(offsets[seen:start] == size - 1) if of_page else slice(None)]
             within = offsets * 0 if of_page else offsets

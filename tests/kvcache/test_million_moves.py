@@ -1,5 +1,5 @@
-"""The random model with every combination of features. Each pair of features that may be combined occurs on some
-manager, and every result agrees with the model.
+"""The random model with every combination of features. Some manager has each allowed pair of features, and every result
+agrees with the model.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def test_only_the_list_of_refusals_excludes_features() -> None:
 
 
 class DrawnChooser:
-    """Choices by Hypothesis, which shrinks them to the shortest failing sequence."""
+    """Choices by Hypothesis, which shrinks a failing sequence to the shortest one."""
 
     def __init__(self, data: st.DataObject) -> None:
         self._data = data

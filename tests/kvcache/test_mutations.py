@@ -239,5 +239,5 @@ def test_each_mutation_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(owner, method, mutant)
     with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever notices first: the model, the check, numpy
         many_moves(name)
-    # A mutant that fails with one of these errors cannot run at all, so it proves nothing about the rule.
+    # A mutant with one of these errors cannot run, so it shows nothing about the rule.
     assert not isinstance(caught.value, (TypeError, AttributeError, NameError)), repr(caught.value)

@@ -260,7 +260,7 @@ class Warm:
         for name in mine:
             lines = [code.co_firstlineno for code in old[name]]
             for one in loaded.get(name, []):
-                # Functions of the same name are told apart by their lines.
+                # The lines of two functions with the same name distinguish the functions.
                 if len(old[name]) != len(new.get(name, [])) or lines.count(one.__code__.co_firstlineno) != 1:
                     raise NoSwapError("the loaded functions of this name differ from the source")
                 try:

@@ -154,7 +154,7 @@ HYBRIDS = {
         },
     ),
 }
-# Further models, whose caches have the same forms as those above.
+# More models, whose caches have the same forms as the caches of the models above.
 MORE_HYBRIDS = {
     "lfm2_moe": (
         "Lfm2MoeConfig",

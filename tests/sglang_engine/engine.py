@@ -108,7 +108,7 @@ class Engine:
         return batch is not None
 
     def run(self, limit: int = 2000) -> dict[str, list[int]]:
-        """Runs until nothing is left. Returns the tokens of every request since the last `run`."""
+        """Runs until all requests have ended. Returns the tokens of every request since the last `run`."""
         for _ in range(limit):
             if not self.step() and self.scheduler.is_fully_idle():
                 found = {name: list(req.output_ids) for name, req in self.requests.items()}

@@ -155,7 +155,7 @@ class VLLMDriver:
             if request_id in engine.scheduler.requests and not engine.finish_reason(request_id):
                 engine.abort(request_id)
         if self.at[request_id] == "prefill" and self.engines["prefill"].finish_reason(request_id):
-            # The proxy has the params, but its client is gone. It asks decode for nothing but to free prefill's blocks.
+            # The proxy has the params, but its client is gone. It asks decode only to free prefill's blocks.
             self._hand_over()
             self.engines["decode"].abort(request_id)
         self._end(request_id, "cancelled")

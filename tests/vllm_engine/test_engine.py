@@ -65,7 +65,8 @@ def test_decode_waits_pulls_and_continues_and_both_sides_release_their_blocks(
     assert prefill.free_blocks < prefill.free_at_start, "prefill keeps what decode is to read"
     decode.add("d", prompt, 5, params)
     decode.step()
-    # With windows or states, decode computes a prompt's last token, so nothing is loaded for a prompt of one token.
+    # With windows or states, decode computes a prompt's last token. For a prompt of one token it therefore loads no
+    # block.
     if length > 1 or not (decode.shape.states or any(decode.shape.windows)):
         assert decode.status("d") is RequestStatus.WAITING_FOR_REMOTE_KVS
     run_until([prefill, decode], lambda: decode.finish_reason("d"))

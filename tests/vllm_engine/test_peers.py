@@ -150,9 +150,8 @@ def elsewhere(make: Make, kind: str) -> int:
 def test_another_address_under_a_known_engine_id_ends_no_load_of_others(
     make: Make, caplog: pytest.LogCaptureFixture, kind: str, policy: str
 ) -> None:
-    """When the wrong address arrives, some of the other requests are reading and one waits for room.
-
-    Further requests arrive while the wrong address is asked.
+    """When the wrong address arrives, some of the other requests are reading, and one request waits for room. More
+    requests arrive while the wrong address is asked.
     """
     prefill = make("kv_producer", Shape(blocks=80), engine_id="source")
     decode = make("kv_consumer", Shape(blocks=40, policy=policy))

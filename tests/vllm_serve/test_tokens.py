@@ -1,5 +1,5 @@
-"""Prefill runs on one server and decode on another. For every model and every pair of shapes, the tokens equal those of
-plain vLLM.
+"""Prefill runs on one server, and decode runs on another server. For every model and every pair of shapes, the tokens
+equal the tokens of plain vLLM.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ class Followed:
         self.differences: list[str] = []
 
     async def join(self) -> None:
-        """Starts a further service."""
+        """Starts one more service."""
         from dynamo.llm import SelectionService
 
         service = SelectionService(indexer_threads=1)

@@ -35,7 +35,7 @@ class Known:
         self.there: dict[str, dict[int, tuple[tuple[int, ...], int | None]]] = {}
         self.tree: dict[int, int | None] = {}
         self.events: list[dict[str, Any]] = []
-        # For each further block table, by its index, the pages that the events have reported.
+        # For each table after the first, by its index, the pages that the events have reported.
         self.groups: dict[int, Known] = {}
         # The attention type and window of the layers, according to the events.
         self.spec: tuple[str, int | None] | None = None

@@ -194,7 +194,7 @@ class Routed(Followed):
         self.routers: list[Router] = []
 
     async def join(self) -> None:
-        """Starts a further router."""
+        """Starts one more router."""
         events = {
             worker.server.url: (worker.way.address, worker.manager.kv_event_endpoints[0][1]) for worker in self.workers
         }

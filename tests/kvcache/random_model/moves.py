@@ -1097,7 +1097,7 @@ class Moves:
             assert few or ours == dict(theirs), f"tenants have {ours} idle pages, and not {theirs}"
 
     def finish(self) -> None:
-        """Releases everything, and checks that every page is free."""
+        """Releases all requests and leases, and checks that every page is free."""
         self.books.everything_right()
         for name in [*self.live]:
             self.manager.release(name)

@@ -31,7 +31,7 @@ class Table(NamedTuple):
     holds_all: bool
 
     def seen(self, position: int) -> int:
-        """Returns the first column that the query at `position` sees."""
+        """Returns the index of the first block that the query at `position` sees."""
         kind, tokens = self.group.kind, self.group.window
         first = {"full": 0, "window": position - tokens + 1, "chunked": position - position % max(tokens, 1)}[kind]
         return max(0, first) // PAGE_SIZE
@@ -42,7 +42,7 @@ def pages_of(tokens: int) -> int:
 
 
 def content(table: int, tokens: list[int], named: Named, column: int) -> Content:
-    """The content that the page at a column must hold."""
+    """Returns the content that the page of a block must hold."""
     end = (column + 1) * PAGE_SIZE
     return (table, named[0], tuple(sorted(key for key in named[1] if key[0] < end)), *tokens[:end])
 
@@ -72,7 +72,7 @@ class Names:
 
 @dataclass(eq=False)
 class Request:
-    """A claimed request: its pages by table and column, and its progress."""
+    """A claimed request: its pages by table and block, and its progress."""
 
     context: TextContext
     replica: int

@@ -56,7 +56,7 @@ SIGNS: dict[str, tuple[str, ...]] = {
 
 
 class Model(AheadMoves):
-    """A manager and everything that may happen to it."""
+    """A manager and all moves that may happen to it."""
 
     def __init__(self, choose: Any, world: World, *more: Any) -> None:
         super().__init__(choose, world, *more)

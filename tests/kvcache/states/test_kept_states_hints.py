@@ -84,7 +84,7 @@ def trusting(manager: PagedKVCacheManager) -> PagedKVCacheManager:
 
 
 def found(manager: PagedKVCacheManager, tokens: list[int], **options: Any) -> int:
-    """Returns the number of pages of the prompt that a request would find. The call changes nothing."""
+    """Returns the number of pages of the prompt that a request would find. The call changes no state."""
     return manager._replicas.each[0].find(TextContext(tokens, 4096, **options)).end
 
 

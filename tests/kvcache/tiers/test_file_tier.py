@@ -1,4 +1,4 @@
-"""The file tier: pages outlive the manager, and whatever is wrong in the folder leads only to misses."""
+"""The file tier: pages outlive the manager, and any fault in the folder leads only to misses."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def files_of(it: Served) -> FileTier:
 
 
 def written(served: Make) -> None:
-    """Serves the prompt with a manager that writes its pages to files, and then closes this manager."""
+    """Serves the prompt with a manager that writes its pages to files, and closes this manager."""
     it = served()
     it.serve(PROMPT)
     it.manager.close()
@@ -379,9 +379,8 @@ def test_a_neighbour_that_is_reset_too_shares_files_again(served: Make) -> None:
 def test_a_folder_that_disappears_is_made_again(
     served: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str
 ) -> None:
-    """The folder disappears while the tier runs.
-
-    Old pages are misses. New ones are written, and found after the next start.
+    """The folder disappears while the tier runs. The pages in the folder become misses. New pages are written, and a
+    later process finds them.
     """
     it = served(8, 8)
     it.serve(PROMPT)
@@ -437,7 +436,7 @@ def test_a_folder_deleted_before_a_reset_or_between_two_runs(served: Make, tmp_p
 
 
 def modes(folder: Path) -> set[tuple[bool, int]]:
-    """Returns two facts about the folder and each entry in it: whether it is a folder, and its mode."""
+    """Returns two facts about the folder and about each of its entries: whether it is a folder, and its mode."""
     found = [folder, *folder.rglob("*")]
     return {(path.is_dir(), path.lstat().st_mode & 0o7777) for path in found if not path.is_symlink()}
 
@@ -496,7 +495,9 @@ def test_a_root_with_other_things_is_left_as_it_is(served: Make, tmp_path: Path)
 
 
 def test_no_link_is_followed(served: Make, tmp_path: Path) -> None:
-    """A link is planted in place of one of our folders or files. Nothing behind it is read, written or removed."""
+    """A link replaces one of the tier's folders or files. The tier reads, writes and removes nothing behind
+    the link.
+    """
     elsewhere = tmp_path.parent / f"{tmp_path.name}-elsewhere"
     written(served)
     epoch = files_path = next(path for path in tmp_path.rglob("epoch-*") if path.is_dir())
@@ -758,10 +759,8 @@ def test_the_layout_of_a_file_knows_its_sizes() -> None:
 def test_a_signal_handlers_timeout_is_no_failure_of_the_disk(
     served: Make, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    """`TimeoutError` is an `OSError`.
-
-    A timeout raised by a signal handler was once taken for an error of the disk, so nobody noticed that a change had
-    been made only in part.
+    """`TimeoutError` is an `OSError`. If the tier took the timeout of a signal handler for an error of the disk, a
+    change could stay incomplete unnoticed.
     """
     it = served()
     it.serve(PROMPT)

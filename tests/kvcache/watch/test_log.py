@@ -42,7 +42,7 @@ class OneByOne:
     def __init__(self) -> None:
         self.pages: Counter[str] = Counter()
         self.again: Counter[str] = Counter()
-        # Time, pool, reason, and two counts: the evicted pages, and those of them that were published again.
+        # Time, pool, reason, and two counts: the evicted pages, and the evicted pages that were published again.
         self.groups = list[tuple[float, str, str, list[int]]]()
         self.of_word: OrderedDict[int, int] = OrderedDict()
 

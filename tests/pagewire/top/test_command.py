@@ -75,7 +75,7 @@ def test_a_browser_needs_the_token_once() -> None:
             page = await client.get("/?token=secret-token")
             assert page.status == 200
             assert "pagewire top" in await page.text()
-            # Without this, a browser waits for another host that has the font of Textual's page, and shows nothing
+            # Otherwise a browser waits for the server that has the font of Textual's page, and shows no content
             # meanwhile.
             assert "default-src 'self'" in page.headers["Content-Security-Policy"]
             cookie = page.cookies[COOKIE]

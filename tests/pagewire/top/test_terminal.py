@@ -178,7 +178,8 @@ def test_the_app_ends_with_its_terminal(controls: bool, address: str, start: Cal
 
 def test_the_screen_says_that_no_process_answers(terminal: Terminal, start: Callable[..., Top]) -> None:
     top = start(DEAD, on=terminal)
-    fcntl.ioctl(terminal.slave, termios.TIOCSWINSZ, b"\x28\x00\xc8\x00\x00\x00\x00\x00")  # 40 lines, 200 columns
+    # The terminal has 40 lines and 200 columns.
+    fcntl.ioctl(terminal.slave, termios.TIOCSWINSZ, b"\x28\x00\xc8\x00\x00\x00\x00\x00")
     wait_for(lambda: b"no process answers at" in terminal.text, "nothing is said")
     assert DEAD.encode() in terminal.text
     os.write(terminal.master, b"q")

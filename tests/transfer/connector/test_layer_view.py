@@ -15,9 +15,7 @@ NAMES = ("0.attn", "1.attn")
 
 
 def split(content: torch.Tensor) -> list[torch.Tensor]:
-    """Splits content into a tensor of keys and a tensor of values. The strides of the keys differ from those of the
-    values.
-    """
+    """Splits content into a tensor of keys and a tensor of values with other strides."""
     keys, values = content.split(DIM, -1)
     columns = keys.transpose(2, 3).contiguous().transpose(2, 3)
     return [columns, values.contiguous()]

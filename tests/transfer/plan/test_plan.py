@@ -263,7 +263,7 @@ def test_shards_of_two_models_are_refused() -> None:
         with pytest.raises(MetadataError, match=message):
             plan(local, remote)
     other = plan(local, replace(local, groups=(replace(group, boxes=(replace(box, kind="ssm"),)),)))
-    assert len(other.runs(0, [0], [0], (0, 4))) == 0  # The ranks have no common kind of state, so nothing is copied.
+    assert len(other.runs(0, [0], [0], (0, 4))) == 0  # The ranks have no common kind of state, so no state is copied.
 
 
 FAULTS = """

@@ -1,4 +1,6 @@
-"""Explores the ownership protocol: with all rules nothing goes wrong, and without any one of them something does."""
+"""Explores the ownership protocol. With all rules no promise is broken. Without any single rule some promise is
+broken.
+"""
 
 from __future__ import annotations
 
@@ -122,7 +124,7 @@ def test_the_story_of_a_reused_page():
 
 
 def without(text: str) -> type[Protocol]:
-    """The protocol without the moves whose text contains `text`."""
+    """Returns the protocol without the moves whose text contains `text`."""
 
     class Lame(Protocol):
         def moves(self, name: str, size: int, room: Room, view: View) -> Iterator[Move]:
