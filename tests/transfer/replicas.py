@@ -80,9 +80,10 @@ PAGES = 16
 
 
 class Engine:
-    """The ranks of one engine over pools of bytes; heads split over `tp`. Closed by the fixture that makes it.
+    """The ranks of one engine over pools of bytes. The heads are divided over `tp` ranks. A fixture closes the engine.
 
-    All engines share a key unless another one, or none, is given. Without a key they vouch for themselves on this host.
+    All engines share a key unless the caller gives another key or no key. Without a key an engine vouches for itself on
+    this host.
 
     Attributes:
         pools: per rank uint8 `[pages, heads of the rank, bytes of a head]`.

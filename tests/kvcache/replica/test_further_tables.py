@@ -368,7 +368,8 @@ def test_a_decode_step_has_pages_in_all_tables_or_in_none(free: int, fits: bool)
 
 def test_each_table_of_each_group_must_have_its_window() -> None:
     groups = LayerGroup("window", (0, 2), 5), LayerGroup("full", (1,)), LayerGroup("window", (3,), 13)
-    # The first tables have 13 tokens, and the last two tables have 5 tokens.
+    # The full layer has the first table. The window of 13 tokens has the second table. The two layers with a window of
+    # 5 tokens have the last two tables.
     for table, column, left in ((1, 9, 9), (2, 9, 9), (2, 7, 7), (0, 7, 7)):
         manager = make(groups, layers=4)
         assert [one.layers for one in manager.layer_tables.tables] == [(1,), (3,), (0,), (2,)]
