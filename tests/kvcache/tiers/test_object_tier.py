@@ -4,6 +4,7 @@ bounded time.
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import time
@@ -16,6 +17,7 @@ import pytest
 from kvcache import InvariantError
 from kvcache.pool.index import NO_PAGE
 from kvcache.tiers import object_tier as module
+from kvcache.tiers.host_tier import Job
 from kvcache.tiers.object_tier import ReadRates
 from tests.kvcache.served import Served
 from tests.kvcache.states.served_states import ServedStates
@@ -402,6 +404,54 @@ def test_the_store_is_asked_only_for_the_states_that_the_caller_names(store: Sto
         assert [*tier._busy] == [digests[0, page].tobytes()]
         store.may.set()
         settled(it)
+
+
+def test_a_question_and_the_queue_have_at_most_256_objects_of_a_table(store: StoredObjects) -> None:
+    it = store.machine(ServedStates)
+    settled(it)
+    tier, words = tiers_of(it)[1], it.digests(range(8)).shape[1]
+    digests = np.arange(300 * words, dtype=np.uint64).reshape(1, 300, words)
+    store.may.clear()
+    assert tier.ask(digests, np.ones((1, 300), np.bool_))
+    assert len(tier._busy) == 256
+    tier.offer(digests[0])
+    assert len(tier._queue) == 256
+    store.may.set()
+    settled(it)
+
+
+def test_an_object_counts_as_absent_for_ten_seconds(
+    served: Make, store: StoredObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it, other = served(), served()
+    it.fetch(PROMPT)
+    other.serve(PROMPT)
+    other.manager.close()
+    assert store.pages
+    later = [0.0]
+    monkeypatch.setattr(objects_of(it), "_clock", lambda: time.monotonic() + later[0])
+    it.fetch(PROMPT)
+    assert it.manager.metrics.object_blocks_read == 0
+    later[0] = 10.0
+    it.fetch(PROMPT)
+    assert it.manager.metrics.object_blocks_read == 8
+
+
+def test_a_flush_waits_at_most_ten_seconds_for_the_store(
+    served: Make, store: StoredObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it, seconds, waits = served(), itertools.count(), list[float]()
+    it.serve(PROMPT)
+    it.tiers.store_all()
+    tier = objects_of(it)
+    store.may.clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(tier, "_clock", lambda: float(next(seconds)))  # one second passes at each call
+        patched.setattr(Job, "wait", lambda _, longest: waits.append(longest))
+        tier.flush()
+    assert 0 < max(waits) < 10
+    assert next(seconds) < 20
+    store.may.set()
 
 
 def test_objects_are_read_if_reading_pays() -> None:
