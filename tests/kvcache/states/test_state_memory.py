@@ -3,7 +3,16 @@ import torch
 
 from kvcache.errors import InvalidParamsError
 from kvcache.params import CONV_KINDS, SSM_KIND, StateForm, StateShape
-from kvcache.states.state_memory import page_bytes, state_layouts
+from kvcache.pool.slabs import SlabPool
+from kvcache.states.state_memory import (
+    StateLayouts,
+    kind_offsets,
+    most_states,
+    page_bytes,
+    pages_of_slab,
+    room_in_slabs,
+    state_layouts,
+)
 from tests.kvcache.build import states_of
 
 SHAPE = StateShape(layers=3, heads=8, head_dim=5, groups=2, d_state=6, kernel=4, conv_dtype=torch.float32)
@@ -105,3 +114,28 @@ def test_impossible_shapes_are_refused(changes: dict[str, int], message: str) ->
 def test_a_page_has_the_bytes_of_all_states_together(shards: int, copies_of_b: int) -> None:
     conv, ssm = (40 + copies_of_b * (12 + 12)) * 3, 8 * 5 * 6
     assert page_bytes(state_layouts(SHAPE, shards)) == 3 * (conv + ssm) * 4
+
+
+def of_heads(heads: int) -> StateLayouts:
+    """Returns the layouts of a state that has one kind, with 8 bytes for each head."""
+    return state_layouts(StateShape(1, heads, 1, 1, 1, 2, torch.int64, form="short_conv"), 1)
+
+
+@pytest.mark.parametrize(("heads", "pages"), [(4, 2), (10, 2), (12, 4), (21, 6)])
+def test_a_state_takes_the_fewest_token_pages_that_hold_it_and_end_at_a_multiple_of_16_bytes(
+    heads: int, pages: int
+) -> None:
+    (token_page,) = of_heads(5)[0].values()
+    assert token_page.page_bytes == 40
+    assert pages_of_slab(of_heads(heads), [token_page]) == pages
+
+
+def test_the_states_in_slabs_are_as_many_as_fit_and_each_kind_is_named_with_its_place() -> None:
+    (layout,) = state_layouts(SHAPE, 1)
+    row = page_bytes([layout]) // 8 + 16  # the bytes of a token page; a state takes 8 pages
+    states = room_in_slabs(SHAPE, SlabPool(23, 1, 8), [torch.zeros((24, row), dtype=torch.uint8)])
+    assert states.pool.num_pages == most_states(23, 8) == 2
+    (kinds,) = states.kinds
+    assert {kind.kind: kind.layout for kind in kinds} == layout
+    assert [kind.offset for kind in kinds] == kind_offsets(layout)[:-1]
+    assert {(kind.region, kind.stride) for kind in kinds} == {(None, 8 * row)}
