@@ -8,6 +8,7 @@ import contextlib
 import math
 import os
 import random
+import selectors
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 import zmq
 
-from kvcache import InvalidParamsError, KVEvents
+from kvcache import InvalidParamsError, KVEvents, sockets
 from kvcache.reset_endpoint import ResetEndpoint
 from kvcache.sockets import (
     QUESTIONS,
@@ -366,6 +367,45 @@ def test_a_socket_with_keys_does_not_take_an_ipc_address_from_a_living_process_e
         with zmq.Context.instance().socket(zmq.PUSH) as peer:
             peer.connect(address)
     bound_socket("again", zmq.PULL, address, secure=lambda _: None).close()
+
+
+@pytest.fixture
+def connection() -> Iterator[tuple[sockets._Connection, socket.socket, socket.socket]]:
+    """Yields a connection, its peer, and the other end of its inner connection."""
+    with contextlib.ExitStack() as opened:
+        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(2)]
+        (client, peer), (inner, zmq_socket) = [[opened.enter_context(one) for one in pair] for pair in pairs]
+        for own in (client, inner):
+            own.setblocking(False)
+        yield sockets._Connection(client, inner, QUESTIONS), peer, zmq_socket
+
+
+def test_a_connection_polls_only_for_what_it_can_handle(connection: Any) -> None:
+    one, _, _ = connection
+    reads, writes = selectors.EVENT_READ, selectors.EVENT_WRITE
+    assert one.interest() == (reads, reads)
+    one.up = b"waits for the ZMQ socket"
+    assert one.interest() == (0, reads | writes)
+    one.up, one.is_held = b"", True
+    assert one.interest() == (0, reads)
+    one.is_held, one.down = False, memoryview(b"waits for the peer")
+    assert one.interest() == (reads | writes, 0)
+    one.down, one.is_ending = memoryview(b""), True
+    assert one.interest() == (reads, 0)
+
+
+def test_a_connection_keeps_what_neither_side_accepts_yet(connection: Any) -> None:
+    one, peer, zmq_socket = connection
+    for send in (one.send_up, one.send_down):
+        data = os.urandom(1 << 22)
+        one.up, one.down = data, memoryview(data)
+        for _ in range(8):
+            send()
+        left = one.up if send == one.send_up else one.down
+        assert 0 < len(left) < len(data)
+        other = zmq_socket if send == one.send_up else peer
+        there = other.recv(len(data) - len(left), socket.MSG_WAITALL)
+        assert there + left == data
 
 
 def test_a_socket_that_a_killed_process_has_left_is_replaced(tmp_path: Path) -> None:
