@@ -369,6 +369,14 @@ def test_a_socket_with_keys_does_not_take_an_ipc_address_from_a_living_process_e
     bound_socket("again", zmq.PULL, address, secure=lambda _: None).close()
 
 
+def test_a_peer_that_the_zmq_socket_refuses_is_dropped_once_it_has_the_reason() -> None:
+    with closing(bound_socket("echo", zmq.ROUTER, ANY)) as bound:
+        with closing(stranger(bound.address, b"PUB")) as peer:  # a ROUTER does not talk to a PUB
+            while peer.recv(1 << 10):
+                pass
+        waited(lambda: not gate_of(bound)._peers)
+
+
 @pytest.fixture
 def connection() -> Iterator[tuple[sockets._Connection, socket.socket, socket.socket]]:
     """Yields a connection, its peer, and the other end of its inner connection."""
