@@ -21,7 +21,7 @@ def test_a_layout_with_tokens_before_heads_is_refused(monkeypatch: pytest.Monkey
     import vllm_cpu
 
     batch = paged_batch.make_batch("layer,side,token,head,dim", page_size=32)
-    with pytest.raises(SystemExit, match="the tokens of a head lie 128 elements apart, 64 are needed"):
+    with pytest.raises(SystemExit, match="the tokens of a head lie 128 elements apart, expected 64"):
         vllm_cpu.attend(batch, 0)
     for name in ("paged_batch", "vllm_cpu"):
         del sys.modules[name]
